@@ -1,0 +1,71 @@
+"""Syncline: train neural networks on many workers; how they agree is a choice you swap in one line.
+
+>>> import torch, syncline as sl
+>>> with sl.init() as world:                 # torchrun, mpiexec, srun, or plain python: a world of one
+...     sl.allreduce(torch.ones(3))
+tensor([1., 1., 1.])
+"""
+
+from importlib.metadata import version as _version
+
+from syncline.errors import (
+    DeadlockError,
+    DivergedError,
+    IncompatibleError,
+    PeerLostError,
+    ProtocolError,
+    SpecError,
+    SynclineError,
+    UnsupportedError,
+    WorldError,
+)
+from syncline.transports import Link, Network, faults
+from syncline.world import (
+    Pending,
+    Simulation,
+    Team,
+    World,
+    allgather,
+    allreduce,
+    alltoall,
+    barrier,
+    broadcast,
+    gather,
+    init,
+    recv,
+    reduce_scatter,
+    send,
+    simulate,
+)
+
+__version__ = _version("syncline")
+
+__all__ = [
+    "DeadlockError",
+    "DivergedError",
+    "IncompatibleError",
+    "Link",
+    "Network",
+    "PeerLostError",
+    "Pending",
+    "ProtocolError",
+    "Simulation",
+    "SpecError",
+    "SynclineError",
+    "Team",
+    "UnsupportedError",
+    "World",
+    "WorldError",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "faults",
+    "gather",
+    "init",
+    "recv",
+    "reduce_scatter",
+    "send",
+    "simulate",
+]

@@ -1,0 +1,98 @@
+"""Running a schedule over a transport.
+
+A lane is one execution of the schedule over one part of the data. Several lanes of one call take turns, so that
+one combines what it received while the bytes of the next are on their way::
+
+    lane 0   post 1 │ wait 1, merge │ post 2 │            │ wait 2, merge │ …
+    lane 1          │               │ post 1 │ … on the wire …            │ wait 1, merge │ …
+
+Lanes go round by round together, idle rounds included: what is waited for in round k of one lane was sent by
+then on every rank, so lanes cannot wait for each other in a circle. Within a lane a round's receives are posted
+before its sends, and merged in the order the schedule lists them, whatever order they came in: the result does
+not depend on timing. Chunks of no bytes are not sent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from syncline.collectives.base import Move, Round
+from syncline.collectives.carriers import Carrier
+from syncline.transports import Handle, Transport
+
+__all__ = ["Lane", "execute"]
+
+MOST_SENDING = 4
+"""Sends of earlier rounds that a lane lets run on before it waits for the oldest."""
+
+
+def execute(transport: Transport, lanes: Sequence[tuple[Iterator[Round], Carrier]]) -> None:
+    """Run every lane to its end. Lane i uses tag i: a channel runs one call at a time."""
+    active = [Lane(transport, rounds, carrier, tag) for tag, (rounds, carrier) in enumerate(lanes)]
+    active = [lane for lane in active if lane.post()]
+    while active:
+        active = [lane for lane in active if lane.advance()]
+
+
+class Lane:
+    """One execution of a schedule."""
+
+    def __init__(self, transport: Transport, rounds: Iterator[Round], carrier: Carrier, tag: int) -> None:
+        self._transport = transport
+        self._rounds = rounds
+        self._carrier = carrier
+        self._tag = tag
+        self._landing: list[tuple[Move, Tensor, Handle]] = []
+        self._sending: deque[tuple[Move, Handle]] = deque()
+
+    def post(self) -> bool:
+        """Start the next round; at the end of the schedule wait for what is still being sent, and return False."""
+        transport, carrier, tag = self._transport, self._carrier, self._tag
+        now = next(self._rounds, None)
+        if now is None:
+            for _, handle in self._sending:
+                handle.wait()
+            self._sending.clear()
+            return False
+        for move in now.recvs:
+            if carrier.nbytes(move):
+                if not move.combine:
+                    self._finish_sending(move)  # it lands in place
+                data = carrier.landing(move)
+                self._landing.append((move, data, transport.recv(data, move.peer, tag, exact=True)))
+        for move in now.sends:
+            if carrier.nbytes(move):
+                self._sending.append((move, transport.send(carrier.read(move), move.peer, tag, exact=True)))
+        while len(self._sending) > MOST_SENDING + len(now.sends):
+            self._sending.popleft()[1].wait()  # from many rounds ago: surely gone by now
+        return True
+
+    def advance(self) -> bool:
+        """Finish the round under way and start the next one."""
+        for _, _, handle in self._landing:
+            handle.wait()
+        combined = 0
+        for move, data, _ in self._landing:
+            if move.combine:
+                self._finish_sending(move)
+                combined += self._carrier.nbytes(move)
+            self._carrier.merge(move, data)
+        self._landing.clear()
+        if combined:
+            self._transport.combined(combined)
+        return self.post()
+
+    def _finish_sending(self, move: Move) -> None:
+        """Wait for the sends that still read what this move will overwrite."""
+        if not self._sending:
+            return
+        kept: deque[tuple[Move, Handle]] = deque()
+        for sent, handle in self._sending:
+            if sent.chunk < move.chunk + move.width and move.chunk < sent.chunk + sent.width:
+                handle.wait()
+            else:
+                kept.append((sent, handle))
+        self._sending = kept

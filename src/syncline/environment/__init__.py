@@ -1,0 +1,6 @@
+"""Who and where we are, as torchrun, MPI, Slurm or nobody tells it: one file each."""
+
+from syncline.environment.base import Environment, Rendezvous
+from syncline.environment.detect import detect
+
+__all__ = ["Environment", "Rendezvous", "detect"]

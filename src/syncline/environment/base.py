@@ -1,0 +1,80 @@
+"""The facts of a launch, and reading them from variables without guessing."""
+
+from __future__ import annotations
+
+import socket
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from syncline.errors import WorldError
+
+__all__ = ["Environment", "Rendezvous", "Variables"]
+
+FIRST_PORT, PORTS = 20000, 12000
+"""Ports derived from a job's name lie below Linux's ephemeral range (32768 and up)."""
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks meet. `hosted` when the launcher already serves a store there (torchrun's agent)."""
+
+    address: str
+    port: int
+    hosted: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What a launcher says of this process."""
+
+    source: str
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    host: str = field(default_factory=socket.gethostname)
+    rendezvous: Rendezvous | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise WorldError(f"{self.source} says rank {self.rank} of {self.size}: ranks count from 0")
+        if not 0 <= self.local_rank < self.local_size <= self.size:
+            raise WorldError(
+                f"{self.source} says local rank {self.local_rank} of {self.local_size} in a world of {self.size}"
+            )
+
+
+class Variables:
+    """Environment variables of one launcher, read as whole numbers or with an error that names them."""
+
+    def __init__(self, source: str, environ: Mapping[str, str]) -> None:
+        self.source = source
+        self.environ = environ
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """The variable as a whole number."""
+        text = self.environ.get(name)
+        if text is None:
+            if default is None:
+                raise WorldError(f"{self.source}: variable {name} is not set")
+            return default
+        try:
+            return int(text)
+        except ValueError:
+            raise WorldError(f"{self.source}: {name}={text!r} is not a whole number") from None
+
+    def rendezvous(self, job: str | None, address: str | None) -> Rendezvous | None:
+        """MASTER_ADDR and MASTER_PORT where set; otherwise `address`, with a port drawn from the job's name."""
+        address = self.environ.get("MASTER_ADDR", address)
+        if address is None:
+            return None
+        if "MASTER_PORT" in self.environ:
+            port = self.whole("MASTER_PORT")
+        elif job is not None:
+            port = FIRST_PORT + zlib.crc32(job.encode()) % PORTS
+        else:
+            return None
+        if not 0 < port < 65536:
+            raise WorldError(f"{self.source}: MASTER_PORT={port} is not a port (1 to 65535)")
+        return Rendezvous(address, port, hosted=self.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")

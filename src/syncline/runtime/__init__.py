@@ -1,0 +1,11 @@
+"""Tasks, events, queues, locks, sleep and the clock: real (threads) and simulated (a baton, virtual time).
+
+Everything concurrent in the library goes through this seam, so that the same code runs on both.
+"""
+
+from syncline.runtime.base import Event, Lock, Queue, Runtime, Task
+from syncline.runtime.kernel import Kernel
+from syncline.runtime.real import RealRuntime
+from syncline.runtime.simulated import SimulatedRuntime
+
+__all__ = ["Event", "Kernel", "Lock", "Queue", "RealRuntime", "Runtime", "SimulatedRuntime", "Task"]

@@ -1,0 +1,147 @@
+"""The runtime contract on the simulator's kernel."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from syncline.runtime.base import Event, Lock, Queue, Task
+from syncline.runtime.kernel import Kernel, SimulatedTask
+
+__all__ = ["SimulatedRuntime"]
+
+
+class SimulatedRuntime:
+    """What one simulated rank sees of the kernel."""
+
+    def __init__(self, kernel: Kernel, rank: int) -> None:
+        self.kernel = kernel
+        self.rank = rank
+
+    def spawn(self, fn: Callable[..., Any], *args: Any, name: str = "task") -> Task:
+        return self.kernel.spawn(self.rank, name, fn, *args)
+
+    def event(self) -> Event:
+        return _BatonEvent(self.kernel)
+
+    def queue(self, capacity: int) -> Queue[Any]:
+        return _BatonQueue(self.kernel, capacity)
+
+    def lock(self) -> Lock:
+        return _BatonLock(self.kernel)
+
+    def sleep(self, seconds: float) -> None:
+        self.sleep_until(self.kernel.now + max(0.0, seconds))
+
+    def sleep_until(self, time: float) -> None:
+        """Sleep to that very instant."""
+        self.kernel.wake(self.kernel.running(), at=time)
+        self.kernel.block(f"t={time:.6g} s")
+
+    def now(self) -> float:
+        return self.kernel.now
+
+
+class _Waiters:
+    """Tasks in line; each wait takes its place and leaves it, whatever ends it."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.line: deque[SimulatedTask] = deque()
+
+    def wait(self, timeout: float | None, why: str, hang: bool = False) -> bool:
+        task = self.kernel.running()
+        self.line.append(task)
+        try:
+            return self.kernel.block_until(timeout, why, hang)
+        finally:
+            if task in self.line:
+                self.line.remove(task)
+
+    def wake_one(self) -> None:
+        if self.line:
+            self.kernel.wake(self.line.popleft())
+
+    def wake_all(self) -> None:
+        while self.line:
+            self.wake_one()
+
+
+class _BatonEvent:
+    __slots__ = ("_flag", "_kernel", "_waiters")
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._flag = False
+        self._kernel = kernel
+        self._waiters: _Waiters | None = None
+
+    def set(self) -> None:
+        self._flag = True
+        if self._waiters is not None:
+            self._waiters.wake_all()
+
+    def clear(self) -> None:
+        self._flag = False
+
+    def is_set(self) -> bool:
+        return self._flag
+
+    def wait(self, timeout: float | None = None, why: str = "", hang: bool = False) -> bool:
+        if self._flag:
+            return True
+        if self._waiters is None:
+            self._waiters = _Waiters(self._kernel)
+        return self._waiters.wait(timeout, why or "an event", hang)
+
+
+class _BatonQueue:
+    def __init__(self, kernel: Kernel, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"a queue holds at least one item (capacity: {capacity})")
+        self.kernel = kernel
+        self._capacity = capacity
+        self._items: deque[Any] = deque()
+        self._putters = _Waiters(kernel)
+        self._getters = _Waiters(kernel)
+
+    def put(self, item: Any, timeout: float | None = None) -> None:
+        deadline = None if timeout is None else self.kernel.now + timeout
+        while len(self._items) >= self._capacity:
+            left = None if deadline is None else deadline - self.kernel.now
+            if (left is not None and left < 0) or not self._putters.wait(left, "room in a full queue"):
+                raise TimeoutError(f"the queue stayed full for {timeout} s")
+        self._items.append(item)
+        self._getters.wake_one()
+
+    def get(self, timeout: float | None = None) -> Any:
+        deadline = None if timeout is None else self.kernel.now + timeout
+        while not self._items:
+            left = None if deadline is None else deadline - self.kernel.now
+            if (left is not None and left < 0) or not self._getters.wait(left, "an item in an empty queue"):
+                raise TimeoutError(f"the queue stayed empty for {timeout} s")
+        item = self._items.popleft()
+        self._putters.wake_one()
+        return item
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class _BatonLock:
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self._held = False
+        self._waiters = _Waiters(kernel)
+
+    def __enter__(self) -> None:
+        while self._held:
+            self._waiters.wait(None, "a lock that another task holds")
+        self._held = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._held = False
+        self._waiters.wake_one()

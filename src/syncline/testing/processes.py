@@ -1,0 +1,111 @@
+"""Real processes for tests: a pool of workers that meet once and run what they are told.
+
+The pool talks to its own children over pipes of `multiprocessing`; nothing of that leaves the machine.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+from syncline.transports import Transport
+
+__all__ = ["Pool", "free_port"]
+
+PATIENCE = 120.0
+"""Seconds that a test's slowest step may take on a busy machine."""
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Pool:
+    """`size` processes joined by gloo on the loopback interface; `run` uses the first few of them."""
+
+    def __init__(self, size: int, timeout: float = 60.0) -> None:
+        self.size = size
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "syncline", "syncline.transports.torch_dist"])
+        port = free_port()
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, rank, size, port, timeout), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
+        """`fn(transport, *args)` on `size` ranks, on a fresh channel among them; what each returned."""
+        for pipe in self._pipes:
+            pipe.send((fn, size, args))
+        results: list[Any] = []
+        problems: list[str] = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(PATIENCE):
+                problems.append(f"rank {rank} of {size} did not answer within {PATIENCE:.0f} s in {fn.__name__}")
+                continue
+            try:
+                result, problem = pipe.recv()
+            except EOFError:
+                result, problem = None, f"the process of rank {rank} has died in {fn.__name__}"
+            results.append(result)
+            if problem:
+                problems.append(f"rank {rank} of {size}: {problem}")
+        assert not problems, "\n".join(problems)
+        return results[:size]
+
+    def close(self) -> None:
+        """End the workers."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _work(pipe: Connection, rank: int, size: int, port: int, timeout: float) -> None:
+    import torch
+
+    from syncline.environment import detect
+    from syncline.transports.torch_dist import connect
+
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    everyone = connect(detect(), timeout)
+    channels: dict[int, Transport | None] = {}
+    while True:
+        try:
+            fn, members, args = pipe.recv()
+        except EOFError:
+            break
+        try:
+            if members not in channels:
+                channels[members] = everyone.split(range(members))
+            channel = channels[members]
+            pipe.send((None if channel is None else fn(channel, *args), ""))
+        except BaseException:
+            pipe.send((None, traceback.format_exc()))
+    everyone.close()

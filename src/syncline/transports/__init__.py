@@ -1,0 +1,20 @@
+"""Moving bytes between ranks, on engines that already exist; they know nothing of what they move."""
+
+from syncline.transports.base import Handle, NativeCollectives, Op, Transport, Window
+from syncline.transports.network import Link, Network
+from syncline.transports.simulated import Hub, Message, SimulatedTransport
+from syncline.transports.single import SingleTransport
+
+__all__ = [
+    "Handle",
+    "Hub",
+    "Link",
+    "Message",
+    "NativeCollectives",
+    "Network",
+    "Op",
+    "SimulatedTransport",
+    "SingleTransport",
+    "Transport",
+    "Window",
+]

@@ -1,0 +1,208 @@
+"""The contract of a transport: it moves bytes between ranks and knows nothing else."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from syncline.errors import IncompatibleError, UnsupportedError, WorldError
+from syncline.runtime import Runtime
+
+__all__ = ["Handle", "NativeCollectives", "Op", "Transport", "Window", "as_bytes", "human"]
+
+Op = Literal["sum", "min", "max", "product"]
+
+TAGS = 1 << 28
+"""Tags are whole numbers below this."""
+
+DEFAULT_TIMEOUT = 300.0
+"""Seconds after which a wait for a peer is given up."""
+
+
+class Handle(Protocol):
+    """An operation under way."""
+
+    source: int
+    """Of a receive: the sender, once waited for."""
+    nbytes: int
+    """How many bytes were moved, once waited for."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when it is done: the buffer may be used again. Raises `PeerLostError` at the timeout."""
+        ...
+
+
+class Window(Protocol):
+    """Memory of every rank that the others reach without its help. Offsets count elements."""
+
+    local: Tensor
+
+    def put(self, values: Tensor, to: int, offset: int = 0) -> None:
+        """Write into the window of `to`."""
+        ...
+
+    def get(self, into: Tensor, source: int, offset: int = 0) -> Handle:
+        """Read from the window of `source`."""
+        ...
+
+    def accumulate(self, values: Tensor, to: int, offset: int = 0) -> None:
+        """Add to the window of `to`, atomically for each element."""
+        ...
+
+    def flush(self, to: int | None = None) -> None:
+        """Return when what this rank has put and accumulated (into `to`, or anywhere) is in place."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class NativeCollectives(Protocol):
+    """The engine's own collectives. Asynchronous and in place, on contiguous tensors of equal shape everywhere."""
+
+    def reduces(self, dtype: torch.dtype, op: Op) -> bool:
+        """Whether the engine can reduce this dtype with this operation."""
+        ...
+
+    def allreduce(self, tensor: Tensor, op: Op) -> Handle: ...
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Op) -> Handle: ...
+
+    def broadcast(self, tensor: Tensor, root: int) -> Handle: ...
+
+    def allgather(self, output: Tensor, tensor: Tensor) -> Handle: ...
+
+    def alltoall(
+        self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> Handle: ...
+
+    def barrier(self) -> Handle: ...
+
+
+class Transport(ABC):
+    """Two-sided, non-blocking messages among `size` ranks; one split per concurrent user.
+
+    Messages between two ranks with one tag arrive in the order they were sent. A message may be shorter than
+    the buffer that receives it (`handle.nbytes` tells); a longer one is a `ProtocolError`. With `exact=True` on
+    both sides the two promise that the lengths are equal, and engines that need a header for the lengths leave
+    it out.
+    """
+
+    name: str = "transport"
+    native: NativeCollectives | None = None
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        runtime: Runtime,
+        timeout: float = DEFAULT_TIMEOUT,
+        members: tuple[int, ...] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.runtime = runtime
+        self.timeout = timeout
+        self.members = tuple(range(size)) if members is None else members
+        """The world's rank of each rank of this channel: what messages to people name."""
+
+    def send(self, buffer: Tensor, to: int, tag: int = 0, *, exact: bool = False, lossy: bool = False) -> Handle:
+        """Send the bytes of `buffer`, which stays untouched until the handle was waited for (or, if it never is,
+        for good: a message whose handle is dropped is still delivered).
+
+        A `lossy` message may be dropped or doubled by a network that does so; the sender does not mind.
+        """
+        self._check(to, "to", tag)
+        return self._send(as_bytes(buffer), to, tag, exact, lossy)
+
+    def recv(self, buffer: Tensor, source: int | None = None, tag: int = 0, *, exact: bool = False) -> Handle:
+        """Receive into `buffer` from `source`, or from anyone."""
+        if source is not None:
+            self._check(source, "source", tag)
+        return self._recv(as_bytes(buffer), source, tag, exact)
+
+    def split(self, ranks: Sequence[int]) -> Transport | None:
+        """An independent channel among `ranks`, in that order; None for a rank that is not among them.
+
+        Made in the same order on all ranks of this transport, members or not.
+        """
+        members = check_ranks(ranks, self.size)
+        return self._split(members)
+
+    def window(self, numel: int, dtype: torch.dtype) -> Window:
+        """One-sided memory of `numel` elements on every rank, zeroed; made by all ranks together."""
+        raise UnsupportedError(
+            f"one-sided windows are not available on {self.name}; they work on the simulator (sl.simulate), "
+            "in a world of one, and on MPI"
+        )
+
+    def combined(self, nbytes: int) -> None:  # noqa: B027 (most transports have nothing to add)
+        """Told after `nbytes` were reduced: where time is virtual, this is where it passes."""
+
+    def entering(self, what: str) -> None:  # noqa: B027 (most transports need not know)
+        """Told before each collective: who has not entered it is who the others wait for."""
+
+    @abstractmethod
+    def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:
+        """The error for a wait that broke or timed out: a `PeerLostError` that names who is gone."""
+
+    def close(self) -> None:  # noqa: B027 (most transports have nothing to close)
+        """Let go of what the engine holds. Every rank closes; a second call does nothing."""
+
+    @abstractmethod
+    def _send(self, data: Tensor, to: int, tag: int, exact: bool, lossy: bool) -> Handle: ...
+
+    @abstractmethod
+    def _recv(self, data: Tensor, source: int | None, tag: int, exact: bool) -> Handle: ...
+
+    @abstractmethod
+    def _split(self, members: tuple[int, ...]) -> Transport | None: ...
+
+    def _check(self, peer: int, what: str, tag: int) -> None:
+        if not 0 <= peer < self.size:
+            raise WorldError(f"{what}={peer} is not a rank: this channel has ranks 0 to {self.size - 1}")
+        if not 0 <= tag < TAGS:
+            raise WorldError(f"tag={tag} is not between 0 and {TAGS - 1}")
+
+
+def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
+    """The ranks of a split, each once and each one that exists."""
+    members = tuple(int(rank) for rank in ranks)
+    strangers = sorted({rank for rank in members if not 0 <= rank < size})
+    doubles = sorted({rank for rank in members if members.count(rank) > 1})
+    if not members or strangers or doubles:
+        wrong = [
+            *(["it is empty"] if not members else []),
+            *([f"not in the world of {size}: {strangers}"] if strangers else []),
+            *([f"named more than once: {doubles}"] if doubles else []),
+        ]
+        raise WorldError(f"ranks={list(members)}: {'; '.join(wrong)}")
+    return members
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A flat uint8 view of a contiguous tensor's memory."""
+    if not tensor.is_contiguous():
+        raise IncompatibleError(
+            f"a buffer must be contiguous (shape: {tuple(tensor.shape)}, stride: {tensor.stride()})"
+        )
+    if tensor.dtype == torch.uint8 and tensor.dim() == 1:
+        return tensor
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def human(nbytes: int) -> str:
+    """Bytes for people.
+
+    >>> human(17), human(4_200_000)
+    ('17 B', '4.2 MB')
+    """
+    amount = float(nbytes)
+    for unit in ("B", "kB", "MB"):
+        if amount < 1000:
+            return f"{amount:.3g} {unit}"
+        amount /= 1000
+    return f"{amount:.3g} GB"

@@ -1,0 +1,104 @@
+"""What can go wrong in a simulation, on purpose.
+
+Times are virtual seconds from the start; in chaos mode they only say what comes after what. Drops and duplicates strike
+only messages sent as lossy: the engines deliver all others or break.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+__all__ = ["Delay", "Drop", "Duplicate", "Fault", "Kill", "Partition", "Slow"]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """The process of `rank` ends at `at` without a word.
+
+    >>> Kill(2, at=0.5)
+    Kill(rank=2, at=0.5)
+    """
+
+    rank: int
+    at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Slow:
+    """From `start` to `stop`, `rank` takes `factor` times as long to compute, combine, send and receive.
+
+    >>> Slow(1, 4.0, stop=2.0).stop
+    2.0
+    """
+
+    rank: int
+    factor: float
+    start: float = 0.0
+    stop: float = math.inf
+
+
+@dataclass(frozen=True)
+class Delay:
+    """With `probability`, a message from `source` to `to` (None: any) is `seconds` late.
+
+    >>> Delay(0.01, to=3).source is None
+    True
+    """
+
+    seconds: float
+    source: int | None = None
+    to: int | None = None
+    probability: float = 1.0
+
+
+@dataclass(frozen=True)
+class Partition:
+    """From `start` to `stop` nothing passes between `group` and the others; what was sent meanwhile follows then.
+
+    >>> Partition((0, 1), stop=1.0).separates(0, 2, 0.5)
+    True
+    """
+
+    group: tuple[int, ...]
+    start: float = 0.0
+    stop: float = math.inf
+
+    def separates(self, source: int, to: int, now: float) -> bool:
+        """Whether a message between the two is held at `now`."""
+        return self.start <= now < self.stop and (source in self.group) != (to in self.group)
+
+
+@dataclass(frozen=True)
+class Drop:
+    """A message sent as lossy is lost with `probability`.
+
+    >>> Drop(0.1).probability
+    0.1
+    """
+
+    probability: float
+
+
+@dataclass(frozen=True)
+class Duplicate:
+    """A message sent as lossy arrives twice with `probability`.
+
+    >>> Duplicate(0.1).probability
+    0.1
+    """
+
+    probability: float
+
+
+Fault = Kill | Slow | Delay | Partition | Drop | Duplicate
+
+
+def slowness(faults: Iterable[Fault], rank: int, now: float) -> float:
+    """The factor by which the faults slow `rank` down at `now`."""
+    factor = 1.0
+    for fault in faults:
+        if isinstance(fault, Slow) and fault.rank == rank and fault.start <= now < fault.stop:
+            factor *= fault.factor
+    return factor

@@ -1,0 +1,124 @@
+"""Matching messages that have arrived with receives that were posted, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from syncline.errors import ProtocolError
+from syncline.runtime import Event, Runtime
+from syncline.transports.base import human
+
+__all__ = ["Mailbox", "Posted"]
+
+LIMIT = 1 << 30
+"""Bytes that may wait unreceived: more is a leak, and is refused."""
+
+
+@dataclass(eq=False, slots=True)
+class Posted:
+    """A receive that waits for its message."""
+
+    data: Tensor
+    wanted: int | None
+    tag: int
+    exact: bool
+    source: int = -1
+    nbytes: int = 0
+    error: Exception | None = None
+    settled: bool = False
+    event: Event | None = None
+    """Made when somebody has to wait: most receives find their message there."""
+
+    def settle(self) -> None:
+        """The message is in place, or `error` says why not."""
+        self.settled = True
+        if self.event is not None:
+            self.event.set()
+
+
+@dataclass(eq=False, slots=True)
+class _Arrived:
+    data: Tensor
+    source: int
+    tag: int
+    matched: Callable[[], None]
+
+
+class Mailbox:
+    """One rank's incoming messages on one channel."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self._lock = runtime.lock()
+        self._posted: list[Posted] = []
+        self._arrived: list[_Arrived] = []
+        self._waiting_bytes = 0
+
+    def deliver(self, data: Tensor, source: int, tag: int, matched: Callable[[], None] = lambda: None) -> None:
+        """A message is here; `matched` is called when a receive takes it."""
+        with self._lock:
+            message = _Arrived(data, source, tag, matched)
+            for posted in self._posted:
+                if _fits(posted, message):
+                    self._posted.remove(posted)
+                    _hand_over(posted, message)
+                    return
+            if self._waiting_bytes + data.numel() > LIMIT:
+                raise ProtocolError(
+                    f"{human(self._waiting_bytes)} wait unreceived and rank {source} sends {human(data.numel())} "
+                    f"more (tag {tag}); receive before sending on",
+                    peer=source,
+                )
+            self._waiting_bytes += data.numel()
+            self._arrived.append(message)
+
+    def post(self, data: Tensor, wanted: int | None, tag: int, exact: bool) -> Posted:
+        """Wait for a message: the earliest that fits, now or later."""
+        posted = Posted(data, wanted, tag, exact)
+        with self._lock:
+            for message in self._arrived:
+                if _fits(posted, message):
+                    self._arrived.remove(message)
+                    self._waiting_bytes -= message.data.numel()
+                    _hand_over(posted, message)
+                    return posted
+            self._posted.append(posted)
+        return posted
+
+    def fail(self, error: Callable[[Posted], Exception | None]) -> None:
+        """Break the receives for which `error` gives one."""
+        with self._lock:
+            for posted in list(self._posted):
+                posted.error = error(posted)
+                if posted.error is not None:
+                    self._posted.remove(posted)
+                    posted.settle()
+
+    def event_of(self, posted: Posted) -> Event | None:
+        """What to wait on for a receive; None when it is settled."""
+        with self._lock:
+            if not posted.settled and posted.event is None:
+                posted.event = self.runtime.event()
+            return None if posted.settled else posted.event
+
+
+def _fits(posted: Posted, message: _Arrived) -> bool:
+    return posted.tag == message.tag and posted.wanted in (None, message.source)
+
+
+def _hand_over(posted: Posted, message: _Arrived) -> None:
+    length, room = message.data.numel(), posted.data.numel()
+    posted.source, posted.nbytes = message.source, length
+    if length > room or (posted.exact and length < room):
+        posted.error = ProtocolError(
+            f"rank {message.source} sent {human(length)} (tag {message.tag}) where "
+            f"{'exactly' if posted.exact else 'at most'} {human(room)} were due",
+            peer=message.source,
+        )
+    else:
+        posted.data[:length].copy_(message.data)
+    message.matched()
+    posted.settle()

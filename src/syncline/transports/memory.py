@@ -1,0 +1,86 @@
+"""What transports share that end in this process's own memory: handles over a mailbox, a window of one's own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from syncline.errors import WorldError
+from syncline.transports.base import Handle, Transport, human
+from syncline.transports.mailbox import Mailbox, Posted
+
+__all__ = ["Completed", "LocalWindow", "MailboxHandle", "check_span", "describe_recv"]
+
+
+class Completed:
+    """A handle of something that is already done."""
+
+    def __init__(self, nbytes: int, source: int = -1) -> None:
+        self.nbytes = nbytes
+        self.source = source
+
+    def wait(self, timeout: float | None = None) -> None:
+        return
+
+
+class MailboxHandle:
+    """A receive that a mailbox will fill."""
+
+    def __init__(self, transport: Transport, mailbox: Mailbox, posted: Posted) -> None:
+        self._transport = transport
+        self._mailbox = mailbox
+        self._posted = posted
+        self.source = -1
+        self.nbytes = 0
+
+    def wait(self, timeout: float | None = None) -> None:
+        posted, transport = self._posted, self._transport
+        event = None if posted.settled else self._mailbox.event_of(posted)
+        if event is not None:
+            timeout = transport.timeout if timeout is None else timeout
+            pending = describe_recv(transport, posted.wanted, posted.tag, posted.data.numel())
+            if not event.wait(timeout, pending, hang=True):
+                raise transport.failure(posted.wanted, pending, timeout, None)
+        if posted.error is not None:
+            raise posted.error
+        self.source, self.nbytes = posted.source, posted.nbytes
+
+
+def describe_recv(transport: Transport, source: int | None, tag: int, nbytes: int) -> str:
+    """For whom and for what a receive waits, in the world's ranks."""
+    whom = "anyone" if source is None else f"rank {transport.members[source]}"
+    return f"a message from {whom} (tag {tag}, {human(nbytes)})"
+
+
+def check_span(window: Tensor, values: Tensor, offset: int) -> None:
+    """Refuse what would fall outside a window, or be misread in it."""
+    if values.dtype != window.dtype:
+        raise WorldError(f"the window holds {window.dtype}, not {values.dtype}")
+    if not 0 <= offset <= offset + values.numel() <= window.numel():
+        raise WorldError(f"elements {offset} to {offset + values.numel()} do not lie in a window of {window.numel()}")
+
+
+class LocalWindow:
+    """The window of a world of one."""
+
+    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        self.local = torch.zeros(numel, dtype=dtype)
+
+    def put(self, values: Tensor, to: int, offset: int = 0) -> None:
+        check_span(self.local, values, offset)
+        self.local[offset : offset + values.numel()].copy_(values.reshape(-1))
+
+    def get(self, into: Tensor, source: int, offset: int = 0) -> Handle:
+        check_span(self.local, into, offset)
+        into.view(-1).copy_(self.local[offset : offset + into.numel()])
+        return Completed(into.numel() * into.element_size(), 0)
+
+    def accumulate(self, values: Tensor, to: int, offset: int = 0) -> None:
+        check_span(self.local, values, offset)
+        self.local[offset : offset + values.numel()].add_(values.reshape(-1))
+
+    def flush(self, to: int | None = None) -> None:
+        return
+
+    def close(self) -> None:
+        return

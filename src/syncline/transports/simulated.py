@@ -1,0 +1,418 @@
+"""The simulator's network, and the transport each virtual rank has on it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from syncline.errors import PeerLostError, WorldError
+from syncline.runtime import Kernel, SimulatedRuntime
+from syncline.transports.base import DEFAULT_TIMEOUT, Handle, Transport, Window, human
+from syncline.transports.faults import Delay, Drop, Duplicate, Fault, Kill, Partition, slowness
+from syncline.transports.mailbox import Mailbox
+from syncline.transports.memory import MailboxHandle, check_span
+from syncline.transports.network import Network
+
+__all__ = ["Hub", "Message", "SimulatedTransport"]
+
+
+class Message(NamedTuple):
+    """A message that arrived: who, what, when (virtual seconds)."""
+
+    source: int
+    to: int
+    tag: int
+    nbytes: int
+    sent: float
+    arrived: float
+
+
+@dataclass(eq=False, slots=True)
+class _Flight:
+    source: int
+    to: int
+    tag: int
+    nbytes: int
+    sent: float
+    beta: float
+    head: float
+    land: Callable[[], None]
+
+
+class Hub:
+    """The wires: ports, messages in flight, and who is still there."""
+
+    def __init__(self, kernel: Kernel, size: int, network: Network, faults: Sequence[Fault] = ()) -> None:
+        self.kernel = kernel
+        self.size = size
+        self.network = network
+        self.faults = tuple(faults)
+        self.runtimes = [SimulatedRuntime(kernel, rank) for rank in range(size)]
+        self.messages: list[Message] = []
+        self.lost: int | None = None
+        """The rank that the first to notice a loss has named: all later errors name the same one."""
+        self.gone: dict[int, float] = {}
+        self.killed: set[int] = set()
+        self._broken: set[int] = set()
+        self._out_free = [0.0] * size
+        self._in_free = [0.0] * size
+        self._transit: dict[tuple[int, int], deque[_Flight]] = defaultdict(deque)
+        self._landing: dict[tuple[int, int], deque[_Flight]] = defaultdict(deque)
+        self._last_head: dict[tuple[int, int], float] = defaultdict(float)
+        self._links: dict[tuple[int, int], tuple[float, float]] = {}
+        self._mailboxes: dict[tuple[int, int], Mailbox] = {}
+        self._transports: list[SimulatedTransport] = []
+        self._splits: dict[tuple[object, ...], int] = {}
+        self._windows: dict[tuple[object, ...], list[Tensor]] = {}
+        self._schedule_faults()
+
+    def slowness(self, rank: int) -> float:
+        """How many times longer than the others a rank takes now."""
+        factor = self.network.slow.get(rank, 1.0)
+        return factor * slowness(self.faults, rank, self.kernel.now) if self.faults else factor
+
+    # Messages.
+
+    def launch(
+        self, source: int, to: int, tag: int, nbytes: int, land: Callable[[], None], lossy: bool = False
+    ) -> float:
+        """Put a message on the wire; `land` is called when it has arrived. The time its sender's port is free again."""
+        kernel = self.kernel
+        alpha, beta = self._link(source, to)
+        start = max(kernel.now, self._out_free[source])
+        left = self._out_free[source] = start + nbytes * beta * self.slowness(source)
+        copies = self._copies() if lossy else 1
+        for _ in range(copies):
+            latency = alpha * (1.0 + self.network.jitter * kernel.random.random()) + self._lateness(source, to)
+            head = max(start + latency, self._last_head[source, to], self._held_until(source, to))
+            if head == math.inf:
+                break
+            self._last_head[source, to] = head
+            flight = _Flight(source, to, tag, nbytes, kernel.now, beta, head, land)
+            self._transit[source, to].append(flight)
+            kernel.schedule_at(head, lambda: self._arrive(source, to))
+        return left
+
+    def _link(self, source: int, to: int) -> tuple[float, float]:
+        if (source, to) not in self._links:
+            link = self.network.link(source, to)
+            self._links[source, to] = (link.latency, 1.0 / link.bandwidth)
+        return self._links[source, to]
+
+    def _arrive(self, source: int, to: int) -> None:
+        # The first byte is at the receiver's port: the earliest sent of this pair, whichever entry fired (chaos).
+        flight = self._transit[source, to].popleft()
+        start = max(flight.head, self._in_free[to])
+        done = self._in_free[to] = start + flight.nbytes * flight.beta * self.slowness(to)
+        flight.head = done
+        self._landing[source, to].append(flight)
+        self.kernel.schedule_at(done, lambda: self._land(source, to))
+
+    def _land(self, source: int, to: int) -> None:
+        flight = self._landing[source, to].popleft()
+        assert self.kernel.now >= flight.head, "a message was about to be seen before its virtual arrival"
+        if to in self.gone:
+            return
+        self.messages.append(Message(source, to, flight.tag, flight.nbytes, flight.sent, self.kernel.now))
+        flight.land()
+
+    def _copies(self) -> int:
+        copies = 1
+        for fault in self.faults:
+            if isinstance(fault, Drop) and self.kernel.random.random() < fault.probability:
+                copies = 0
+            elif isinstance(fault, Duplicate) and self.kernel.random.random() < fault.probability:
+                copies = min(copies * 2, 2)
+        return copies
+
+    def _lateness(self, source: int, to: int) -> float:
+        late = 0.0
+        for fault in self.faults:
+            if (
+                isinstance(fault, Delay)
+                and fault.source in (None, source)
+                and fault.to in (None, to)
+                and self.kernel.random.random() < fault.probability
+            ):
+                late += fault.seconds
+        return late
+
+    def _held_until(self, source: int, to: int) -> float:
+        until = 0.0
+        for fault in self.faults:
+            if isinstance(fault, Partition) and fault.separates(source, to, self.kernel.now):
+                self.kernel.faulted = True
+                until = max(until, fault.stop)
+        return until
+
+    # Losses.
+
+    def _schedule_faults(self) -> None:
+        for fault in self.faults:
+            if isinstance(fault, Kill):
+                if not 0 <= fault.rank < self.size:
+                    raise WorldError(f"{fault} strikes a rank outside the world of {self.size}")
+                self.kernel.schedule(fault.at, self._killer(fault.rank))
+
+    def _killer(self, rank: int) -> Callable[[], None]:
+        def strike() -> None:
+            tasks = [task for task in self.kernel.tasks if task.rank == rank and not task.done()]
+            if tasks:
+                self.killed.add(rank)
+                self.kernel.interrupt(tasks)
+                self.leave(rank)
+
+        return strike
+
+    def leave(self, rank: int) -> None:
+        """A rank is no more. Its peers' links break once what it had sent has arrived."""
+        if rank in self.gone:
+            return
+        self.kernel.faulted = True
+        self.gone[rank] = self.kernel.now
+        self._break_when_quiet(rank)
+
+    def _break_when_quiet(self, rank: int) -> None:
+        in_flight = any(
+            line for wires in (self._transit, self._landing) for (source, _), line in wires.items() if source == rank
+        )
+        if in_flight:
+            self.kernel.schedule(self.network.latency or 1e-6, lambda: self._break_when_quiet(rank))
+            return
+        self._broken.add(rank)
+        for transport in self._transports:
+            transport.peer_broke(rank)
+
+    def broken(self, rank: int) -> bool:
+        """Whether the peers can know that this rank is gone."""
+        return rank in self._broken
+
+    def name_lost(self, peer: int | None) -> int | None:
+        """The rank to name: the first that anyone named."""
+        if self.lost is None and peer is not None:
+            self.lost = peer
+        return self.lost if self.lost is not None else peer
+
+    # Transports, splits and windows: the same question on every rank gives the same answer.
+
+    def register(self, transport: SimulatedTransport) -> None:
+        """Told of losses from now on."""
+        self._transports.append(transport)
+
+    def mailbox(self, channel: int, rank: int) -> Mailbox:
+        """The incoming messages of one rank on one channel."""
+        if (channel, rank) not in self._mailboxes:
+            self._mailboxes[channel, rank] = Mailbox(self.runtimes[rank])
+        return self._mailboxes[channel, rank]
+
+    def channel(self, key: tuple[object, ...]) -> int:
+        """The number of the channel that all members ask for by the same key."""
+        return self._splits.setdefault(key, len(self._splits) + 1)
+
+    def memory(self, key: tuple[object, ...], size: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
+        """The windows of all members."""
+        memory = self._windows.setdefault(key, [torch.zeros(numel, dtype=dtype) for _ in range(size)])
+        if memory[0].numel() != numel or memory[0].dtype != dtype:
+            raise WorldError(
+                f"ranks ask for different windows: {memory[0].numel()} × {memory[0].dtype} and {numel} × {dtype}"
+            )
+        return memory
+
+
+class SimulatedTransport(Transport):
+    """One virtual rank on one channel of a hub."""
+
+    name = "simulated"
+
+    def __init__(
+        self,
+        hub: Hub,
+        members: tuple[int, ...],
+        global_rank: int,
+        channel: int = 0,
+        timeout: float = DEFAULT_TIMEOUT,
+    ) -> None:
+        super().__init__(members.index(global_rank), len(members), hub.runtimes[global_rank], timeout, members)
+        self.hub = hub
+        self.global_rank = global_rank
+        self._channel = channel
+        self._made = 0
+        self.mailbox = hub.mailbox(channel, global_rank)
+        hub.register(self)
+
+    def _send(self, data: Tensor, to: int, tag: int, exact: bool, lossy: bool) -> Handle:
+        receiver = self.members[to]
+        if self.hub.broken(receiver):
+            raise self.failure(to, f"a message to rank {receiver} (tag {tag}, {human(data.numel())})", 0.0, None)
+        handle = _SendHandle(self, to, data.numel(), wait_for_match=not lossy and data.numel() > self.hub.network.eager)
+        copy, mailbox, rank, matched = (
+            data.clone(),
+            self.hub.mailbox(self._channel, receiver),
+            self.rank,
+            handle.matched,
+        )
+
+        def land() -> None:
+            mailbox.deliver(copy, rank, tag, matched)
+
+        if receiver == self.global_rank:
+            land()
+        else:
+            handle.left = self.hub.launch(self.global_rank, receiver, tag, data.numel(), land, lossy)
+        return handle
+
+    def _recv(self, data: Tensor, source: int | None, tag: int, exact: bool) -> Handle:
+        posted = self.mailbox.post(data, source, tag, exact)
+        if source is not None and self.hub.broken(self.members[source]):
+            self.peer_broke(self.members[source])
+        return MailboxHandle(self, self.mailbox, posted)
+
+    def peer_broke(self, global_rank: int) -> None:
+        """Break the receives that wait for a rank that is gone."""
+        if global_rank not in self.members:
+            return
+        peer = self.members.index(global_rank)
+        self.mailbox.fail(
+            lambda posted: (
+                self.failure(peer, f"a message (tag {posted.tag})", 0.0, None) if posted.wanted == peer else None
+            )
+        )
+
+    def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:
+        named = self.hub.name_lost(None if peer is None else self.members[peer])
+        since = self.hub.gone.get(-1 if named is None else named)
+        gone = f" (gone since t={since:.6g} s)" if since is not None else f" after {seconds:.3g} s"
+        whom = "anyone" if named is None else f"rank {named}"
+        return PeerLostError(
+            f"rank {self.global_rank} lost {whom}{gone} while waiting for {pending}",
+            peer=named,
+            pending=pending,
+            seconds=seconds,
+        )
+
+    def _split(self, members: tuple[int, ...]) -> Transport | None:
+        self._made += 1
+        if self.rank not in members:
+            return None
+        channel = self.hub.channel((self._channel, self._made, members))
+        chosen = tuple(self.members[rank] for rank in members)
+        return SimulatedTransport(self.hub, chosen, self.global_rank, channel, self.timeout)
+
+    def window(self, numel: int, dtype: torch.dtype) -> Window:
+        self._made += 1
+        memory = self.hub.memory((self._channel, self._made), self.size, numel, dtype)
+        return _SimulatedWindow(self, memory)
+
+    def combined(self, nbytes: int) -> None:
+        seconds = nbytes * self.hub.network.combine * self.hub.slowness(self.global_rank)
+        if seconds:
+            self.runtime.sleep(seconds)
+
+    def compute(self, seconds: float) -> None:
+        """Let this rank compute for so long, or longer if it is slow."""
+        self.runtime.sleep(seconds * self.hub.slowness(self.global_rank))
+
+
+def _nothing() -> None:
+    return
+
+
+class _SendHandle:
+    """Done when the port is free again and, above the network's eager limit, the receive is there."""
+
+    def __init__(self, transport: SimulatedTransport, to: int, nbytes: int, wait_for_match: bool = True) -> None:
+        self._transport = transport
+        self._to = to
+        self.source = -1
+        self.nbytes = nbytes
+        self.left = 0.0
+        self._event = transport.runtime.event() if wait_for_match else None
+        self.matched = _nothing if self._event is None else self._event.set
+
+    def wait(self, timeout: float | None = None) -> None:
+        transport = self._transport
+        if self.left > transport.hub.kernel.now:
+            transport.hub.runtimes[transport.global_rank].sleep_until(self.left)
+        if self._event is not None and not self._event.is_set():
+            timeout = transport.timeout if timeout is None else timeout
+            pending = f"rank {transport.members[self._to]} to receive {human(self.nbytes)}"
+            if not self._event.wait(timeout, pending, hang=True):
+                raise transport.failure(self._to, pending, timeout, None)
+
+
+class _SimulatedWindow:
+    """Puts and accumulates take effect when they arrive, whatever the target does."""
+
+    def __init__(self, transport: SimulatedTransport, memory: list[Tensor]) -> None:
+        self._transport = transport
+        self._memory = memory
+        self.local = memory[transport.rank]
+        self._pending: dict[int, int] = defaultdict(int)
+        self._quiet = transport.runtime.event()
+
+    def put(self, values: Tensor, to: int, offset: int = 0) -> None:
+        self._write(values, to, offset, add=False)
+
+    def accumulate(self, values: Tensor, to: int, offset: int = 0) -> None:
+        self._write(values, to, offset, add=True)
+
+    def _write(self, values: Tensor, to: int, offset: int, add: bool) -> None:
+        target = self._memory[to]
+        check_span(target, values, offset)
+        copy, span = values.detach().reshape(-1).clone(), target[offset : offset + values.numel()]
+        self._pending[to] += 1
+
+        def land() -> None:
+            span.add_(copy) if add else span.copy_(copy)
+            self._pending[to] -= 1
+            self._quiet.set()
+
+        self._launch(to, copy.numel() * copy.element_size(), land)
+
+    def _launch(self, to: int, nbytes: int, land: Callable[[], None]) -> None:
+        transport = self._transport
+        source, target = transport.global_rank, transport.members[to]
+        if source == target:
+            land()
+        else:
+            transport.hub.launch(source, target, 0, nbytes, land)
+
+    def get(self, into: Tensor, source: int, offset: int = 0) -> Handle:
+        check_span(self._memory[source], into, offset)
+        transport = self._transport
+        span = self._memory[source][offset : offset + into.numel()]
+        nbytes = into.numel() * into.element_size()
+        handle = _SendHandle(transport, source, nbytes)
+        me, target = transport.global_rank, transport.members[source]
+
+        def asked() -> None:  # the target's memory is read when the question arrives
+            copy = span.clone()
+
+            def answered() -> None:
+                into.view(-1).copy_(copy)
+                handle.matched()
+
+            if target == me:
+                answered()
+            else:
+                transport.hub.launch(target, me, 0, nbytes, answered)
+
+        self._launch(source, 0, asked)
+        return handle
+
+    def flush(self, to: int | None = None) -> None:
+        transport = self._transport
+        while self._pending[to] if to is not None else any(self._pending.values()):
+            self._quiet.clear()
+            whom = "its peers" if to is None else f"rank {transport.members[to]}"
+            if not self._quiet.wait(transport.timeout, f"{whom} to hold what was put", hang=True):
+                raise transport.failure(to, "a flush", transport.timeout, None)
+
+    def close(self) -> None:
+        return

@@ -1,0 +1,53 @@
+"""The null transport: a world of one, in which a rank can still send to itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from syncline.errors import PeerLostError
+from syncline.runtime import RealRuntime, Runtime
+from syncline.transports.base import DEFAULT_TIMEOUT, Handle, Transport, Window
+from syncline.transports.mailbox import Mailbox
+from syncline.transports.memory import Completed, LocalWindow, MailboxHandle
+
+__all__ = ["SingleTransport"]
+
+
+class SingleTransport(Transport):
+    """One rank that talks to itself.
+
+    >>> transport = SingleTransport()
+    >>> _ = transport.send(torch.tensor([1.0, 2.0]), to=0)
+    >>> received = torch.zeros(2)
+    >>> transport.recv(received).wait()
+    >>> received
+    tensor([1., 2.])
+    """
+
+    name = "single"
+
+    def __init__(self, runtime: Runtime | None = None, timeout: float = DEFAULT_TIMEOUT) -> None:
+        super().__init__(0, 1, runtime or RealRuntime(), timeout)
+        self._mailbox = Mailbox(self.runtime)
+
+    def _send(self, data: Tensor, to: int, tag: int, exact: bool, lossy: bool) -> Handle:
+        self._mailbox.deliver(data.clone(), 0, tag)
+        return Completed(data.numel())
+
+    def _recv(self, data: Tensor, source: int | None, tag: int, exact: bool) -> Handle:
+        return MailboxHandle(self, self._mailbox, self._mailbox.post(data, source, tag, exact))
+
+    def _split(self, members: tuple[int, ...]) -> Transport | None:
+        return SingleTransport(self.runtime, self.timeout)
+
+    def window(self, numel: int, dtype: torch.dtype) -> Window:
+        return LocalWindow(numel, dtype)
+
+    def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:
+        return PeerLostError(
+            f"waited {seconds:.3g} s for {pending}: this world has one rank, and it has not sent that",
+            peer=peer,
+            pending=pending,
+            seconds=seconds,
+        )

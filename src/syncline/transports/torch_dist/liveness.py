@@ -1,0 +1,212 @@
+"""Who is alive, who is late, who is lost: each rank beats in the launcher's store, and asks it when a wait breaks.
+
+gloo tells a broken connection by an address, to the neighbours alone. So every rank keeps a counter and what it
+is doing in the store; a rank that meets an error looks whose counter has stopped, posts that rank's number, and
+every rank names the posted one: the first to notice decides for all.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch._C._distributed_c10d import Store  # what torch.distributed re-exports untyped
+
+from syncline.runtime import Runtime
+
+__all__ = ["Liveness", "Verdict"]
+
+logger = logging.getLogger("syncline")
+
+BEAT = 0.5
+STALE = 3.0
+"""Seconds without a beat after which a rank counts as gone, once an error has made somebody ask."""
+WARN_AFTER = 10.0
+"""Seconds after which a wait is reported, in one line."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who is to blame for a wait, and why we think so."""
+
+    rank: int | None
+    reason: str
+
+
+@dataclass(eq=False)
+class _Wait:
+    pending: str
+    channel: str
+    members: Sequence[int]
+    since: float
+    told: bool = False
+
+
+@dataclass
+class _Progress:
+    """What this rank tells the others: how many collectives it has entered on each channel."""
+
+    calls: dict[str, int] = field(default_factory=dict)
+    doing: str = ""
+
+
+class Liveness:
+    """The watch of one rank over the others."""
+
+    def __init__(self, store: Store, rank: int, size: int, runtime: Runtime, host_rank: int | None) -> None:
+        self.rank = rank
+        self.size = size
+        self.runtime = runtime
+        self.warn_after = WARN_AFTER
+        self._store = store
+        self._host_rank = host_rank
+        self._progress = _Progress()
+        self._waits: dict[int, _Wait] = {}
+        self._lost: Verdict | None = None
+        self._closed = runtime.event()
+        self._task = runtime.spawn(self._beat, name="liveness")
+
+    # What the transports tell.
+
+    def entering(self, channel: str, what: str) -> None:
+        """This rank enters its next collective on a channel."""
+        progress = self._progress
+        progress.calls[channel] = progress.calls.get(channel, 0) + 1
+        progress.doing = what
+
+    def waiting(self, pending: str, channel: str, members: Sequence[int]) -> Callable[[], object]:
+        """This rank begins to wait; call what is returned when the wait is over."""
+        wait = _Wait(pending, channel, members, self.runtime.now())
+        key = id(wait)
+        self._waits[key] = wait
+        return lambda: self._waits.pop(key, None)
+
+    def close(self) -> None:
+        """Stop beating, and say that this rank leaves of its own will."""
+        if not self._closed.is_set():
+            self._closed.set()
+            if self._lost is None:
+                self._ask(lambda: self._store.set(f"left/{self.rank}", "1"))
+
+    # The beat.
+
+    def _beat(self) -> None:
+        number = 0
+        while not self._closed.is_set():
+            number += 1
+            calls = dict(self._progress.calls)
+            text = json.dumps({"beat": number, "calls": calls, "doing": self._progress.doing})
+            if self._ask(lambda text=text: self._store.set(f"beat/{self.rank}", text)) is _UNREACHABLE:  # type: ignore[misc]
+                return
+            self._read_lost()
+            self._warn()
+            self._closed.wait(BEAT)
+
+    def _warn(self) -> None:
+        now = self.runtime.now()
+        for wait in list(self._waits.values()):
+            if not wait.told and now - wait.since > self.warn_after:
+                wait.told = True
+                late = self._late(wait.channel, wait.members)
+                who = f"; not there yet: {_ranks(late)}" if late else ""
+                logger.warning("rank %d has waited %.0f s for %s%s", self.rank, now - wait.since, wait.pending, who)
+
+    def _late(self, channel: str, members: Sequence[int]) -> list[int]:
+        mine = self._progress.calls.get(channel, 0)
+        late = []
+        for rank in members:
+            if rank != self.rank:
+                beat = self._read_beat(rank)
+                if beat is not None and int(beat["calls"].get(channel, 0)) < mine:
+                    late.append(rank)
+        return late
+
+    # The verdict.
+
+    def blame(self, channel: str, members: Sequence[int], peer: int | None, broken: bool) -> Verdict:
+        """Who is lost. The first rank to find out posts it; all others repeat it.
+
+        `broken` says that a connection broke, so that somebody must be gone; otherwise a timeout passed.
+        """
+        verdict = self._read_lost() or self._look(channel, members, peer, broken)
+        if verdict.rank is not None:
+            verdict = self._post(verdict)
+        if self._host_rank == self.rank:
+            self.runtime.sleep(3 * BEAT)  # the store ends with this process: let the others read it first
+        return verdict
+
+    def _look(self, channel: str, members: Sequence[int], peer: int | None, broken: bool) -> Verdict:
+        runtime = self.runtime
+        others = [rank for rank in members if rank != self.rank]
+        first: dict[int, Any] = {}
+        start = runtime.now()
+        while runtime.now() - start < STALE:
+            for rank in others:
+                beat = self._ask(lambda rank=rank: self._read_beat(rank))  # type: ignore[misc]
+                if beat is _UNREACHABLE:
+                    return self._store_is_gone()
+                first.setdefault(rank, beat)
+                if beat != first[rank]:
+                    others = [other for other in others if other != rank]  # it beats
+            found = self._read_lost()
+            if found is not None:
+                return found
+            runtime.sleep(BEAT / 2)
+        left = [rank for rank in others if self._ask(lambda rank=rank: self._store.check([f"left/{rank}"])) is True]  # type: ignore[misc]
+        silent = [rank for rank in others if rank not in left]
+        if silent:
+            return Verdict(silent[0], f"it has given no sign of life for {STALE:.0f} s")
+        if left:
+            return Verdict(left[0], "it has closed its world and left")
+        late = self._late(channel, members)
+        if late and not broken:
+            return Verdict(late[0], f"it is alive but has not entered this operation{self._busy(late[0])}")
+        if peer is not None:
+            return Verdict(peer, "it is alive but did not answer")
+        return Verdict(None, "all ranks are alive and in the operation")
+
+    def _store_is_gone(self) -> Verdict:
+        if self._lost is not None:
+            return self._lost
+        if self._host_rank is not None:
+            return Verdict(self._host_rank, "the store it serves does not answer")
+        return Verdict(None, "the launcher's store does not answer")
+
+    def _busy(self, rank: int) -> str:
+        beat = self._read_beat(rank)
+        return f" (its last one: {beat['doing']})" if beat and beat["doing"] else ""
+
+    def _post(self, verdict: Verdict) -> Verdict:
+        text = json.dumps({"rank": verdict.rank, "reason": verdict.reason})
+        self._ask(lambda: self._store.compare_set("lost", "", text))
+        return self._read_lost() or verdict
+
+    def _read_lost(self) -> Verdict | None:
+        if self._lost is None and self._ask(lambda: self._store.check(["lost"])) is True:
+            found = json.loads(self._store.get("lost"))
+            self._lost = Verdict(int(found["rank"]), str(found["reason"]))
+        return self._lost
+
+    def _read_beat(self, rank: int) -> dict[str, Any] | None:
+        if not self._store.check([f"beat/{rank}"]):
+            return None
+        beat = json.loads(self._store.get(f"beat/{rank}"))
+        assert isinstance(beat, dict)
+        return beat
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        try:
+            return question()
+        except RuntimeError:  # DistNetworkError and its kin
+            return _UNREACHABLE
+
+
+_UNREACHABLE = object()
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"rank{'s' * (len(ranks) > 1)} {shown}{', …' if len(ranks) > 8 else ''}"

@@ -1,0 +1,235 @@
+"""Point-to-point messages over a process group.
+
+gloo's own messages have no length: a long one aborts the receiver's process, a short one passes unseen. So a
+message goes as a header and a body, unless both sides know the length (`exact`)::
+
+    tag space   exact   ┌ 0 │ tag    ┐      the body alone
+                header  ┌ 1 │ tag    ┐      32 bytes: who, tag, length, number
+                body    ┌ 2 │ number ┐      paired with its header by the number
+
+A rank cannot reach itself through gloo; such messages go through a mailbox. A tag that somebody receives from
+*anyone* is read by a task of its own into the same mailbox, so that a message to oneself wakes that receive
+too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from syncline.errors import PeerLostError, ProtocolError, SynclineError
+from syncline.runtime import Task
+from syncline.transports.base import TAGS, Handle, Transport, human
+from syncline.transports.frames import HEADER_BYTES, Header
+from syncline.transports.mailbox import LIMIT, Mailbox
+from syncline.transports.memory import Completed, MailboxHandle, describe_recv
+from syncline.transports.torch_dist.engine import Engine
+from syncline.transports.torch_dist.liveness import Verdict
+from syncline.transports.torch_dist.native import NativeTorch
+from syncline.transports.torch_dist.work import WorkHandle
+
+__all__ = ["TorchTransport"]
+
+MOST_DROPPED = 256
+
+EXACT, HEADER, BODY = 0 * TAGS, 1 * TAGS, 2 * TAGS
+
+
+class TorchTransport(Transport):
+    """One rank on one process group."""
+
+    name = "torch.distributed"
+
+    def __init__(self, engine: Engine, members: tuple[int, ...], global_rank: int, channel: str = "0") -> None:
+        super().__init__(members.index(global_rank), len(members), engine.liveness.runtime, engine.timeout, members)
+        self.engine = engine
+        self.liveness = engine.liveness
+        self.channel = channel
+        try:
+            self.groups = engine.groups(channel, self.rank, self.size)
+        except (RuntimeError, ValueError) as error:
+            raise self.failure(None, f"ranks {list(members)} to make a channel", 0.0, error) from error
+        self.native = NativeTorch(self)
+        self._numbers = count()
+        self._splits = count(1)
+        self._mailbox = Mailbox(self.runtime)
+        self._pumps: dict[int, Task] = {}
+        self._lock = self.runtime.lock()
+        self._closed = False
+        self.dropped: deque[WorkHandle] = deque()
+        """Sends whose handles nobody waited for: the engine would cancel them with the handle."""
+
+    # Sending.
+
+    def _send(self, data: Tensor, to: int, tag: int, exact: bool, lossy: bool) -> Handle:
+        if to == self.rank:
+            self._mailbox.deliver(data.cpu().clone(), self.rank, tag)
+            return Completed(data.numel())
+        data = data.cpu()  # the same tensor where it is on the CPU already
+        if exact:
+            return self.post_send(data, to, EXACT + tag)
+        number = next(self._numbers) % TAGS
+        header = Header(self.rank, tag, data.numel(), number).pack()
+        first = self.post_send(torch.frombuffer(bytearray(header), dtype=torch.uint8), to, HEADER + tag)
+        return _Both(first, self.post_send(data, to, BODY + number)) if data.numel() else first
+
+    def post_send(self, data: Tensor, to: int, engine_tag: int) -> WorkHandle:
+        """Hand bytes to the engine."""
+        pending = f"rank {self.members[to]} to take {human(data.numel())}"
+        while len(self.dropped) > MOST_DROPPED:
+            self.dropped.popleft().wait()
+        try:
+            work = self.groups.cpu.send([data], to, engine_tag)
+        except RuntimeError as error:
+            raise self.failure(to, pending, 0.0, error) from error
+        return WorkHandle(self, work, data, to, pending, outlives=True)
+
+    # Receiving.
+
+    def _recv(self, data: Tensor, source: int | None, tag: int, exact: bool) -> Handle:
+        if source == self.rank or (source is None and self.size == 1):
+            return MailboxHandle(self, self._mailbox, self._mailbox.post(data, source, tag, exact))
+        if source is None or tag in self._pumps:
+            self._pump(tag)
+            return MailboxHandle(self, self._mailbox, self._mailbox.post(data, source, tag, exact))
+        if exact:
+            return self.post_recv(data, source, EXACT + tag)
+        return _FramedRecv(self, data, source, tag)
+
+    def post_recv(self, data: Tensor, source: int | None, engine_tag: int) -> WorkHandle:
+        """Ask the engine for bytes."""
+        pending = describe_recv(self, source, engine_tag % TAGS, data.numel())
+        landing = torch.empty_like(data, device="cpu") if data.is_cuda else data
+        try:
+            if source is None:
+                work = self.groups.cpu.recv_anysource([landing], engine_tag)
+            else:
+                work = self.groups.cpu.recv([landing], source, engine_tag)
+        except RuntimeError as error:
+            raise self.failure(source, pending, 0.0, error) from error
+        return WorkHandle(self, work, landing, source, pending, copy_to=data if data.is_cuda else None)
+
+    def _pump(self, tag: int) -> None:
+        with self._lock:
+            if tag not in self._pumps:
+                self._pumps[tag] = self.runtime.spawn(self._pump_loop, tag, name=f"anyone-{tag}")
+
+    def _pump_loop(self, tag: int) -> None:
+        """Read what comes under `tag` from anyone into the mailbox, until the channel closes or breaks."""
+        while not self._closed:
+            try:
+                header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+                handle = self.post_recv(header, None, HEADER + tag)
+                handle.work.wait()  # as long as it takes: nobody may have anything to say
+                data = self.read_body(header, handle.work._source_rank(), None)
+                self._mailbox.deliver(data, handle.work._source_rank(), tag)
+            except ProtocolError as error:
+                self._break_receives(tag, error)
+            except SynclineError as error:
+                self._break_receives(tag, error)
+                return
+            except RuntimeError as error:
+                if not self._closed:
+                    lost = self.failure(None, f"a message from anyone (tag {tag})", 0.0, error)
+                    self._break_receives(tag, lost)
+                return
+
+    def _break_receives(self, tag: int, error: Exception) -> None:
+        self._mailbox.fail(lambda posted: error if posted.tag == tag else None)
+
+    def read_body(self, header: Tensor, source: int, room: Tensor | None, timeout: float | None = None) -> Tensor:
+        """The body that a header announces, in `room` where it fits there exactly or with space left.
+
+        A body that is too long is still taken off the wire, so that its sender does not hang, and refused; unless
+        it is longer than anything that may lie here unasked for.
+        """
+        found = Header.read(header.numpy().tobytes(), peer=source)
+        limit = LIMIT if room is None else room.numel()
+        refusal = ProtocolError(
+            f"rank {source} sent {human(found.length)} (tag {found.tag}) where at most {human(limit)} were due",
+            peer=source,
+        )
+        if found.length > max(limit, LIMIT):
+            raise refusal
+        fits = room is not None and found.length <= limit
+        data = room[: found.length] if room is not None and fits else torch.empty(found.length, dtype=torch.uint8)
+        if found.length:
+            self.post_recv(data, source, BODY + found.number).wait(timeout)
+        if found.length > limit:
+            raise refusal
+        return data
+
+    # The rest of the contract.
+
+    def _split(self, members: tuple[int, ...]) -> Transport | None:
+        number = next(self._splits)
+        if self.rank not in members:
+            return None
+        chosen = tuple(self.members[rank] for rank in members)
+        return TorchTransport(self.engine, chosen, self.members[self.rank], f"{self.channel}.{number}")
+
+    def entering(self, what: str) -> None:
+        self.liveness.entering(self.channel, what)
+
+    def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:
+        told = str(cause).lower()
+        timed_out = "timed out" in told or "timeout" in told
+        verdict = self.liveness.blame(
+            self.channel,
+            self.members,
+            None if peer is None else self.members[peer],
+            broken=cause is not None and not timed_out,
+        )
+        if verdict.rank == self.members[self.rank]:
+            verdict = Verdict(verdict.rank, "the others have given this rank up")
+        who = "a peer" if verdict.rank is None else f"rank {verdict.rank}"
+        after = f" after {seconds:.3g} s" if seconds else ""
+        return PeerLostError(
+            f"rank {self.members[self.rank]} lost {who}{after} while waiting for {pending}: {verdict.reason}",
+            peer=verdict.rank,
+            pending=pending,
+            seconds=seconds,
+        )
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self.channel == "0":
+            self.liveness.close()
+
+
+class _Both:
+    """A header and its body on their way."""
+
+    def __init__(self, header: Handle, body: Handle) -> None:
+        self._parts = (header, body)
+        self.source = -1
+        self.nbytes = body.nbytes
+
+    def wait(self, timeout: float | None = None) -> None:
+        for part in self._parts:
+            part.wait(timeout)
+
+
+class _FramedRecv:
+    """A receive whose header tells how much is to come."""
+
+    def __init__(self, transport: TorchTransport, data: Tensor, source: int, tag: int) -> None:
+        self._transport = transport
+        self._data = data
+        self._header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+        self._handle = transport.post_recv(self._header, source, HEADER + tag)
+        self._done = False
+        self.source = source
+        self.nbytes = 0
+
+    def wait(self, timeout: float | None = None) -> None:
+        if self._done:
+            return
+        self._handle.wait(timeout)
+        self._done = True
+        self.nbytes = self._transport.read_body(self._header, self.source, self._data, timeout).numel()

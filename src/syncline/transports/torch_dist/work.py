@@ -1,0 +1,61 @@
+"""A handle over an operation of the engine."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from syncline.transports.torch_dist.transport import TorchTransport
+
+__all__ = ["WorkHandle"]
+
+
+class WorkHandle:
+    """An engine operation under way; keeps its buffer alive."""
+
+    def __init__(
+        self,
+        transport: TorchTransport,
+        work: Any,
+        buffer: Tensor,
+        peer: int | None,
+        pending: str,
+        copy_to: Tensor | None = None,
+        outlives: bool = False,
+    ) -> None:
+        self.work = work
+        self.source = -1 if peer is None else peer
+        self.nbytes = buffer.numel() * buffer.element_size()
+        self._transport = transport
+        self._buffer = buffer
+        self._peer = peer
+        self._pending = pending
+        self._copy_to = copy_to
+        self._done = False
+        self._outlives = outlives
+
+    def __del__(self) -> None:
+        if self._outlives and not self._done:
+            self._outlives = False
+            self._transport.dropped.append(self)  # lives on there: the engine cancels what nobody holds
+
+    def wait(self, timeout: float | None = None) -> None:
+        if self._done:
+            return
+        transport = self._transport
+        timeout = transport.timeout if timeout is None else timeout
+        start = transport.runtime.now()
+        over = transport.liveness.waiting(self._pending, transport.channel, transport.members)
+        try:
+            self.work.wait(timedelta(seconds=timeout))
+        except RuntimeError as error:
+            seconds = transport.runtime.now() - start
+            raise transport.failure(self._peer, self._pending, seconds, error) from error
+        finally:
+            over()
+        if self._copy_to is not None:
+            self._copy_to.copy_(self._buffer)
+        self._done = True

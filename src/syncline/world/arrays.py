@@ -1,0 +1,80 @@
+"""Arrays of any kind in and out, and dtypes that the engines lack through wider ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from syncline.errors import IncompatibleError
+from syncline.transports import Op
+
+__all__ = ["Back", "import_array", "widen"]
+
+Back = Callable[[Tensor], Any]
+
+_WIDER: dict[torch.dtype, torch.dtype] = {
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.bool: torch.int32,
+}
+_SIGN = torch.iinfo(torch.int64).min
+
+
+def import_array(x: Any) -> tuple[Tensor, Back]:
+    """A detached tensor over `x`, and the way back to the kind of array that `x` is.
+
+    >>> tensor, back = import_array(np.arange(3.0))
+    >>> back(tensor * 2)
+    array([0., 2., 4.])
+    """
+    if isinstance(x, Tensor):
+        if x.layout != torch.strided or x.is_quantized:
+            raise IncompatibleError(f"a dense tensor is needed, this one is {x.layout}; call .to_dense() first")
+        return x.detach(), lambda tensor: tensor
+    if isinstance(x, np.ndarray | np.generic):
+        try:
+            return torch.from_numpy(np.array(x, order="C")), lambda tensor: tensor.cpu().numpy()
+        except TypeError:
+            raise IncompatibleError(f"NumPy dtype {x.dtype} has no tensor; use a number or bool dtype") from None
+    if hasattr(x, "__dlpack__"):
+        namespace = getattr(x, "__array_namespace__", lambda: None)()
+        restore = getattr(namespace, "from_dlpack", None)
+        return from_dlpack(x), lambda tensor: tensor if restore is None else restore(tensor)
+    raise IncompatibleError(
+        f"a torch tensor, a NumPy array or an object with __dlpack__ is needed, not {type(x).__name__}; "
+        "wrap a number as torch.tensor(x)"
+    )
+
+
+def widen(tensor: Tensor, op: Op) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """A fresh contiguous tensor that can be reduced with `op` in place, and the way back to the dtype.
+
+    >>> wide, back = widen(torch.tensor([1, 2], dtype=torch.int16), "sum")
+    >>> wide.dtype, back(wide).dtype
+    (torch.int32, torch.int16)
+    """
+    dtype = tensor.dtype
+    if dtype in _WIDER:
+        return _fresh(tensor, _WIDER[dtype]), lambda wide: wide.to(dtype)
+    if dtype == torch.uint64:  # the same bits: sums and products wrap alike; flipping the sign bit keeps the order
+        flip = _SIGN if op in ("min", "max") else 0
+        return _fresh(tensor).view(torch.int64).bitwise_xor_(flip), lambda wide: wide.bitwise_xor_(flip).view(dtype)
+    if dtype.is_complex:
+        if op in ("min", "max"):
+            raise IncompatibleError(f"complex numbers have no order: {op} of {dtype} is not defined")
+        if op == "sum":
+            return torch.view_as_real(_fresh(tensor.resolve_conj())), torch.view_as_complex
+        return _fresh(tensor.resolve_conj()), lambda wide: wide
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        return _fresh(tensor, torch.float32), lambda wide: wide.to(dtype)
+    return _fresh(tensor), lambda wide: wide
+
+
+def _fresh(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return tensor.to(dtype or tensor.dtype, memory_format=torch.contiguous_format, copy=True).contiguous()

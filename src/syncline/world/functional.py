@@ -1,0 +1,386 @@
+"""The collectives as functions: `sl.allreduce(x)` and its kin, on any array, in the current world or a team."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from syncline.collectives import NATIVE, build, run
+from syncline.collectives.carriers import bounds
+from syncline.errors import IncompatibleError, ProtocolError, SpecError
+from syncline.specs import nearest
+from syncline.transports import Handle, Op
+from syncline.transports.base import human
+from syncline.world.arrays import import_array, widen
+from syncline.world.checking import agree
+from syncline.world.team import Team
+from syncline.world.world import current_world
+
+__all__ = ["allgather", "allreduce", "alltoall", "barrier", "broadcast", "gather", "recv", "reduce_scatter", "send"]
+
+Reduction = Literal["mean", "sum", "min", "max", "product"]
+REDUCTIONS = ("mean", "sum", "min", "max", "product")
+
+USER_TAGS = 1 << 20
+"""Tags from here on are the user's; those below belong to the executor's lanes."""
+
+
+def allreduce(
+    x: Any, op: Reduction = "mean", algorithm: str = NATIVE, group: Team | None = None, async_: bool = False
+) -> Any:
+    """Combine `x` over all ranks; every rank gets the same bits. `x` itself stays as it is.
+
+    `algorithm` is "native" (the engine's own) or a schedule: "ring", "halving_doubling", "double_tree(chunks=16)", …
+    With `async_` a `Pending` is returned at once, and its `wait()` gives the result.
+
+    >>> import torch, syncline as sl
+    >>> sl.simulate(lambda world: sl.allreduce(torch.tensor([world.rank + 1.0])), ranks=3).results[2]
+    tensor([2.])
+    """
+    team = group or current_world().everyone
+    tensor, back = import_array(x)
+    schedule = None if algorithm == NATIVE else build("allreduce", algorithm)
+    wire_op = _wire_op(op, tensor.dtype)
+    wide, narrow = widen(tensor, wire_op)
+    describe = f"allreduce({_signature(tensor)}, {op}, {algorithm})"
+
+    def finish() -> Any:
+        if op == "mean":
+            wide.div_(team.size)
+        return back(narrow(wide).reshape(tensor.shape))
+
+    def work() -> Any:
+        agree(team, describe)
+        native = team.transport.native
+        if schedule is None and native is not None and native.reduces(wide.dtype, wire_op):
+            native.allreduce(wide, wire_op).wait()
+        else:
+            run.allreduce(team.channel, wide, wire_op, schedule or build("allreduce", NATIVE))
+        return finish()
+
+    return _counted(team, "allreduce", wide, describe, work, async_)
+
+
+def broadcast(x: Any, root: int = 0, algorithm: str = NATIVE, group: Team | None = None, async_: bool = False) -> Any:
+    """The root's `x`, on every rank; the others give an `x` of the same shape and dtype.
+
+    >>> import torch, syncline as sl
+    >>> sl.simulate(lambda world: sl.broadcast(torch.tensor([world.rank]), root=1), ranks=3).results
+    (tensor([1]), tensor([1]), tensor([1]))
+    """
+    team = group or current_world().everyone
+    _check_root(root, team)
+    tensor, back = import_array(x)
+    copy = _contiguous_copy(tensor)
+    flat = copy.reshape(-1).view(torch.uint8)
+    schedule = None if algorithm == NATIVE else build("broadcast", algorithm)
+    describe = f"broadcast({_signature(tensor)}, root {root}, {algorithm})"
+
+    def work() -> Any:
+        agree(team, describe)
+        native = team.transport.native
+        if schedule is None and native is not None:
+            if flat.numel():
+                native.broadcast(flat, root).wait()
+        else:
+            run.broadcast(team.channel, flat, root, schedule or build("broadcast", NATIVE))
+        return back(copy)
+
+    return _counted(team, "broadcast", flat, describe, work, async_)
+
+
+def allgather(x: Any, algorithm: str = NATIVE, group: Team | None = None, async_: bool = False) -> Any:
+    """All ranks' `x` joined along the first dimension, which may differ between them.
+
+    >>> import torch, syncline as sl
+    >>> sl.simulate(lambda world: sl.allgather(torch.full((world.rank,), world.rank)), ranks=3).results[0]
+    tensor([1, 2, 2])
+    """
+    return _gather(x, None, algorithm, group, async_)
+
+
+def gather(x: Any, root: int = 0, algorithm: str = NATIVE, group: Team | None = None, async_: bool = False) -> Any:
+    """As `allgather`, on the root alone; None elsewhere.
+
+    >>> import torch, syncline as sl
+    >>> sl.simulate(lambda world: sl.gather(torch.tensor([world.rank])), ranks=3).results
+    (tensor([0, 1, 2]), None, None)
+    """
+    return _gather(x, root, algorithm, group, async_)
+
+
+def reduce_scatter(
+    x: Any, op: Reduction = "mean", algorithm: str = NATIVE, group: Team | None = None, async_: bool = False
+) -> Any:
+    """Combine `x` over all ranks and leave each with its part of the first dimension.
+
+    Rank i gets rows ⌊i·n/p⌋ to ⌊(i+1)·n/p⌋ of the n: parts differ by one row at most.
+
+    >>> import torch, syncline as sl
+    >>> sl.simulate(lambda world: sl.reduce_scatter(torch.arange(4.0), op="sum"), ranks=2).results
+    (tensor([0., 2.]), tensor([4., 6.]))
+    """
+    team = group or current_world().everyone
+    tensor, back = import_array(x)
+    if tensor.dim() == 0:
+        raise IncompatibleError("reduce_scatter needs a first dimension to share out; this array has none")
+    schedule = None if algorithm == NATIVE else build("reduce_scatter", algorithm)
+    wire_op = _wire_op(op, tensor.dtype)
+    wide, narrow = widen(tensor, wire_op)
+    rows = bounds(tensor.shape[0], team.size)
+    describe = f"reduce_scatter({_signature(tensor)}, {op}, {algorithm})"
+
+    def work() -> Any:
+        agree(team, describe)
+        native = team.transport.native
+        even = tensor.shape[0] % team.size == 0 and wide.numel() > 0
+        if schedule is None and native is not None and even and native.reduces(wide.dtype, wire_op):
+            part = wide.new_empty(wide.shape[0] // team.size, *wide.shape[1:])
+            native.reduce_scatter(part, wide, wire_op).wait()
+        else:
+            row = wide[0].numel() if len(wide) else 0
+            edges = [edge * row for edge in rows]
+            run.reduce_scatter(team.channel, wide, edges, wire_op, schedule or build("reduce_scatter", NATIVE))
+            part = wide[rows[team.rank] : rows[team.rank + 1]].clone()
+        if op == "mean":
+            part.div_(team.size)
+        return back(narrow(part))
+
+    return _counted(team, "reduce_scatter", wide, describe, work, async_)
+
+
+def alltoall(
+    x: Any,
+    splits: Sequence[int] | None = None,
+    algorithm: str = NATIVE,
+    group: Team | None = None,
+    async_: bool = False,
+) -> Any:
+    """Send the i-th part of the first dimension to rank i; get everyone's part for this rank, joined by rank.
+
+    `splits` says how many rows go to each rank; equal parts without it.
+
+    >>> import torch, syncline as sl
+    >>> sl.simulate(lambda world: sl.alltoall(torch.arange(2) + 10 * world.rank), ranks=2).results
+    (tensor([ 0, 10]), tensor([ 1, 11]))
+    """
+    team = group or current_world().everyone
+    tensor, back = import_array(x)
+    counts = _splits(tensor, splits, team.size)
+    copy = _contiguous_copy(tensor)
+    schedule_name = build("alltoall", algorithm).spec
+    describe = f"alltoall({_trailing(tensor)}, {algorithm})"
+
+    def work() -> Any:
+        agree(team, describe)
+        native = team.transport.native
+        incoming = _exchange_counts(team, counts, schedule_name)
+        output = copy.new_empty(sum(incoming), *copy.shape[1:])
+        row_bytes = math.prod(copy.shape[1:]) * copy.element_size()
+        if algorithm == NATIVE and native is not None and row_bytes:
+            native.alltoall(
+                output.reshape(-1).view(torch.uint8),
+                copy.reshape(-1).view(torch.uint8),
+                [count * row_bytes for count in incoming],
+                [count * row_bytes for count in counts],
+            ).wait()
+        else:
+            _move_parts(team, torch.split(copy, counts), torch.split(output, incoming), schedule_name)
+        return back(output)
+
+    return _counted(team, "alltoall", copy, describe, work, async_)
+
+
+def send(x: Any, to: int, tag: int = 0, group: Team | None = None) -> None:
+    """Send an array to one rank, which receives it with `recv`. Returns when `x` may be changed again.
+
+    >>> import torch, syncline as sl
+    >>> def ping(world):
+    ...     ball = torch.zeros(1)
+    ...     if world.rank == 0:
+    ...         sl.send(torch.ones(1), to=1)
+    ...     else:
+    ...         sl.recv(ball, source=0)
+    ...     return ball
+    >>> sl.simulate(ping, ranks=2).results[1]
+    tensor([1.])
+    """
+    team = group or current_world().everyone
+    tensor, _ = import_array(x)
+    team.transport.send(tensor.contiguous(), to, USER_TAGS + tag).wait()
+    team.world.events.count("sl_comm_bytes_logical", tensor.numel() * tensor.element_size())
+
+
+def recv(x: Any, source: int | None = None, tag: int = 0, group: Team | None = None) -> int:
+    """Receive into `x`, a tensor or a writable NumPy array, from `source` or from anyone. Returns the sender's rank.
+
+    What was sent must have as many bytes as `x`: anything else is a `ProtocolError`.
+    """
+    team = group or current_world().everyone
+    target = x.detach() if isinstance(x, Tensor) else from_dlpack(x) if hasattr(x, "__dlpack__") else None
+    if target is None:
+        raise IncompatibleError(f"recv fills a tensor or an array, not {type(x).__name__}")
+    buffer = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+    handle: Handle = team.transport.recv(buffer, source, USER_TAGS + tag)
+    handle.wait()
+    expected = buffer.numel() * buffer.element_size()
+    if handle.nbytes != expected:
+        raise ProtocolError(
+            f"rank {handle.source} sent {human(handle.nbytes)} (tag {tag}) where {human(expected)} were due",
+            peer=handle.source,
+        )
+    if buffer is not target:
+        target.copy_(buffer)
+    return handle.source
+
+
+def barrier(group: Team | None = None) -> None:
+    """Return when every rank of the team has called it.
+
+    >>> import syncline as sl
+    >>> sl.simulate(lambda world: sl.barrier(), ranks=3).results
+    (None, None, None)
+    """
+    team = group or current_world().everyone
+
+    def work() -> None:
+        agree(team, "barrier()")
+        native = team.transport.native
+        if native is not None:
+            native.barrier().wait()
+        else:
+            token = torch.zeros(1, dtype=torch.uint8)
+            run.allreduce(team.channel, token, "sum", build("allreduce", "recursive_doubling"))
+
+    team.call("barrier()", work, async_=False)
+
+
+def _gather(x: Any, root: int | None, algorithm: str, group: Team | None, async_: bool) -> Any:
+    team = group or current_world().everyone
+    if root is not None:
+        _check_root(root, team)
+    tensor, back = import_array(x)
+    rows = _contiguous_copy(tensor.reshape(1) if tensor.dim() == 0 else tensor)
+    operation: Literal["allgather", "gather"] = "allgather" if root is None else "gather"
+    schedule_name = build(operation, algorithm).spec
+    describe = f"{operation}({_trailing(rows)}, {algorithm}{'' if root is None else f', root {root}'})"
+
+    def work() -> Any:
+        agree(team, describe)
+        lengths = _exchange_lengths(team, rows)
+        native = team.transport.native
+        everywhere = root is None or root == team.rank
+        output = rows.new_empty(sum(lengths) if everywhere else 0, *rows.shape[1:])
+        if algorithm == NATIVE and root is None and native is not None and len(set(lengths)) == 1:
+            if rows.numel():
+                native.allgather(output.view(-1).view(torch.uint8), rows.view(-1).view(torch.uint8)).wait()
+            return back(output)
+        if everywhere:
+            parts = dict(enumerate(torch.split(output, lengths)))
+            parts[team.rank].copy_(rows)
+        else:
+            parts = {team.rank: rows}
+        run.exchange(team.channel, operation, parts, schedule_name, root or 0)
+        return back(output) if everywhere else None
+
+    return _counted(team, operation, rows, describe, work, async_)
+
+
+def _counted(team: Team, name: str, tensor: Tensor, describe: str, work: Callable[[], Any], async_: bool) -> Any:
+    """Run one collective and record its bytes and seconds."""
+    events = team.world.events
+    events.count("sl_comm_bytes_logical", tensor.numel() * tensor.element_size())
+
+    def timed() -> Any:
+        with events.span("sl_comm_seconds", call=name):
+            return work()
+
+    return team.call(describe, timed, async_)
+
+
+def _exchange_lengths(team: Team, rows: Tensor) -> list[int]:
+    """The first dimension of every rank; whatever else differs is refused on every rank alike."""
+    table = _gather_numbers(team, [len(rows), zlib.crc32(_trailing(rows).encode())])
+    if len({tuple(row[1:]) for row in table}) > 1:
+        different = [rank for rank, row in enumerate(table) if row[1:] != table[0][1:]]
+        raise IncompatibleError(
+            f"allgather joins arrays that differ in the first dimension only: rank {team.rank} has "
+            f"{_signature(rows)}, and ranks {different} differ from rank 0 in dtype or the other dimensions"
+        )
+    return [row[0] for row in table]
+
+
+def _gather_numbers(team: Team, numbers: Sequence[int]) -> list[list[int]]:
+    table = torch.zeros(team.size, len(numbers), dtype=torch.int64)
+    table[team.rank] = torch.tensor(list(numbers))
+    native = team.transport.native
+    if native is not None:
+        native.allgather(table, table[team.rank].clone()).wait()
+    else:
+        run.exchange(team.channel, "allgather", dict(enumerate(table)), "ring")
+    return cast("list[list[int]]", table.tolist())
+
+
+def _exchange_counts(team: Team, counts: Sequence[int], algorithm: str) -> list[int]:
+    outgoing = torch.tensor(list(counts), dtype=torch.int64)
+    incoming = torch.zeros_like(outgoing)
+    _move_parts(team, torch.split(outgoing, 1), torch.split(incoming, 1), algorithm)
+    return [int(count) for count in incoming]
+
+
+def _move_parts(team: Team, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], algorithm: str) -> None:
+    rank, size = team.rank, team.size
+    incoming[rank].copy_(outgoing[rank])
+    parts = {rank * size + to: outgoing[to] for to in range(size) if to != rank}
+    parts |= {source * size + rank: incoming[source] for source in range(size) if source != rank}
+    run.exchange(team.channel, "alltoall", parts, algorithm)
+
+
+def _splits(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[int]:
+    if tensor.dim() == 0:
+        raise IncompatibleError("alltoall needs a first dimension to share out; this array has none")
+    rows = tensor.shape[0]
+    if splits is None:
+        if rows % size:
+            raise IncompatibleError(f"alltoall: {rows} rows do not divide among {size} ranks; give splits=")
+        return [rows // size] * size
+    counts = [int(count) for count in splits]
+    if len(counts) != size or any(count < 0 for count in counts) or sum(counts) != rows:
+        raise IncompatibleError(
+            f"alltoall: splits={counts} must be {size} numbers, none negative, that add up to {rows} rows"
+        )
+    return counts
+
+
+def _wire_op(op: str, dtype: torch.dtype) -> Op:
+    if op not in REDUCTIONS:
+        raise SpecError(f"unknown reduction {op!r}; {nearest(op, list(REDUCTIONS))}")
+    if op == "mean":
+        if not (dtype.is_floating_point or dtype.is_complex):
+            raise IncompatibleError(f"the mean of {dtype} is not {dtype}: use op='sum', or a floating-point dtype")
+        return "sum"
+    return cast("Op", op)
+
+
+def _check_root(root: int, team: Team) -> None:
+    if not 0 <= root < team.size:
+        raise IncompatibleError(f"root={root} is not a rank of a team of {team.size}")
+
+
+def _contiguous_copy(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def _signature(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _trailing(tensor: Tensor) -> str:
+    shape = ", ".join(map(str, tensor.shape[1:]))
+    return f"{str(tensor.dtype).removeprefix('torch.')}[:{', ' + shape if shape else ''}]"

@@ -1,0 +1,134 @@
+"""An independent channel among some ranks, and the line of calls that wait for it."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from syncline.collectives import Buffers, Channel
+from syncline.errors import WorldError
+from syncline.runtime import Queue, Runtime
+from syncline.transports import Transport
+
+if TYPE_CHECKING:
+    from syncline.world.world import World
+
+__all__ = ["Pending", "Team"]
+
+T = TypeVar("T")
+
+LINE = 1024
+"""Calls that may wait for a team's comm task; the next one waits to be let in."""
+
+
+class Pending(Generic[T]):
+    """A collective under way: `wait()` gives its result.
+
+    >>> import torch, syncline as sl
+    >>> with sl.init() as world:
+    ...     pending = sl.allreduce(torch.ones(2), async_=True)
+    ...     pending.wait()
+    tensor([1., 1.])
+    """
+
+    def __init__(self, runtime: Runtime, describe: str, timeout: float) -> None:
+        self._event = runtime.event()
+        self._describe = describe
+        self._timeout = timeout
+        self._result: T | None = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether `wait()` would return at once."""
+        return self._event.is_set()
+
+    def wait(self) -> T:
+        """The result, when it is there; what went wrong is raised here."""
+        # The call's own waits have the timeout; this one only must not give up before them.
+        while not self._event.wait(self._timeout, f"{self._describe} in the comm task", hang=True):
+            continue
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+    def settle(self, work: Callable[[], T]) -> None:
+        """Do the work and keep what comes of it."""
+        try:
+            self._result = work()
+        except BaseException as error:
+            self._error = error
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._event.set()
+
+
+class Team:
+    """Ranks with a channel of their own: what one team sends never mixes with another's.
+
+    Made by `World.team`, in the same order on every rank. A rank that is not a member has a team too, with
+    `member` False; it may only be passed around.
+    """
+
+    def __init__(self, world: World, ranks: Sequence[int], transport: Transport | None, hosts: tuple[int, ...]) -> None:
+        self.world = world
+        self.ranks = tuple(ranks)
+        self._transport = transport
+        self._channel = None if transport is None else Channel(transport, hosts, Buffers(transport.runtime))
+        self._line: Queue[Callable[[], None]] | None = None
+        self._calls = 0
+
+    @property
+    def member(self) -> bool:
+        """Whether this rank belongs to the team."""
+        return self._transport is not None
+
+    @property
+    def transport(self) -> Transport:
+        """The channel's transport."""
+        return self.channel.transport
+
+    @property
+    def channel(self) -> Channel:
+        """What the collectives run on."""
+        if self.world.closed:
+            raise WorldError("this world is closed; call sl.init() again")
+        if self._channel is None:
+            raise WorldError(f"rank {self.world.rank} is not in the team of ranks {list(self.ranks)}")
+        return self._channel
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the team."""
+        return self.channel.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks the team has."""
+        return len(self.ranks)
+
+    def next_call(self) -> int:
+        """The number of the collective that begins now."""
+        self._calls += 1
+        return self._calls
+
+    def call(self, describe: str, work: Callable[[], T], async_: bool) -> T | Pending[T]:
+        """Run one collective after all that were called before it: here, or in the team's comm task."""
+        if self._line is None:
+            if not async_:
+                return work()
+            self._line = self.transport.runtime.queue(LINE)
+            self.transport.runtime.spawn(self._serve, self._line, name=f"comm-{self.ranks[0]}")
+        pending: Pending[T] = Pending(self.transport.runtime, describe, self.transport.timeout)
+        context = contextvars.copy_context()
+        self._line.put(lambda: context.run(pending.settle, work))
+        return pending if async_ else pending.wait()
+
+    @staticmethod
+    def _serve(line: Queue[Callable[[], Any]]) -> None:
+        while True:
+            line.get()()
+
+    def __repr__(self) -> str:
+        return f"Team(ranks={list(self.ranks)})"

@@ -1,0 +1,199 @@
+"""The world: who we are, on which transport; `init()` and the one that is current."""
+
+from __future__ import annotations
+
+import atexit
+import contextvars
+import logging
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch
+
+from syncline.collectives.run import exchange
+from syncline.environment import Environment, detect
+from syncline.errors import SpecError, WorldError
+from syncline.events import Recorder
+from syncline.runtime import Runtime
+from syncline.specs import nearest
+from syncline.transports import SimulatedTransport, SingleTransport, Transport
+from syncline.transports.base import DEFAULT_TIMEOUT, check_ranks
+from syncline.world.team import Team
+
+__all__ = ["World", "current_world", "init"]
+
+logger = logging.getLogger("syncline")
+
+NAME_BYTES = 256
+
+_current: contextvars.ContextVar[World | None] = contextvars.ContextVar("syncline_world", default=None)
+_of_process: list[World] = []
+"""At most one: the world of this process, which threads that the user starts find too."""
+
+
+class World:
+    """The ranks of a run, as one of them sees it. Made by `sl.init()` or `sl.simulate()`; a context manager.
+
+    >>> import syncline as sl
+    >>> with sl.init() as world:
+    ...     world.rank, world.size
+    (0, 1)
+    """
+
+    def __init__(self, environment: Environment, transport: Transport, hosts: Sequence[str], check: bool) -> None:
+        self.rank = environment.rank
+        self.size = environment.size
+        self.local_rank = environment.local_rank
+        self.local_size = environment.local_size
+        self.host = environment.host
+        self.launcher = environment.source
+        self.check = check
+        self.closed = False
+        self.claimed = False
+        self.hosts = tuple(hosts)
+        self.events = Recorder(transport.runtime.now)
+        self._transport = transport
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+        self._host_numbers = tuple(numbers[host] for host in hosts)
+        self.everyone = Team(self, range(self.size), transport, self._host_numbers)
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU with this process's local rank where there are GPUs, else the CPU."""
+        if torch.cuda.is_available() and not isinstance(self._transport, SimulatedTransport):
+            return torch.device("cuda", self.local_rank % torch.cuda.device_count())
+        return torch.device("cpu")
+
+    @property
+    def runtime(self) -> Runtime:
+        """Tasks, events, sleep and the clock of this rank: threads, or the simulator's."""
+        return self._transport.runtime
+
+    @property
+    def transport(self) -> Transport:
+        """What moves the bytes."""
+        return self._transport
+
+    def team(self, ranks: Sequence[int] | None = None) -> Team:
+        """A channel of their own for `ranks` (all: None). Every rank calls it, in the same order, members or not."""
+        if self.closed:
+            raise WorldError("this world is closed; call sl.init() again")
+        members = tuple(range(self.size)) if ranks is None else check_ranks(ranks, self.size)
+        hosts = tuple(self._host_numbers[rank] for rank in members)
+        return Team(self, members, self._transport.split(members), hosts)
+
+    def barrier(self, group: Team | None = None) -> None:
+        """Return when every rank has called it."""
+        from syncline.world.functional import barrier
+
+        barrier(group or self.everyone)
+
+    def compute(self, seconds: float) -> None:
+        """Stand in for so many seconds of computing: virtual ones in a simulation, a sleep elsewhere."""
+        if isinstance(self._transport, SimulatedTransport):
+            self._transport.compute(seconds)
+        else:
+            self.runtime.sleep(seconds)
+
+    def close(self) -> None:
+        """Leave the world. A second call does nothing; a forgotten one is made up for at exit."""
+        if self.closed:
+            return
+        self.closed = True
+        self.events.close()
+        self._transport.close()
+        if self in _of_process:
+            _of_process.remove(self)
+            atexit.unregister(self.close)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"World(rank {self.rank} of {self.size}, local rank {self.local_rank} of {self.local_size}, "
+            f"host {self.host}, {self._transport.name}, started by {self.launcher})"
+        )
+
+
+def init(transport: str | Transport | None = None, timeout: float = DEFAULT_TIMEOUT, check: bool = False) -> World:
+    """Join the world that the launcher made: torchrun, mpiexec, srun, or a world of one under plain `python`.
+
+    `transport` is "single", "torch_dist", a transport of your own, or None for what fits. A wait for a peer ends in
+    `PeerLostError` after `timeout` seconds. With `check` every collective first compares what the ranks are about
+    to do, and a difference is named on every rank instead of hanging or crashing.
+
+    >>> import torch, syncline as sl
+    >>> with sl.init() as world:
+    ...     sl.allreduce(torch.ones(2), op="sum")
+    tensor([1., 1.])
+    """
+    simulated = _current.get()
+    if simulated is not None and not simulated.closed:
+        if simulated.claimed:
+            raise WorldError(f"this simulated rank has called init already: {simulated!r}")
+        simulated.claimed = True
+        return simulated
+    if _of_process:
+        raise WorldError(f"this process has a world already: {_of_process[0]!r}; call its close() first")
+    if not timeout > 0:
+        raise WorldError(f"timeout={timeout} is not a time to wait")
+    environment = detect()
+    if isinstance(transport, Transport):
+        engine = transport
+        environment = Environment(source="its own transport", rank=engine.rank, size=engine.size, local_size=1)
+    else:
+        engine = _connect(transport, environment, timeout)
+        if engine.size == 1 and environment.size > 1:
+            environment = Environment(source=environment.source)
+    hosts = [environment.host] if engine.size == 1 else _exchange_hosts(engine, environment.host)
+    world = World(environment, engine, hosts, check)
+    _of_process.append(world)
+    atexit.register(world.close)
+    logger.info("%r", world)
+    return world
+
+
+def current_world() -> World:
+    """The world of this rank, or a `WorldError` that says how to get one."""
+    world = _current.get()
+    if world is None and _of_process:
+        world = _of_process[0]
+    if world is None:
+        raise WorldError("there is no world yet: call sl.init() first")
+    if world.closed:
+        raise WorldError("this world is closed; call sl.init() again")
+    return world
+
+
+def make_current(world: World) -> None:
+    """Make `world` the current one of this task and of the tasks it spawns."""
+    _current.set(world)
+
+
+def _connect(name: str | None, environment: Environment, timeout: float) -> Transport:
+    name = name or ("single" if environment.size == 1 else "torch_dist")
+    if name == "single":
+        return SingleTransport(timeout=timeout)
+    if name == "torch_dist":
+        from syncline.transports.torch_dist import connect
+
+        return connect(environment, timeout)
+    raise SpecError(f"unknown transport {name!r}; {nearest(name, ['single', 'torch_dist'])}")
+
+
+def _exchange_hosts(transport: Transport, host: str) -> list[str]:
+    """The host name of every rank."""
+    from syncline.collectives import NATIVE, Buffers, Channel
+
+    names = torch.zeros(transport.size, NAME_BYTES, dtype=torch.uint8)
+    mine = host.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
+    names[transport.rank] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    channel = Channel(transport, (), Buffers(transport.runtime))
+    exchange(channel, "allgather", dict(enumerate(names)), NATIVE)
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in names]

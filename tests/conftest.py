@@ -1,0 +1,16 @@
+"""Fixtures that several tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from syncline.testing import Pool
+
+
+@pytest.fixture(scope="session")
+def gloo() -> Iterator[Pool]:
+    """Nine processes joined by gloo. Tests that use it share one xdist worker: `pytest.mark.xdist_group("gloo")`."""
+    with Pool(9) as pool:
+        yield pool

@@ -7,7 +7,7 @@
     │   └── DeadlockError  every simulated task waits: who waits for whom
     ├── ProtocolError      bytes that are short, long, corrupt or from a stranger
     ├── PeerLostError      a peer is gone: who, since when, what was pending (also a ConnectionError)
-    ├── DivergedError      NaN or Inf where a number was expected: who
+    ├── DivergedError      NaN or Inf where a number was expected: who (also an ArithmeticError)
     └── UnsupportedError   what is not available here, and where it would work
 
 Errors of the engines (gloo, NCCL, MPI) are translated at the edge, so that a user catches these alone.
@@ -88,7 +88,7 @@ class PeerLostError(SynclineError, ConnectionError):
     (2, 'allreduce #7')
     """
 
-    def __init__(self, message: str, *, peer: int | None, pending: str = "", seconds: float = 0.0) -> None:
+    def __init__(self, message: str, *, peer: int | None = None, pending: str = "", seconds: float = 0.0) -> None:
         super().__init__(message)
         self.peer = peer
         self.pending = pending

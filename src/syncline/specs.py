@@ -15,6 +15,8 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
+import math
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -42,7 +44,7 @@ class Spec:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        arguments = [repr(a) for a in self.args] + [f"{k}={v!r}" for k, v in self.kwargs.items()]
+        arguments = [_written(a) for a in self.args] + [f"{k}={_written(v)}" for k, v in self.kwargs.items()]
         return f"{self.name}({', '.join(arguments)})" if arguments else self.name
 
 
@@ -57,24 +59,41 @@ def parse(text: str) -> tuple[Spec, ...]:
     if len(text) > LONGEST:
         raise SpecError(f"a spec of {len(text)} characters is longer than any spec (at most {LONGEST})")
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python's opinion of odd literals
+            tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise SpecError(f"cannot read spec {text!r}: {error}; write name(argument, key=value)|name") from None
     return tuple(_link(node, text) for node in _links(tree))
 
 
+def _written(value: Any) -> str:
+    """The literal that reads back as `value`; Python itself writes infinity as a name."""
+    if isinstance(value, float) and math.isinf(value):
+        return "1e999" if value > 0 else "-1e999"
+    if isinstance(value, (list, tuple)):
+        inside = ", ".join(map(_written, value))
+        return f"[{inside}]" if isinstance(value, list) else f"({inside}{',' * (len(value) == 1)})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_written(k)}: {_written(v)}" for k, v in value.items()) + "}"
+    return repr(value)
+
+
 def _links(node: ast.expr) -> Iterator[ast.expr]:
-    while isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        yield from _links(node.left)
-        node = node.right
-    yield node
+    waiting = [node]
+    while waiting:  # no recursion: a chain may be longer than the stack is deep
+        node = waiting.pop()
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+            waiting += [node.right, node.left]
+        else:
+            yield node
 
 
 def _link(node: ast.expr, text: str) -> Spec:
     if isinstance(node, ast.Name):
         return Spec(node.id)
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
-        raise SpecError(f"in spec {text!r}: {ast.unparse(node)!r} is not name or name(arguments)")
+        raise SpecError(f"in spec {text!r}: {_shown(node, text)!r} is not name or name(arguments)")
     kwargs: dict[str, Any] = {}
     for keyword in node.keywords:
         if keyword.arg is None or keyword.arg in kwargs:
@@ -85,12 +104,24 @@ def _link(node: ast.expr, text: str) -> Spec:
 
 def _literal(node: ast.expr, text: str) -> Any:
     try:
-        return ast.literal_eval(node)
+        value = ast.literal_eval(node)
+        if not any(
+            isinstance(part, (ast.Call, ast.Set))
+            or (isinstance(part, ast.Constant) and isinstance(part.value, (bytes, type(...))))
+            for part in ast.walk(node)
+        ):
+            repr(value)  # a ValueError where a number has more digits than Python prints
+            return value
+        raise ValueError
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         raise SpecError(
-            f"in spec {text!r}: {ast.unparse(node)!r} is not a literal; specs hold numbers, strings, None, "
+            f"in spec {text!r}: {_shown(node, text)!r} is not a literal; specs hold numbers, strings, None, "
             "True, False, lists, tuples and dicts, and are never evaluated"
         ) from None
+
+
+def _shown(node: ast.expr, text: str) -> str:
+    return ast.get_source_segment(text.strip(), node) or text
 
 
 def nearest(name: str, known: list[str]) -> str:

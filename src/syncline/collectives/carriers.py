@@ -69,7 +69,7 @@ class DenseCarrier:
         return self._bytes[self._edges[move.chunk] * self._item : self._edges[move.chunk + move.width] * self._item]
 
     def landing(self, move: Move) -> Tensor:
-        return self._buffers.take(self.nbytes(move)) if move.combine else self.read(move)
+        return self._buffers.take(self.nbytes(move), self._flat.device) if move.combine else self.read(move)
 
     def merge(self, move: Move, data: Tensor) -> None:
         if move.combine:

@@ -22,6 +22,7 @@ from torch import Tensor
 from syncline.collectives.base import Move, Round
 from syncline.collectives.carriers import Carrier
 from syncline.transports import Handle, Transport
+from syncline.transports.base import LANE_TAGS
 
 __all__ = ["Lane", "execute"]
 
@@ -30,8 +31,8 @@ MOST_SENDING = 4
 
 
 def execute(transport: Transport, lanes: Sequence[tuple[Iterator[Round], Carrier]]) -> None:
-    """Run every lane to its end. Lane i uses tag i: a channel runs one call at a time."""
-    active = [Lane(transport, rounds, carrier, tag) for tag, (rounds, carrier) in enumerate(lanes)]
+    """Run every lane to its end. Each lane has a tag of its own; a channel runs one call at a time."""
+    active = [Lane(transport, rounds, carrier, LANE_TAGS + lane) for lane, (rounds, carrier) in enumerate(lanes)]
     active = [lane for lane in active if lane.post()]
     while active:
         active = [lane for lane in active if lane.advance()]

@@ -8,8 +8,8 @@ With g ranks on each of N hosts (here g = 2, N = 2; chunks a b | c d, ``+`` comb
     3            a→2     b     c→3     d         b→0     a     d→1     c       among equals of all hosts
     4  inside    ab→1    cd    cd→0    ab        ab→3    cd    cd→2    ab    all-gather
 
-2 + 2(N−1) rounds. Where hosts hold different numbers of ranks, or the ranks are not told apart by host, the
-first rank of each host stands for it: a tree reduces inside, the leaders make a ring, a tree broadcasts.
+2 + 2(N−1) rounds; with one rank a host, or no hosts told, it is a plain ring. Where hosts hold different numbers of
+ranks, the first rank of each stands for it: a tree reduces inside, the leaders make a ring, a tree broadcasts.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ Four ranks, all-reduce (⇄ both send the whole and combine)::
     1      ⇄ 1   ⇄ 0   ⇄ 3   ⇄ 2
     2      ⇄ 2   ⇄ 3   ⇄ 0   ⇄ 1
 
-The best for small data. With p not a power of two the extra ranks fold in first (`folding`), two rounds more.
+The fewest latencies of all that talk to one partner at a time: for small data. With p not a power of two the extra
+ranks fold in first (`folding`), two rounds more.
 """
 
 from __future__ import annotations

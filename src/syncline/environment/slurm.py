@@ -16,13 +16,14 @@ def read(environ: Mapping[str, str]) -> Environment | None:
     if "SLURM_PROCID" not in environ or "SLURM_STEP_NUM_TASKS" not in environ:
         return None
     read = Variables("Slurm", environ)
-    hosts = expand_hosts(environ.get("SLURM_STEP_NODELIST", ""))
     tasks = tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     node = read.whole("SLURM_NODEID", 0)
-    if node >= len(tasks):
+    if not 0 <= node < len(tasks):
         raise WorldError(f"Slurm: SLURM_NODEID={node} but SLURM_STEP_TASKS_PER_NODE names {len(tasks)} nodes")
     job = f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
-    first = "127.0.0.1" if len(tasks) == 1 else (hosts[0] if hosts else None)
+    first: str | None = "127.0.0.1"
+    if len(tasks) > 1 and "MASTER_ADDR" not in environ:
+        first = next(iter(expand_hosts(environ.get("SLURM_STEP_NODELIST", ""))), None)
     return Environment(
         source="Slurm",
         rank=read.whole("SLURM_PROCID"),
@@ -54,16 +55,23 @@ def expand_hosts(text: str) -> list[str]:
     >>> expand_hosts("gpu[08-10,12],login")
     ['gpu08', 'gpu09', 'gpu10', 'gpu12', 'login']
     """
-    hosts: list[str] = []
-    for match in re.finditer(r"([^,\[]+)(?:\[([^\]]*)\])?([^,\[]*)", text):
-        prefix, ranges, suffix = match[1], match[2], match[3]
-        if ranges is None:
-            hosts.append(prefix)
-            continue
-        for part in ranges.split(","):
-            low, _, high = part.partition("-")
-            if not low.isdigit() or (high and not high.isdigit()):
-                raise WorldError(f"Slurm: host list {text!r} cannot be read")
-            numbers = range(int(low), int(high or low) + 1)
-            hosts += [f"{prefix}{number:0{len(low)}d}{suffix}" for number in numbers]
-    return hosts
+    parts = re.split(r",(?![^\[]*\])", text) if text else []  # commas outside brackets
+    return [host for part in parts for host in _expand(part, text)]
+
+
+def _expand(part: str, text: str) -> list[str]:
+    match = re.fullmatch(r"([^\[\],]*)(?:\[([0-9,-]+)\](.*))?", part)
+    if match is None or not part:
+        raise WorldError(f"Slurm: host list {text!r} cannot be read")
+    prefix, ranges, rest = match[1], match[2], match[3]
+    if ranges is None:
+        return [prefix]
+    numbers: list[str] = []
+    for span in ranges.split(","):
+        limits = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", span)
+        if limits is None or int(limits[1]) > int(limits[2] or limits[1]):
+            raise WorldError(f"Slurm: host list {text!r} cannot be read")
+        low, high = limits[1], limits[2] or limits[1]
+        numbers += [f"{number:0{len(low)}d}" for number in range(int(low), int(high) + 1)]
+    tails = _expand(rest, text) if rest else [""]
+    return [prefix + number + tail for number in numbers for tail in tails]

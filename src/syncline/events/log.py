@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class RunLog:
     def __init__(self, folder: str | Path) -> None:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
+        _cut_back(path / "log.jsonl")
         self._file = open(path / "log.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (held open)
 
     def write(self, event: Event) -> None:
@@ -45,17 +47,25 @@ class RunLog:
         self._file.close()
 
 
+def _cut_back(path: Path) -> None:
+    """Take away a last line that a crash cut off, before the next line grows together with it."""
+    if path.exists():
+        data = path.read_bytes()
+        if not data.endswith(b"\n"):
+            os.truncate(path, data.rfind(b"\n") + 1)
+
+
 def read_log(folder: str | Path) -> list[dict[str, Any]]:
     """Every line of a run's log. A last line cut off by a crash is left out; other damage is an error."""
     path = Path(folder) / "log.jsonl"
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     events: list[dict[str, Any]] = []
     for number, line in enumerate(lines, 1):
         if not line:
             continue
         try:
             event = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break  # no newline after it: the writer died in mid-line
             raise ProtocolError(f"{path}, line {number} is not JSON: {error}") from None

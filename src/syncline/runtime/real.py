@@ -90,13 +90,13 @@ class _ThreadQueue:
 
     def put(self, item: Any, timeout: float | None = None) -> None:
         try:
-            self._queue.put(item, timeout=timeout)
+            self._queue.put(item, timeout=None if timeout is None else max(0.0, timeout))
         except queue.Full:
             raise TimeoutError(f"the queue stayed full for {timeout} s") from None
 
     def get(self, timeout: float | None = None) -> Any:
         try:
-            return self._queue.get(timeout=timeout)
+            return self._queue.get(timeout=None if timeout is None else max(0.0, timeout))
         except queue.Empty:
             raise TimeoutError(f"the queue stayed empty for {timeout} s") from None
 

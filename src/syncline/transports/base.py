@@ -18,6 +18,8 @@ Op = Literal["sum", "min", "max", "product"]
 
 TAGS = 1 << 28
 """Tags are whole numbers below this."""
+LANE_TAGS = 1 << 27
+"""From here on they belong to the executor's lanes; those below are the user's."""
 
 DEFAULT_TIMEOUT = 300.0
 """Seconds after which a wait for a peer is given up."""
@@ -135,8 +137,8 @@ class Transport(ABC):
     def window(self, numel: int, dtype: torch.dtype) -> Window:
         """One-sided memory of `numel` elements on every rank, zeroed; made by all ranks together."""
         raise UnsupportedError(
-            f"one-sided windows are not available on {self.name}; they work on the simulator (sl.simulate), "
-            "in a world of one, and on MPI"
+            f"one-sided windows are not available on {self.name}; they work on the simulator (sl.simulate) "
+            "and in a world of one"
         )
 
     def combined(self, nbytes: int) -> None:  # noqa: B027 (most transports have nothing to add)

@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from syncline.errors import SpecError
+
 __all__ = ["Delay", "Drop", "Duplicate", "Fault", "Kill", "Partition", "Slow"]
 
 
@@ -52,6 +54,9 @@ class Delay:
     to: int | None = None
     probability: float = 1.0
 
+    def __post_init__(self) -> None:
+        _check_probability(self.probability)
+
 
 @dataclass(frozen=True)
 class Partition:
@@ -80,6 +85,9 @@ class Drop:
 
     probability: float
 
+    def __post_init__(self) -> None:
+        _check_probability(self.probability)
+
 
 @dataclass(frozen=True)
 class Duplicate:
@@ -91,8 +99,27 @@ class Duplicate:
 
     probability: float
 
+    def __post_init__(self) -> None:
+        _check_probability(self.probability)
+
 
 Fault = Kill | Slow | Delay | Partition | Drop | Duplicate
+
+
+def ranks_of(fault: Fault) -> tuple[int, ...]:
+    """The ranks that a fault names."""
+    if isinstance(fault, Kill | Slow):
+        return (fault.rank,)
+    if isinstance(fault, Partition):
+        return tuple(fault.group)
+    if isinstance(fault, Delay):
+        return tuple(rank for rank in (fault.source, fault.to) if rank is not None)
+    return ()
+
+
+def _check_probability(probability: float) -> None:
+    if not 0.0 <= probability <= 1.0:
+        raise SpecError(f"a probability lies between 0 and 1 (probability: {probability})")
 
 
 def slowness(faults: Iterable[Fault], rank: int, now: float) -> float:

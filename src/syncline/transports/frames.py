@@ -58,15 +58,15 @@ class Header:
 
         if len(data) != HEADER_BYTES:
             raise refuse(f"{len(data)} bytes where {HEADER_BYTES} were due")
-        magic, version, kind, _, sender, tag, length, number = _FIELDS.unpack_from(data)
+        magic, version, kind, reserved, sender, tag, length, number = _FIELDS.unpack_from(data)
         if magic != MAGIC:
             raise refuse(f"it starts with {magic!r}, not {MAGIC!r}: not a Syncline message")
         if version != VERSION:
             raise refuse(f"it speaks version {version}, this is version {VERSION}: install the same release everywhere")
         if _CRC.unpack_from(data, _FIELDS.size)[0] != zlib.crc32(data[: _FIELDS.size]):
             raise refuse("its checksum does not match")
-        if kind != MESSAGE:
-            raise refuse(f"unknown kind {kind}")
+        if kind != MESSAGE or reserved:
+            raise refuse(f"unknown kind {kind} (reserved: {reserved})")
         if sender != peer:
             raise refuse(f"it claims to come from rank {sender}")
         if length > LONGEST:

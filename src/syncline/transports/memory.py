@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from syncline.errors import WorldError
-from syncline.transports.base import Handle, Transport, human
+from syncline.transports.base import LANE_TAGS, Handle, Transport, human
 from syncline.transports.mailbox import Mailbox, Posted
 
-__all__ = ["Completed", "LocalWindow", "MailboxHandle", "check_span", "describe_recv"]
+__all__ = ["Completed", "LocalWindow", "MailboxHandle", "check_span", "describe_recv", "tag_name"]
 
 
 class Completed:
@@ -37,10 +37,10 @@ class MailboxHandle:
         posted, transport = self._posted, self._transport
         event = None if posted.settled else self._mailbox.event_of(posted)
         if event is not None:
-            timeout = transport.timeout if timeout is None else timeout
+            patience = transport.timeout if timeout is None else timeout
             pending = describe_recv(transport, posted.wanted, posted.tag, posted.data.numel())
-            if not event.wait(timeout, pending, hang=True):
-                raise transport.failure(posted.wanted, pending, timeout, None)
+            if not event.wait(patience, pending, hang=timeout is None):
+                raise transport.failure(posted.wanted, pending, patience, None)
         if posted.error is not None:
             raise posted.error
         self.source, self.nbytes = posted.source, posted.nbytes
@@ -49,7 +49,12 @@ class MailboxHandle:
 def describe_recv(transport: Transport, source: int | None, tag: int, nbytes: int) -> str:
     """For whom and for what a receive waits, in the world's ranks."""
     whom = "anyone" if source is None else f"rank {transport.members[source]}"
-    return f"a message from {whom} (tag {tag}, {human(nbytes)})"
+    return f"a message from {whom} ({tag_name(tag)}, {human(nbytes)})"
+
+
+def tag_name(tag: int) -> str:
+    """A tag as people know it."""
+    return f"tag {tag}" if tag < LANE_TAGS else f"lane {tag - LANE_TAGS}"
 
 
 def check_span(window: Tensor, values: Tensor, offset: int) -> None:

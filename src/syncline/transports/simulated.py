@@ -14,9 +14,9 @@ from torch import Tensor
 from syncline.errors import PeerLostError, WorldError
 from syncline.runtime import Kernel, SimulatedRuntime
 from syncline.transports.base import DEFAULT_TIMEOUT, Handle, Transport, Window, human
-from syncline.transports.faults import Delay, Drop, Duplicate, Fault, Kill, Partition, slowness
+from syncline.transports.faults import Delay, Drop, Duplicate, Fault, Kill, Partition, ranks_of, slowness
 from syncline.transports.mailbox import Mailbox
-from syncline.transports.memory import MailboxHandle, check_span
+from syncline.transports.memory import MailboxHandle, check_span, tag_name
 from syncline.transports.network import Network
 
 __all__ = ["Hub", "Message", "SimulatedTransport"]
@@ -126,6 +126,7 @@ class Hub:
         copies = 1
         for fault in self.faults:
             if isinstance(fault, Drop) and self.kernel.random.random() < fault.probability:
+                self.kernel.faulted = True
                 copies = 0
             elif isinstance(fault, Duplicate) and self.kernel.random.random() < fault.probability:
                 copies = min(copies * 2, 2)
@@ -155,9 +156,9 @@ class Hub:
 
     def _schedule_faults(self) -> None:
         for fault in self.faults:
+            if any(not 0 <= rank < self.size for rank in ranks_of(fault)):
+                raise WorldError(f"{fault} strikes a rank outside the world of {self.size}")
             if isinstance(fault, Kill):
-                if not 0 <= fault.rank < self.size:
-                    raise WorldError(f"{fault} strikes a rank outside the world of {self.size}")
                 self.kernel.schedule(fault.at, self._killer(fault.rank))
 
     def _killer(self, rank: int) -> Callable[[], None]:
@@ -249,7 +250,7 @@ class SimulatedTransport(Transport):
     def _send(self, data: Tensor, to: int, tag: int, exact: bool, lossy: bool) -> Handle:
         receiver = self.members[to]
         if self.hub.broken(receiver):
-            raise self.failure(to, f"a message to rank {receiver} (tag {tag}, {human(data.numel())})", 0.0, None)
+            raise self.failure(to, f"a message to rank {receiver} ({tag_name(tag)}, {human(data.numel())})", 0.0, None)
         handle = _SendHandle(self, to, data.numel(), wait_for_match=not lossy and data.numel() > self.hub.network.eager)
         copy, mailbox, rank, matched = (
             data.clone(),
@@ -280,7 +281,7 @@ class SimulatedTransport(Transport):
         peer = self.members.index(global_rank)
         self.mailbox.fail(
             lambda posted: (
-                self.failure(peer, f"a message (tag {posted.tag})", 0.0, None) if posted.wanted == peer else None
+                self.failure(peer, f"a message ({tag_name(posted.tag)})", 0.0, None) if posted.wanted == peer else None
             )
         )
 
@@ -340,10 +341,10 @@ class _SendHandle:
         if self.left > transport.hub.kernel.now:
             transport.hub.runtimes[transport.global_rank].sleep_until(self.left)
         if self._event is not None and not self._event.is_set():
-            timeout = transport.timeout if timeout is None else timeout
+            patience = transport.timeout if timeout is None else timeout
             pending = f"rank {transport.members[self._to]} to receive {human(self.nbytes)}"
-            if not self._event.wait(timeout, pending, hang=True):
-                raise transport.failure(self._to, pending, timeout, None)
+            if not self._event.wait(patience, pending, hang=timeout is None):
+                raise transport.failure(self._to, pending, patience, None)
 
 
 class _SimulatedWindow:

@@ -16,7 +16,7 @@ from syncline.collectives.carriers import bounds
 from syncline.errors import IncompatibleError, ProtocolError, SpecError
 from syncline.specs import nearest
 from syncline.transports import Handle, Op
-from syncline.transports.base import human
+from syncline.transports.base import LANE_TAGS, human
 from syncline.world.arrays import import_array, widen
 from syncline.world.checking import agree
 from syncline.world.team import Team
@@ -26,9 +26,6 @@ __all__ = ["allgather", "allreduce", "alltoall", "barrier", "broadcast", "gather
 
 Reduction = Literal["mean", "sum", "min", "max", "product"]
 REDUCTIONS = ("mean", "sum", "min", "max", "product")
-
-USER_TAGS = 1 << 20
-"""Tags from here on are the user's; those below belong to the executor's lanes."""
 
 
 def allreduce(
@@ -213,7 +210,7 @@ def send(x: Any, to: int, tag: int = 0, group: Team | None = None) -> None:
     """
     team = group or current_world().everyone
     tensor, _ = import_array(x)
-    team.transport.send(tensor.contiguous(), to, USER_TAGS + tag).wait()
+    team.transport.send(tensor.contiguous(), to, _check_tag(tag)).wait()
     team.world.events.count("sl_comm_bytes_logical", tensor.numel() * tensor.element_size())
 
 
@@ -227,7 +224,7 @@ def recv(x: Any, source: int | None = None, tag: int = 0, group: Team | None = N
     if target is None:
         raise IncompatibleError(f"recv fills a tensor or an array, not {type(x).__name__}")
     buffer = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
-    handle: Handle = team.transport.recv(buffer, source, USER_TAGS + tag)
+    handle: Handle = team.transport.recv(buffer, source, _check_tag(tag))
     handle.wait()
     expected = buffer.numel() * buffer.element_size()
     if handle.nbytes != expected:
@@ -273,7 +270,7 @@ def _gather(x: Any, root: int | None, algorithm: str, group: Team | None, async_
 
     def work() -> Any:
         agree(team, describe)
-        lengths = _exchange_lengths(team, rows)
+        lengths = _exchange_lengths(team, rows, operation)
         native = team.transport.native
         everywhere = root is None or root == team.rank
         output = rows.new_empty(sum(lengths) if everywhere else 0, *rows.shape[1:])
@@ -304,13 +301,13 @@ def _counted(team: Team, name: str, tensor: Tensor, describe: str, work: Callabl
     return team.call(describe, timed, async_)
 
 
-def _exchange_lengths(team: Team, rows: Tensor) -> list[int]:
+def _exchange_lengths(team: Team, rows: Tensor, operation: str) -> list[int]:
     """The first dimension of every rank; whatever else differs is refused on every rank alike."""
     table = _gather_numbers(team, [len(rows), zlib.crc32(_trailing(rows).encode())])
     if len({tuple(row[1:]) for row in table}) > 1:
         different = [rank for rank, row in enumerate(table) if row[1:] != table[0][1:]]
         raise IncompatibleError(
-            f"allgather joins arrays that differ in the first dimension only: rank {team.rank} has "
+            f"{operation} joins arrays that differ in the first dimension only: rank {team.rank} has "
             f"{_signature(rows)}, and ranks {different} differ from rank 0 in dtype or the other dimensions"
         )
     return [row[0] for row in table]
@@ -366,6 +363,12 @@ def _wire_op(op: str, dtype: torch.dtype) -> Op:
             raise IncompatibleError(f"the mean of {dtype} is not {dtype}: use op='sum', or a floating-point dtype")
         return "sum"
     return cast("Op", op)
+
+
+def _check_tag(tag: int) -> int:
+    if not 0 <= tag < LANE_TAGS:
+        raise IncompatibleError(f"tag={tag} is not between 0 and {LANE_TAGS - 1}")
+    return tag
 
 
 def _check_root(root: int, team: Team) -> None:

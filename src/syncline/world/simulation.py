@@ -25,6 +25,11 @@ class Simulation:
     `results` holds what `fn` returned on each rank (None where the rank was killed, the exception where it
     raised and `return_exceptions` was set), `time` the virtual seconds until the last rank ended, `messages`
     every message that arrived.
+
+    >>> import syncline as sl
+    >>> run = sl.simulate(lambda world: world.compute(2.0 * world.rank), ranks=3)
+    >>> run.time, len(run.messages)
+    (4.0, 0)
     """
 
     results: tuple[Any, ...]

@@ -69,6 +69,13 @@ class Team:
 
     Made by `World.team`, in the same order on every rank. A rank that is not a member has a team too, with
     `member` False; it may only be passed around.
+
+    >>> import torch, syncline as sl
+    >>> def halves(world):
+    ...     team = world.team([0, 1])
+    ...     return sl.allreduce(torch.tensor([world.rank]), op="sum", group=team) if team.member else None
+    >>> sl.simulate(halves, ranks=3).results
+    (tensor([1]), tensor([1]), None)
     """
 
     def __init__(self, world: World, ranks: Sequence[int], transport: Transport | None, hosts: tuple[int, ...]) -> None:

@@ -21,6 +21,8 @@ __all__ = ["connect"]
 def connect(environment: Environment, timeout: float) -> TorchTransport:
     """Join the world that the launcher describes. Every rank calls it; it returns when all are there."""
     place = environment.rendezvous
+    if place is None and environment.size == 1:
+        place = Rendezvous("127.0.0.1", 0)  # a port of our choice: nobody else needs to know it
     if place is None:
         raise WorldError(
             f"{environment.source} started {environment.size} ranks on several hosts but names no meeting point: "
@@ -49,10 +51,11 @@ def connect(environment: Environment, timeout: float) -> TorchTransport:
 def _meet(environment: Environment, place: Rendezvous, timeout: float) -> Store:
     is_host = environment.rank == 0 and not place.hosted
     listener = _listen(environment, place) if is_host else None
+    port = place.port if listener is None else int(listener.getsockname()[1])
     try:
         return TCPStore(
             place.address,
-            place.port,
+            port,
             is_master=is_host,
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
@@ -86,7 +89,9 @@ def _who_is_missing(store: Store, environment: Environment, place: Rendezvous, t
         missing = [rank for rank in range(environment.size) if not store.check([f"here/{rank}"])]
     except RuntimeError:
         missing = []
-    who = f"ranks {missing} did not come" if missing else _first_line(error)
+    who = _first_line(error)
+    if missing:
+        who = f"ranks {missing} did not come (if a wrapper script starts them, set MASTER_ADDR and MASTER_PORT)"
     return (
         f"rank {environment.rank} of {environment.size} ({environment.source}) could not join at "
         f"{place.address}:{place.port} within {timeout:.3g} s: {who}"

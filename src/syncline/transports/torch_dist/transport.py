@@ -99,9 +99,9 @@ class TorchTransport(Transport):
             return self.post_recv(data, source, EXACT + tag)
         return _FramedRecv(self, data, source, tag)
 
-    def post_recv(self, data: Tensor, source: int | None, engine_tag: int) -> WorkHandle:
-        """Ask the engine for bytes."""
-        pending = describe_recv(self, source, engine_tag % TAGS, data.numel())
+    def post_recv(self, data: Tensor, source: int | None, engine_tag: int, pending: str = "") -> WorkHandle:
+        """Ask the engine for bytes; `pending` is what people are told of it."""
+        pending = pending or describe_recv(self, source, engine_tag % TAGS, data.numel())
         landing = torch.empty_like(data, device="cpu") if data.is_cuda else data
         try:
             if source is None:
@@ -157,7 +157,8 @@ class TorchTransport(Transport):
         fits = room is not None and found.length <= limit
         data = room[: found.length] if room is not None and fits else torch.empty(found.length, dtype=torch.uint8)
         if found.length:
-            self.post_recv(data, source, BODY + found.number).wait(timeout)
+            pending = describe_recv(self, source, found.tag, found.length)
+            self.post_recv(data, source, BODY + found.number, pending).wait(timeout)
         if found.length > limit:
             raise refusal
         return data
@@ -222,7 +223,8 @@ class _FramedRecv:
         self._transport = transport
         self._data = data
         self._header = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
-        self._handle = transport.post_recv(self._header, source, HEADER + tag)
+        pending = describe_recv(transport, source, tag, data.numel())
+        self._handle = transport.post_recv(self._header, source, HEADER + tag, pending)
         self._done = False
         self.source = source
         self.nbytes = 0

@@ -1,0 +1,69 @@
+"""Starting real processes as a launcher would, and waiting for what they say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from syncline.testing.processes import free_port
+
+ROOT = Path(__file__).parent.parent
+PATIENCE = 120
+
+
+@dataclass
+class Ended:
+    """How a process ended and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+
+def torch_variables(size: int) -> list[dict[str, str]]:
+    """What torchrun would set for each of `size` local ranks."""
+    port = str(free_port())
+    return [
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        for rank in range(size)
+    ]
+
+
+def start(command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[str]:
+    """One rank, in a clean environment."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PMI_", "OMPI_"))}
+    environ |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **variables}
+    return subprocess.Popen(
+        [sys.executable, *command], env=environ, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(processes: Sequence[subprocess.Popen[str]]) -> list[Ended]:
+    """Wait for all; none is left behind, whatever happens."""
+    try:
+        ended = []
+        for process in processes:
+            out, err = process.communicate(timeout=PATIENCE)
+            ended.append(Ended(process.returncode, out, err))
+        return ended
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+
+
+def launch(script: str, variables: Sequence[Mapping[str, str]]) -> list[Ended]:
+    """Run a script's text once for each set of variables."""
+    return finish([start(["-c", script], each) for each in variables])

@@ -1,0 +1,280 @@
+"""The simulator: virtual time, replay, deadlocks, random numbers, failures."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import syncline as sl
+from syncline.transports import Message
+
+NETWORK = sl.Network(latency=100e-6, bandwidth=1e8, jitter=0.5)
+
+
+def busy(world: sl.World) -> list[tuple[float, int, float]]:
+    """Two tasks a rank: rank 0 serves anyone, the others ask at times of their own; timers tick beside."""
+    transport, runtime = world.transport, world.runtime
+    seen: list[tuple[float, int, float]] = []
+
+    def tick() -> None:
+        for _ in range(20):
+            runtime.sleep(random.random() * 1e-3)
+            seen.append((runtime.now(), -1, float(torch.rand(()))))
+
+    ticker = runtime.spawn(tick, name="ticker")
+    if world.rank == 0:
+        for _ in range(5 * (world.size - 1)):
+            buffer = torch.zeros(8)
+            handle = transport.recv(buffer, None, tag=1)
+            handle.wait()
+            seen.append((runtime.now(), handle.source, float(buffer[0])))
+            transport.send(buffer * 2, handle.source, tag=2)
+    else:
+        for _ in range(5):
+            world.compute(float(np.random.rand()) * 1e-3)
+            transport.send(torch.rand(8), 0, tag=1)
+            answer = torch.zeros(8)
+            transport.recv(answer, 0, tag=2).wait()
+            seen.append((runtime.now(), 0, float(answer[0])))
+    ticker.join()
+    return seen
+
+
+@pytest.mark.parametrize("chaos", [False, True], ids=["in order", "chaos"])
+def test_the_same_seed_replays_bit_by_bit(chaos: bool) -> None:
+    for seed in range(5):
+        first = sl.simulate(busy, 5, network=NETWORK, seed=seed, chaos=chaos)
+        again = sl.simulate(busy, 5, network=NETWORK, seed=seed, chaos=chaos)
+        assert first.results == again.results
+        assert first.messages == again.messages
+        assert first.time == again.time
+    assert sl.simulate(busy, 5, network=NETWORK, seed=99, chaos=chaos).messages != first.messages
+
+
+@pytest.mark.parametrize("chaos", [False, True], ids=["in order", "chaos"])
+def test_no_message_is_seen_before_it_arrives(chaos: bool) -> None:
+    run = sl.simulate(busy, 5, network=NETWORK, seed=3, chaos=chaos)
+    for message in run.messages:
+        assert message.arrived >= message.sent + 100e-6 + message.nbytes / 1e8 - 1e-12
+    served = [(when, source) for when, source, _ in run.results[0] if source >= 0]
+    arrivals: dict[int, list[Message]] = {}
+    for message in run.messages:
+        if message.to == 0:
+            arrivals.setdefault(message.source, []).append(message)
+    for source, messages in arrivals.items():
+        times = [when for when, who in served if who == source]
+        assert len(times) == len(messages) == 5
+        assert all(when >= message.arrived for when, message in zip(times, messages, strict=True))
+
+
+def test_time_is_virtual() -> None:
+    run = sl.simulate(lambda world: world.compute(3600.0 * (world.rank + 1)), 4)
+    assert run.time == 4 * 3600.0
+
+
+def test_one_message_costs_what_the_model_says() -> None:
+    def once(world: sl.World) -> float:
+        if world.rank == 0:
+            sl.send(torch.zeros(250), to=1)
+        else:
+            sl.recv(torch.zeros(250), source=0)
+        return world.runtime.now()
+
+    run = sl.simulate(once, 2, network=sl.Network(latency=1e-3, bandwidth=1e6))
+    assert run.results == pytest.approx((1e-3, 2e-3))  # the port is free after nβ; it arrives after α + nβ
+    assert run.messages == (Message(0, 1, 0, 1000, 0.0, run.results[1]),)
+
+
+def test_a_deadlock_is_named_at_once() -> None:
+    def circle(world: sl.World) -> None:
+        sl.recv(torch.zeros(1), source=(world.rank + 1) % world.size, tag=world.rank)
+
+    with pytest.raises(sl.DeadlockError) as caught:
+        sl.simulate(circle, 3, timeout=1e9)
+    for rank in range(3):
+        assert f"rank {rank} (main) waits since t=0 s for a message from rank {(rank + 1) % 3}" in str(caught.value)
+
+
+def test_waiting_for_one_who_has_returned_is_a_deadlock() -> None:
+    def early(world: sl.World) -> None:
+        if world.rank == 0:
+            sl.recv(torch.zeros(1), source=1)
+
+    with pytest.raises(sl.DeadlockError, match="ended already: rank 1"):
+        sl.simulate(early, 2)
+
+
+def test_random_numbers_belong_to_the_rank() -> None:
+    def draw(world: sl.World) -> list[float]:
+        mine = []
+        for _ in range(3):
+            mine += [float(torch.rand(())), float(np.random.rand()), random.random()]
+            world.barrier()
+        return mine
+
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(5)
+    before = (float(torch.rand(())), float(np.random.rand()), random.random())
+    torch.manual_seed(5)
+    np.random.seed(5)
+    random.seed(5)
+    first = sl.simulate(draw, 4, seed=1).results
+    after = (float(torch.rand(())), float(np.random.rand()), random.random())
+    assert after == before, "the caller's own state was touched"
+    assert len({tuple(numbers) for numbers in first}) == 4
+    assert sl.simulate(draw, 4, seed=1, chaos=True).results == first, "numbers depend on the order of events"
+
+
+def test_a_seeded_script_draws_alike_on_all_ranks() -> None:
+    def draw(world: sl.World) -> list[float]:
+        torch.manual_seed(0)
+        world.barrier()
+        return torch.rand(3).tolist()
+
+    results = sl.simulate(draw, 3).results
+    assert results[0] == results[1] == results[2]
+
+
+def test_what_a_rank_raises_is_raised_with_a_way_to_replay_it() -> None:
+    def fail(world: sl.World) -> None:
+        world.compute(world.rank * 1.0)
+        if world.rank == 2:
+            raise KeyError("lost")
+        sl.recv(torch.zeros(1), source=2)
+
+    with pytest.raises(KeyError) as caught:
+        sl.simulate(fail, 4, seed=42)
+    if sys.version_info >= (3, 11):
+        assert any("seed=42" in note and "rank 2" in note for note in caught.value.__notes__)
+    outcome = sl.simulate(fail, 4, seed=42, return_exceptions=True).results
+    assert isinstance(outcome[2], KeyError)
+    assert all(isinstance(outcome[rank], sl.PeerLostError) and outcome[rank].peer == 2 for rank in (0, 1, 3))
+
+
+def test_a_task_that_fails_unseen_is_not_forgotten() -> None:
+    def careless(world: sl.World) -> None:
+        world.runtime.spawn(lambda: 1 // 0, name="careless")
+        world.compute(1.0)
+
+    with pytest.raises(ZeroDivisionError):
+        sl.simulate(careless, 1)
+
+    def careful(world: sl.World) -> None:
+        task = world.runtime.spawn(lambda: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            task.join()
+
+    sl.simulate(careful, 1)
+
+
+def test_events_queues_and_locks() -> None:
+    def script(world: sl.World) -> list[Any]:
+        runtime = world.runtime
+        log: list[Any] = []
+        queue, lock, event = runtime.queue(2), runtime.lock(), runtime.event()
+
+        def produce() -> None:
+            for item in range(5):
+                queue.put(item)
+            with lock:
+                runtime.sleep(1.0)
+                log.append("first")
+            event.set()
+
+        task = runtime.spawn(produce)
+        assert not event.wait(timeout=0.5)
+        assert len(queue) == 2  # full: the producer waits
+        with pytest.raises(TimeoutError):
+            queue.put(None, timeout=0.1)
+        assert [queue.get() for _ in range(5)] == list(range(5))
+        with pytest.raises(TimeoutError):
+            queue.get(timeout=0.1)
+        with lock:
+            log.append("second")
+        assert event.wait(timeout=10)
+        assert task.join()
+        assert task.done()
+        log.append(runtime.now())
+        return log
+
+    (log,) = sl.simulate(script, 1).results
+    assert log[:2] == ["first", "second"]
+    assert log[2] == pytest.approx(1.6)
+
+
+def test_join_times_out() -> None:
+    def script(world: sl.World) -> bool:
+        return world.runtime.spawn(world.runtime.sleep, 10.0).join(timeout=1.0)
+
+    run = sl.simulate(script, 1)
+    assert run.results == (False,)
+    assert run.time == 1.0, "a task left behind ends with its rank"
+
+
+def test_chaos_finds_what_order_hides() -> None:
+    """A lost update that time order never shows."""
+
+    def race(world: sl.World) -> int:
+        total = [0]
+
+        def add() -> None:
+            value = total[0]
+            world.runtime.sleep(1e-6)
+            total[0] = value + 1
+
+        tasks = []
+        for _ in range(2):
+            tasks.append(world.runtime.spawn(add))
+            world.runtime.sleep(1e-3)
+        for task in tasks:
+            task.join()
+        return total[0]
+
+    assert {sl.simulate(race, 1, seed=seed).results[0] for seed in range(20)} == {2}
+    assert {sl.simulate(race, 1, seed=seed, chaos=True).results[0] for seed in range(20)} == {1, 2}
+
+
+def test_the_caller_gets_its_processor_and_threads_back() -> None:
+    import os
+
+    before = (os.sched_getaffinity(0), torch.get_num_threads())
+    sl.simulate(lambda world: None, 3)
+    assert (os.sched_getaffinity(0), torch.get_num_threads()) == before
+
+
+def test_control_c_ends_a_simulation() -> None:
+    script = (
+        "import syncline as sl, torch\n"
+        "def forever(world):\n"
+        "    print('running', flush=True) if world.rank == 0 else None\n"
+        "    while True: world.barrier()\n"
+        "sl.simulate(forever, 4)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "KeyboardInterrupt" in errors
+
+
+def test_a_simulation_needs_ranks() -> None:
+    with pytest.raises(sl.WorldError, match="ranks: 0"):
+        sl.simulate(lambda world: None, 0)
+
+
+def test_networks_refuse_nonsense() -> None:
+    for bad in ({"latency": -1.0}, {"bandwidth": 0.0}, {"combine": -1.0}, {"ranks_per_host": 2}, {"slow": {0: 0.0}}):
+        with pytest.raises(sl.SpecError):
+            sl.Network(**bad)

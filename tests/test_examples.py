@@ -1,0 +1,42 @@
+"""Each example runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.launching import ROOT, finish, start, torch_variables
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["schedules.py", "--megabytes", "0.1"], "every rank checked its sum"),
+        (["schedules.py", "--ranks", "6", "--megabytes", "0.1", "--ranks-per-host", "3"], "hierarchical"),
+        (["schedules.py", "--help"], "--bandwidth"),
+        (["hello.py"], "ranks [0]"),
+    ],
+)
+def test_example(arguments: list[str], says: str) -> None:
+    command = [sys.executable, f"examples/{arguments[0]}", *arguments[1:]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert says in done.stdout
+
+
+@pytest.mark.xdist_group("gloo")
+def test_the_comparison_with_the_engine() -> None:
+    command = ["examples/compare_allreduce.py", "--megabytes", "0.1", "--repeats", "3"]
+    ended = finish([start(command, each) for each in torch_variables(2)])
+    assert [one.code for one in ended] == [0, 0], ended
+    assert "halving_doubling" in ended[0].out
+
+
+def test_the_readme_example() -> None:
+    text = (ROOT / "README.md").read_text()
+    code = text.split("```python\n")[1].split("```")[0]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "World(rank 0 of 1" in done.stdout

@@ -1,0 +1,101 @@
+"""The public names: those listed are those defined, and each shows how it is used."""
+
+from __future__ import annotations
+
+import ast
+import contextvars
+import doctest
+import inspect
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import syncline
+
+SHOWN_ELSEWHERE = {"recv": "send"}
+"""Functions whose example is another's, since one makes no sense without the other."""
+
+CALLABLES = [
+    name
+    for name in syncline.__all__
+    if callable(getattr(syncline, name)) and name not in SHOWN_ELSEWHERE and not name.endswith("Error")
+]
+
+
+def names_bound_by(source: str) -> set[str]:
+    """The names that the statements of a module bind, submodules that Python adds by itself not among them."""
+    found: set[str] = set()
+    for statement in ast.parse(source).body:
+        if isinstance(statement, (ast.Import, ast.ImportFrom)):
+            found |= {(alias.asname or alias.name).split(".")[0] for alias in statement.names}
+        elif isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            found.add(statement.name)
+        else:
+            found |= {
+                node.id
+                for node in ast.walk(statement)
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            }
+    return found
+
+
+def examples_of(name: str) -> list[doctest.DocTest]:
+    """The examples in the docstring of a public name and of its public methods."""
+    found = doctest.DocTestFinder(exclude_empty=True).find(
+        getattr(syncline, name), f"syncline.{name}", module=inspect.getmodule(getattr(syncline, name))
+    )
+    return [test for test in found if test.examples]
+
+
+def test_all_is_what_is_defined() -> None:
+    """`__all__` holds each public name that syncline/__init__.py binds, once and in order."""
+    source = Path(inspect.getfile(syncline)).read_text(encoding="utf-8")
+    public = {name for name in names_bound_by(source) if not name.startswith("_")}
+    assert public == set(syncline.__all__)
+    assert syncline.__all__ == sorted(set(syncline.__all__))
+
+
+def test_nothing_else_is_in_the_namespace() -> None:
+    """A public attribute that is not listed is a submodule of the package, and nothing else."""
+    extra = {name: value for name, value in vars(syncline).items() if not name.startswith("_")}
+    for name in syncline.__all__:
+        del extra[name]
+    assert {
+        name
+        for name, value in extra.items()
+        if not (isinstance(value, ModuleType) and value.__name__ == f"syncline.{name}")
+    } == set()
+
+
+def test_every_exception_is_public() -> None:
+    """What a user may have to catch is at the top."""
+    assert set(syncline.errors.__all__) <= set(syncline.__all__)
+
+
+@pytest.mark.parametrize("name", syncline.__all__)
+def test_docstring(name: str) -> None:
+    """Each public name has a docstring of its own that starts with a sentence."""
+    text = getattr(syncline, name).__doc__
+    assert text is not None
+    assert text.strip().split("\n\n")[0].endswith((".", ":"))
+    assert not text.startswith(f"{name}("), "the docstring that dataclasses write"
+
+
+@pytest.mark.parametrize("name", CALLABLES)
+def test_example(name: str) -> None:
+    """Each public function and class has an example, and it runs."""
+    tests = examples_of(name)
+    assert tests, f"no >>> example in syncline.{name}"
+    for test in tests:
+        outcome = contextvars.copy_context().run(doctest.DocTestRunner(verbose=False).run, test)
+        assert outcome.attempted > 0
+        assert outcome.failed == 0
+
+
+@pytest.mark.parametrize(("name", "other"), SHOWN_ELSEWHERE.items())
+def test_example_elsewhere(name: str, other: str) -> None:
+    """Where one example serves two, it uses both."""
+    source = "".join(example.source for test in examples_of(other) for example in test.examples)
+    assert f"sl.{name}(" in source
+    assert f"sl.{other}(" in source

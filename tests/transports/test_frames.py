@@ -1,0 +1,159 @@
+"""Headers: what is packed is read, and anything else is refused with the peer's name."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from syncline.errors import ProtocolError
+from syncline.transports.frames import HEADER_BYTES, LONGEST, Header
+
+repeatable = settings(derandomize=True, deadline=None)
+
+u32 = st.integers(0, 2**32 - 1)
+headers = st.builds(Header, sender=u32, tag=u32, length=st.integers(0, LONGEST), number=u32)
+
+GOOD = Header(sender=3, tag=7, length=4096, number=1)
+
+
+def forged(
+    magic: bytes = b"SYNC",
+    version: int = 1,
+    kind: int = 1,
+    reserved: int = 0,
+    sender: int = 3,
+    tag: int = 7,
+    length: int = 4096,
+    number: int = 1,
+) -> bytes:
+    """A header made by hand from the drawing in frames.py, its checksum right whatever it says."""
+    fields = magic + struct.pack("<BBHIIQI", version, kind, reserved, sender, tag, length, number)
+    return fields + struct.pack("<I", zlib.crc32(fields))
+
+
+def test_the_bytes_are_those_drawn() -> None:
+    """Thirty-two bytes, little-endian, each field where the drawing has it."""
+    data = GOOD.pack()
+    assert HEADER_BYTES == len(data) == 32
+    assert data == forged()
+    assert data[:4] == b"SYNC"
+    assert data[8:12] == bytes([3, 0, 0, 0])
+    assert data[16:24] == bytes([0, 16, 0, 0, 0, 0, 0, 0])
+
+
+@repeatable
+@given(headers)
+def test_round_trip(header: Header) -> None:
+    """What is packed is read back equal, from the rank that sent it."""
+    data = header.pack()
+    assert len(data) == HEADER_BYTES
+    assert Header.read(data, peer=header.sender) == header
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        pytest.param(b"", "0 bytes where 32 were due", id="nothing"),
+        pytest.param(GOOD.pack()[:-1], "31 bytes where 32 were due", id="short"),
+        pytest.param(GOOD.pack() + b"\0", "33 bytes where 32 were due", id="long"),
+        pytest.param(forged(magic=b"HTTP"), "it starts with b'HTTP', not b'SYNC'", id="magic"),
+        pytest.param(forged(version=2), "it speaks version 2, this is version 1", id="version"),
+        pytest.param(GOOD.pack()[:-4] + bytes(4), "its checksum does not match", id="checksum"),
+        pytest.param(forged(kind=2), "unknown kind 2", id="kind"),
+        pytest.param(forged(sender=4), "it claims to come from rank 4", id="sender"),
+        pytest.param(forged(length=LONGEST + 1), f"a length of {LONGEST + 1} bytes", id="length"),
+        pytest.param(forged(length=2**64 - 1), f"a length of {2**64 - 1} bytes", id="huge length"),
+        pytest.param(bytes(32), "not a Syncline message", id="zeros"),
+    ],
+)
+def test_refusals(data: bytes, reason: str) -> None:
+    """Each thing that can be wrong is a ProtocolError that says what and from whom."""
+    with pytest.raises(ProtocolError) as caught:
+        Header.read(data, peer=3)
+    assert str(caught.value).startswith("header from rank 3 refused: ")
+    assert reason in str(caught.value)
+    assert caught.value.peer == 3
+
+
+def test_the_longest_length_is_read() -> None:
+    """The limit itself is still allowed."""
+    assert Header.read(forged(length=LONGEST), peer=3).length == LONGEST
+
+
+@settings(repeatable, max_examples=300)
+@given(
+    st.binary(max_size=80)
+    | st.binary(min_size=32, max_size=32)
+    | st.binary(min_size=27, max_size=27).map(lambda b: b"SYNC\x01" + b)
+)
+def test_random_bytes_are_refused(data: bytes) -> None:
+    """Bytes from nowhere are refused, however long and however they begin."""
+    with pytest.raises(ProtocolError, match="header from rank 5 refused") as caught:
+        Header.read(data, peer=5)
+    assert caught.value.peer == 5
+
+
+@repeatable
+@given(headers, st.sets(st.integers(0, 32 * 8 - 1), min_size=1, max_size=5))
+def test_flipped_bits_are_refused(header: Header, bits: set[int]) -> None:
+    """A header damaged in a few bits is refused; CRC-32 finds any five in so short a text."""
+    data = bytearray(header.pack())
+    for bit in bits:
+        data[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(ProtocolError, match=f"header from rank {header.sender} refused"):
+        Header.read(bytes(data), peer=header.sender)
+
+
+def test_every_single_bit_counts() -> None:
+    """All 256 headers that differ in one bit are refused."""
+    for bit in range(256):
+        data = bytearray(GOOD.pack())
+        data[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ProtocolError):
+            Header.read(bytes(data), peer=3)
+
+
+@settings(repeatable, max_examples=300)
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "magic": st.sampled_from([b"SYNC", b"sync", bytes(4)]),
+            "version": st.integers(0, 255),
+            "kind": st.integers(0, 255),
+            "sender": st.integers(0, 5) | u32,
+            "tag": u32,
+            "length": st.integers(0, 2**64 - 1) | st.integers(LONGEST - 2, LONGEST + 2),
+            "number": u32,
+        },
+    )
+)
+def test_forged_headers(fields: dict[str, Any]) -> None:
+    """With a right checksum, a header is read exactly when every field is allowed, and then as it was written."""
+    plain: dict[str, Any] = {
+        "magic": b"SYNC",
+        "version": 1,
+        "kind": 1,
+        "sender": 3,
+        "tag": 7,
+        "length": 4096,
+        "number": 1,
+    } | fields
+    must_be = {"magic": b"SYNC", "version": 1, "kind": 1, "sender": 3}
+    allowed = all(plain[name] == value for name, value in must_be.items()) and plain["length"] <= LONGEST
+    data = forged(**fields)
+    if not allowed:
+        with pytest.raises(ProtocolError) as caught:
+            Header.read(data, peer=3)
+        assert caught.value.peer == 3
+        return
+    header = Header.read(data, peer=3)
+    assert {name: getattr(header, name) for name in ("kind", "sender", "tag", "length", "number")} == {
+        name: plain[name] for name in ("kind", "sender", "tag", "length", "number")
+    }
+    assert header.pack() == data

@@ -1,0 +1,142 @@
+"""The functional collectives on every transport, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import syncline as sl
+from syncline.testing import Pool
+from syncline.testing.functional import check_functional
+from syncline.transports import SingleTransport
+
+
+def test_single() -> None:
+    import contextvars
+
+    assert contextvars.copy_context().run(check_functional, SingleTransport()) > 100
+
+
+@pytest.mark.parametrize("size", range(1, 10))
+def test_simulated(size: int) -> None:
+    sl.simulate(lambda world: check_functional(world.transport), size, seed=size)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_simulated_in_any_order(seed: int) -> None:
+    network = sl.Network(eager=0, jitter=0.5)
+    sl.simulate(lambda world: check_functional(world.transport, True), 3, network=network, seed=seed, chaos=True)
+
+
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize("size", range(1, 10))
+def test_gloo(gloo: Pool, size: int) -> None:
+    assert min(gloo.run(check_functional, size)) > 100
+
+
+@pytest.mark.xdist_group("gloo")
+def test_gloo_checked(gloo: Pool) -> None:
+    assert min(gloo.run(check_functional, 4, True)) > 100
+
+
+def differ(how: str, world: sl.World) -> Any:
+    odd = world.rank == 1
+    if how == "shape":
+        return sl.allreduce(torch.zeros(3 if odd else 4))
+    if how == "dtype":
+        return sl.allreduce(torch.zeros(3, dtype=torch.float64 if odd else torch.float32))
+    if how == "reduction":
+        return sl.allreduce(torch.zeros(3), op="max" if odd else "sum")
+    if how == "algorithm":
+        return sl.allreduce(torch.zeros(3), algorithm="ring" if odd else "tree")
+    if how == "root":
+        return sl.broadcast(torch.zeros(3), root=1 if odd else 0)
+    return sl.allgather(torch.zeros(3)) if odd else sl.allreduce(torch.zeros(3))
+
+
+def differ_on(transport: Any, how: str) -> str:
+    from syncline.testing.functional import world_on
+
+    try:
+        differ(how, world_on(transport, check=True))
+    except sl.IncompatibleError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+HOWS = ("shape", "dtype", "reduction", "algorithm", "root", "operation")
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_difference_between_ranks_is_named_on_every_rank(how: str) -> None:
+    run = sl.simulate(lambda world: differ(how, world), 3, check=True, return_exceptions=True)
+    for error in run.results:
+        assert isinstance(error, sl.IncompatibleError)
+        assert "ranks 0, 2:" in str(error)
+        assert "rank 1:" in str(error)
+
+
+def test_allgather_refuses_what_does_not_join_without_check() -> None:
+    run = sl.simulate(lambda world: sl.allgather(torch.zeros(2, 2 + world.rank)), 2, return_exceptions=True)
+    assert all(isinstance(error, sl.IncompatibleError) for error in run.results)
+
+
+BAD: dict[str, tuple[Any, type[Exception], str]] = {
+    "reduction": (lambda: sl.allreduce(torch.zeros(1), op="avg"), sl.SpecError, "unknown reduction 'avg'"),  # type: ignore[arg-type]
+    "algorithm": (lambda: sl.allreduce(torch.zeros(1), algorithm="rinng"), sl.SpecError, "did you mean 'ring'"),
+    "code": (lambda: sl.allreduce(torch.zeros(1), algorithm="ring(exit())"), sl.SpecError, "never evaluated"),
+    "mean of whole numbers": (lambda: sl.allreduce(torch.arange(3)), sl.IncompatibleError, "op='sum'"),
+    "order of complex": (
+        lambda: sl.allreduce(torch.zeros(1, dtype=torch.complex64), op="max"),
+        sl.IncompatibleError,
+        "no order",
+    ),
+    "sparse": (lambda: sl.allreduce(torch.zeros(3).to_sparse()), sl.IncompatibleError, "to_dense"),
+    "a list": (lambda: sl.allreduce([1.0]), sl.IncompatibleError, "torch.tensor"),
+    "strings": (lambda: sl.allreduce(np.array(["a"]), op="max"), sl.IncompatibleError, "NumPy dtype"),
+    "root": (lambda: sl.broadcast(torch.zeros(1), root=3), sl.IncompatibleError, "root=3"),
+    "splits": (lambda: sl.alltoall(torch.zeros(3), splits=[1]), sl.IncompatibleError, "add up to 3"),
+    "no rows": (lambda: sl.reduce_scatter(torch.tensor(1.0)), sl.IncompatibleError, "first dimension"),
+    "to nobody": (lambda: sl.send(torch.zeros(1), to=7), sl.WorldError, "not a rank"),
+    "into a number": (lambda: sl.recv(3.0), sl.IncompatibleError, "not float"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_with_a_word(name: str) -> None:
+    call, kind, message = BAD[name]
+    with sl.init(), pytest.raises(kind, match=message.replace("(", r"\(").replace(")", r"\)")):
+        call()
+
+
+def test_a_message_of_another_length_is_refused() -> None:
+    def mismatch(world: sl.World) -> None:
+        if world.rank == 0:
+            sl.send(torch.zeros(3), to=1)
+        else:
+            sl.recv(torch.zeros(5), source=0)
+
+    run = sl.simulate(mismatch, 2, return_exceptions=True)
+    assert isinstance(run.results[1], sl.ProtocolError)
+    assert run.results[1].peer == 0
+
+
+def test_counters_say_what_was_moved() -> None:
+    with sl.init() as world:
+        sl.allreduce(torch.zeros(100))
+        assert world.events.totals["sl_comm_bytes_logical"] == 400
+        assert world.events.totals["sl_comm_seconds"] > 0
+
+
+def test_the_error_of_an_asynchronous_call_is_raised_by_wait() -> None:
+    def lonely(world: sl.World) -> None:
+        if world.rank == 0:
+            pending = sl.allreduce(torch.zeros(1), algorithm="ring", async_=True)
+            with pytest.raises(sl.PeerLostError, match="lost rank 1"):
+                pending.wait()
+        world.compute(1.0)
+
+    sl.simulate(lonely, 2, faults=[sl.faults.Kill(1, at=1e-6)])

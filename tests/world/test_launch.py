@@ -1,0 +1,253 @@
+"""Real processes: launchers, lost peers, forgotten worlds, strangers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from syncline.testing.processes import free_port
+from tests.launching import ROOT, finish, launch, start, torch_variables
+
+pytestmark = pytest.mark.xdist_group("gloo")
+
+
+def test_torchrun_runs_the_example_unchanged() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+    ]
+    done = subprocess.run(
+        [*command, "examples/hello.py"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "started by torchrun" in done.stdout
+    assert "mean 0.5, ranks [0, 1]" in done.stdout
+
+
+def test_srun_and_mpiexec_run_it_too() -> None:
+    """With the variables that a real srun, Open MPI and Intel MPI set."""
+    slurm = [
+        {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "3", "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0"}
+        | {"SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_STEP_NODELIST": "n1", "SLURM_JOB_ID": str(os.getpid())}
+        | {"SLURM_STEP_ID": "0"}
+        for rank in range(3)
+    ]
+    openmpi = [
+        {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": f"prterun-{os.getpid()}@1"}
+        | {"OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+        for rank in range(2)
+    ]
+    for source, variables in (("Slurm", slurm), ("Open MPI", openmpi)):
+        ended = finish([start(["examples/hello.py"], each) for each in variables])
+        assert [one.code for one in ended] == [0] * len(variables), ended
+        assert f"started by {source}" in ended[0].out
+
+
+KILLED = """
+import os, signal, sys, torch, syncline as sl
+world = sl.init(timeout=60)
+big = torch.zeros(4_000_000)
+for step in range(1000):
+    if step == 3:
+        print("ready", flush=True)
+    try:
+        sl.allreduce(big, algorithm=sys.argv[1])
+    except sl.PeerLostError as error:
+        print("LOST", error.peer, error)
+        break
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("algorithm", ["native", "ring"])
+def test_all_survivors_name_the_rank_that_was_killed(algorithm: str, victim: int) -> None:
+    """Kill -9 in the middle of an all-reduce; rank 0 also serves the store."""
+    processes = [start(["-c", KILLED, algorithm], each) for each in torch_variables(4)]
+    stream = processes[victim].stdout
+    assert stream is not None
+    assert stream.readline() == "ready\n"
+    processes[victim].send_signal(signal.SIGKILL)
+    ended = finish(processes)
+    assert ended[victim].code == -signal.SIGKILL
+    for rank in set(range(4)) - {victim}:
+        assert f"LOST {victim} rank {rank} lost rank {victim}" in ended[rank].out, ended[rank]
+        assert ended[rank].code == 0
+
+
+FORGOTTEN = """
+import torch, syncline as sl
+world = sl.init(timeout=60)
+pending = sl.allreduce(torch.ones(10), algorithm="ring", async_=True)
+pending.wait()
+world.transport.recv(torch.zeros(1), None, 7)      # nobody will ever answer
+print("end of script", flush=True)
+"""
+
+
+def test_a_forgotten_close_does_not_hang_the_exit() -> None:
+    ended = launch(FORGOTTEN, torch_variables(2))
+    assert [(one.code, one.out, one.err) for one in ended] == [(0, "end of script\n", "")] * 2
+
+
+LATE = """
+import logging, sys, torch, syncline as sl
+logging.basicConfig(format="%(message)s")
+world = sl.init(timeout=4)
+world.transport.liveness.warn_after = 1.0
+if world.rank == 1:
+    sys.stdin.readline()                            # alive, but not there
+else:
+    try:
+        sl.allreduce(torch.zeros(3))
+    except sl.PeerLostError as error:
+        print("LOST", error.peer, error)
+"""
+
+
+def test_a_long_wait_says_for_whom_and_ends_at_the_timeout() -> None:
+    variables = torch_variables(2)
+    holder = socket.socketpair()
+    first = start(["-c", LATE], variables[0])
+    second = subprocess.Popen(
+        [sys.executable, "-c", LATE], env={**os.environ, **variables[1]}, stdin=holder[0].fileno(), text=True
+    )
+    (ended,) = finish([first])
+    holder[1].close()
+    second.kill()
+    second.wait(60)
+    holder[0].close()
+    assert "rank 0 has waited" in ended.err
+    assert "not there yet: rank 1" in ended.err
+    assert "LOST 1 rank 0 lost rank 1" in ended.out
+    assert "alive but has not entered" in ended.out
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    variables = torch_variables(3)[:2]
+    script = "import syncline as sl\ntry:\n    sl.init(timeout=5)\nexcept sl.WorldError as error:\n    print(error)"
+    for one in launch(script, variables):
+        assert "ranks [2] did not come" in one.out, one
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        variables = torch_variables(2)[0] | {"MASTER_PORT": str(taken.getsockname()[1])}
+        (ended,) = launch("import syncline as sl\nsl.init(timeout=5)", [variables])
+    assert ended.code != 0
+    assert "cannot listen at 127.0.0.1" in ended.err
+    assert "MASTER_PORT" in ended.err
+
+
+STRANGER = """
+import torch, syncline as sl
+from syncline.transports.torch_dist.transport import HEADER
+world = sl.init(timeout=60)
+right, left = (world.rank + 1) % 2, (world.rank - 1) % 2
+garbage = world.transport.post_send(torch.arange(32, dtype=torch.uint8), right, HEADER + 9)
+try:
+    world.transport.recv(torch.zeros(8), left, 9).wait()
+except sl.ProtocolError as error:
+    print("REFUSED", error.peer, error)
+garbage.wait()
+print(sl.allreduce(torch.ones(1), op="sum").item())
+world.close()
+"""
+
+
+def test_a_header_from_a_stranger_is_refused_and_the_world_goes_on() -> None:
+    for rank, one in enumerate(launch(STRANGER, torch_variables(2))):
+        assert f"REFUSED {1 - rank} header from rank {1 - rank} refused: it starts with" in one.out, one
+        assert one.out.endswith("2.0\n")
+        assert one.code == 0
+
+
+CHECKED = """
+import sys, torch, syncline as sl
+world = sl.init(timeout=60, check=True)
+try:
+    sl.allreduce(torch.zeros(3 + world.rank))
+except sl.IncompatibleError as error:
+    print(error)
+print(sl.allreduce(torch.ones(1), op="sum").item())
+"""
+
+
+def test_ranks_that_differ_are_named_and_nothing_aborts() -> None:
+    for one in launch(CHECKED, torch_variables(3)):
+        assert "rank 0: #1 allreduce(float32[3]" in one.out, one
+        assert "rank 2: #1 allreduce(float32[5]" in one.out
+        assert one.out.endswith("3.0\n")
+
+
+def test_nothing_listens_to_the_outside() -> None:
+    script = "import syncline as sl\nworld = sl.init(timeout=60)\nteam = world.team()\nprint('up', flush=True)\ninput()"
+    variables = torch_variables(2)
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env={**os.environ, **each},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for each in variables
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "up\n"
+        owned = {f"socket:[{inode}]" for process in processes for inode in _sockets(process.pid)}
+        listening = [row for row in _listeners() if f"socket:[{row[1]}]" in owned]
+        assert listening, "the store and gloo listen somewhere"
+        assert {address for address, _ in listening} == {"127.0.0.1"}
+    finally:
+        for process in processes:
+            process.communicate("\n", timeout=60)
+
+
+def _sockets(pid: int) -> list[str]:
+    found = []
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        target = os.readlink(f"/proc/{pid}/fd/{name}")
+        if target.startswith("socket:["):
+            found.append(target[8:-1])
+    return found
+
+
+def _listeners() -> list[tuple[str, str]]:
+    """Address and inode of every listening TCP socket."""
+    rows = []
+    for table, parse in (("tcp", _v4), ("tcp6", _v6)):
+        with open(f"/proc/net/{table}") as file:
+            for line in file.readlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A":
+                    rows.append((parse(fields[1].split(":")[0]), fields[9]))
+    return rows
+
+
+def _v4(text: str) -> str:
+    return socket.inet_ntop(socket.AF_INET, bytes.fromhex(text)[::-1])
+
+
+def _v6(text: str) -> str:
+    words = b"".join(bytes.fromhex(text[i : i + 8])[::-1] for i in range(0, 32, 8))
+    return socket.inet_ntop(socket.AF_INET6, words).removeprefix("::ffff:")

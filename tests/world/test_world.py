@@ -1,0 +1,121 @@
+"""init(), worlds and teams, in one process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import syncline as sl
+from syncline.transports import SingleTransport
+
+
+def test_alone() -> None:
+    with sl.init() as world:
+        assert (world.rank, world.size, world.local_rank, world.local_size) == (0, 1, 0, 1)
+        assert "no launcher" in repr(world)
+        assert world.device.type in ("cpu", "cuda")
+        world.barrier()
+        world.compute(0.0)
+
+
+def test_a_second_init_is_refused_and_close_makes_room() -> None:
+    first = sl.init()
+    with pytest.raises(sl.WorldError, match=r"has a world already.*close\(\)"):
+        sl.init()
+    first.close()
+    first.close()
+    with pytest.raises(sl.WorldError, match="no world yet"):
+        sl.allreduce(torch.zeros(1))
+    with pytest.raises(sl.WorldError, match="closed"):
+        first.team()
+    sl.init().close()
+
+
+def test_init_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(sl.SpecError, match="did you mean 'torch_dist'"):
+        sl.init(transport="torchdist")
+    with pytest.raises(sl.WorldError, match="timeout=0"):
+        sl.init(timeout=0)
+
+
+def test_a_transport_of_ones_own() -> None:
+    with sl.init(transport=SingleTransport()) as world:
+        assert world.size == 1
+
+
+def test_init_on_a_simulated_rank_gives_that_rank_once() -> None:
+    def script(world: sl.World) -> int:
+        with sl.init() as mine:
+            assert mine is world
+            return mine.rank
+
+    assert sl.simulate(script, 3).results == (0, 1, 2)
+
+    def twice(world: sl.World) -> None:
+        sl.init()
+        sl.init()
+
+    with pytest.raises(sl.WorldError, match="init already"):
+        sl.simulate(twice, 1)
+
+
+def test_teams_refuse_doubles_and_strangers() -> None:
+    with sl.init() as world:
+        with pytest.raises(sl.WorldError, match="more than once"):
+            world.team([0, 0])
+        with pytest.raises(sl.WorldError, match="not in the world"):
+            world.team([0, 4])
+        with pytest.raises(sl.WorldError, match="empty"):
+            world.team([])
+
+
+def test_a_team_without_me() -> None:
+    def others(world: sl.World) -> None:
+        team = world.team([1, 2])
+        assert team.size == 2
+        assert team.member == (world.rank != 0)
+        if world.rank == 0:
+            with pytest.raises(sl.WorldError, match=r"rank 0 is not in the team of ranks \[1, 2\]"):
+                sl.allreduce(torch.zeros(1), group=team)
+
+    sl.simulate(others, 3)
+
+
+def test_two_teams_at_once_do_not_mix() -> None:
+    def both(world: sl.World) -> tuple[float, float]:
+        first, second = world.team(), world.team()
+        a = sl.allreduce(torch.tensor([1.0]), op="sum", algorithm="ring", group=first, async_=True)
+        b = sl.allreduce(torch.tensor([10.0]), op="sum", algorithm="ring", group=second, async_=True)
+        return b.wait().item(), a.wait().item()
+
+    for seed in range(20):
+        assert sl.simulate(both, 4, seed=seed, chaos=True).results == ((40.0, 4.0),) * 4
+
+
+def test_user_threads_find_the_world_of_the_process() -> None:
+    import threading
+
+    found: list[float] = []
+    with sl.init():
+        thread = threading.Thread(target=lambda: found.append(sl.allreduce(torch.ones(1)).item()))
+        thread.start()
+        thread.join(30)
+    assert found == [1.0]
+
+
+def test_hosts_of_a_simulated_network() -> None:
+    network = sl.Network(ranks_per_host=2, inside=sl.Link(latency=1e-6, bandwidth=1e10))
+    run = sl.simulate(lambda world: (world.host, world.local_rank, world.local_size), 5, network=network)
+    assert run.results == (("host0", 0, 2), ("host0", 1, 2), ("host1", 0, 2), ("host1", 1, 2), ("host2", 0, 1))
+
+
+def test_importing_does_no_work() -> None:
+    code = (
+        "import sys, syncline, threading\n"
+        "assert threading.active_count() == 1\n"
+        "assert 'syncline.testing' not in sys.modules and 'syncline.transports.torch_dist' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -16,7 +16,7 @@ import time
 import torch
 
 import syncline as sl
-from syncline.collectives import Buffers, Channel, build
+from syncline.collectives import build
 from syncline.collectives.carriers import DenseCarrier
 from syncline.collectives.run import allreduce
 
@@ -27,7 +27,7 @@ def main() -> None:
     with sl.init() as world:
         tensor = torch.zeros(int(options.megabytes * (1 << 20)) // 4)
         team = world.team()
-        channel = Channel(team.transport, (), Buffers(world.runtime))
+        channel = team.channel
         native = team.transport.native
         assert native is not None, "start this with torchrun, so that there is an engine to compare with"
         spent: dict[str, float] = {}
@@ -76,7 +76,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=16.0, help="size of the tensor in MiB (default: 16)")
     parser.add_argument("--repeats", type=int, default=30, help="timed repeats (default: 30)")
-    parser.add_argument("--lanes", type=int, default=1, help="parts that our executor overlaps (default: 1)")
+    parser.add_argument("--lanes", type=int, help="parts that our executor overlaps (default: what suits this machine)")
     parser.add_argument("--algorithms", nargs="+", default=["ring", "halving_doubling"], help="schedules to time")
     return parser.parse_args()
 

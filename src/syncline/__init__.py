@@ -6,6 +6,7 @@
 tensor([1., 1., 1.])
 """
 
+from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
 from syncline.errors import (
@@ -38,7 +39,10 @@ from syncline.world import (
     simulate,
 )
 
-__version__ = _version("syncline")
+try:
+    __version__ = _version("syncline")
+except _PackageNotFoundError:  # run from a checkout that was not installed
+    __version__ = "0+unknown"
 
 __all__ = [
     "DeadlockError",

@@ -20,6 +20,10 @@ from syncline.transports import Op, Transport
 __all__ = ["Channel", "allreduce", "broadcast", "exchange", "reduce", "reduce_scatter"]
 
 
+LARGE = 1 << 20
+"""Bytes of a chunk from which on lanes are worth their extra messages."""
+
+
 @dataclass
 class Channel:
     """A transport with what the schedules need to know and keep: the host of each rank, buffers."""
@@ -27,6 +31,8 @@ class Channel:
     transport: Transport
     hosts: tuple[int, ...]
     buffers: Buffers
+    lanes: int = 1
+    """Parts in which a large reduction is overlapped: the same number on every rank."""
 
     @property
     def rank(self) -> int:
@@ -37,11 +43,15 @@ class Channel:
         return self.transport.size
 
 
-def allreduce(channel: Channel, tensor: Tensor, op: Op, schedule: Schedule, lanes: int = 1) -> None:
+def allreduce(channel: Channel, tensor: Tensor, op: Op, schedule: Schedule, lanes: int | None = None) -> None:
     """Reduce in place on every rank; the same bits everywhere.
 
     With more than one lane, parts of the data combine while others are on the wire, at the price of more messages.
+    Without a number the channel's own is taken where chunks are large.
     """
+    if lanes is None:
+        chunk_bytes = tensor.numel() * tensor.element_size() // schedule.cut(channel.size, channel.hosts)
+        lanes = channel.lanes if chunk_bytes >= LARGE else 1
     _reduction(channel, tensor, op, schedule, 0, lanes)
 
 

@@ -78,11 +78,13 @@ class Team:
     (tensor([1]), tensor([1]), None)
     """
 
-    def __init__(self, world: World, ranks: Sequence[int], transport: Transport | None, hosts: tuple[int, ...]) -> None:
+    def __init__(
+        self, world: World, ranks: Sequence[int], transport: Transport | None, hosts: tuple[int, ...], lanes: int
+    ) -> None:
         self.world = world
         self.ranks = tuple(ranks)
         self._transport = transport
-        self._channel = None if transport is None else Channel(transport, hosts, Buffers(transport.runtime))
+        self._channel = None if transport is None else Channel(transport, hosts, Buffers(transport.runtime), lanes)
         self._line: Queue[Callable[[], None]] | None = None
         self._calls = 0
 

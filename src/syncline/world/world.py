@@ -5,11 +5,13 @@ from __future__ import annotations
 import atexit
 import contextvars
 import logging
+import os
 from collections.abc import Sequence
 from types import TracebackType
 
 import torch
 
+from syncline.collectives import NATIVE, Buffers, Channel
 from syncline.collectives.run import exchange
 from syncline.environment import Environment, detect
 from syncline.errors import SpecError, WorldError
@@ -40,7 +42,9 @@ class World:
     (0, 1)
     """
 
-    def __init__(self, environment: Environment, transport: Transport, hosts: Sequence[str], check: bool) -> None:
+    def __init__(
+        self, environment: Environment, transport: Transport, hosts: Sequence[str], check: bool, lanes: int = 1
+    ) -> None:
         self.rank = environment.rank
         self.size = environment.size
         self.local_rank = environment.local_rank
@@ -55,7 +59,8 @@ class World:
         self._transport = transport
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         self._host_numbers = tuple(numbers[host] for host in hosts)
-        self.everyone = Team(self, range(self.size), transport, self._host_numbers)
+        self._lanes = lanes
+        self.everyone = Team(self, range(self.size), transport, self._host_numbers, lanes)
 
     @property
     def device(self) -> torch.device:
@@ -80,7 +85,7 @@ class World:
             raise WorldError("this world is closed; call sl.init() again")
         members = tuple(range(self.size)) if ranks is None else check_ranks(ranks, self.size)
         hosts = tuple(self._host_numbers[rank] for rank in members)
-        return Team(self, members, self._transport.split(members), hosts)
+        return Team(self, members, self._transport.split(members), hosts, self._lanes)
 
     def barrier(self, group: Team | None = None) -> None:
         """Return when every rank has called it."""
@@ -151,8 +156,8 @@ def init(transport: str | Transport | None = None, timeout: float = DEFAULT_TIME
         engine = _connect(transport, environment, timeout)
         if engine.size == 1 and environment.size > 1:
             environment = Environment(source=environment.source)
-    hosts = [environment.host] if engine.size == 1 else _exchange_hosts(engine, environment.host)
-    world = World(environment, engine, hosts, check)
+    hosts, lanes = ([environment.host], 1) if engine.size == 1 else _introduce(engine, environment)
+    world = World(environment, engine, hosts, check, lanes)
     _of_process.append(world)
     atexit.register(world.close)
     logger.info("%r", world)
@@ -187,13 +192,15 @@ def _connect(name: str | None, environment: Environment, timeout: float) -> Tran
     raise SpecError(f"unknown transport {name!r}; {nearest(name, ['single', 'torch_dist'])}")
 
 
-def _exchange_hosts(transport: Transport, host: str) -> list[str]:
-    """The host name of every rank."""
-    from syncline.collectives import NATIVE, Buffers, Channel
+def _introduce(transport: Transport, environment: Environment) -> tuple[list[str], int]:
+    """Tell all ranks this one's host and whether it has processors to spare; theirs, and the lanes that suit all.
 
-    names = torch.zeros(transport.size, NAME_BYTES, dtype=torch.uint8)
-    mine = host.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
-    names[transport.rank] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    channel = Channel(transport, (), Buffers(transport.runtime))
-    exchange(channel, "allgather", dict(enumerate(names)), NATIVE)
-    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in names]
+    A lane combines while another's bytes are moved, by the engine's own thread: that takes two processors a rank.
+    """
+    table = torch.zeros(transport.size, NAME_BYTES, dtype=torch.uint8)
+    spare = len(os.sched_getaffinity(0)) >= 2 * environment.local_size if hasattr(os, "sched_getaffinity") else False
+    mine = bytes([spare]) + environment.host.encode()[: NAME_BYTES - 1].ljust(NAME_BYTES - 1, b"\0")
+    table[transport.rank] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    exchange(Channel(transport, (), Buffers(transport.runtime)), "allgather", dict(enumerate(table)), NATIVE)
+    hosts = [bytes(row[1:].tolist()).rstrip(b"\0").decode(errors="replace") for row in table]
+    return hosts, 2 if bool(table[:, 0].all()) else 1

@@ -7,7 +7,7 @@ and it needs the process's one default group, which belongs to the user's script
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -15,21 +15,33 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from syncline.errors import UnsupportedError
 from syncline.transports.torch_dist.liveness import Liveness
 
 __all__ = ["Engine", "Groups"]
 
 
-@dataclass(frozen=True)
 class Groups:
     """One channel's groups: gloo for tensors on the CPU and for messages, NCCL for tensors on GPUs."""
 
-    cpu: Any
-    cuda: Any | None
+    def __init__(self, cpu: Any, make_cuda: Callable[[], Any]) -> None:
+        self.cpu = cpu
+        self._make_cuda = make_cuda
+        self._cuda: Any = None
 
     def of(self, tensor: torch.Tensor) -> Any:
-        """The group that can work on a tensor where it lies."""
-        return self.cuda if tensor.is_cuda and self.cuda is not None else self.cpu
+        """The group that can work on a tensor where it lies. The first one on a GPU makes the group for it."""
+        if not tensor.is_cuda:
+            return self.cpu
+        if self._cuda is None:
+            self._cuda = self._make_cuda()
+        return self._cuda
+
+    def close(self) -> None:
+        """Let NCCL go; gloo needs no word."""
+        if self._cuda is not None:
+            self._cuda.shutdown()
+            self._cuda = None
 
 
 class Engine:
@@ -40,6 +52,7 @@ class Engine:
         self.liveness = liveness
         self.timeout = timeout
         self._one_host = one_host
+        self._made: list[Groups] = []
 
     def groups(self, channel: str, rank: int, size: int) -> Groups:
         """Meet the other members of a channel."""
@@ -53,10 +66,21 @@ class Engine:
         else:
             options._devices = [gloo.create_default_device()]
         cpu = gloo(PrefixStore("gloo", store), rank, size, options)
-        cuda = None
-        if torch.cuda.is_available() and dist.is_nccl_available():
-            nccl: Any = dist.ProcessGroupNCCL
-            nccl_options = nccl.Options()
-            nccl_options._timeout = timedelta(seconds=self.timeout)
-            cuda = nccl(PrefixStore("nccl", store), rank, size, nccl_options)
-        return Groups(cpu, cuda)
+        groups = Groups(cpu, lambda: self._nccl(PrefixStore("nccl", store), rank, size))
+        self._made.append(groups)
+        return groups
+
+    def _nccl(self, store: Store, rank: int, size: int) -> Any:
+        if not dist.is_nccl_available():
+            raise UnsupportedError("this PyTorch has no NCCL: move the tensor to the CPU, or name a schedule")
+        nccl: Any = dist.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = timedelta(seconds=self.timeout)
+        return nccl(store, rank, size, options)
+
+    def close(self) -> None:
+        """End all groups and the watch."""
+        self.liveness.close()
+        for groups in self._made:
+            groups.close()
+        self._made.clear()

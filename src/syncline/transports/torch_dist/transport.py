@@ -200,7 +200,7 @@ class TorchTransport(Transport):
             return
         self._closed = True
         if self.channel == "0":
-            self.liveness.close()
+            self.engine.close()
 
 
 class _Both:

@@ -17,6 +17,7 @@ from tests.launching import ROOT, finish, start, torch_variables
         (["schedules.py", "--ranks", "6", "--megabytes", "0.1", "--ranks-per-host", "3"], "hierarchical"),
         (["schedules.py", "--help"], "--bandwidth"),
         (["hello.py"], "ranks [0]"),
+        (["simulator_speed.py", "--ranks", "8", "--player-ranks", "16", "--seeds", "5", "--repeats", "2"], "5 seeds"),
     ],
 )
 def test_example(arguments: list[str], says: str) -> None:

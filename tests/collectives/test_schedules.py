@@ -34,7 +34,7 @@ class TestContract(ScheduleContract):
 @pytest.mark.parametrize("chunks", [1, 2, 3, 16])
 def test_double_tree_with_any_number_of_chunks(chunks: int) -> None:
     for size in range(1, 18):
-        check_schedule(build("allreduce", f"double_tree(chunks={chunks})"), size)
+        assert check_schedule(build("allreduce", f"double_tree(chunks={chunks})"), size) == 2 * chunks * size
 
 
 def test_the_contract_can_fail() -> None:

@@ -22,13 +22,14 @@ def test_single() -> None:
 
 @pytest.mark.parametrize("size", range(1, 10))
 def test_simulated(size: int) -> None:
-    sl.simulate(lambda world: check_functional(world.transport), size, seed=size)
+    assert min(sl.simulate(lambda world: check_functional(world.transport), size, seed=size).results) > 100
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_simulated_in_any_order(seed: int) -> None:
     network = sl.Network(eager=0, jitter=0.5)
-    sl.simulate(lambda world: check_functional(world.transport, True), 3, network=network, seed=seed, chaos=True)
+    run = sl.simulate(lambda world: check_functional(world.transport, True), 3, network=network, seed=seed, chaos=True)
+    assert min(run.results) > 100
 
 
 @pytest.mark.xdist_group("gloo")

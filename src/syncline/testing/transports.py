@@ -51,7 +51,7 @@ def keep_order_and_tags(transport: Transport) -> None:
 
 
 def hear_from_anyone(transport: Transport) -> None:
-    """Rank 0 receives from anyone, itself included, and is told from whom and how much."""
+    """Rank 0 receives from anyone, itself included, and is told from whom and how much; directed ones still work."""
     rank, size = transport.rank, transport.size
     handle = transport.send(torch.full((rank + 1,), rank, dtype=torch.int16), 0, 11)
     if rank == 0:
@@ -63,6 +63,18 @@ def hear_from_anyone(transport: Transport) -> None:
             seen[receipt.source] = buffer[: receipt.nbytes // 2].tolist()
         assert seen == {peer: [peer] * (peer + 1) for peer in range(size)}
     handle.wait()
+    if rank == 0:
+        transport.send(torch.zeros(1), size - 1, 13)  # only now: before, anyone's receive could take it
+    if rank == size - 1:
+        transport.recv(torch.zeros(1), 0, 13).wait()
+    for exact in (False, True):
+        directed = torch.zeros(2, dtype=torch.int64)
+        handles = [transport.recv(directed, size - 1, 11, exact=exact)] if rank == 0 else []
+        if rank == size - 1:
+            handles.append(transport.send(torch.tensor([rank, 5]), 0, 11, exact=exact))
+        for handle in handles:
+            handle.wait()
+        assert rank != 0 or directed.tolist() == [size - 1, 5]
 
 
 def wake_the_anyone_of_another_task(transport: Transport) -> None:
@@ -126,6 +138,8 @@ def refuse_strangers(transport: Transport) -> None:
         transport.recv(torch.zeros(1), -1)
     with pytest.raises(WorldError, match="tag=-1"):
         transport.send(torch.zeros(1), 0, -1)
+    with pytest.raises(WorldError, match="cannot be exact"):
+        transport.recv(torch.zeros(1), None, exact=True)
     for ranks, message in (([], "empty"), ([0, 0], "more than once"), ([0, size], "not in the world")):
         with pytest.raises(WorldError, match=message):
             transport.split(ranks)

@@ -121,9 +121,10 @@ class Transport(ABC):
         return self._send(as_bytes(buffer), to, tag, exact, lossy)
 
     def recv(self, buffer: Tensor, source: int | None = None, tag: int = 0, *, exact: bool = False) -> Handle:
-        """Receive into `buffer` from `source`, or from anyone."""
-        if source is not None:
-            self._check(source, "source", tag)
+        """Receive into `buffer` from `source`, or from anyone (then with no length agreed: not `exact`)."""
+        if source is None and exact:
+            raise WorldError("a receive from anyone cannot be exact: who sends is not known, so nor is the length")
+        self._check(0 if source is None else source, "source", tag)
         return self._recv(as_bytes(buffer), source, tag, exact)
 
     def split(self, ranks: Sequence[int]) -> Transport | None:

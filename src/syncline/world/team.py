@@ -85,7 +85,7 @@ class Team:
         self.ranks = tuple(ranks)
         self._transport = transport
         self._channel = None if transport is None else Channel(transport, hosts, Buffers(transport.runtime), lanes)
-        self._line: Queue[Callable[[], None]] | None = None
+        self._line: Queue[Callable[[], None] | None] | None = None
         self._calls = 0
 
     @property
@@ -135,9 +135,15 @@ class Team:
         return pending if async_ else pending.wait()
 
     @staticmethod
-    def _serve(line: Queue[Callable[[], Any]]) -> None:
-        while True:
-            line.get()()
+    def _serve(line: Queue[Callable[[], Any] | None]) -> None:
+        while (call := line.get()) is not None:
+            call()
+
+    def close(self) -> None:
+        """Let the comm task end after the calls that wait for it; `World.close` does this for every team."""
+        if self._line is not None:
+            self._line.put(None)
+            self._line = None
 
     def __repr__(self) -> str:
         return f"Team(ranks={list(self.ranks)})"

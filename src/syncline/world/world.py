@@ -61,6 +61,7 @@ class World:
         self._host_numbers = tuple(numbers[host] for host in hosts)
         self._lanes = lanes
         self.everyone = Team(self, range(self.size), transport, self._host_numbers, lanes)
+        self._teams = [self.everyone]
 
     @property
     def device(self) -> torch.device:
@@ -85,7 +86,9 @@ class World:
             raise WorldError("this world is closed; call sl.init() again")
         members = tuple(range(self.size)) if ranks is None else check_ranks(ranks, self.size)
         hosts = tuple(self._host_numbers[rank] for rank in members)
-        return Team(self, members, self._transport.split(members), hosts, self._lanes)
+        team = Team(self, members, self._transport.split(members), hosts, self._lanes)
+        self._teams.append(team)
+        return team
 
     def barrier(self, group: Team | None = None) -> None:
         """Return when every rank has called it."""
@@ -105,6 +108,8 @@ class World:
         if self.closed:
             return
         self.closed = True
+        for team in self._teams:
+            team.close()
         self.events.close()
         self._transport.close()
         if self in _of_process:

@@ -92,11 +92,11 @@ class TorchTransport(Transport):
     def _recv(self, data: Tensor, source: int | None, tag: int, exact: bool) -> Handle:
         if source == self.rank or (source is None and self.size == 1):
             return MailboxHandle(self, self._mailbox, self._mailbox.post(data, source, tag, exact))
+        if source is not None and exact:
+            return self.post_recv(data, source, EXACT + tag)
         if source is None or tag in self._pumps:
             self._pump(tag)
             return MailboxHandle(self, self._mailbox, self._mailbox.post(data, source, tag, exact))
-        if exact:
-            return self.post_recv(data, source, EXACT + tag)
         return _FramedRecv(self, data, source, tag)
 
     def post_recv(self, data: Tensor, source: int | None, engine_tag: int, pending: str = "") -> WorkHandle:

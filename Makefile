@@ -24,6 +24,7 @@ unit: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 $(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "the pinned environment needs Python 3.11 or later; name one: make PYTHON=python3.12 " + "demo")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from syncline.testing import Pool, TransportContract
-from syncline.testing.transports import Case
+from syncline.testing.transports import Case, give_up_a_receive
 from syncline.transports import Network, SingleTransport, Transport
 from syncline.world import World, simulate
 
@@ -40,6 +40,12 @@ class TestGloo(TransportContract):
 
     def run(self, case: Case, size: int) -> None:
         self.pool.run(case, size)
+
+
+def test_a_receive_that_was_given_up_takes_no_message() -> None:
+    """Not in the contract: on gloo a timeout ends the channel."""
+    give_up_a_receive(SingleTransport())
+    simulate(lambda world: give_up_a_receive(world.transport), 1)
 
 
 def test_the_contract_can_fail() -> None:

@@ -47,6 +47,8 @@ def differ(how: str, world: sl.World) -> Any:
     odd = world.rank == 1
     if how == "shape":
         return sl.allreduce(torch.zeros(3 if odd else 4))
+    if how == "refused":
+        return sl.allreduce(torch.zeros(3, dtype=torch.int64 if odd else torch.float32))
     if how == "dtype":
         return sl.allreduce(torch.zeros(3, dtype=torch.float64 if odd else torch.float32))
     if how == "reduction":
@@ -58,17 +60,7 @@ def differ(how: str, world: sl.World) -> Any:
     return sl.allgather(torch.zeros(3)) if odd else sl.allreduce(torch.zeros(3))
 
 
-def differ_on(transport: Any, how: str) -> str:
-    from syncline.testing.functional import world_on
-
-    try:
-        differ(how, world_on(transport, check=True))
-    except sl.IncompatibleError as error:
-        return str(error)
-    return "nothing was raised"
-
-
-HOWS = ("shape", "dtype", "reduction", "algorithm", "root", "operation")
+HOWS = ("refused", "shape", "dtype", "reduction", "algorithm", "root", "operation")
 
 
 @pytest.mark.parametrize("how", HOWS)
@@ -83,6 +75,12 @@ def test_a_difference_between_ranks_is_named_on_every_rank(how: str) -> None:
 def test_allgather_refuses_what_does_not_join_without_check() -> None:
     run = sl.simulate(lambda world: sl.allgather(torch.zeros(2, 2 + world.rank)), 2, return_exceptions=True)
     assert all(isinstance(error, sl.IncompatibleError) for error in run.results)
+
+
+def read_only() -> Any:
+    array = np.zeros(1)
+    array.flags.writeable = False
+    return array
 
 
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
@@ -101,6 +99,10 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "root": (lambda: sl.broadcast(torch.zeros(1), root=3), sl.IncompatibleError, "root=3"),
     "splits": (lambda: sl.alltoall(torch.zeros(3), splits=[1]), sl.IncompatibleError, "add up to 3"),
     "no rows": (lambda: sl.reduce_scatter(torch.tensor(1.0)), sl.IncompatibleError, "first dimension"),
+    "a group that is none": (lambda: sl.allreduce(torch.zeros(1), group=[0]), sl.IncompatibleError, "world.team"),  # type: ignore[arg-type]
+    "foreign byte order": (lambda: sl.allreduce(np.zeros(1, dtype=">f4")), sl.IncompatibleError, "byte order"),
+    "a bad tag": (lambda: sl.send(torch.zeros(1), to=0, tag=-1), sl.IncompatibleError, "tag=-1"),
+    "into the unwritable": (lambda: sl.recv(read_only()), sl.IncompatibleError, "writable"),
     "to nobody": (lambda: sl.send(torch.zeros(1), to=7), sl.WorldError, "not a rank"),
     "into a number": (lambda: sl.recv(3.0), sl.IncompatibleError, "not float"),
 }
@@ -141,3 +143,23 @@ def test_the_error_of_an_asynchronous_call_is_raised_by_wait() -> None:
         world.compute(1.0)
 
     sl.simulate(lonely, 2, faults=[sl.faults.Kill(1, at=1e-6)])
+
+
+def test_two_threads_on_one_team_are_refused() -> None:
+    def both(world: sl.World) -> None:
+        first = world.runtime.spawn(sl.allreduce, torch.ones(1), "sum", "ring")
+        world.compute(1e-6)  # the task is in its call now, and waits for rank 1
+        with pytest.raises(sl.WorldError, match=r"two threads.*world.team\(\)"):
+            sl.allreduce(torch.ones(1), algorithm="ring")
+        first.join()
+
+    sl.simulate(lambda world: both(world) if world.rank == 0 else sl.allreduce(torch.ones(1), "sum", "ring"), 2)
+
+
+def test_close_waits_for_asynchronous_calls() -> None:
+    def script(world: sl.World) -> list[float]:
+        with world:
+            pending = [sl.allreduce(torch.ones(1), "sum", "ring", async_=True) for _ in range(20)]
+        return [one.wait().item() for one in pending]
+
+    assert sl.simulate(script, 3).results == ([3.0] * 20,) * 3

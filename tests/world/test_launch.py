@@ -179,6 +179,46 @@ def test_a_header_from_a_stranger_is_refused_and_the_world_goes_on() -> None:
         assert one.code == 0
 
 
+AGAIN = """
+import torch, syncline as sl
+for round in range(3):
+    with sl.init(timeout=60) as world:
+        team = world.team()
+        assert sl.allreduce(torch.ones(1), op="sum", group=team).item() == 2.0
+        team.close()
+print("again and again")
+"""
+
+
+def test_a_world_is_closed_and_made_again() -> None:
+    for one in launch(AGAIN, torch_variables(2)):
+        assert (one.code, one.out) == (0, "again and again\n"), one
+
+
+IDLE = """
+import torch, syncline as sl
+world = sl.init(timeout=3)
+buffer = torch.zeros(1)
+if world.rank == 1:
+    sl.send(torch.ones(1), to=0)
+    sl.send(torch.ones(1), to=0)
+else:
+    sl.recv(buffer)
+for step in range(10):
+    world.compute(0.5)                              # longer than the timeout in all, with a receive from anyone open
+    sl.allreduce(torch.ones(1), algorithm="ring")
+    sl.allreduce(torch.ones(1))
+if world.rank == 0:
+    print("heard", sl.recv(buffer))
+"""
+
+
+def test_a_receive_from_anyone_may_idle_longer_than_the_timeout() -> None:
+    ended = launch(IDLE, torch_variables(2))
+    assert [one.code for one in ended] == [0, 0], ended
+    assert ended[0].out == "heard 1\n"
+
+
 CHECKED = """
 import sys, torch, syncline as sl
 world = sl.init(timeout=60, check=True)

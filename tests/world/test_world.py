@@ -54,6 +54,13 @@ def test_init_on_a_simulated_rank_gives_that_rank_once() -> None:
 
     assert sl.simulate(script, 3).results == (0, 1, 2)
 
+    def again(world: sl.World) -> tuple[bool, float, int]:
+        sl.init().close()
+        mine = sl.init(check=True, timeout=3.0)
+        return mine.check, mine.transport.timeout, int(sl.allreduce(torch.tensor([1]), op="sum"))
+
+    assert sl.simulate(again, 2).results == ((True, 3.0, 2),) * 2
+
     def twice(world: sl.World) -> None:
         sl.init()
         sl.init()

@@ -33,6 +33,8 @@ class Environment:
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
+    local_known: bool = True
+    """False when the launcher did not say which ranks share a host: the ranks find out when they meet."""
     host: str = field(default_factory=socket.gethostname)
     rendezvous: Rendezvous | None = None
 

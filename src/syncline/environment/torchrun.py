@@ -24,5 +24,6 @@ def read(environ: Mapping[str, str]) -> Environment | None:
         size=size,
         local_rank=local_rank,
         local_size=read.whole("LOCAL_WORLD_SIZE", local_rank + 1),
+        local_known="LOCAL_RANK" in environ and "LOCAL_WORLD_SIZE" in environ,
         rendezvous=rendezvous,
     )

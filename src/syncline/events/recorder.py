@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from syncline.events.base import Event, Sink
@@ -23,14 +23,21 @@ class Recorder:
     {'sl_comm_bytes_wire': 1024, 'sl_comm_seconds': 1}
     """
 
-    def __init__(self, clock: Callable[[], float], sinks: tuple[Sink, ...] = ()) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        sinks: tuple[Sink, ...] = (),
+        lock: AbstractContextManager[object] | None = None,
+    ) -> None:
         self.clock = clock
         self.sinks = sinks
+        self._lock = lock if lock is not None else nullcontext()
         self.totals: dict[str, float] = {}
 
     def count(self, key: str, amount: float = 1) -> None:
         """Add to a running total. Nothing is written: a sum is read when somebody asks."""
-        self.totals[key] = self.totals.get(key, 0) + amount
+        with self._lock:
+            self.totals[key] = self.totals.get(key, 0) + amount
 
     def point(self, key: str, value: Any = None, **metadata: Any) -> None:
         """Write one event to every sink."""

@@ -134,7 +134,6 @@ class Kernel:
         self._heap: list[tuple[float, float, int, Entry]] = []
         self._pool: list[Entry] = []
         self._sequence = 0
-        self._live = 0
         self._hang_bound = NEVER  # no waiting task gives up before this
         self._current: SimulatedTask | None = None
         self._mains: set[SimulatedTask] = set()
@@ -150,7 +149,6 @@ class Kernel:
     def schedule_at(self, time: float, fire: Fire, *, deadline: bool = False) -> Entry:
         """Let `fire` happen at that time, or now if that has passed."""
         entry = Entry(time, fire)
-        self._live += 1
         if self.chaos and not deadline:
             self._pool.append(entry)
         else:
@@ -160,9 +158,7 @@ class Kernel:
 
     def cancel(self, entry: Entry) -> None:
         """Take back what has not happened yet."""
-        if entry.live:
-            entry.live = False
-            self._live -= 1
+        entry.live = False
 
     def _pop(self) -> Entry | None:
         pool = self._pool

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.errors import ProtocolError, UnsupportedError, WorldError
+from syncline.errors import PeerLostError, ProtocolError, UnsupportedError, WorldError
 from syncline.transports import Transport
 
 __all__ = ["CASES", "TransportContract"]
@@ -129,6 +129,30 @@ def split_into_parts(transport: Transport) -> None:
             assert int(buffer) == word
 
 
+def split_by_halves(transport: Transport) -> None:
+    """Each half may split itself off at the same call: the two do not meet."""
+    half = transport.size // 2 or 1
+    mine = range(half) if transport.rank < half else range(half, transport.size)
+    channel = transport.split(mine)
+    assert channel is not None
+    handle = channel.send(torch.tensor([transport.rank]), (channel.rank + 1) % channel.size, 0)
+    buffer = torch.zeros(1, dtype=torch.int64)
+    channel.recv(buffer, (channel.rank - 1) % channel.size, 0).wait()
+    handle.wait()
+    assert int(buffer) == mine[(channel.rank - 1) % channel.size]
+
+
+def give_up_a_receive(transport: Transport) -> None:
+    """A receive from oneself that timed out is withdrawn: the message that comes later goes to the next one."""
+    with pytest.raises(PeerLostError):
+        transport.recv(torch.zeros(1), transport.rank, 40).wait(timeout=0.01)
+    handle = transport.send(torch.ones(1), transport.rank, 40)
+    buffer = torch.zeros(1)
+    transport.recv(buffer, transport.rank, 40).wait()
+    handle.wait()
+    assert float(buffer) == 1.0
+
+
 def refuse_strangers(transport: Transport) -> None:
     """Ranks that do not exist, doubles and bad tags are refused before anything is sent."""
     size = transport.size
@@ -202,6 +226,7 @@ CASES: tuple[Case, ...] = (
     wake_the_anyone_of_another_task,
     refuse_a_long_message,
     split_into_parts,
+    split_by_halves,
     refuse_strangers,
     reduce_natively,
     reach_into_windows,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Literal, Protocol
@@ -165,7 +166,7 @@ class Transport(ABC):
     def _split(self, members: tuple[int, ...]) -> Transport | None: ...
 
     def _check(self, peer: int, what: str, tag: int) -> None:
-        if not 0 <= peer < self.size:
+        if not isinstance(peer, int) or not 0 <= peer < self.size:
             raise WorldError(f"{what}={peer} is not a rank: this channel has ranks 0 to {self.size - 1}")
         if not 0 <= tag < TAGS:
             raise WorldError(f"tag={tag} is not between 0 and {TAGS - 1}")
@@ -173,7 +174,10 @@ class Transport(ABC):
 
 def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
     """The ranks of a split, each once and each one that exists."""
-    members = tuple(int(rank) for rank in ranks)
+    try:
+        members = tuple(operator.index(rank) for rank in ranks)
+    except TypeError:
+        raise WorldError(f"ranks={list(ranks)}: a rank is a whole number") from None
     strangers = sorted({rank for rank in members if not 0 <= rank < size})
     doubles = sorted({rank for rank in members if members.count(rank) > 1})
     if not members or strangers or doubles:

@@ -26,6 +26,9 @@ class Kill:
     rank: int
     at: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check_time(self.at)
+
 
 @dataclass(frozen=True)
 class Slow:
@@ -39,6 +42,10 @@ class Slow:
     factor: float
     start: float = 0.0
     stop: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not 0 < self.factor < math.inf:
+            raise SpecError(f"a slowness is a factor above 0 (factor: {self.factor})")
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,7 @@ class Delay:
     probability: float = 1.0
 
     def __post_init__(self) -> None:
+        _check_time(self.seconds)
         _check_probability(self.probability)
 
 
@@ -115,6 +123,11 @@ def ranks_of(fault: Fault) -> tuple[int, ...]:
     if isinstance(fault, Delay):
         return tuple(rank for rank in (fault.source, fault.to) if rank is not None)
     return ()
+
+
+def _check_time(seconds: float) -> None:
+    if not 0 <= seconds < math.inf:
+        raise SpecError(f"a time is not negative and not endless (seconds: {seconds})")
 
 
 def _check_probability(probability: float) -> None:

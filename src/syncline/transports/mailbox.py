@@ -56,6 +56,7 @@ class Mailbox:
         self._posted: list[Posted] = []
         self._arrived: list[_Arrived] = []
         self._waiting_bytes = 0
+        self._changed = runtime.event()  # something was taken or posted: there may be room again
 
     def deliver(self, data: Tensor, source: int, tag: int, matched: Callable[[], None] = lambda: None) -> None:
         """A message is here; `matched` is called when a receive takes it."""
@@ -79,6 +80,7 @@ class Mailbox:
         """Wait for a message: the earliest that fits, now or later."""
         posted = Posted(data, wanted, tag, exact)
         with self._lock:
+            self._changed.set()
             for message in self._arrived:
                 if _fits(posted, message):
                     self._arrived.remove(message)
@@ -87,6 +89,24 @@ class Mailbox:
                     return posted
             self._posted.append(posted)
         return posted
+
+    def await_room(self, nbytes: int, source: int, tag: int) -> None:
+        """Wait until a message may be delivered: there is room for it, or a receive that takes it at once."""
+        while True:
+            with self._lock:
+                wanted = any(posted.tag == tag and posted.wanted in (None, source) for posted in self._posted)
+                if wanted or self._waiting_bytes + nbytes <= LIMIT:
+                    return
+                self._changed.clear()
+            self._changed.wait(why=f"room for {human(nbytes)} from rank {source}")
+
+    def withdraw(self, posted: Posted) -> bool:
+        """Take a receive back that was given up; False if its message has come meanwhile."""
+        with self._lock:
+            if posted.settled:
+                return False
+            self._posted.remove(posted)
+            return True
 
     def fail(self, error: Callable[[Posted], Exception | None]) -> None:
         """Break the receives for which `error` gives one."""

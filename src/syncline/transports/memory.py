@@ -39,7 +39,7 @@ class MailboxHandle:
         if event is not None:
             patience = transport.timeout if timeout is None else timeout
             pending = describe_recv(transport, posted.wanted, posted.tag, posted.data.numel())
-            if not event.wait(patience, pending, hang=timeout is None):
+            if not event.wait(patience, pending, hang=timeout is None) and self._mailbox.withdraw(posted):
                 raise transport.failure(posted.wanted, pending, patience, None)
         if posted.error is not None:
             raise posted.error

@@ -69,7 +69,7 @@ class Network:
 
     def __post_init__(self) -> None:
         Link(latency=self.latency, bandwidth=self.bandwidth)  # checks both
-        if self.combine < 0 or self.jitter < 0 or self.eager < 0:
+        if not (0 <= self.combine < math.inf and 0 <= self.jitter < math.inf and self.eager >= 0):
             raise SpecError(
                 f"combine, jitter and eager are not negative (combine: {self.combine}, jitter: {self.jitter}, "
                 f"eager: {self.eager})"

@@ -180,11 +180,15 @@ class Hub:
         self._break_when_quiet(rank)
 
     def _break_when_quiet(self, rank: int) -> None:
-        in_flight = any(
-            line for wires in (self._transit, self._landing) for (source, _), line in wires.items() if source == rank
-        )
-        if in_flight:
-            self.kernel.schedule(self.network.latency or 1e-6, lambda: self._break_when_quiet(rank))
+        arrivals = [
+            flight.head
+            for wires in (self._transit, self._landing)
+            for (source, _), line in wires.items()
+            for flight in line
+            if source == rank
+        ]
+        if arrivals:  # look again when the last of them is due
+            self.kernel.schedule_at(max([*arrivals, self.kernel.now + 1e-9]), lambda: self._break_when_quiet(rank))
             return
         self._broken.add(rank)
         for transport in self._transports:

@@ -40,8 +40,10 @@ def import_array(x: Any) -> tuple[Tensor, Back]:
     if isinstance(x, np.ndarray | np.generic):
         try:
             return torch.from_numpy(np.array(x, order="C")), lambda tensor: tensor.cpu().numpy()
-        except TypeError:
-            raise IncompatibleError(f"NumPy dtype {x.dtype} has no tensor; use a number or bool dtype") from None
+        except (TypeError, ValueError):
+            raise IncompatibleError(
+                f"NumPy dtype {x.dtype} has no tensor; use a number or bool dtype of this machine's byte order"
+            ) from None
     if hasattr(x, "__dlpack__"):
         namespace = getattr(x, "__array_namespace__", lambda: None)()
         restore = getattr(namespace, "from_dlpack", None)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from syncline.collectives import NATIVE, build, run
 from syncline.collectives.carriers import bounds
-from syncline.errors import IncompatibleError, ProtocolError, SpecError
+from syncline.errors import IncompatibleError, ProtocolError, SpecError, SynclineError
 from syncline.specs import nearest
 from syncline.transports import Handle, Op
 from syncline.transports.base import LANE_TAGS, human
@@ -40,11 +42,12 @@ def allreduce(
     >>> sl.simulate(lambda world: sl.allreduce(torch.tensor([world.rank + 1.0])), ranks=3).results[2]
     tensor([2.])
     """
-    team = group or current_world().everyone
-    tensor, back = import_array(x)
-    schedule = None if algorithm == NATIVE else build("allreduce", algorithm)
-    wire_op = _wire_op(op, tensor.dtype)
-    wide, narrow = widen(tensor, wire_op)
+    team = _team(group)
+    with _refusals_shared(team, "allreduce"):
+        tensor, back = import_array(x)
+        schedule = None if algorithm == NATIVE else build("allreduce", algorithm)
+        wire_op = _wire_op(op, tensor.dtype)
+        wide, narrow = widen(tensor, wire_op)
     describe = f"allreduce({_signature(tensor)}, {op}, {algorithm})"
 
     def finish() -> Any:
@@ -61,7 +64,7 @@ def allreduce(
             run.allreduce(team.channel, wide, wire_op, schedule or build("allreduce", NATIVE))
         return finish()
 
-    return _counted(team, "allreduce", wide, describe, work, async_)
+    return _counted(team, "allreduce", tensor, describe, work, async_)
 
 
 def broadcast(x: Any, root: int = 0, algorithm: str = NATIVE, group: Team | None = None, async_: bool = False) -> Any:
@@ -71,12 +74,13 @@ def broadcast(x: Any, root: int = 0, algorithm: str = NATIVE, group: Team | None
     >>> sl.simulate(lambda world: sl.broadcast(torch.tensor([world.rank]), root=1), ranks=3).results
     (tensor([1]), tensor([1]), tensor([1]))
     """
-    team = group or current_world().everyone
-    _check_root(root, team)
-    tensor, back = import_array(x)
-    copy = _contiguous_copy(tensor)
-    flat = copy.reshape(-1).view(torch.uint8)
-    schedule = None if algorithm == NATIVE else build("broadcast", algorithm)
+    team = _team(group)
+    with _refusals_shared(team, "broadcast"):
+        _check_root(root, team)
+        tensor, back = import_array(x)
+        copy = _contiguous_copy(tensor)
+        flat = copy.reshape(-1).view(torch.uint8)
+        schedule = None if algorithm == NATIVE else build("broadcast", algorithm)
     describe = f"broadcast({_signature(tensor)}, root {root}, {algorithm})"
 
     def work() -> Any:
@@ -123,13 +127,14 @@ def reduce_scatter(
     >>> sl.simulate(lambda world: sl.reduce_scatter(torch.arange(4.0), op="sum"), ranks=2).results
     (tensor([0., 2.]), tensor([4., 6.]))
     """
-    team = group or current_world().everyone
-    tensor, back = import_array(x)
-    if tensor.dim() == 0:
-        raise IncompatibleError("reduce_scatter needs a first dimension to share out; this array has none")
-    schedule = None if algorithm == NATIVE else build("reduce_scatter", algorithm)
-    wire_op = _wire_op(op, tensor.dtype)
-    wide, narrow = widen(tensor, wire_op)
+    team = _team(group)
+    with _refusals_shared(team, "reduce_scatter"):
+        tensor, back = import_array(x)
+        if tensor.dim() == 0:
+            raise IncompatibleError("reduce_scatter needs a first dimension to share out; this array has none")
+        schedule = None if algorithm == NATIVE else build("reduce_scatter", algorithm)
+        wire_op = _wire_op(op, tensor.dtype)
+        wide, narrow = widen(tensor, wire_op)
     rows = bounds(tensor.shape[0], team.size)
     describe = f"reduce_scatter({_signature(tensor)}, {op}, {algorithm})"
 
@@ -149,7 +154,7 @@ def reduce_scatter(
             part.div_(team.size)
         return back(narrow(part))
 
-    return _counted(team, "reduce_scatter", wide, describe, work, async_)
+    return _counted(team, "reduce_scatter", tensor, describe, work, async_)
 
 
 def alltoall(
@@ -167,11 +172,12 @@ def alltoall(
     >>> sl.simulate(lambda world: sl.alltoall(torch.arange(2) + 10 * world.rank), ranks=2).results
     (tensor([ 0, 10]), tensor([ 1, 11]))
     """
-    team = group or current_world().everyone
-    tensor, back = import_array(x)
-    counts = _splits(tensor, splits, team.size)
-    copy = _contiguous_copy(tensor)
-    schedule_name = build("alltoall", algorithm).spec
+    team = _team(group)
+    with _refusals_shared(team, "alltoall"):
+        tensor, back = import_array(x)
+        counts = _splits(tensor, splits, team.size)
+        copy = _contiguous_copy(tensor)
+        schedule_name = build("alltoall", algorithm).spec
     describe = f"alltoall({_trailing(tensor)}, {algorithm})"
 
     def work() -> Any:
@@ -208,9 +214,9 @@ def send(x: Any, to: int, tag: int = 0, group: Team | None = None) -> None:
     >>> sl.simulate(ping, ranks=2).results[1]
     tensor([1.])
     """
-    team = group or current_world().everyone
+    team = _team(group)
     tensor, _ = import_array(x)
-    team.transport.send(tensor.contiguous(), to, _check_tag(tag)).wait()
+    team.transport.send(tensor.resolve_conj().resolve_neg().contiguous(), to, _check_tag(tag)).wait()
     team.world.events.count("sl_comm_bytes_logical", tensor.numel() * tensor.element_size())
 
 
@@ -219,10 +225,11 @@ def recv(x: Any, source: int | None = None, tag: int = 0, group: Team | None = N
 
     What was sent must have as many bytes as `x`: anything else is a `ProtocolError`.
     """
-    team = group or current_world().everyone
+    team = _team(group)
     target = x.detach() if isinstance(x, Tensor) else from_dlpack(x) if hasattr(x, "__dlpack__") else None
-    if target is None:
-        raise IncompatibleError(f"recv fills a tensor or an array, not {type(x).__name__}")
+    if target is None or (isinstance(x, np.ndarray) and not x.flags.writeable):
+        kind = type(x).__name__ if target is None else "a read-only one"
+        raise IncompatibleError(f"recv fills a tensor or a writable array, not {kind}")
     buffer = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
     handle: Handle = team.transport.recv(buffer, source, _check_tag(tag))
     handle.wait()
@@ -244,7 +251,7 @@ def barrier(group: Team | None = None) -> None:
     >>> sl.simulate(lambda world: sl.barrier(), ranks=3).results
     (None, None, None)
     """
-    team = group or current_world().everyone
+    team = _team(group)
 
     def work() -> None:
         agree(team, "barrier()")
@@ -259,13 +266,14 @@ def barrier(group: Team | None = None) -> None:
 
 
 def _gather(x: Any, root: int | None, algorithm: str, group: Team | None, async_: bool) -> Any:
-    team = group or current_world().everyone
-    if root is not None:
-        _check_root(root, team)
-    tensor, back = import_array(x)
-    rows = _contiguous_copy(tensor.reshape(1) if tensor.dim() == 0 else tensor)
+    team = _team(group)
     operation: Literal["allgather", "gather"] = "allgather" if root is None else "gather"
-    schedule_name = build(operation, algorithm).spec
+    with _refusals_shared(team, operation):
+        if root is not None:
+            _check_root(root, team)
+        tensor, back = import_array(x)
+        rows = _contiguous_copy(tensor.reshape(1) if tensor.dim() == 0 else tensor)
+        schedule_name = build(operation, algorithm).spec
     describe = f"{operation}({_trailing(rows)}, {algorithm}{'' if root is None else f', root {root}'})"
 
     def work() -> Any:
@@ -357,12 +365,32 @@ def _splits(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[int
 
 def _wire_op(op: str, dtype: torch.dtype) -> Op:
     if op not in REDUCTIONS:
-        raise SpecError(f"unknown reduction {op!r}; {nearest(op, list(REDUCTIONS))}")
+        raise SpecError(f"unknown reduction {op!r}; {nearest(str(op), list(REDUCTIONS))}")
     if op == "mean":
         if not (dtype.is_floating_point or dtype.is_complex):
             raise IncompatibleError(f"the mean of {dtype} is not {dtype}: use op='sum', or a floating-point dtype")
         return "sum"
     return cast("Op", op)
+
+
+def _team(group: Team | None) -> Team:
+    if group is None:
+        return current_world().everyone
+    if not isinstance(group, Team):
+        raise IncompatibleError(f"group is a team, made by world.team(ranks), not {type(group).__name__}")
+    return group
+
+
+@contextmanager
+def _refusals_shared(team: Team, name: str) -> Iterator[None]:
+    """With `check`, what one rank refuses before the call is told to the others, who would wait for it in vain."""
+    try:
+        yield
+    except SynclineError as error:
+        if team.world.check and team.size > 1:
+            refusal = f"{name}(refused on this rank: {error})"
+            team.call(name, lambda: agree(team, refusal), async_=False)
+        raise
 
 
 def _check_tag(tag: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from syncline.environment import Environment
 from syncline.errors import PeerLostError, WorldError
 from syncline.runtime import Kernel
+from syncline.runtime.kernel import SimulatedTask
 from syncline.transports import Hub, Message, Network, SimulatedTransport
 from syncline.transports.base import DEFAULT_TIMEOUT
 from syncline.transports.faults import Fault
@@ -81,9 +82,12 @@ def simulate(
 
     mains = [kernel.spawn(rank, "main", functools.partial(start, rank), main=True) for rank in everyone]
 
-    def ended(task: Any) -> None:
+    failed: list[SimulatedTask] = []  # the first whose failure ended the simulation
+
+    def ended(task: SimulatedTask) -> None:
         if task.error is None or task not in mains or kernel.stopping:
             return
+        failed.append(task)
         if return_exceptions:
             hub.leave(task.rank)  # as a process that ends with a traceback
         else:
@@ -91,7 +95,8 @@ def simulate(
 
     kernel.on_finish = ended
     kernel.run()
-    _raise_first(kernel, mains, return_exceptions, f"seed={seed}{', chaos=True' if chaos else ''}")
+    tasks = [*failed, *kernel.tasks]
+    _raise_first(kernel, tasks, mains, return_exceptions, f"seed={seed}{', chaos=True' if chaos else ''}")
     results = tuple(task.error if task.error is not None else task.result for task in mains)
     return Simulation(results, kernel.now, tuple(hub.messages), tuple(sorted(hub.killed)), seed)
 
@@ -111,10 +116,16 @@ def _world_of(rank: int, hub: Hub, everyone: tuple[int, ...], timeout: float, ch
     return World(environment, transport, [f"host{host}" for host in hosts], check)
 
 
-def _raise_first(kernel: Kernel, mains: Sequence[Any], return_exceptions: bool, replay: str) -> None:
+def _raise_first(
+    kernel: Kernel,
+    tasks: Sequence[SimulatedTask],
+    mains: Sequence[SimulatedTask],
+    return_exceptions: bool,
+    replay: str,
+) -> None:
     if kernel.deadlock is not None:
         raise _noted(kernel.deadlock, f"replay: {replay}")
-    for task in kernel.tasks:
+    for task in tasks:
         main = task in mains
         if task.error is None or task.claimed or (main and return_exceptions):
             continue

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from syncline.collectives import Buffers, Channel
 from syncline.errors import WorldError
-from syncline.runtime import Queue, Runtime
+from syncline.runtime import Queue, Runtime, Task
 from syncline.transports import Transport
 
 if TYPE_CHECKING:
@@ -86,7 +86,11 @@ class Team:
         self._transport = transport
         self._channel = None if transport is None else Channel(transport, hosts, Buffers(transport.runtime), lanes)
         self._line: Queue[Callable[[], None] | None] | None = None
+        self._task: Task | None = None
         self._calls = 0
+        self._guard = world.runtime.lock()
+        self._calling = False
+        self._closed = False
 
     @property
     def member(self) -> bool:
@@ -103,6 +107,8 @@ class Team:
         """What the collectives run on."""
         if self.world.closed:
             raise WorldError("this world is closed; call sl.init() again")
+        if self._closed:
+            raise WorldError(f"{self!r} is closed; make another with world.team()")
         if self._channel is None:
             raise WorldError(f"rank {self.world.rank} is not in the team of ranks {list(self.ranks)}")
         return self._channel
@@ -123,27 +129,52 @@ class Team:
         return self._calls
 
     def call(self, describe: str, work: Callable[[], T], async_: bool) -> T | Pending[T]:
-        """Run one collective after all that were called before it: here, or in the team's comm task."""
-        if self._line is None:
-            if not async_:
+        """Run one collective after all that were called before it: here, or in the team's comm task.
+
+        One thread at a time: with two, the ranks could run them in different orders and mix what they send.
+        """
+        runtime = self.transport.runtime
+        with self._guard:
+            if self._calling:
+                raise WorldError(
+                    f"two threads call collectives on {self!r} at once ({describe}): give each a team, by world.team()"
+                )
+            self._calling = True
+        try:
+            if self._line is None and not async_:
                 return work()
-            self._line = self.transport.runtime.queue(LINE)
-            self.transport.runtime.spawn(self._serve, self._line, name=f"comm-{self.ranks[0]}")
-        pending: Pending[T] = Pending(self.transport.runtime, describe, self.transport.timeout)
-        context = contextvars.copy_context()
-        self._line.put(lambda: context.run(pending.settle, work))
-        return pending if async_ else pending.wait()
+            if self._line is None:
+                self._line = runtime.queue(LINE)
+                self._task = runtime.spawn(self._serve, self._line, name=f"comm-{self.ranks[0]}")
+            pending: Pending[T] = Pending(runtime, describe, self.transport.timeout)
+            context = contextvars.copy_context()
+            self._line.put(lambda: context.run(pending.settle, work))
+            return pending if async_ else pending.wait()
+        finally:
+            self._calling = False
 
     @staticmethod
     def _serve(line: Queue[Callable[[], Any] | None]) -> None:
         while (call := line.get()) is not None:
             call()
 
+    def drain(self) -> None:
+        """Let the asynchronous calls that wait for the comm task end, and the task with them."""
+        if self._line is not None and self._task is not None:
+            self._line.put(None, timeout=self.world.transport.timeout)
+            self._task.join(self.world.transport.timeout)
+            self._line = self._task = None
+
     def close(self) -> None:
-        """Let the comm task end after the calls that wait for it; `World.close` does this for every team."""
-        if self._line is not None:
-            self._line.put(None)
-            self._line = None
+        """Let go of the channel. `World.close` closes every team; do it earlier where teams come and go."""
+        self.drain()
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the channel at once, whatever is still under way."""
+        if not self._closed and self._transport is not None:
+            self._transport.close()
+        self._closed = True
 
     def __repr__(self) -> str:
         return f"Team(ranks={list(self.ranks)})"

@@ -7,6 +7,7 @@ import contextvars
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -55,7 +56,7 @@ class World:
         self.closed = False
         self.claimed = False
         self.hosts = tuple(hosts)
-        self.events = Recorder(transport.runtime.now)
+        self.events = Recorder(transport.runtime.now, lock=transport.runtime.lock())
         self._transport = transport
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         self._host_numbers = tuple(numbers[host] for host in hosts)
@@ -103,18 +104,39 @@ class World:
         else:
             self.runtime.sleep(seconds)
 
+    def claim(self, timeout: float, check: bool) -> World:
+        """What `init` gives on a simulated rank: this world, once until it is closed."""
+        if self.claimed and not self.closed:
+            raise WorldError(f"this simulated rank has called init already: {self!r}")
+        self.claimed, self.closed = True, False
+        self.check = self.check or check
+        if timeout != DEFAULT_TIMEOUT:
+            self._transport.timeout = timeout
+        return self
+
     def close(self) -> None:
-        """Leave the world. A second call does nothing; a forgotten one is made up for at exit."""
+        """Leave the world, after the asynchronous calls that are under way. A second call does nothing; a forgotten
+        one is made up for at exit.
+        """
+        if self.closed:
+            return
+        for team in self._teams:
+            team.drain()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Leave at once, whatever is still under way: at exit, or after an error."""
         if self.closed:
             return
         self.closed = True
-        for team in self._teams:
-            team.close()
         self.events.close()
+        for team in self._teams[1:]:
+            if team.member:
+                team.release()
         self._transport.close()
         if self in _of_process:
             _of_process.remove(self)
-            atexit.unregister(self.close)
+            atexit.unregister(self._leave)
 
     def __enter__(self) -> World:
         return self
@@ -122,7 +144,7 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close() if error is None else self._leave()
 
     def __repr__(self) -> str:
         return (
@@ -144,11 +166,8 @@ def init(transport: str | Transport | None = None, timeout: float = DEFAULT_TIME
     tensor([1., 1.])
     """
     simulated = _current.get()
-    if simulated is not None and not simulated.closed:
-        if simulated.claimed:
-            raise WorldError(f"this simulated rank has called init already: {simulated!r}")
-        simulated.claimed = True
-        return simulated
+    if simulated is not None:
+        return simulated.claim(timeout, check)
     if _of_process:
         raise WorldError(f"this process has a world already: {_of_process[0]!r}; call its close() first")
     if not timeout > 0:
@@ -162,9 +181,12 @@ def init(transport: str | Transport | None = None, timeout: float = DEFAULT_TIME
         if engine.size == 1 and environment.size > 1:
             environment = Environment(source=environment.source)
     hosts, lanes = ([environment.host], 1) if engine.size == 1 else _introduce(engine, environment)
+    if not environment.local_known:
+        mine = [rank for rank, host in enumerate(hosts) if host == environment.host]
+        environment = replace(environment, local_rank=mine.index(environment.rank), local_size=len(mine))
     world = World(environment, engine, hosts, check, lanes)
     _of_process.append(world)
-    atexit.register(world.close)
+    atexit.register(world._leave)
     logger.info("%r", world)
     return world
 

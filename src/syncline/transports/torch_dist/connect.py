@@ -31,16 +31,19 @@ def connect(environment: Environment, timeout: float) -> TorchTransport:
     store = _meet(environment, place, timeout)
     generation = store.add(f"syncline/generation/{environment.rank}", 1)
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefix = PrefixStore(f"syncline/{restart}/{generation}", store)
+    name = f"syncline/{restart}/{generation}"
+    prefix = PrefixStore(name, store)
     prefix.set(f"here/{environment.rank}", "1")
     liveness = Liveness(
-        prefix,
+        PrefixStore(name, _second_connection(place, store, timeout)),
         rank=environment.rank,
         size=environment.size,
         runtime=RealRuntime(),
         host_rank=None if place.hosted else 0,
     )
-    engine = Engine(prefix, liveness, timeout, one_host=environment.local_size == environment.size)
+    engine = Engine(
+        prefix, liveness, timeout, one_host=environment.local_known and environment.local_size == environment.size
+    )
     try:
         return TorchTransport(engine, tuple(range(environment.size)), environment.rank)
     except PeerLostError as error:
@@ -48,24 +51,40 @@ def connect(environment: Environment, timeout: float) -> TorchTransport:
         raise WorldError(_who_is_missing(prefix, environment, place, timeout, error)) from error
 
 
-def _meet(environment: Environment, place: Rendezvous, timeout: float) -> Store:
-    is_host = environment.rank == 0 and not place.hosted
-    listener = _listen(environment, place) if is_host else None
-    port = place.port if listener is None else int(listener.getsockname()[1])
-    try:
-        return TCPStore(
-            place.address,
-            port,
-            is_master=is_host,
-            timeout=timedelta(seconds=timeout),
-            wait_for_workers=False,
-            master_listen_fd=None if listener is None else listener.detach(),
-        )
-    except (RuntimeError, ValueError) as error:
-        raise WorldError(
-            f"rank {environment.rank} ({environment.source}) found no store at {place.address}:{place.port} "
-            f"within {timeout:.3g} s: is rank 0 running, and the port open? ({_first_line(error)})"
-        ) from error
+_stores: dict[tuple[str, int], TCPStore] = {}
+"""For the life of the process: a server keeps its port, and a world that is made again meets there too."""
+
+
+def _meet(environment: Environment, place: Rendezvous, timeout: float) -> TCPStore:
+    key = (place.address, place.port)
+    if key not in _stores:
+        is_host = environment.rank == 0 and not place.hosted
+        listener = _listen(environment, place) if is_host else None
+        port = place.port if listener is None else int(listener.getsockname()[1])
+        try:
+            _stores[key] = TCPStore(
+                place.address,
+                port,
+                is_master=is_host,
+                timeout=timedelta(seconds=timeout),
+                wait_for_workers=False,
+                master_listen_fd=None if listener is None else listener.detach(),
+            )
+        except (RuntimeError, ValueError) as error:
+            raise WorldError(
+                f"rank {environment.rank} ({environment.source}) found no store at {place.address}:{place.port} "
+                f"within {timeout:.3g} s: is rank 0 running, and the port open? ({_first_line(error)})"
+            ) from error
+    store = _stores[key]
+    store.set_timeout(timedelta(seconds=timeout))
+    return store
+
+
+def _second_connection(place: Rendezvous, store: TCPStore, timeout: float) -> TCPStore:
+    """Beats go on while the first connection waits for a key."""
+    return TCPStore(
+        place.address, store.port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False
+    )
 
 
 def _listen(environment: Environment, place: Rendezvous) -> socket.socket:

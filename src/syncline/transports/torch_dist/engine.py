@@ -38,10 +38,11 @@ class Groups:
         return self._cuda
 
     def close(self) -> None:
-        """Let NCCL go; gloo needs no word."""
+        """Let both engines go: gloo's threads and sockets end with the last reference."""
         if self._cuda is not None:
             self._cuda.shutdown()
             self._cuda = None
+        self.cpu = None
 
 
 class Engine:
@@ -78,9 +79,14 @@ class Engine:
         options._timeout = timedelta(seconds=self.timeout)
         return nccl(store, rank, size, options)
 
+    def release(self, groups: Groups) -> None:
+        """End one channel's groups."""
+        groups.close()
+        if groups in self._made:
+            self._made.remove(groups)
+
     def close(self) -> None:
         """End all groups and the watch."""
         self.liveness.close()
-        for groups in self._made:
-            groups.close()
-        self._made.clear()
+        for groups in list(self._made):
+            self.release(groups)

@@ -119,8 +119,8 @@ class Liveness:
         late = []
         for rank in members:
             if rank != self.rank:
-                beat = self._read_beat(rank)
-                if beat is not None and int(beat["calls"].get(channel, 0)) < mine:
+                beat = self._ask(lambda rank=rank: self._read_beat(rank))  # type: ignore[misc]
+                if isinstance(beat, dict) and int(beat["calls"].get(channel, 0)) < mine:
                     late.append(rank)
         return late
 
@@ -176,8 +176,8 @@ class Liveness:
         return Verdict(None, "the launcher's store does not answer")
 
     def _busy(self, rank: int) -> str:
-        beat = self._read_beat(rank)
-        return f" (its last one: {beat['doing']})" if beat and beat["doing"] else ""
+        beat = self._ask(lambda: self._read_beat(rank))
+        return f" (its last one: {beat['doing']})" if isinstance(beat, dict) and beat["doing"] else ""
 
     def _post(self, verdict: Verdict) -> Verdict:
         text = json.dumps({"rank": verdict.rank, "reason": verdict.reason})
@@ -186,8 +186,10 @@ class Liveness:
 
     def _read_lost(self) -> Verdict | None:
         if self._lost is None and self._ask(lambda: self._store.check(["lost"])) is True:
-            found = json.loads(self._store.get("lost"))
-            self._lost = Verdict(int(found["rank"]), str(found["reason"]))
+            text = self._ask(lambda: self._store.get("lost"))
+            if text is not _UNREACHABLE:
+                found = json.loads(text)
+                self._lost = Verdict(int(found["rank"]), str(found["reason"]))
         return self._lost
 
     def _read_beat(self, rank: int) -> dict[str, Any] | None:

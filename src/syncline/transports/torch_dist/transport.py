@@ -14,7 +14,9 @@ too.
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
+from datetime import timedelta
 from itertools import count
 
 import torch
@@ -33,7 +35,9 @@ from syncline.transports.torch_dist.work import WorkHandle
 
 __all__ = ["TorchTransport"]
 
-MOST_DROPPED = 256
+MOST_DROPPED = 64
+MOST_DROPPED_BYTES = 64 << 20
+FOREVER = timedelta(days=3650)
 
 EXACT, HEADER, BODY = 0 * TAGS, 1 * TAGS, 2 * TAGS
 
@@ -48,10 +52,15 @@ class TorchTransport(Transport):
         self.engine = engine
         self.liveness = engine.liveness
         self.channel = channel
+        pending = f"ranks {list(members)} to make a channel"
+        self.entering(pending)
+        over = self.liveness.waiting(pending, channel, members)
         try:
             self.groups = engine.groups(channel, self.rank, self.size)
         except (RuntimeError, ValueError) as error:
-            raise self.failure(None, f"ranks {list(members)} to make a channel", 0.0, error) from error
+            raise self.failure(None, pending, 0.0, error) from error
+        finally:
+            over()
         self.native = NativeTorch(self)
         self._numbers = count()
         self._splits = count(1)
@@ -79,8 +88,8 @@ class TorchTransport(Transport):
     def post_send(self, data: Tensor, to: int, engine_tag: int) -> WorkHandle:
         """Hand bytes to the engine."""
         pending = f"rank {self.members[to]} to take {human(data.numel())}"
-        while len(self.dropped) > MOST_DROPPED:
-            self.dropped.popleft().wait()
+        while len(self.dropped) > MOST_DROPPED or sum(handle.nbytes for handle in self.dropped) > MOST_DROPPED_BYTES:
+            self.dropped.popleft().wait()  # long done, as a rule: the engine does not tell without a wait
         try:
             work = self.groups.cpu.send([data], to, engine_tag)
         except RuntimeError as error:
@@ -123,18 +132,19 @@ class TorchTransport(Transport):
             try:
                 header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
                 handle = self.post_recv(header, None, HEADER + tag)
-                handle.work.wait()  # as long as it takes: nobody may have anything to say
-                data = self.read_body(header, handle.work._source_rank(), None)
-                self._mailbox.deliver(data, handle.work._source_rank(), tag)
+                handle.work.wait(FOREVER)  # nobody may have anything to say, and a wait that ends breaks all pairs
+                source = handle.work._source_rank()
+                found = Header.read(header.numpy().tobytes(), peer=source)
+                self._mailbox.await_room(found.length, source, tag)  # until then its sender waits
+                self._mailbox.deliver(self.read_body(header, source, None), source, tag)
             except ProtocolError as error:
                 self._break_receives(tag, error)
-            except SynclineError as error:
-                self._break_receives(tag, error)
-                return
-            except RuntimeError as error:
+            except (SynclineError, RuntimeError) as error:
                 if not self._closed:
-                    lost = self.failure(None, f"a message from anyone (tag {tag})", 0.0, error)
-                    self._break_receives(tag, lost)
+                    ours = isinstance(error, SynclineError)
+                    pending = f"a message from anyone (tag {tag})"
+                    self._break_receives(tag, error if ours else self.failure(None, pending, 0.0, error))
+                self._pumps.pop(tag, None)
                 return
 
     def _break_receives(self, tag: int, error: Exception) -> None:
@@ -147,7 +157,7 @@ class TorchTransport(Transport):
         it is longer than anything that may lie here unasked for.
         """
         found = Header.read(header.numpy().tobytes(), peer=source)
-        limit = LIMIT if room is None else room.numel()
+        limit = found.length if room is None else room.numel()  # a pump has made sure of the room
         refusal = ProtocolError(
             f"rank {source} sent {human(found.length)} (tag {found.tag}) where at most {human(limit)} were due",
             peer=source,
@@ -170,7 +180,9 @@ class TorchTransport(Transport):
         if self.rank not in members:
             return None
         chosen = tuple(self.members[rank] for rank in members)
-        return TorchTransport(self.engine, chosen, self.members[self.rank], f"{self.channel}.{number}")
+        # The ranks are part of the name: two halves that each split themselves off at once must not meet.
+        name = f"{self.channel}.{number}.{zlib.crc32(repr(chosen).encode()):08x}"
+        return TorchTransport(self.engine, chosen, self.members[self.rank], name)
 
     def entering(self, what: str) -> None:
         self.liveness.entering(self.channel, what)
@@ -199,6 +211,7 @@ class TorchTransport(Transport):
         if self._closed:
             return
         self._closed = True
+        self.engine.release(self.groups)
         if self.channel == "0":
             self.engine.close()
 

@@ -49,13 +49,16 @@ class WorkHandle:
         timeout = transport.timeout if timeout is None else timeout
         start = transport.runtime.now()
         over = transport.liveness.waiting(self._pending, transport.channel, transport.members)
+        problem = None
         try:
             self.work.wait(timedelta(seconds=timeout))
         except RuntimeError as error:
-            seconds = transport.runtime.now() - start
-            raise transport.failure(self._peer, self._pending, seconds, error) from error
+            problem = error
         finally:
             over()
+        if problem is not None:
+            seconds = transport.runtime.now() - start
+            raise transport.failure(self._peer, self._pending, seconds, problem) from problem
         if self._copy_to is not None:
             self._copy_to.copy_(self._buffer)
         self._done = True

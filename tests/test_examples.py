@@ -28,11 +28,18 @@ def test_example(arguments: list[str], says: str) -> None:
 
 
 @pytest.mark.xdist_group("gloo")
-def test_the_comparison_with_the_engine() -> None:
-    command = ["examples/compare_allreduce.py", "--megabytes", "0.1", "--repeats", "3"]
-    ended = finish([start(command, each) for each in torch_variables(2)])
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["compare_allreduce.py", "--megabytes", "0.1", "--repeats", "3"], "halving_doubling"),
+        (["check_cost.py", "--repeats", "2"], "check adds"),
+    ],
+)
+def test_the_measurements_on_gloo(command: list[str], says: str) -> None:
+    script = [f"examples/{command[0]}", *command[1:]]
+    ended = finish([start(script, each) for each in torch_variables(2)])
     assert [one.code for one in ended] == [0, 0], ended
-    assert "halving_doubling" in ended[0].out
+    assert says in ended[0].out
 
 
 def test_the_readme_example() -> None:

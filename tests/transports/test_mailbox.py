@@ -191,3 +191,38 @@ def test_events(mailbox: Mailbox) -> None:
     mailbox.deliver(message(1), source=0, tag=0)
     assert event.is_set()
     assert mailbox.event_of(waiting) is None
+
+
+def test_room_is_waited_for(mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message that finds the mailbox full waits until something is taken, or until a receive wants it."""
+    monkeypatch.setattr(module, "LIMIT", 2)
+    mailbox.deliver(message(1, 2), source=0, tag=0)
+    waiting = RealRuntime().spawn(mailbox.await_room, 1, 0, 0)
+    assert not waiting.join(0.05)
+    post(mailbox, room=2)
+    assert waiting.join(30)
+    mailbox.deliver(message(3, 4), source=0, tag=0)
+    waiting = RealRuntime().spawn(mailbox.await_room, 2, 1, 7)
+    assert not waiting.join(0.05)
+    post(mailbox, room=2, wanted=1, tag=7)
+    assert waiting.join(30)
+
+
+def test_a_message_longer_than_all_bounds_is_refused(mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the limit and than the receive: not even read."""
+    monkeypatch.setattr(module, "LIMIT", 4)
+    post(mailbox, room=6)
+    mailbox.await_room(6, 0, 0)
+    with pytest.raises(ProtocolError, match=r"rank 3 announces 7 B .*at most 6 B"):
+        mailbox.await_room(7, 3, 0)
+
+
+def test_a_receive_that_was_given_up_is_withdrawn(mailbox: Mailbox) -> None:
+    """It takes no message any more; one that is settled cannot be taken back."""
+    given_up = post(mailbox)
+    assert mailbox.withdraw(given_up)
+    served = post(mailbox)
+    mailbox.deliver(message(5), source=0, tag=0)
+    assert got(given_up) == NOT_YET
+    assert got(served) == (True, 0, [5])
+    assert not mailbox.withdraw(served)

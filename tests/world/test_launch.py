@@ -219,6 +219,35 @@ def test_a_receive_from_anyone_may_idle_longer_than_the_timeout() -> None:
     assert ended[0].out == "heard 1\n"
 
 
+FLOOD = """
+import torch, syncline as sl
+from syncline.transports import mailbox
+mailbox.LIMIT = 1000                                # a small one, to be filled quickly
+world = sl.init(timeout=60)
+if world.rank == 0:
+    first = torch.zeros(1)
+    sl.recv(first)                                  # from now on a task reads what comes from anyone
+    world.barrier()
+    seen = []
+    for _ in range(100):
+        buffer = torch.zeros(100)
+        sl.recv(buffer)
+        seen.append(int(buffer[0]))
+    print(seen == list(range(100)))
+else:
+    sl.send(torch.ones(1), to=0)
+    world.barrier()
+    for number in range(100):
+        sl.send(torch.full((100,), float(number)), to=0)
+"""
+
+
+def test_a_full_mailbox_holds_its_sender_back_and_loses_nothing() -> None:
+    ended = launch(FLOOD, torch_variables(2))
+    assert [one.code for one in ended] == [0, 0], ended
+    assert ended[0].out == "True\n"
+
+
 CHECKED = """
 import sys, torch, syncline as sl
 world = sl.init(timeout=60, check=True)

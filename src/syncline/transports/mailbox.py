@@ -91,11 +91,20 @@ class Mailbox:
         return posted
 
     def await_room(self, nbytes: int, source: int, tag: int) -> None:
-        """Wait until a message may be delivered: there is room for it, or a receive that takes it at once."""
+        """Wait until a message may be delivered: there is room for it, or a receive that takes it at once.
+
+        One that is longer than the limit and than the receive that waits for it is refused.
+        """
         while True:
             with self._lock:
-                wanted = any(posted.tag == tag and posted.wanted in (None, source) for posted in self._posted)
-                if wanted or self._waiting_bytes + nbytes <= LIMIT:
+                takers = [p for p in self._posted if p.tag == tag and p.wanted in (None, source)]
+                if takers and nbytes > max(LIMIT, takers[0].data.numel()):
+                    raise ProtocolError(
+                        f"rank {source} announces {human(nbytes)} (tag {tag}) where at most "
+                        f"{human(takers[0].data.numel())} were due",
+                        peer=source,
+                    )
+                if takers or self._waiting_bytes + nbytes <= LIMIT:
                     return
                 self._changed.clear()
             self._changed.wait(why=f"room for {human(nbytes)} from rank {source}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from datetime import timedelta
@@ -16,6 +17,8 @@ from syncline.transports.torch_dist.liveness import Liveness
 from syncline.transports.torch_dist.transport import TorchTransport
 
 __all__ = ["connect"]
+
+logger = logging.getLogger("syncline")
 
 
 def connect(environment: Environment, timeout: float) -> TorchTransport:
@@ -94,6 +97,12 @@ def _listen(environment: Environment, place: Rendezvous) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        if str(address[0]).startswith("127.") and environment.local_known and environment.local_size < environment.size:
+            logger.warning(
+                "rank 0 listens at %s (%s), which other hosts cannot reach: set MASTER_ADDR to an address they can",
+                address[0],
+                place.address,
+            )
         listener.listen(max(128, environment.size))
         return listener
     except OSError as error:

@@ -14,6 +14,7 @@ too.
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections import deque
 from datetime import timedelta
@@ -34,6 +35,8 @@ from syncline.transports.torch_dist.native import NativeTorch
 from syncline.transports.torch_dist.work import WorkHandle
 
 __all__ = ["TorchTransport"]
+
+logger = logging.getLogger("syncline")
 
 MOST_DROPPED = 64
 MOST_DROPPED_BYTES = 64 << 20
@@ -138,6 +141,7 @@ class TorchTransport(Transport):
                 self._mailbox.await_room(found.length, source, tag)  # until then its sender waits
                 self._mailbox.deliver(self.read_body(header, source, None), source, tag)
             except ProtocolError as error:
+                logger.warning("rank %d: %s", self.members[self.rank], error)  # perhaps nobody waits to be told
                 self._break_receives(tag, error)
             except (SynclineError, RuntimeError) as error:
                 if not self._closed:

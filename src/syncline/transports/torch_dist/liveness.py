@@ -28,6 +28,10 @@ WARN_AFTER = 10.0
 """Seconds after which a wait is reported, in one line."""
 
 
+PATIENCE = 5.0
+"""Seconds that closing waits for the beat to stop; it is in the middle of one at most."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Who is to blame for a wait, and why we think so."""
@@ -90,6 +94,8 @@ class Liveness:
             self._closed.set()
             if self._lost is None:
                 self._ask(lambda: self._store.set(f"left/{self.rank}", "1"))
+            # A thread that comes back from C++ while the interpreter shuts down takes the process down with it.
+            self._task.join(PATIENCE)
 
     # The beat.
 

@@ -153,6 +153,9 @@ class Transport(ABC):
     def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:
         """The error for a wait that broke or timed out: a `PeerLostError` that names who is gone."""
 
+    def abort(self) -> None:  # noqa: B027 (where waits end by themselves there is nothing to break)
+        """Break every wait on this channel: the next thing is to close it."""
+
     def close(self) -> None:  # noqa: B027 (most transports have nothing to close)
         """Let go of what the engine holds. Every rank closes; a second call does nothing."""
 

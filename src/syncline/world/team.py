@@ -158,11 +158,13 @@ class Team:
         while (call := line.get()) is not None:
             call()
 
-    def drain(self) -> None:
+    def drain(self, patience: float | None = None) -> None:
         """Let the asynchronous calls that wait for the comm task end, and the task with them."""
         if self._line is not None and self._task is not None:
-            self._line.put(None, timeout=self.world.transport.timeout)
-            self._task.join(self.world.transport.timeout)
+            patience = self.world.transport.timeout if patience is None else patience
+            self._line.put(None, timeout=patience)
+            if not self._task.join(patience):
+                raise TimeoutError(f"{self!r} has asynchronous calls that have not ended within {patience:.3g} s")
             self._line = self._task = None
 
     def close(self) -> None:
@@ -172,9 +174,19 @@ class Team:
 
     def release(self) -> None:
         """Let go of the channel at once, whatever is still under way."""
+        self.break_off()
         if not self._closed and self._transport is not None:
             self._transport.close()
         self._closed = True
+
+    def break_off(self) -> None:
+        """End a comm task that is in the middle of a call: left alone, it could come back while Python shuts down."""
+        if self._task is not None and self._transport is not None:
+            try:
+                self.drain(patience=0.5)
+            except TimeoutError:
+                self._transport.abort()
+                self._line = self._task = None
 
     def __repr__(self) -> str:
         return f"Team(ranks={list(self.ranks)})"

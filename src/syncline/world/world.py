@@ -130,6 +130,7 @@ class World:
             return
         self.closed = True
         self.events.close()
+        self.everyone.break_off()
         for team in self._teams[1:]:
             if team.member:
                 team.release()

@@ -8,8 +8,8 @@ message goes as a header and a body, unless both sides know the length (`exact`)
                 body    ┌ 2 │ number ┐      paired with its header by the number
 
 A rank cannot reach itself through gloo; such messages go through a mailbox. A tag that somebody receives from
-*anyone* is read by a task of its own into the same mailbox, so that a message to oneself wakes that receive
-too.
+*anyone* is read into the same mailbox, by a task for each peer: a message to oneself wakes that receive too, and
+unlike gloo's own receive from anyone these waits end when a peer is gone or the channel is closed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import deque
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 
@@ -27,7 +28,7 @@ from syncline.errors import PeerLostError, ProtocolError, SynclineError
 from syncline.runtime import Task
 from syncline.transports.base import TAGS, Handle, Transport, human
 from syncline.transports.frames import HEADER_BYTES, Header
-from syncline.transports.mailbox import LIMIT, Mailbox
+from syncline.transports.mailbox import LIMIT, Mailbox, Posted
 from syncline.transports.memory import Completed, MailboxHandle, describe_recv
 from syncline.transports.torch_dist.engine import Engine
 from syncline.transports.torch_dist.liveness import Verdict
@@ -41,8 +42,9 @@ logger = logging.getLogger("syncline")
 MOST_DROPPED = 64
 MOST_DROPPED_BYTES = 64 << 20
 FOREVER = timedelta(days=3650)
+PATIENCE = 5.0
 
-EXACT, HEADER, BODY = 0 * TAGS, 1 * TAGS, 2 * TAGS
+EXACT, HEADER, BODY, ABORT = 0 * TAGS, 1 * TAGS, 2 * TAGS, 3 * TAGS
 
 
 class TorchTransport(Transport):
@@ -68,7 +70,8 @@ class TorchTransport(Transport):
         self._numbers = count()
         self._splits = count(1)
         self._mailbox = Mailbox(self.runtime)
-        self._pumps: dict[int, Task] = {}
+        self._pumps: dict[int, dict[int, Task]] = {}
+        self._silent: set[tuple[int, int]] = set()
         self._lock = self.runtime.lock()
         self._closed = False
         self.dropped: deque[WorkHandle] = deque()
@@ -108,7 +111,10 @@ class TorchTransport(Transport):
             return self.post_recv(data, source, EXACT + tag)
         if source is None or tag in self._pumps:
             self._pump(tag)
-            return MailboxHandle(self, self._mailbox, self._mailbox.post(data, source, tag, exact))
+            posted = self._mailbox.post(data, source, tag, exact)
+            for silent in [other for known, other in list(self._silent) if known == tag and source in (None, other)]:
+                self._peer_is_silent(tag, silent, None)
+            return MailboxHandle(self, self._mailbox, posted)
         return _FramedRecv(self, data, source, tag)
 
     def post_recv(self, data: Tensor, source: int | None, engine_tag: int, pending: str = "") -> WorkHandle:
@@ -127,32 +133,46 @@ class TorchTransport(Transport):
     def _pump(self, tag: int) -> None:
         with self._lock:
             if tag not in self._pumps:
-                self._pumps[tag] = self.runtime.spawn(self._pump_loop, tag, name=f"anyone-{tag}")
+                self._pumps[tag] = {
+                    peer: self.runtime.spawn(self._pump_loop, tag, peer, name=f"anyone-{tag}-{peer}")
+                    for peer in range(self.size)
+                    if peer != self.rank
+                }
 
-    def _pump_loop(self, tag: int) -> None:
-        """Read what comes under `tag` from anyone into the mailbox, until the channel closes or breaks."""
+    def _pump_loop(self, tag: int, peer: int) -> None:
+        """Read what comes from `peer` under `tag` into the mailbox, until the channel closes or the peer is gone."""
         while not self._closed:
             try:
                 header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-                handle = self.post_recv(header, None, HEADER + tag)
-                handle.work.wait(FOREVER)  # nobody may have anything to say, and a wait that ends breaks all pairs
-                source = handle.work._source_rank()
-                found = Header.read(header.numpy().tobytes(), peer=source)
-                self._mailbox.await_room(found.length, source, tag)  # until then its sender waits
-                self._mailbox.deliver(self.read_body(header, source, None), source, tag)
+                handle = self.post_recv(header, peer, HEADER + tag)
+                handle.work.wait(FOREVER)  # it may have nothing to say, and a wait that ends breaks all pairs
+                found = Header.read(header.numpy().tobytes(), peer=peer)
+                self._mailbox.await_room(found.length, peer, tag)  # until then its sender waits
+                self._mailbox.deliver(self.read_body(header, peer, None), peer, tag)
             except ProtocolError as error:
                 logger.warning("rank %d: %s", self.members[self.rank], error)  # perhaps nobody waits to be told
-                self._break_receives(tag, error)
+                refusal = error
+                self._mailbox.fail(lambda posted: refusal if _concerns(posted, tag, peer) else None)  # noqa: B023
             except (SynclineError, RuntimeError) as error:
                 if not self._closed:
-                    ours = isinstance(error, SynclineError)
-                    pending = f"a message from anyone (tag {tag})"
-                    self._break_receives(tag, error if ours else self.failure(None, pending, 0.0, error))
-                self._pumps.pop(tag, None)
+                    self._peer_is_silent(tag, peer, error)
                 return
 
-    def _break_receives(self, tag: int, error: Exception) -> None:
-        self._mailbox.fail(lambda posted: error if posted.tag == tag else None)
+    def _peer_is_silent(self, tag: int, peer: int, cause: Exception | None) -> None:
+        """Nothing more comes from a peer: break the receives that wait for it, or for anyone when all are silent."""
+        self._silent.add((tag, peer))
+        alone = all((tag, other) in self._silent for other in self._pumps.get(tag, {}))
+        lost: list[Exception] = []
+
+        def verdict(posted: Posted) -> Exception | None:
+            if posted.tag != tag or not (posted.wanted == peer or (posted.wanted is None and alone)):
+                return None
+            if not lost:
+                pending = describe_recv(self, posted.wanted, tag, posted.data.numel())
+                lost.append(self.failure(peer, pending, 0.0, cause or ConnectionError("the connection is closed")))
+            return lost[0]
+
+        self._mailbox.fail(verdict)
 
     def read_body(self, header: Tensor, source: int, room: Tensor | None, timeout: float | None = None) -> Tensor:
         """The body that a header announces, in `room` where it fits there exactly or with space left.
@@ -211,10 +231,22 @@ class TorchTransport(Transport):
             seconds=seconds,
         )
 
+    def abort(self) -> None:
+        """Break every wait on this channel, here and at the peers: gloo does so when one wait times out."""
+        if self.size > 1 and self.groups.cpu is not None:
+            peer = (self.rank + 1) % self.size
+            with suppress(RuntimeError):
+                self.groups.cpu.recv([torch.empty(1)], peer, ABORT).wait(timedelta(milliseconds=1))
+
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
+        if self._pumps:
+            self.abort()
+            for pumps in self._pumps.values():
+                for task in pumps.values():
+                    task.join(PATIENCE)
         self.engine.release(self.groups)
         if self.channel == "0":
             self.engine.close()
@@ -252,3 +284,7 @@ class _FramedRecv:
         self._handle.wait(timeout)
         self._done = True
         self.nbytes = self._transport.read_body(self._header, self.source, self._data, timeout).numel()
+
+
+def _concerns(posted: Posted, tag: int, peer: int) -> bool:
+    return posted.tag == tag and posted.wanted in (None, peer)

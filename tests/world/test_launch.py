@@ -102,7 +102,8 @@ print("end of script", flush=True)
 
 def test_a_forgotten_close_does_not_hang_the_exit() -> None:
     ended = launch(FORGOTTEN, torch_variables(2))
-    assert [(one.code, one.out, one.err) for one in ended] == [(0, "end of script\n", "")] * 2
+    assert [(one.code, one.out) for one in ended] == [(0, "end of script\n")] * 2, ended
+    assert not any("Traceback" in one.err or "terminate" in one.err for one in ended), ended
 
 
 LATE = """
@@ -246,6 +247,38 @@ def test_a_full_mailbox_holds_its_sender_back_and_loses_nothing() -> None:
     ended = launch(FLOOD, torch_variables(2))
     assert [one.code for one in ended] == [0, 0], ended
     assert ended[0].out == "True\n"
+
+
+SERVER = """
+import sys, torch, syncline as sl
+world = sl.init(timeout=60)
+buffer = torch.zeros(1)
+if world.rank == 0:
+    sl.recv(buffer)
+    print("serving", flush=True)
+    for source in (None, 1):                        # one that waits when it happens, one that comes after
+        try:
+            sl.recv(buffer, source)
+        except sl.PeerLostError as error:
+            print("LOST", error.peer)
+else:
+    sl.send(buffer, to=0)
+    sys.stdin.readline()
+"""
+
+
+def test_a_server_on_gloo_is_told_when_its_last_client_is_killed() -> None:
+    variables = torch_variables(2)
+    server = start(["-c", SERVER], variables[0])
+    client = subprocess.Popen(
+        [sys.executable, "-c", SERVER], env={**os.environ, **variables[1]}, stdin=subprocess.PIPE, text=True
+    )
+    assert server.stdout is not None
+    assert server.stdout.readline() == "serving\n"
+    client.kill()
+    client.communicate()
+    (ended,) = finish([server])
+    assert (ended.code, ended.out) == (0, "LOST 1\nLOST 1\n"), ended
 
 
 CHECKED = """

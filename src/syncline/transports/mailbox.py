@@ -117,6 +117,11 @@ class Mailbox:
             self._posted.remove(posted)
             return True
 
+    def waits(self, which: Callable[[Posted], bool]) -> bool:
+        """Whether such a receive is waiting."""
+        with self._lock:
+            return any(which(posted) for posted in self._posted)
+
     def fail(self, error: Callable[[Posted], Exception | None]) -> None:
         """Break the receives for which `error` gives one."""
         with self._lock:

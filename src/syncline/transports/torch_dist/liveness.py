@@ -29,7 +29,7 @@ WARN_AFTER = 10.0
 
 
 PATIENCE = 5.0
-"""Seconds that closing waits for the beat to stop; it is in the middle of one at most."""
+"""Seconds that closing waits at most: for the beat to stop, and on the store's host for the others to leave."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,20 @@ class Liveness:
         """Stop beating, and say that this rank leaves of its own will."""
         if not self._closed.is_set():
             self._closed.set()
-            if self._lost is None:
-                self._ask(lambda: self._store.set(f"left/{self.rank}", "1"))
             # A thread that comes back from C++ while the interpreter shuts down takes the process down with it.
             self._task.join(PATIENCE)
+            if self._lost is None:
+                self._ask(lambda: self._store.set(f"left/{self.rank}", "1"))  # the last this rank asks of the store
+                self._see_the_others_off()
+
+    def _see_the_others_off(self) -> None:
+        """Where this process serves the store, let the others say that they leave: it may end with this call."""
+        others = [f"left/{rank}" for rank in range(self.size) if rank != self.rank]
+        until = self.runtime.now() + PATIENCE
+        while self._host_rank == self.rank and others and self.runtime.now() < until:
+            if self._ask(lambda: self._store.check(others)) is not False:
+                return
+            self.runtime.sleep(0.01)
 
     # The beat.
 

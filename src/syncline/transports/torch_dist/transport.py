@@ -151,8 +151,7 @@ class TorchTransport(Transport):
                 self._mailbox.deliver(self.read_body(header, peer, None), peer, tag)
             except ProtocolError as error:
                 logger.warning("rank %d: %s", self.members[self.rank], error)  # perhaps nobody waits to be told
-                refusal = error
-                self._mailbox.fail(lambda posted: refusal if _concerns(posted, tag, peer) else None)  # noqa: B023
+                self._break_receives(tag, peer, True, error)
             except (SynclineError, RuntimeError) as error:
                 if not self._closed:
                     self._peer_is_silent(tag, peer, error)
@@ -162,17 +161,13 @@ class TorchTransport(Transport):
         """Nothing more comes from a peer: break the receives that wait for it, or for anyone when all are silent."""
         self._silent.add((tag, peer))
         alone = all((tag, other) in self._silent for other in self._pumps.get(tag, {}))
-        lost: list[Exception] = []
+        if self._mailbox.waits(lambda posted: _concerns(posted, tag, peer, alone)):
+            pending = f"a message from {'anyone' if alone else f'rank {self.members[peer]}'} (tag {tag})"
+            cause = cause or ConnectionError("the connection is closed")
+            self._break_receives(tag, peer, alone, self.failure(peer, pending, 0.0, cause))
 
-        def verdict(posted: Posted) -> Exception | None:
-            if posted.tag != tag or not (posted.wanted == peer or (posted.wanted is None and alone)):
-                return None
-            if not lost:
-                pending = describe_recv(self, posted.wanted, tag, posted.data.numel())
-                lost.append(self.failure(peer, pending, 0.0, cause or ConnectionError("the connection is closed")))
-            return lost[0]
-
-        self._mailbox.fail(verdict)
+    def _break_receives(self, tag: int, peer: int, anyone: bool, error: Exception) -> None:
+        self._mailbox.fail(lambda posted: error if _concerns(posted, tag, peer, anyone) else None)
 
     def read_body(self, header: Tensor, source: int, room: Tensor | None, timeout: float | None = None) -> Tensor:
         """The body that a header announces, in `room` where it fits there exactly or with space left.
@@ -286,5 +281,6 @@ class _FramedRecv:
         self.nbytes = self._transport.read_body(self._header, self.source, self._data, timeout).numel()
 
 
-def _concerns(posted: Posted, tag: int, peer: int) -> bool:
-    return posted.tag == tag and posted.wanted in (None, peer)
+def _concerns(posted: Posted, tag: int, peer: int, anyone: bool) -> bool:
+    """Whether a receive waits for this peer, or for anyone where that counts too."""
+    return posted.tag == tag and (posted.wanted == peer or (anyone and posted.wanted is None))

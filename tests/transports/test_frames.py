@@ -16,7 +16,9 @@ from syncline.transports.frames import HEADER_BYTES, LONGEST, Header
 repeatable = settings(derandomize=True, deadline=None)
 
 u32 = st.integers(0, 2**32 - 1)
-headers = st.builds(Header, sender=u32, tag=u32, length=st.integers(0, LONGEST), number=u32)
+headers = st.builds(
+    Header, sender=u32, tag=u32, length=st.integers(0, LONGEST), number=u32, kind=st.just(1), channel=u32
+)
 
 GOOD = Header(sender=3, tag=7, length=4096, number=1)
 
@@ -30,16 +32,17 @@ def forged(
     tag: int = 7,
     length: int = 4096,
     number: int = 1,
+    channel: int = 0,
 ) -> bytes:
     """A header made by hand from the drawing in frames.py, its checksum right whatever it says."""
-    fields = magic + struct.pack("<BBHIIQI", version, kind, reserved, sender, tag, length, number)
+    fields = magic + struct.pack("<BBHIIQII", version, kind, reserved, sender, tag, length, number, channel)
     return fields + struct.pack("<I", zlib.crc32(fields))
 
 
 def test_the_bytes_are_those_drawn() -> None:
-    """Thirty-two bytes, little-endian, each field where the drawing has it."""
+    """Thirty-six bytes, little-endian, each field where the drawing has it."""
     data = GOOD.pack()
-    assert HEADER_BYTES == len(data) == 32
+    assert HEADER_BYTES == len(data) == 36
     assert data == forged()
     assert data[:4] == b"SYNC"
     assert data[8:12] == bytes([3, 0, 0, 0])
@@ -58,9 +61,9 @@ def test_round_trip(header: Header) -> None:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        pytest.param(b"", "0 bytes where 32 were due", id="nothing"),
-        pytest.param(GOOD.pack()[:-1], "31 bytes where 32 were due", id="short"),
-        pytest.param(GOOD.pack() + b"\0", "33 bytes where 32 were due", id="long"),
+        pytest.param(b"", "0 bytes where 36 were due", id="nothing"),
+        pytest.param(GOOD.pack()[:-1], "35 bytes where 36 were due", id="short"),
+        pytest.param(GOOD.pack() + b"\0", "37 bytes where 36 were due", id="long"),
         pytest.param(forged(magic=b"HTTP"), "it starts with b'HTTP', not b'SYNC'", id="magic"),
         pytest.param(forged(version=2), "it speaks version 2, this is version 1", id="version"),
         pytest.param(GOOD.pack()[:-4] + bytes(4), "its checksum does not match", id="checksum"),
@@ -68,7 +71,7 @@ def test_round_trip(header: Header) -> None:
         pytest.param(forged(sender=4), "it claims to come from rank 4", id="sender"),
         pytest.param(forged(length=LONGEST + 1), f"a length of {LONGEST + 1} bytes", id="length"),
         pytest.param(forged(length=2**64 - 1), f"a length of {2**64 - 1} bytes", id="huge length"),
-        pytest.param(bytes(32), "not a Syncline message", id="zeros"),
+        pytest.param(bytes(36), "not a Syncline message", id="zeros"),
     ],
 )
 def test_refusals(data: bytes, reason: str) -> None:
@@ -88,8 +91,8 @@ def test_the_longest_length_is_read() -> None:
 @settings(repeatable, max_examples=300)
 @given(
     st.binary(max_size=80)
-    | st.binary(min_size=32, max_size=32)
-    | st.binary(min_size=27, max_size=27).map(lambda b: b"SYNC\x01" + b)
+    | st.binary(min_size=36, max_size=36)
+    | st.binary(min_size=31, max_size=31).map(lambda b: b"SYNC\x01" + b)
 )
 def test_random_bytes_are_refused(data: bytes) -> None:
     """Bytes from nowhere are refused, however long and however they begin."""
@@ -99,7 +102,7 @@ def test_random_bytes_are_refused(data: bytes) -> None:
 
 
 @repeatable
-@given(headers, st.sets(st.integers(0, 32 * 8 - 1), min_size=1, max_size=5))
+@given(headers, st.sets(st.integers(0, 36 * 8 - 1), min_size=1, max_size=5))
 def test_flipped_bits_are_refused(header: Header, bits: set[int]) -> None:
     """A header damaged in a few bits is refused; CRC-32 finds any five in so short a text."""
     data = bytearray(header.pack())
@@ -110,8 +113,8 @@ def test_flipped_bits_are_refused(header: Header, bits: set[int]) -> None:
 
 
 def test_every_single_bit_counts() -> None:
-    """All 256 headers that differ in one bit are refused."""
-    for bit in range(256):
+    """All 288 headers that differ in one bit are refused."""
+    for bit in range(288):
         data = bytearray(GOOD.pack())
         data[bit // 8] ^= 1 << bit % 8
         with pytest.raises(ProtocolError):

@@ -9,7 +9,8 @@ one combines what it received while the bytes of the next are on their way::
 Lanes go round by round together, idle rounds included: what is waited for in round k of one lane was sent by
 then on every rank, so lanes cannot wait for each other in a circle. Within a lane a round's receives are posted
 before its sends, and merged in the order the schedule lists them, whatever order they came in: the result does
-not depend on timing. Chunks of no bytes are not sent.
+not depend on timing. Chunks of no bytes are not sent. A large send to one peer is let through before the next round
+sends to another: side by side they would share the port, and who waits for the first would wait for both.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ __all__ = ["Lane", "execute"]
 
 MOST_SENDING = 4
 """Sends of earlier rounds that a lane lets run on before it waits for the oldest."""
+ONE_AT_A_TIME = 1 << 17
+"""Bytes from which on a send is worth waiting for before another peer's begins."""
 
 
 def execute(transport: Transport, lanes: Sequence[tuple[Iterator[Round], Carrier]]) -> None:
@@ -64,6 +67,7 @@ class Lane:
                     self._finish_sending(move)  # it lands in place
                 data = carrier.landing(move)
                 self._landing.append((move, data, transport.recv(data, move.peer, tag, exact=True)))
+        self._let_through(now.sends)
         for move in now.sends:
             if carrier.nbytes(move):
                 self._sending.append((move, transport.send(carrier.read(move), move.peer, tag, exact=True)))
@@ -85,6 +89,13 @@ class Lane:
         if combined:
             self._transport.combined(combined)
         return self.post()
+
+    def _let_through(self, sends: Sequence[Move]) -> None:
+        """Wait for large sends of earlier rounds to other peers than the next ones."""
+        peers = {move.peer for move in sends}
+        for sent, handle in self._sending if sends else ():
+            if sent.peer not in peers and self._carrier.nbytes(sent) >= ONE_AT_A_TIME:
+                handle.wait()
 
     def _finish_sending(self, move: Move) -> None:
         """Wait for the sends that still read what this move will overwrite."""

@@ -42,6 +42,10 @@ class Channel:
     def size(self) -> int:
         return self.transport.size
 
+    def lanes_for(self, schedule: Schedule, nbytes: int) -> int:
+        """In how many parts a reduction of so many bytes is overlapped: only large chunks are."""
+        return self.lanes if nbytes // schedule.cut(self.size, self.hosts) >= LARGE else 1
+
 
 def allreduce(channel: Channel, tensor: Tensor, op: Op, schedule: Schedule, lanes: int | None = None) -> None:
     """Reduce in place on every rank; the same bits everywhere.
@@ -49,9 +53,7 @@ def allreduce(channel: Channel, tensor: Tensor, op: Op, schedule: Schedule, lane
     With more than one lane, parts of the data combine while others are on the wire, at the price of more messages.
     Without a number the channel's own is taken where chunks are large.
     """
-    if lanes is None:
-        chunk_bytes = tensor.numel() * tensor.element_size() // schedule.cut(channel.size, channel.hosts)
-        lanes = channel.lanes if chunk_bytes >= LARGE else 1
+    lanes = lanes or channel.lanes_for(schedule, tensor.numel() * tensor.element_size())
     _reduction(channel, tensor, op, schedule, 0, lanes)
 
 

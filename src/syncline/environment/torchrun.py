@@ -1,4 +1,4 @@
-"""torchrun, and anyone who sets torch's own variables by hand (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
+"""torchrun, `syncline run`, and anyone who sets torch's own variables (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from collections.abc import Mapping
 from syncline.environment.base import Environment, Variables
 from syncline.errors import WorldError
 
+MARKS = {"SYNCLINE_RUN_ID": "syncline run", "TORCHELASTIC_RUN_ID": "torchrun"}
+"""By which variable who is known."""
+
 
 def read(environ: Mapping[str, str]) -> Environment | None:
-    """The environment of a torchrun worker, or None when this is not one."""
+    """The environment of a worker of torchrun or `syncline run`, or None when this is not one."""
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         return None
-    read = Variables("torchrun" if "TORCHELASTIC_RUN_ID" in environ else "RANK and WORLD_SIZE", environ)
+    source = next((name for mark, name in MARKS.items() if mark in environ), "RANK and WORLD_SIZE")
+    read = Variables(source, environ)
     size = read.whole("WORLD_SIZE")
     local_rank = read.whole("LOCAL_RANK", 0)
     rendezvous = read.rendezvous(None, None)

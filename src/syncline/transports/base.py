@@ -12,6 +12,7 @@ from torch import Tensor
 
 from syncline.errors import IncompatibleError, UnsupportedError, WorldError
 from syncline.runtime import Runtime
+from syncline.transports.network import Network
 
 __all__ = ["Handle", "NativeCollectives", "Op", "Transport", "Window", "as_bytes", "human"]
 
@@ -96,6 +97,8 @@ class Transport(ABC):
 
     name: str = "transport"
     native: NativeCollectives | None = None
+    network: Network | None = None
+    """What messages cost, where that is known without measuring."""
 
     def __init__(
         self,
@@ -139,8 +142,8 @@ class Transport(ABC):
     def window(self, numel: int, dtype: torch.dtype) -> Window:
         """One-sided memory of `numel` elements on every rank, zeroed; made by all ranks together."""
         raise UnsupportedError(
-            f"one-sided windows are not available on {self.name}; they work on the simulator (sl.simulate) "
-            "and in a world of one"
+            f'one-sided windows are not available on {self.name}; they work on MPI (transport="mpi"), on the simulator '
+            "(sl.simulate) and in a world of one"
         )
 
     def combined(self, nbytes: int) -> None:  # noqa: B027 (most transports have nothing to add)
@@ -152,6 +155,10 @@ class Transport(ABC):
     @abstractmethod
     def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:
         """The error for a wait that broke or timed out: a `PeerLostError` that names who is gone."""
+
+    def lost(self) -> dict[int, str]:
+        """The world's ranks that are known to be gone, each with what is known of its end."""
+        return {}
 
     def abort(self) -> None:  # noqa: B027 (where waits end by themselves there is nothing to break)
         """Break every wait on this channel: the next thing is to close it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from syncline.errors import ProtocolError
@@ -29,6 +30,8 @@ class Posted:
     nbytes: int = 0
     error: Exception | None = None
     settled: bool = False
+    given_up: bool = False
+    """Nobody waits for it any more: what is still on its way must not be written."""
     event: Event | None = None
     """Made when somebody has to wait: most receives find their message there."""
 
@@ -41,10 +44,12 @@ class Posted:
 
 @dataclass(eq=False, slots=True)
 class _Arrived:
-    data: Tensor
+    nbytes: int
     source: int
     tag: int
+    data: Tensor | memoryview | None
     matched: Callable[[], None]
+    accept: Callable[[Posted | None], None] | None = None
 
 
 class Mailbox:
@@ -58,23 +63,41 @@ class Mailbox:
         self._waiting_bytes = 0
         self._changed = runtime.event()  # something was taken or posted: there may be room again
 
-    def deliver(self, data: Tensor, source: int, tag: int, matched: Callable[[], None] = lambda: None) -> None:
+    def deliver(
+        self, data: Tensor | memoryview, source: int, tag: int, matched: Callable[[], None] | None = None
+    ) -> None:
         """A message is here; `matched` is called when a receive takes it."""
+        nbytes = data.numel() if isinstance(data, Tensor) else len(data)
         with self._lock:
-            message = _Arrived(data, source, tag, matched)
-            for posted in self._posted:
-                if _fits(posted, message):
-                    self._posted.remove(posted)
-                    _hand_over(posted, message)
-                    return
-            if self._waiting_bytes + data.numel() > LIMIT:
+            if self._place(_Arrived(nbytes, source, tag, data, matched or _nothing)):
+                return
+            if self._waiting_bytes + nbytes > LIMIT:
+                self._arrived.pop()
                 raise ProtocolError(
-                    f"{human(self._waiting_bytes)} wait unreceived and rank {source} sends {human(data.numel())} "
+                    f"{human(self._waiting_bytes)} wait unreceived and rank {source} sends {human(nbytes)} "
                     f"more (tag {tag}); receive before sending on",
                     peer=source,
                 )
-            self._waiting_bytes += data.numel()
-            self._arrived.append(message)
+            self._waiting_bytes += nbytes
+
+    def offer(self, nbytes: int, source: int, tag: int, accept: Callable[[Posted | None], None]) -> None:
+        """A message is announced whose bytes are still with its sender.
+
+        `accept` is called with the receive that takes it, which the caller fills and settles; or with None where
+        the message does not fit and the receive was told so.
+        """
+        with self._lock:
+            self._place(_Arrived(nbytes, source, tag, None, _nothing, accept))
+
+    def _place(self, message: _Arrived) -> bool:
+        """Give a message to the first receive that fits, or keep it."""
+        for posted in self._posted:
+            if _fits(posted, message):
+                self._posted.remove(posted)
+                _hand_over(posted, message)
+                return True
+        self._arrived.append(message)
+        return False
 
     def post(self, data: Tensor, wanted: int | None, tag: int, exact: bool) -> Posted:
         """Wait for a message: the earliest that fits, now or later."""
@@ -84,7 +107,7 @@ class Mailbox:
             for message in self._arrived:
                 if _fits(posted, message):
                     self._arrived.remove(message)
-                    self._waiting_bytes -= message.data.numel()
+                    self._waiting_bytes -= 0 if message.data is None else message.nbytes
                     _hand_over(posted, message)
                     return posted
             self._posted.append(posted)
@@ -114,7 +137,9 @@ class Mailbox:
         with self._lock:
             if posted.settled:
                 return False
-            self._posted.remove(posted)
+            posted.given_up = True
+            if posted in self._posted:
+                self._posted.remove(posted)
             return True
 
     def waits(self, which: Callable[[Posted], bool]) -> bool:
@@ -144,7 +169,7 @@ def _fits(posted: Posted, message: _Arrived) -> bool:
 
 
 def _hand_over(posted: Posted, message: _Arrived) -> None:
-    length, room = message.data.numel(), posted.data.numel()
+    length, room = message.nbytes, posted.data.numel()
     posted.source, posted.nbytes = message.source, length
     if length > room or (posted.exact and length < room):
         posted.error = ProtocolError(
@@ -152,7 +177,19 @@ def _hand_over(posted: Posted, message: _Arrived) -> None:
             f"{'exactly' if posted.exact else 'at most'} {human(room)} were due",
             peer=message.source,
         )
-    else:
+    elif isinstance(message.data, Tensor):
         posted.data[:length].copy_(message.data)
-    message.matched()
-    posted.settle()
+    elif length and message.data is not None:
+        posted.data.numpy()[:length] = np.frombuffer(message.data, np.uint8)
+    if message.accept is None:
+        message.matched()
+        posted.settle()
+    elif posted.error is None:
+        message.accept(posted)
+    else:
+        message.accept(None)
+        posted.settle()
+
+
+def _nothing() -> None:
+    return

@@ -1,10 +1,10 @@
 """Models of a network: what a message costs.
 
-A message of n bytes holds its sender's port for n·β and arrives after α + n·β if the receiver's port is free; ports are
-full duplex, one per rank; combining costs γ a byte::
+A message of n bytes holds its sender's port for o + n·β and arrives after α + o + n·β if the receiver's port is free;
+ports are full duplex, one per rank; combining costs γ a byte::
 
-    sender's port    ├──── n·β ────┤
-    receiver's port        ├──── n·β ────┤
+    sender's port    ├── o + n·β ──┤
+    receiver's port        ├── o + n·β ──┤
                      ◄─ α ─►             ▲ arrives
 """
 
@@ -47,7 +47,8 @@ class Network:
 
     `latency` in seconds and `bandwidth` in bytes a second hold between any two ranks, except: with
     `ranks_per_host`, ranks of one host are joined by `inside`; `links` names single pairs; a rank in `slow`
-    takes that many times as long for everything. `combine` is γ, seconds for each byte reduced. `jitter`
+    takes that many times as long for everything. `per_message` is o, seconds that each message holds a port
+    beyond its bytes. `combine` is γ, seconds for each byte reduced. `jitter`
     stretches each latency by a random share up to this one. A send of more than `eager` bytes ends only when
     its receive is there, as with MPI and gloo.
 
@@ -59,6 +60,7 @@ class Network:
 
     latency: float = 50e-6
     bandwidth: float = 1.25e9
+    per_message: float = 0.0
     combine: float = 0.0
     jitter: float = 0.0
     eager: float = math.inf
@@ -69,10 +71,11 @@ class Network:
 
     def __post_init__(self) -> None:
         Link(latency=self.latency, bandwidth=self.bandwidth)  # checks both
-        if not (0 <= self.combine < math.inf and 0 <= self.jitter < math.inf and self.eager >= 0):
+        amounts = (self.per_message, self.combine, self.jitter)
+        if not (all(0 <= amount < math.inf for amount in amounts) and self.eager >= 0):
             raise SpecError(
-                f"combine, jitter and eager are not negative (combine: {self.combine}, jitter: {self.jitter}, "
-                f"eager: {self.eager})"
+                f"per_message, combine, jitter and eager are not negative (per_message: {self.per_message}, "
+                f"combine: {self.combine}, jitter: {self.jitter}, eager: {self.eager})"
             )
         if (self.inside is None) != (self.ranks_per_host is None) or (self.ranks_per_host or 1) < 1:
             raise SpecError(

@@ -86,7 +86,7 @@ class Hub:
         kernel = self.kernel
         alpha, beta = self._link(source, to)
         start = max(kernel.now, self._out_free[source])
-        left = self._out_free[source] = start + nbytes * beta * self.slowness(source)
+        left = self._out_free[source] = start + (self.network.per_message + nbytes * beta) * self.slowness(source)
         copies = self._copies() if lossy else 1
         for _ in range(copies):
             latency = alpha * (1.0 + self.network.jitter * kernel.random.random()) + self._lateness(source, to)
@@ -109,7 +109,8 @@ class Hub:
         # The first byte is at the receiver's port: the earliest sent of this pair, whichever entry fired (chaos).
         flight = self._transit[source, to].popleft()
         start = max(flight.head, self._in_free[to])
-        done = self._in_free[to] = start + flight.nbytes * flight.beta * self.slowness(to)
+        held = (self.network.per_message + flight.nbytes * flight.beta) * self.slowness(to)
+        done = self._in_free[to] = start + held
         flight.head = done
         self._landing[source, to].append(flight)
         self.kernel.schedule_at(done, lambda: self._land(source, to))
@@ -249,6 +250,9 @@ class SimulatedTransport(Transport):
         self._channel = channel
         self._made = 0
         self.mailbox = hub.mailbox(channel, global_rank)
+        equal = not (hub.network.links or hub.network.slow or hub.network.inside)
+        if equal or members == tuple(range(hub.size)):
+            self.network = hub.network
         hub.register(self)
 
     def _send(self, data: Tensor, to: int, tag: int, exact: bool, lossy: bool) -> Handle:

@@ -48,11 +48,11 @@ class Groups:
 class Engine:
     """What all channels of a process share: the store, the watch over the others, where to listen."""
 
-    def __init__(self, store: Store, liveness: Liveness, timeout: float, one_host: bool) -> None:
+    def __init__(self, store: Store, liveness: Liveness, timeout: float, address: str) -> None:
         self.store = store
         self.liveness = liveness
         self.timeout = timeout
-        self._one_host = one_host
+        self._address = address
         self._made: list[Groups] = []
 
     def groups(self, channel: str, rank: int, size: int) -> Groups:
@@ -62,10 +62,11 @@ class Engine:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=self.timeout)
-        if self._one_host and "GLOO_SOCKET_IFNAME" not in os.environ:
-            options._devices = [gloo.create_device(hostname="127.0.0.1")]  # nothing listens to the outside
-        else:
-            options._devices = [gloo.create_default_device()]
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+        if interfaces:
+            options._devices = [gloo.create_device(interface=name) for name in interfaces.split(",")]
+        else:  # gloo itself would listen wherever the host's own name leads
+            options._devices = [gloo.create_device(hostname=self._address)]
         cpu = gloo(PrefixStore("gloo", store), rank, size, options)
         groups = Groups(cpu, lambda: self._nccl(PrefixStore("nccl", store), rank, size))
         self._made.append(groups)

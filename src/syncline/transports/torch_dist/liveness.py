@@ -60,12 +60,18 @@ class _Progress:
 class Liveness:
     """The watch of one rank over the others."""
 
-    def __init__(self, store: Store, rank: int, size: int, runtime: Runtime, host_rank: int | None) -> None:
+    def __init__(
+        self, store: Store, launcher: Store, rank: int, size: int, runtime: Runtime, host_rank: int | None
+    ) -> None:
         self.rank = rank
         self.size = size
         self.runtime = runtime
         self.warn_after = WARN_AFTER
+        self.dead: dict[int, str] = {}
+        """Ranks that the launcher has seen end, and how."""
         self._store = store
+        self._launcher = launcher
+        self._deaths = 0
         self._host_rank = host_rank
         self._progress = _Progress()
         self._waits: dict[int, _Wait] = {}
@@ -118,6 +124,7 @@ class Liveness:
             if self._ask(lambda text=text: self._store.set(f"beat/{self.rank}", text)) is _UNREACHABLE:  # type: ignore[misc]
                 return
             self._read_lost()
+            self._ask(self._read_deaths)
             self._warn()
             self._closed.wait(BEAT)
 
@@ -142,6 +149,12 @@ class Liveness:
 
     # The verdict.
 
+    def lost(self) -> dict[int, str]:
+        """The ranks that the launcher, or any rank, has found to be gone."""
+        found = self._lost
+        own = {} if found is None or found.rank is None else {found.rank: found.reason}
+        return {**own, **self.dead}
+
     def blame(self, channel: str, members: Sequence[int], peer: int | None, broken: bool) -> Verdict:
         """Who is lost. The first rank to find out posts it; all others repeat it.
 
@@ -153,6 +166,17 @@ class Liveness:
         if self._host_rank == self.rank:
             self.runtime.sleep(3 * BEAT)  # the store ends with this process: let the others read it first
         return verdict
+
+    def _read_deaths(self) -> None:
+        """What `syncline run --on-failure continue` tells of ranks that have ended badly."""
+        deaths = int(self._launcher.add("syncline/dead", 0))
+        if deaths == self._deaths:
+            return
+        self._deaths = deaths
+        for rank in range(self.size):
+            if rank not in self.dead and self._launcher.check([f"syncline/dead/{rank}"]):
+                self.dead[rank] = str(json.loads(self._launcher.get(f"syncline/dead/{rank}"))["reason"])
+                logger.warning("rank %d is told: rank %d is lost: %s", self.rank, rank, self.dead[rank])
 
     def _look(self, channel: str, members: Sequence[int], peer: int | None, broken: bool) -> Verdict:
         runtime = self.runtime
@@ -170,6 +194,10 @@ class Liveness:
             found = self._read_lost()
             if found is not None:
                 return found
+            self._ask(self._read_deaths)
+            known = [rank for rank in members if rank in self.dead]
+            if known:
+                return Verdict(known[0], self.dead[known[0]])
             runtime.sleep(BEAT / 2)
         left = [rank for rank in others if self._ask(lambda rank=rank: self._store.check([f"left/{rank}"])) is True]  # type: ignore[misc]
         silent = [rank for rank in others if rank not in left]

@@ -206,6 +206,9 @@ class TorchTransport(Transport):
     def entering(self, what: str) -> None:
         self.liveness.entering(self.channel, what)
 
+    def lost(self) -> dict[int, str]:
+        return self.liveness.lost()
+
     def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:
         told = str(cause).lower()
         timed_out = "timed out" in told or "timeout" in told

@@ -17,14 +17,15 @@ NETWORKS = {
     "fast": Network(latency=2e-6, bandwidth=12.5e9, combine=2e-11),
     "combining is dear": Network(latency=10e-6, bandwidth=1e9, combine=3e-9),
     "no latency": Network(latency=0.0, bandwidth=1e9),
+    "messages are dear": Network(latency=10e-6, bandwidth=1e9, per_message=30e-6, combine=1e-10),
 }
 
 
-def simulated_time(name: str, size: int, nbytes: int, network: Network, seed: int = 0) -> float:
+def simulated_time(name: str, size: int, nbytes: int, network: Network, seed: int = 0, lanes: int = 1) -> float:
     def once(world: World) -> None:
         hosts = tuple(network.host(rank) for rank in range(world.size))
         channel = Channel(world.transport, hosts, Buffers(world.runtime))
-        allreduce(channel, torch.zeros(nbytes, dtype=torch.uint8), "sum", build("allreduce", name), lanes=1)
+        allreduce(channel, torch.zeros(nbytes, dtype=torch.uint8), "sum", build("allreduce", name), lanes=lanes)
 
     return simulate(once, size, network=network, seed=seed).time
 
@@ -60,6 +61,16 @@ def test_the_player_is_the_simulator(name: str, size: int, network: Network) -> 
     played = play(build("allreduce", name), size, 30_011, network, hosts=hosts).time
     times = [simulated_time(name, size, 30_011, network, seed) for seed in range(6)]
     assert min(times) * 0.99 <= played <= max(times) * 1.01
+
+
+@pytest.mark.parametrize("network", [*NETWORKS.values(), *UNEQUAL.values()], ids=[*NETWORKS, *UNEQUAL])
+@pytest.mark.parametrize("name", names("allreduce"))
+def test_the_player_knows_lanes_and_large_messages(name: str, network: Network) -> None:
+    for size, lanes, nbytes in ((2, 2, 30_011), (8, 3, 30_011), (5, 2, 2_000_000)):
+        hosts = tuple(network.host(rank) for rank in range(size))
+        played = play(build("allreduce", name), size, nbytes, network, hosts=hosts, lanes=lanes).time
+        times = [simulated_time(name, size, nbytes, network, seed, lanes) for seed in range(4)]
+        assert min(times) * 0.99 <= played <= max(times) * 1.01
 
 
 def test_hierarchical_wins_where_hosts_are_far_apart() -> None:

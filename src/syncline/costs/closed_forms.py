@@ -1,18 +1,18 @@
 """Times of the all-reduce schedules as formulas, for equal links.
 
-n bytes, p ranks, L = log₂p; α latency, β = 1/bandwidth, γ seconds a
-combined byte. Doubling, halving-doubling and the tree have their exact formulas for p a power of two. Otherwise the
-extra ranks fold in, about 2α + 2nβ + nγ more; but ranks with no partner run ahead, and their messages meet the folded
-ones at a port: there `play` counts, and no formula is offered.
+n bytes, p ranks, L = log₂p; α latency, β = 1/bandwidth, o seconds a message, γ seconds a combined byte. Doubling,
+halving-doubling and the tree have their exact formulas for p a power of two. Otherwise the extra ranks fold in, about
+2(α + o) + 2nβ + nγ more; but ranks with no partner run ahead, and their messages meet the folded ones at a port: there
+`play` counts, and no formula is offered.
 
 | schedule            | seconds                                            |
 |---------------------|----------------------------------------------------|
-| naive               | 2α + 2(p−1)nβ + (p−1)nγ                            |
-| sharded             | 2α + 2(p−1)/p·nβ + (p−1)/p·nγ                      |
-| ring                | 2(p−1)α + 2(p−1)/p·nβ + (p−1)/p·nγ                 |
-| recursive_doubling  | L(α + nβ + nγ)                                     |
-| halving_doubling    | 2Lα + 2(p−1)/p·nβ + (p−1)/p·nγ                     |
-| tree                | 2L(α + nβ) + Lnγ                                   |
+| naive               | 2α + 2(p−1)(o + nβ) + (p−1)nγ                      |
+| sharded             | 2α + 2(p−1)(o + nβ/p) + (p−1)/p·nγ                 |
+| ring                | 2(p−1)(α + o) + 2(p−1)/p·nβ + (p−1)/p·nγ           |
+| recursive_doubling  | L(α + o + nβ + nγ)                                 |
+| halving_doubling    | 2L(α + o) + 2(p−1)/p·nβ + (p−1)/p·nγ               |
+| tree                | 2L(α + o + nβ) + Lnγ                               |
 
 Sources: Thakur, Rabenseifner and Gropp (2005); Chan, Heimlich, Purkayastha and van de Geijn (2007).
 """
@@ -35,40 +35,48 @@ def closed_form(algorithm: str, size: int, nbytes: int, network: Network) -> flo
     equal = not network.links and network.inside is None and not network.slow
     if algorithm not in FORMS or not equal or (algorithm in POWERS_ALONE and size & (size - 1)):
         return None
-    return FORMS[algorithm](size, nbytes, network.latency, 1 / network.bandwidth, network.combine)
+    return FORMS[algorithm](size, nbytes, network)
 
 
-def _naive(p: int, n: int, alpha: float, beta: float, gamma: float) -> float:
-    return 2 * alpha + 2 * (p - 1) * n * beta + (p - 1) * n * gamma if p > 1 else 0.0
+def _naive(p: int, n: int, net: Network) -> float:
+    if p == 1:
+        return 0.0
+    return 2 * net.latency + (p - 1) * (2 * _port(net, n) + n * net.combine)
 
 
-def _sharded(p: int, n: int, alpha: float, beta: float, gamma: float) -> float:
+def _sharded(p: int, n: int, net: Network) -> float:
+    if p == 1:
+        return 0.0
+    return 2 * net.latency + (p - 1) * (2 * _port(net, n / p) + n / p * net.combine)
+
+
+def _ring(p: int, n: int, net: Network) -> float:
+    return (p - 1) * (2 * (net.latency + _port(net, n / p)) + n / p * net.combine)
+
+
+def _recursive_doubling(p: int, n: int, net: Network) -> float:
+    return _levels(p) * (net.latency + _port(net, n) + n * net.combine)
+
+
+def _halving_doubling(p: int, n: int, net: Network) -> float:
     share = (p - 1) / p * n
-    return 2 * alpha + 2 * share * beta + share * gamma if p > 1 else 0.0
+    return 2 * _levels(p) * (net.latency + net.per_message) + share * (2 / net.bandwidth + net.combine)
 
 
-def _ring(p: int, n: int, alpha: float, beta: float, gamma: float) -> float:
-    share = (p - 1) / p * n
-    return 2 * (p - 1) * alpha + 2 * share * beta + share * gamma
+def _tree(p: int, n: int, net: Network) -> float:
+    return _levels(p) * (2 * (net.latency + _port(net, n)) + n * net.combine)
 
 
-def _recursive_doubling(p: int, n: int, alpha: float, beta: float, gamma: float) -> float:
-    levels = p.bit_length() - 1
-    return levels * (alpha + n * beta + n * gamma)
+def _levels(p: int) -> int:
+    return p.bit_length() - 1
 
 
-def _halving_doubling(p: int, n: int, alpha: float, beta: float, gamma: float) -> float:
-    levels = p.bit_length() - 1
-    share = (p - 1) / p * n
-    return 2 * levels * alpha + 2 * share * beta + share * gamma
+def _port(net: Network, nbytes: float) -> float:
+    """How long a message holds a port."""
+    return net.per_message + nbytes / net.bandwidth
 
 
-def _tree(p: int, n: int, alpha: float, beta: float, gamma: float) -> float:
-    levels = p.bit_length() - 1
-    return 2 * levels * (alpha + n * beta) + levels * n * gamma
-
-
-FORMS: dict[str, Callable[[int, int, float, float, float], float]] = {
+FORMS: dict[str, Callable[[int, int, Network], float]] = {
     "naive": _naive,
     "sharded": _sharded,
     "ring": _ring,

@@ -1,9 +1,9 @@
 """Playing a schedule on a network without running it: the simulator's arithmetic, no tasks, no tensors.
 
-It follows the executor: a rank posts a round, waits for its receives, waits for sends of what it will
-overwrite, combines, goes on. Messages go through the ports in the order in which their first bytes arrive.
-Equal networks give many equal times, so arrivals are kept by time: one heap entry serves all that happen at
-once.
+It follows the executor: a rank posts a round, waits for its receives, waits for sends of what it will overwrite,
+combines, goes on; several lanes take turns round by round. Messages go through the ports in the order in which their
+first bytes arrive. Equal networks give many equal times, so arrivals are kept by time: one heap entry serves all that
+happen at once.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 from syncline.collectives import Move, Round, Schedule
 from syncline.collectives.carriers import bounds
+from syncline.collectives.executor import ONE_AT_A_TIME
 from syncline.runtime.hosting import calm_collector
 from syncline.transports import Network
 
@@ -43,6 +46,7 @@ def play(
     itemsize: int = 1,
     root: int = 0,
     hosts: tuple[int, ...] = (),
+    lanes: int = 1,
 ) -> Cost:
     """Count and time one call of a schedule on `nbytes` bytes.
 
@@ -52,12 +56,14 @@ def play(
     (126, 8064)
     """
     setting = schedule.setting(size, root, hosts)
-    edges = [edge * itemsize for edge in bounds(nbytes // itemsize, setting.chunks)]
+    parts = bounds(nbytes // itemsize, lanes)
+    edges = [[edge * itemsize for edge in bounds(after - first, setting.chunks)] for first, after in pairwise(parts)]
     if schedule.operation == "alltoall":  # chunk i·p + j: `nbytes` is what each rank holds
         row = [edge * itemsize for edge in bounds(nbytes // itemsize, size)]
-        edges = [source * row[-1] + edge for source in range(size) for edge in row[:-1]] + [size * row[-1]]
+        edges = [[source * row[-1] + edge for source in range(size) for edge in row[:-1]] + [size * row[-1]]]
     with calm_collector():
-        return _Player(network, edges, [schedule.rounds(rank, setting) for rank in range(size)]).run()
+        ranks = [[schedule.rounds(rank, setting) for _ in edges] for rank in range(size)]
+        return _Player(network, edges, ranks).run()
 
 
 class _Player:
@@ -66,17 +72,21 @@ class _Player:
     The loops are written out: a ring of 1,024 ranks has two million messages.
     """
 
-    def __init__(self, network: Network, edges: list[int], schedules: list[Iterator[Round]]) -> None:
+    def __init__(self, network: Network, edges: list[list[int]], schedules: list[list[Iterator[Round]]]) -> None:
         size = len(schedules)
         self.network = network
         self.edges = edges
+        self.lanes = len(edges)
         self.slow = [network.slow.get(rank, 1.0) for rank in range(size)]
         equal = not network.links and network.inside is None
         self.alpha_beta = (network.latency, 1.0 / network.bandwidth) if equal else None
-        self.early: list[dict[int, deque[float]]] = [{} for _ in range(size)]  # came before its round, by source
-        self.wanted: list[dict[int, int]] = [{} for _ in range(size)]  # still to come this round, by source
+        # By sender and lane, as source · lanes + lane: what came before it was waited for, what is still to come.
+        self.early: list[dict[int, deque[float]]] = [{} for _ in range(size)]
+        self.wanted: list[dict[int, int]] = [{} for _ in range(size)]
         self.latest = [0.0] * size  # when the last receive of the round came
-        self.arrivals: dict[float, list[tuple[int, int, float]]] = {}  # by time: (from, to, seconds at the port)
+        self.arrivals: dict[
+            float, list[tuple[int, int, float]]
+        ] = {}  # by time: (from and lane, to, seconds at the port)
         self.times: list[float] = []
         self.counts = [(0, 0, 0, 0)] * size
         self.end = 0.0
@@ -109,66 +119,119 @@ class _Player:
         rounds, sent, fan_in, messages = zip(*self.counts, strict=True)
         return Cost(self.end, max(rounds), max(sent), max(fan_in), sum(messages))
 
-    def _follow(self, rank: int, schedule: Iterator[Round]) -> Iterator[None]:
+    def _follow(self, rank: int, schedules: list[Iterator[Round]]) -> Iterator[None]:
         """One rank, round by round; yields while receives are missing."""
-        edges, wanted, early, latest = self.edges, self.wanted[rank], self.early[rank], self.latest
-        slow, arrivals, times, alpha_beta = self.slow, self.arrivals, self.times, self.alpha_beta
-        gamma, own_slow = self.network.combine * self.slow[rank], self.slow[rank]
-        now = free = 0.0
-        sending: list[tuple[int, int, float]] = []
-        rounds = sent = fan_in = messages = 0
-        for sends, recvs in schedule:
-            rounds += 1
-            if free > now:
-                for move in recvs:
-                    if not move.combine:
-                        now = _after_sends(sending, move, now)
-            else:
-                sending.clear()  # all earlier ones have left
-            for peer, chunk, width, _ in sends:
-                nbytes = edges[chunk + width] - edges[chunk]
-                if nbytes:
-                    alpha, beta = alpha_beta or self._link(rank, peer)
-                    start = now if now > free else free
-                    seconds = nbytes * beta
-                    free = start + seconds * own_slow
-                    sending.append((chunk, chunk + width, free))
-                    sent += nbytes
-                    messages += 1
-                    head = start + alpha
-                    if head in arrivals:
-                        arrivals[head].append((rank, peer, seconds * slow[peer]))
-                    else:
-                        arrivals[head] = [(rank, peer, seconds * slow[peer])]
-                        heapq.heappush(times, head)
-            if len(recvs) > fan_in:
-                fan_in = len(recvs)
-            latest[rank] = now
-            combined = 0
-            for peer, chunk, width, combine in recvs:
-                nbytes = edges[chunk + width] - edges[chunk]
-                if nbytes:
-                    if combine:
-                        combined += nbytes
-                    if early and early.get(peer):
-                        latest[rank] = max(latest[rank], early[peer].popleft())
-                    else:
-                        wanted[peer] = wanted.get(peer, 0) + 1
-            if wanted:
-                yield
-            now = latest[rank]
-            if combined:
-                if free > now:
-                    for move in recvs:
-                        if move.combine:
-                            now = _after_sends(sending, move, now)
-                now += combined * gamma
-        self.counts[rank] = (rounds, sent, fan_in, messages)
-        self.end = max(self.end, now, free)
+        wanted, early, latest, lanes = self.wanted[rank], self.early[rank], self.latest, self.lanes
+        gamma = self.network.combine * self.slow[rank]
+        port = _Port(self, rank)
+        now = 0.0
+        active = []
+        for number, schedule in enumerate(schedules):
+            lane = _Lane(number, schedule, self.edges[number])
+            now = port.post(lane, now)
+            active.append(lane)
+        while active:
+            for lane in [lane for lane in active if lane.recvs is not None]:
+                edges, combined = lane.edges, 0
+                latest[rank] = now
+                for peer, chunk, width, combine in lane.recvs or ():
+                    nbytes = edges[chunk + width] - edges[chunk]
+                    if nbytes:
+                        if combine:
+                            combined += nbytes
+                        key = peer * lanes + lane.number
+                        if early and early.get(key):
+                            latest[rank] = max(latest[rank], early[key].popleft())
+                        else:
+                            wanted[key] = wanted.get(key, 0) + 1
+                if wanted:
+                    yield
+                now = latest[rank]
+                if combined:
+                    if port.free > now:
+                        for move in lane.recvs or ():
+                            if move.combine:
+                                now = _after_sends(lane.sending, move, now)
+                    now += combined * gamma
+                now = port.post(lane, now)
+            active = [lane for lane in active if lane.recvs is not None]
+        self.counts[rank] = (port.rounds, port.sent, port.fan_in, port.messages)
+        self.end = max(self.end, now, port.free)
 
     def _link(self, source: int, to: int) -> tuple[float, float]:
         link = self.network.link(source, to)
         return link.latency, 1.0 / link.bandwidth
+
+
+class _Sent(NamedTuple):
+    """A message that has been given to the port: its chunks, and when it has left."""
+
+    first: int
+    after: int
+    left: float
+    peer: int
+    large: bool
+
+
+class _Lane:
+    """One execution of the schedule by one rank, and where it is."""
+
+    def __init__(self, number: int, schedule: Iterator[Round], edges: list[int]) -> None:
+        self.number = number
+        self.schedule = schedule
+        self.edges = edges
+        self.recvs: tuple[Move, ...] | None = ()
+        self.sending: list[_Sent] = []
+
+
+class _Port:
+    """Where one rank's messages leave, and what has left."""
+
+    def __init__(self, player: _Player, rank: int) -> None:
+        self.player = player
+        self.rank = rank
+        self.free = 0.0
+        self.rounds = self.sent = self.fan_in = self.messages = 0
+
+    def post(self, lane: _Lane, now: float) -> float:
+        """Start the lane's next round; None among its receives when there is none. The time it is then."""
+        following = next(lane.schedule, None)
+        if following is None:
+            lane.recvs = None
+            return now
+        sends, lane.recvs = following
+        player, rank, free, edges, sending = self.player, self.rank, self.free, lane.edges, lane.sending
+        arrivals, times, alpha_beta, slow = player.arrivals, player.times, player.alpha_beta, player.slow
+        per_message, own_slow = player.network.per_message, player.slow[rank]
+        self.rounds += lane.number == 0
+        if free > now:
+            for move in lane.recvs:
+                if not move.combine:
+                    now = _after_sends(sending, move, now)
+            now = _let_through(sending, sends, now)
+        else:
+            sending.clear()  # all earlier ones have left
+        for peer, chunk, width, _ in sends:
+            nbytes = edges[chunk + width] - edges[chunk]
+            if nbytes:
+                alpha, beta = alpha_beta or player._link(rank, peer)
+                start = now if now > free else free
+                seconds = per_message + nbytes * beta
+                free = start + seconds * own_slow
+                sending.append(_Sent(chunk, chunk + width, free, peer, nbytes >= ONE_AT_A_TIME))
+                self.sent += nbytes
+                self.messages += 1
+                head = start + alpha
+                entry = (rank * player.lanes + lane.number, peer, seconds * slow[peer])
+                if head in arrivals:
+                    arrivals[head].append(entry)
+                else:
+                    arrivals[head] = [entry]
+                    heapq.heappush(times, head)
+        self.free = free
+        if len(lane.recvs) > self.fan_in:
+            self.fan_in = len(lane.recvs)
+        return now
 
 
 def _step(resume: Callable[[], None]) -> None:
@@ -176,9 +239,17 @@ def _step(resume: Callable[[], None]) -> None:
         resume()
 
 
-def _after_sends(sending: list[tuple[int, int, float]], move: Move, now: float) -> float:
+def _let_through(sending: list[_Sent], sends: tuple[Move, ...], now: float) -> float:
+    """When the large sends to other peers than the next ones have left."""
+    for sent in sending if sends else ():
+        if sent.large and sent.left > now and all(sent.peer != move.peer for move in sends):
+            now = sent.left
+    return now
+
+
+def _after_sends(sending: list[_Sent], move: Move, now: float) -> float:
     """When the sends that a move would overwrite have left."""
-    for first, after, left in sending:
+    for first, after, left, _, _ in sending:
         if left > now and first < move.chunk + move.width and move.chunk < after:
             now = left
     return now

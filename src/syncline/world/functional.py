@@ -15,6 +15,7 @@ from torch.utils.dlpack import from_dlpack
 
 from syncline.collectives import NATIVE, build, run
 from syncline.collectives.carriers import bounds
+from syncline.costs import AUTO
 from syncline.errors import IncompatibleError, ProtocolError, SpecError, SynclineError
 from syncline.specs import nearest
 from syncline.transports import Handle, Op
@@ -35,7 +36,8 @@ def allreduce(
 ) -> Any:
     """Combine `x` over all ranks; every rank gets the same bits. `x` itself stays as it is.
 
-    `algorithm` is "native" (the engine's own) or a schedule: "ring", "halving_doubling", "double_tree(chunks=16)", …
+    `algorithm` is "native" (the engine's own), "auto" (what suits this network and size: predicted, then measured in
+    the first calls) or a schedule: "ring", "halving_doubling", "double_tree(chunks=16)", …
     With `async_` a `Pending` is returned at once, and its `wait()` gives the result.
 
     >>> import torch, syncline as sl
@@ -45,7 +47,7 @@ def allreduce(
     team = _team(group)
     with _refusals_shared(team, "allreduce"):
         tensor, back = import_array(x)
-        schedule = None if algorithm == NATIVE else build("allreduce", algorithm)
+        schedule = None if algorithm in (NATIVE, AUTO) else build("allreduce", algorithm)
         wire_op = _wire_op(op, tensor.dtype)
         wide, narrow = widen(tensor, wire_op)
     describe = f"allreduce({_signature(tensor)}, {op}, {algorithm})"
@@ -58,7 +60,9 @@ def allreduce(
     def work() -> Any:
         agree(team, describe)
         native = team.transport.native
-        if schedule is None and native is not None and native.reduces(wide.dtype, wire_op):
+        if algorithm == AUTO:
+            team.auto.allreduce(wide, wire_op)
+        elif schedule is None and native is not None and native.reduces(wide.dtype, wire_op):
             native.allreduce(wide, wire_op).wait()
         else:
             run.allreduce(team.channel, wide, wire_op, schedule or build("allreduce", NATIVE))

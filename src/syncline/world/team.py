@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextvars
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import torch
+
 from syncline.collectives import Buffers, Channel
+from syncline.costs import Auto
 from syncline.errors import WorldError
 from syncline.runtime import Queue, Runtime, Task
 from syncline.transports import Transport
@@ -87,6 +91,7 @@ class Team:
         self._channel = None if transport is None else Channel(transport, hosts, Buffers(transport.runtime), lanes)
         self._line: Queue[Callable[[], None] | None] | None = None
         self._task: Task | None = None
+        self._auto: Auto | None = None
         self._calls = 0
         self._guard = world.runtime.lock()
         self._calling = False
@@ -112,6 +117,20 @@ class Team:
         if self._channel is None:
             raise WorldError(f"rank {self.world.rank} is not in the team of ranks {list(self.ranks)}")
         return self._channel
+
+    @property
+    def auto(self) -> Auto:
+        """What `algorithm="auto"` has chosen in this team, and chooses next."""
+        if self._auto is None:
+            self._auto = Auto(self.channel, self._where(), self.world.events.point)
+        return self._auto
+
+    def _where(self) -> str:
+        """The name under which this network's calibration is kept: what makes another network another."""
+        hosts = [self.world.hosts[rank] for rank in self.ranks]
+        places = ",".join(f"{host}:{hosts.count(host)}" for host in dict.fromkeys(hosts))
+        lab = os.environ.get("SYNCLINE_LAB", "")
+        return f"{self.transport.name} torch {torch.__version__} {places} {os.cpu_count()} cores {lab}".strip()
 
     @property
     def rank(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextvars
+import importlib
 import logging
 import os
 from collections.abc import Sequence
@@ -28,6 +29,9 @@ __all__ = ["World", "current_world", "init"]
 logger = logging.getLogger("syncline")
 
 NAME_BYTES = 256
+ENGINES = ("torch_dist", "mpi", "zeromq")
+TRANSPORT_VARIABLE = "SYNCLINE_TRANSPORT"
+"""Says which transport, where the script does not."""
 
 _current: contextvars.ContextVar[World | None] = contextvars.ContextVar("syncline_world", default=None)
 _of_process: list[World] = []
@@ -80,6 +84,11 @@ class World:
     def transport(self) -> Transport:
         """What moves the bytes."""
         return self._transport
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """Ranks that are known to be gone, and how they ended: what the launcher and the transport have told."""
+        return self._transport.lost()
 
     def team(self, ranks: Sequence[int] | None = None) -> Team:
         """A channel of their own for `ranks` (all: None). Every rank calls it, in the same order, members or not."""
@@ -155,11 +164,12 @@ class World:
 
 
 def init(transport: str | Transport | None = None, timeout: float = DEFAULT_TIMEOUT, check: bool = False) -> World:
-    """Join the world that the launcher made: torchrun, mpiexec, srun, or a world of one under plain `python`.
+    """Join the world that the launcher made: `syncline run`, torchrun, mpiexec, srun, or a world of one under `python`.
 
-    `transport` is "single", "torch_dist", a transport of your own, or None for what fits. A wait for a peer ends in
-    `PeerLostError` after `timeout` seconds. With `check` every collective first compares what the ranks are about
-    to do, and a difference is named on every rank instead of hanging or crashing.
+    `transport` is "single", "torch_dist", "mpi", "zeromq", a transport of your own, or None for what fits: what the
+    variable SYNCLINE_TRANSPORT names (`syncline run --mpi` sets it), else "torch_dist" or a world of one. A wait for a
+    peer ends in `PeerLostError` after `timeout` seconds. With `check` every collective first compares what the ranks
+    are about to do, and a difference is named on every rank instead of hanging or crashing.
 
     >>> import torch, syncline as sl
     >>> with sl.init() as world:
@@ -181,6 +191,8 @@ def init(transport: str | Transport | None = None, timeout: float = DEFAULT_TIME
         engine = _connect(transport, environment, timeout)
         if engine.size == 1 and environment.size > 1:
             environment = Environment(source=environment.source)
+        elif engine.size != environment.size:  # MPI knows more than the variables of its launcher said
+            environment = Environment(source=engine.name, rank=engine.rank, size=engine.size, local_known=False)
     hosts, lanes = ([environment.host], 1) if engine.size == 1 else _introduce(engine, environment)
     if not environment.local_known:
         mine = [rank for rank, host in enumerate(hosts) if host == environment.host]
@@ -210,14 +222,15 @@ def make_current(world: World) -> None:
 
 
 def _connect(name: str | None, environment: Environment, timeout: float) -> Transport:
-    name = name or ("single" if environment.size == 1 else "torch_dist")
+    name = name or os.environ.get(TRANSPORT_VARIABLE) or ("single" if environment.size == 1 else "torch_dist")
     if name == "single":
         return SingleTransport(timeout=timeout)
-    if name == "torch_dist":
-        from syncline.transports.torch_dist import connect
-
-        return connect(environment, timeout)
-    raise SpecError(f"unknown transport {name!r}; {nearest(name, ['single', 'torch_dist'])}")
+    if name not in ENGINES:
+        raise SpecError(f"unknown transport {name!r}; {nearest(name, ['single', *ENGINES])}")
+    # Only now: an engine that is not used need not be installed.
+    engine = importlib.import_module(f"syncline.transports.{name}")
+    transport: Transport = engine.connect(environment, timeout)
+    return transport
 
 
 def _introduce(transport: Transport, environment: Environment) -> tuple[list[str], int]:

@@ -1,0 +1,224 @@
+"""`algorithm="auto"`: a choice by prediction, refined by measurement, made by rank 0 and then kept.
+
+For each class of sizes (powers of two) the first call asks the network's model which schedules may win. Rank 0 names
+them, the engine's own always among them, and the next calls try them in turn: each is a call like any other, so
+nothing is wasted but the difference. After some rounds the slow ones drop out; after the last one is chosen, for good::
+
+    calls    a b c d │ a b c d │ a b c  a b c  a b c │ a c  a c  a c … │ a a a a a a a …
+             warm-up │ 1 each  │ 4 each              │ 9, then 16      │ the choice
+                               └ drop > 4 × best     └ > 1.5, 1.15 ×   └ the fastest
+
+Ranks that share a host share its processors too, which the model does not know: there all schedules have their try.
+
+A call's time is the shortest over the ranks: the last rank to come has waited for nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.collectives import NATIVE, Channel, build, names
+from syncline.collectives.run import allreduce, broadcast
+from syncline.costs.cache import recall, remember
+from syncline.costs.calibration import Calibration, calibrate
+from syncline.costs.prediction import predict_on
+from syncline.transports import Network, Op
+
+__all__ = ["AUTO", "Auto", "Choice"]
+
+logger = logging.getLogger("syncline")
+
+AUTO = "auto"
+MOST_TRIED = 5
+WORTH_A_TRY = 2.0
+"""A schedule is tried when its prediction is at most so many times the best."""
+LOOKS = ((1, 4.0), (4, 1.5), (9, 1.15), (16, 1.0))
+"""Samples of each candidate until a look, and how much slower than the best it may be to stay."""
+PREFER_NATIVE = 1.02
+"""The engine's own is kept unless another is faster by more than this: it needs no help from Python."""
+
+
+@dataclass
+class Choice:
+    """What was chosen for one class of sizes, and why."""
+
+    algorithm: str
+    reason: str
+    predicted: dict[str, float] = field(default_factory=dict)
+    measured: dict[str, float] = field(default_factory=dict)
+
+
+class _Trial:
+    """Candidates and the times of their calls."""
+
+    def __init__(self, candidates: list[str], predicted: dict[str, float]) -> None:
+        self.candidates = candidates
+        self.predicted = predicted
+        self.times: dict[str, list[float]] = {name: [] for name in candidates}
+        self.looks = 0
+        self.turn = 0
+
+    def next(self) -> str:
+        """Whose turn it is."""
+        return self.candidates[self.turn % len(self.candidates)]
+
+    def told(self, seconds: float) -> bool:
+        """Note a time; True when it is time for a look at them."""
+        self.times[self.next()].append(seconds)
+        self.turn += 1
+        wanted = LOOKS[self.looks][0] + 1  # the first call of each makes connections and buffers
+        return all(len(self.times[name]) >= wanted for name in self.candidates)
+
+    def look(self, shared: Callable[[Tensor], Tensor]) -> str | None:
+        """Drop the slow ones; the winner when it is the last look. `shared` gives each call's shortest time."""
+        table = shared(torch.tensor([self.times[name][1:] for name in self.candidates], dtype=torch.float64))
+        medians = {name: statistics.median(row) for name, row in zip(self.candidates, table.tolist(), strict=True)}
+        best = min(medians.values())
+        keep = LOOKS[self.looks][1]
+        self.looks += 1
+        self.candidates = [name for name in self.candidates if medians[name] <= keep * best]
+        self.turn = 0
+        self.medians = medians
+        if len(self.candidates) > 1 and self.looks < len(LOOKS):
+            return None
+        if medians.get(NATIVE, float("inf")) <= PREFER_NATIVE * best:
+            return NATIVE
+        return min(medians, key=lambda name: medians[name])
+
+
+class Auto:
+    """The choices of one channel. Every rank of it makes the same calls, and so the same choices."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        where: str,
+        record: Callable[..., Any] = lambda *_, **__: None,
+    ) -> None:
+        self.choices: dict[str, Choice] = {}
+        """By class of sizes: what was chosen and why."""
+        self._channel = channel
+        self._where = where
+        self._record = record
+        self._trials: dict[str, _Trial] = {}
+        self._network: Network | None = None
+
+    def network(self) -> Network:
+        """The model of this network: the simulator's own, remembered, or measured now."""
+        if self._network is None:
+            self._network = self._channel.transport.network or self.calibration().network()
+        return self._network
+
+    def calibration(self, fresh: bool = False) -> Calibration:
+        """What this network measures, remembered or, if it must be `fresh` or is unknown, measured now by all ranks."""
+        known = None if fresh or self._channel.rank else recall(self._where)
+        numbers = self._share(None if known is None else known.numbers())
+        if numbers is not None:
+            return Calibration.of(numbers)
+        logger.info("measuring the network of %d ranks, once", self._channel.size)
+        found = calibrate(self._channel)
+        if self._channel.rank == 0 and self._channel.size > 1:
+            remember(self._where, found)
+        return found
+
+    def allreduce(self, tensor: Tensor, op: Op) -> None:
+        """Reduce in place by what is best for tensors of this size, as far as is known by now."""
+        key = _class(tensor)
+        chosen = self.choices.get(key)
+        if chosen is not None:
+            self._run(chosen.algorithm, tensor, op)
+            return
+        if key not in self._trials:
+            self._begin(key, tensor, op)
+            self.allreduce(tensor, op)
+            return
+        trial = self._trials[key]
+        now = self._channel.transport.runtime.now
+        start = now()
+        self._run(trial.next(), tensor, op)
+        if trial.told(now() - start):
+            winner = trial.look(self._shortest)
+            if winner is not None:
+                self._settle(key, Choice(winner, "measured", trial.predicted, trial.medians))
+
+    def chosen(self, tensor: Tensor) -> Choice | None:
+        """What is taken for tensors of this size from now on; None while that is being tried."""
+        return self.choices.get(_class(tensor))
+
+    def _begin(self, key: str, tensor: Tensor, op: Op) -> None:
+        """Rank 0 says which are worth a try."""
+        channel = self._channel
+        native = channel.transport.native
+        own = [NATIVE] if native is not None and native.reduces(tensor.dtype, op) else []
+        if channel.size == 1 or (own and tensor.is_cuda):
+            self._settle(key, Choice(own[0] if own else "ring", "nothing else is worth a try here"))
+            return
+        network, nbytes = self.network(), tensor.numel() * tensor.element_size()
+        plan = None
+        if channel.rank == 0:
+            predicted = {name: predict_on(channel, name, nbytes, network).seconds for name in names("allreduce")}
+            ranked = sorted(predicted, key=lambda name: predicted[name])
+            worth = [name for name in ranked if predicted[name] <= WORTH_A_TRY * predicted[ranked[0]]][:MOST_TRIED]
+            alone = len(set(channel.hosts)) == channel.size or channel.transport.network is not None
+            plan = [own + (worth if alone else ranked), predicted]
+        candidates, predicted = self._share(plan)
+        if len(candidates) == 1:
+            self._settle(key, Choice(candidates[0], "predicted", predicted))
+        else:
+            self._trials[key] = _Trial(candidates, predicted)
+
+    def _settle(self, key: str, choice: Choice) -> None:
+        """From now on for good."""
+        choice.algorithm = self._share(choice.algorithm)
+        self.choices[key] = choice
+        self._trials.pop(key, None)
+        logger.info("auto: %s for %s (%s)", choice.algorithm, key, choice.reason)
+        self._record(
+            "sl_collective",
+            choice.algorithm,
+            size=key,
+            reason=choice.reason,
+            predicted=choice.predicted,
+            measured=choice.measured,
+        )
+
+    def _run(self, algorithm: str, tensor: Tensor, op: Op) -> None:
+        native = self._channel.transport.native
+        if algorithm == NATIVE and native is not None:
+            native.allreduce(tensor, op).wait()
+        else:
+            allreduce(self._channel, tensor, op, build("allreduce", algorithm))
+
+    def _shortest(self, times: Tensor) -> Tensor:
+        allreduce(self._channel, times, "min", build("allreduce", "recursive_doubling"))
+        return times
+
+    def _share(self, word: Any) -> Any:
+        """Rank 0's word, on every rank: what is decided by measuring must not differ between them."""
+        channel = self._channel
+        if channel.size == 1:
+            return word
+        text = json.dumps(word).encode() if channel.rank == 0 else b""
+        length = torch.tensor([len(text)], dtype=torch.int64)
+        tree = build("broadcast", "tree")
+        broadcast(channel, length.view(torch.uint8), 0, tree)
+        data = torch.zeros(int(length), dtype=torch.uint8)
+        if channel.rank == 0:
+            data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        broadcast(channel, data, 0, tree)
+        return json.loads(bytes(data.tolist()))
+
+
+def _class(tensor: Tensor) -> str:
+    """Tensors of one class are taken for alike: the same dtype and kind of device, sizes between powers of two."""
+    nbytes = tensor.numel() * tensor.element_size()
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return f"{kind} on {tensor.device.type}, under {1 << nbytes.bit_length()} bytes"

@@ -1,0 +1,1 @@
+"""The command `syncline`: one file per command."""

@@ -1,0 +1,124 @@
+"""Run a script on many workers: on this machine, on hosts by ssh, with MPI, or in an emulated cluster.
+
+examples:
+  syncline run -n 4 train.py --epochs 3            four workers here
+  syncline run -n 4 -m package.train               a module, as with python -m
+  syncline run --hosts a:2,b:2 train.py            over ssh; every host has the same paths
+  syncline run --hosts slurm -n 8 train.py         inside a Slurm job, by srun
+  syncline run -n 4 --mpi train.py                 by mpiexec
+  syncline run --lab 4@100mbit train.py            four hosts at 100 Mbit/s, emulated on this machine
+
+Rank 0 writes to the terminal itself; each line of the others begins with its rank. When a rank fails the others are
+ended, its traceback is shown once, and the exit code is its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+
+from syncline.errors import IncompatibleError, SpecError, UnsupportedError
+from syncline.launch.hosts import Host, parse_hosts
+from syncline.launch.machine import warn_if_crowded
+from syncline.launch.mpi import mpi_command
+from syncline.launch.slurm import srun_command
+from syncline.launch.start import SERVER, Job, hand_over, run_here, run_on_hosts
+from syncline.launch.variables import threads_each
+
+__all__ = ["HELP", "configure", "run"]
+
+HELP = "run a script on many workers"
+SLURM = "slurm"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Say what this command takes."""
+    parser.add_argument("-n", type=int, metavar="N", dest="ranks", help="workers; --hosts and --lab may give it too")
+    parser.add_argument("--hosts", metavar="a:2,b:2", help="hosts and their workers, over ssh; 'slurm' inside a job")
+    parser.add_argument("--mpi", action="store_true", help="let mpiexec start the workers, and MPI carry the bytes")
+    parser.add_argument("--lab", metavar="4@100mbit", help="so many hosts at that rate, emulated on this machine")
+    parser.add_argument("--servers", type=int, default=0, metavar="S", help="parameter servers beside the workers")
+    parser.add_argument(
+        "--on-failure",
+        choices=("stop", "continue"),
+        default="stop",
+        help="when a worker fails: stop the others (the default), or tell them and let them go on",
+    )
+    parser.add_argument("--address", metavar="A", help="this machine's address that the workers can reach")
+    parser.add_argument("-m", action="store_true", dest="module", help="run a module, as python -m does")
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="script.py args…", help="what to run")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run it; the exit code."""
+    target = _target(arguments)
+    _check(arguments)
+    job = Job(target=target, policy=arguments.on_failure, address=arguments.address, servers=arguments.servers)
+    ranks: int | None = arguments.ranks
+    if arguments.lab is not None:
+        from syncline.launch.in_lab import run_in_lab
+        from syncline.launch.lab import parse_lab
+
+        hosts, rate = parse_lab(arguments.lab)
+        return run_in_lab(job, hosts, rate, ranks)
+    if arguments.hosts == SLURM:
+        return hand_over(srun_command(target, _required(ranks), os.environ), {})
+    named = () if arguments.hosts is None else parse_hosts(arguments.hosts, ranks)
+    if arguments.mpi:
+        return _run_mpi(target, sum(host.slots for host in named) or _required(ranks), named)
+    if named:
+        return run_on_hosts(job, named)
+    warn_if_crowded(_required(ranks))
+    return run_here(job, _required(ranks))
+
+
+def _run_mpi(target: tuple[str, ...], ranks: int, hosts: tuple[Host, ...]) -> int:
+    variables = {"SYNCLINE_TRANSPORT": "mpi", "PYTHONUNBUFFERED": "1"}
+    variables |= threads_each(ranks if not hosts else max(host.slots for host in hosts))
+    return hand_over(mpi_command(target, ranks, hosts, {**os.environ, **variables}), variables)
+
+
+def _target(arguments: argparse.Namespace) -> tuple[str, ...]:
+    program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
+    if not program:
+        raise SpecError(f"no {'module' if arguments.module else 'script'} is named: syncline run -n 4 train.py")
+    first = program[0]
+    if arguments.module:
+        return ("-m", *program)
+    if not os.path.exists(first):
+        raise SpecError(f"there is no script {first!r} in {os.getcwd()}; for a module use -m")
+    if not os.access(first, os.R_OK):
+        raise SpecError(f"the script {first!r} cannot be read: its mode is {os.stat(first).st_mode & 0o777:o}")
+    return tuple(program)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse what cannot be, and what cannot be together."""
+    if arguments.ranks is not None and arguments.ranks < 1:
+        raise SpecError(f"-n {arguments.ranks}: a run takes at least one worker")
+    if arguments.servers < 0:
+        raise SpecError(f"--servers {arguments.servers}: a number of servers cannot be negative")
+    ways = {"--hosts": arguments.hosts is not None, "--lab": arguments.lab is not None, "--mpi": arguments.mpi}
+    if ways["--lab"] and (ways["--hosts"] or ways["--mpi"]):
+        other = "--hosts" if ways["--hosts"] else "--mpi"
+        raise IncompatibleError(f"--lab makes its own hosts and cannot be used with {other}; leave one out")
+    if ways["--mpi"] and arguments.hosts == SLURM:
+        raise IncompatibleError("--hosts slurm lets srun start the workers, --mpi mpiexec; leave one out")
+    if ways["--mpi"] or arguments.hosts == SLURM:
+        starter = "mpiexec" if ways["--mpi"] else "srun"
+        if arguments.on_failure == "continue":
+            raise IncompatibleError(f"--on-failure continue: {starter} ends all workers when one fails; leave it out")
+        if arguments.servers:
+            raise IncompatibleError(f"--servers {arguments.servers}: {starter} starts workers alone; leave it out")
+    if arguments.servers and importlib.util.find_spec(SERVER[1]) is None:
+        raise UnsupportedError(
+            f"--servers {arguments.servers}: this version of Syncline has no parameter server ({SERVER[1]}); "
+            "leave it out"
+        )
+
+
+def _required(ranks: int | None) -> int:
+    if ranks is None:
+        raise SpecError("how many workers? Give -n N, or --hosts or --lab")
+    return ranks

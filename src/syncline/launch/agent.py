@@ -1,0 +1,109 @@
+"""`python -m syncline.launch.agent`: starts a host's share of a run, as the launcher says on its standard input.
+
+The first line is the job as JSON, so that no secret is on a command line; each later line is a signal to pass on. The
+end of the input means that the launcher is gone or wants no more: what runs here ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+from syncline.launch.local import LocalCrew
+from syncline.launch.output import Output
+from syncline.launch.programs import Program
+from syncline.launch.ssh import NO_STORE
+from syncline.launch.store import Board, join_store
+from syncline.launch.supervisor import GRACE, PERIOD
+from syncline.launch.variables import threads_each
+
+__all__ = ["main"]
+
+
+def main() -> int:
+    """Run the job that standard input describes."""
+    control = _take_standard_input()
+    job = json.loads(control.read_line())
+    try:
+        board = Board(join_store(job["address"], int(job["port"])))
+    except (RuntimeError, ValueError):
+        return NO_STORE
+    found = [Program.from_json(program) for program in job["programs"]]
+    threads = threads_each(sum(program.rank is not None for program in found))  # of this host's cores
+    programs = [replace(program, variables={**threads, **program.variables}) for program in found]
+    with Output(sys.stdout.buffer, sys.stderr.buffer) as output:
+        crew = LocalCrew(programs, output)
+        try:
+            if control.signals() or control.closed:
+                return 0
+            crew.start()
+            board.post_ready(int(job["host"]))
+            _watch(crew, board, control)
+        finally:
+            crew.close()
+    return 0
+
+
+def _watch(crew: LocalCrew, board: Board, control: Control) -> None:
+    asked: float | None = None
+    while True:
+        for ended in crew.poll():
+            board.post_ended(ended)
+        if not crew.running():
+            return
+        for number in control.signals():
+            crew.signal(number)
+        if control.closed and asked is None:
+            asked = time.monotonic()
+            crew.signal(signal.SIGTERM)
+        if asked is not None and time.monotonic() - asked > GRACE:
+            crew.signal(signal.SIGKILL)
+        time.sleep(PERIOD)
+
+
+class Control:
+    """Lines from the launcher."""
+
+    def __init__(self, fd: int) -> None:
+        self.closed = False
+        self._fd = fd
+        self._rest = b""
+
+    def read_line(self) -> bytes:
+        """The first line, waited for: ssh ends us when it does not come."""
+        while b"\n" not in self._rest and not self.closed:
+            self._read()
+        line, _, self._rest = self._rest.partition(b"\n")
+        return line
+
+    def signals(self) -> list[int]:
+        """The signals to pass on that have come since the last call."""
+        while not self.closed and select.select([self._fd], [], [], 0)[0]:
+            self._read()
+        *lines, self._rest = self._rest.split(b"\n")
+        found: list[dict[str, Any]] = [json.loads(line) for line in lines if line]
+        return [int(one["signal"]) for one in found]
+
+    def _read(self) -> None:
+        data = os.read(self._fd, 1 << 16)
+        self._rest += data
+        self.closed = not data
+
+
+def _take_standard_input() -> Control:
+    """Keep standard input for ourselves: workers that read theirs would eat the launcher's words."""
+    fd = os.dup(0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    return Control(fd)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""The contract of those who start programs somewhere and watch them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from syncline.launch.failures import Ended
+
+__all__ = ["Crew", "Several"]
+
+
+class Crew(Protocol):
+    """Programs on this machine or elsewhere, watched without a policy: that is the supervisor's."""
+
+    def start(self) -> None:
+        """Start them all."""
+
+    def poll(self) -> list[Ended]:
+        """Those that have ended since the last call. Does not wait."""
+
+    def raised(self) -> list[Ended]:
+        """Those that have left a report of an exception but have not ended yet."""
+
+    def running(self) -> list[str]:
+        """The names of those that have not ended."""
+
+    def signal(self, number: int) -> None:
+        """Send a signal to those that run, with all the processes they have started."""
+
+    def close(self) -> None:
+        """End what is left, at once; nothing remains."""
+
+
+class Several:
+    """Crews on several machines as one."""
+
+    def __init__(self, crews: Sequence[Crew]) -> None:
+        self.crews = crews
+
+    def start(self) -> None:
+        for crew in self.crews:
+            crew.start()
+
+    def poll(self) -> list[Ended]:
+        return [ended for crew in self.crews for ended in crew.poll()]
+
+    def raised(self) -> list[Ended]:
+        return [ended for crew in self.crews for ended in crew.raised()]
+
+    def running(self) -> list[str]:
+        return [name for crew in self.crews for name in crew.running()]
+
+    def signal(self, number: int) -> None:
+        for crew in self.crews:
+            crew.signal(number)
+
+    def close(self) -> None:
+        for crew in self.crews:
+            crew.close()

@@ -1,0 +1,131 @@
+"""How a program ended, and who is to blame when several did."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Ended", "Report", "culprit", "read_report"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a worker said of its uncaught exception."""
+
+    summary: str
+    traceback: str = ""
+    time: float = 0.0
+    consequence: bool = False
+    """The error says that somebody else is gone."""
+    shown: bool = False
+    """The script has shown its traceback itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """A program that has ended. `code` is negative where a signal ended it."""
+
+    name: str
+    rank: int | None
+    code: int
+    report: Report | None = None
+    time: float = field(default_factory=time.time)
+
+    @property
+    def failed(self) -> bool:
+        return self.code != 0
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell would give it: 128 and the signal.
+
+        >>> Ended(name="rank 2", rank=2, code=-9).exit_code
+        137
+        """
+        return self.code if self.code >= 0 else 128 - self.code
+
+    def reason(self, who: str = "it") -> str:
+        """What happened, in words.
+
+        >>> Ended(name="rank 2", rank=2, code=-9).reason("rank 2")
+        'rank 2 was killed by signal 9 (SIGKILL)'
+        """
+        if self.code < 0:
+            return f"{who} was killed by signal {-self.code} ({_signal_name(-self.code)})"
+        return f"{who} failed (exit code {self.code})"
+
+    def consequence(self) -> bool:
+        """Whether it most likely failed because another did."""
+        return self.report is not None and self.report.consequence
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Ended:
+        found = json.loads(text)
+        report = found["report"]
+        rank = found["rank"]
+        return cls(
+            name=str(found["name"]),
+            rank=None if rank is None else int(rank),
+            code=int(found["code"]),
+            report=None if report is None else _report(report),
+            time=float(found["time"]),
+        )
+
+
+def culprit(failures: Sequence[Ended]) -> Ended:
+    """Who failed first, as far as one can tell: killed, then failed by itself, then aborted, then left alone.
+
+    An abort comes after an exception: gloo aborts a process whose peer is gone.
+
+    >>> lost = Report(summary="PeerLostError: rank 1 is gone", consequence=True, time=1.0)
+    >>> own = Report(summary="ValueError: boom", time=2.0)
+    >>> left_alone = Ended(name="rank 0", rank=0, code=1, report=lost)
+    >>> culprit([left_alone, Ended(name="rank 1", rank=1, code=1, report=own)]).rank
+    1
+    """
+
+    def order(ended: Ended) -> tuple[int, float]:
+        when = ended.report.time if ended.report is not None and ended.report.time else ended.time
+        if ended.code < 0:
+            return (2 if -ended.code == signal.SIGABRT else 0), when
+        return (3 if ended.consequence() else 1), when
+
+    return min(failures, key=order)
+
+
+def read_report(path: str) -> Report | None:
+    """The report that a worker left, or None."""
+    try:
+        found = json.loads(Path(path).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return _report(found) if isinstance(found, dict) else None
+
+
+def _report(found: Mapping[str, Any]) -> Report:
+    """A report from JSON, ours or what torch's own `record` wrote."""
+    message = found.get("traceback", found.get("message", ""))
+    text = str(message.get("message", "")) if isinstance(message, dict) else str(message)
+    lines = text.strip().splitlines()
+    return Report(
+        summary=str(found.get("summary", lines[-1] if lines else "")),
+        traceback=text,
+        time=float(found.get("time", 0.0)),
+        consequence=bool(found.get("consequence", False)),
+        shown=bool(found.get("shown", False)),
+    )
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"

@@ -1,0 +1,65 @@
+"""Runs in the lab: the hosts are network namespaces of this machine, joined by links of a set rate."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+
+from syncline.errors import SpecError
+from syncline.launch.lab import Lab, LabHost
+from syncline.launch.programs import Place
+from syncline.launch.start import Job, run_placed
+from syncline.launch.store import serve_store
+
+__all__ = ["run_in_lab"]
+
+
+def run_in_lab(job: Job, hosts: int, rate: str, ranks: int | None = None) -> int:
+    """Make a lab, run in it, take it down; the exit code."""
+    ranks = hosts if ranks is None else ranks
+    if ranks % hosts:
+        raise SpecError(f"-n {ranks} is not a multiple of the {hosts} hosts of the lab: every host takes as many ranks")
+    with Lab(hosts, rate) as lab:
+        print(
+            f"syncline: a lab of {hosts} hosts at {rate}, {_measured(lab)}; it adds no latency of its own",
+            file=sys.stderr,
+            flush=True,
+        )
+        first = lab.hosts[0]
+        address = job.address or first.address
+        # A socket stays in the network it was made in, whichever thread uses it later.
+        with _unresolved_names():
+            store = first.call(lambda: serve_store(address, ranks))
+        return run_placed(job, [_place(host, ranks // hosts, f"{hosts}@{rate}") for host in lab.hosts], store, address)
+
+
+@contextlib.contextmanager
+def _unresolved_names() -> Iterator[None]:
+    """Keep c10d's warning that the lab has no names off the terminal; it writes to the descriptor itself."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nothing, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nothing)
+
+
+def _measured(lab: Lab) -> str:
+    return "not measured" if lab.measured is None else f"measured {lab.measured / 1e6:.1f} Mbit/s"
+
+
+def _place(host: LabHost, slots: int, lab: str) -> Place:
+    names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    variables = dict.fromkeys(names, host.interface)
+    variables["SYNCLINE_LAB"] = lab
+    # All hosts share this machine's cores: more threads would only make them wait for each other.
+    variables["OMP_NUM_THREADS"] = "1"
+    # Nobody answers for names in the lab, and c10d warns of each address that it cannot name.
+    variables["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+    return Place(name=host.name, slots=slots, enter=host.enter, variables=variables)

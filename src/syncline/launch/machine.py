@@ -1,0 +1,85 @@
+"""What this machine bears: processors and memory, as the control group allows them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from pathlib import Path
+
+__all__ = ["available_memory", "cores", "cpu_quota", "memory_limit", "total_memory", "warn_if_crowded"]
+
+logger = logging.getLogger("syncline")
+
+WORKER_BYTES = 300 << 20
+"""What a worker takes that has imported torch and holds a small model."""
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota()
+    return usable if quota is None else max(1, min(usable, math.ceil(quota)))
+
+
+def cpu_quota() -> float | None:
+    """Processors that the control group grants, or None where it sets no limit."""
+    text = _read(CGROUP / "cpu.max")
+    if text is not None:
+        quota, _, period = text.partition(" ")
+        return None if quota == "max" else int(quota) / int(period)
+    quota = _read(CGROUP / "cpu/cpu.cfs_quota_us") or "-1"
+    period = _read(CGROUP / "cpu/cpu.cfs_period_us") or "100000"
+    return None if int(quota) <= 0 else int(quota) / int(period)
+
+
+def memory_limit() -> int | None:
+    """Bytes that the control group grants, or None where it sets no limit."""
+    text = _read(CGROUP / "memory.max") or _read(CGROUP / "memory/memory.limit_in_bytes")
+    if text is None or text == "max":
+        return None
+    limit = int(text)
+    return limit if limit < total_memory() else None
+
+
+def total_memory() -> int:
+    """Bytes of memory that the machine has."""
+    return _meminfo("MemTotal")
+
+
+def available_memory() -> int:
+    """Bytes that new processes may take, by the kernel's estimate and the control group's limit."""
+    limit = memory_limit()
+    free = _meminfo("MemAvailable")
+    return free if limit is None else min(free, limit)
+
+
+def warn_if_crowded(workers: int) -> None:
+    """Say so when so many workers are more than this machine is made for. It may still be what the user wants."""
+    have = cores()
+    if workers > have:
+        logger.warning("%d workers share %d core%s: they take turns", workers, have, "s" * (have > 1))
+    free = available_memory()
+    if workers * WORKER_BYTES > free:
+        logger.warning(
+            "%d workers take about %.1f GiB before they hold any model (%d MiB each), and %.1f GiB are free",
+            workers,
+            workers * WORKER_BYTES / 2**30,
+            WORKER_BYTES >> 20,
+            free / 2**30,
+        )
+
+
+def _meminfo(name: str) -> int:
+    for line in (_read(Path("/proc/meminfo")) or "").splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None

@@ -1,0 +1,162 @@
+"""One host's agent, at the other end of ssh."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+
+from syncline.errors import WorldError
+from syncline.launch.hosts import HERE, Host
+from syncline.launch.output import Output
+
+__all__ = ["NO_STORE", "Link", "address_towards", "ssh_command"]
+
+CONNECT_TIMEOUT = 10
+START_TIMEOUT = 90.0
+"""Seconds from ssh to an agent at work: reaching the host, importing torch, reaching the store."""
+NO_STORE, NO_FOLDER, NO_PYTHON, NO_SYNCLINE = 96, 97, 98, 99
+SSH_FAILED = 255
+PATIENCE = 10.0
+HANG_UP = 0.5
+"""Seconds to wait for an agent that has not begun: without us it finds no store and ends."""
+
+
+def ssh_command() -> list[str]:
+    """How to call ssh: SYNCLINE_SSH where it is set (as in `ssh -F config -l ada`)."""
+    return shlex.split(os.environ.get("SYNCLINE_SSH", "")) or ["ssh"]
+
+
+class Link:
+    """ssh to a host. The agent there ends when our end of its standard input does."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.ready = False
+        self._ssh: subprocess.Popen[bytes] | None = None
+        self._errors = tempfile.TemporaryFile(prefix="syncline-ssh-")  # noqa: SIM115 - closed in close()
+        self._since = 0.0
+
+    def start(self, job: Mapping[str, object]) -> None:
+        """Call the host and hand its agent the job."""
+        command = [*ssh_command(), "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_TIMEOUT}", self.host.name]
+        self._since = time.monotonic()
+        try:
+            # A session of its own: the terminal's Ctrl-C is ours to pass on.
+            self._ssh = subprocess.Popen(
+                [*command, _remote_command()], stdin=subprocess.PIPE, stderr=self._errors, start_new_session=True
+            )
+        except OSError as error:
+            raise WorldError(f"cannot run {command[0]!r}: {error.strerror}; install ssh or set SYNCLINE_SSH") from error
+        self.tell(job)
+
+    def tell(self, what: Mapping[str, object]) -> None:
+        """Send the agent a line."""
+        if self._ssh is not None and self._ssh.stdin is not None:
+            with contextlib.suppress(OSError):  # ssh has ended, which code() tells
+                self._ssh.stdin.write(json.dumps(what).encode() + b"\n")
+                self._ssh.stdin.flush()
+
+    def code(self) -> int | None:
+        """The exit code of ssh, or None while it runs."""
+        return None if self._ssh is None else self._ssh.poll()
+
+    def agent_is_ready(self, output: Output) -> None:
+        """From now on what comes over ssh's standard error is the workers'."""
+        self.ready = True
+        output.follow(f"/proc/self/fd/{self._errors.fileno()}", output.err, None)
+
+    def check_start(self, code: int | None, place: str) -> None:
+        """Raise if the agent will not come."""
+        if code is not None:
+            raise WorldError(self._why(code, place))
+        if time.monotonic() - self._since > START_TIMEOUT:
+            raise WorldError(
+                f"host {self.host.name} did not start its agent within {START_TIMEOUT:.0f} s"
+                f"{self.last_words()}; try: {self._trial()}"
+            )
+
+    def last_words(self) -> str:
+        """The last line that ssh wrote to standard error, in brackets."""
+        data = os.pread(self._errors.fileno(), 1 << 16, 0)  # pread: ssh writes at the same file offset
+        lines = data.decode(errors="replace").strip().splitlines()
+        return f" ({lines[-1].strip()})" if lines else ""
+
+    def close(self) -> None:
+        """Hang up, and see the agent's processes gone."""
+        if self._ssh is not None:
+            assert self._ssh.stdin is not None
+            self.tell({"signal": int(signal.SIGKILL)})
+            with contextlib.suppress(OSError):
+                self._ssh.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._ssh.wait(PATIENCE if self.ready else HANG_UP)
+            self._ssh.kill()
+            self._ssh.wait()
+        self._errors.close()
+
+    def _trial(self) -> str:
+        return shlex.join([*ssh_command(), "-o", "BatchMode=yes", self.host.name, "true"])
+
+    def _why(self, code: int, place: str) -> str:
+        name, python = self.host.name, sys.executable
+        if code == SSH_FAILED:
+            return f"host {name} cannot be reached by ssh{self.last_words()}; this must work: {self._trial()}"
+        if code == NO_FOLDER:
+            return f"host {name} has no folder {os.getcwd()}: every host needs the working folder at the same path"
+        if code == NO_PYTHON:
+            return f"host {name} has no Python at {python}: every host needs the same environment at the same path"
+        if code == NO_SYNCLINE:
+            return f"host {name}: {python} has no syncline there; install the same environment on every host"
+        if code == NO_STORE:
+            return (
+                f"host {name} cannot reach the store at {place} of this machine: open the port, or name an address "
+                f"that {name} can reach with --address"
+            )
+        return f"host {name}: the agent ended with exit code {code}{self.last_words()}"
+
+
+def _remote_command() -> str:
+    python = shlex.quote(sys.executable)
+    return (
+        f"cd {shlex.quote(os.getcwd())} || exit {NO_FOLDER}; test -x {python} || exit {NO_PYTHON}; "
+        f"{python} -c 'import importlib.util as u, sys; sys.exit(u.find_spec(\"syncline\") is None)' || "
+        f"exit {NO_SYNCLINE}; exec {python} -m syncline.launch.agent"
+    )
+
+
+def address_towards(hosts: Sequence[Host]) -> str:
+    """This machine's address on the way to the first of the hosts that is elsewhere."""
+    others = [host.name for host in hosts if host.name != HERE]
+    if not others:
+        return "127.0.0.1"
+    name = _real_name(others[0])
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # UDP: nothing is sent, the kernel only chooses the way
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise WorldError(
+            f"cannot tell which address of this machine host {others[0]} can reach ({error}); name it with --address"
+        ) from error
+
+
+def _real_name(name: str) -> str:
+    """What ssh's configuration makes of a name: people use aliases."""
+    try:
+        told = subprocess.run(
+            [*ssh_command(), "-G", name], capture_output=True, text=True, timeout=PATIENCE, check=False
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        told = ""
+    names = [line.split(None, 1)[1] for line in told.splitlines() if line.startswith("hostname ")]
+    return names[0] if names else name.rpartition("@")[2]

@@ -1,0 +1,115 @@
+"""The ways to start a run: here, on hosts, in the lab, or handed over to mpiexec and srun."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch._C._distributed_c10d import TCPStore
+
+from syncline.launch.crew import Crew, Several
+from syncline.launch.hosts import HERE, Host
+from syncline.launch.local import LocalCrew
+from syncline.launch.output import Output
+from syncline.launch.programs import Place, Program, lay_out, lay_out_servers
+from syncline.launch.remote import RemoteCrew, Share
+from syncline.launch.ssh import address_towards
+from syncline.launch.store import Board, serve_store
+from syncline.launch.supervisor import Policy, Supervisor
+from syncline.launch.variables import carried, common_variables, network_key, threads_each
+
+__all__ = ["SERVER", "Job", "hand_over", "run_here", "run_on_hosts", "run_placed"]
+
+LOOPBACK = "127.0.0.1"
+SERVER = ("-m", "syncline.server")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to run, whatever the place."""
+
+    target: tuple[str, ...]
+    policy: Policy = "stop"
+    address: str | None = None
+    servers: int = 0
+    server: tuple[str, ...] = SERVER
+    plain_rank: int | None = 0
+    """The rank whose output is passed on untouched; None: every line has its rank."""
+
+
+def run_here(job: Job, ranks: int) -> int:
+    """Run on this machine; the exit code."""
+    address = job.address or LOOPBACK
+    place = Place(name=HERE, slots=ranks, variables=threads_each(ranks))
+    return run_placed(job, [place], serve_store(address, ranks), address)
+
+
+def run_placed(job: Job, places: Sequence[Place], store: TCPStore, address: str) -> int:
+    """Run at places that are all on this machine; the exit code."""
+    common = common_variables(address, store.port, servers=job.servers)
+    programs = [program for programs in _lay_out(job, places, common) for program in programs]
+    with _output() as output:
+        return _supervise(job, LocalCrew(programs, output), Board(store), places, output)
+
+
+def run_on_hosts(job: Job, hosts: Sequence[Host]) -> int:
+    """Run on hosts, over ssh where they are not this machine; the exit code."""
+    address = job.address or address_towards(hosts)
+    store = serve_store(address, sum(host.slots for host in hosts))
+    common = common_variables(address, store.port, servers=job.servers)
+    if len(hosts) > 1:
+        common["SYNCLINE_KEY"] = network_key()
+    places = [
+        Place(
+            name=host.name,
+            slots=host.slots,
+            variables=threads_each(host.slots) if host.name == HERE else carried(),
+        )
+        for host in hosts
+    ]
+    laid = _lay_out(job, places, common)
+    board = Board(store)
+    with _output() as output:
+        crews: list[Crew] = []
+        numbered = list(enumerate(zip(hosts, laid, strict=True)))
+        here = [program for _, (host, programs) in numbered if host.name == HERE for program in programs]
+        shares = [Share(number, host, programs) for number, (host, programs) in numbered if host.name != HERE]
+        if here:
+            crews.append(LocalCrew(here, output))
+        if shares:
+            crews.append(RemoteCrew(shares, address, store.port, board, output))
+        return _supervise(job, Several(crews), board, places, output)
+
+
+def hand_over(command: Sequence[str], variables: Mapping[str, str]) -> int:
+    """Become another launcher: signals, output and exit code are then its own."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(command[0], list(command), {**os.environ, **variables})
+
+
+def _lay_out(job: Job, places: Sequence[Place], common: Mapping[str, str]) -> list[list[Program]]:
+    ranks = lay_out(places, job.target, common, job.plain_rank)
+    servers = lay_out_servers(places, job.server, common, job.servers)
+    return [[*first, *second] for first, second in zip(servers, ranks, strict=True)]
+
+
+def _supervise(job: Job, crew: Crew, board: Board, places: Sequence[Place], output: Output) -> int:
+    def say(text: str) -> None:
+        output.drain()
+        with contextlib.suppress(OSError):
+            output.err.write(f"syncline: {text}\n".encode())
+            output.err.flush()
+
+    ranks = sum(place.slots for place in places)
+    return Supervisor(crew, board, ranks, policy=job.policy, say=say).run()
+
+
+@contextlib.contextmanager
+def _output() -> Iterator[Output]:
+    sys.stdout.flush()
+    with Output(sys.stdout.buffer, sys.stderr.buffer) as output:
+        yield output

@@ -1,0 +1,102 @@
+"""The store where the ranks meet, served by the launcher, and what the launcher posts there."""
+
+from __future__ import annotations
+
+import json
+import socket
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store, TCPStore
+
+from syncline.errors import ProtocolError, WorldError
+from syncline.launch.failures import Ended
+
+__all__ = ["DEAD", "ENDED", "Board", "join_store", "serve_store"]
+
+PATIENCE = 20.0
+DEAD = "syncline/dead"
+ENDED = "run/ended"
+READY = "run/agent"
+
+
+def serve_store(address: str, ranks: int = 1) -> TCPStore:
+    """A store that listens at `address` alone, at a free port: torch by itself would listen on every interface."""
+    listener = _listen(address, max(128, ranks))
+    port = int(listener.getsockname()[1])
+    return TCPStore(
+        address,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=PATIENCE),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _listen(address: str, backlog: int) -> socket.socket:
+    listener: socket.socket | None = None
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.bind(place)
+        listener.listen(backlog)
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        raise WorldError(
+            f"cannot listen at {address}: {error}; name an address of this machine with --address"
+        ) from error
+    return listener
+
+
+def join_store(address: str, port: int) -> TCPStore:
+    """The store that another process serves."""
+    return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=PATIENCE), wait_for_workers=False)
+
+
+class Board:
+    """What the launcher tells the ranks, and the agents the launcher."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._read = 0
+
+    def post_dead(self, ended: Ended) -> None:
+        """Tell the ranks that one of them has failed."""
+        if ended.rank is not None:
+            text = json.dumps({"rank": ended.rank, "reason": ended.reason()})
+            self.store.set(f"{DEAD}/{ended.rank}", text)
+            self.store.add(DEAD, 1)
+
+    def post_ended(self, ended: Ended) -> None:
+        """Tell the launcher that a program of this host has ended."""
+        number = self.store.add(f"{ENDED}/next", 1)
+        self.store.set(f"{ENDED}/{number}", ended.to_json())
+        self.store.add(ENDED, 1)
+
+    def read_ended(self) -> list[Ended]:
+        """What agents have posted since the last call."""
+        found = []
+        count = self.store.add(ENDED, 0)
+        # Numbers are drawn before they are filled: one may be counted while a lower one is still on its way.
+        while self._read < count and self.store.check([f"{ENDED}/{self._read + 1}"]):
+            self._read += 1
+            found.append(self._read_one(f"{ENDED}/{self._read}"))
+        return found
+
+    def _read_one(self, key: str) -> Ended:
+        text = self.store.get(key)
+        try:
+            return Ended.from_json(text)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ProtocolError(
+                f"{key} in the store is no agent's report: {text[:80]!r}; who else writes there?"
+            ) from error
+
+    def post_ready(self, host: int) -> None:
+        """Tell the launcher that the agent of a host is at work."""
+        self.store.set(f"{READY}/{host}", "1")
+
+    def is_ready(self, host: int) -> bool:
+        """Whether the agent of a host is at work."""
+        return bool(self.store.check([f"{READY}/{host}"]))

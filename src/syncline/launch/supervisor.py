@@ -1,0 +1,175 @@
+"""What happens when a program fails, when the user has had enough, and when all is done."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Literal
+
+from syncline.launch.crew import Crew
+from syncline.launch.failures import Ended, culprit
+from syncline.launch.store import Board
+
+__all__ = ["Policy", "Supervisor"]
+
+Policy = Literal["stop", "continue"]
+
+PERIOD = 0.03
+GRACE = 5.0
+"""Seconds between asking programs to end and killing them."""
+SETTLE = 1.0
+"""Seconds to look for the one who failed, when all that is known are ranks that were left alone."""
+NOTICE = 1.0
+"""Seconds between looks at what is not urgent, and before the user is told for whom we wait."""
+SAME_KEY = 0.2
+"""A second signal within so many seconds is the first one again: wrappers like `uv run` forward Ctrl-C once more."""
+FORWARDED = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
+
+
+class Supervisor:
+    """Watches a crew until nothing of it is left.
+
+    ```text
+    running ──a rank fails (stop)───────────┐
+       │  ──Ctrl-C, SIGTERM, SIGHUP─────────┤──► asked to end ──grace, or Ctrl-C again──► killed
+       └──all ranks have ended (servers)────┘
+    ```
+    """
+
+    def __init__(self, crew: Crew, board: Board, ranks: int, *, policy: Policy, say: Callable[[str], None]) -> None:
+        self._crew = crew
+        self._board = board
+        self._policy = policy
+        self._say = say
+        self._ranks_left = ranks
+        self._failures: dict[str, Ended] = {}
+        self._signals: list[tuple[int, float]] = []
+        self._asked: float | None = None
+        self._first_failure = 0.0
+        self._looked = time.monotonic()
+        self._raised: dict[str, float] = {}
+        self._told: set[str] = set()
+
+    def run(self) -> int:
+        """Start the crew, see it through; the exit code."""
+        with self._listening():
+            try:
+                self._crew.start()
+                while True:
+                    self._take_note(self._crew.poll())
+                    if not self._crew.running():
+                        break
+                    self._act()
+                    time.sleep(PERIOD)
+            finally:
+                self._crew.close()
+        return self._conclude()
+
+    def _take_note(self, ended: list[Ended]) -> None:
+        for one in ended:
+            self._ranks_left -= one.rank is not None
+            if one.failed and self._asked is None:
+                self._fail(one)
+
+    def _fail(self, ended: Ended) -> None:
+        if ended.name in self._failures:
+            return
+        self._first_failure = self._first_failure or time.monotonic()
+        self._failures[ended.name] = ended
+        self._board.post_dead(ended)
+        if self._policy == "continue":
+            self._say(f"{ended.reason(ended.name)}; the others go on{_details(ended)}")
+
+    def _act(self) -> None:
+        now = time.monotonic()
+        if self._signals:
+            first, since = self._signals[0]
+            again = self._signals[-1][1] - since > SAME_KEY
+            self._ask(FORWARDED[signal.Signals(first)], now)
+            if again:
+                self._crew.signal(signal.SIGKILL)
+        if self._asked is not None:
+            self._wait_for_the_end(now - self._asked)
+        elif self._ranks_left == 0:
+            self._ask(signal.SIGTERM, now)
+        elif self._failures and self._policy == "stop":
+            for one in self._crew.raised():
+                self._fail(one)
+            own = [one for one in self._failures.values() if not one.consequence()]
+            if own or now - self._first_failure > SETTLE:
+                self._ask(signal.SIGTERM, now)
+        elif now - self._looked > NOTICE:
+            self._looked = now
+            self._notice_those_who_do_not_end(now)
+
+    def _wait_for_the_end(self, seconds: float) -> None:
+        if seconds > GRACE:
+            self._crew.signal(signal.SIGKILL)
+        elif seconds > NOTICE and "" not in self._told:
+            self._told.add("")
+            names = ", ".join(self._crew.running())
+            self._say(f"{names} may take {GRACE - NOTICE:.0f} s more to end, then a signal ends them; Ctrl-C: at once")
+
+    def _notice_those_who_do_not_end(self, now: float) -> None:
+        for one in self._crew.raised():
+            since = self._raised.setdefault(one.name, now)
+            if now - since >= GRACE and one.name not in self._told and one.report is not None:
+                self._told.add(one.name)
+                self._say(
+                    f"{one.name} has raised {one.report.summary} but does not end: "
+                    "its threads or exit handlers are still at work"
+                )
+
+    def _ask(self, number: int, now: float) -> None:
+        if self._asked is None:
+            self._asked = now
+            self._crew.signal(number)
+
+    def _conclude(self) -> int:
+        if self._signals:
+            return 128 + self._signals[0][0]
+        if not self._failures:
+            return 0
+        failures = list(self._failures.values())
+        if self._policy == "continue":
+            names = ", ".join(sorted(self._failures, key=_order))
+            self._say(f"{names} failed; the others ended by themselves")
+            return failures[0].exit_code
+        guilty = culprit(failures)
+        for other in failures:
+            if other is not guilty and not other.consequence():
+                summary = f": {other.report.summary}" if other.report is not None else ""
+                self._say(f"{other.reason(other.name)}{summary}")
+        self._say(f"{guilty.reason(guilty.name)}{_details(guilty)}")
+        return guilty.exit_code
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        def note(number: int, frame: FrameType | None) -> None:
+            self._signals.append((number, time.monotonic()))
+
+        # One that is ignored stays so: nohup, or a shell's background job.
+        before = {number: signal.getsignal(number) for number in FORWARDED}
+        handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+        for number in handled:
+            signal.signal(number, note)
+        try:
+            yield
+        finally:
+            for number in handled:
+                signal.signal(number, before[number])
+
+
+def _order(name: str) -> tuple[str, int]:
+    kind, _, number = name.partition(" ")
+    return kind, int(number) if number.isdigit() else 0
+
+
+def _details(ended: Ended) -> str:
+    report = ended.report
+    if report is None:
+        return ""
+    return f"\n{report.traceback.rstrip()}" if report.traceback and not report.shown else f": {report.summary}"

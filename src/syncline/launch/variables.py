@@ -1,0 +1,54 @@
+"""The variables that tell workers who they are and where they meet."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+
+from syncline.launch.machine import cores
+
+__all__ = ["carried", "common_variables", "network_key", "threads_each"]
+
+CARRIED = ("OMP_", "MKL_", "NCCL_", "GLOO_", "TP_", "TORCH_", "CUDA_", "UCX_", "PYTHON", "SYNCLINE_")
+"""What goes along to other hosts, by the beginning of its name: their own environment has the rest."""
+SUPERVISORS_OWN = ("SYNCLINE_SSH", "SYNCLINE_SUPERVISOR", "SYNCLINE_KEY")
+
+
+def common_variables(address: str, port: int, *, servers: int = 0) -> dict[str, str]:
+    """What all workers of a run are told."""
+    variables = {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is served by us, not by rank 0
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "SYNCLINE_RUN_ID": secrets.token_hex(8),
+    }
+    return variables | ({"SYNCLINE_SERVERS": str(servers)} if servers else {})
+
+
+def threads_each(workers: int, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """A fair share of the cores for each worker's arithmetic, unless the user has said otherwise.
+
+    >>> threads_each(4, {"OMP_NUM_THREADS": "3"})
+    {'OMP_NUM_THREADS': '3'}
+    """
+    chosen = (os.environ if environ is None else environ).get("OMP_NUM_THREADS")
+    return {"OMP_NUM_THREADS": chosen or str(max(1, cores() // max(1, workers)))}
+
+
+def network_key() -> str:
+    """A secret that admits to the run's network: where there are several hosts, others may be on the wire."""
+    import zmq
+
+    return str(zmq.curve_keypair()[1].decode("ascii"))
+
+
+def carried(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The user's variables that go along to other hosts.
+
+    >>> carried({"NCCL_DEBUG": "INFO", "HOME": "/home/ada", "SYNCLINE_SSH": "ssh -v"})
+    {'NCCL_DEBUG': 'INFO'}
+    """
+    found = os.environ if environ is None else environ
+    return {name: value for name, value in found.items() if name.startswith(CARRIED) and name not in SUPERVISORS_OWN}

@@ -1,0 +1,90 @@
+"""What `syncline run` and `syncline lab` refuse: one sentence each, before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+
+import pytest
+
+from syncline.cli import lab, run
+from syncline.errors import IncompatibleError, SpecError, SynclineError, UnsupportedError
+from syncline.launch import machine
+
+
+@pytest.fixture(autouse=True)
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    run.configure(parser)
+    return parser.parse_args(arguments)
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "words"),
+    [
+        ("-n 2", SpecError, "no script is named"),
+        ("-n 2 -m", SpecError, "no module is named"),
+        ("-n 2 nowhere.py", SpecError, "there is no script 'nowhere.py' in /"),
+        ("-n 0 train.py", SpecError, "-n 0: a run takes at least one worker"),
+        ("-n -3 train.py", SpecError, "-n -3"),
+        ("train.py", SpecError, "how many workers"),
+        ("--mpi train.py", SpecError, "how many workers"),
+        ("--hosts slurm train.py", SpecError, "how many workers"),
+        ("--hosts a:2, train.py", SpecError, "'' is not a host"),
+        ("-n 3 --hosts a:2,b:2 train.py", SpecError, "takes 4 ranks"),
+        ("--hosts a:2 --lab 2@1gbit train.py", IncompatibleError, "--lab makes its own hosts .* with --hosts"),
+        ("--mpi --lab 2@1gbit train.py", IncompatibleError, "with --mpi"),
+        ("-n 3 --lab 2@1gbit train.py", SpecError, "-n 3 is not a multiple of the 2 hosts"),
+        ("--lab 4 train.py", SpecError, "4@100mbit"),
+        ("-n 2 --mpi --on-failure continue train.py", IncompatibleError, "mpiexec ends all workers when one fails"),
+        ("-n 2 --mpi --servers 1 train.py", IncompatibleError, "mpiexec starts workers alone"),
+        ("-n 2 --mpi --hosts slurm train.py", IncompatibleError, "leave one out"),
+        ("-n 2 --servers -1 train.py", SpecError, "cannot be negative"),
+        ("-n 2 --address 203.0.113.7 train.py", SynclineError, "cannot listen at 203.0.113.7"),
+    ],
+)
+def test_refused(line: str, kind: type[SynclineError], words: str) -> None:
+    with pytest.raises(kind, match=words) as caught:
+        run.run(parsed(*line.split()))
+    assert "\n" not in str(caught.value)
+
+
+def test_servers_are_refused_until_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "SERVER", ("-m", "syncline.not_written_yet"))
+    with pytest.raises(UnsupportedError, match="--servers 2: this version of Syncline has no parameter server"):
+        run.run(parsed("-n", "2", "--servers", "2", "train.py"))
+
+
+def test_what_follows_the_script_is_its_own() -> None:
+    found = parsed("-n", "2", "train.py", "-n", "9", "--mpi", "--", "-m")
+    assert (found.ranks, found.mpi, found.module) == (2, False, False)
+    assert found.program == ["train.py", "-n", "9", "--mpi", "--", "-m"]
+    found = parsed("-n", "2", "-m", "package.train", "--mpi")
+    assert (found.module, found.mpi, found.program) == (True, False, ["package.train", "--mpi"])
+
+
+def test_a_crowd_is_warned_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "cores", lambda: 2)
+    monkeypatch.setattr(machine, "available_memory", lambda: 1 << 30)
+    with caplog.at_level(logging.WARNING, logger="syncline"):
+        machine.warn_if_crowded(2)
+        assert caplog.messages == []
+        machine.warn_if_crowded(64)
+    assert caplog.messages == [
+        "64 workers share 2 cores: they take turns",
+        "64 workers take about 18.8 GiB before they hold any model (300 MiB each), and 1.0 GiB are free",
+    ]
+
+
+def test_a_lab_needs_a_command() -> None:
+    parser = argparse.ArgumentParser()
+    lab.configure(parser)
+    with pytest.raises(SpecError, match="no command is named"):
+        lab.run(parser.parse_args(["2", "1gbit", "--"]))
+    assert parser.parse_args(["2", "1gbit", "--", "echo", "-n"]).words[-2:] == ["echo", "-n"]

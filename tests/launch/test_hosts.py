@@ -1,0 +1,177 @@
+"""Runs on hosts: over ssh to a server on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from syncline.errors import SpecError
+from syncline.launch.hosts import Host, parse_hosts
+from syncline.launch.ssh import _remote_command
+from tests.launch.runs import Runs, wait_for
+from tests.launch.sshd import SSHD, ssh_server
+
+needs_sshd = pytest.mark.skipif(
+    SSHD is None or not os.access("/run", os.W_OK), reason="needs sshd and the right to start it"
+)
+
+
+@pytest.fixture(scope="module")
+def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with ssh_server(tmp_path_factory.mktemp("sshd")) as command:
+        yield command
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "words"),
+    [
+        ("a:2,,b", None, "'' is not a host"),
+        ("a:x", None, "'a:x' is not a host"),
+        ("-oProxyCommand=evil:2", None, "is not a host"),
+        ("a b:2", None, "is not a host"),
+        ("a:0", None, "a would take 0 ranks"),
+        ("a:1,a:1", None, "a is named 2 times"),
+        ("a,b", 3, "3 ranks cannot be dealt evenly to 2 hosts"),
+        ("a:2,b:2", 3, "-n 3 but --hosts a:2,b:2 takes 4 ranks"),
+    ],
+)
+def test_bad_host_lists(text: str, ranks: int | None, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        parse_hosts(text, ranks)
+
+
+def test_hosts_without_counts_take_one_each() -> None:
+    assert parse_hosts("a, b") == (Host("a", 1), Host("b", 1))
+
+
+def remote_script(runs: Runs, text: str) -> str:
+    """Other hosts do not have the test's variables."""
+    script = Path(runs.script(text))
+    script.write_text(script.read_text().replace('os.environ["HERE"]', repr(str(runs.folder))))
+    return str(script)
+
+
+TOLD = """
+import json
+names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "NCCL_DEBUG")
+told = [os.environ.get(name) for name in names]
+post(f"told{rank}", json.dumps([told, len(os.environ["SYNCLINE_KEY"]), os.environ["SYNCLINE_KEY"]]))
+say("hello from", rank, *sys.argv[1:])
+say("error of", rank, to=2)
+"""
+
+
+@needs_sshd
+def test_ranks_on_two_hosts_and_here(runs: Runs, ssh: str) -> None:
+    variables = {"SYNCLINE_SSH": ssh, "NCCL_DEBUG": "WARN"}
+    script = remote_script(runs, TOLD)
+    run = runs.run("run", "--hosts", "alpha:2,localhost:1,beta:1", script, "it's", "a  b", variables=variables)
+    assert run.code == 0, run.describe()
+    expected = [f"[{rank}] hello from {rank} it's a  b" for rank in (1, 2, 3)]
+    assert sorted(run.out.splitlines()) == [*expected, "hello from 0 it's a  b"]
+    assert sorted(run.err.splitlines()) == ["[1] error of 1", "[2] error of 2", "[3] error of 3", "error of 0"]
+    found = [json.loads(runs.read(f"told{rank}")) for rank in range(4)]
+    assert [told for told, _, _ in found] == [
+        ["0", "0", "2", "0", "127.0.0.1", "WARN"],
+        ["1", "1", "2", "0", "127.0.0.1", "WARN"],
+        ["2", "0", "1", "1", "127.0.0.1", "WARN"],
+        ["3", "0", "1", "2", "127.0.0.1", "WARN"],
+    ]
+    assert {(length, key) for _, length, key in found} == {(40, found[0][2])}
+
+
+REMOTE = """
+post(f"ready{rank}", os.getpid())
+until("go" if rank else "never")
+raise ValueError("boom")
+"""
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@needs_sshd
+def test_a_failure_elsewhere_ends_all(runs: Runs, ssh: str) -> None:
+    run = runs.start("run", "--hosts", "localhost,alpha", remote_script(runs, REMOTE), variables={"SYNCLINE_SSH": ssh})
+    pids = [int(runs.read(f"ready{rank}")) for rank in range(2)]
+    runs.post("go")
+    run.finish()
+    assert run.code == 1, run.describe()
+    assert run.err.startswith("syncline: rank 1 failed (exit code 1)\nTraceback")
+    assert run.err.count("ValueError: boom") == 1
+    wait_for(lambda: not any(map(alive, pids)), "the ranks are gone")
+    runs.assert_nothing_left()
+
+
+@needs_sshd
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+def test_the_agents_end_with_the_launcher(runs: Runs, ssh: str, sent: signal.Signals) -> None:
+    run = runs.start("run", "--hosts", "alpha,localhost", remote_script(runs, REMOTE), variables={"SYNCLINE_SSH": ssh})
+    pids = [int(runs.read(f"ready{rank}")) for rank in range(2)]
+    os.kill(run.pid, sent)
+    run.finish()
+    assert run.code == (130 if sent == signal.SIGINT else -signal.SIGKILL), run.describe()
+    wait_for(lambda: not any(map(alive, pids)), "the ranks are gone")
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (255, "host a cannot be reached by ssh (no route to a); this must work: "),
+        (96, "host a cannot reach the store at 127.0.0.1:"),
+        (97, "host a has no folder /"),
+        (98, f"host a has no Python at {sys.executable}: every host needs the same environment at the same path"),
+        (99, "has no syncline there; install the same environment on every host"),
+        (3, "host a: the agent ended with exit code 3 (no route to a)"),
+    ],
+)
+def test_what_is_said_when_an_agent_does_not_come(runs: Runs, code: int, words: str) -> None:
+    ssh = runs.folder / "ssh"
+    ssh.write_text(f"#!/bin/sh\n[ $1 = -G ] && exec echo hostname 127.0.0.1\necho no route to a >&2\nexit {code}\n")
+    ssh.chmod(0o755)
+    run = runs.run("run", "--hosts", "a:2", runs.script(""), variables={"SYNCLINE_SSH": str(ssh)})
+    assert run.code == 2
+    assert words in run.err
+    assert run.err.count("\n") == 1
+    runs.assert_nothing_left()
+
+
+def test_what_the_other_host_checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def code() -> int:
+        return subprocess.run(["sh", "-c", _remote_command()], capture_output=True, check=False, timeout=60).returncode
+
+    bare = tmp_path / "python with a space"
+    bare.write_text("#!/bin/sh\nexit 1\n")
+    bare.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(bare))
+    assert code() == 99
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nowhere"))
+    assert code() == 98
+    monkeypatch.setattr(os, "getcwd", lambda: str(tmp_path / "it's nowhere"))
+    assert code() == 97
+
+
+@needs_sshd
+def test_hosts_that_cannot_be_used(runs: Runs, ssh: str) -> None:
+    script = remote_script(runs, "until('never')")
+    variables = {"SYNCLINE_SSH": ssh}
+    run = runs.run("run", "--hosts", "alpha,gone", script, variables=variables)
+    assert run.code == 2
+    assert run.err.startswith("syncline run: host gone cannot be reached by ssh (")
+    assert run.err.count("\n") == 1
+    run = runs.run("run", "--hosts", "alpha,beta", "--address", "203.0.113.7", script, variables=variables)
+    assert run.code == 2
+    assert "cannot listen at 203.0.113.7" in run.err
+    runs.assert_nothing_left()

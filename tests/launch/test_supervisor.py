@@ -1,0 +1,134 @@
+"""Who is blamed, without any process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from syncline.launch import supervisor
+from syncline.launch.failures import Ended, Report, culprit, read_report
+from syncline.launch.store import Board, serve_store
+from syncline.launch.supervisor import Policy, Supervisor
+
+LOST = Report(summary="PeerLostError: rank 1 is gone", traceback="Traceback\nPeerLostError", consequence=True, time=1.0)
+OWN = Report(summary="ValueError: boom", traceback="Traceback\nValueError: boom", time=2.0)
+
+
+def ended(rank: int, code: int, report: Report | None = None, time: float = 5.0) -> Ended:
+    return Ended(name=f"rank {rank}", rank=rank, code=code, report=report, time=time)
+
+
+@pytest.mark.parametrize(
+    ("failures", "guilty"),
+    [
+        ([ended(0, 1, LOST), ended(1, -9, time=9.0)], 1),
+        ([ended(0, 1, LOST), ended(1, 1, OWN)], 1),
+        ([ended(0, 1, LOST), ended(1, 3, time=9.0)], 1),
+        ([ended(0, 1, OWN), ended(1, -11)], 1),
+        ([ended(0, -6, time=1.0), ended(1, 1, OWN)], 1),
+        ([ended(0, 1, LOST), ended(1, -6)], 1),
+        ([ended(0, 1, OWN), ended(1, 1, Report(summary="KeyError: 'x'", time=1.5))], 1),
+        ([ended(0, -9, time=3.0), ended(1, -9, time=2.0)], 1),
+    ],
+)
+def test_the_culprit(failures: list[Ended], guilty: int) -> None:
+    assert culprit(failures).rank == guilty
+    assert culprit(failures[::-1]).rank == guilty
+
+
+def test_what_ended_goes_through_json() -> None:
+    for one in (ended(2, 1, OWN), ended(0, -9), Ended(name="server 0", rank=None, code=0)):
+        assert Ended.from_json(one.to_json()) == one
+
+
+class Scripted:
+    """A crew whose fate is written down: for each call of `poll` those who end then."""
+
+    def __init__(self, *fate: list[Ended], raised: list[Ended]) -> None:
+        self.fate = list(fate)
+        self.has_raised = raised
+        self.sent: list[int] = []
+        self.closed = False
+
+    def start(self) -> None:
+        return
+
+    def poll(self) -> list[Ended]:
+        return self.fate.pop(0) if self.fate[0] or self.sent else []
+
+    def raised(self) -> list[Ended]:
+        return self.has_raised
+
+    def running(self) -> list[str]:
+        return [one.name for many in self.fate for one in many]
+
+    def signal(self, number: int) -> None:
+        self.sent.append(number)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def supervise(crew: Scripted, policy: Policy = "stop") -> tuple[int, list[str], Board]:
+    said: list[str] = []
+    board = Board(serve_store("127.0.0.1"))
+    code = Supervisor(crew, board, 2, policy=policy, say=said.append).run()
+    assert crew.closed
+    return code, said, board
+
+
+def test_one_who_was_left_alone_is_not_blamed_while_another_is_still_ending() -> None:
+    crew = Scripted([ended(0, 1, LOST)], [], [ended(1, -15)], raised=[ended(1, 1, OWN)])
+    code, said, board = supervise(crew)
+    assert code == 1
+    assert said == ["rank 1 failed (exit code 1)\nTraceback\nValueError: boom"]
+    assert crew.sent == [15]
+    assert board.store.add("syncline/dead", 0) == 2
+
+
+def test_when_only_those_left_alone_are_known_one_of_them_is_told() -> None:
+    crew = Scripted([ended(0, 1, LOST)], [], [ended(1, -15)], raised=[])
+    assert supervise(crew)[:2] == (1, ["rank 0 failed (exit code 1)\nTraceback\nPeerLostError"])
+
+
+def test_others_that_failed_by_themselves_are_told_in_a_line() -> None:
+    later = Report(summary="KeyError: 'x'", traceback="Traceback\nKeyError: 'x'", time=3.0)
+    crew = Scripted([ended(0, 1, later), ended(1, 1, OWN)], raised=[])
+    assert supervise(crew)[:2] == (
+        1,
+        ["rank 0 failed (exit code 1): KeyError: 'x'", "rank 1 failed (exit code 1)\nTraceback\nValueError: boom"],
+    )
+
+
+class Lingering(Scripted):
+    """Rank 0 has raised and ends when that has been told."""
+
+    def __init__(self, said: list[str]) -> None:
+        super().__init__([ended(0, 1, OWN), ended(1, 0)], raised=[ended(0, 1, OWN)])
+        self.said = said
+
+    def poll(self) -> list[Ended]:
+        return self.fate.pop() if self.said else []
+
+
+def test_one_who_has_raised_and_does_not_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "GRACE", 0.0)
+    monkeypatch.setattr(supervisor, "NOTICE", 0.0)
+    said: list[str] = []
+    crew = Lingering(said)
+    assert Supervisor(crew, Board(serve_store("127.0.0.1")), 2, policy="stop", say=said.append).run() == 1
+    assert said[0].startswith("rank 0 has raised ValueError: boom but does not end")
+
+
+def test_reports_that_are_not_ours(tmp_path: Path) -> None:
+    path = f"{tmp_path}/error.json"
+    assert read_report(path) is None
+    with open(path, "w") as file:
+        file.write('{"message": {"message": "ValueError: boom", "extraInfo": {"timestamp": "3"}}}')
+    found = read_report(path)
+    assert found is not None
+    assert found.summary == "ValueError: boom"
+    with open(path, "w") as file:
+        file.write('{"half')
+    assert read_report(path) is None

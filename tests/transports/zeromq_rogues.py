@@ -1,0 +1,97 @@
+"""Those who should not be listened to: strangers, and members that break the rules."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import zmq
+
+from syncline.testing.processes import PATIENCE
+from syncline.transports.frames import Header
+from syncline.transports.zeromq.directory import Entry
+from syncline.transports.zeromq.node import _IDENTITY
+from syncline.transports.zeromq.protocol import EAGER
+from tests.transports.zeromq_crew import Here
+
+CUT_OFF = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+
+
+class Caller:
+    """A DEALER that says what it likes."""
+
+    def __init__(self, endpoint: str, identity: bytes, key: str | None = None, lock: str | None = None) -> None:
+        self._context: zmq.Context[Any] = zmq.Context()
+        self.identity = identity
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.sndhwm = 8
+        self.socket.sndtimeo = 100
+        self.socket.setsockopt(zmq.ROUTING_ID, identity)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        if key is not None:
+            self.socket.curve_serverkey = zmq.curve_public((lock or key).encode())
+            self.socket.curve_publickey = zmq.curve_public(key.encode())
+            self.socket.curve_secretkey = key.encode()
+        self.monitor = self.socket.get_monitor_socket(CUT_OFF)
+        self.socket.connect(endpoint)
+
+    def say(self, *frames: bytes) -> bool:
+        """Send; False when there is no room for it, or nobody to take it."""
+        try:
+            self.socket.send_multipart(frames)
+        except zmq.Again:
+            return False
+        return True
+
+    def await_the_cut(self) -> None:
+        """Wait until the other side has ended the connection."""
+        assert self.monitor.poll(int(1000 * PATIENCE)), "the connection still stands"
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(0)
+        self._context.term()
+
+    def __enter__(self) -> Caller:
+        return self
+
+    def __exit__(self, *how: object) -> None:
+        self.close()
+
+
+class Rogue(Caller):
+    """A member that holds the key and is enrolled, but does not keep the rules."""
+
+    def __init__(self, world: Here) -> None:
+        victim = world.ranks[0].node
+        incarnation = os.urandom(8)
+        self.rank = victim.directory.next_rank()
+        super().__init__(victim.endpoint, _IDENTITY.pack(b"r", self.rank, incarnation), world.key)
+        self._ear = self._context.socket(zmq.ROUTER)  # where the victim calls back
+        self._ear.linger = 0
+        port = self._ear.bind_to_random_port("tcp://127.0.0.1")
+        if world.key is not None:
+            self._ear.curve_server, self._ear.curve_secretkey = True, world.key.encode()
+        victim.directory.post(Entry("joined", self.rank, f"tcp://127.0.0.1:{port}", incarnation.hex()))
+
+    def __enter__(self) -> Rogue:
+        return self
+
+    def header(self, kind: int = EAGER, number: int = 0, length: int = 0, sender: int | None = None) -> bytes:
+        return Header(self.rank if sender is None else sender, 0, length, number, kind).pack()
+
+    def eager(self, number: int, text: bytes) -> bytes:
+        """A message that goes with its header."""
+        return self.header(number=number, length=len(text)) + text
+
+    def close(self) -> None:
+        self._ear.close(0)
+        super().close()

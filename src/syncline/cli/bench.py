@@ -5,6 +5,7 @@ examples:
   syncline bench collectives -n 4 --sizes 1MB:64MB --mpi       larger tensors only; MPI's own too
   syncline bench collectives --lab 4@100mbit --sizes 1MB       on four emulated hosts at 100 Mbit/s
   syncline bench network -n 2                                  latency, bandwidth, and the transports' echoes
+  syncline bench network --engine mpi                          the same for MPI
 
 Medians with 95 % intervals of the median; ratios are paired within rounds. A table goes to the terminal, and the
 samples with a picture to runs/bench-… (or --out).
@@ -47,6 +48,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     first.add_argument("--budget", type=float, default=30.0, help="seconds for each size, about; default 30")
     first.add_argument("--mpi", action="store_true", help="start by mpiexec and measure MPI's own all-reduce too")
     second = what.add_parser("network", help="latency, bandwidth, echoes", allow_abbrev=False)
+    second.add_argument("--engine", choices=("torch_dist", "zeromq", "mpi"), default="torch_dist", help="whose network")
     second.add_argument("--fresh", action="store_true", help="measure even if this network is known")
     second.add_argument("--no-echo", dest="echo", action="store_false", help="only the model's numbers")
     second.add_argument("--rounds", type=int, default=15, help="turns of each echo; default 15")
@@ -62,6 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise SpecError(f"at least two ranks and one round (-n {arguments.ranks}, --rounds {arguments.rounds})")
     folder = arguments.out or Path("runs") / f"bench-{arguments.what}-{time.strftime('%Y%m%d-%H%M%S')}"
     result = folder / f"{arguments.what}.json"
+    if _by_mpi(arguments) and arguments.lab:
+        raise IncompatibleError("MPI and --lab: mpiexec cannot reach into the lab; leave one out")
     module, plan = _plan(arguments, result)
     folder.mkdir(parents=True, exist_ok=True)
     code = _launch(arguments, (f"syncline.bench.{module}", json.dumps(plan)))
@@ -83,10 +87,10 @@ def run(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace, result: Path) -> tuple[str, dict[str, object]]:
     out = str(result.absolute())
     if arguments.what == "network":
-        plan = network.NetworkPlan(out=out, fresh=arguments.fresh, echo=arguments.echo, rounds=arguments.rounds)
+        plan = network.NetworkPlan(
+            out=out, engine=arguments.engine, fresh=arguments.fresh, echo=arguments.echo, rounds=arguments.rounds
+        )
         return "network", asdict(plan)
-    if arguments.mpi and arguments.lab:
-        raise IncompatibleError("--mpi and --lab: mpiexec cannot reach into the lab; leave one out")
     algorithms = [name.strip() for name in arguments.algorithms.split(";") if name.strip()]
     for name in algorithms:
         build("allreduce", name)  # refused here, not on every rank
@@ -109,7 +113,11 @@ def _launch(arguments: argparse.Namespace, module: tuple[str, str]) -> int:
         return run_in_lab(Job(target=target), hosts, rate, arguments.ranks)
     ranks = arguments.ranks or (2 if arguments.what == "network" else 4)
     warn_if_crowded(ranks)
-    if arguments.what == "collectives" and arguments.mpi:
+    if _by_mpi(arguments):
         environ = {**os.environ, **threads_each(ranks), "PYTHONUNBUFFERED": "1"}
         return subprocess.call(mpi_command(target, ranks, (), environ), env=environ)
     return run_here(Job(target=target), ranks)
+
+
+def _by_mpi(arguments: argparse.Namespace) -> bool:
+    return bool(arguments.mpi if arguments.what == "collectives" else arguments.engine == "mpi")

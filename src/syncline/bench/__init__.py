@@ -1,0 +1,1 @@
+"""Measuring side by side: workloads, statistics that do not flatter, tables and pictures of them."""

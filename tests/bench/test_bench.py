@@ -1,0 +1,96 @@
+"""The bench commands, small, on real ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from syncline.bench.report import plot, table
+from syncline.cli.main import main
+from tests.launching import finish, start
+
+pytestmark = pytest.mark.xdist_group("launch")
+
+
+def bench(tmp_path: Path, *arguments: str) -> str:
+    """Run the command as a user would; what it printed."""
+    command = ["-m", "syncline", "bench", *arguments, "--out", str(tmp_path / "out")]
+    (ended,) = finish([start(command, {"SYNCLINE_CACHE": str(tmp_path)})])
+    assert ended.code == 0, ended.err
+    return ended.out
+
+
+def test_collectives_side_by_side(tmp_path: Path) -> None:
+    printed = bench(tmp_path, "collectives", "-n", "2", "--sizes", "4KB,64KB", "--rounds", "6", "--budget", "2")
+    document = json.loads((tmp_path / "out" / "collectives.json").read_text())
+    contenders = {row["contender"] for row in document["results"]}
+    assert contenders >= {"gloo", "auto", "ring", "naive", "double_tree", "halving_doubling"}
+    assert {row["bytes"] for row in document["results"]} == {4096, 65536}
+    rows = [row for row in document["results"] if row["contender"] == "gloo"]
+    assert all(row["ratio"]["median"] == 1 for row in rows)
+    assert all(row["predicted"] > 0 for row in document["results"] if row["contender"] != "auto")
+    assert len({len(row["seconds"]) for row in document["results"] if row["bytes"] == 4096}) == 1, "not side by side"
+    assert len(document["auto"]) == 2
+    for name in ("ring", "auto", "÷ gloo", "predicted"):
+        assert name in printed
+    assert (tmp_path / "out" / "collectives.png").read_bytes()[:4] == b"\x89PNG"
+    assert "<svg" in (tmp_path / "out" / "collectives.svg").read_text()
+
+
+def test_network(tmp_path: Path) -> None:
+    printed = bench(tmp_path, "network", "--rounds", "2")
+    assert "bandwidth" in printed
+    document = json.loads((tmp_path / "out" / "network.json").read_text())
+    assert document["network"]["bandwidth"] > 1e6
+    echoed = {(row["contender"], row["bytes"]) for row in document["echo"]}
+    assert {("TCP", 4096), ("bare ZeroMQ", 4096), ("zeromq", 40 << 20)} <= echoed
+    assert (tmp_path / "networks.json").exists(), "the calibration is remembered"
+
+
+ROW = {
+    "contender": "gloo",
+    "bytes": 4096,
+    "seconds": [1.0],
+    "time": {"median": 0.001, "low": None, "high": None, "samples": 3},
+    "ratio": {"median": 1.0, "low": 0.9, "high": 1.1, "samples": 9},
+    "predicted": 0.002,
+    "predicted_by": "formula",
+}
+DOCUMENT = {
+    "ranks": 4,
+    "hosts": ["a", "b"],
+    "lab": "",
+    "baseline": "gloo",
+    "network": {"latency": 1e-5, "bandwidth": 1e9, "bandwidth_spread": 0.1, "per_message": 0.0, "combine": 0.0},
+    "skipped": {"naive at 64MB": "one call would take 80.0 s"},
+    "auto": {},
+    "results": [ROW, {**ROW, "contender": "ring", "predicted": None}],
+}
+
+
+def test_the_table_tells_what_was_left_out_and_what_is_unsure(tmp_path: Path) -> None:
+    text = table(DOCUMENT)
+    assert "n=3" in text, "too few samples for an interval"
+    assert "left out: naive at 64MB" in text
+    assert "0.50" in text, "measured ÷ predicted"
+    for path in plot(DOCUMENT, tmp_path / "picture"):
+        assert path.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--sizes", "huge"], "'huge' is not a size"),
+        (["-n", "1"], "at least two ranks"),
+        (["--algorithms", "rign"], "ring"),
+        (["--lab", "2@100mbit", "--mpi"], "leave one out"),
+        (["--lab", "2@fast"], "fast"),
+    ],
+)
+def test_bad_input_is_a_sentence(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "collectives", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert reason in told
+    assert "Traceback" not in told

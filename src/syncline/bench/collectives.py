@@ -1,8 +1,9 @@
 """Every all-reduce side by side: what each rank runs for `syncline bench collectives`.
 
 All contenders share one run. In every round each has its turn, in an order that the round's number draws, so that what
-disturbs the machine disturbs them alike; ratios are taken within a round. A turn begins when all ranks are there and
-its time is the slowest rank's. Small tensors are reduced several times a turn.
+disturbs the machine disturbs them alike; ratios are taken within a round. The ranks meet before and after a turn, and
+its time is the shortest over the ranks: from when the last has begun until the last has ended. Small tensors are
+reduced several times a turn.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 from syncline.bench.sizes import written
 from syncline.bench.stats import ratios, summarize
 from syncline.collectives import NATIVE, build, names
-from syncline.collectives.run import allreduce
+from syncline.collectives.run import allreduce, meet
 from syncline.costs import AUTO, Calibration, calibrate, predict_on
 from syncline.errors import WorldError
 from syncline.world import World, init
@@ -35,7 +36,7 @@ Contender = Callable[[Tensor], None]
 
 SHORTEST_TURN = 0.004
 MOST_CALLS = 20
-MOST_SETTLING = 200
+MOST_SETTLING = 400
 """Calls after which auto must have made up its mind."""
 
 
@@ -136,7 +137,7 @@ class _Bench:
                 contender(tensor)
             if name == AUTO:
                 self._settle(contender, tensor)
-            warm[name] = self._slowest([self._turn(contender, tensor, 1)])[0]
+            warm[name] = self._shortest([self._turn(contender, tensor, 1)])[0]
         return warm
 
     def _settle(self, contender: Contender, tensor: Tensor) -> None:
@@ -163,23 +164,24 @@ class _Bench:
             for name in order:
                 times[name].append(self._turn(running[name], tensor, calls[name]))
             say(number + 1)
-        return {name: self._slowest(own) for name, own in times.items()}
+        return {name: self._shortest(own) for name, own in times.items()}
 
     def _turn(self, contender: Contender, tensor: Tensor, calls: int) -> float:
         now = self.world.runtime.now
-        self.world.barrier(self.signals)
+        meet(self.signals.channel)
         start = now()
         for _ in range(calls):
             contender(tensor)
+        meet(self.signals.channel)
         return (now() - start) / calls
 
-    def _slowest(self, seconds: list[float]) -> list[float]:
+    def _shortest(self, seconds: list[float]) -> list[float]:
         table = torch.tensor(seconds, dtype=torch.float64)
-        allreduce(self.signals.channel, table, "max", build("allreduce", "recursive_doubling"))
+        allreduce(self.signals.channel, table, "min", build("allreduce", "recursive_doubling"))
         return [float(value) for value in table]
 
     def _agreed(self, rounds: float) -> int:
-        return int(self._slowest([float(int(rounds))])[0])
+        return int(self._shortest([float(int(rounds))])[0])
 
     def _predict(self, name: str, nbytes: int) -> tuple[float | None, str]:
         if name in (AUTO, "mpi"):

@@ -32,14 +32,16 @@ CUT = 1 << 20
 """Bytes of a bare ZeroMQ message: one of 40 MB would be slower."""
 PUSH, PULL = LANE_TAGS + 1, LANE_TAGS + 2
 TURN = 0.05
+LONGEST = 1.0
+"""Seconds that one push and pull may take by the network's numbers; larger sizes are left out."""
 MOST_ECHOES = 200
 
 Once = Callable[[int], None]
 """One push and pull of so many bytes: on rank 0 it asks, on rank 1 it answers."""
 
 
-def echoes(world: World, rounds: int) -> list[dict[str, Any]]:
-    """Times of all contenders at all sizes; rows on rank 0, nothing elsewhere."""
+def echoes(world: World, rounds: int, bandwidth: float) -> list[dict[str, Any]]:
+    """Times of all contenders at the sizes that do not take too long; rows on rank 0, nothing elsewhere."""
     place = detect().rendezvous
     address = listening_address(place.address if place else "127.0.0.1", one_host=len(set(world.hosts)) == 1)
     zeromq = connect_zeromq(detect(), world.transport.timeout)
@@ -47,7 +49,7 @@ def echoes(world: World, rounds: int) -> list[dict[str, Any]]:
     contenders: dict[str, Once] = {"TCP": plain.once, "bare ZeroMQ": bare.once}
     contenders |= {each.name: _transport(each, world.rank) for each in (world.transport, zeromq)}
     rows: list[dict[str, Any]] = []
-    for nbytes in SIZES:
+    for nbytes in [nbytes for nbytes in SIZES if 2 * nbytes / bandwidth < LONGEST]:
         rows += _compare(world, contenders, nbytes, rounds)
     world.barrier()  # the last answer may still be on its way
     plain.close()

@@ -37,7 +37,7 @@ def measure(plan: NetworkPlan) -> None:
     """Run the plan on this rank; rank 0 writes what came of it to `plan.out`."""
     with init(transport=plan.engine) as world:
         calibration = world.everyone.auto.calibration(fresh=plan.fresh)
-        rows = echoes(world, plan.rounds) if plan.echo and world.size > 1 else []
+        rows = echoes(world, plan.rounds, calibration.bandwidth) if plan.echo and world.size > 1 else []
         if world.rank == 0:
             document = {
                 "kind": "network",

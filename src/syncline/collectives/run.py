@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from syncline.collectives.base import Operation, Round, Schedule
@@ -17,7 +18,7 @@ from syncline.collectives.catalog import build
 from syncline.collectives.executor import execute
 from syncline.transports import Op, Transport
 
-__all__ = ["Channel", "allreduce", "broadcast", "exchange", "reduce", "reduce_scatter"]
+__all__ = ["Channel", "allreduce", "broadcast", "exchange", "meet", "reduce", "reduce_scatter"]
 
 
 LARGE = 1 << 20
@@ -73,6 +74,11 @@ def reduce_scatter(channel: Channel, tensor: Tensor, edges: Sequence[int], op: O
     carrier = DenseCarrier(tensor, edges, op, channel.buffers)
     channel.transport.entering(_name(schedule, tensor))
     execute(channel.transport, [(schedule.rounds(channel.rank, setting), carrier)])
+
+
+def meet(channel: Channel) -> None:
+    """Return when every rank of the channel has called it; the last to call it returns almost at once."""
+    allreduce(channel, torch.zeros(1, dtype=torch.uint8), "sum", build("allreduce", "recursive_doubling"))
 
 
 def exchange(

@@ -5,12 +5,14 @@ them, the engine's own always among them, and the next calls try them in turn: e
 nothing is wasted but the difference. After some rounds the slow ones drop out; after the last one is chosen, for good::
 
     calls    a b c d │ a b c d │ a b c  a b c  a b c │ a c  a c  a c … │ a a a a a a a …
-             warm-up │ 1 each  │ 4 each              │ 9, then 16      │ the choice
-                               └ drop > 4 × best     └ > 1.5, 1.15 ×   └ the fastest
+             warm-up │ 1 each  │ 5 each              │ 12, then 24     │ the choice
+                               └ drop > 4 × best     └ > 1.4, 1.12 ×   └ the fastest
 
 Ranks that share a host share its processors too, which the model does not know: there all schedules have their try.
 
-A call's time is the shortest over the ranks: the last rank to come has waited for nobody.
+While trying, the ranks meet before and after a call, and its time is the shortest over the ranks: that of the last to
+begin until the last has ended. A rank's own time alone would leave out what others still wait for, or put in what it
+waited for them. Small tensors are reduced a few times more, on a copy, so that the meetings count for less.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import torch
 from torch import Tensor
 
 from syncline.collectives import NATIVE, Channel, build, names
-from syncline.collectives.run import allreduce, broadcast
+from syncline.collectives.run import allreduce, broadcast, meet
 from syncline.costs.cache import recall, remember
 from syncline.costs.calibration import Calibration, calibrate
 from syncline.costs.prediction import predict_on
@@ -40,9 +42,12 @@ AUTO = "auto"
 MOST_TRIED = 5
 WORTH_A_TRY = 2.0
 """A schedule is tried when its prediction is at most so many times the best."""
-LOOKS = ((1, 4.0), (4, 1.5), (9, 1.15), (16, 1.0))
+LOOKS = ((1, 4.0), (5, 1.4), (12, 1.12), (24, 1.0))
 """Samples of each candidate until a look, and how much slower than the best it may be to stay."""
-PREFER_NATIVE = 1.02
+SMALL = 1 << 17
+MORE = 3
+"""Times that a tensor of up to so many bytes is reduced again while trying."""
+PREFER_NATIVE = 1.03
 """The engine's own is kept unless another is faster by more than this: it needs no help from Python."""
 
 
@@ -141,13 +146,20 @@ class Auto:
             self.allreduce(tensor, op)
             return
         trial = self._trials[key]
-        now = self._channel.transport.runtime.now
-        start = now()
-        self._run(trial.next(), tensor, op)
-        if trial.told(now() - start):
+        if trial.told(self._timed(trial.next(), tensor, op)):
             winner = trial.look(self._shortest)
             if winner is not None:
                 self._settle(key, Choice(winner, "measured", trial.predicted, trial.medians))
+
+    def _timed(self, algorithm: str, tensor: Tensor, op: Op) -> float:
+        now = self._channel.transport.runtime.now
+        copies = [tensor.clone() for _ in range(MORE if tensor.numel() * tensor.element_size() <= SMALL else 0)]
+        meet(self._channel)
+        start = now()
+        for each in (tensor, *copies):
+            self._run(algorithm, each, op)
+        meet(self._channel)
+        return (now() - start) / (1 + len(copies))
 
     def chosen(self, tensor: Tensor) -> Choice | None:
         """What is taken for tensors of this size from now on; None while that is being tried."""

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, fields
 import torch
 
 from syncline.collectives import Channel, build
-from syncline.collectives.run import allreduce, broadcast
+from syncline.collectives.run import allreduce, broadcast, meet
 from syncline.transports import Link, Network, Transport
 from syncline.transports.base import LANE_TAGS
 
@@ -192,7 +192,7 @@ class _Probe:
         self._transport.recv(ball, source, TAG, exact=True).wait()
 
     def _meet(self) -> None:
-        self._slowest(0.0)
+        meet(self._channel)
 
     def _slowest(self, seconds: float) -> float:
         worst = torch.tensor([seconds], dtype=torch.float64)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from syncline.errors import SpecError
 from syncline.launch.lab import Lab, LabHost
 from syncline.launch.programs import Place
 from syncline.launch.start import Job, run_placed
 from syncline.launch.store import serve_store
+from syncline.launch.variables import network_key
 
 __all__ = ["run_in_lab"]
 
@@ -32,7 +33,8 @@ def run_in_lab(job: Job, hosts: int, rate: str, ranks: int | None = None) -> int
         # A socket stays in the network it was made in, whichever thread uses it later.
         with _unresolved_names():
             store = first.call(lambda: serve_store(address, ranks))
-        return run_placed(job, [_place(host, ranks // hosts, f"{hosts}@{rate}") for host in lab.hosts], store, address)
+        common = {"SYNCLINE_LAB": f"{hosts}@{rate}", "SYNCLINE_KEY": os.environ.get("SYNCLINE_KEY") or network_key()}
+        return run_placed(job, [_place(host, ranks // hosts, common) for host in lab.hosts], store, address)
 
 
 @contextlib.contextmanager
@@ -54,10 +56,9 @@ def _measured(lab: Lab) -> str:
     return "not measured" if lab.measured is None else f"measured {lab.measured / 1e6:.1f} Mbit/s"
 
 
-def _place(host: LabHost, slots: int, lab: str) -> Place:
+def _place(host: LabHost, slots: int, common: Mapping[str, str]) -> Place:
     names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    variables = dict.fromkeys(names, host.interface)
-    variables["SYNCLINE_LAB"] = lab
+    variables = {**dict.fromkeys(names, host.interface), **common}
     # All hosts share this machine's cores: more threads would only make them wait for each other.
     variables["OMP_NUM_THREADS"] = "1"
     # Nobody answers for names in the lab, and c10d warns of each address that it cannot name.

@@ -263,8 +263,7 @@ def barrier(group: Team | None = None) -> None:
         if native is not None:
             native.barrier().wait()
         else:
-            token = torch.zeros(1, dtype=torch.uint8)
-            run.allreduce(team.channel, token, "sum", build("allreduce", "recursive_doubling"))
+            run.meet(team.channel)
 
     team.call("barrier()", work, async_=False)
 

@@ -4,7 +4,7 @@ gloo's own messages have no length: a long one aborts the receiver's process, a 
 message goes as a header and a body, unless both sides know the length (`exact`)::
 
     tag space   exact   ┌ 0 │ tag    ┐      the body alone
-                header  ┌ 1 │ tag    ┐      32 bytes: who, tag, length, number
+                header  ┌ 1 │ tag    ┐      36 bytes: who, tag, length, number
                 body    ┌ 2 │ number ┐      paired with its header by the number
 
 A rank cannot reach itself through gloo; such messages go through a mailbox. A tag that somebody receives from

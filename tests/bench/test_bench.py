@@ -39,6 +39,13 @@ def test_collectives_side_by_side(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "out" / "collectives.svg").read_text()
 
 
+def test_a_size_that_takes_too_long_is_left_out_and_said_so(tmp_path: Path) -> None:
+    printed = bench(tmp_path, "collectives", "-n", "2", "--sizes", "4KB,64MB", "--rounds", "6", "--budget", "0.05")
+    assert "left out: gloo at 64MB" in printed
+    document = json.loads((tmp_path / "out" / "collectives.json").read_text())
+    assert {row["bytes"] for row in document["results"]} == {4096}
+
+
 def test_network(tmp_path: Path) -> None:
     printed = bench(tmp_path, "network", "--rounds", "2")
     assert "bandwidth" in printed
@@ -86,6 +93,7 @@ def test_the_table_tells_what_was_left_out_and_what_is_unsure(tmp_path: Path) ->
         (["-n", "1"], "at least two ranks"),
         (["--algorithms", "rign"], "ring"),
         (["--lab", "2@100mbit", "--mpi"], "leave one out"),
+        (["--hosts", "a:2", "--lab", "2@100mbit"], "leave one out"),
         (["--lab", "2@fast"], "fast"),
     ],
 )

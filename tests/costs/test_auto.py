@@ -106,7 +106,7 @@ def test_sizes_have_choices_of_their_own() -> None:
 
 def test_a_trial_drops_the_slow_and_prefers_the_engines_own_among_equals() -> None:
     trial = _Trial(["native", "ring", "tree"], {})
-    pace = {"native": 1.01, "ring": 1.0, "tree": 9.0}
+    pace = {"native": 1.01e-3, "ring": 1.0e-3, "tree": 9.0e-3}
     called = []
     winner = None
     while winner is None:
@@ -117,6 +117,45 @@ def test_a_trial_drops_the_slow_and_prefers_the_engines_own_among_equals() -> No
     assert winner == "native"
     assert called.count("tree") == LOOKS[0][0] + 1
     assert called.count("ring") == LOOKS[-1][0] + 1
+
+
+def test_a_trial_that_would_take_minutes_is_cut_short() -> None:
+    trial = _Trial(["native", "ring"], {})
+    calls = 0
+    winner = None
+    while winner is None:
+        calls += 1
+        if trial.told({"native": 9.0, "ring": 8.0}[trial.next()]):
+            winner = trial.look(lambda times: times)
+    assert winner == "ring"
+    assert calls == 2 * (LOOKS[1][0] + 1)
+
+
+def test_choices_of_an_earlier_run_are_adopted() -> None:
+    def run(world: sl.World, adopted: dict[str, str]) -> dict[str, str]:
+        world.everyone.auto.adopt(adopted)
+        reduced(world, 1000, 1 if adopted else 240)
+        return {key: choice.algorithm for key, choice in world.everyone.auto.choices.items()}
+
+    first = sl.simulate(lambda world: run(world, {}), 4).results[0]
+    other = dict.fromkeys(first, "naive")
+    assert sl.simulate(lambda world: run(world, other), 4).results[3] == other
+    with pytest.raises(sl.SpecError):
+        sl.simulate(lambda world: run(world, dict.fromkeys(first, "rign")), 4)
+
+
+def test_a_simulation_does_not_depend_on_what_was_simulated_before() -> None:
+    """A team on a network of unequal links is calibrated, and that is not kept for the next simulation."""
+
+    def run(world: sl.World) -> None:
+        team = world.team([0, 1, 2])
+        if team.member:
+            sl.allreduce(torch.ones(1000), algorithm="auto", group=team)
+
+    network = Network(links={(0, 1): Link(latency=1e-3, bandwidth=1e7)})
+    times = [sl.simulate(run, 4, network=network).time for _ in range(2)]
+    assert times[0] == times[1]
+    assert not cache_file().exists()
 
 
 @pytest.mark.parametrize(

@@ -58,22 +58,11 @@ def measure(plan: Plan) -> None:
     """Run the plan on this rank; rank 0 writes what came of it to `plan.out`."""
     with init(transport="torch_dist") as world, _calm():
         bench = _Bench(world, plan)
-        results = []
+        results: list[dict[str, Any]] = []
         for size in plan.sizes:
             results += bench.size(size)
-        if world.rank == 0:
-            document = {
-                "kind": "collectives",
-                "ranks": world.size,
-                "hosts": list(world.hosts),
-                "lab": os.environ.get("SYNCLINE_LAB", ""),
-                "baseline": bench.baseline,
-                "network": asdict(bench.calibration),
-                "skipped": bench.skipped,
-                "auto": {key: asdict(choice) for key, choice in world.everyone.auto.choices.items()},
-                "results": results,
-            }
-            Path(plan.out).write_text(json.dumps(document, indent=1))
+            if world.rank == 0:  # after each size: what is measured is not lost when the next one is broken off
+                Path(plan.out).write_text(json.dumps({**bench.about(), "results": results}, indent=1))
 
 
 class _Bench:
@@ -85,6 +74,19 @@ class _Bench:
         self.skipped: dict[str, str] = {}
         self.calibration: Calibration = calibrate(world.everyone.channel)
         self.contenders = self._contenders()
+
+    def about(self) -> dict[str, Any]:
+        """Where and what, for the document."""
+        return {
+            "kind": "collectives",
+            "ranks": self.world.size,
+            "hosts": list(self.world.hosts),
+            "lab": os.environ.get("SYNCLINE_LAB", ""),
+            "baseline": self.baseline,
+            "network": asdict(self.calibration),
+            "skipped": self.skipped,
+            "auto": {key: asdict(choice) for key, choice in self.world.everyone.auto.choices.items()},
+        }
 
     def _contenders(self) -> dict[str, Contender]:
         channel = self.world.everyone.channel
@@ -122,9 +124,11 @@ class _Bench:
                 self.skipped[f"{name} at {written(nbytes)}"] = f"one call would take {guess:.1f} s"
             else:
                 running[name] = contender
+        if self.baseline not in running:  # nothing to compare with
+            return []
         warm = self._warm_up(running, tensor, say)
-        calls = {name: min(MOST_CALLS, max(1, int(SHORTEST_TURN / warm[name]))) for name in running}
-        a_round = sum(calls[name] * warm[name] for name in running)
+        calls = min(MOST_CALLS, max(1, int(SHORTEST_TURN / min(warm.values()))))  # the same for all: meetings count
+        a_round = calls * sum(warm.values())
         rounds = self._agreed(max(5, min(self.plan.rounds, self.plan.budget / a_round)))
         times = self._rounds(running, calls, rounds, tensor, lambda done: say(f"{written(nbytes)}: {done}/{rounds}"))
         return [self._row(name, nbytes, times[name], times[self.baseline], predicted[name]) for name in running]
@@ -152,7 +156,7 @@ class _Bench:
     def _rounds(
         self,
         running: dict[str, Contender],
-        calls: dict[str, int],
+        calls: int,
         rounds: int,
         tensor: Tensor,
         say: Callable[[int], None],
@@ -162,7 +166,7 @@ class _Bench:
             order = list(running)
             random.Random(number).shuffle(order)
             for name in order:
-                times[name].append(self._turn(running[name], tensor, calls[name]))
+                times[name].append(self._turn(running[name], tensor, calls))
             say(number + 1)
         return {name: self._shortest(own) for name, own in times.items()}
 

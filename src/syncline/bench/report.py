@@ -63,7 +63,9 @@ def _interval(summary: Summary, scale: float) -> str:
 
 
 def plot(document: dict[str, Any], stem: Path) -> list[Path]:
-    """Times with predictions, and ratios with intervals; as SVG and PNG."""
+    """Times with predictions, and ratios with intervals; as SVG and PNG. Nothing where nothing was measured."""
+    if not document["results"]:
+        return []
     try:
         import matplotlib
 

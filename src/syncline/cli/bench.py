@@ -26,11 +26,12 @@ from syncline.bench.report import plot, table
 from syncline.bench.sizes import parse_sizes
 from syncline.collectives import build
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
+from syncline.launch.hosts import parse_hosts
 from syncline.launch.in_lab import run_in_lab
 from syncline.launch.lab import parse_lab
 from syncline.launch.machine import warn_if_crowded
 from syncline.launch.mpi import mpi_command
-from syncline.launch.start import Job, run_here
+from syncline.launch.start import Job, run_here, run_on_hosts
 from syncline.launch.variables import threads_each
 
 __all__ = ["HELP", "configure", "run"]
@@ -55,6 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for command in (first, second):
         command.add_argument("-n", type=int, dest="ranks", help="ranks; default 4 for collectives, 2 for network")
         command.add_argument("--lab", metavar="4@100mbit", help="on so many emulated hosts at that rate")
+        command.add_argument("--hosts", metavar="a:2,b:2", help="on these hosts, over ssh; the first has --out too")
         command.add_argument("--out", type=Path, help="folder for the samples and the picture")
 
 
@@ -64,8 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise SpecError(f"at least two ranks and one round (-n {arguments.ranks}, --rounds {arguments.rounds})")
     folder = arguments.out or Path("runs") / f"bench-{arguments.what}-{time.strftime('%Y%m%d-%H%M%S')}"
     result = folder / f"{arguments.what}.json"
-    if _by_mpi(arguments) and arguments.lab:
-        raise IncompatibleError("MPI and --lab: mpiexec cannot reach into the lab; leave one out")
+    ways = {"MPI": _by_mpi(arguments), "--lab": bool(arguments.lab), "--hosts": bool(arguments.hosts)}
+    if sum(ways.values()) > 1:
+        named = " and ".join(way for way, taken in ways.items() if taken)
+        raise IncompatibleError(f"{named} cannot be used together; leave one out")
     module, plan = _plan(arguments, result)
     folder.mkdir(parents=True, exist_ok=True)
     code = _launch(arguments, (f"syncline.bench.{module}", json.dumps(plan)))
@@ -111,6 +115,8 @@ def _launch(arguments: argparse.Namespace, module: tuple[str, str]) -> int:
     if arguments.lab:
         hosts, rate = parse_lab(arguments.lab)
         return run_in_lab(Job(target=target), hosts, rate, arguments.ranks)
+    if arguments.hosts:
+        return run_on_hosts(Job(target=target), parse_hosts(arguments.hosts, arguments.ranks))
     ranks = arguments.ranks or (2 if arguments.what == "network" else 4)
     warn_if_crowded(ranks)
     if _by_mpi(arguments):

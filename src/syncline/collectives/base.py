@@ -55,6 +55,9 @@ class Schedule:
     generate: Generate
     cut: Callable[[int, tuple[int, ...]], int]
     """How many chunks it cuts the data into, given the size and the hosts."""
+    laned: bool = True
+    """Whether parts of the data can overlap. Not where what comes back takes the way of what went: gloo's word that a
+    receive is ready waits behind the data that leaves on the same connection."""
 
     def setting(self, size: int, root: int = 0, hosts: tuple[int, ...] = ()) -> Setting:
         """The setting for so many ranks."""

@@ -61,8 +61,14 @@ def build(operation: Operation, algorithm: str) -> Schedule:
     return registry.build(STAND_INS[operation] if algorithm == NATIVE else algorithm)
 
 
-def _add(operation: Operation, name: str, generate: Generate, cut: Callable[[int, tuple[int, ...]], int]) -> None:
-    schedule = Schedule(name, operation, generate, cut)
+def _add(
+    operation: Operation,
+    name: str,
+    generate: Generate,
+    cut: Callable[[int, tuple[int, ...]], int],
+    laned: bool = True,
+) -> None:
+    schedule = Schedule(name, operation, generate, cut, laned)
     _CATALOG[operation].add(name, lambda: schedule)
 
 
@@ -89,12 +95,12 @@ def _power_of_two(size: int, hosts: tuple[int, ...]) -> int:
     return largest_power_of_two(size)
 
 
-_add("allreduce", "naive", naive.naive, _one)
+_add("allreduce", "naive", naive.naive, _one, laned=False)
 _add("allreduce", "sharded", sharded.sharded, _per_rank)
 _add("allreduce", "ring", ring.ring, _per_rank)
 _add("allreduce", "recursive_doubling", recursive_doubling.recursive_doubling, _one)
 _add("allreduce", "halving_doubling", halving_doubling.halving_doubling, _power_of_two)
-_add("allreduce", "tree", tree.tree, _one)
+_add("allreduce", "tree", tree.tree, _one, laned=False)
 _CATALOG["allreduce"].add("double_tree", _double_tree)
 _add("allreduce", "hierarchical", hierarchical.hierarchical, hierarchical.hierarchical_chunks)
 _add("reduce", "naive", naive.naive_reduce, _one)

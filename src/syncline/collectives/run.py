@@ -45,7 +45,8 @@ class Channel:
 
     def lanes_for(self, schedule: Schedule, nbytes: int) -> int:
         """In how many parts a reduction of so many bytes is overlapped: only large chunks are."""
-        return self.lanes if nbytes // schedule.cut(self.size, self.hosts) >= LARGE else 1
+        large = nbytes // schedule.cut(self.size, self.hosts) >= LARGE
+        return self.lanes if schedule.laned and large else 1
 
 
 def allreduce(channel: Channel, tensor: Tensor, op: Op, schedule: Schedule, lanes: int | None = None) -> None:

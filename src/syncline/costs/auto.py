@@ -5,7 +5,7 @@ them, the engine's own always among them, and the next calls try them in turn: e
 nothing is wasted but the difference. After some rounds the slow ones drop out; after the last one is chosen, for good::
 
     calls    a b c d │ a b c d │ a b c  a b c  a b c │ a c  a c  a c … │ a a a a a a a …
-             warm-up │ 1 each  │ 5 each              │ 12, then 24     │ the choice
+             warm-up │ 1 each  │ 5 each              │ 12, then 32     │ the choice
                                └ drop > 4 × best     └ > 1.4, 1.12 ×   └ the fastest
 
 Ranks that share a host share its processors too, which the model does not know: there all schedules have their try.
@@ -20,14 +20,14 @@ from __future__ import annotations
 import json
 import logging
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from syncline.collectives import NATIVE, Channel, build, names
+from syncline.collectives import NATIVE, Channel, Schedule, build, names
 from syncline.collectives.run import allreduce, broadcast, meet
 from syncline.costs.cache import recall, remember
 from syncline.costs.calibration import Calibration, calibrate
@@ -42,8 +42,10 @@ AUTO = "auto"
 MOST_TRIED = 5
 WORTH_A_TRY = 2.0
 """A schedule is tried when its prediction is at most so many times the best."""
-LOOKS = ((1, 4.0), (5, 1.4), (12, 1.12), (24, 1.0))
+LOOKS = ((1, 4.0), (5, 1.4), (12, 1.12), (32, 1.0))
 """Samples of each candidate until a look, and how much slower than the best it may be to stay."""
+LONGEST = 60.0
+"""Seconds: where going on to the last look would take longer, the second one decides."""
 SMALL = 1 << 17
 MORE = 3
 """Times that a tensor of up to so many bytes is reduced again while trying."""
@@ -92,7 +94,9 @@ class _Trial:
         self.candidates = [name for name in self.candidates if medians[name] <= keep * best]
         self.turn = 0
         self.medians = medians
-        if len(self.candidates) > 1 and self.looks < len(LOOKS):
+        going_on = sum(medians[name] for name in self.candidates) * LOOKS[-1][0]
+        patient = self.looks < 2 or going_on <= LONGEST
+        if len(self.candidates) > 1 and self.looks < len(LOOKS) and patient:
             return None
         if medians.get(NATIVE, float("inf")) <= PREFER_NATIVE * best:
             return NATIVE
@@ -100,12 +104,15 @@ class _Trial:
 
 
 class Auto:
-    """The choices of one channel. Every rank of it makes the same calls, and so the same choices."""
+    """The choices of one channel. Every rank of it makes the same calls, and so the same choices.
+
+    `where` names the network under which its calibration is remembered; without a name it is measured each time.
+    """
 
     def __init__(
         self,
         channel: Channel,
-        where: str,
+        where: str = "",
         record: Callable[..., Any] = lambda *_, **__: None,
     ) -> None:
         self.choices: dict[str, Choice] = {}
@@ -114,6 +121,7 @@ class Auto:
         self._where = where
         self._record = record
         self._trials: dict[str, _Trial] = {}
+        self._schedules: dict[str, Schedule] = {}
         self._network: Network | None = None
 
     def network(self) -> Network:
@@ -124,13 +132,13 @@ class Auto:
 
     def calibration(self, fresh: bool = False) -> Calibration:
         """What this network measures, remembered or, if it must be `fresh` or is unknown, measured now by all ranks."""
-        known = None if fresh or self._channel.rank else recall(self._where)
+        known = None if fresh or self._channel.rank or not self._where else recall(self._where)
         numbers = self._share(None if known is None else known.numbers())
         if numbers is not None:
             return Calibration.of(numbers)
         logger.info("measuring the network of %d ranks, once", self._channel.size)
         found = calibrate(self._channel)
-        if self._channel.rank == 0 and self._channel.size > 1:
+        if self._where and self._channel.rank == 0 and self._channel.size > 1:
             remember(self._where, found)
         return found
 
@@ -150,6 +158,14 @@ class Auto:
             winner = trial.look(self._shortest)
             if winner is not None:
                 self._settle(key, Choice(winner, "measured", trial.predicted, trial.medians))
+
+    def adopt(self, algorithms: Mapping[str, str]) -> None:
+        """Take what an earlier run has chosen, as {class of sizes: algorithm}: a resumed run goes the same way."""
+        for key, algorithm in algorithms.items():
+            if algorithm != NATIVE:
+                build("allreduce", algorithm)
+            self._trials.pop(key, None)
+            self.choices[key] = Choice(algorithm, "adopted")
 
     def _timed(self, algorithm: str, tensor: Tensor, op: Op) -> float:
         now = self._channel.transport.runtime.now
@@ -204,10 +220,12 @@ class Auto:
 
     def _run(self, algorithm: str, tensor: Tensor, op: Op) -> None:
         native = self._channel.transport.native
-        if algorithm == NATIVE and native is not None:
+        if algorithm == NATIVE and native is not None and native.reduces(tensor.dtype, op):
             native.allreduce(tensor, op).wait()
         else:
-            allreduce(self._channel, tensor, op, build("allreduce", algorithm))
+            if algorithm not in self._schedules:
+                self._schedules[algorithm] = build("allreduce", algorithm)
+            allreduce(self._channel, tensor, op, self._schedules[algorithm])
 
     def _shortest(self, times: Tensor) -> Tensor:
         allreduce(self._channel, times, "min", build("allreduce", "recursive_doubling"))

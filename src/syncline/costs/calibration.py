@@ -5,7 +5,8 @@ to its neighbour, which on a real switch is the link's and on one machine the pr
 
     α + o   half the round trip of a tiny message, median
     o       what each further tiny message adds when many go at once
-    β       (T(4n) − T(n)) / 3n of a shift to the right by all ranks, n so large that it takes long enough
+    β       (T(4n) − T(n)) / 3n of a shift to the right by all ranks, n so large that it takes long enough; T is the
+            lower quartile: what disturbs a machine only ever adds time
     γ       one reduction of the same bytes on all ranks at once
 """
 
@@ -24,12 +25,14 @@ from syncline.transports.base import LANE_TAGS
 
 __all__ = ["Calibration", "calibrate"]
 
-TAG = LANE_TAGS + (1 << 20)
+TAG = LANE_TAGS + 4096
+"""Beside the lanes', and not large: MPI promises tags up to 32,767 only."""
 PINGS = 60
 TRAIN = 64
 """Tiny messages that are sent at once."""
 REPEATS = 7
-LONG_ENOUGH = 0.02
+LONG_ENOUGH = 0.08
+"""Seconds that the longer shift takes at least: what comes and goes must not count."""
 LARGEST = 16 << 20
 
 
@@ -160,8 +163,8 @@ class _Probe:
         for _ in range(REPEATS):
             small.append(self._move(nbytes, to, source))
             large.append(self._move(4 * nbytes, to, source))
-        slopes = [max(1e-13, (b - a) / (3 * nbytes)) for a, b in zip(small, large, strict=True)]
-        return *_middle(slopes), 4 * nbytes
+        beta = max(1e-13, (_lower_quartile(large) - _lower_quartile(small)) / (3 * nbytes))
+        return beta, _middle(large)[1], 4 * nbytes
 
     def _move(self, nbytes: int, to: int, source: int) -> float:
         """The slowest rank's time for one shift."""
@@ -207,6 +210,10 @@ def _middle(times: Sequence[float]) -> tuple[float, float]:
         return median, 0.0
     low, _, high = statistics.quantiles(times, n=4)
     return median, (high - low) / 2 / median
+
+
+def _lower_quartile(times: Sequence[float]) -> float:
+    return statistics.quantiles(times, n=4)[0]
 
 
 def _ranks_per_host(hosts: tuple[int, ...]) -> int:

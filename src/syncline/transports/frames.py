@@ -49,7 +49,7 @@ class Header(NamedTuple):
     channel: int = 0
 
     def pack(self) -> bytes:
-        """The 32 bytes on the wire."""
+        """The 36 bytes on the wire."""
         sender, tag, length, number, kind, channel = self
         fields = _FIELDS.pack(MAGIC, VERSION, kind, 0, sender, tag, length, number, channel)
         return fields + _CRC.pack(zlib.crc32(fields))

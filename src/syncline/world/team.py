@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import os
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from syncline.collectives import Buffers, Channel
 from syncline.costs import Auto
 from syncline.errors import WorldError
 from syncline.runtime import Queue, Runtime, Task
-from syncline.transports import Transport
+from syncline.transports import SimulatedTransport, Transport
 
 if TYPE_CHECKING:
     from syncline.world.world import World
@@ -126,11 +127,18 @@ class Team:
         return self._auto
 
     def _where(self) -> str:
-        """The name under which this network's calibration is kept: what makes another network another."""
+        """The name under which this network's calibration is kept: what makes another network another.
+
+        Simulated ones have none: they must not depend on what was simulated before.
+        """
+        if isinstance(self.transport, SimulatedTransport):
+            return ""
         hosts = [self.world.hosts[rank] for rank in self.ranks]
-        places = ",".join(f"{host}:{hosts.count(host)}" for host in dict.fromkeys(hosts))
-        lab = os.environ.get("SYNCLINE_LAB", "")
-        return f"{self.transport.name} torch {torch.__version__} {places} {os.cpu_count()} cores {lab}".strip()
+        places = ",".join(f"{host}:{len(list(ranks))}" for host, ranks in groupby(hosts))
+        marks = [f"{name}={os.environ[name]}" for name in ("SYNCLINE_LAB", "GLOO_SOCKET_IFNAME") if name in os.environ]
+        key = ["with a key"] if os.environ.get("SYNCLINE_KEY", "none") != "none" else []
+        engine = f"{self.transport.name}, torch {torch.__version__}"
+        return "; ".join([engine, places, f"{os.cpu_count()} cores", *marks, *key])
 
     @property
     def rank(self) -> int:

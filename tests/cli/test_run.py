@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from syncline.cli import lab, run
 from syncline.errors import IncompatibleError, SpecError, SynclineError, UnsupportedError
-from syncline.launch import machine
+from syncline.launch import in_lab, machine
+from syncline.launch.lab import Lab
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +82,56 @@ def test_a_crowd_is_warned_of(caplog: pytest.LogCaptureFixture, monkeypatch: pyt
         "64 workers share 2 cores: they take turns",
         "64 workers take about 18.8 GiB before they hold any model (300 MiB each), and 1.0 GiB are free",
     ]
+
+
+@pytest.mark.parametrize(("key", "length"), [("none", 4), ("", 40)])
+def test_a_key_goes_along_with_mpi_on_hosts(monkeypatch: pytest.MonkeyPatch, key: str, length: int) -> None:
+    monkeypatch.setenv("SYNCLINE_KEY", key)
+    commands: list[list[str]] = []
+    handed: list[Mapping[str, str]] = []
+    monkeypatch.setattr(run, "mpi_command", lambda target, ranks, hosts, environ: ["mpiexec", *environ])
+
+    def hand_over(command: list[str], variables: Mapping[str, str]) -> int:
+        commands.append(command)
+        handed.append(variables)
+        return 0
+
+    monkeypatch.setattr(run, "hand_over", hand_over)
+    assert run.run(parsed("--mpi", "--hosts", "a:2,b:2", "train.py")) == 0
+    assert run.run(parsed("--mpi", "-n", "2", "train.py")) == 0
+    assert len(handed[0]["SYNCLINE_KEY"]) == length
+    assert "SYNCLINE_KEY" in commands[0]
+    assert "SYNCLINE_KEY" not in handed[1]
+
+
+def test_of_hosts_only_those_that_are_here_make_a_crowd(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "cores", lambda: 2)
+    monkeypatch.setattr(machine, "available_memory", lambda: 1 << 40)
+    monkeypatch.setattr(run, "run_on_hosts", lambda job, hosts: len(hosts))
+    with caplog.at_level(logging.WARNING, logger="syncline"):
+        assert run.run(parsed("--hosts", "a:64,localhost:2", "train.py")) == 2
+        assert caplog.messages == []
+        assert run.run(parsed("--hosts", "a:64,localhost:3", "train.py")) == 2
+    assert caplog.messages == ["3 workers share 2 cores: they take turns"]
+
+
+def test_all_hosts_of_a_lab_make_a_crowd(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(hosts: int, rate: str) -> Lab:
+        raise UnsupportedError("no lab here")
+
+    monkeypatch.setattr(machine, "cores", lambda: 2)
+    monkeypatch.setattr(machine, "available_memory", lambda: 1 << 40)
+    monkeypatch.setattr(in_lab, "Lab", refused)
+    parser = argparse.ArgumentParser()
+    lab.configure(parser)
+    with caplog.at_level(logging.WARNING, logger="syncline"):
+        with pytest.raises(UnsupportedError, match="no lab here"):
+            run.run(parsed("-n", "6", "--lab", "3@1gbit", "train.py"))
+        with pytest.raises(UnsupportedError, match="no lab here"):
+            lab.run(parser.parse_args(["4", "1gbit", "--", "true"]))
+    assert caplog.messages == ["6 workers share 2 cores: they take turns", "4 workers share 2 cores: they take turns"]
 
 
 def test_a_lab_needs_a_command() -> None:

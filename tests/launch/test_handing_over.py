@@ -67,6 +67,9 @@ def test_options_of_each_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "SYNCLINE_TRANSPORT": "mpi"}
     assert mpi.mpi_command(["train.py"], 4, (), root)[3] == "--oversubscribe"
     assert mpi.mpi_command(["train.py"], 4, HOSTS, root)[3:7] == ["--host", "a:2,b:2", "-x", "SYNCLINE_TRANSPORT"]
+    command = mpi.mpi_command(["train.py"], 4, HOSTS, {**root, "SYNCLINE_KEY": "secret", "SYNCLINE_SSH": "ssh"})
+    assert command[3:9] == ["--host", "a:2,b:2", "-x", "SYNCLINE_TRANSPORT", "-x", "SYNCLINE_KEY"]
+    assert command[9] == sys.executable
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(WorldError, match="OMPI_ALLOW_RUN_AS_ROOT=1"):
         mpi.mpi_command(["train.py"], 4, (), {})
@@ -120,9 +123,12 @@ def test_a_run_handed_to_srun(runs: Runs) -> None:
     (bin / "srun").chmod(0o755)
     variables = {"SLURM_JOB_ID": "7", "PATH": f"{bin}:{os.environ['PATH']}"}
     script = runs.script(
-        'say(os.environ["SLURM_PROCID"], "RANK" in os.environ, *sys.argv[1:])\nraise ValueError("boom")'
+        """
+say(os.environ["SLURM_PROCID"], "RANK" in os.environ, len(os.environ["SYNCLINE_KEY"]), *sys.argv[1:])
+raise ValueError("boom")
+"""
     )
     run = runs.run("run", "-n", "1", "--hosts", "slurm", script, "x", variables=variables)
-    assert (run.code, run.out) == (1, "0 False x\n")
+    assert (run.code, run.out) == (1, "0 False 40 x\n")
     assert run.err.startswith("rank 0 failed:\nTraceback")
     assert "worker.py" not in run.err

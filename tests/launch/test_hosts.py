@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from syncline.errors import SpecError
+from syncline.errors import SpecError, WorldError
+from syncline.launch import remote
+from syncline.launch import ssh as ssh_module
 from syncline.launch.hosts import Host, parse_hosts
-from syncline.launch.ssh import _remote_command
+from syncline.launch.output import Output
+from syncline.launch.programs import Program
+from syncline.launch.remote import RemoteCrew, Share
+from syncline.launch.ssh import _remote_command, address_towards
+from syncline.launch.store import Board, serve_store
 from tests.launch.runs import Runs, wait_for
 from tests.launch.sshd import SSHD, ssh_server
 
@@ -85,6 +93,87 @@ def test_ranks_on_two_hosts_and_here(runs: Runs, ssh: str) -> None:
         ["3", "0", "1", "2", "127.0.0.1", "WARN"],
     ]
     assert {(length, key) for _, length, key in found} == {(40, found[0][2])}
+
+
+KEY = """
+post(f"key{rank}", os.environ["SYNCLINE_KEY"])
+"""
+
+
+@needs_sshd
+@pytest.mark.parametrize("hosts", ["alpha,localhost", "alpha"])
+def test_a_key_of_the_users_own_is_kept(runs: Runs, ssh: str, hosts: str) -> None:
+    variables = {"SYNCLINE_SSH": ssh, "SYNCLINE_KEY": "none"}
+    run = runs.run("run", "--hosts", hosts, remote_script(runs, KEY), variables=variables)
+    assert run.code == 0, run.describe()
+    assert [runs.read(f"key{rank}") for rank, _ in enumerate(hosts.split(","))] == ["none"] * len(hosts.split(","))
+
+
+HANGING = """
+import threading
+if rank == 1:
+    threading.Thread(target=until, args=("never",)).start()
+    raise ValueError("boom")
+until("never")
+"""
+
+
+@needs_sshd
+def test_one_elsewhere_who_has_raised_and_does_not_end(runs: Runs, ssh: str) -> None:
+    run = runs.run("run", "--hosts", "localhost,alpha", remote_script(runs, HANGING), variables={"SYNCLINE_SSH": ssh})
+    assert run.code == 1, run.describe()
+    assert run.err.startswith("syncline: rank 1 has raised ValueError: boom but does not end")
+    assert run.err.count("Traceback") == 1
+    runs.assert_nothing_left()
+
+
+def address(family: int, place: tuple[object, ...]) -> tuple[int, int, int, str, tuple[object, ...]]:
+    return family, socket.SOCK_DGRAM, 0, "", place
+
+
+def test_the_meeting_point_is_an_ipv4_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [address(socket.AF_INET6, ("2001:db8::7", 9, 0, 0)), address(socket.AF_INET, ("127.0.0.2", 9))]
+    monkeypatch.setattr(ssh_module, "_real_name", lambda name: name)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **more: found)
+    assert address_towards([Host("localhost", 1), Host("a", 1)]) == "127.0.0.1"
+    del found[1]
+    with pytest.raises(WorldError, match=r"host a has only IPv6 addresses \(2001:db8::7\).*with --address$"):
+        address_towards([Host("a", 1)])
+
+
+class Recorded:
+    """A link that writes down what it is told."""
+
+    def __init__(self, host: Host) -> None:
+        self.told: list[object] = []
+
+    def start(self, job: Mapping[str, object]) -> None:
+        return
+
+    def tell(self, what: Mapping[str, object]) -> None:
+        self.told.append(what)
+
+
+def test_each_signal_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "Link", Recorded)
+    programs = [Program(name=f"rank {rank}", target=("x.py",), variables={}, rank=rank) for rank in range(2)]
+    share = Share(0, Host("a", 2), programs)
+    with Output(io.BytesIO(), io.BytesIO()) as output:
+        crew = RemoteCrew([share], "127.0.0.1", 9, Board(serve_store("127.0.0.1")), output)
+        crew.start()
+        for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM):
+            crew.signal(number)
+    [(_, link)] = crew._links
+    assert isinstance(link, Recorded)
+    assert link.told == [{"signal": 15}, {"signal": 9}]
+
+
+def test_ssh_asks_whether_the_host_is_there(runs: Runs) -> None:
+    ssh = runs.folder / "ssh"
+    ssh.write_text(f'#!/bin/sh\n[ $1 = -G ] && exec echo hostname 127.0.0.1\necho "$@" > {runs.folder}/words\nexit 3\n')
+    ssh.chmod(0o755)
+    runs.run("run", "--hosts", "a", runs.script(""), variables={"SYNCLINE_SSH": str(ssh)})
+    assert "-o ServerAliveInterval=10 -o ServerAliveCountMax=3 a " in runs.read("words")
 
 
 REMOTE = """

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import io
+import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from syncline.errors import ProtocolError
-from syncline.launch.output import Output
+from syncline.launch import output as module
+from syncline.launch.holes import punch
+from syncline.launch.output import CHUNK, CUT, Output
 from syncline.launch.store import Board, serve_store
+from tests.launch.runs import PATIENCE, wait_for
 
 
 class Broken(io.BytesIO):
@@ -17,6 +23,34 @@ class Broken(io.BytesIO):
 
     def write(self, data: object) -> int:
         raise BrokenPipeError
+
+
+class Blocked(io.BytesIO):
+    """A pipe that nobody reads, until somebody does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.released = threading.Event(), threading.Event()
+
+    def write(self, data: object) -> int:
+        self.reached.set()
+        assert self.released.wait(PATIENCE)
+        return super().write(data)  # type: ignore[arg-type]
+
+
+class Endless(io.BytesIO):
+    """A terminal at which more is written whenever it shows something, though not for ever."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path, self.fed = path, 0
+
+    def write(self, data: object) -> int:
+        if self.fed < 1000:
+            self.fed += 1
+            with self.path.open("ab") as file:
+                file.write(b"more\n")
+        return super().write(data)  # type: ignore[arg-type]
 
 
 def test_lines_are_passed_on_whole(tmp_path: Path) -> None:
@@ -54,6 +88,137 @@ def test_nobody_reads_any_more(tmp_path: Path) -> None:
         output.follow(str(tmp_path / "out"), out, "[1] ")
         output.follow(str(tmp_path / "err"), err, "[1] ")
     assert err.getvalue() == b"[1] words\n"
+
+
+@pytest.fixture
+def blocked() -> Iterator[Blocked]:
+    sink = Blocked()
+    yield sink
+    sink.released.set()  # its thread may go
+
+
+def test_a_blocked_reader_holds_up_nobody_who_speaks(tmp_path: Path, blocked: Blocked) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).write_text(f"{name}\n")
+    with Output(blocked, blocked) as output:
+        output.follow(str(tmp_path / "one"), blocked, "[1] ")
+        assert blocked.reached.wait(PATIENCE)
+        output.follow(str(tmp_path / "two"), blocked, "[2] ")
+        output.say("first words")
+        output.say("last words")
+        assert not blocked.released.is_set()
+        assert blocked.getvalue() == b""
+        blocked.released.set()
+    assert blocked.getvalue() == b"[1] one\n[2] two\nfirst words\nlast words\n"
+
+
+def test_at_the_end_a_reader_who_takes_nothing_is_left(
+    tmp_path: Path, blocked: Blocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "UNREAD", 0.0)
+    err = io.BytesIO()
+    (tmp_path / "one").write_text("one\n")
+    with Output(blocked, err) as output:
+        output.follow(str(tmp_path / "one"), blocked, "[1] ")
+        assert blocked.reached.wait(PATIENCE)
+        output.say("rank 1 failed")
+    assert blocked.getvalue() == b""
+    assert err.getvalue() == (
+        b"rank 1 failed\nsyncline: nobody has read the output for 0 s: the rest is dropped; keep it with > file\n"
+    )
+
+
+def test_one_who_writes_without_end_holds_up_nobody_else(tmp_path: Path) -> None:
+    path, other = tmp_path / "one", tmp_path / "two"
+    path.write_bytes(b"x" * 99 + b"\n")
+    other.write_text("two\n")
+    sink = Endless(path)
+    with Output(sink, sink) as output:
+        with output._lock:  # both are there when the first has its turn
+            output.follow(str(path), sink, "[1] ")
+            output.follow(str(other), sink, "[2] ")
+            output.say("words")
+        wait_for(lambda: b"words\n" in sink.getvalue(), "the launcher has its turn")
+    lines = sink.getvalue().splitlines()
+    assert lines.index(b"[2] two") < lines.index(b"words") < 10
+
+
+def test_streams_take_turns(tmp_path: Path) -> None:
+    path, other = tmp_path / "one", tmp_path / "two"
+    path.write_bytes((b"x" * 1023 + b"\n") * (3 * CHUNK // 1024))
+    other.write_text("two\n")
+    out = io.BytesIO()
+    with Output(out, out) as output, output._lock:
+        output.follow(str(path), out, "[1] ")
+        output.follow(str(other), out, "[2] ")
+        output.say("done")
+    lines = out.getvalue().splitlines()
+    assert lines[CHUNK // 1024] == b"[2] two"
+    assert lines[-1] == b"done"
+    assert len(lines) == 3 * CHUNK // 1024 + 2
+
+
+def test_a_progress_bar_that_never_ends_its_line_takes_no_room(tmp_path: Path) -> None:
+    out = io.BytesIO()
+    path = tmp_path / "log"
+    path.write_bytes(b"".join(b"\r%6d of many" % number for number in range(300_000)))
+    assert path.stat().st_size > 3 * CHUNK
+    output = Output(out, out)
+    output.follow(str(path), out, "[1] ")
+    output.drain()
+    assert output._streams[0].rest == b"299999 of many"
+    with path.open("ab") as file:
+        file.write(b"\r")
+    output.drain()
+    assert output._streams[0].rest == b"299999 of many\r"
+    output.close()
+    assert out.getvalue() == b"[1] 299999 of many\n"
+
+
+def test_a_line_without_end_is_cut(tmp_path: Path) -> None:
+    out = io.BytesIO()
+    path = tmp_path / "log"
+    path.write_bytes(b"x" * (5 * CHUNK))
+    with Output(out, out) as output:
+        output.follow(str(path), out, "[1] ")
+        output.drain()
+        assert len(output._streams[0].rest) <= CHUNK
+    lines = out.getvalue().splitlines()
+    assert sum(len(line) - len("[1] ") for line in lines) == 5 * CHUNK
+    assert max(map(len, lines)) <= 2 * CHUNK + len("[1] ")
+
+
+def test_what_has_been_read_is_given_back_to_the_disk(tmp_path: Path) -> None:
+    line = b"x" * 1023 + b"\n"
+    path = tmp_path / "log"
+    path.write_bytes(line * 8)
+    with path.open("r+b") as file:
+        if not punch(file.fileno(), 0, 4096):
+            pytest.skip(f"the file system of {tmp_path} has no holes")
+    path.write_bytes(line * (2 * CUT // len(line)))
+    out = io.BytesIO()
+    with Output(out, out) as output:
+        output.follow(str(path), out, None)
+        output.drain()
+        assert path.stat().st_size == 2 * CUT
+        assert path.stat().st_blocks * 512 <= CUT + 2 * CHUNK
+        with path.open("ab") as file:
+            file.write(b"the end\n")
+    assert out.getvalue() == line * (2 * CUT // len(line)) + b"the end\n"
+
+
+def test_a_terminal_that_does_not_block(tmp_path: Path) -> None:
+    ours, theirs = os.pipe()
+    os.set_blocking(theirs, False)
+    (tmp_path / "one").write_bytes(b"x" * (1 << 20))
+    with os.fdopen(theirs, "wb") as sink, os.fdopen(ours, "rb", buffering=0) as reader:
+        output = Output(sink, io.BytesIO())
+        output.follow(str(tmp_path / "one"), output.out, None)
+        found = bytearray()
+        while len(found) < 1 << 20:
+            found += reader.read(1 << 16)
+        output.close()
+    assert found == b"x" * (1 << 20)
 
 
 def test_what_is_no_report_is_refused() -> None:

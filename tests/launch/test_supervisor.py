@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,27 @@ def test_others_that_failed_by_themselves_are_told_in_a_line() -> None:
     )
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GRACE", "NOTICE", "ANSWER"):
+        monkeypatch.setattr(supervisor, name, 0.0)
+
+
+@pytest.mark.usefixtures("quick")
+def test_one_who_has_raised_and_does_not_end_counts_as_failed() -> None:
+    """Nobody ends before they are asked to."""
+    crew = Scripted([], [ended(0, -15), ended(1, -15)], raised=[ended(0, 1, OWN)])
+    code, said, board = supervise(crew)
+    assert code == 1
+    assert said[0] == (
+        "rank 0 has raised ValueError: boom but does not end: its threads or exit handlers are still at work; "
+        "after 0 s it counts as failed, and all are ended"
+    )
+    assert said[-1] == "rank 0 failed (exit code 1)\nTraceback\nValueError: boom"
+    assert crew.sent[0] == signal.SIGTERM
+    assert board.store.add("syncline/dead", 0) == 1
+
+
 class Lingering(Scripted):
     """Rank 0 has raised and ends when that has been told."""
 
@@ -112,13 +134,32 @@ class Lingering(Scripted):
         return self.fate.pop() if self.said else []
 
 
-def test_one_who_has_raised_and_does_not_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "GRACE", 0.0)
-    monkeypatch.setattr(supervisor, "NOTICE", 0.0)
+@pytest.mark.usefixtures("quick")
+def test_where_the_others_go_on_it_is_only_told() -> None:
     said: list[str] = []
     crew = Lingering(said)
-    assert Supervisor(crew, Board(serve_store("127.0.0.1")), 2, policy="stop", say=said.append).run() == 1
-    assert said[0].startswith("rank 0 has raised ValueError: boom but does not end")
+    assert Supervisor(crew, Board(serve_store("127.0.0.1")), 2, policy="continue", say=said.append).run() == 1
+    assert said[0].endswith("but does not end: its threads or exit handlers are still at work")
+    assert crew.sent == []
+
+
+class CutOff(Scripted):
+    """Rank 0 fails; rank 1 is on a host that does not answer, whatever it is sent."""
+
+    def poll(self) -> list[Ended]:
+        return self.fate.pop(0) if len(self.fate) > 1 else []
+
+
+@pytest.mark.usefixtures("quick")
+def test_those_who_do_not_answer_to_being_killed_are_left() -> None:
+    crew = CutOff([ended(0, 3)], [ended(1, 0)], raised=[])
+    code, said, _ = supervise(crew)
+    assert code == 3
+    assert said == [
+        "rank 1 gave no answer within 0 s of being killed; look whether the host can be reached",
+        "rank 0 failed (exit code 3)",
+    ]
+    assert crew.sent[0] == signal.SIGTERM
 
 
 def test_reports_that_are_not_ours(tmp_path: Path) -> None:

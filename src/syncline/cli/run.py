@@ -19,12 +19,12 @@ import importlib.util
 import os
 
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
-from syncline.launch.hosts import Host, parse_hosts
+from syncline.launch.hosts import HERE, Host, parse_hosts
 from syncline.launch.machine import warn_if_crowded
 from syncline.launch.mpi import mpi_command
 from syncline.launch.slurm import srun_command
 from syncline.launch.start import SERVER, Job, hand_over, run_here, run_on_hosts
-from syncline.launch.variables import threads_each
+from syncline.launch.variables import network_key, threads_each
 
 __all__ = ["HELP", "configure", "run"]
 
@@ -63,11 +63,13 @@ def run(arguments: argparse.Namespace) -> int:
         hosts, rate = parse_lab(arguments.lab)
         return run_in_lab(job, hosts, rate, ranks)
     if arguments.hosts == SLURM:
-        return hand_over(srun_command(target, _required(ranks), os.environ), {})
+        # In the environment, which srun takes along: a command line is for all to see.
+        return hand_over(srun_command(target, _required(ranks), os.environ), {"SYNCLINE_KEY": network_key()})
     named = () if arguments.hosts is None else parse_hosts(arguments.hosts, ranks)
     if arguments.mpi:
         return _run_mpi(target, sum(host.slots for host in named) or _required(ranks), named)
     if named:
+        warn_if_crowded(sum(host.slots for host in named if host.name == HERE))
         return run_on_hosts(job, named)
     warn_if_crowded(_required(ranks))
     return run_here(job, _required(ranks))
@@ -75,6 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _run_mpi(target: tuple[str, ...], ranks: int, hosts: tuple[Host, ...]) -> int:
     variables = {"SYNCLINE_TRANSPORT": "mpi", "PYTHONUNBUFFERED": "1"}
+    if hosts:
+        variables["SYNCLINE_KEY"] = network_key()
     variables |= threads_each(ranks if not hosts else max(host.slots for host in hosts))
     return hand_over(mpi_command(target, ranks, hosts, {**os.environ, **variables}), variables)
 

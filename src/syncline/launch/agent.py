@@ -20,7 +20,7 @@ from syncline.launch.output import Output
 from syncline.launch.programs import Program
 from syncline.launch.ssh import NO_STORE
 from syncline.launch.store import Board, join_store
-from syncline.launch.supervisor import GRACE, PERIOD
+from syncline.launch.supervisor import GRACE, NOTICE, PERIOD
 from syncline.launch.variables import threads_each
 
 __all__ = ["main"]
@@ -52,11 +52,19 @@ def main() -> int:
 
 def _watch(crew: LocalCrew, board: Board, control: Control) -> None:
     asked: float | None = None
+    looked = time.monotonic()
+    told: set[str] = set()
     while True:
         for ended in crew.poll():
             board.post_ended(ended)
         if not crew.running():
             return
+        if time.monotonic() - looked > NOTICE:
+            looked = time.monotonic()
+            for raised in crew.raised():
+                if raised.name not in told:
+                    told.add(raised.name)
+                    board.post_raised(raised)
         for number in control.signals():
             crew.signal(number)
         if control.closed and asked is None:

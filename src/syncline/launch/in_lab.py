@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from syncline.errors import SpecError
 from syncline.launch.lab import Lab, LabHost
+from syncline.launch.machine import warn_if_crowded
 from syncline.launch.programs import Place
 from syncline.launch.start import Job, run_placed
 from syncline.launch.store import serve_store
@@ -22,6 +23,7 @@ def run_in_lab(job: Job, hosts: int, rate: str, ranks: int | None = None) -> int
     ranks = hosts if ranks is None else ranks
     if ranks % hosts:
         raise SpecError(f"-n {ranks} is not a multiple of the {hosts} hosts of the lab: every host takes as many ranks")
+    warn_if_crowded(ranks)
     with Lab(hosts, rate) as lab:
         print(
             f"syncline: a lab of {hosts} hosts at {rate}, {_measured(lab)}; it adds no latency of its own",
@@ -33,7 +35,7 @@ def run_in_lab(job: Job, hosts: int, rate: str, ranks: int | None = None) -> int
         # A socket stays in the network it was made in, whichever thread uses it later.
         with _unresolved_names():
             store = first.call(lambda: serve_store(address, ranks))
-        common = {"SYNCLINE_LAB": f"{hosts}@{rate}", "SYNCLINE_KEY": os.environ.get("SYNCLINE_KEY") or network_key()}
+        common = {"SYNCLINE_LAB": f"{hosts}@{rate}", "SYNCLINE_KEY": network_key()}
         return run_placed(job, [_place(host, ranks // hosts, common) for host in lab.hosts], store, address)
 
 

@@ -74,6 +74,7 @@ def _options(flavour: str, ranks: int, hosts: Sequence[Host], environ: Mapping[s
             )
         crowded = ["--oversubscribe"] if not hosts and ranks > cores() else []
         carried = [name for name in environ if name.startswith(CARRIED) and name not in SUPERVISORS_OWN]
+        carried += [name for name in environ if name == "SYNCLINE_KEY"]  # its name alone: mpiexec looks the value up
         return crowded + (["--host", names, *(part for name in carried for part in ("-x", name))] if hosts else [])
     if not hosts:
         return []

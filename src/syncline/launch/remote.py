@@ -23,6 +23,7 @@ class Share:
     host: Host
     programs: Sequence[Program]
     left: dict[str, Program] = field(default_factory=dict)
+    sent: set[int] = field(default_factory=set)
 
 
 class RemoteCrew:
@@ -34,6 +35,7 @@ class RemoteCrew:
         self._port = port
         self._board = board
         self._output = output
+        self._raised: dict[str, Ended] = {}
 
     def start(self) -> None:
         for share, link in self._links:
@@ -69,16 +71,20 @@ class RemoteCrew:
         return any(share.left.pop(ended.name, None) is not None for share, _ in self._links)
 
     def raised(self) -> list[Ended]:
-        return []  # agents report when a program has ended
+        self._raised |= {one.name: one for one in self._board.read_raised()}
+        return [self._raised[name] for name in self.running() if name in self._raised]
 
     def running(self) -> list[str]:
         return [name for share, _ in self._links for name in share.left]
 
     def signal(self, number: int) -> None:
         for share, link in self._links:
-            if share.left:
+            if share.left and number not in share.sent:  # a line more each time would fill a pipe that nobody reads
+                share.sent.add(number)
                 link.tell({"signal": int(number)})
 
     def close(self) -> None:
+        for _, link in self._links:
+            link.hang_up()  # all of them first, so that they end together
         for _, link in self._links:
             link.close()

@@ -21,11 +21,14 @@ from syncline.launch.output import Output
 __all__ = ["NO_STORE", "Link", "address_towards", "ssh_command"]
 
 CONNECT_TIMEOUT = 10
+ALIVE = ("ServerAliveInterval=10", "ServerAliveCountMax=3")
+"""A host that is cut off says nothing: without asking, ssh waits for it for good."""
 START_TIMEOUT = 90.0
 """Seconds from ssh to an agent at work: reaching the host, importing torch, reaching the store."""
 NO_STORE, NO_FOLDER, NO_PYTHON, NO_SYNCLINE = 96, 97, 98, 99
 SSH_FAILED = 255
 PATIENCE = 10.0
+LAST_WORDS = 1 << 16
 HANG_UP = 0.5
 """Seconds to wait for an agent that has not begun: without us it finds no store and ends."""
 
@@ -44,10 +47,12 @@ class Link:
         self._ssh: subprocess.Popen[bytes] | None = None
         self._errors = tempfile.TemporaryFile(prefix="syncline-ssh-")  # noqa: SIM115 - closed in close()
         self._since = 0.0
+        self._until = 0.0
 
     def start(self, job: Mapping[str, object]) -> None:
         """Call the host and hand its agent the job."""
-        command = [*ssh_command(), "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_TIMEOUT}", self.host.name]
+        options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_TIMEOUT}", *ALIVE]
+        command = [*ssh_command(), *(part for option in options for part in ("-o", option)), self.host.name]
         self._since = time.monotonic()
         try:
             # A session of its own: the terminal's Ctrl-C is ours to pass on.
@@ -86,19 +91,26 @@ class Link:
 
     def last_words(self) -> str:
         """The last line that ssh wrote to standard error, in brackets."""
-        data = os.pread(self._errors.fileno(), 1 << 16, 0)  # pread: ssh writes at the same file offset
+        size = os.fstat(self._errors.fileno()).st_size
+        # pread: ssh writes at the same file offset
+        data = os.pread(self._errors.fileno(), LAST_WORDS, max(0, size - LAST_WORDS))
         lines = data.decode(errors="replace").strip().splitlines()
         return f" ({lines[-1].strip()})" if lines else ""
 
-    def close(self) -> None:
-        """Hang up, and see the agent's processes gone."""
-        if self._ssh is not None:
-            assert self._ssh.stdin is not None
+    def hang_up(self) -> None:
+        """Tell the agent that it is over. Does not wait."""
+        if self._ssh is not None and self._ssh.stdin is not None and not self._ssh.stdin.closed:
             self.tell({"signal": int(signal.SIGKILL)})
             with contextlib.suppress(OSError):
                 self._ssh.stdin.close()
+            self._until = time.monotonic() + (PATIENCE if self.ready else HANG_UP)
+
+    def close(self) -> None:
+        """Hang up, and see the agent's processes gone."""
+        self.hang_up()
+        if self._ssh is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._ssh.wait(PATIENCE if self.ready else HANG_UP)
+                self._ssh.wait(max(0.0, self._until - time.monotonic()))
             self._ssh.kill()
             self._ssh.wait()
         self._errors.close()
@@ -138,11 +150,17 @@ def address_towards(hosts: Sequence[Host]) -> str:
     others = [host.name for host in hosts if host.name != HERE]
     if not others:
         return "127.0.0.1"
-    name = _real_name(others[0])
     try:
-        family, kind, _, _, place = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(place)  # UDP: nothing is sent, the kernel only chooses the way
+        found = socket.getaddrinfo(_real_name(others[0]), 9, type=socket.SOCK_DGRAM)
+        # Workers listen on IPv4 alone, and many clusters give their hosts both.
+        places = [place for family, _, _, _, place in found if family == socket.AF_INET]
+        if not places:
+            raise WorldError(
+                f"host {others[0]} has only IPv6 addresses ({found[0][4][0]}), and workers listen on IPv4 alone; "
+                "use a name with an IPv4 address, or name an IPv4 address of this machine with --address"
+            )
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(places[0])  # UDP: nothing is sent, the kernel only chooses the way
             return str(probe.getsockname()[0])
     except OSError as error:
         raise WorldError(

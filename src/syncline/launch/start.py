@@ -60,7 +60,7 @@ def run_on_hosts(job: Job, hosts: Sequence[Host]) -> int:
     address = job.address or address_towards(hosts)
     store = serve_store(address, sum(host.slots for host in hosts))
     common = common_variables(address, store.port, servers=job.servers)
-    if len(hosts) > 1:
+    if any(host.name != HERE for host in hosts):
         common["SYNCLINE_KEY"] = network_key()
     places = [
         Place(
@@ -99,10 +99,7 @@ def _lay_out(job: Job, places: Sequence[Place], common: Mapping[str, str]) -> li
 
 def _supervise(job: Job, crew: Crew, board: Board, places: Sequence[Place], output: Output) -> int:
     def say(text: str) -> None:
-        output.drain()
-        with contextlib.suppress(OSError):
-            output.err.write(f"syncline: {text}\n".encode())
-            output.err.flush()
+        output.say(f"syncline: {text}")
 
     ranks = sum(place.slots for place in places)
     return Supervisor(crew, board, ranks, policy=job.policy, say=say).run()
@@ -111,5 +108,6 @@ def _supervise(job: Job, crew: Crew, board: Board, places: Sequence[Place], outp
 @contextlib.contextmanager
 def _output() -> Iterator[Output]:
     sys.stdout.flush()
+    sys.stderr.flush()
     with Output(sys.stdout.buffer, sys.stderr.buffer) as output:
         yield output

@@ -16,6 +16,7 @@ __all__ = ["DEAD", "ENDED", "Board", "join_store", "serve_store"]
 PATIENCE = 20.0
 DEAD = "syncline/dead"
 ENDED = "run/ended"
+RAISED = "run/raised"
 READY = "run/agent"
 
 
@@ -59,7 +60,7 @@ class Board:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._read = 0
+        self._read = {ENDED: 0, RAISED: 0}
 
     def post_dead(self, ended: Ended) -> None:
         """Tell the ranks that one of them has failed."""
@@ -70,18 +71,32 @@ class Board:
 
     def post_ended(self, ended: Ended) -> None:
         """Tell the launcher that a program of this host has ended."""
-        number = self.store.add(f"{ENDED}/next", 1)
-        self.store.set(f"{ENDED}/{number}", ended.to_json())
-        self.store.add(ENDED, 1)
+        self._post(ENDED, ended)
+
+    def post_raised(self, raised: Ended) -> None:
+        """Tell the launcher that a program of this host has left a report, and not ended yet."""
+        self._post(RAISED, raised)
 
     def read_ended(self) -> list[Ended]:
-        """What agents have posted since the last call."""
+        """What agents have posted of programs that ended since the last call."""
+        return self._read_new(ENDED)
+
+    def read_raised(self) -> list[Ended]:
+        """What agents have posted of programs that raised since the last call."""
+        return self._read_new(RAISED)
+
+    def _post(self, kind: str, what: Ended) -> None:
+        number = self.store.add(f"{kind}/next", 1)
+        self.store.set(f"{kind}/{number}", what.to_json())
+        self.store.add(kind, 1)
+
+    def _read_new(self, kind: str) -> list[Ended]:
         found = []
-        count = self.store.add(ENDED, 0)
+        count = self.store.add(kind, 0)
         # Numbers are drawn before they are filled: one may be counted while a lower one is still on its way.
-        while self._read < count and self.store.check([f"{ENDED}/{self._read + 1}"]):
-            self._read += 1
-            found.append(self._read_one(f"{ENDED}/{self._read}"))
+        while self._read[kind] < count and self.store.check([f"{kind}/{self._read[kind] + 1}"]):
+            self._read[kind] += 1
+            found.append(self._read_one(f"{kind}/{self._read[kind]}"))
         return found
 
     def _read_one(self, key: str) -> Ended:

@@ -20,6 +20,8 @@ Policy = Literal["stop", "continue"]
 PERIOD = 0.03
 GRACE = 5.0
 """Seconds between asking programs to end and killing them."""
+ANSWER = 5.0
+"""Seconds between killing programs and going without them: a host that is cut off does not answer."""
 SETTLE = 1.0
 """Seconds to look for the one who failed, when all that is known are ranks that were left alone."""
 NOTICE = 1.0
@@ -34,7 +36,7 @@ class Supervisor:
 
     ```text
     running ──a rank fails (stop)───────────┐
-       │  ──Ctrl-C, SIGTERM, SIGHUP─────────┤──► asked to end ──grace, or Ctrl-C again──► killed
+       │  ──Ctrl-C, SIGTERM, SIGHUP─────────┤──► asked to end ──grace, or Ctrl-C again──► killed ──no answer──► left
        └──all ranks have ended (servers)────┘
     ```
     """
@@ -60,13 +62,21 @@ class Supervisor:
                 self._crew.start()
                 while True:
                     self._take_note(self._crew.poll())
-                    if not self._crew.running():
+                    if not self._crew.running() or self._gives_up():
                         break
                     self._act()
                     time.sleep(PERIOD)
             finally:
                 self._crew.close()
         return self._conclude()
+
+    def _gives_up(self) -> bool:
+        """Whether those who are left do not even answer to being killed; closing hangs up on them."""
+        if self._asked is None or time.monotonic() - self._asked <= GRACE + ANSWER:
+            return False
+        names = ", ".join(self._crew.running())
+        self._say(f"{names} gave no answer within {ANSWER:.0f} s of being killed; look whether the host can be reached")
+        return True
 
     def _take_note(self, ended: list[Ended]) -> None:
         for one in ended:
@@ -118,10 +128,14 @@ class Supervisor:
             since = self._raised.setdefault(one.name, now)
             if now - since >= GRACE and one.name not in self._told and one.report is not None:
                 self._told.add(one.name)
+                stops = self._policy == "stop"
                 self._say(
                     f"{one.name} has raised {one.report.summary} but does not end: "
                     "its threads or exit handlers are still at work"
+                    + (f"; after {GRACE:.0f} s it counts as failed, and all are ended" if stops else "")
                 )
+                if stops:
+                    self._fail(one)
 
     def _ask(self, number: int, now: float) -> None:
         if self._asked is None:

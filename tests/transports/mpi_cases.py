@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextvars import Context
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ import pytest
 import torch
 
 import syncline as sl
-from syncline.environment import detect
+from syncline.environment import Environment, detect
 from syncline.errors import PeerLostError, ProtocolError, UnsupportedError, WorldError
 from syncline.testing.functional import check_functional
 from syncline.testing.transports import CASES, give_up_a_receive
 from syncline.transports.mpi import MpiTransport, connect
+from syncline.transports.mpi.library import load
 
-RANKS = 9
 TIMEOUT = 60.0
 
 
@@ -244,6 +245,11 @@ def contract(transport: MpiTransport, report: Report) -> None:
             report.write(case=case.__name__, size=size, problem="", seconds=time.monotonic() - start)
         if channel is not None:
             channel.close()
+    pair: Any = transport.split((0, 1))
+    if pair is not None:
+        landing(pair, report)
+        pair.close()
+    Context().run(joins, transport, report)  # the cases have left a current world of their own
 
 
 def landing(transport: MpiTransport, report: Report) -> None:
@@ -256,7 +262,7 @@ def landing(transport: MpiTransport, report: Report) -> None:
         start = time.monotonic()
         window.put(values, 1)
         window.flush(1)
-        report.write(started=start, flushed=time.monotonic())
+        report.write(landing="origin", started=start, flushed=time.monotonic())
     else:
         local, matrix = window.local, torch.eye(64)
         transport.send(token, 0).wait()
@@ -266,12 +272,13 @@ def landing(transport: MpiTransport, report: Report) -> None:
             matrix = matrix @ matrix
             if seen is None and float(local[-1]) == 7.0:
                 seen = time.monotonic()
-        report.write(started=start, seen=seen, ended=time.monotonic(), whole=bool((local == 7.0).all()))
+        whole = bool((local == 7.0).all())
+        report.write(landing="target", started=start, seen=seen, ended=time.monotonic(), whole=whole)
     window.close()
 
 
 def raises(transport: MpiTransport, report: Report) -> None:
-    """Rank 1 fails; the others wait for it in a receive with a long timeout."""
+    """Rank 1 fails; the other waits for it in a receive with a long timeout."""
     transport.window(4, torch.float32)
     if transport.rank == 1:
         raise ValueError("rank 1 fails on purpose")
@@ -290,28 +297,122 @@ def loses(transport: MpiTransport, report: Report) -> None:
     transport.recv(torch.zeros(1), 0).wait(timeout=10 * TIMEOUT)
 
 
+def leaves(transport: MpiTransport, report: Report) -> None:
+    """Rank 0 waits long, and says so; then rank 1 ends early by sys.exit(3), of which nobody is told."""
+    engine = transport.engine
+    engine.warn_after = 0.05
+    if transport.rank == 1:
+        transport.recv(torch.zeros(1), 0).wait()
+        engine.last_patience = 1.0
+        sys.exit(3)
+    with pytest.raises(PeerLostError):
+        transport.recv(torch.zeros(1), 1, 4).wait(timeout=0.2)
+    assert transport.native is not None
+    with pytest.raises(PeerLostError):
+        transport.native.allreduce(torch.ones(3), "sum").wait(timeout=0.2)
+    transport.send(torch.ones(1), 1).wait()
+    engine.warn_after = 10 * TIMEOUT  # what follows is rank 1's to tell
+    transport.recv(torch.zeros(1), 1).wait(timeout=10 * TIMEOUT)
+
+
+def exits(transport: MpiTransport, report: Report) -> None:
+    """Rank 1 leaves a world's `with` by sys.exit(3) while rank 0 waits for it in a collective."""
+    with sl.init(transport=transport) as world:
+        if world.rank == 1:
+            sys.exit(3)
+        sl.allreduce(torch.ones(3))
+
+
 def joins(transport: MpiTransport, report: Report) -> None:
     """A world over the transport; its end is the script's."""
     world = sl.init(transport=transport)
     total = sl.allreduce(torch.tensor([world.rank + 1.0]), op="sum")
-    report.write(size=world.size, total=total.tolist(), schedule=sl.allreduce(torch.ones(9), algorithm="ring").tolist())
+    report.write(joined=world.size, total=total.tolist(), ring=sl.allreduce(torch.ones(9), algorithm="ring").tolist())
 
 
 JOBS: dict[str, Callable[[MpiTransport, Report], None]] = {
-    job.__name__: job for job in (contract, landing, raises, loses, joins)
+    job.__name__: job for job in (contract, raises, loses, leaves, exits, joins)
 }
 
 
+def send_to_oneself() -> None:
+    """A world of one under plain python, or a refusal."""
+    transport = connect(detect(), TIMEOUT)
+    transport.send(torch.ones(2), 0).wait()
+    buffer = torch.zeros(2)
+    transport.recv(buffer, 0).wait()
+    window = transport.window(2, torch.float32)
+    window.put(buffer, 0)
+    window.flush()
+    print(transport.rank, transport.size, window.local.tolist())
+
+
+def alone(folder: Path) -> None:
+    """Each line of alone.json in a process of its own, forked before MPI starts: importing torch takes longer than
+    all of them.
+    """
+    print("mpi4py" in sys.modules)
+    for name, first, variables in json.loads((folder / "alone.json").read_text()):
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            out = os.open(folder / f"{name}.out", os.O_CREAT | os.O_WRONLY)
+            os.dup2(out, 1)
+            os.dup2(out, 2)
+            os.environ.update(variables)
+            BEFORE[first]()
+            send_to_oneself()
+            return
+        _, status = os.waitpid(child, 0)
+        (folder / f"{name}.code").write_text(str(os.waitstatus_to_exitcode(status)))
+
+
+def start_with_one_thread() -> None:
+    import mpi4py
+
+    mpi4py.rc.thread_level = "single"
+    import mpi4py.MPI
+
+
+def start_and_end() -> None:
+    import mpi4py.MPI
+
+    mpi4py.MPI.Finalize()
+
+
+BEFORE: dict[str, Callable[[], None]] = {
+    "": lambda: None,
+    "start_with_one_thread": start_with_one_thread,
+    "start_and_end": start_and_end,
+}
+"""What a script has done to MPI before it joins."""
+
+
+def be_late(environment: Environment) -> float:
+    """Rank 1 starts MPI and never joins; the seconds that rank 0 is to wait for it."""
+    if environment.rank == 1:
+        load(environment).COMM_WORLD.recv(source=0)
+    module: Any = sys.modules["syncline.transports.mpi.connect"]
+    module.WARN_AFTER = 0.05
+    return 0.2
+
+
 def main(job: str, folder: Path) -> None:
+    if job == "alone":
+        alone(folder)
+        return
     torch.set_num_threads(1)
     environment = detect()
+    timeout = TIMEOUT
+    if job == "late":
+        timeout = be_late(environment)
     try:
-        transport = connect(environment, TIMEOUT)
+        transport = connect(environment, timeout)
     except (WorldError, UnsupportedError) as error:
         Report(folder, environment.rank).write(refused=str(error), kind=type(error).__name__)
         sys.exit(5)
     JOBS[job](transport, Report(folder, transport.rank))
-    if job != "joins":
+    if job not in ("contract", "joins"):
         transport.close()
     Report(folder, transport.rank).write(closed=os.getpid())
 

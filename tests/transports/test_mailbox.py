@@ -226,3 +226,30 @@ def test_a_receive_that_was_given_up_is_withdrawn(mailbox: Mailbox) -> None:
     assert got(given_up) == NOT_YET
     assert got(served) == (True, 0, [5])
     assert not mailbox.withdraw(served)
+
+
+def test_a_closed_mailbox_turns_everything_away(mailbox: Mailbox) -> None:
+    """Receives break, now and later; senders learn that they are done, of what has come and of what still comes."""
+    done: list[str] = []
+    taken: list[Posted | None] = []
+    waiting = post(mailbox, tag=1)
+    mailbox.deliver(message(1), 0, 0, lambda: done.append("before"))
+    mailbox.offer(100, 0, 0, taken.append)
+    mailbox.close(lambda posted: PeerLostError(f"closed, tag {posted.tag}"))
+    mailbox.close(lambda posted: PeerLostError("a second time"))
+    assert (done, taken) == (["before"], [None])
+    mailbox.deliver(message(1), 0, 0, lambda: done.append("after"))
+    mailbox.offer(100, 0, 0, taken.append)
+    assert (done, taken) == (["before", "after"], [None, None])
+    for posted, tag in ((waiting, 1), (post(mailbox), 0)):
+        assert posted.settled
+        assert str(posted.error) == f"closed, tag {tag}"
+
+
+def test_closing_ends_the_wait_for_room(mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LIMIT", 2)
+    mailbox.deliver(message(1, 2), source=0, tag=0)
+    waiting = RealRuntime().spawn(mailbox.await_room, 1, 0, 0)
+    assert not waiting.join(0.05)
+    mailbox.close(lambda posted: PeerLostError("closed"))
+    assert waiting.join(30)

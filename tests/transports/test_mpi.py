@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -42,6 +43,8 @@ class Flavour:
 
     name: str
     mpiexec: Path
+    ranks: int
+    """The largest world of the contract."""
     options: tuple[str, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
 
@@ -50,10 +53,11 @@ class Flavour:
         return self.mpiexec.exists()
 
 
-MPICH = Flavour("MPICH", BIN / "mpiexec")
+MPICH = Flavour("MPICH", BIN / "mpiexec", 9)
 OPEN_MPI = Flavour(
     "Open MPI",
     OPENMPI / "bin" / "mpiexec",
+    5,  # each rank takes seconds to start; MPICH has the larger ones
     ("--oversubscribe", "--bind-to", "none"),
     {
         "MPI4PY_LIBMPI": str(OPENMPI / "lib" / "libmpi.so.40"),
@@ -80,19 +84,21 @@ def need(flavour: Flavour) -> None:
         pytest.skip(f"{flavour.name} is not installed: no {flavour.mpiexec}")
 
 
-def mpiexec(
-    launcher: Flavour, job: str, ranks: int, folder: Path, library: Flavour | None = None, python: tuple[str, ...] = ()
-) -> Ended:
+def own_environ() -> dict[str, str]:
+    """This process's variables, without a launcher's."""
+    foreign = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "MPI4PY_", "PRTE_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+
+
+def mpiexec(launcher: Flavour, job: str, ranks: int, folder: Path, library: Flavour | None = None) -> Ended:
     """Run a job of mpi_cases.py to its end; nothing of it is left behind."""
     need(launcher)
     need(library or launcher)
-    foreign = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "MPI4PY_", "PRTE_")
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    environ |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **launcher.variables}
+    environ = own_environ() | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **launcher.variables}
     if library is not None:
         environ.pop("MPI4PY_LIBMPI", None)
         environ |= {name: value for name, value in library.variables.items() if name == "MPI4PY_LIBMPI"}
-    script = python or ("-m", "tests.transports.mpi_cases", job, str(folder))
+    script = ("-m", "tests.transports.mpi_cases", job, str(folder))
     process = subprocess.Popen(
         [str(launcher.mpiexec), *launcher.options, "-n", str(ranks), sys.executable, *script],
         env=environ,
@@ -115,12 +121,12 @@ def mpiexec(
 
 @pytest.fixture(scope="module")
 def contract(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Flavour], Ended]:
-    """One job of nine ranks for each MPI runs every case on every size: starting MPI takes longer than all of them."""
+    """One job for each MPI runs every case on every size: starting its ranks takes longer than all of them."""
     ended: dict[str, Ended] = {}
 
     def run(flavour: Flavour) -> Ended:
         if flavour.name not in ended:
-            ended[flavour.name] = mpiexec(flavour, "contract", mpi_cases.RANKS, tmp_path_factory.mktemp("contract"))
+            ended[flavour.name] = mpiexec(flavour, "contract", flavour.ranks, tmp_path_factory.mktemp("contract"))
         return ended[flavour.name]
 
     return run
@@ -155,26 +161,30 @@ class OnMpi(TransportContract):
         assert self.ended.code == 0, self.ended.out[-4000:]
         assert all("closed" in lines[-1] for lines in self.ended.ranks)
 
+    def test_a_put_lands_while_its_target_computes(self) -> None:
+        """The target multiplies matrices for a second and never calls MPI, yet sees the value in its own memory."""
+        origin, target = (next(line for line in lines if "landing" in line) for lines in self.ended.ranks[:2])
+        assert (origin["landing"], target["landing"]) == ("origin", "target")
+        assert target["ended"] - target["started"] >= 1.0
+        assert target["seen"] is not None
+        assert target["started"] <= target["seen"] <= target["ended"]
+        assert target["started"] <= origin["started"] < origin["flushed"] < target["ended"]
+        assert target["whole"]
+
+    def test_a_world_over_mpi(self) -> None:
+        size = self.flavour.ranks
+        for lines in self.ended.ranks:
+            assert lines[-2] == {"joined": size, "total": [size * (size + 1) / 2], "ring": [1.0] * 9}
+
 
 class TestMpich(OnMpi):
     flavour = MPICH
+    sizes = range(1, MPICH.ranks + 1)
 
 
 class TestOpenMpi(OnMpi):
     flavour = OPEN_MPI
-
-
-@both
-def test_a_put_lands_while_its_target_computes(flavour: Flavour, tmp_path: Path) -> None:
-    """The target multiplies matrices for a second and never calls MPI, yet sees the value in its own memory."""
-    ended = mpiexec(flavour, "landing", 2, tmp_path)
-    assert ended.code == 0, ended.out
-    origin, target = ended.ranks[0][0], ended.ranks[1][0]
-    assert target["ended"] - target["started"] >= 1.0
-    assert target["seen"] is not None
-    assert target["started"] <= target["seen"] <= target["ended"]
-    assert target["started"] <= origin["started"] < origin["flushed"] < target["ended"]
-    assert target["whole"]
+    sizes = range(1, OPEN_MPI.ranks + 1)
 
 
 def test_a_put_lands_while_its_target_computes_on_the_simulator() -> None:
@@ -218,8 +228,8 @@ def test_a_put_lands_while_its_target_computes_on_the_simulator() -> None:
 
 @both
 def test_an_uncaught_exception_ends_the_whole_job(flavour: Flavour, tmp_path: Path) -> None:
-    """The others wait ten minutes for the failed rank; mpiexec ends them long before, with its traceback shown."""
-    ended = mpiexec(flavour, "raises", 3, tmp_path)
+    """The other waits ten minutes for the failed rank; mpiexec ends it long before, with the traceback shown."""
+    ended = mpiexec(flavour, "raises", 2, tmp_path)
     assert ended.code != 0
     assert "ValueError: rank 1 fails on purpose" in ended.out
     assert all("closed" not in line for lines in ended.ranks for line in lines)
@@ -236,12 +246,33 @@ def test_a_lost_peer_is_named_and_the_job_ends(flavour: Flavour, tmp_path: Path)
 
 
 @both
-def test_a_world_over_mpi(flavour: Flavour, tmp_path: Path) -> None:
-    ended = mpiexec(flavour, "joins", 3, tmp_path)
-    assert ended.code == 0, ended.out
-    for lines in ended.ranks:
-        assert lines[0] == {"size": 3, "total": [6.0], "schedule": [1.0] * 9}
-        assert "closed" in lines[1]
+def test_a_long_wait_says_for_whom_and_an_early_exit_ends_the_job(flavour: Flavour, tmp_path: Path) -> None:
+    """Nobody is told of a sys.exit(3): the rank that made it waits for the others at its end, and says so."""
+    ended = mpiexec(flavour, "leaves", 2, tmp_path)
+    assert ended.code != 0
+    assert re.search(r"rank 0 has waited \d s for a message from rank 1 \(tag 4, 4 B\)\n", ended.out), ended.out
+    assert re.search(r"rank 0 has waited \d s for allreduce of float32\[3\] among 2 ranks\n", ended.out)
+    assert re.search(r"rank 1 has waited \d+ s for the other ranks to come to their end", ended.out)
+    assert "rank 1 has waited up to 1 s at its end for the other ranks to end too: aborting the job" in ended.out
+
+
+@both
+def test_a_failing_exit_from_a_world_ends_the_job_with_its_code(flavour: Flavour, tmp_path: Path) -> None:
+    """The other rank waits for it in a collective for a minute; the world's end has seen the exit."""
+    ended = mpiexec(flavour, "exits", 2, tmp_path)
+    assert ended.code == 3, ended.out
+    assert "PeerLostError" not in ended.out
+
+
+@both
+def test_a_rank_that_nobody_joins_can_end(flavour: Flavour, tmp_path: Path) -> None:
+    """The other one has started MPI and waits for ever: MPI's own end would too."""
+    ended = mpiexec(flavour, "late", 2, tmp_path)
+    assert ended.code != 0
+    (refusal,) = ended.ranks[0]
+    assert "rank 0 of 2 has waited 0.2 s for the others to join" in refusal["refused"]
+    assert re.search(r"rank 0 has waited \d s for all 2 ranks to join\n", ended.out), ended.out
+    assert not ended.ranks[1]
 
 
 @pytest.mark.parametrize(("launcher", "library"), [(MPICH, OPEN_MPI), (OPEN_MPI, MPICH)], ids=["MPICH", "OpenMPI"])
@@ -256,82 +287,83 @@ def test_two_mpis_at_once_are_refused(launcher: Flavour, library: Flavour, tmp_p
         assert "install one of mpich and openmpi" in refusal["refused"].lower()
 
 
-def alone(script: str, **variables: str) -> Ended:
-    """Plain python, no mpiexec."""
-    foreign = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "MPI4PY_", "PRTE_")
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+ALONE: dict[str, tuple[str, dict[str, str]]] = {
+    "MPICH": ("", MPICH.variables),
+    "Open MPI": ("", OPEN_MPI.variables),
+    "torchrun": ("", TORCHRUN | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}),
+    "no library": ("", {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}),
+    "one thread": ("start_with_one_thread", {}),
+    "finalised": ("start_and_end", {}),
+}
+"""What a process does to MPI before it joins, and its variables."""
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    """Plain python, no mpiexec: how each of ALONE ended, and under "" what they have in common."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "alone.json").write_text(json.dumps([(name, *each) for name, each in ALONE.items()]))
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script],
-        env=environ | {"OMP_NUM_THREADS": "1"} | variables,
+        [sys.executable, "-W", "error", "-m", "tests.transports.mpi_cases", "alone", str(folder)],
+        env=own_environ() | {"OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=PATIENCE,
     )
-    return Ended(done.returncode, done.stdout + done.stderr, [])
-
-
-JOIN = """
-import torch, syncline as sl
-from syncline.environment import detect
-from syncline.transports.mpi import connect
-transport = connect(detect(), 60)
-transport.send(torch.ones(2), 0).wait()
-buffer = torch.zeros(2)
-transport.recv(buffer, 0).wait()
-window = transport.window(2, torch.float32)
-window.put(buffer, 0)
-window.flush()
-print(transport.rank, transport.size, window.local.tolist())
-"""
+    ended = {"": Ended(done.returncode, done.stdout + done.stderr, [])}
+    for name in ALONE:
+        code, out = folder / f"{name}.code", folder / f"{name}.out"
+        assert code.exists(), f"{name} was not run: {done.stdout + done.stderr}"
+        ended[name] = Ended(int(code.read_text()), out.read_text(), [])
+    return ended
 
 
 @both
-def test_plain_python_is_a_world_of_one(flavour: Flavour) -> None:
+def test_plain_python_is_a_world_of_one(flavour: Flavour, alone: dict[str, Ended]) -> None:
     need(flavour)
-    ended = alone(JOIN, **flavour.variables)
+    ended = alone[flavour.name]
     assert ended.code == 0, ended.out
     assert "0 1 [1.0, 1.0]" in ended.out
 
 
-def test_a_launcher_that_is_not_for_mpi_is_told_how() -> None:
+def test_a_launcher_that_is_not_for_mpi_is_told_how(alone: dict[str, Ended]) -> None:
     need(MPICH)
-    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    ended = alone(JOIN, **torchrun, MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+    ended = alone["torchrun"]
     assert ended.code == 1
     assert "says rank 1 of 2, MPI says rank 0 of 1. It was not started for MPI" in ended.out
     assert "mpiexec -n 2" in ended.out
 
 
-def test_no_mpi_library_is_a_sentence() -> None:
-    ended = alone(JOIN, MPI4PY_LIBMPI="/nowhere/libmpi.so")
+def test_no_mpi_library_is_a_sentence(alone: dict[str, Ended]) -> None:
+    ended = alone["no library"]
     assert ended.code == 1
     assert "UnsupportedError: mpi4py found no MPI library it can use" in ended.out
     assert "pip install 'syncline[mpi]'" in ended.out
 
 
-def test_less_thread_support_is_refused() -> None:
+def test_less_thread_support_is_refused(alone: dict[str, Ended]) -> None:
     need(MPICH)
-    ended = alone("import mpi4py; mpi4py.rc.thread_level = 'single'; from mpi4py import MPI" + JOIN)
+    ended = alone["one thread"]
     assert ended.code == 1
     assert "UnsupportedError: MPICH Version: 5" in ended.out
     assert "THREAD_MULTIPLE" in ended.out
 
 
-def test_a_finalised_mpi_is_refused() -> None:
+def test_a_finalised_mpi_is_refused(alone: dict[str, Ended]) -> None:
     need(MPICH)
-    ended = alone("from mpi4py import MPI; MPI.Finalize()" + JOIN)
+    ended = alone["finalised"]
     assert ended.code == 1
     assert "WorldError: MPI was finalised in this process" in ended.out
+
+
+def test_importing_the_transport_starts_no_mpi(alone: dict[str, Ended]) -> None:
+    assert alone[""].code == 0, alone[""].out
+    assert alone[""].out == "False\n"
 
 
 def test_no_mpi4py_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(UnsupportedError, match=r"needs mpi4py .* pip install 'syncline\[mpi\]'"):
         connect(Environment(source="no launcher"), 1.0)
-
-
-def test_importing_the_transport_starts_no_mpi() -> None:
-    ended = alone("import sys, syncline.transports.mpi as m; print('mpi4py' in sys.modules, m.connect.__name__)")
-    assert ended.code == 0, ended.out
-    assert "False connect" in ended.out

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from syncline.errors import PeerLostError, ProtocolError
 from syncline.runtime import RealRuntime
+from syncline.transports import frames
 from syncline.transports.frames import HEADER_BYTES, Header
 from syncline.transports.mailbox import Mailbox, Posted
 from syncline.transports.zeromq import protocol
@@ -29,16 +30,8 @@ from syncline.transports.zeromq.protocol import (
     Link,
     Outgoing,
 )
+from tests.transports.zeromq_ear import SMALL, Ear, blank, loss, refused
 
-SMALL = {
-    "AT_ONCE": 8,
-    "ROOM": 64,
-    "ROOM_MESSAGES": 12,
-    "PART_BYTES": 16,
-    "ON_THE_WAY": 64,
-    "MOST_OFFERS": 6,
-}
-"""Bounds that a few messages reach."""
 LENGTHS = (0, 1, 8, 9, 16, 53, 160)
 LONGEST = max(LENGTHS)
 TAGS = 3
@@ -48,14 +41,6 @@ TAGS = 3
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SMALL.items():
         monkeypatch.setattr(protocol, name, value)
-
-
-def blank(length: int) -> Tensor:
-    return torch.zeros(length, dtype=torch.uint8)
-
-
-def loss(posted: Posted) -> PeerLostError:
-    return PeerLostError("rank 1 is gone", peer=1)
 
 
 class Play:
@@ -217,50 +202,42 @@ def test_any_interleaving() -> None:
             ) from error
 
 
-def test_numbers_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the last number comes the first: counting goes on, and so does the credit."""
-    monkeypatch.setattr(protocol, "NUMBERS", 32)
+@pytest.mark.parametrize(("what", "length"), [("NUMBERS", 1), ("COUNTED", 8)])
+def test_counts_begin_again(monkeypatch: pytest.MonkeyPatch, what: str, length: int) -> None:
+    """After the last number comes the first, of messages and of bytes: counting goes on, and so does the credit."""
+    monkeypatch.setattr(protocol, what, 32 if what == "NUMBERS" else 256)
     play = Play(0)
     link, box = play.links[0, 1], play.boxes[1]
     for number in range(200):
-        assert link.send(0, 5, torch.tensor([number], dtype=torch.uint8)) is None, "there was room for it"
-        posted = box.post(blank(1), 0, 5, True)
+        assert link.send(0, 5, torch.full((length,), number, dtype=torch.uint8)) is None, "there was room for it"
+        posted = box.post(blank(length), 0, 5, True)
         while play.deliver():
             pass
-        assert (posted.settled, posted.error, posted.data.tolist()) == (True, None, [number])
+        assert (posted.settled, posted.error, posted.data.tolist()) == (True, None, [number] * length)
+
+
+def test_a_link_outlives_a_tebibyte() -> None:
+    """Credit for more bytes than a header may name."""
+    play = Play(0)
+    link, back, box = play.links[0, 1], play.links[1, 0], play.boxes[1]
+    far = frames.LONGEST - 100
+    link._sent[1], link._room[1] = far, far + SMALL["ROOM"]
+    back._came[1], back._taken[1], back._told[1] = far, far, far
+    for number in range(40):
+        assert link.send(0, 5, blank(8)) is None, f"message {number} found no room"
+        posted = box.post(blank(8), 0, 5, True)
+        while play.deliver():
+            pass
+        assert posted.settled
+    assert link._room[1] > frames.LONGEST
 
 
 # One link, and a peer that keeps the rules or breaks them.
 
 
-class Ear:
-    """Rank 0's link to rank 1, and what it says."""
-
-    def __init__(self) -> None:
-        self.box = Mailbox(RealRuntime())
-        self.said: list[tuple[int, int, int]] = []
-        self.link = Link(RealRuntime(), 0, 1, self.note, lambda channel: self.box)
-
-    def note(self, frames: Sequence[Any]) -> None:
-        header = Header.read(bytes(frames[0])[:HEADER_BYTES], 0, KINDS)
-        self.said.append((header.kind, header.number, header.length))
-
-    def hears(self, kind: int, number: int = 0, length: int = 0, body: bytes = b"") -> None:
-        self.link.receive(Header(1, 0, length, number, kind), memoryview(body))
-
-    def post(self, room: int) -> Posted:
-        return self.box.post(blank(room), 1, 0, False)
-
-
 @pytest.fixture
 def ear() -> Ear:
     return Ear()
-
-
-def refused(ear: Ear, match: str, kind: int, number: int = 0, length: int = 0, body: bytes = b"") -> None:
-    with pytest.raises(ProtocolError, match=f"rank 1 broke the protocol: .*{match}") as caught:
-        ear.hears(kind, number, length, body)
-    assert caught.value.peer == 1
 
 
 @pytest.mark.parametrize("kind", [EAGER, OFFER])

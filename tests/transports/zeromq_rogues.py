@@ -77,9 +77,9 @@ class Rogue(Caller):
         super().__init__(victim.endpoint, _IDENTITY.pack(b"r", self.rank, incarnation), world.key)
         self._ear = self._context.socket(zmq.ROUTER)  # where the victim calls back
         self._ear.linger = 0
-        port = self._ear.bind_to_random_port("tcp://127.0.0.1")
-        if world.key is not None:
+        if world.key is not None:  # before it binds: later it counts for nothing
             self._ear.curve_server, self._ear.curve_secretkey = True, world.key.encode()
+        port = self._ear.bind_to_random_port("tcp://127.0.0.1")
         victim.directory.post(Entry("joined", self.rank, f"tcp://127.0.0.1:{port}", incarnation.hex()))
 
     def __enter__(self) -> Rogue:

@@ -62,6 +62,7 @@ class Mailbox:
         self._arrived: list[_Arrived] = []
         self._waiting_bytes = 0
         self._changed = runtime.event()  # something was taken or posted: there may be room again
+        self._shut: Callable[[Posted], Exception] | None = None
 
     def deliver(
         self, data: Tensor | memoryview, source: int, tag: int, matched: Callable[[], None] | None = None
@@ -96,6 +97,9 @@ class Mailbox:
                 self._posted.remove(posted)
                 _hand_over(posted, message)
                 return True
+        if self._shut is not None:
+            _turn_away(message)
+            return True
         self._arrived.append(message)
         return False
 
@@ -110,6 +114,10 @@ class Mailbox:
                     self._waiting_bytes -= 0 if message.data is None else message.nbytes
                     _hand_over(posted, message)
                     return posted
+            if self._shut is not None:
+                posted.error = self._shut(posted)
+                posted.settle()
+                return posted
             self._posted.append(posted)
         return posted
 
@@ -127,7 +135,7 @@ class Mailbox:
                         f"{human(takers[0].data.numel())} were due",
                         peer=source,
                     )
-                if takers or self._waiting_bytes + nbytes <= LIMIT:
+                if takers or self._shut is not None or self._waiting_bytes + nbytes <= LIMIT:
                     return
                 self._changed.clear()
             self._changed.wait(why=f"room for {human(nbytes)} from rank {source}")
@@ -155,6 +163,24 @@ class Mailbox:
                 if posted.error is not None:
                     self._posted.remove(posted)
                     posted.settle()
+
+    def close(self, error: Callable[[Posted], Exception]) -> None:
+        """Nobody receives here any more: turn away what has arrived and what still comes, and break every receive.
+
+        Those who sent it are told that it is done with, so that it holds no room of theirs.
+        """
+        with self._lock:
+            if self._shut is not None:
+                return
+            self._shut = error
+            arrived, self._arrived, self._waiting_bytes = self._arrived, [], 0
+            for message in arrived:
+                _turn_away(message)
+            posted, self._posted = self._posted, []
+            for receive in posted:
+                receive.error = error(receive)
+                receive.settle()
+            self._changed.set()
 
     def event_of(self, posted: Posted) -> Event | None:
         """What to wait on for a receive; None when it is settled."""
@@ -189,6 +215,13 @@ def _hand_over(posted: Posted, message: _Arrived) -> None:
     else:
         message.accept(None)
         posted.settle()
+
+
+def _turn_away(message: _Arrived) -> None:
+    if message.accept is None:
+        message.matched()
+    else:
+        message.accept(None)
 
 
 def _nothing() -> None:

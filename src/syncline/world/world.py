@@ -29,6 +29,8 @@ __all__ = ["World", "current_world", "init"]
 logger = logging.getLogger("syncline")
 
 NAME_BYTES = 256
+LEAVING = 5.0
+"""Seconds that leaving after an error may wait for what is still under way."""
 ENGINES = ("torch_dist", "mpi", "zeromq")
 TRANSPORT_VARIABLE = "SYNCLINE_TRANSPORT"
 """Says which transport, where the script does not."""
@@ -154,7 +156,11 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close() if error is None else self._leave()
+        if error is None:
+            self.close()
+        else:  # what went wrong is told soon, whatever is still to be delivered
+            self._transport.timeout = min(self._transport.timeout, LEAVING)
+            self._leave()
 
     def __repr__(self) -> str:
         return (

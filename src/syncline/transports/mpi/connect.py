@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import math
 from types import ModuleType
 from typing import Any
 
 from syncline.environment import Environment
 from syncline.errors import WorldError
 from syncline.runtime import RealRuntime
-from syncline.transports.mpi.engine import LONGEST, Engine
+from syncline.transports.mpi.engine import LONGEST, WARN_AFTER, Engine, abort_job, warn_of_a_wait
 from syncline.transports.mpi.library import check_world, load
 from syncline.transports.mpi.transport import MpiTransport
 
@@ -19,7 +21,8 @@ def connect(environment: Environment, timeout: float) -> MpiTransport:
     """Join the world that mpiexec started; alone under plain `python`. Every rank calls it, and it returns when all
     are there.
 
-    MPI itself ends with the process: `Engine.goodbye` says how.
+    MPI itself ends with the process: `Engine.goodbye` says how. Where not all come, nobody can say goodbye, and the
+    end of this process ends them all: MPI's own end would wait for those who did not come.
     """
     mpi = load(environment)
     check_world(environment, mpi)
@@ -33,9 +36,15 @@ def _duplicate(mpi: ModuleType, comm: Any, timeout: float) -> Any:
     """A communicator of our own with the same ranks."""
     runtime = RealRuntime()
     start = runtime.now()
+    warn = start + WARN_AFTER
     copy, request = comm.Idup()
     while not request.Test():
-        if runtime.now() - start > timeout:
+        now = runtime.now()
+        if now > warn:
+            warn = math.inf
+            warn_of_a_wait(comm.Get_rank(), now - start, f"all {comm.Get_size()} ranks to join")
+        if now - start > timeout:
+            atexit.register(abort_job, mpi)
             raise WorldError(
                 f"rank {comm.Get_rank()} of {comm.Get_size()} has waited {timeout:.3g} s for the others to join: every "
                 "rank that mpiexec starts calls sl.init(transport='mpi')"

@@ -2,6 +2,7 @@
 
 MPI moves bytes only inside its own calls, and its own waits spin without end. So every wait here is a loop of tests:
 it yields the processor for a moment, then sleeps a little longer each time, ends at the timeout, and lets Ctrl-C in.
+One that lasts long says for what it waits.
 A test that takes long has moved bytes, and more are likely at once: then the loop starts afresh.
 Each turn of any loop also matches the receives that wait on *all* channels: two ranks that both wait for a send first
 have posted their receives, and must get on.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import sys
 from collections import deque
@@ -24,7 +26,7 @@ from torch import Tensor
 from syncline.runtime import RealRuntime, Runtime
 from syncline.transports.base import DEFAULT_TIMEOUT, LANE_TAGS
 
-__all__ = ["Engine", "Unfinished", "byte_spec", "mpi_tag"]
+__all__ = ["Engine", "Unfinished", "abort_job", "byte_spec", "mpi_tag", "warn_of_a_wait"]
 
 logger = logging.getLogger("syncline")
 
@@ -38,6 +40,14 @@ MANY = 16
 """Operations that nobody holds, from which on the finished ones are let go."""
 BLOCK = 1 << 20
 PATIENCE = 5.0
+WARN_AFTER = 10.0
+"""Seconds after which a wait is reported, in one line."""
+WARN_AGAIN = 30.0
+"""Seconds between the lines of the wait at exit: it is the last that is heard of this process."""
+LAST_WORDS = 0.5
+"""Seconds before an abort: MPICH's mpiexec drops what it has not read by then, such as the end of a traceback."""
+LAST = "the other ranks to come to their end, as it has (or do they wait for it, and it has left early?)"
+"""What a process waits for at exit."""
 
 
 class Unfinished(Protocol):
@@ -73,6 +83,11 @@ class Engine:
         """Elements of one operation: MPI counted in 32 bits before its version 4."""
         self.lost = False
         """A wait was given up for good: the end must not wait for everyone."""
+        self.code = 1
+        """What an aborted job ends with."""
+        self.warn_after = WARN_AFTER
+        self.last_patience = max(timeout, DEFAULT_TIMEOUT)
+        """Seconds that this process waits at exit for the others to end too."""
         self._lock = self.runtime.lock()
         self._pumped: tuple[Pumped, ...] = ()
         self._dropped: deque[Unfinished] = deque()
@@ -81,13 +96,22 @@ class Engine:
 
     # Waiting.
 
-    def wait(self, ready: Callable[[], bool], patience: float, ended: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until ready; False when the time was up or the channel ended first."""
+    def wait(
+        self,
+        ready: Callable[[], bool],
+        patience: float,
+        pending: Callable[[], str],
+        ended: Callable[[], bool] = lambda: False,
+        again: float = math.inf,
+    ) -> bool:
+        """Wait until ready; False when the time was up or the channel ended first. Says what is pending when that
+        takes long, and every `again` seconds.
+        """
         if ready():
             return True
         now = self.runtime.now
         start = since = turned = now()
-        pause, idle = SHORTEST, 1.0
+        pause, idle, warn = SHORTEST, 1.0, start + self.warn_after
         while True:
             self.progress()
             if ready():
@@ -96,6 +120,9 @@ class Engine:
             idle = min(idle, turned - before)
             if turned - before > 2 * idle + MOVED:
                 since, pause = turned, SHORTEST
+            if turned > warn:
+                warn = turned + again
+                warn_of_a_wait(self.comm.Get_rank(), turned - start, pending())
             if turned - start > patience or ended():
                 return False
             if turned - since < SPIN:
@@ -169,37 +196,55 @@ class Engine:
         """Whether this process ends by an error: waiting for the others would be waiting for good."""
         return self.lost or sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
 
+    def leaving(self, error: BaseException | None) -> None:
+        """A channel closes while `error` passes. Python forgets a SystemExit before the exit's own calls, so that one
+        with a code that means failure is noted here.
+        """
+        if isinstance(error, SystemExit) and error.code not in (None, 0):
+            self.lost = True
+            self.code = error.code if isinstance(error.code, int) else 1
+
     def goodbye(self) -> None:
         """At exit: wait until all ranks are here, so that MPI can end; after an error end them all.
 
         MPI's own end waits for every rank, with no time limit, and one that fails never sends what the others wait
         for. So a rank that ends by an uncaught exception, or after it lost a peer, aborts the job: mpiexec then ends
-        the others at once, as torchrun does.
+        the others at once, as torchrun does. A `sys.exit(3)` outside of the world's `with` cannot be told from an end
+        in peace: such a rank waits here, and says so.
         """
         if self.mpi.Is_finalized() or self.comm.Get_size() == 1:
             return
         if self.unclean:
-            self._abort()
-        patience = max(self.timeout, DEFAULT_TIMEOUT)
+            abort_job(self.mpi, self.code)
         try:
             everyone = self.comm.Ibarrier()
-            if self.wait(everyone.Test, patience):
+            if self.wait(everyone.Test, self.last_patience, lambda: LAST, again=WARN_AGAIN):
                 self.free_retired()
                 return
         except self.mpi.Exception as error:
             logger.error("MPI broke at the end: %s", error)
         logger.error(
-            "rank %d has waited %.3g s at its end for the other ranks to end too: aborting the job",
+            "rank %d has waited up to %.3g s at its end for the other ranks to end too: aborting the job",
             self.comm.Get_rank(),
-            patience,
+            self.last_patience,
         )
-        self._abort()
+        abort_job(self.mpi, self.code)
 
-    def _abort(self) -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(Exception):
-                stream.flush()  # MPI ends the process without Python's own end
-        self.mpi.COMM_WORLD.Abort(1)
+
+def warn_of_a_wait(rank: int, seconds: float, pending: str) -> None:
+    """Say that a wait takes long, and for what."""
+    logger.warning("rank %d has waited %.0f s for %s", rank, seconds, pending)
+
+
+def abort_job(mpi: ModuleType, code: int = 1) -> None:
+    """End all ranks now: mpiexec does it when one asks."""
+    if mpi.Is_finalized():
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()  # MPI ends the process without Python's own end
+    RealRuntime().sleep(LAST_WORDS)
+    mpi.COMM_WORLD.Abort(code)
 
 
 def byte_spec(engine: Engine, data: Tensor, nbytes: int) -> list[Any]:

@@ -61,7 +61,7 @@ class RequestHandle:
         patience, start = transport.timeout if timeout is None else timeout, transport.runtime.now()
         cause: Exception | None = None
         try:
-            finished = engine.wait(self._test, patience, transport.has_ended)
+            finished = engine.wait(self._test, patience, lambda: self._pending, transport.has_ended)
         except engine.mpi.Exception as error:
             finished, cause, self._done = False, error, True
         if not finished:
@@ -96,18 +96,22 @@ class ExpectedHandle:
             patience, start = transport.timeout if timeout is None else timeout, transport.runtime.now()
             cause: Exception | None = None
             try:
-                finished = engine.wait(expected.over, patience, transport.has_ended)
+                finished = engine.wait(expected.over, patience, self._pending, transport.has_ended)
             except engine.mpi.Exception as error:
                 finished, cause = False, error
             if not finished:
                 self._done = transport.inbox.withdraw(expected)
             if not finished and (self._done or cause is not None or not expected.over()):
-                pending = describe_recv(transport, expected.wanted, expected.tag, expected.data.numel())
                 transport.give_up(for_good=timeout is None or cause is not None)
-                raise transport.failure(expected.wanted, pending, transport.runtime.now() - start, cause) from cause
+                seconds = transport.runtime.now() - start
+                raise transport.failure(expected.wanted, self._pending(), seconds, cause) from cause
             self._done = True
             if expected.error is None and expected.data is not self._data:
                 self._data[: expected.nbytes].copy_(expected.data[: expected.nbytes])
         if expected.error is not None:
             raise expected.error
         self.source, self.nbytes = expected.source, expected.nbytes
+
+    def _pending(self) -> str:
+        expected = self._expected
+        return describe_recv(self._transport, expected.wanted, expected.tag, expected.data.numel())

@@ -4,9 +4,9 @@ MPI's plain receive cuts a long message short at best: Open MPI 5.0 reports the 
 far past the buffer. A *matched probe* takes a message out of MPI's queue before it is received, tells its length, and
 nobody else can take it any more::
 
-    recv ──► expected ─┐ the first that fits
-                       ├──► receive into its buffer, or refuse
-    Improbe ─► held ───┘ nobody expects it yet: it came for "anyone", who has been served
+    recv ───► expected ─┐ the first that fits
+                        ├──► receive into its buffer, or refuse
+    Improbe ─► found ───┘ asked for only where a receive waits that fits
 
 A receive that is given up was never MPI's, so that the message that comes later goes to the next one.
 """
@@ -52,7 +52,7 @@ class Expected:
 
 
 @dataclass(eq=False, slots=True)
-class _Held:
+class _Found:
     message: Any
     source: int
     nbytes: int
@@ -66,7 +66,6 @@ class Inbox:
         self._mpi = transport.engine.mpi
         self._lock = transport.runtime.lock()
         self._expected: dict[int, list[Expected]] = {}
-        self._held: dict[int, list[_Held]] = {}
         self._status = self._mpi.Status()
         self._attended = False
 
@@ -74,11 +73,6 @@ class Inbox:
         """Expect a message: the earliest that fits, now or later."""
         expected = Expected(data, wanted, tag, exact)
         with self._lock:
-            for held in self._held.get(tag, ()):
-                if wanted in (None, held.source):
-                    self._held[tag].remove(held)
-                    self._start(expected, held)
-                    return expected
             self._expected.setdefault(tag, []).append(expected)
             self._pump_tag(tag)
             first, self._attended = not self._attended, True
@@ -128,37 +122,30 @@ class Inbox:
         """Take what has come; False when there was nothing."""
         # With an "anyone" among them only one question keeps the order: whose message is the next?
         asked = {each.wanted for each in expected}
-        found = False
+        any_found = False
         for source in (None,) if None in asked else asked:
             peer = self._mpi.ANY_SOURCE if source is None else source
             message = self._transport.comm.Improbe(peer, mpi_tag(tag), self._status)
             if message is not None:
-                found = True
-                self._give(
-                    expected, _Held(message, self._status.source, self._status.Get_elements(self._mpi.BYTE)), tag
-                )
-        return found
+                any_found = True
+                found = _Found(message, self._status.source, self._status.Get_elements(self._mpi.BYTE))
+                first = next(each for each in expected if each.wanted in (None, found.source))
+                expected.remove(first)
+                self._start(first, found)
+        return any_found
 
-    def _give(self, waiting: list[Expected], held: _Held, tag: int) -> None:
-        for expected in waiting:
-            if expected.wanted in (None, held.source):
-                waiting.remove(expected)
-                self._start(expected, held)
-                return
-        self._held.setdefault(tag, []).append(held)
-
-    def _start(self, expected: Expected, held: _Held) -> None:
-        length, room = held.nbytes, expected.data.numel()
-        expected.source, expected.nbytes = held.source, length
+    def _start(self, expected: Expected, found: _Found) -> None:
+        length, room = found.nbytes, expected.data.numel()
+        expected.source, expected.nbytes = found.source, length
         if length > room or (expected.exact and length < room):
             expected.error = ProtocolError(
-                f"rank {held.source} sent {human(length)} ({tag_name(expected.tag)}) where "
+                f"rank {found.source} sent {human(length)} ({tag_name(expected.tag)}) where "
                 f"{'exactly' if expected.exact else 'at most'} {human(room)} were due",
-                peer=held.source,
+                peer=found.source,
             )
         # One too long is taken off the wire too, so that its sender does not hang; unless it is longer than anything
         # that may lie here unasked for.
         if length <= max(room, LIMIT):
             buffer = expected.data[:length] if length <= room else torch.empty(length, dtype=torch.uint8)
-            expected.request = held.message.Irecv(byte_spec(self._transport.engine, buffer, length))
+            expected.request = found.message.Irecv(byte_spec(self._transport.engine, buffer, length))
         expected.matched = True

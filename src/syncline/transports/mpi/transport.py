@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 from itertools import count
 from typing import Any
 
@@ -163,13 +164,14 @@ class MpiTransport(Transport):
         if self._closed:
             return
         engine = self.engine
+        engine.leaving(sys.exc_info()[1])
         if not engine.unclean:
             for window in list(self._windows):
                 try:
                     window.close()
                 except PeerLostError as error:
                     logger.warning("a window that nobody closed is left to the end of the process: %s", error)
-            if not engine.wait(engine.let_go, PATIENCE):
+            if not engine.wait(engine.let_go, PATIENCE, lambda: "peers to receive all that was sent"):
                 logger.warning("rank %d closes while peers have not received all it sent", self.members[self.rank])
         self._closed = True
         self.inbox.close()

@@ -18,6 +18,7 @@ from torch import Tensor
 from syncline.errors import UnsupportedError, WorldError
 from syncline.transports.base import Handle, as_bytes, human
 from syncline.transports.memory import check_span
+from syncline.transports.mpi.engine import warn_of_a_wait
 from syncline.transports.mpi.handles import RequestHandle
 from syncline.transports.mpi.native import moving_type, reducing_type
 
@@ -89,7 +90,13 @@ class MpiWindow:
                 self._flush(to)
                 return
             pending = f"what was put into {self._what} of {'all ranks' if to is None else f'rank {to}'}"
-            if not transport.runtime.spawn(self._flush, to, name="flush").join(transport.timeout):
+            task = transport.runtime.spawn(self._flush, to, name="flush")
+            soon = min(transport.engine.warn_after, transport.timeout)
+            done = task.join(soon)
+            if not done and soon < transport.timeout:
+                warn_of_a_wait(transport.members[transport.rank], soon, pending)
+                done = task.join(transport.timeout - soon)
+            if not done:
                 transport.give_up(for_good=True)
                 raise transport.failure(to, pending, transport.timeout, None)
         except self._mpi.Exception as error:

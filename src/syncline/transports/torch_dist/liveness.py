@@ -172,11 +172,18 @@ class Liveness:
         deaths = int(self._launcher.add("syncline/dead", 0))
         if deaths == self._deaths:
             return
-        self._deaths = deaths
         for rank in range(self.size):
             if rank not in self.dead and self._launcher.check([f"syncline/dead/{rank}"]):
-                self.dead[rank] = str(json.loads(self._launcher.get(f"syncline/dead/{rank}"))["reason"])
-                logger.warning("rank %d is told: rank %d is lost: %s", self.rank, rank, self.dead[rank])
+                self._note_death(rank, self._launcher.get(f"syncline/dead/{rank}"))
+        self._deaths = deaths  # last: where the store fails midway, the next beat reads again
+
+    def _note_death(self, rank: int, text: bytes) -> None:
+        try:
+            self.dead[rank] = str(json.loads(text)["reason"])
+        except (ValueError, KeyError, TypeError):
+            logger.warning("rank %d cannot read how rank %d ended, and ignores it: %.80r", self.rank, rank, text)
+            return
+        logger.warning("rank %d is told: rank %d is lost: %s", self.rank, rank, self.dead[rank])
 
     def _look(self, channel: str, members: Sequence[int], peer: int | None, broken: bool) -> Verdict:
         runtime = self.runtime

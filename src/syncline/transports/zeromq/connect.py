@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch._C._distributed_c10d import TCPStore
 
@@ -29,12 +31,13 @@ def connect(environment: Environment, timeout: float, key: str | None = None) ->
     world = f"syncline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{generation}"
     one_host = environment.local_known and environment.local_size == environment.size
     node = _node(store, place, world, timeout, key, one_host)
-    if environment.rank == 0:
-        node.directory.open(environment.size)
-        store.set("syncline/world", world)
-    node.join(environment.rank)
-    _await_all(node, environment, place, timeout)
-    return ZmqTransport(node, tuple(range(environment.size)), timeout)
+    with _closing_on_error(node):
+        if environment.rank == 0:
+            node.directory.open(environment.size)
+            store.set("syncline/world", world)
+        node.join(environment.rank)
+        _await_all(node, environment, place, timeout)
+        return ZmqTransport(node, tuple(range(environment.size)), timeout)
 
 
 def join(place: Rendezvous, timeout: float, key: str | None = None) -> ZmqTransport:
@@ -50,17 +53,44 @@ def join(place: Rendezvous, timeout: float, key: str | None = None) -> ZmqTransp
         ) from error
     one_host = place.address.startswith("127.") or place.address == "localhost"
     node = _node(store, place, world, timeout, key, one_host)
-    node.directory.refresh()
-    if node.directory.refused and not node.directory.members:
+    with _closing_on_error(node):
+        until = node.runtime.now() + timeout
+        _await_members(node, place, until)
+        rank = node.directory.next_rank()
+        node.join(rank)
+        node.directory.refresh()
+        while rank not in node.directory.members:
+            if not node.directory.reachable or node.runtime.now() > until:
+                raise WorldError(
+                    f"rank {rank} has joined the world at {place.address}:{place.port}, but did not find its own entry "
+                    f"in the directory within {timeout:.3g} s: is its store still there, and who else writes to it?"
+                )
+            node.runtime.sleep(LOOK)
+            node.directory.refresh()
+        return ZmqTransport(node, tuple(range(rank + 1)), timeout)
+
+
+@contextmanager
+def _closing_on_error(node: Node) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
         node.close(0.0)
+        raise
+
+
+def _await_members(node: Node, place: Rendezvous, until: float) -> None:
+    """Wait until the directory names one who is there. Where none of its entries can be read, the key is another."""
+    directory = node.directory
+    directory.refresh()
+    while not directory.members and directory.behind and node.runtime.now() < until:
+        node.runtime.sleep(LOOK)
+        directory.refresh()
+    if directory.refused and not directory.members:
         raise WorldError(
-            f"the world at {place.address}:{place.port} has another key: none of the {node.directory.refused} entries "
+            f"the world at {place.address}:{place.port} has another key: none of the {directory.refused} entries "
             f"in its directory is signed with this one; give join() the key that its ranks have ({VARIABLE})"
         )
-    rank = node.directory.next_rank()
-    node.join(rank)
-    node.directory.find(rank)
-    return ZmqTransport(node, tuple(range(rank + 1)), timeout)
 
 
 def _node(store: TCPStore, place: Rendezvous, world: str, timeout: float, key: str | None, one_host: bool) -> Node:
@@ -76,7 +106,6 @@ def _await_all(node: Node, environment: Environment, place: Rendezvous, timeout:
     while missing := sorted(set(range(environment.size)) - set(node.directory.members)):
         node.directory.refresh()
         if node.runtime.now() > until:
-            node.close(0.0)
             strangers = f"; {node.directory.refused} entries were refused: is {VARIABLE} the same everywhere?"
             raise WorldError(
                 f"rank {environment.rank} of {environment.size} ({environment.source}) waited {timeout:.3g} s at "

@@ -1,7 +1,9 @@
 """Who is in the world: entries in the launcher's store, which anyone who has the key may add to.
 
 A log that only grows: `version` counts its entries, `log/1`, `log/2`, … hold them. With a key every entry is signed,
-so that a stranger who reaches the store can still not enrol itself, nor strike out another.
+so that a stranger who reaches the store can still not enrol itself, nor strike out another. It can waste numbers, and
+so keep others from joining. What the launcher says of the dead is not signed: with a key it is only a hint, which the
+node weighs against what it hears.
 """
 
 from __future__ import annotations
@@ -23,7 +25,11 @@ __all__ = ["Directory", "Entry"]
 logger = logging.getLogger("syncline")
 
 LATE = 5.0
-"""Seconds after which a missing entry is skipped: its writer was lost between counting and writing."""
+"""Seconds after which a missing entry is given up: its writer was lost between counting and writing."""
+TRIES = 3
+MOST_A_LOOK = 10_000
+MOST_GAPS = 1000
+"""Missing entries that are waited for at once: who counts up and writes nothing takes neither memory nor time."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +53,35 @@ class Directory:
         self._runtime = runtime
         self._lock = runtime.lock()
         self._read = 0
-        self._missing_since: float | None = None
-        self._deaths = 0
+        self._last = 0
+        self._gaps: dict[int, float] = {}
+        """Entries that were counted and not there yet, each with the time at which that was first seen."""
+        self._deaths = (0, 0)
         self._news: list[Entry] = []
         self.members: dict[int, Entry] = {}
         self.gone: dict[int, str] = {}
         self.left: set[int] = set()
         """Those of the gone who said farewell: what they sent before may still be on its way."""
+        self.hints: dict[int, tuple[float, str]] = {}
+        """With a key: who the launcher is said to have seen end, when this was read, and the reason."""
         self.refused = 0
         self.reachable = True
+
+    @property
+    def behind(self) -> bool:
+        """Whether there are entries that may still be read: who is not known may be in one of them."""
+        return self.reachable and (bool(self._gaps) or self._read < self._last)
+
+    def may_learn_of(self, rank: int) -> bool:
+        """Whether a rank that is not known may still turn up in the log."""
+        with self._lock:
+            return rank not in self.members and self.behind
+
+    def may_know(self, rank: int, incarnation: str) -> bool:
+        """Whether a rank is this one, or may turn out to be."""
+        with self._lock:  # a line is read and its rank known in one step
+            entry = self.members.get(rank)
+            return self.behind if entry is None else entry.incarnation == incarnation
 
     @staticmethod
     def prefix(store: Store, world: str) -> Store:
@@ -76,8 +102,13 @@ class Directory:
         """Add an entry to the log."""
         text = json.dumps(entry.__dict__)
         line = json.dumps({"entry": text, "mac": self._mac(text)})
-        number = self._store.add("version", 1)
-        self._store.set(f"log/{number}", line)
+        for _ in range(TRIES):
+            began = self._runtime.now()
+            number = self._store.add("version", 1)
+            self._store.set(f"log/{number}", line)
+            if self._runtime.now() - began < LATE / 2:
+                return
+            # This process was held up in between: the others may have given the number up.
 
     def news(self) -> list[Entry]:
         """What has been added since this was last asked, oldest first, whoever has read it meanwhile."""
@@ -92,48 +123,60 @@ class Directory:
             if not self.reachable:
                 return
             try:
-                found = self._read_log() + self._read_deaths()
+                self._take_in(self._read_log())
+                self._take_in(self._read_deaths())
             except RuntimeError as error:
                 self.reachable = False
                 logger.warning("the launcher's store does not answer: nobody can join any more (%s)", _brief(error))
-                return
-            for entry in found:
-                if entry.kind == "joined":
-                    self.members[entry.rank] = entry
-                elif entry.rank not in self.gone:
-                    self.gone[entry.rank] = entry.reason
-                    self.left |= {entry.rank} if entry.kind == "left" else set()
-            self._news += found
+
+    def _take_in(self, found: list[Entry]) -> None:
+        for entry in found:
+            if entry.kind == "joined":
+                self.members[entry.rank] = entry
+            elif entry.rank in self.gone:
+                continue  # several have noticed
+            else:
+                self.left |= {entry.rank} if entry.kind == "left" else set()
+                self.gone[entry.rank] = entry.reason
+            self._news.append(entry)
 
     def _read_log(self) -> list[Entry]:
-        found = []
-        last = int(self._store.add("version", 0))
-        while self._read < last:
-            key = f"log/{self._read + 1}"
-            if not self._store.check([key]):
-                now = self._runtime.now()
-                self._missing_since = self._missing_since or now
-                if now - self._missing_since < LATE:
-                    break
-                self._read += 1
-                self._missing_since = None
-                continue
-            self._missing_since = None
+        found: list[Entry] = []
+        now = self._runtime.now()
+        self._last = int(self._store.add("version", 0))
+        for number, since in list(self._gaps.items()):
+            if self._read_line(number, found) or now - since > LATE:
+                del self._gaps[number]
+        last = min(self._last, self._read + MOST_A_LOOK)
+        while self._read < last and len(self._gaps) < MOST_GAPS:
             self._read += 1
-            entry = self._decode(self._store.get(key))
-            if entry is not None:
-                found.append(entry)
+            if not self._read_line(self._read, found):
+                self._gaps[self._read] = now
         return found
 
+    def _read_line(self, number: int, found: list[Entry]) -> bool:
+        """Read one line of the log; False when it is not there."""
+        if not self._store.check([f"log/{number}"]):
+            return False
+        entry = self._decode(self._store.get(f"log/{number}"))
+        if entry is not None:
+            found.append(entry)
+        return True
+
     def _read_deaths(self) -> list[Entry]:
-        """What the launcher has seen end badly."""
+        """What the launcher has seen end badly. Anyone who reaches the store may have written it."""
         found = []
         count = int(self._launcher.add("syncline/dead", 0))
-        if count != self._deaths:
+        known = (count, len(self.members))  # of one who has just come it may have been said before
+        if count and known != self._deaths:
             for rank in list(self.members):
                 if rank not in self.gone and self._launcher.check([f"syncline/dead/{rank}"]):
-                    found.append(Entry("lost", rank, reason=_cause(self._launcher.get(f"syncline/dead/{rank}"))))
-            self._deaths = count
+                    reason = _cause(self._launcher.get(f"syncline/dead/{rank}"))
+                    if self._key is None:
+                        found.append(Entry("lost", rank, reason=reason))
+                    else:
+                        self.hints.setdefault(rank, (self._runtime.now(), reason))
+            self._deaths = known
         return found
 
     def _decode(self, line: bytes) -> Entry | None:

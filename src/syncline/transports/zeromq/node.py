@@ -21,10 +21,12 @@ from syncline.errors import PeerLostError, ProtocolError, WorldError
 from syncline.runtime import Event, Runtime
 from syncline.transports.base import human
 from syncline.transports.frames import HEADER_BYTES, Header
-from syncline.transports.mailbox import Mailbox, Posted
+from syncline.transports.mailbox import Posted
+from syncline.transports.zeromq.channels import Channels
 from syncline.transports.zeromq.directory import Directory, Entry
 from syncline.transports.zeromq.protocol import BYE, KINDS, PART, PART_BYTES, PING, Link
 from syncline.transports.zeromq.security import Guard
+from syncline.transports.zeromq.waiting_room import Heard, WaitingRoom
 
 __all__ = ["Node"]
 
@@ -32,6 +34,8 @@ logger = logging.getLogger("syncline")
 
 PAUSE = 0.002
 """Seconds that the node's own task leaves the sockets to the threads that wait."""
+REVIEW = 0.05
+"""Seconds between looks who those are that cannot be told yet."""
 CHORES = 0.25
 """Seconds between looks at who has come, gone, or fallen silent."""
 PING_AFTER = 1.0
@@ -39,6 +43,8 @@ SILENCE = 30.0
 """Seconds without a word, pings included, after which a peer whose connection still stands counts as lost."""
 GRACE = 0.5
 """Seconds of silence between a broken connection and the verdict: messages and a farewell may still be on the way."""
+HINTED = 2.0
+"""Seconds of silence after which a peer is lost that somebody says to be dead."""
 WARN_AFTER = 10.0
 LINGER = 5.0
 HELD = 64
@@ -84,9 +90,11 @@ class Node:
         self._guard.listen(self._router)
         self.endpoint = f"tcp://{address}:{self._router.bind_to_random_port(f'tcp://{address}')}"
         self._incarnation = os.urandom(8)
-        self._mailboxes: dict[int, Mailbox] = {}
+        self.channels = Channels(runtime)
         self._peers: dict[int, _Peer] = {}
         self._known: dict[bytes, _Peer | None] = {}
+        self._undecided = WaitingRoom()
+        self._next_review = 0.0
         self._lock = runtime.lock()
         self._crank = runtime.lock()
         self._driver: str = ""
@@ -112,18 +120,21 @@ class Node:
 
     # Peers.
 
-    def mailbox(self, channel: int) -> Mailbox:
-        """What has come for a channel, made here already or not."""
-        known = self._mailboxes.get(channel)
-        if known is not None:
-            return known
-        with self._lock:
-            return self._mailboxes.setdefault(channel, Mailbox(self.runtime))
-
     def forget(self, channel: int) -> None:
         """A channel is closed."""
-        with self._lock:
-            self._mailboxes.pop(channel, None)
+        self.channels.close(channel)
+        self.nudge()
+
+    def abandon(self, channel: int, reason: str) -> None:
+        """Give up what was sent on a channel and is not taken."""
+        for peer in list(self._peers.values()):
+            peer.link.abandon(channel, reason)
+        self.nudge()
+
+    def gone(self, rank: int) -> str:
+        """Why a rank is not there any more, or nothing."""
+        peer = self._peers.get(rank)
+        return self.directory.gone.get(rank) or (peer.link.gone if peer is not None else "")
 
     def link(self, rank: int) -> Link:
         """The link to a peer, connected on first use."""
@@ -146,8 +157,9 @@ class Node:
             self._guard.call(socket)
             monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
             socket.connect(entry.endpoint)
-            link = Link(self.runtime, self.rank, rank, self._emitter(socket), self.mailbox)
+            link = Link(self.runtime, self.rank, rank, self._emitter(socket), self.channels.mailbox)
             peer = self._peers[rank] = _Peer(link, socket, monitor, self.runtime.now())
+            self._next_ping = 0.0  # it shall hear of us at once, and we of it
         if self.given_up:
             self._lose(rank, self.given_up)
         elif rank in self.directory.left:  # what it sent before may lie unread
@@ -173,20 +185,56 @@ class Node:
 
         return emit
 
-    def _admit(self, identity: bytes) -> _Peer | None:
-        """Who speaks under this identity; None for a stranger, whose every word is dropped."""
+    def _admit(self, identity: bytes, heard: Heard) -> _Peer | None:
+        """Who speaks under this identity; None for a stranger, whose every word is dropped.
+
+        None too for one whose entry may stand in a part of the directory that cannot be read yet: its words are kept.
+        """
+        reason = "nobody knows yet who it is, and there is no room for all it says"
+        try:
+            if identity not in self._undecided:
+                self._known[identity] = peer = self._recognise(identity)
+                return peer
+        except (struct.error, WorldError) as error:
+            reason = str(error)
+        if self._may_belong(identity) and self._undecided.keep(identity, heard):
+            return None
+        self._undecided.leave(identity)
+        logger.warning("rank %d hears a stranger and does not listen: %s", self.rank, reason)
         if len(self._known) > MOST_BANNED:
             self._known = {name: peer for name, peer in self._known.items() if peer is not None}
-        try:
-            mark, rank, incarnation = _IDENTITY.unpack(identity)
-            entry = self.directory.find(rank)
-            if mark != b"r" or entry.incarnation != incarnation.hex():
-                raise WorldError(f"it claims to be rank {rank}, which is somebody else")
-            self._known[identity] = self._peers.get(rank) or self._connect(rank)
-        except (struct.error, WorldError) as error:
-            logger.warning("rank %d hears a stranger and does not listen: %s", self.rank, error)
-            self._known[identity] = None
-        return self._known[identity]
+        self._known[identity] = None
+        return None
+
+    def _recognise(self, identity: bytes) -> _Peer:
+        mark, rank, incarnation = _IDENTITY.unpack(identity)
+        entry = self.directory.find(rank)
+        if mark != b"r" or entry.incarnation != incarnation.hex():
+            raise WorldError(f"it claims to be rank {rank}, which is somebody else")
+        return self._peers.get(rank) or self._connect(rank)
+
+    def _may_belong(self, identity: bytes) -> bool:
+        if identity in self._undecided:
+            return True
+        if len(identity) != _IDENTITY.size:
+            return False
+        mark, rank, incarnation = _IDENTITY.unpack(identity)
+        return mark == b"r" and self.directory.may_know(rank, incarnation.hex())
+
+    def _review(self) -> None:
+        """Look again who the undecided are, and listen to what those have said who belong."""
+        now = self.runtime.now()
+        if now < self._next_review:
+            return
+        self._next_review = now + REVIEW
+        self.directory.refresh()
+        for identity in self._undecided.callers():
+            if self.directory.may_learn_of(_IDENTITY.unpack(identity)[1]):
+                continue
+            for heard in self._undecided.leave(identity):
+                peer = self._known[identity] if identity in self._known else self._admit(identity, heard)
+                if peer is not None:
+                    self._hear(identity, peer, *heard)
 
     # Turning the crank.
 
@@ -289,6 +337,8 @@ class Node:
     def _take_in(self) -> bool:
         """Wait for the next message, at most for `CHORES` seconds, and take it in; True when it was the bell."""
         router = self._router
+        if self._undecided:
+            self._review()
         try:
             identity = router.recv()
         except zmq.Again:
@@ -301,9 +351,13 @@ class Node:
             extra += 1
         if identity == self._bell_name:
             return True
-        peer = self._known[identity] if identity in self._known else self._admit(identity)
-        if peer is None:
-            return False
+        known = identity in self._known
+        peer = self._known[identity] if known else self._admit(identity, Heard(content, body, extra))
+        if peer is not None:
+            self._hear(identity, peer, content, body, extra)
+        return False
+
+    def _hear(self, identity: bytes, peer: _Peer, content: Any, body: Any, extra: int) -> None:
         peer.heard = self.runtime.now()
         try:
             header = Header.read(content[:HEADER_BYTES], peer.link.peer, KINDS)
@@ -315,7 +369,6 @@ class Node:
                 peer.link.receive(header, content[HEADER_BYTES:] if body is None else body)
         except ProtocolError as error:
             self._ban(identity, peer, error)
-        return False
 
     def _ban(self, identity: bytes, peer: _Peer, error: ProtocolError) -> None:
         logger.warning("rank %d will not listen to rank %d any more: %s", self.rank, peer.link.peer, error)
@@ -328,8 +381,14 @@ class Node:
         for entry in self.directory.news():
             if entry.kind != "joined" and entry.rank == self.rank:
                 self._give_up(f"the others have given this rank up: {entry.reason}")
-            elif entry.kind == "lost" and entry.rank in self._peers:
-                self._lose(entry.rank, entry.reason)
+            elif entry.kind == "lost":
+                logger.warning("rank %d is told: rank %d is lost: %s", self.rank, entry.rank, entry.reason)
+                if entry.rank in self._peers:
+                    self._lose(entry.rank, entry.reason)
+        for rank in list(self.directory.hints):
+            if rank not in self._peers and rank != self.rank and rank not in self.directory.gone:
+                with suppress(WorldError):  # closed meanwhile
+                    self._connect(rank)  # to hear whether it is there
         ping = now >= self._next_ping
         if ping:
             self._next_ping = now + PING_AFTER
@@ -346,13 +405,17 @@ class Node:
     def _look_after(self, rank: int, peer: _Peer, now: float, ping: bool) -> None:
         if peer.broken_at is None and peer.monitor.poll(0):
             peer.broken_at = now
+        told_at, told = self.directory.hints.get(rank, (now, ""))
         if peer.broken_at is not None and now - max(peer.broken_at, peer.heard) > GRACE:
-            reason = self.directory.gone.get(rank) or "its connection broke"
-            self._announce(rank, reason)
+            self._announce(rank, self.directory.gone.get(rank) or told or "its connection broke")
+        elif told and now - max(told_at, peer.heard) > HINTED:
+            self._announce(rank, told)
         elif now - peer.heard > SILENCE:
             self._announce(rank, f"it has given no sign of life for {SILENCE:.0f} s")
         elif ping:
             peer.link.tell(PING)
+        if told and peer.broken_at is None and peer.heard - told_at > HINTED:
+            self.directory.hints.pop(rank, None)  # it lives, whatever was said
 
     def _announce(self, rank: int, reason: str) -> None:
         """Lose a peer, and let all name the same one."""
@@ -361,7 +424,9 @@ class Node:
             try:
                 self.directory.post(Entry("lost", rank, reason=reason))
             except RuntimeError as error:
+                logger.warning("rank %d has lost rank %d: %s (the store does not answer)", self.rank, rank, reason)
                 logger.debug("the store does not answer: %s", error)
+                self.directory.gone.setdefault(rank, reason)
 
     def _lose(self, rank: int, reason: str, error: ProtocolError | None = None) -> None:
         peer = self._peers[rank]
@@ -371,8 +436,7 @@ class Node:
 
         if not peer.link.gone:
             peer.link.lose(reason, broken)
-            for mailbox in list(self._mailboxes.values()):
-                mailbox.fail(lambda posted: broken(posted) if posted.wanted == rank else None)
+            self.channels.fail(lambda posted: broken(posted) if posted.wanted == rank else None)
             self.nudge()
 
     def lost(self, rank: int | None, reason: str, pending: str, seconds: float) -> PeerLostError:
@@ -392,10 +456,12 @@ class Node:
         """Deliver what is still to be taken, say farewell, and let go of the sockets."""
         if self.closed:
             return
+        until = self.runtime.now() + timeout
         for peer in list(self._peers.values()):
             while not peer.link.gone and (outgoing := peer.link.oldest()) is not None:
                 pending = f"rank {peer.link.peer} to take {human(outgoing.nbytes)}"
-                if not self.wait(outgoing, timeout, pending.format):
+                if not self.wait(outgoing, until - self.runtime.now(), pending.format):
+                    logger.warning("rank %d leaves, and waits no longer for %s", self.rank, pending)
                     break
         self._stop_driving()
         for peer in self._peers.values():

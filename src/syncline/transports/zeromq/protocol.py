@@ -12,7 +12,8 @@ offered, and its bytes stay with the sender until a receive takes it; then they 
                                                        │ ◄── DONE number ─────────── │  also when it was too long
 
 So what waits unreceived is bounded on both sides, whatever order the receives come in, and no message waits behind
-another that nobody wants yet. Nothing here touches a socket: `emit` does.
+another that nobody wants yet. A message that its sender gives up stays offered; who accepts it gets GIVEN_UP for an
+answer. Nothing here touches a socket: `emit` does.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from syncline.errors import ProtocolError
+from syncline.errors import PeerLostError, ProtocolError
 from syncline.runtime import Event, Runtime
 from syncline.transports.base import human
 from syncline.transports.frames import Header
@@ -32,8 +33,8 @@ from syncline.transports.mailbox import Mailbox, Posted
 
 __all__ = ["BYE", "KINDS", "PING", "CrowdedError", "Link", "Outgoing"]
 
-EAGER, OFFER, ACCEPT, PART, DONE, CREDIT, PING, BYE = range(16, 24)
-KINDS = frozenset(range(16, 24))
+EAGER, OFFER, ACCEPT, PART, DONE, CREDIT, PING, BYE, GIVEN_UP = range(16, 25)
+KINDS = frozenset(range(16, 25))
 
 AT_ONCE = 1 << 16
 """Bytes up to which a message goes with its header."""
@@ -46,17 +47,21 @@ ON_THE_WAY = 8 * PART_BYTES
 MOST_OFFERS = 4096
 """Messages offered to one peer that it has not taken: the next send waits."""
 NUMBERS = 1 << 32
+COUNTED = 1 << 40
+"""Messages are counted round, and so are the bytes that went at once: a header has room for no more."""
 
 
 class Outgoing:
     """A message that the peer has not taken whole."""
 
-    def __init__(self, runtime: Runtime, data: Tensor) -> None:
-        self._runtime = runtime
+    def __init__(self, data: Tensor, channel: int) -> None:
+        self.channel = channel
         self.data: Any = data.numpy()
         self.nbytes = data.numel()
         self.sent = 0
         self.settled = False
+        self.told = False
+        """The peer knows that it was given up."""
         self.error: str = ""
         self.event: Event | None = None
 
@@ -105,7 +110,6 @@ class Link:
         self.deaf = ""
         """Why the peer takes nothing more; what it has sent before may still come."""
         self._me = me
-        self._runtime = runtime
         self._emit = emit
         self._mailbox = mailbox
         self._lock = runtime.lock()
@@ -132,7 +136,7 @@ class Link:
             sent, room = self._sent, self._room
             at_once = nbytes <= AT_ONCE and sent[0] < room[0] and sent[1] + nbytes <= room[1]
             if not at_once and len(self._offers) >= MOST_OFFERS:
-                raise CrowdedError(next(iter(self._offers.values())))
+                raise self._crowded()
             number = self._number
             self._number = (number + 1) % NUMBERS
             if at_once:
@@ -141,14 +145,27 @@ class Link:
                 header = Header(self._me, tag, nbytes, number, EAGER, channel).pack()
                 self._emit((header + data.numpy().tobytes(),))
                 return None
-            outgoing = self._offers[number] = Outgoing(self._runtime, data)
+            outgoing = self._offers[number] = Outgoing(data, channel)
             self._emit((Header(self._me, tag, nbytes, number, OFFER, channel).pack(),))
             return outgoing
 
+    def _crowded(self) -> Exception:
+        oldest = next((outgoing for outgoing in self._offers.values() if not outgoing.settled), None)
+        if oldest is not None:
+            return CrowdedError(oldest)
+        return ConnectionError(f"it has not taken {len(self._offers)} messages that were given up since")
+
     def oldest(self) -> Outgoing | None:
-        """The message that has waited longest to be taken."""
+        """The message that has waited longest to be taken, of those that were not given up."""
         with self._lock:
-            return next(iter(self._offers.values()), None)
+            return next((outgoing for outgoing in self._offers.values() if not outgoing.settled), None)
+
+    def abandon(self, channel: int, error: str) -> None:
+        """Give up what the peer has not taken of a channel. It stays offered: the peer's answer must be understood."""
+        with self._lock:
+            for outgoing in self._offers.values():
+                if outgoing.channel == channel and not outgoing.settled:
+                    outgoing.settle(error)
 
     def tell(self, kind: int) -> None:
         """Tell the peer that we live, or leave."""
@@ -186,14 +203,15 @@ class Link:
                 return
             told[0], told[1] = taken
             if not self.gone:
-                self._say(CREDIT, (taken[0] + ROOM_MESSAGES) % NUMBERS, taken[1] + ROOM)
+                self._say(CREDIT, (taken[0] + ROOM_MESSAGES) % NUMBERS, (taken[1] + ROOM) % COUNTED)
 
     def _receive_credit(self, header: Header, body: Any) -> None:
         with self._lock:
             messages = self._room[0] + (header.number - self._room[0]) % NUMBERS
-            if messages - self._sent[0] > ROOM_MESSAGES or header.length - self._sent[1] > ROOM:
+            nbytes = self._room[1] + (header.length - self._room[1]) % COUNTED
+            if messages - self._sent[0] > ROOM_MESSAGES or nbytes - self._sent[1] > ROOM:
                 raise self._broken("it gives room for more than was sent")
-            self._room = [messages, max(self._room[1], header.length)]
+            self._room = [messages, nbytes]
 
     def _receive_offer(self, header: Header, body: Any) -> None:
         self._in_order(header)
@@ -229,6 +247,11 @@ class Link:
                 raise self._broken(
                     f"it accepts {header.length} bytes of message {header.number}, which was not offered"
                 )
+            if outgoing.settled:  # given up: its buffer is not ours to read any more
+                if not outgoing.told:
+                    outgoing.told = True
+                    self._say(GIVEN_UP, header.number)
+                return
             while outgoing.sent < header.length:
                 first, after = outgoing.sent, min(outgoing.sent + PART_BYTES, header.length)
                 self._say(PART, header.number, after - first, outgoing.data[first:after])
@@ -262,7 +285,22 @@ class Link:
             outgoing = self._offers.pop(header.number, None)
             if outgoing is None:
                 raise self._broken(f"it has message {header.number}, which was not offered")
-            outgoing.settle()
+            if not outgoing.settled:
+                outgoing.settle()
+
+    def _receive_given_up(self, header: Header, body: Any) -> None:
+        with self._lock:
+            incoming = self._incoming.pop(header.number, None)
+            if incoming is None:
+                raise self._broken(f"it gives up message {header.number}, which was not accepted")
+            pending = f"a message (tag {incoming.posted.tag})"
+            incoming.posted.error = PeerLostError(
+                f"rank {self._me} lost rank {self.peer} while waiting for {pending}: it has given the message up",
+                peer=self.peer,
+                pending=pending,
+            )
+            incoming.posted.settle()
+            self._say(DONE, header.number)
 
     def _receive_ping(self, header: Header, body: Any) -> None:
         return
@@ -282,7 +320,8 @@ class Link:
         with self._lock:
             self.gone, self.deaf, self._loss = reason, reason, error
             for outgoing in self._offers.values():
-                outgoing.settle(self.gone)
+                if not outgoing.settled:
+                    outgoing.settle(self.gone)
             self._offers.clear()
             for incoming in self._incoming.values():
                 incoming.posted.error = error(incoming.posted)
@@ -303,4 +342,5 @@ _DEEDS: dict[int, Callable[[Link, Header, Any], None]] = {
     CREDIT: Link._receive_credit,
     PING: Link._receive_ping,
     BYE: Link._receive_ping,
+    GIVEN_UP: Link._receive_given_up,
 }

@@ -18,6 +18,11 @@ from syncline.transports.zeromq.protocol import CrowdedError, Link, Outgoing
 
 __all__ = ["ZmqTransport"]
 
+GIVEN_UP = "the channel was given up"
+LATE = "it has not come within the timeout"
+SHOWN = 8
+"""Ranks that a message names."""
+
 
 class ZmqTransport(Transport):
     """One rank's channel. The first one reaches every rank that is in the world, those that joined later too."""
@@ -29,10 +34,11 @@ class ZmqTransport(Transport):
         self.node = node
         self._channel = channel
         self._number = 0 if channel == "0" else zlib.crc32(channel.encode()) or 1
-        self._mailbox: Mailbox = node.mailbox(self._number)
+        self._mailbox: Mailbox = node.channels.mailbox(self._number)
         self._splits = count(1)
         self._root = channel == "0"
         self._closed = False
+        self._aborted = False
 
     def present(self) -> tuple[int, ...]:
         """The ranks that are in the world now; those that came after the launch have the highest numbers."""
@@ -57,8 +63,13 @@ class ZmqTransport(Transport):
 
     def _hand_to(self, link: Link, tag: int, data: Tensor, to: int) -> Outgoing | None:
         while True:
+            if self._aborted:
+                raise self.given_up(self.to_take(to, data.numel()))
             try:
-                return link.send(self._number, tag, data)
+                outgoing = link.send(self._number, tag, data)
+                if self._aborted:  # between the two: nobody else gives this one up
+                    self.node.abandon(self._number, GIVEN_UP)
+                return outgoing
             except CrowdedError as crowd:
                 pending = partial(self.to_take, to, data.numel())
                 if not self.node.wait(crowd.oldest, self.timeout, pending):
@@ -93,7 +104,8 @@ class ZmqTransport(Transport):
         return ZmqTransport(self.node, chosen, self.timeout, name)
 
     def lost(self) -> dict[int, str]:
-        return dict(self.node.directory.gone)
+        directory = self.node.directory
+        return {rank: reason for rank, reason in list(directory.gone.items()) if rank not in directory.left}
 
     def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:
         rank = peer if peer is None or self._root else self.members[peer]
@@ -102,16 +114,32 @@ class ZmqTransport(Transport):
         return self.node.lost(rank, self._reason(rank, cause), pending, seconds)
 
     def _reason(self, rank: int | None, cause: BaseException | None) -> str:
-        if rank is not None:
-            gone = self.node.directory.gone.get(rank)
-            if gone or cause is not None:
-                return gone or str(cause)
-        return "it has not come within the timeout; everyone it could come from is still there"
+        if rank is None:
+            return self._who_is_there()
+        return self.node.gone(rank) or (str(cause) if cause is not None else f"{LATE}; rank {rank} is still there")
+
+    def _who_is_there(self) -> str:
+        """What is known of those from whom a message could have come."""
+        ranks = sorted(self.node.directory.members) if self._root else self.members
+        others = [rank for rank in ranks if rank != self.node.rank]
+        gone = {rank: reason for rank in others if (reason := self.node.gone(rank))}
+        if not gone:
+            return f"{LATE}; everyone it could come from is still there"
+        ends = [f"rank {rank} ({reason})" for rank, reason in gone.items()]
+        named = ", ".join(ends[:SHOWN]) + (f" and {len(ends) - SHOWN} more" if len(ends) > SHOWN else "")
+        if len(gone) == len(others):
+            return f"everyone it could come from is gone: {named}"
+        return f"{LATE}; of {len(others)} it could come from {len(gone)} are gone: {named}"
+
+    def given_up(self, pending: str) -> WorldError:
+        """The error for what was under way when the channel was given up."""
+        return WorldError(f"{GIVEN_UP} while rank {self.node.rank} waited for {pending}")
 
     def abort(self) -> None:
-        """Break every receive that waits on this channel."""
-        self._mailbox.fail(lambda posted: WorldError(f"the channel was given up while tag {posted.tag} was awaited"))
-        self.node.nudge()
+        """Break every receive and every send that waits on this channel; it carries nothing more."""
+        self._aborted = True
+        self._mailbox.close(lambda posted: WorldError(f"{GIVEN_UP} while tag {posted.tag} was awaited"))
+        self.node.abandon(self._number, GIVEN_UP)
 
     def close(self) -> None:
         if self._closed:
@@ -138,6 +166,8 @@ class _Sending:
         patience = transport.timeout if timeout is None else timeout
         if not transport.node.wait(outgoing, patience, self._pending):
             raise transport.failure(self._to, self._pending(), patience, None)
+        if outgoing.error == GIVEN_UP:
+            raise transport.given_up(self._pending())
         if outgoing.error:
             raise transport.failure(self._to, self._pending(), 0.0, ConnectionError(outgoing.error))
 

@@ -1,0 +1,310 @@
+"""A directory with gaps, rumours of death, channels that are closed or given up: who is believed and who is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from syncline.environment import Rendezvous
+from syncline.errors import PeerLostError, WorldError
+from syncline.testing.processes import PATIENCE
+from syncline.transports.zeromq import ZmqTransport, directory, join, waiting_room
+from syncline.transports.zeromq.directory import Directory, Entry
+from syncline.transports.zeromq.node import Node
+from syncline.transports.zeromq.protocol import AT_ONCE
+from tests.transports.zeromq_crew import Here, come_later, talk, until
+from tests.transports.zeromq_rogues import Rogue
+
+pytestmark = pytest.mark.xdist_group("zeromq")
+
+LARGE = AT_ONCE + 1
+
+
+@pytest.fixture
+def here() -> Iterator[Here]:
+    with Here(3) as world:
+        yield world
+
+
+@pytest.fixture
+def locked() -> Iterator[Here]:
+    with Here(3, zmq.curve_keypair()[1].decode()) as world:
+        yield world
+
+
+def large() -> torch.Tensor:
+    return torch.ones(LARGE, dtype=torch.uint8)
+
+
+def team(world: Here, name: str = "0.1.test") -> list[ZmqTransport]:
+    """A channel of ranks 0 and 1."""
+    return [ZmqTransport(rank.node, (0, 1), rank.timeout, name) for rank in world.ranks[:2]]
+
+
+# Gaps.
+
+
+def test_a_join_reads_past_a_gap(here: Here) -> None:
+    """A writer is lost between counting and writing: those who come after it are found all the same."""
+    here.ranks[0].node.directory._store.add("version", 1)
+    here.ranks.append(come_later(here.port))
+    for rank in here.ranks[:3]:
+        talk(here.ranks[3], rank)
+    assert here.ranks[0].node.directory.behind, "the gap was not there"
+
+
+class Late(Rogue):
+    """A member whose entry is counted, but written only later."""
+
+    def __init__(self, world: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lines: list[tuple[str, str]] = []
+        store = world.ranks[0].node.directory._store
+
+        def post(mine: Directory, entry: Entry) -> None:
+            text = json.dumps(entry.__dict__)
+            self.lines.append((f"log/{store.add('version', 1)}", json.dumps({"entry": text, "mac": mine._mac(text)})))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Directory, "post", post)
+            super().__init__(world)
+        self.store = store
+
+    def __enter__(self) -> Late:
+        return self
+
+    def write(self) -> None:
+        """Write it after all."""
+        for key, line in self.lines:
+            self.store.set(key, line)
+
+
+def test_who_calls_before_its_entry_is_there_is_heard(locked: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that it says is lost, and the order stays."""
+    victim = locked.ranks[0]
+    with Late(locked, monkeypatch) as late:
+        for number in range(3):
+            late.say(late.eager(number, bytes([number])))
+        until(lambda: sum(map(len, victim.node._undecided._callers.values())) == 3, "all is kept")
+        assert late.identity not in victim.node._known
+        talk(*locked.ranks[:2])
+        late.write()
+        until(lambda: late.identity in victim.node._known, "it is known")
+        late.say(late.eager(3, bytes([3])))
+        for number in range(4):
+            buffer = torch.zeros(1, dtype=torch.uint8)
+            victim.recv(buffer, late.rank, 0).wait()
+            assert buffer.item() == number
+    assert not victim.node._undecided
+    assert victim.node._undecided._nbytes == 0
+
+
+def test_who_never_appears_in_the_directory_is_a_stranger(
+    here: Here, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(directory, "LATE", 0.5)
+    victim = here.ranks[0]
+    with Late(here, monkeypatch) as late:
+        late.say(late.eager(0, b"x"))
+        until(lambda: late.identity in victim.node._known, "it is decided")
+        assert victim.node._known[late.identity] is None
+        talk(*here.ranks[:2])
+    assert f"hears a stranger and does not listen: rank {late.rank} is not in this world" in caplog.text
+    assert not victim.node._undecided
+
+
+def test_the_undecided_cannot_say_without_end(
+    here: Here, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waiting_room, "ROOM", 5000)
+    victim = here.ranks[0]
+    with Late(here, monkeypatch) as late:
+        for number in range(10):
+            late.say(late.eager(number, bytes(1000)))
+        until(lambda: late.identity in victim.node._known, "it is decided")
+        assert victim.node._known[late.identity] is None
+        talk(*here.ranks[:2])
+    assert "there is no room for all it says" in caplog.text
+    assert not victim.node._undecided
+
+
+def test_a_stranger_counts_up_the_log(here: Here) -> None:
+    """Neither memory nor time go with what it has counted."""
+    ours = here.ranks[0].node.directory
+    ours._store.add("version", 10**9)
+    until(lambda: ours._gaps, "it is seen")
+    for _ in range(3):
+        ours.refresh()
+        assert len(ours._gaps) <= directory.MOST_GAPS
+    talk(*here.ranks[:2])
+
+
+def test_a_writer_that_was_held_up_writes_again(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others may have given its number up."""
+    ours = here.ranks[0].node.directory
+    before = ours._store.add("version", 0)
+    monkeypatch.setattr(directory, "LATE", 0.0)
+    ours.post(Entry("joined", 77))
+    assert ours._store.add("version", 0) == before + directory.TRIES
+
+
+def test_a_join_that_fails_lets_go_of_its_sockets(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes: list[Node] = []
+    enrol = Node.join
+
+    def lose_the_entry(node: Node, rank: int) -> None:
+        nodes.append(node)
+        with monkeypatch.context() as patch:
+            patch.setattr(Directory, "post", lambda self, entry: None)
+            enrol(node, rank)
+
+    monkeypatch.setattr(Node, "join", lose_the_entry)
+    with pytest.raises(
+        WorldError, match=r"rank 3 has joined the world at .* did not find its own entry .* within 0.3 s"
+    ):
+        join(Rendezvous("127.0.0.1", here.port), 0.3)
+    assert [node.closed for node in nodes] == [True]
+
+
+# Rumours of death.
+
+
+def spread(world: Here, rank: int) -> None:
+    """What the launcher writes, or anyone."""
+    world.store.set(f"syncline/dead/{rank}", json.dumps({"rank": rank, "reason": "it was killed"}))
+    world.store.add("syncline/dead", 1)
+
+
+def test_with_a_key_a_rumour_strikes_nobody_out(locked: Here) -> None:
+    """All of them answer: the rumour is forgotten."""
+    for rank in range(3):
+        spread(locked, rank)
+    others = [(rank, other) for rank in locked.ranks for other in range(3) if other != rank.rank]
+    until(lambda: all(rank.node.directory._deaths == (3, 3) for rank in locked.ranks), "it is read")
+    until(lambda: not any(other in rank.node.directory.hints for rank, other in others), "it is forgotten")
+    assert [rank.present() for rank in locked.ranks] == [(0, 1, 2)] * 3
+    assert [rank.lost() for rank in locked.ranks] == [{}] * 3
+    talk(*locked.ranks[:2])
+
+
+def test_with_a_key_a_silent_rank_is_lost_when_it_is_said_to_be(locked: Here) -> None:
+    with Rogue(locked) as silent:
+        until(lambda: silent.rank in locked.ranks[0].present(), "it is there")
+        spread(locked, silent.rank)
+        for rank in locked.ranks:
+            until(lambda rank=rank: rank.lost() == {silent.rank: "it was killed"}, "it is lost")  # type: ignore[misc]
+
+
+def test_the_lost_are_told_apart_from_those_who_left(here: Here, caplog: pytest.LogCaptureFixture) -> None:
+    first = here.ranks[0]
+    with Rogue(here) as killed:
+        until(lambda: killed.rank in first.present(), "it is there")
+        here.ranks[2].close()
+        spread(here, killed.rank)
+        until(lambda: first.present() == (0, 1), "both are gone")
+        assert first.lost() == {killed.rank: "it was killed"}
+        warning = f"rank 0 is told: rank {killed.rank} is lost: it was killed"
+        until(lambda: warning in caplog.text, "a warning is logged")
+        first.node.directory.post(Entry("lost", killed.rank, reason="another has noticed too"))
+        here.ranks.append(come_later(here.port))
+        until(lambda: here.ranks[-1].rank in first.present(), "the log is read to there")
+    assert caplog.text.count(f"rank 0 is told: rank {killed.rank} is lost") == 1
+    assert "rank 2 is lost" not in caplog.text
+
+
+# Waiting for anyone.
+
+
+def test_what_is_known_when_nobody_has_sent(here: Here) -> None:
+    first = here.ranks[0]
+
+    def word() -> str:
+        with pytest.raises(PeerLostError) as caught:
+            first.recv(torch.zeros(1), None, 5).wait(0.01)
+        return str(caught.value)
+
+    assert word().endswith("it has not come within the timeout; everyone it could come from is still there")
+    here.ranks[2].close()
+    until(lambda: first.present() == (0, 1), "rank 2 has left")
+    assert word().endswith("of 2 it could come from 1 are gone: rank 2 (it has left)")
+    here.ranks[1].close()
+    until(lambda: first.present() == (0,), "rank 1 has left")
+    assert word().endswith("everyone it could come from is gone: rank 1 (it has left), rank 2 (it has left)")
+
+
+# Channels that are closed, or given up.
+
+
+def test_closing_a_channel_settles_what_was_sent_to_it(here: Here) -> None:
+    """Before and after: senders are done, their room comes back, and no mailbox stays."""
+    sender, receiver = team(here)
+    link = receiver.node.link(0)
+    sent = [sender.send(large(), 1, 5), sender.send(torch.ones(3), 1, 5)]
+    until(lambda: (link._came[0], link._offered) == (1, 1), "both are there")
+    receipt = receiver.recv(torch.zeros(1), 0, 6)
+    receiver.close()
+    with pytest.raises(WorldError, match="this channel is closed: nothing comes for tag 6 any more"):
+        receipt.wait()
+    sent += [sender.send(large(), 1, 5), sender.send(torch.ones(3), 1, 5)]
+    for handle in sent:
+        handle.wait()
+    until(lambda: (link._came, link._offered) == ([2, 24], 0), "all have come")
+    assert link._taken == [2, 24]
+    assert sender._number not in receiver.node.channels._mailboxes
+    talk(*here.ranks[:2])
+
+
+def test_abort_breaks_sends_too(here: Here, caplog: pytest.LogCaptureFixture) -> None:
+    """Who waits is told; the peer too when it wants the message; and closing waits for none of it."""
+    first, second = here.ranks[:2]
+    sender, receiver = team(here)
+    words: list[str] = []
+
+    def send() -> None:
+        with pytest.raises(WorldError) as caught:
+            sender.send(large(), 1, 5).wait()
+        words.append(str(caught.value))
+
+    task = first.runtime.spawn(send)
+    until(lambda: receiver.node.link(0)._offered == 1, "it is offered")
+    sender.abort()
+    assert task.join(PATIENCE)
+    assert words == ["the channel was given up while rank 0 waited for rank 1 to take 65.5 kB"]
+    for start in (sender.send, sender.recv):
+        with pytest.raises(WorldError, match="the channel was given up"):
+            start(large(), 1, 5).wait()
+    with pytest.raises(PeerLostError, match="it has given the message up") as caught:
+        receiver.recv(large(), 0, 5).wait()
+    assert caught.value.peer == 0
+    talk(first, second)
+    first.send(large(), 1, 9)
+    first.abort()
+    assert first.node.link(1).oldest() is None
+    first.close()
+    assert "waits no longer" not in caplog.text
+
+
+def test_closing_has_one_deadline(
+    here: Here, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However many peers do not take what they were sent."""
+    first = here.ranks[0]
+    for to in (1, 2):
+        first.send(large(), to, 9)
+    patience: list[float] = []
+    wait = Node.wait
+
+    def note(node: Node, thing: Any, timeout: float, pending: Any) -> bool:
+        patience.append(timeout)
+        return wait(node, thing, timeout, pending)
+
+    monkeypatch.setattr(Node, "wait", note)
+    first.node.close(0.2)
+    assert len(patience) == 2
+    assert 0.2 >= patience[0] > 0 >= patience[1]
+    for to in (1, 2):
+        assert f"rank 0 leaves, and waits no longer for rank {to} to take 65.5 kB" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -45,8 +46,12 @@ def test_ranks_on_the_hosts_of_a_lab(runs: Runs) -> None:
     runs.assert_nothing_left()
 
 
-def test_any_command_on_each_host(runs: Runs) -> None:
-    run = runs.run("lab", "2", "100mbit", "--", "sh", "-c", "echo $RANK of $WORLD_SIZE; exit $RANK")
+def test_any_command_on_each_host(runs: Runs, tmp_path: Path) -> None:
+    # Rank 1 fails only when rank 0 has had its say: its failure ends the others.
+    said = tmp_path / "said"
+    wait = f"until [ $RANK = 0 ] || [ -e {said} ]; do :; done"
+    script = f"{wait}; echo $RANK of $WORLD_SIZE; touch {said}; exit $RANK"
+    run = runs.run("lab", "2", "100mbit", "--", "sh", "-c", script)
     assert run.code == 1, run.describe()
     assert "[0] 0 of 2\n" in run.out
     assert "[1] 1 of 2\n" in run.out

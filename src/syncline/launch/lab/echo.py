@@ -19,9 +19,9 @@ TOLERANCE = 0.10
 """Share of the rate by which the echo may be off."""
 
 SECONDS = 0.3
-"""Seconds that the first sample of each way takes; each further one takes twice as long as the last."""
+"""Seconds that the first sample of each way takes; the second takes twice as long, the others four times."""
 
-ATTEMPTS = 3
+ATTEMPTS = 7
 """Samples before the lab is refused: another process may hold the cores during one of them."""
 
 FEWEST = 64 * PAYLOAD
@@ -39,7 +39,7 @@ def check(here: LabHost, there: LabHost, shape: Shape | None) -> float:
         return min(throughput(here, there, OPEN_BYTES, 0), throughput(there, here, OPEN_BYTES, 0))
     seen: list[float] = []
     for attempt in range(ATTEMPTS):
-        nbytes = max(FEWEST, int(shape.rate / 8 * SECONDS * 2**attempt))
+        nbytes = max(FEWEST, int(shape.rate / 8 * SECONDS * 2 ** min(attempt, 2)))
         # The bucket is full at first, at both ends of both links: what it gives away at once is not the rate.
         ways = [throughput(a, b, nbytes, 4 * shape.burst) for a, b in ((here, there), (there, here))]
         seen.append(max(ways, key=lambda bits: abs(bits - shape.rate)))
@@ -58,7 +58,7 @@ def throughput(sender: LabHost, receiver: LabHost, nbytes: int, skip: int) -> fl
 
     TCP's payload is compared with what a bucket counts: of each frame of 1514 bytes, 1448 are payload.
     """
-    patience = 10.0 + 20 * SECONDS * 2**ATTEMPTS
+    patience = 10.0 + 100 * SECONDS
     listener = receiver.call(lambda: socket.create_server((receiver.address, 0), backlog=1))
     with listener:
         listener.settimeout(patience)

@@ -88,13 +88,16 @@ def plot(document: dict[str, Any], stem: Path) -> list[Path]:
             [(row["ratio"]["high"] or row["ratio"]["median"]) - row["ratio"]["median"] for row in rows],
         ]
         right.errorbar(sizes, medians, yerr=spread, marker="o", markersize=3.5, capsize=2, **style)
-    left.set(xlabel="bytes", ylabel="milliseconds (dotted: predicted)", yscale="log")
-    right.set(
-        xlabel="bytes", ylabel=f"time ÷ {document['baseline']}, paired, 95 % interval", xscale="log", yscale="log"
-    )
+    left.set(xlabel="size", ylabel="milliseconds (dotted: predicted)", yscale="log")
+    right.set(xlabel="size", ylabel=f"time ÷ {document['baseline']}, paired, 95 % interval", xscale="log", yscale="log")
     right.axhline(1, color="0.4", linewidth=0.8)
+    sizes = sorted({row["bytes"] for row in document["results"]})
     for axes in (left, right):
         axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [written(size) for size in sizes], fontsize=8)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}" if axes is right else "")
+        axes.tick_params(axis="y", which="minor", labelsize=7)
         axes.grid(True, which="major", color="0.9")
     left.legend(fontsize=8)
     figure.suptitle(f"all-reduce on {document['ranks']} ranks, {_place(document)}", fontsize=11)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -21,3 +23,10 @@ def zeromq() -> Iterator[Pool]:
     """Nine processes joined by ZeroMQ. Tests that use it share a worker: `pytest.mark.xdist_group("zeromq")`."""
     with Pool(9, engine="zeromq") as pool:
         yield pool
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C be Ctrl-C: a shell's background job has it ignored, and so would all that the tests start."""
+    main = threading.current_thread() is threading.main_thread()
+    if main and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

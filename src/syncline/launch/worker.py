@@ -25,6 +25,8 @@ from collections.abc import Sequence
 from types import CodeType, ModuleType
 
 PR_SET_PDEATHSIG = 1
+OUTPUT = 1.0
+"""Seconds that mpiexec is given to pass on what was printed: MPICH's drops what it still holds when a rank aborts."""
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 """What engines say in a plain RuntimeError when it was somebody else who failed."""
@@ -177,6 +179,7 @@ def _abort_mpi() -> None:
     """MPI waits at exit for ranks that wait for this one: an error has to end them all."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        time.sleep(OUTPUT)
         mpi.COMM_WORLD.Abort(1)
 
 

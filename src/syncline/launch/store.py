@@ -10,11 +10,11 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from syncline.errors import ProtocolError, WorldError
 from syncline.launch.failures import Ended
+from syncline.transports.store import DEAD
 
-__all__ = ["DEAD", "ENDED", "Board", "join_store", "serve_store"]
+__all__ = ["ENDED", "Board", "join_store", "serve_store"]
 
 PATIENCE = 20.0
-DEAD = "syncline/dead"
 ENDED = "run/ended"
 RAISED = "run/raised"
 READY = "run/agent"

@@ -52,7 +52,7 @@ def network_key(environ: Mapping[str, str] | None = None) -> str:
 def carried(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """The user's variables that go along to other hosts.
 
-    >>> carried({"NCCL_DEBUG": "INFO", "HOME": "/home/ada", "SYNCLINE_SSH": "ssh -v"})
+    >>> carried({"NCCL_DEBUG": "INFO", "HOME": "/home/user", "SYNCLINE_SSH": "ssh -v"})
     {'NCCL_DEBUG': 'INFO'}
     """
     found = os.environ if environ is None else environ

@@ -11,9 +11,12 @@ from torch._C._distributed_c10d import TCPStore  # what torch.distributed re-exp
 from syncline.environment import Environment, Rendezvous
 from syncline.errors import WorldError
 
-__all__ = ["find_place", "first_line", "listening_address", "meet", "second_connection"]
+__all__ = ["DEAD", "find_place", "first_line", "listening_address", "meet", "second_connection"]
 
 logger = logging.getLogger("syncline")
+
+DEAD = "syncline/dead"
+"""Where the launcher counts the ranks that it has seen end badly; under DEAD/RANK it says how."""
 
 
 def find_place(environment: Environment) -> Rendezvous:

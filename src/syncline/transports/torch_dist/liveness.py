@@ -16,6 +16,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store  # what torch.distributed re-exports untyped
 
 from syncline.runtime import Runtime
+from syncline.transports.store import DEAD
 
 __all__ = ["Liveness", "Verdict"]
 
@@ -169,12 +170,12 @@ class Liveness:
 
     def _read_deaths(self) -> None:
         """What `syncline run --on-failure continue` tells of ranks that have ended badly."""
-        deaths = int(self._launcher.add("syncline/dead", 0))
+        deaths = int(self._launcher.add(DEAD, 0))
         if deaths == self._deaths:
             return
         for rank in range(self.size):
-            if rank not in self.dead and self._launcher.check([f"syncline/dead/{rank}"]):
-                self._note_death(rank, self._launcher.get(f"syncline/dead/{rank}"))
+            if rank not in self.dead and self._launcher.check([f"{DEAD}/{rank}"]):
+                self._note_death(rank, self._launcher.get(f"{DEAD}/{rank}"))
         self._deaths = deaths  # last: where the store fails midway, the next beat reads again
 
     def _note_death(self, rank: int, text: bytes) -> None:

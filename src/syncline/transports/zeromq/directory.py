@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from syncline.errors import WorldError
 from syncline.runtime import Runtime
+from syncline.transports.store import DEAD
 
 __all__ = ["Directory", "Entry"]
 
@@ -166,12 +167,12 @@ class Directory:
     def _read_deaths(self) -> list[Entry]:
         """What the launcher has seen end badly. Anyone who reaches the store may have written it."""
         found = []
-        count = int(self._launcher.add("syncline/dead", 0))
+        count = int(self._launcher.add(DEAD, 0))
         known = (count, len(self.members))  # of one who has just come it may have been said before
         if count and known != self._deaths:
             for rank in list(self.members):
-                if rank not in self.gone and self._launcher.check([f"syncline/dead/{rank}"]):
-                    reason = _cause(self._launcher.get(f"syncline/dead/{rank}"))
+                if rank not in self.gone and self._launcher.check([f"{DEAD}/{rank}"]):
+                    reason = _cause(self._launcher.get(f"{DEAD}/{rank}"))
                     if self._key is None:
                         found.append(Entry("lost", rank, reason=reason))
                     else:

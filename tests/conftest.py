@@ -26,7 +26,8 @@ def zeromq() -> Iterator[Pool]:
 
 
 def pytest_configure() -> None:
-    """Let Ctrl-C be Ctrl-C: a shell's background job has it ignored, and so would all that the tests start."""
-    main = threading.current_thread() is threading.main_thread()
-    if main and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Let signals be signals: a shell's background job ignores Ctrl-C, nohup a hang-up, and so would what we start."""
+    if threading.current_thread() is threading.main_thread():
+        for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+            if signal.getsignal(number) is signal.SIG_IGN:
+                signal.signal(number, usual)

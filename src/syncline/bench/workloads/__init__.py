@@ -1,0 +1,1 @@
+"""Workloads: data, model and loss, each with train, validation and test splits."""

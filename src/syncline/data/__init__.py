@@ -1,0 +1,1 @@
+"""Sharded, shuffled, resumable reading."""

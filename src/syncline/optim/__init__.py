@@ -1,0 +1,1 @@
+"""Learning-rate rules for large batches, warm-up and decay, LARS."""

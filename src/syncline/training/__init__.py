@@ -1,0 +1,1 @@
+"""`distribute()`, checkpoints, and the loop behind `syncline train`."""

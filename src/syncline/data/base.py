@@ -1,0 +1,50 @@
+"""The contract of a source: this rank's pieces of an epoch, from where a cursor stands."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from syncline.data.cursor import Cursor
+
+__all__ = ["Piece", "Source"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rank's batch of one step, and how much it counts in the mean over all ranks.
+
+    >>> Piece(batch=[1, 2, 3], weight=0.75, last=True, count=3, total=1.25).weight
+    0.75
+    """
+
+    batch: Any
+    weight: float
+    """Samples of this batch ÷ the batch size: 1.0 but for a short one."""
+    last: bool = False
+    """Whether this rank has nothing more in this epoch; never True where that shows only afterwards."""
+    count: int | None = None
+    """Samples of this batch, where they can be counted."""
+    total: float | None = None
+    """The weights of all ranks in this step, summed, where that is known without asking them."""
+
+
+class Source(ABC):
+    """Data of one kind, and how it is shared out."""
+
+    batch: int
+    """Samples in a usual batch of one rank; 1 where batches are ready made and count as one."""
+
+    @abstractmethod
+    def read(self, cursor: Cursor) -> Iterator[Piece]:
+        """The rest of the epoch; the cursor moves before each piece is handed out."""
+
+    @abstractmethod
+    def uneven(self, start: int) -> bool:
+        """Whether some rank may have fewer pieces than another in an epoch read from `start` on."""
+
+    @abstractmethod
+    def pieces(self, rank: int) -> int | None:
+        """How many pieces `rank` has in a whole epoch, where that is known."""

@@ -20,6 +20,8 @@ from syncline.errors import (
     UnsupportedError,
     WorldError,
 )
+from syncline.strategies import AllReduce, Run, Shard, Step, Steps, Strategy
+from syncline.training import distribute
 from syncline.transports import Link, Network, faults
 from syncline.world import (
     Pending,
@@ -45,6 +47,7 @@ except _PackageNotFoundError:  # run from a checkout that was not installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "AllReduce",
     "DeadlockError",
     "DivergedError",
     "IncompatibleError",
@@ -53,8 +56,13 @@ __all__ = [
     "PeerLostError",
     "Pending",
     "ProtocolError",
+    "Run",
+    "Shard",
     "Simulation",
     "SpecError",
+    "Step",
+    "Steps",
+    "Strategy",
     "SynclineError",
     "Team",
     "UnsupportedError",
@@ -65,6 +73,7 @@ __all__ = [
     "alltoall",
     "barrier",
     "broadcast",
+    "distribute",
     "faults",
     "gather",
     "init",

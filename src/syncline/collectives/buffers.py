@@ -41,3 +41,9 @@ class Buffers:
             if nbytes <= self._limit:
                 self._kept.setdefault((buffer.device, nbytes), []).append(buffer)
                 self._kept_bytes += nbytes
+
+    def clear(self) -> None:
+        """Let go of all that is kept."""
+        with self._lock:
+            self._kept.clear()
+            self._kept_bytes = 0

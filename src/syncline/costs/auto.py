@@ -72,6 +72,8 @@ class _Trial:
         self.times: dict[str, list[float]] = {name: [] for name in candidates}
         self.looks = 0
         self.turn = 0
+        self.medians: dict[str, float] = {}
+        self.prefer_native = PREFER_NATIVE
 
     def next(self) -> str:
         """Whose turn it is."""
@@ -98,9 +100,24 @@ class _Trial:
         patient = self.looks < 2 or going_on <= LONGEST
         if len(self.candidates) > 1 and self.looks < len(LOOKS) and patient:
             return None
-        if medians.get(NATIVE, float("inf")) <= PREFER_NATIVE * best:
+        if medians.get(NATIVE, float("inf")) <= self.prefer_native * best:
             return NATIVE
         return min(medians, key=lambda name: medians[name])
+
+    def cost_of_next_look(self) -> float:
+        """Seconds until then, about: by what was measured, before that by the prediction."""
+        known = self.medians or self.predicted
+        others = sum(known.get(name, 0.0) for name in self.candidates)
+        calls = LOOKS[self.looks][0] + 1 - (LOOKS[self.looks - 1][0] + 1 if self.looks else 0)
+        return calls * others
+
+    def best_guess(self) -> Choice:
+        """What to take where there is no time to try on."""
+        known, reason = (self.medians, "measured, in little time") if self.medians else (self.predicted, "predicted")
+        best = min(self.candidates, key=lambda name: known.get(name, float("inf")))
+        own = known.get(NATIVE)
+        keep = own is not None and NATIVE in self.candidates and own <= self.prefer_native * known[best]
+        return Choice(NATIVE if keep else best, reason, self.predicted, self.medians)
 
 
 class Auto:
@@ -159,6 +176,33 @@ class Auto:
             if winner is not None:
                 self._settle(key, Choice(winner, "measured", trial.predicted, trial.medians))
 
+    def settle(self, tensor: Tensor, op: Op, budget: float, prefer_native: float = PREFER_NATIVE) -> Choice:
+        """Choose now for tensors like this one, whose values do not count and are lost.
+
+        Candidates are tried for about `budget` seconds, as far as that reaches; where it does not, the prediction
+        decides. Every rank calls it. The engine's own wins unless another is faster by `prefer_native`.
+        """
+        key = _class(tensor)
+        if key not in self.choices and key not in self._trials:
+            self._begin(key, tensor, op)
+        spent = 0.0
+        while key not in self.choices:
+            trial = self._trials[key]
+            trial.prefer_native = prefer_native
+            cost = trial.cost_of_next_look()  # from times that all ranks share, so that all decide alike
+            if spent + cost > budget:
+                self._settle(key, trial.best_guess())
+                break
+            spent += cost
+            tensor.zero_()
+            while not trial.told(self._timed(trial.next(), tensor, op)):
+                tensor.zero_()
+            winner = trial.look(self._shortest)
+            if winner is not None:
+                self._settle(key, Choice(winner, "measured", trial.predicted, trial.medians))
+        self._channel.buffers.clear()  # those of the ones that lost are not needed again
+        return self.choices[key]
+
     def adopt(self, algorithms: Mapping[str, str]) -> None:
         """Take what an earlier run has chosen, as {class of sizes: algorithm}: a resumed run goes the same way."""
         for key, algorithm in algorithms.items():
@@ -196,6 +240,7 @@ class Auto:
             ranked = sorted(predicted, key=lambda name: predicted[name])
             worth = [name for name in ranked if predicted[name] <= WORTH_A_TRY * predicted[ranked[0]]][:MOST_TRIED]
             alone = len(set(channel.hosts)) == channel.size or channel.transport.network is not None
+            predicted |= {name: predict_on(channel, name, nbytes, network).seconds for name in own}
             plan = [own + (worth if alone else ranked), predicted]
         candidates, predicted = self._share(plan)
         if len(candidates) == 1:

@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from syncline.events.base import Event, Sink
+from syncline.events.base import Event, Kind, Sink
 
 __all__ = ["Recorder"]
 
 
 class Recorder:
     """Counters that only grow, points and spans that go to the sinks. With no sink it only counts.
+
+    Events may come from any thread: totals and sinks are guarded by `lock`, so a sink sees one event at a time. A
+    sink must not report to the recorder that feeds it.
 
     >>> recorder = Recorder(clock=iter(range(100)).__next__)
     >>> recorder.count("sl_comm_bytes_wire", 512)
@@ -34,33 +37,76 @@ class Recorder:
         self._lock = lock if lock is not None else nullcontext()
         self.totals: dict[str, float] = {}
 
+    def add(self, sink: Sink) -> None:
+        """Give this sink every event from now on."""
+        with self._lock:
+            self.sinks = (*self.sinks, sink)
+
+    def remove(self, sink: Sink) -> None:
+        """Give this sink no more events; it is left open. One that was never added is no error."""
+        with self._lock:
+            self.sinks = tuple(one for one in self.sinks if one is not sink)
+
     def count(self, key: str, amount: float = 1) -> None:
         """Add to a running total. Nothing is written: a sum is read when somebody asks."""
         with self._lock:
-            self.totals[key] = self.totals.get(key, 0) + amount
+            self._count(key, amount)
 
     def point(self, key: str, value: Any = None, **metadata: Any) -> None:
         """Write one event to every sink."""
-        self._write(Event(key, value, self.clock(), "POINT_IN_TIME", metadata))
+        self._tell(key, value, "POINT_IN_TIME", metadata)
+
+    def begin(self, key: str, value: Any = None, **metadata: Any) -> None:
+        """Write that something begins whose end has a key of its own: `run_start` and `run_stop`. Nothing is timed."""
+        self._tell(key, value, "INTERVAL_START", metadata)
+
+    def end(self, key: str, value: Any = None, **metadata: Any) -> None:
+        """Write that what a `begin` told of has ended."""
+        self._tell(key, value, "INTERVAL_END", metadata)
+
+    def interval(self, key: str, start: float, stop: float, **metadata: Any) -> None:
+        """Take note of a span whose ends are known only afterwards, as readings of this recorder's clock.
+
+        >>> recorder = Recorder(clock=lambda: 0.0)
+        >>> recorder.interval("sl_comm_seconds", 2.0, 2.5, lane="communication")
+        >>> recorder.totals
+        {'sl_comm_seconds': 0.5}
+        """
+        with self._lock:
+            self._count(key, stop - start)
+            if self.sinks:
+                self._write(Event(key, None, start, "INTERVAL_START", metadata))
+                self._write(Event(key, stop - start, stop, "INTERVAL_END", metadata))
 
     @contextmanager
     def span(self, key: str, **metadata: Any) -> Iterator[None]:
         """Time a block: its seconds are added to the total of `key`, its two ends go to the sinks."""
         start = self.clock()
         if self.sinks:
-            self._write(Event(key, None, start, "INTERVAL_START", metadata))
+            with self._lock:
+                self._write(Event(key, None, start, "INTERVAL_START", metadata))
         try:
             yield
         finally:
             stop = self.clock()
-            self.count(key, stop - start)
-            if self.sinks:
+            with self._lock:
+                self._count(key, stop - start)
                 self._write(Event(key, stop - start, stop, "INTERVAL_END", metadata))
 
     def close(self) -> None:
-        """Close every sink."""
-        for sink in self.sinks:
+        """Close every sink. What is reported afterwards is only counted."""
+        with self._lock:
+            sinks, self.sinks = self.sinks, ()
+        for sink in sinks:
             sink.close()
+
+    def _tell(self, key: str, value: Any, kind: Kind, metadata: dict[str, Any]) -> None:
+        event = Event(key, value, self.clock(), kind, metadata)
+        with self._lock:
+            self._write(event)
+
+    def _count(self, key: str, amount: float) -> None:
+        self.totals[key] = self.totals.get(key, 0) + amount
 
     def _write(self, event: Event) -> None:
         for sink in self.sinks:

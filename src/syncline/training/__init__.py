@@ -1,1 +1,5 @@
 """`distribute()`, checkpoints, and the loop behind `syncline train`."""
+
+from syncline.training.distribute import distribute
+
+__all__ = ["distribute"]

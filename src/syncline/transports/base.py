@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -151,6 +151,9 @@ class Transport(ABC):
 
     def entering(self, what: str) -> None:  # noqa: B027 (most transports need not know)
         """Told before each collective: who has not entered it is who the others wait for."""
+
+    def owing(self, tell: Callable[[], str]) -> None:  # noqa: B027 (most transports need not know)
+        """Told once by who uses the channel: how to learn what this rank has yet to deliver, for those who wait."""
 
     @abstractmethod
     def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:

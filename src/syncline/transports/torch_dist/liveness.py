@@ -70,6 +70,8 @@ class Liveness:
         self.warn_after = WARN_AFTER
         self.dead: dict[int, str] = {}
         """Ranks that the launcher has seen end, and how."""
+        self.owing: dict[str, Callable[[], str]] = {}
+        """By channel: what this rank has yet to deliver, for the others' warnings."""
         self._store = store
         self._launcher = launcher
         self._deaths = 0
@@ -121,7 +123,8 @@ class Liveness:
         while not self._closed.is_set():
             number += 1
             calls = dict(self._progress.calls)
-            text = json.dumps({"beat": number, "calls": calls, "doing": self._progress.doing})
+            owes = {channel: tell() for channel, tell in list(self.owing.items())}
+            text = json.dumps({"beat": number, "calls": calls, "doing": self._progress.doing, "owes": owes})
             if self._ask(lambda text=text: self._store.set(f"beat/{self.rank}", text)) is _UNREACHABLE:  # type: ignore[misc]
                 return
             self._read_lost()
@@ -135,8 +138,13 @@ class Liveness:
             if not wait.told and now - wait.since > self.warn_after:
                 wait.told = True
                 late = self._late(wait.channel, wait.members)
-                who = f"; not there yet: {_ranks(late)}" if late else ""
+                who = f"; not there yet: {_ranks(late)}{self._owed(wait.channel, late[0])}" if late else ""
                 logger.warning("rank %d has waited %.0f s for %s%s", self.rank, now - wait.since, wait.pending, who)
+
+    def _owed(self, channel: str, rank: int) -> str:
+        beat = self._ask(lambda: self._read_beat(rank))
+        owed = beat.get("owes", {}).get(channel) if isinstance(beat, dict) else ""
+        return f"; rank {rank} has not delivered {owed}" if owed else ""
 
     def _late(self, channel: str, members: Sequence[int]) -> list[int]:
         mine = self._progress.calls.get(channel, 0)

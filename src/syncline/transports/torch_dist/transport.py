@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
@@ -206,6 +207,9 @@ class TorchTransport(Transport):
     def entering(self, what: str) -> None:
         self.liveness.entering(self.channel, what)
 
+    def owing(self, tell: Callable[[], str]) -> None:
+        self.liveness.owing[self.channel] = tell
+
     def lost(self) -> dict[int, str]:
         return self.liveness.lost()
 
@@ -245,6 +249,7 @@ class TorchTransport(Transport):
             for pumps in self._pumps.values():
                 for task in pumps.values():
                     task.join(PATIENCE)
+        self.liveness.owing.pop(self.channel, None)
         self.engine.release(self.groups)
         if self.channel == "0":
             self.engine.close()

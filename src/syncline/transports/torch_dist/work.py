@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,10 @@ class WorkHandle:
         if self._outlives and not self._done:
             self._outlives = False
             self._transport.dropped.append(self)  # lives on there: the engine cancels what nobody holds
+
+    def notify(self, fn: Callable[[], None]) -> None:
+        """Have `fn` called by the engine's thread when it is done, well or badly."""
+        self.work.get_future().add_done_callback(lambda _: fn())
 
     def wait(self, timeout: float | None = None) -> None:
         if self._done:

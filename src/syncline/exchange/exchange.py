@@ -1,0 +1,148 @@
+"""How the tensors of one run are reduced: a team of its own, and the collective that was asked for."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from syncline.collectives import NATIVE, Schedule, build, run
+from syncline.costs import AUTO
+from syncline.exchange.stats import Stats
+from syncline.transports import Handle
+from syncline.world import Pending, World, allreduce, broadcast
+
+__all__ = ["Exchange", "Reduction"]
+
+AUTO_SECONDS = 1.5
+"""What choosing may take for each class of sizes, about; after that the prediction decides."""
+PREFER_NATIVE = 1.15
+"""The engine's own needs no thread of ours beside backward: another must be faster by more than this."""
+
+
+class Reduction(Protocol):
+    """A reduction under way."""
+
+    def wait(self) -> None:
+        """Return when the tensor holds the sum."""
+        ...
+
+
+class Exchange:
+    """World, team and collective of one run. Reductions start in the same order on every rank."""
+
+    def __init__(self, world: World, collective: str) -> None:
+        self.world = world
+        self.collective = collective if collective in (NATIVE, AUTO) else build("allreduce", collective).spec
+        self.team = world.team()
+        self.stats = Stats(world.events, world.runtime.lock())
+        self._schedules: dict[str, Schedule] = {}
+
+    @property
+    def size(self) -> int:
+        return self.team.size
+
+    @property
+    def rank(self) -> int:
+        return self.team.rank
+
+    def prepare(self, flats: list[Tensor]) -> None:
+        """Choose now how tensors like these are reduced: a choice during training would change its rounding."""
+        if self.collective == AUTO and self.size > 1:
+            for flat in flats:
+                self.team.auto.settle(flat, "sum", budget=AUTO_SECONDS, prefer_native=PREFER_NATIVE)
+
+    @property
+    def choices(self) -> dict[str, str]:
+        """What `auto` has chosen, by class of sizes."""
+        if self.collective != AUTO or self.size == 1:
+            return {}
+        return {key: choice.algorithm for key, choice in self.team.auto.choices.items()}
+
+    def adopt(self, choices: dict[str, str]) -> None:
+        """Go the way of an earlier run."""
+        if self.collective == AUTO and self.size > 1:
+            self.team.auto.adopt(choices)
+
+    def start(self, flat: Tensor, what: str) -> Reduction:
+        """Begin to sum `flat` over the ranks, in place."""
+        nbytes = flat.numel() * flat.element_size()
+        self.stats.sent(nbytes, nbytes)
+        if self.size == 1:
+            return _Done()
+        algorithm = self._algorithm(flat)
+        native = self.team.transport.native
+        if algorithm == NATIVE and native is not None and native.reduces(flat.dtype, "sum"):
+            begun = self.world.runtime.now()
+            return _Native(self, native.allreduce(flat, "sum"), begun, what)
+        schedule = self._schedules.setdefault(algorithm, build("allreduce", algorithm))
+        return _Scheduled(self._spawn(flat, schedule, what))
+
+    def mean(self, value: float) -> float:
+        """The mean of a number over the ranks."""
+        reduced = allreduce(torch.tensor([value], dtype=torch.float64), op="mean", group=self.team)
+        return float(reduced)
+
+    def from_root(self, tensor: Tensor, root: int = 0) -> Tensor:
+        """The root's tensor."""
+        result: Tensor = broadcast(tensor, root=root, group=self.team) if self.size > 1 else tensor
+        return result
+
+    def close(self) -> None:
+        """Let go of the team."""
+        if not self.world.closed:
+            self.team.close()
+
+    def _algorithm(self, flat: Tensor) -> str:
+        if self.collective != AUTO:
+            return self.collective
+        chosen = self.team.auto.chosen(flat)
+        return NATIVE if chosen is None else chosen.algorithm
+
+    def _spawn(self, flat: Tensor, schedule: Schedule, what: str) -> Pending[None]:
+        now = self.world.runtime.now
+        channel = self.team.channel
+
+        def work() -> None:
+            begun = now()
+            run.allreduce(channel, flat, "sum", schedule)
+            self.stats.reduced(begun, now(), what)
+
+        pending: Any = self.team.call(f"the sum of {what}", work, async_=True)
+        return pending  # type: ignore[no-any-return]
+
+
+class _Done:
+    def wait(self) -> None:
+        return
+
+
+class _Scheduled:
+    def __init__(self, pending: Pending[None]) -> None:
+        self._pending = pending
+
+    def wait(self) -> None:
+        self._pending.wait()
+
+
+class _Native:
+    """The engine's own; its end is told by the engine's thread where it can, else when it is waited for."""
+
+    def __init__(self, exchange: Exchange, handle: Handle, begun: float, what: str) -> None:
+        self._exchange = exchange
+        self._handle = handle
+        self._begun = begun
+        self._what = what
+        notify = getattr(handle, "notify", None)
+        self._told = notify is not None
+        if notify is not None:
+            notify(self._ended)
+
+    def wait(self) -> None:
+        self._handle.wait()
+        if not self._told:
+            self._ended()
+
+    def _ended(self) -> None:
+        self._exchange.stats.reduced(self._begun, self._exchange.world.runtime.now(), self._what)

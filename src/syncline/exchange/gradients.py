@@ -1,0 +1,205 @@
+"""Watches a model's backward passes and has its gradients reduced meanwhile.
+
+A hook on every parameter tells when its gradient is there; the first one of a pass also asks the autograd engine to
+call back when the pass is over. So a gradient is final when `backward()` returns, whatever the loop looks like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn import Parameter
+
+from syncline.errors import DivergedError, IncompatibleError
+from syncline.exchange.buckets import BucketSet
+from syncline.exchange.control import Control
+from syncline.exchange.exchange import Exchange
+from syncline.exchange.rounds import Round
+from syncline.world import allgather
+
+__all__ = ["Gradients"]
+
+
+class Gradients:
+    """The gradients of one model: in buckets, with hooks. `finish(round)` says what happens when backward is over."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        exchange: Exchange,
+        finish: Callable[[Round], None],
+        *,
+        bucket_bytes: int,
+        check_finite: bool = False,
+        sparse: frozenset[str] = frozenset(),
+        idle: bool = False,
+    ) -> None:
+        self.names = list(parameters)
+        self.parameters = list(parameters.values())
+        self.exchange = exchange
+        self.check_finite = check_finite
+        self.weight = 1.0
+        """What this rank's gradients count in the mean."""
+        self.active = True
+        wanted = [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
+        self._finish = finish
+        self._bucket_bytes = bucket_bytes
+        self._order = [index for index in reversed(wanted) if self.names[index] not in sparse]
+        self._observed = False
+        self._lay_out_anew = True
+        self._free: list[BucketSet] = []
+        self._in_flight = 0
+        self._round: Round | None = None
+        self._paused = False
+        self._accumulated: set[int] = set()
+        watched = [] if idle else list(enumerate(self.parameters))  # idle: one worker has nobody to agree with
+        self._hooks = [_hook(parameter, partial(self._arrived, index)) for index, parameter in watched]
+        exchange.team.transport.owing(self._owes)
+
+    def close(self) -> None:
+        """Take the hooks off; gradients stay where they are."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let gradients add up on this rank alone."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def empty_round(self) -> Round:
+        """Take part in the others' reductions with nothing to add."""
+        weight, self.weight, self.active = self.weight, 0.0, False
+        try:
+            found = self._begin(-1)
+            self._round = None
+            found.end()
+            found.complete()
+        finally:
+            self.weight, self.active = weight, True
+        return found
+
+    def take_accumulated(self) -> set[int]:
+        """The parameters that got a gradient under `paused`, once."""
+        taken, self._accumulated = self._accumulated, set()
+        return taken
+
+    def done(self, finished: Round) -> None:
+        """A round is complete: its buckets may be used again, once its gradients are."""
+        self._in_flight -= 1
+        self._free.append(finished.buckets)
+        control = finished.complete()
+        if not self._observed and control.active:
+            self._observe(finished, control)
+        missing = [i for i, count in enumerate(control.dense) if count and i not in finished.buckets.home]
+        if missing and not set(missing) <= set(self._order):
+            self._order += [index for index in missing if index not in self._order]
+            self._lay_out_anew = True
+
+    def label(self, number: int, items: Sequence[int]) -> str:
+        """A bucket, for people."""
+        names = [self.names[index] for index in items]
+        shown = f"{names[0]}" if len(names) == 1 else f"{names[0]} … {names[-1]}" if names else "control"
+        return f"bucket {number} ({shown})"
+
+    def judge(self, control: Control, not_finite: Sequence[int], arrived: Sequence[bool]) -> None:
+        """Raise, on every rank alike, what the ranks have told one another."""
+        if control.not_finite:
+            told = self._gather_text(", ".join(self.names[index] for index in not_finite))
+            who = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
+            raise DivergedError(f"NaN or Inf in the gradients of {who or 'some rank'}")
+        counts = [dense + sparse for dense, sparse in zip(control.dense, control.sparse, strict=True)]
+        partial_use = [index for index, count in enumerate(counts) if 0 < count < control.active]
+        if partial_use:
+            index = partial_use[0]
+            word = "idle" if not self.active else "has" if arrived[index] else "lacks"
+            told = self._gather_text(word)
+            users, others = ([r for r, text in enumerate(told) if text == w] for w in ("has", "lacks"))
+            more = f" (and {len(partial_use) - 1} more parameters)" if len(partial_use) > 1 else ""
+            raise IncompatibleError(
+                f"{self.names[index]} got a gradient on ranks {users} but not on ranks {others}{more}: use the same "
+                "parameters on every rank, or add 0 * parameter.sum() to the loss where one is left out"
+            )
+
+    # What the autograd engine tells.
+
+    def _arrived(self, index: int, parameter: Tensor) -> None:
+        if self._paused:
+            self._accumulated.add(index)
+            return
+        task = torch._C._current_graph_task_id()
+        found = self._round
+        if found is not None and found.task != task and found.has(index):  # the pass before was broken off by an error
+            self._in_flight -= 1
+            found = None
+        if found is None:
+            found = self._begin(task)
+            Variable._execution_engine.queue_callback(self._backward_is_over)
+        found.arrive(index)
+
+    def _backward_is_over(self) -> None:
+        found, self._round = self._round, None
+        assert found is not None, "called back once for each round"
+        found.end()
+        self._finish(found)
+
+    def _begin(self, task: int) -> Round:
+        if self._lay_out_anew and not self._in_flight:
+            self._lay_out_anew = False
+            self._free = [BucketSet(self.parameters, self._order, self._bucket_bytes)]
+            self.exchange.prepare([bucket.flat for bucket in self._free[0].buckets])
+        buckets = self._free.pop() if self._free else BucketSet(self.parameters, self._order, self._bucket_bytes)
+        self._in_flight += 1
+        self._round = Round(self, buckets, task)
+        return self._round
+
+    def _observe(self, finished: Round, control: Control) -> None:
+        """Order the buckets as the gradients really came on rank 0; leave out what no rank has used."""
+        self._observed = True
+        used = [index for index, count in enumerate(control.dense) if count]
+        came = [index for index in finished.arrivals if index in set(used)]
+        order = came if sorted(came) == used else [index for index in self._order if index in set(used)]
+        if sorted(order) != used:
+            order = list(reversed(used))
+        shared = self.exchange.from_root(torch.tensor(order, dtype=torch.int64)).tolist()
+        if shared != self._order:
+            self._order = shared
+            self._lay_out_anew = True
+
+    def _owes(self) -> str:
+        """For ranks that wait: what this one has not delivered."""
+        found = self._round
+        if found is None:
+            return "any gradient of its next step (it is outside backward)"
+        index = found.owed()
+        return "" if index is None else self.names[index]
+
+    def _gather_text(self, text: str) -> list[str]:
+        size = self.exchange.size
+        if size == 1:
+            return [text]
+        data = text.encode()[:400].ljust(400, b"\0")
+        table = allgather(torch.frombuffer(bytearray(data), dtype=torch.uint8).view(1, -1), group=self.exchange.team)
+        return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in table]
+
+
+def _hook(parameter: Parameter, fn: Callable[[Tensor], None]) -> torch.utils.hooks.RemovableHandle:
+    """A hook on a frozen parameter too: it may be thawed later."""
+    frozen = not parameter.requires_grad
+    if frozen:
+        parameter.requires_grad_(True)
+    try:
+        register: Callable[..., torch.utils.hooks.RemovableHandle] = parameter.register_post_accumulate_grad_hook
+        return register(fn)
+    finally:
+        if frozen:
+            parameter.requires_grad_(False)

@@ -1,0 +1,196 @@
+"""One backward pass: gradients arrive, buckets leave in index order, the sums come back.
+
+arrive(i) … arrive(j)      a bucket is full: its reduction begins while backward goes on
+end()                      backward is over: what is missing is filled up, the rest leaves
+complete()                 wait; now every rank holds the same bits
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from syncline.errors import IncompatibleError
+from syncline.exchange.buckets import BucketSet
+from syncline.exchange.control import Control, write_control
+from syncline.exchange.exchange import Reduction
+from syncline.exchange.sparse import sum_sparse
+
+if TYPE_CHECKING:
+    from syncline.exchange.gradients import Gradients
+
+__all__ = ["Round"]
+
+
+class Round:
+    """The state of one backward pass on this rank."""
+
+    def __init__(self, gradients: Gradients, buckets: BucketSet, task: int) -> None:
+        self.task = task
+        self.buckets = buckets
+        self.arrivals: list[int] = []
+        """Parameters in the order in which their gradients came."""
+        self.control: Control | None = None
+        self._gradients = gradients
+        self._exchange = gradients.exchange
+        self._scale = gradients.weight / gradients.exchange.size
+        self._arrived = [False] * len(gradients.parameters)
+        self._missing = [len(bucket.items) for bucket in buckets.buckets]
+        self._reductions: list[Reduction] = []
+        self._kept: dict[int, Tensor] = {}
+        self._sparse: dict[int, Tensor] = {}
+        self._late: dict[int, Tensor] = {}
+        self._not_finite: list[int] = []
+        self._bad: Tensor | None = None
+        # A gradient that has no place in the buckets may come last, and the control numbers must know of it.
+        self._hold = any(gradients.parameters[index].requires_grad for index in buckets.outside)
+
+    @property
+    def launched(self) -> int:
+        """How many buckets have left."""
+        return len(self._reductions)
+
+    def has(self, index: int) -> bool:
+        """Whether the gradient of a parameter has come."""
+        return self._arrived[index]
+
+    def owed(self) -> int | None:
+        """The first parameter that the next bucket waits for; None when all have left."""
+        if self.launched == len(self.buckets.buckets):
+            return None
+        items = self.buckets.buckets[self.launched].items
+        return next((index for index in items if not self._arrived[index]), None)
+
+    def arrive(self, index: int) -> None:
+        """The gradient of a parameter is there."""
+        if self._arrived[index]:
+            raise IncompatibleError(
+                f"{self._gradients.names[index]} got its gradient twice in one backward pass: with activation "
+                "checkpointing use use_reentrant=False, or wrap the first backward in run.no_sync()"
+            )
+        self._arrived[index] = True
+        self.arrivals.append(index)
+        parameter = self._gradients.parameters[index]
+        gradient = parameter.grad
+        assert gradient is not None, "it has just been accumulated"
+        if gradient.layout != torch.strided:
+            self._sparse[index] = gradient
+            return
+        home = self.buckets.home.get(index)
+        if home is None:
+            self._late[index] = gradient
+            return
+        view = self.buckets.views[index]
+        if gradient.data_ptr() == view.data_ptr() and gradient.numel():
+            if self._scale != 1.0:
+                view.mul_(self._scale)
+        else:
+            torch.mul(gradient.detach(), self._scale, out=view)
+            parameter.grad = view
+        self._missing[home] -= 1
+        if self._missing[home] == 0:
+            self._launch()
+
+    def end(self) -> None:
+        """Backward is over: fill up what has not come, and let the rest leave."""
+        for index in self._gradients.take_accumulated() if self._gradients.active else ():
+            if not self._arrived[index] and self._gradients.parameters[index].grad is not None:
+                self.arrive(index)
+        for index in self.buckets.home:
+            if not self._arrived[index]:
+                self._fill(index)
+        self._hold = False
+        self._missing = [0] * len(self._missing)
+        self._launch()
+
+    def complete(self) -> Control:
+        """Wait for the sums and make means of them; what the ranks told one another about this step."""
+        if self.control is not None:
+            return self.control
+        now = self._exchange.world.runtime.now
+        start = now()
+        for reduction in self._reductions:
+            reduction.wait()
+        self._exchange.stats.waited(start, now())
+        self.control = control = Control.read(self.buckets.control)
+        self._gradients.judge(control, self._not_finite, self._arrived)
+        size = self._exchange.size
+        rescale = size / control.weight if control.weight > 0 and control.weight != size else 1.0
+        if rescale != 1.0:
+            for bucket in self.buckets.buckets:
+                bucket.data.mul_(rescale)
+        for index, gradient in self._kept.items():
+            self.buckets.views[index].copy_(gradient)
+        if any(control.sparse) or self.buckets.outside:
+            self._sum_the_others(control, self._scale * rescale)
+        return control
+
+    def install(self) -> None:
+        """Make these the gradients of the parameters: None for those that no rank had one of."""
+        control = self.complete()
+        for index, parameter in enumerate(self._gradients.parameters):
+            if control.sparse[index]:
+                parameter.grad = self._sparse[index]
+            elif control.dense[index]:
+                parameter.grad = self.buckets.views[index] if index in self.buckets.views else self._late[index]
+            else:
+                parameter.grad = None
+
+    def _fill(self, index: int) -> None:
+        """A parameter without a new gradient adds nothing; the gradient it may still have from before is kept."""
+        view = self.buckets.views[index]
+        gradient = self._gradients.parameters[index].grad
+        if gradient is not None and gradient.layout == torch.strided and gradient.data_ptr() == view.data_ptr():
+            self._kept[index] = view.clone()
+        view.zero_()
+
+    def _launch(self) -> None:
+        """Let full buckets leave, in index order: the same on every rank."""
+        buckets = self.buckets.buckets
+        while self.launched < len(buckets) and self._missing[self.launched] == 0:
+            number = self.launched
+            last = number == len(buckets) - 1
+            if last and self._hold:
+                return
+            bucket = buckets[number]
+            if self._gradients.check_finite:
+                self._check(bucket.data, bucket.items)
+            if last:
+                self._write_control()
+            self._reductions.append(self._exchange.start(bucket.flat, self._gradients.label(number, bucket.items)))
+
+    def _write_control(self) -> None:
+        gradients = self._gradients
+        sparse = [index in self._sparse for index in range(len(self._arrived))]
+        dense = [arrived and not other for arrived, other in zip(self._arrived, sparse, strict=True)]
+        bad = self._bad if self._bad is not None else False
+        write_control(self.buckets.control, gradients.active, gradients.weight, bad, dense, sparse)
+
+    def _check(self, data: Tensor, items: tuple[int, ...]) -> None:
+        """Note NaN and Inf: the sum of all has one if any has, and is quick to take."""
+        if data.is_cuda:  # no wait for the device here: who it was is not known, only that
+            bad = torch.logical_not(torch.isfinite(data.sum(dtype=torch.float32)))
+            self._bad = bad if self._bad is None else torch.logical_or(self._bad, bad)
+        elif data.numel() and not torch.isfinite(data.sum(dtype=torch.promote_types(data.dtype, torch.float32))):
+            found = [index for index in items if not bool(torch.isfinite(self.buckets.views[index]).all())]
+            self._not_finite += found
+            if found:
+                self._bad = torch.tensor(True)
+
+    def _sum_the_others(self, control: Control, scale: float) -> None:
+        """Gradients outside the buckets: sparse ones, and dense ones that came unexpected."""
+        for index, parameter in enumerate(self._gradients.parameters):
+            if control.sparse[index]:
+                if control.dense[index]:
+                    name = self._gradients.names[index]
+                    raise IncompatibleError(f"{name} has a sparse gradient on some ranks and a dense one on others")
+                own = self._sparse.get(index)
+                summed = sum_sparse(self._exchange, own, parameter, scale)
+                parameter.grad = self._sparse[index] = summed
+            elif control.dense[index] and index not in self.buckets.home:
+                own = self._late.get(index)
+                flat = torch.zeros_like(parameter) if own is None else own.detach() * scale
+                self._exchange.start(flat.view(-1), self._gradients.names[index]).wait()
+                parameter.grad = self._late[index] = flat

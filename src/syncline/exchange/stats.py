@@ -1,0 +1,61 @@
+"""What a run has sent, and how long it waited for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from syncline.events import Recorder
+from syncline.runtime import Lock
+
+__all__ = ["Stats"]
+
+
+@dataclass
+class Stats:
+    """Counts of one run on this rank; `run.stats`.
+
+    Communication counts while at least one reduction is under way, however many are. Exposed is what the rank spent
+    waiting for it.
+    """
+
+    events: Recorder
+    lock: Lock
+    steps: int = 0
+    bytes_logical: int = 0
+    bytes_wire: int = 0
+    comm_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    staleness: int = 0
+    """Steps between a gradient and its use, in the latest step."""
+    _until: float = float("-inf")
+
+    def sent(self, logical: int, wire: int) -> None:
+        """A reduction of so many bytes begins."""
+        self.bytes_logical += logical
+        self.bytes_wire += wire
+        self.events.count("sl_comm_bytes_logical", logical)
+        self.events.count("sl_comm_bytes_wire", wire)
+
+    def reduced(self, start: float, stop: float, what: str) -> None:
+        """A reduction has ended; may be told by an engine's thread."""
+        with self.lock:
+            begin = max(start, self._until)
+            self._until = max(self._until, stop)
+            self.comm_seconds += max(0.0, stop - begin)
+        self.events.interval("sl_comm_seconds", start, stop, lane="communication", what=what)
+
+    def waited(self, start: float, stop: float) -> None:
+        """The rank has waited for reductions."""
+        self.exposed_seconds += stop - start
+        self.events.interval("sl_comm_exposed_seconds", start, stop, lane="compute", what="waits for gradients")
+
+    def as_dict(self) -> dict[str, float]:
+        """The numbers under the names of the run log."""
+        return {
+            "steps": self.steps,
+            "sl_comm_bytes_logical": self.bytes_logical,
+            "sl_comm_bytes_wire": self.bytes_wire,
+            "sl_comm_seconds": self.comm_seconds,
+            "sl_comm_exposed_seconds": self.exposed_seconds,
+            "sl_staleness": self.staleness,
+        }

@@ -1,0 +1,226 @@
+"""All workers take the same step: the mean of their gradients.
+
+w ← w − η · (1/p) Σ g_i(w). With `delay=d` a step applies the mean of d steps ago, so that a reduction may take a whole
+step and more::
+
+    step          0     1     2     3    …          delay=1, warmup=2
+    gradient      g0    g1    g2    g3
+    applied       g0    g1    –     g2              the first d delayed steps have nothing to apply yet
+
+Pipelined all-reduce: Cray's Machine Learning Plugin (Balma et al. 2018), CaffeGPI's overlay (Kuehn et al. 2017).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from syncline.errors import IncompatibleError, SpecError
+from syncline.exchange import Exchange, Gradients, Round
+from syncline.strategies.base import Run, Settings, Strategy
+
+__all__ = ["AllReduce"]
+
+
+@dataclass(frozen=True, repr=False)
+class AllReduce(Strategy):
+    """Synchronous data parallelism, or stale by exactly `delay` steps.
+
+    The first `warmup` and the last `cooldown` steps are synchronous; the latter needs to know how many there are, by
+    `steps` or `run.expect()`. What is still on its way when the cool-down begins is dropped.
+
+    >>> AllReduce(delay=1, warmup=100)
+    allreduce(delay=1, warmup=100)
+    """
+
+    delay: int = 0
+    warmup: int = 0
+    cooldown: int = 0
+    steps: int | None = None
+
+    name: ClassVar[str] = "allreduce"
+
+    def __post_init__(self) -> None:
+        for key in ("delay", "warmup", "cooldown"):
+            value = getattr(self, key)
+            if not isinstance(value, int) or value < 0:
+                raise SpecError(f"allreduce({key}={value!r}): a number of steps, not negative")
+        if self.steps is not None and (not isinstance(self.steps, int) or self.steps < 1):
+            raise SpecError(f"allreduce(steps={self.steps!r}): a number of steps, at least one")
+        if self.delay == 0 and (self.warmup or self.cooldown):
+            raise SpecError(f"{self!r}: without a delay every step is synchronous; leave warmup and cooldown out")
+
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+        return _AllReduceRun(self, model, optimizer, exchange, settings)
+
+
+class _Gradients(Protocol):
+    """The reduced gradients of a step, now or later."""
+
+    def install(self) -> None: ...
+
+
+class _AllReduceRun(Run):
+    def __init__(
+        self, strategy: AllReduce, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
+    ) -> None:
+        super().__init__(strategy, model, optimizer, exchange, settings)
+        self._delay = strategy.delay
+        self._warmup = strategy.warmup
+        self._cooldown = strategy.cooldown
+        self.total_steps = strategy.steps
+        self._rounds = 0
+        self._waiting: deque[_Gradients] = deque()
+        self._gradients = Gradients(
+            dict(model.named_parameters()),
+            exchange,
+            self._finish,
+            bucket_bytes=settings.bucket_bytes,
+            check_finite=settings.check_finite,
+            sparse=_sparse_names(model),
+            idle=exchange.size == 1 and self._delay == 0 and not settings.check_finite,
+        )
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._gradients.paused()
+
+    def weigh(self, weight: float) -> None:
+        self._gradients.weight = weight
+
+    def empty_round(self) -> bool:
+        found = self._gradients.empty_round()
+        anybody = found.complete().active > 0
+        if anybody:
+            self._finish(found)
+        else:
+            self._gradients.done(found)
+        return anybody
+
+    def detach(self) -> None:
+        self._gradients.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def shared_state(self) -> dict[str, Any]:
+        """Gradients that are still on their way are waited for: a resumed run applies them as this one would."""
+        waiting = []
+        for found in self._waiting:
+            if isinstance(found, Round):
+                found.complete()
+            waiting.append(self._named(found))
+        return {"rounds": self._rounds, "waiting": waiting}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        self._rounds = int(state.get("rounds", 0))
+        if len(state.get("waiting", [])) > self._delay:
+            raise IncompatibleError(
+                f"the checkpoint holds {len(state['waiting'])} steps of gradients on their way, and {self.strategy!r} "
+                f"keeps {self._delay}: resume with the strategy that was saved"
+            )
+        parameters = dict(self.model.named_parameters())
+        self._waiting = deque(_Restored(parameters, gradients) for gradients in state.get("waiting", []))
+
+    # Within.
+
+    def _finish(self, found: Round) -> None:
+        """Backward is over: which gradients does the step apply?"""
+        stale = self._stale()
+        self._rounds += 1
+        if not stale:
+            self._waiting.clear()
+            found.complete()
+            self.stats.staleness = 0
+            self._gradients.done(found)
+            return
+        self._waiting.append(found)
+        if len(self._waiting) <= self._delay:
+            for parameter in self._gradients.parameters:
+                parameter.grad = None
+            return
+        ripe = self._waiting.popleft()
+        ripe.install()
+        self.stats.staleness = self._delay
+        if isinstance(ripe, Round):
+            self._gradients.done(ripe)
+
+    def _stale(self) -> bool:
+        if self._delay == 0 or self._rounds < self._warmup:
+            return False
+        if self._cooldown:
+            if self.total_steps is None:
+                raise IncompatibleError(
+                    f"{self.strategy!r}: cooldown needs to know the number of steps; give steps= or call run.expect()"
+                )
+            return self._rounds < self.total_steps - self._cooldown
+        return True
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A closure's loss decides on line searches: it must be the same number on every worker."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the optimizer comes first
+        if closure is None:
+            return None
+        if self._delay:
+            raise IncompatibleError(f"{self.strategy!r} cannot be used with step(closure): its gradients come later")
+        if self.exchange.size == 1:
+            return None
+
+        def mean_closure() -> Any:
+            loss = closure()
+            if loss is None:
+                return None
+            if not isinstance(loss, Tensor):
+                return self.exchange.mean(float(loss))
+            return torch.full_like(loss.detach(), self.exchange.mean(float(loss.detach())))
+
+        return (args[0], mean_closure), {key: value for key, value in kwargs.items() if key != "closure"}
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.stats.steps += 1
+
+    def _named(self, found: _Gradients) -> dict[str, Tensor]:
+        """A step's gradients by parameter name, without a change to those that the model holds now."""
+        before = [parameter.grad for parameter in self._gradients.parameters]
+        found.install()
+        named = {
+            name: parameter.grad.detach().clone()
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+        }
+        for parameter, gradient in zip(self._gradients.parameters, before, strict=True):
+            parameter.grad = gradient
+        return named
+
+
+class _Restored:
+    """Gradients on their way, out of a checkpoint."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor]) -> None:
+        self._parameters = parameters
+        self._gradients = gradients
+
+    def install(self) -> None:
+        for name, parameter in self._parameters.items():
+            gradient = self._gradients.get(name)
+            parameter.grad = None if gradient is None else gradient.to(parameter.device).clone()
+
+
+def _sparse_names(model: nn.Module) -> frozenset[str]:
+    """Parameters whose gradients are known to be sparse before any has come."""
+    sparse = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+    }
+    return frozenset(name for name, parameter in model.named_parameters() if id(parameter) in sparse)

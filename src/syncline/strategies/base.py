@@ -1,0 +1,293 @@
+"""The contract of a way of agreeing, and what the user holds of it: a `Run`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from types import TracebackType
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from syncline.data import Cursor, MicroBatches, Sharded
+from syncline.errors import SpecError
+from syncline.exchange import BUCKET_BYTES, Exchange, Stats, share_tree, spread
+from syncline.specs import Spec
+from syncline.strategies.reading import Shard, Steps
+from syncline.world import World, allgather, allreduce
+
+__all__ = ["Run", "Settings", "Strategy"]
+
+R = TypeVar("R", Sharded, MicroBatches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What `distribute` is told beside the strategy."""
+
+    bucket_bytes: int = BUCKET_BYTES
+    check_finite: bool = False
+    schedulers: tuple[Any, ...] = ()
+
+
+class Strategy(ABC):
+    """When workers talk, with whom, and what they exchange. A frozen dataclass whose fields are its arguments."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+        """Begin to keep the ranks' models together, by hooks on the model and the optimizer."""
+
+    def __repr__(self) -> str:
+        told = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)  # type: ignore[arg-type]
+            if getattr(self, field.name) != field.default
+        }
+        return str(Spec(self.name, (), told))
+
+
+class Run(ABC):
+    """A model in training on many workers. Made by `sl.distribute`; a context manager.
+
+    >>> import torch, syncline as sl
+    >>> with sl.init() as world:
+    ...     model = torch.nn.Linear(2, 1)
+    ...     run = sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ...     with run.agreed():
+    ...         run.stats.steps
+    0
+    """
+
+    def __init__(
+        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
+    ) -> None:
+        self.strategy = strategy
+        self.model = model
+        self.optimizer = optimizer
+        self.exchange = exchange
+        self.settings = settings
+        self.total_steps: int | None = None
+        self._readers: dict[str, tuple[Any, Sharded | MicroBatches]] = {}
+        self._cursors: dict[str, Mapping[str, Any]] = {}
+        self._agreed = False
+        self._closed = False
+
+    @property
+    def world(self) -> World:
+        """The world it runs in."""
+        return self.exchange.world
+
+    @property
+    def stats(self) -> Stats:
+        """Bytes and seconds so far, on this rank."""
+        return self.exchange.stats
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved specs, and the choices that were made by measuring."""
+        return {
+            "strategy": repr(self.strategy),
+            "codec": None,
+            "collective": self.exchange.collective,
+            "collectives_chosen": self.exchange.choices,
+            "bucket_bytes": self.settings.bucket_bytes,
+            "check_finite": self.settings.check_finite,
+        }
+
+    # Data.
+
+    def shard(
+        self,
+        data: Any,
+        *,
+        seed: int = 0,
+        split: bool = True,
+        drop_last: bool | None = None,
+        batch: int | None = None,
+        name: str | None = None,
+    ) -> Shard:
+        """This worker's share of a DataLoader, a Dataset (with `batch`) or any iterable of batches, on its device.
+
+        Shuffled anew each time from `seed` where the loader shuffles; the same global order whatever the number of
+        workers. The loader's batch size is each worker's. A worker that runs out of data before the others takes part
+        in their steps with nothing to add, and the mean is over those who still have some. With `split=False` the
+        data is this worker's own already. `name` keeps the place of several iterables apart in checkpoints.
+        """
+        options = {"seed": seed, "split": split, "drop_last": drop_last, "batch": batch}
+        return Shard(self, self._reader(Sharded, data, name, options))
+
+    def steps(
+        self, data: Any, *, global_batch: int, micro_batch: int | None = None, seed: int = 0, name: str | None = None
+    ) -> Steps:
+        """Steps of `global_batch` samples whatever the number of workers: strong scaling, by micro-batches.
+
+        Each step is an iterable of micro-batches; `step.part(loss)` scales a loss to its share of the step, and only
+        the last micro-batch's backward reduces.
+        """
+        options = {"global_batch": global_batch, "micro_batch": micro_batch, "seed": seed}
+        return Steps(self, self._reader(MicroBatches, data, name, options))
+
+    def expect(self, steps: int) -> None:
+        """Tell how many steps there will be, where the strategy wants to know (`cooldown`)."""
+        if steps < 1:
+            raise SpecError(f"a run of {steps} steps has none to count")
+        self.total_steps = steps
+
+    # Agreeing.
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Let gradients add up on this worker alone, for accumulation; the next backward outside reduces them."""
+        return nullcontext()
+
+    @abstractmethod
+    def weigh(self, weight: float) -> None:
+        """What this worker's next gradients count in the mean; 1 as a rule."""
+
+    @abstractmethod
+    def empty_round(self) -> bool:
+        """Take part in a step of the others with nothing to add; whether anybody had something."""
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Inside, the model holds what all workers agree on: batch norm's running statistics are averaged.
+
+        Every worker enters it. What each had itself is back afterwards.
+        """
+        if self._agreed or self.exchange.size == 1:
+            yield
+            return
+        buffers = list(self.model.buffers())
+        before = [buffer.detach().clone() for buffer in buffers]
+        self._average([buffer for buffer in buffers if buffer.is_floating_point()])
+        spread(self.exchange, [buffer for buffer in buffers if not buffer.is_floating_point()])
+        self._agreed = True
+        try:
+            yield
+        finally:
+            self._agreed = False
+            for buffer, own in zip(buffers, before, strict=True):
+                buffer.detach().copy_(own)
+
+    def settle_uneven(self) -> None:
+        """This worker has run out of data: go along with the others until all have, then catch up with them."""
+        missed = 0
+        while self.empty_round():
+            missed += 1
+        table = allgather(torch.tensor([missed]), group=self.exchange.team).tolist()
+        if not any(table):
+            return
+        root = table.index(min(table))
+        spread(self.exchange, [parameter.detach() for parameter in self.model.parameters()], root)
+        for holder in (self.optimizer, *self.settings.schedulers):
+            state = share_tree(self.exchange, holder.state_dict(), root)
+            if missed > table[root]:
+                holder.load_state_dict(state)
+        if missed > table[root]:
+            self.stats.steps += missed
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """`shared` is the same on every worker, `local` this worker's own; tensors and plain values only."""
+        buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+        return {
+            "shared": {
+                "strategy": repr(self.strategy),
+                "collectives": self.exchange.choices,
+                "cursors": self._cursors
+                | {key: reader.cursor.state_dict() for key, (_, reader) in self._readers.items()},
+                "steps": self.stats.steps,
+                "state": self.shared_state(),
+            },
+            "local": {"buffers": buffers},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a run was; `local` is None where the checkpoint has none for this worker."""
+        shared, local = state["shared"], state["local"]
+        self.exchange.adopt(dict(shared["collectives"]))
+        self._cursors = dict(shared["cursors"])
+        for key, (_, reader) in self._readers.items():
+            self._restore(key, reader.cursor)
+        self.stats.steps = int(shared["steps"])
+        self.load_shared_state(shared["state"])
+        if local is not None:
+            buffers = dict(self.model.named_buffers())
+            for name, saved in local["buffers"].items():
+                if name in buffers:
+                    buffers[name].detach().copy_(saved)
+
+    def shared_state(self) -> dict[str, Any]:
+        """What the strategy itself must remember."""
+        return {}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (some have nothing)
+        """Take it back."""
+
+    def close(self) -> None:
+        """Take the hooks off and let go of the team. Every worker closes."""
+        if not self._closed:
+            self._closed = True
+            self.detach()
+            self.exchange.close()
+
+    @abstractmethod
+    def detach(self) -> None:
+        """Take the hooks off."""
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.detach()
+
+    # Within.
+
+    def _reader(self, kind: type[R], data: Any, name: str | None, options: dict[str, Any]) -> R:
+        key = self._key(data, name)
+        known = self._readers.get(key)
+        if known is not None and known[0] is data and isinstance(known[1], kind):
+            return known[1]
+        reader = kind(data, rank=self.exchange.rank, size=self.exchange.size, cursor=Cursor(), **options)
+        if known is not None:  # fresh batches under the same name: the place goes on
+            reader.cursor.load_state_dict(known[1].cursor.state_dict())
+        else:
+            self._restore(key, reader.cursor)
+        self._readers[key] = (data, reader)
+        return reader
+
+    def _key(self, data: Any, name: str | None) -> str:
+        """A name that the same script gives the same data next time: loaders are counted as they come."""
+        if name is not None:
+            return name
+        if not isinstance(data, (DataLoader, Dataset, Sequence)):
+            return "iterable"
+        found = next((key for key, (known, _) in self._readers.items() if known is data), None)
+        return found if found is not None else f"data{len([k for k in self._readers if k.startswith('data')])}"
+
+    def _restore(self, key: str, cursor: Cursor) -> None:
+        if key in self._cursors:
+            cursor.load_state_dict(self._cursors[key])
+
+    def _average(self, buffers: list[torch.Tensor]) -> None:
+        kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+        for buffer in buffers:
+            kinds.setdefault(buffer.dtype, []).append(buffer.detach())
+        for group in kinds.values():
+            flat = allreduce(torch.cat([buffer.reshape(-1) for buffer in group]), group=self.exchange.team)
+            offset = 0
+            for buffer in group:
+                buffer.copy_(flat[offset : offset + buffer.numel()].view(buffer.shape))
+                offset += buffer.numel()

@@ -1,0 +1,104 @@
+"""What a loop iterates over: this worker's batches, and steps of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from syncline.data import MicroBatches, Sharded, move
+
+if TYPE_CHECKING:
+    from syncline.strategies.base import Run
+
+__all__ = ["Shard", "Step", "Steps"]
+
+
+class Shard:
+    """This worker's batches of one epoch after another; each iteration is an epoch.
+
+    >>> import torch, syncline as sl
+    >>> def seen(world):
+    ...     model = torch.nn.Linear(1, 1)
+    ...     run = sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), collective="ring")
+    ...     loader = torch.utils.data.DataLoader(torch.arange(6.0), batch_size=2)
+    ...     return [batch.tolist() for batch in run.shard(loader)]
+    >>> sl.simulate(seen, ranks=2).results
+    ([[0.0, 2.0], [4.0]], [[1.0, 3.0], [5.0]])
+    """
+
+    def __init__(self, run: Run, reader: Sharded) -> None:
+        self._run = run
+        self._reader = reader
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that an iteration reads now, or goes on with."""
+        return self._reader.cursor.epoch
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    def __iter__(self) -> Iterator[Any]:
+        run = self._run
+        uneven = self._reader.uneven and run.exchange.size > 1
+        try:
+            for piece in self._reader:
+                run.weigh(piece.weight)
+                yield move(piece.batch, run.world.device)
+        finally:
+            run.weigh(1.0)
+        if uneven:
+            run.settle_uneven()
+
+
+class Steps:
+    """Steps of a fixed number of samples, whatever the number of workers."""
+
+    def __init__(self, run: Run, reader: MicroBatches) -> None:
+        self._run = run
+        self._reader = reader
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that an iteration reads now, or goes on with."""
+        return self._reader.cursor.epoch
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    def __iter__(self) -> Iterator[Step]:
+        run = self._run
+        uneven = self._reader.uneven and run.exchange.size > 1
+        try:
+            for micro in self._reader:
+                run.weigh(micro.weight)
+                yield Step(run, micro)
+        finally:
+            run.weigh(1.0)
+        if uneven:
+            run.settle_uneven()
+
+
+class Step:
+    """The micro-batches of one step on this worker: iterate over it, and scale each loss by `part`."""
+
+    def __init__(self, run: Run, micro: Any) -> None:
+        self._run = run
+        self._micro = micro
+        self._fraction = 1.0
+
+    def part(self, loss: Tensor) -> Tensor:
+        """The loss of the micro-batch at hand, scaled to its share of this worker's samples."""
+        return loss * self._fraction
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch, fraction, last in self._micro:
+            self._fraction = fraction
+            batch = move(batch, self._run.world.device)
+            if last:
+                yield batch
+            else:
+                with self._run.no_sync():
+                    yield batch

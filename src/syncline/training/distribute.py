@@ -1,0 +1,105 @@
+"""`distribute`: three lines make a script train on many workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from syncline.errors import IncompatibleError, SpecError, UnsupportedError
+from syncline.exchange import BUCKET_BYTES, Exchange, check_same, spread
+from syncline.strategies import Run, Settings, Strategy, build_strategy
+from syncline.world import current_world
+
+__all__ = ["distribute"]
+
+
+def distribute(
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: str | Strategy = "allreduce",
+    codec: str | None = None,
+    collective: str = "auto",
+    bucket_bytes: int | None = None,
+    check_finite: bool = False,
+    schedulers: Sequence[Any] = (),
+) -> Run:
+    """Train `model` on all workers of the current world; `strategy` says how they agree.
+
+    Attaches hooks to the model and the optimizer, gives every worker rank 0's parameters and buffers, and refuses
+    models that differ between the ranks. Every worker calls it. Gradients are final when `backward()` returns.
+
+    `collective` is "auto" (chosen now, for this network and these sizes), "native" (the engine's own) or a schedule.
+    With `check_finite` NaN or Inf in a gradient raises `DivergedError` that names rank and parameter; leave it off with
+    a GradScaler, which wants to see them. `schedulers` are learning-rate schedulers stepped after every batch: a worker
+    that runs out of data before the others gets their state.
+
+    >>> import torch, syncline as sl
+    >>> def train(world):
+    ...     model = torch.nn.Linear(1, 1, bias=False)
+    ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    ...     sl.distribute(model, optimizer, collective="ring")
+    ...     model(torch.tensor([[float(world.rank)]])).sum().backward()
+    ...     return model.weight.grad.item()          # the mean of 0 and 1
+    >>> sl.simulate(train, ranks=2).results
+    (0.5, 0.5)
+    """
+    world = current_world()
+    if codec is not None:
+        raise UnsupportedError(f"codec={codec!r}: this version has no codecs; leave codec out")
+    if bucket_bytes is not None and bucket_bytes < 1:
+        raise SpecError(f"bucket_bytes={bucket_bytes}: a bucket holds at least one byte")
+    way = build_strategy(strategy)
+    _check_ownership(model, optimizer)
+    settings = Settings(
+        bucket_bytes=BUCKET_BYTES if bucket_bytes is None else bucket_bytes,
+        check_finite=check_finite,
+        schedulers=tuple(schedulers),
+    )
+    exchange = Exchange(world, collective)
+    check_same(exchange, "models", _describe_model(model))
+    check_same(exchange, "optimizers", _describe_optimizer(optimizer))
+    check_same(exchange, "settings", {"strategy": repr(way), "collective": exchange.collective, **_told(settings)})
+    spread(exchange, [*model.parameters(), *model.buffers()])
+    return way.attach(model, optimizer, exchange, settings)
+
+
+def _check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
+    owned = {id(parameter) for parameter in model.parameters()}
+    if not owned:
+        raise IncompatibleError(f"the model ({type(model).__name__}) has no parameters to train")
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strangers = [tuple(parameter.shape) for parameter in held if id(parameter) not in owned]
+    if strangers:
+        raise IncompatibleError(
+            f"the optimizer holds {len(strangers)} of {len(held)} parameters that are not the model's (the first has "
+            f"shape {strangers[0]}): make it from model.parameters() after the model is on its device"
+        )
+
+
+def _describe_model(model: nn.Module) -> dict[str, str]:
+    def kind(tensor: Any) -> str:
+        return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+    parameters = {
+        name: kind(parameter) + ("" if parameter.requires_grad else " (frozen)")
+        for name, parameter in model.named_parameters()
+    }
+    return parameters | {f"buffer {name}": kind(buffer) for name, buffer in model.named_buffers()}
+
+
+def _describe_optimizer(optimizer: Optimizer) -> dict[str, str]:
+    told = {"class": type(optimizer).__name__}
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key == "params":
+                told[f"group {number}: parameters"] = str(len(value))
+            elif value is None or isinstance(value, (bool, int, float, str, tuple)):
+                told[f"group {number}: {key}"] = repr(value)
+    return told
+
+
+def _told(settings: Settings) -> dict[str, str]:
+    return {"bucket_bytes": str(settings.bucket_bytes), "check_finite": str(settings.check_finite)}

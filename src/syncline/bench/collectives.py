@@ -8,13 +8,11 @@ reduced several times a turn.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import random
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncline.bench.calm import calm
 from syncline.bench.sizes import written
 from syncline.bench.stats import ratios, summarize
 from syncline.collectives import NATIVE, build, names
@@ -56,7 +55,7 @@ class Plan:
 
 def measure(plan: Plan) -> None:
     """Run the plan on this rank; rank 0 writes what came of it to `plan.out`."""
-    with init(transport="torch_dist") as world, _calm():
+    with init(transport="torch_dist") as world, calm():
         bench = _Bench(world, plan)
         results: list[dict[str, Any]] = []
         for size in plan.sizes:
@@ -217,18 +216,6 @@ class _Bench:
 
 def _silent(text: str) -> None:
     return
-
-
-@contextmanager
-def _calm() -> Any:
-    """One thread of torch's, no garbage collector in between."""
-    torch.set_num_threads(1)
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ examples:
   syncline bench collectives --lab 4@100mbit --sizes 1MB       on four emulated hosts at 100 Mbit/s
   syncline bench network -n 2                                  latency, bandwidth, and the transports' echoes
   syncline bench network --engine mpi                          the same for MPI
+  syncline bench step -n 2 --against ddp                       training steps beside DistributedDataParallel
+  syncline bench step --lab 2@1gbit --models mlp --trace       on slow links, with a trace of every rank
 
 Medians with 95 % intervals of the median; ratios are paired within rounds. A table goes to the terminal, and the
 samples with a picture to runs/bench-… (or --out).
@@ -17,13 +19,16 @@ import argparse
 import json
 import os
 import subprocess
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
-from syncline.bench import collectives, network
+from syncline.bench import collectives, network, step
 from syncline.bench.report import plot, table
 from syncline.bench.sizes import parse_sizes
+from syncline.bench.step_report import step_table
+from syncline.bench.subjects import SUBJECTS
 from syncline.collectives import build
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
 from syncline.launch.hosts import parse_hosts
@@ -33,10 +38,12 @@ from syncline.launch.machine import warn_if_crowded
 from syncline.launch.mpi import mpi_command
 from syncline.launch.start import Job, run_here, run_on_hosts
 from syncline.launch.variables import threads_each
+from syncline.specs import nearest
+from syncline.strategies import build_strategy
 
 __all__ = ["HELP", "configure", "run"]
 
-HELP = "measure collectives and the network"
+HELP = "measure collectives, the network and training steps"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -53,8 +60,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     second.add_argument("--fresh", action="store_true", help="measure even if this network is known")
     second.add_argument("--no-echo", dest="echo", action="store_false", help="only the model's numbers")
     second.add_argument("--rounds", type=int, default=15, help="turns of each echo; default 15")
-    for command in (first, second):
-        command.add_argument("-n", type=int, dest="ranks", help="ranks; default 4 for collectives, 2 for network")
+    third = what.add_parser("step", help="training steps beside others'", allow_abbrev=False)
+    third.add_argument("--against", choices=("ddp",), default="ddp", help="whose steps to compare with; default ddp")
+    third.add_argument("--models", default=",".join(SUBJECTS), help=f"of {', '.join(SUBJECTS)}; default all")
+    third.add_argument("--rounds", type=int, default=5, help="repeats; default 5")
+    third.add_argument("--turns", type=int, default=20, help="steps of each contender in a repeat; default 20")
+    third.add_argument("--strategy", default="allreduce", help="how the workers agree; default allreduce")
+    third.add_argument("--collective", default="auto", help="which all-reduce; default auto")
+    third.add_argument("--bucket-bytes", type=int, help="bytes of a bucket; default as distribute()")
+    third.add_argument("--check-finite", action="store_true", help="look for NaN and Inf in every step")
+    third.add_argument("--ddp-buffers", action="store_true", help="let DDP broadcast buffers, as is its default")
+    third.add_argument("--trace", action="store_true", help="a Chrome trace of some steps of every rank")
+    third.add_argument("--memory-runs", type=int, default=3, help="runs for the peak memory, 0: none; default 3")
+    for command in (first, second, third):
+        command.add_argument("-n", type=int, dest="ranks", help="ranks; default 4 for collectives, else 2")
         command.add_argument("--lab", metavar="4@100mbit", help="on so many emulated hosts at that rate")
         command.add_argument("--hosts", metavar="a:2,b:2", help="on these hosts, over ssh; the first has --out too")
         command.add_argument("--out", type=Path, help="folder for the samples and the picture")
@@ -78,6 +97,10 @@ def run(arguments: argparse.Namespace) -> int:
     document = json.loads(result.read_text())
     if arguments.what == "network":
         print(network.describe(document))
+    elif arguments.what == "step":
+        document["memory"] = _memory(arguments, plan, folder)
+        result.write_text(json.dumps(document, indent=1))
+        print(f"{step_table(document)}\n\nwritten: {result}")
     else:
         print(table(document))
         try:
@@ -88,8 +111,53 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _memory(arguments: argparse.Namespace, plan: dict[str, object], folder: Path) -> list[dict[str, object]]:
+    """Peak memory of each contender, in processes of its own."""
+    found: list[dict[str, object]] = []
+    models = plan["models"]
+    assert isinstance(models, list)
+    for model in models if arguments.memory_runs > 0 else []:
+        print(f"{model}: memory", file=sys.stderr, flush=True)
+        for _ in range(arguments.memory_runs):
+            for kind in ("syncline", arguments.against):
+                out = folder / "memory.json"
+                alone = {**plan, "models": [model], "only": kind, "out": str(out.absolute()), "trace": False}
+                if _launch(arguments, ("syncline.bench.step", json.dumps(alone))) == 0:
+                    found += json.loads(out.read_text())["results"]
+    return found
+
+
+def _step_plan(arguments: argparse.Namespace, out: str) -> dict[str, object]:
+    models = [name.strip() for name in arguments.models.split(",") if name.strip()]
+    for name in models:
+        if name not in SUBJECTS:
+            raise SpecError(f"unknown model {name!r}; {nearest(name, list(SUBJECTS))}")
+    if arguments.turns < 1:
+        raise SpecError(f"--turns {arguments.turns}: at least one step of each contender in a repeat")
+    build_strategy(arguments.strategy)
+    if arguments.collective not in ("auto", "native"):
+        build("allreduce", arguments.collective)
+    return asdict(
+        step.StepPlan(
+            out=out,
+            models=models,
+            against=arguments.against,
+            repeats=arguments.rounds,
+            turns=arguments.turns,
+            strategy=arguments.strategy,
+            collective=arguments.collective,
+            bucket_bytes=arguments.bucket_bytes,
+            check_finite=arguments.check_finite,
+            broadcast_buffers=arguments.ddp_buffers,
+            trace=arguments.trace,
+        )
+    )
+
+
 def _plan(arguments: argparse.Namespace, result: Path) -> tuple[str, dict[str, object]]:
     out = str(result.absolute())
+    if arguments.what == "step":
+        return "step", _step_plan(arguments, out)
     if arguments.what == "network":
         plan = network.NetworkPlan(
             out=out, engine=arguments.engine, fresh=arguments.fresh, echo=arguments.echo, rounds=arguments.rounds
@@ -117,7 +185,7 @@ def _launch(arguments: argparse.Namespace, module: tuple[str, str]) -> int:
         return run_in_lab(Job(target=target), hosts, rate, arguments.ranks)
     if arguments.hosts:
         return run_on_hosts(Job(target=target), parse_hosts(arguments.hosts, arguments.ranks))
-    ranks = arguments.ranks or (2 if arguments.what == "network" else 4)
+    ranks = arguments.ranks or (4 if arguments.what == "collectives" else 2)
     warn_if_crowded(ranks)
     if _by_mpi(arguments):
         environ = {**os.environ, **threads_each(ranks), "PYTHONUNBUFFERED": "1"}
@@ -126,4 +194,6 @@ def _launch(arguments: argparse.Namespace, module: tuple[str, str]) -> int:
 
 
 def _by_mpi(arguments: argparse.Namespace) -> bool:
+    if arguments.what == "step":
+        return False
     return bool(arguments.mpi if arguments.what == "collectives" else arguments.engine == "mpi")

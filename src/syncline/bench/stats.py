@@ -30,6 +30,11 @@ class Summary:
         """Of a ratio: whether it is above 1 beyond doubt."""
         return self.low is not None and self.low > 1
 
+    def scaled(self, factor: float) -> Summary:
+        """In another unit."""
+        low, high = (None if edge is None else factor * edge for edge in (self.low, self.high))
+        return Summary(factor * self.median, low, high, self.samples)
+
     def __str__(self) -> str:
         if self.low is None or self.high is None:
             return f"{self.median:.3g} (n={self.samples})"

@@ -39,9 +39,7 @@ def step_table(document: dict[str, Any]) -> str:
 
 
 def _ms(summary: Summary) -> str:
-    if summary.low is None or summary.high is None:
-        return f"{1e3 * summary.median:.2f} ms"
-    return f"{1e3 * summary.median:.2f} ms [{1e3 * summary.low:.2f}, {1e3 * summary.high:.2f}]"
+    return f"{summary.scaled(1e3)} ms"
 
 
 def _interval(ratio: Summary) -> str:

@@ -8,6 +8,7 @@ examples:
   syncline bench network --engine mpi                          the same for MPI
   syncline bench step -n 2 --against ddp                       training steps beside DistributedDataParallel
   syncline bench step --lab 2@1gbit --models mlp --trace       on slow links, with a trace of every rank
+  syncline bench teams --lab 2@100mbit --compute 0,0           two models at once where the network is the limit
 
 Medians with 95 % intervals of the median; ratios are paired within rounds. A table goes to the terminal, and the
 samples with a picture to runs/bench-… (or --out).
@@ -24,7 +25,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from syncline.bench import collectives, network, step
+from syncline.bench import collectives, network, step, teams
 from syncline.bench.report import plot, table
 from syncline.bench.sizes import parse_sizes
 from syncline.bench.step_report import step_table
@@ -72,7 +73,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     third.add_argument("--ddp-buffers", action="store_true", help="let DDP broadcast buffers, as is its default")
     third.add_argument("--trace", action="store_true", help="a Chrome trace of some steps of every rank")
     third.add_argument("--memory-runs", type=int, default=3, help="runs for the peak memory, 0: none; default 3")
-    for command in (first, second, third):
+    fourth = what.add_parser("teams", help="two models at once on their own teams", allow_abbrev=False)
+    fourth.add_argument("--megabytes", default="4,2", help="gradients of the two models; default 4,2")
+    fourth.add_argument("--compute", default="30,20", help="milliseconds that each computes; default 30,20")
+    fourth.add_argument("--collective", default="auto", help="which all-reduce; default auto")
+    fourth.add_argument("--rounds", type=int, default=25, help="turns of each; default 25")
+    for command in (first, second, third, fourth):
         command.add_argument("-n", type=int, dest="ranks", help="ranks; default 4 for collectives, else 2")
         command.add_argument("--lab", metavar="4@100mbit", help="on so many emulated hosts at that rate")
         command.add_argument("--hosts", metavar="a:2,b:2", help="on these hosts, over ssh; the first has --out too")
@@ -97,6 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
     document = json.loads(result.read_text())
     if arguments.what == "network":
         print(network.describe(document))
+    elif arguments.what == "teams":
+        print(f"{teams.describe(document)}\n\nwritten: {result}")
     elif arguments.what == "step":
         document["memory"] = _memory(arguments, plan, folder)
         result.write_text(json.dumps(document, indent=1))
@@ -125,6 +133,16 @@ def _memory(arguments: argparse.Namespace, plan: dict[str, object], folder: Path
                 if _launch(arguments, ("syncline.bench.step", json.dumps(alone))) == 0:
                     found += json.loads(out.read_text())["results"]
     return found
+
+
+def _pair(option: str, text: str) -> tuple[float, float]:
+    try:
+        first, second = (float(part) for part in text.split(","))
+    except ValueError:
+        raise SpecError(f"{option} {text}: two numbers, as in 4,2") from None
+    if not (first >= 0 and second >= 0):
+        raise SpecError(f"{option} {text}: neither may be negative")
+    return first, second
 
 
 def _step_plan(arguments: argparse.Namespace, out: str) -> dict[str, object]:
@@ -158,6 +176,10 @@ def _plan(arguments: argparse.Namespace, result: Path) -> tuple[str, dict[str, o
     out = str(result.absolute())
     if arguments.what == "step":
         return "step", _step_plan(arguments, out)
+    if arguments.what == "teams":
+        sizes, pauses = _pair("--megabytes", arguments.megabytes), _pair("--compute", arguments.compute)
+        collective, turns = arguments.collective, arguments.rounds
+        return "teams", asdict(teams.TeamsPlan(out, sizes, pauses, turns=turns, collective=collective))
     if arguments.what == "network":
         plan = network.NetworkPlan(
             out=out, engine=arguments.engine, fresh=arguments.fresh, echo=arguments.echo, rounds=arguments.rounds
@@ -194,6 +216,6 @@ def _launch(arguments: argparse.Namespace, module: tuple[str, str]) -> int:
 
 
 def _by_mpi(arguments: argparse.Namespace) -> bool:
-    if arguments.what == "step":
+    if arguments.what in ("step", "teams"):
         return False
     return bool(arguments.mpi if arguments.what == "collectives" else arguments.engine == "mpi")

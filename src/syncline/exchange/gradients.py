@@ -46,11 +46,15 @@ class Gradients:
         self.weight = 1.0
         """What this rank's gradients count in the mean."""
         self.active = True
+        self.careful = False
+        """Whether ranks may have less data than others in this step: the same on every rank."""
+        self.observed = False
+        """Whether a first round has shown which gradients come, and in which order."""
+        self._deferred: Callable[[], None] | None = None
         wanted = [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
         self._finish = finish
         self._bucket_bytes = bucket_bytes
         self._order = [index for index in reversed(wanted) if self.names[index] not in sparse]
-        self._observed = False
         self._lay_out_anew = True
         self._free: list[BucketSet] = []
         self._in_flight = 0
@@ -66,6 +70,7 @@ class Gradients:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._judge_deferred()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -98,7 +103,7 @@ class Gradients:
         self._in_flight -= 1
         self._free.append(finished.buckets)
         control = finished.complete()
-        if not self._observed and control.active:
+        if not self.observed and control.active:
             self._observe(finished, control)
         missing = [i for i, count in enumerate(control.dense) if count and i not in finished.buckets.home]
         if missing and not set(missing) <= set(self._order):
@@ -130,6 +135,25 @@ class Gradients:
                 "parameters on every rank, or add 0 * parameter.sum() to the loss where one is left out"
             )
 
+    def read_later(self, numbers: Tensor, not_finite: Sequence[int], arrived: Sequence[bool]) -> None:
+        """Copy the control numbers off the device without waiting for it; judge them before the next round."""
+        copied = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        copied.copy_(numbers, non_blocking=True)
+        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        then = list(arrived)
+
+        def judge() -> None:
+            event.synchronize()
+            self.judge(Control.read(copied), not_finite, then)
+
+        self._deferred = judge
+
+    def _judge_deferred(self) -> None:
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            deferred()
+
     # What the autograd engine tells.
 
     def _arrived(self, index: int, parameter: Tensor) -> None:
@@ -153,6 +177,7 @@ class Gradients:
         self._finish(found)
 
     def _begin(self, task: int) -> Round:
+        self._judge_deferred()
         if self._lay_out_anew and not self._in_flight:
             self._lay_out_anew = False
             self._free = [BucketSet(self.parameters, self._order, self._bucket_bytes)]
@@ -164,7 +189,7 @@ class Gradients:
 
     def _observe(self, finished: Round, control: Control) -> None:
         """Order the buckets as the gradients really came on rank 0; leave out what no rank has used."""
-        self._observed = True
+        self.observed = True
         used = [index for index, count in enumerate(control.dense) if count]
         came = [index for index in finished.arrivals if index in set(used)]
         order = came if sorted(came) == used else [index for index in self._order if index in set(used)]

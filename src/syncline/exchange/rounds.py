@@ -114,8 +114,7 @@ class Round:
         for reduction in self._reductions:
             reduction.wait()
         self._exchange.stats.waited(start, now())
-        self.control = control = Control.read(self.buckets.control)
-        self._gradients.judge(control, self._not_finite, self._arrived)
+        self.control = control = self._read_control()
         size = self._exchange.size
         rescale = size / control.weight if control.weight > 0 and control.weight != size else 1.0
         if rescale != 1.0:
@@ -125,6 +124,19 @@ class Round:
             self.buckets.views[index].copy_(gradient)
         if any(control.sparse) or self.buckets.outside:
             self._sum_the_others(control, self._scale * rescale)
+        return control
+
+    def _read_control(self) -> Control:
+        """What the ranks told. On a GPU that would be a wait for the device: where nothing hangs on it, it is read
+        before the next round, and what is wrong is raised then.
+        """
+        gradients, numbers = self._gradients, self.buckets.control
+        if numbers.is_cuda and not (gradients.careful or self.buckets.outside or not gradients.observed):
+            gradients.read_later(numbers, self._not_finite, self._arrived)
+            size = self._exchange.size
+            return Control(size, float(size), 0, (size,) * len(self._arrived), (0,) * len(self._arrived))
+        control = Control.read(numbers)
+        gradients.judge(control, self._not_finite, self._arrived)
         return control
 
     def install(self) -> None:

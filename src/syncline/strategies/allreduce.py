@@ -95,8 +95,9 @@ class _AllReduceRun(Run):
     def no_sync(self) -> AbstractContextManager[None]:
         return self._gradients.paused()
 
-    def weigh(self, weight: float) -> None:
+    def weigh(self, weight: float, uneven: bool = False) -> None:
         self._gradients.weight = weight
+        self._gradients.careful = uneven
 
     def empty_round(self) -> bool:
         found = self._gradients.empty_round()

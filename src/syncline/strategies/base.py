@@ -147,8 +147,8 @@ class Run(ABC):
         return nullcontext()
 
     @abstractmethod
-    def weigh(self, weight: float) -> None:
-        """What this worker's next gradients count in the mean; 1 as a rule."""
+    def weigh(self, weight: float, uneven: bool = False) -> None:
+        """What this worker's next gradients count in the mean; 1 as a rule. `uneven`: others' may differ."""
 
     @abstractmethod
     def empty_round(self) -> bool:

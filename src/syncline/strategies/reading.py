@@ -45,7 +45,7 @@ class Shard:
         uneven = self._reader.uneven and run.exchange.size > 1
         try:
             for piece in self._reader:
-                run.weigh(piece.weight)
+                run.weigh(piece.weight, uneven or piece.total != run.exchange.size)
                 yield move(piece.batch, run.world.device)
         finally:
             run.weigh(1.0)
@@ -73,7 +73,7 @@ class Steps:
         uneven = self._reader.uneven and run.exchange.size > 1
         try:
             for micro in self._reader:
-                run.weigh(micro.weight)
+                run.weigh(micro.weight, uneven or micro.total != run.exchange.size)
                 yield Step(run, micro)
         finally:
             run.weigh(1.0)

@@ -1,0 +1,127 @@
+"""Two models at once on their own teams: what each rank runs for `syncline bench teams`.
+
+Each model trains in a task of its own; a turn is a step of the first alone, of the second alone, and of both at once.
+Where the network is the limit both together may take the sum of the two, not more; where it is not, as long as the
+slower one. Computing is stood in for by a pause, as on a device of its own: two models that compute on the same cores
+could only add up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from syncline.bench.calm import calm
+from syncline.bench.stats import Summary, ratios, summarize
+from syncline.collectives import build
+from syncline.collectives.run import allreduce, meet
+from syncline.training.distribute import distribute
+from syncline.world import World, init
+
+__all__ = ["TeamsPlan", "describe", "measure"]
+
+
+@dataclass(frozen=True)
+class TeamsPlan:
+    """What to measure: megabytes of gradients and milliseconds of computing of the two models."""
+
+    out: str
+    megabytes: tuple[float, float] = (4.0, 2.0)
+    pauses: tuple[float, float] = (30.0, 20.0)
+    turns: int = 25
+    collective: str = "auto"
+
+
+class _Model:
+    """Parameters without computing, and a step of them."""
+
+    def __init__(self, world: World, megabytes: float, pause: float, collective: str) -> None:
+        numel = max(1, int(megabytes * 1e6 / 4 / 8))
+        self.model = nn.ParameterList([nn.Parameter(torch.zeros(numel)) for _ in range(8)])
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.run = distribute(self.model, self.optimizer, collective=collective, bucket_bytes=1 << 20)
+        self.world = world
+        self.pause = pause / 1e3
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.world.compute(self.pause)
+        total = sum((parameter.sum() for parameter in self.model), torch.zeros(()))
+        total.backward()
+        self.optimizer.step()
+
+
+def measure(plan: TeamsPlan) -> None:
+    """Run the plan on this rank; rank 0 writes what came of it."""
+    with init(transport="torch_dist") as world, calm():
+        first, second = (
+            _Model(world, size, pause, plan.collective) for size, pause in zip(plan.megabytes, plan.pauses, strict=True)
+        )
+        signals = world.team()
+
+        def both() -> None:
+            other = world.runtime.spawn(second.step, name="second model")
+            first.step()
+            other.join(world.transport.timeout)
+
+        ways: dict[str, Callable[[], None]] = {"first": first.step, "second": second.step, "both": both}
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for turn in range(plan.turns + 3):
+            for name, way in ways.items():
+                meet(signals.channel)
+                start = world.runtime.now()
+                way()
+                if turn >= 3:  # the first make connections and buckets
+                    times[name].append(world.runtime.now() - start)
+        table = torch.tensor([times[name] for name in ways], dtype=torch.float64)
+        allreduce(signals.channel, table, "max", build("allreduce", "recursive_doubling"))
+        alone_1, alone_2, together = table.tolist()
+        result = {
+            "kind": "teams",
+            "ranks": world.size,
+            "lab": os.environ.get("SYNCLINE_LAB", ""),
+            "plan": asdict(plan),
+            "seconds": dict(zip(ways, table.tolist(), strict=True)),
+            "time": {name: asdict(summarize(row)) for name, row in zip(ways, table.tolist(), strict=True)},
+            "to_sum": asdict(ratios(together, [a + b for a, b in zip(alone_1, alone_2, strict=True)])),
+            "to_slower": asdict(ratios(together, [max(a, b) for a, b in zip(alone_1, alone_2, strict=True)])),
+        }
+        if world.rank == 0:
+            Path(plan.out).write_text(json.dumps(result, indent=1))
+        for model in (first, second):
+            model.run.close()
+
+
+def describe(document: dict[str, Any]) -> str:
+    """For the terminal."""
+    plan = document["plan"]
+    place = f"emulated hosts, {document['lab']}" if document["lab"] else "one host"
+    lines = [f"two models on their own teams, {document['ranks']} ranks, {place}"]
+    for number, name in enumerate(("first", "second")):
+        lines.append(
+            f"  {name:7} {_ms(document['time'][name])}   {plan['megabytes'][number]:g} MB of gradients, "
+            f"{plan['pauses'][number]:g} ms of computing"
+        )
+    lines += [
+        f"  both    {_ms(document['time']['both'])}",
+        f"  both ÷ sum of the two: {Summary(**document['to_sum'])}",
+        f"  both ÷ the slower:     {Summary(**document['to_slower'])}",
+    ]
+    return "\n".join(lines)
+
+
+def _ms(time: dict[str, Any]) -> str:
+    return f"{Summary(**time).scaled(1e3)} ms"
+
+
+if __name__ == "__main__":
+    told = json.loads(sys.argv[1])
+    measure(TeamsPlan(**{**told, "megabytes": tuple(told["megabytes"]), "pauses": tuple(told["pauses"])}))

@@ -1,0 +1,57 @@
+"""Run on each rank by test_cuda, and by hand on a machine with a GPU: training on it."""
+
+import torch
+from torch import nn
+
+import syncline as sl
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def alone(size: int, steps: int) -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(size):
+            (model(batch(step, rank)).square().mean() / size).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def main() -> None:
+    with sl.init(transport="torch_dist", timeout=60) as world:
+        device = world.device
+        assert device.type == "cuda", device
+        together = torch.cuda.device_count() < world.size  # NCCL wants a GPU for each rank
+        model = net().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        collective = "ring" if together else "native"
+        run = sl.distribute(model, optimizer, collective=collective, bucket_bytes=64, check_finite=True)
+        for step in range(10):
+            optimizer.zero_grad()
+            model(batch(step, world.rank).to(device)).square().mean().backward()
+            optimizer.step()
+        for found, wanted in zip(model.parameters(), alone(world.size, 10), strict=True):
+            torch.testing.assert_close(found.detach().cpu(), wanted)
+        try:  # told one step later: nobody waits for the device
+            for _ in range(2):
+                (
+                    model(batch(0, 0).to(device)).sum() * (float("nan") if world.rank == world.size - 1 else 1.0)
+                ).backward()
+            raise AssertionError("NaN passed unseen")
+        except sl.DivergedError as error:
+            print("told:", error)
+        run.close()
+        print("fine on", torch.cuda.get_device_name(), "rank", world.rank, "of", world.size)
+
+
+if __name__ == "__main__":
+    main()

@@ -85,9 +85,16 @@ class Exchange:
         return float(reduced)
 
     def from_root(self, tensor: Tensor, root: int = 0) -> Tensor:
-        """The root's tensor."""
-        result: Tensor = broadcast(tensor, root=root, group=self.team) if self.size > 1 else tensor
+        """The root's tensor. By way of the CPU: it is rare, and works where ranks share a GPU, which NCCL refuses."""
+        if self.size == 1:
+            return tensor
+        result: Tensor = broadcast(tensor.cpu(), root=root, group=self.team).to(tensor.device)
         return result
+
+    @property
+    def gathering(self) -> str:
+        """The algorithm for all-gathers: the engine's own, unless a schedule was asked for."""
+        return NATIVE if self.collective in (NATIVE, AUTO) else "ring"
 
     def close(self) -> None:
         """Let go of the team."""

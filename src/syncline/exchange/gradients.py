@@ -24,6 +24,9 @@ from syncline.world import allgather
 
 __all__ = ["Gradients"]
 
+Suspects = Sequence[tuple[Tensor | bool, str]]
+"""What of this rank may not be finite, with its name."""
+
 
 class Gradients:
     """The gradients of one model: in buckets, with hooks. `finish(round)` says what happens when backward is over."""
@@ -116,10 +119,10 @@ class Gradients:
         shown = f"{names[0]}" if len(names) == 1 else f"{names[0]} … {names[-1]}" if names else "control"
         return f"bucket {number} ({shown})"
 
-    def judge(self, control: Control, not_finite: Sequence[int], arrived: Sequence[bool]) -> None:
+    def judge(self, control: Control, suspects: Suspects, arrived: Sequence[bool]) -> None:
         """Raise, on every rank alike, what the ranks have told one another."""
         if control.not_finite:
-            told = self._gather_text(", ".join(self.names[index] for index in not_finite))
+            told = self._gather_text(", ".join(name for bad, name in suspects if bad))
             who = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
             raise DivergedError(f"NaN or Inf in the gradients of {who or 'some rank'}")
         counts = [dense + sparse for dense, sparse in zip(control.dense, control.sparse, strict=True)]
@@ -135,7 +138,7 @@ class Gradients:
                 "parameters on every rank, or add 0 * parameter.sum() to the loss where one is left out"
             )
 
-    def read_later(self, numbers: Tensor, not_finite: Sequence[int], arrived: Sequence[bool]) -> None:
+    def read_later(self, numbers: Tensor, suspects: Suspects, arrived: Sequence[bool]) -> None:
         """Copy the control numbers off the device without waiting for it; judge them before the next round."""
         copied = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         copied.copy_(numbers, non_blocking=True)
@@ -145,7 +148,7 @@ class Gradients:
 
         def judge() -> None:
             event.synchronize()
-            self.judge(Control.read(copied), not_finite, then)
+            self.judge(Control.read(copied), suspects, then)
 
         self._deferred = judge
 

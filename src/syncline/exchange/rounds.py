@@ -42,7 +42,8 @@ class Round:
         self._kept: dict[int, Tensor] = {}
         self._sparse: dict[int, Tensor] = {}
         self._late: dict[int, Tensor] = {}
-        self._not_finite: list[int] = []
+        self._suspects: list[tuple[Tensor | bool, str]] = []
+        """What of this rank was not finite: perhaps, on a device that was not asked yet."""
         self._bad: Tensor | None = None
         # A gradient that has no place in the buckets may come last, and the control numbers must know of it.
         self._hold = any(gradients.parameters[index].requires_grad for index in buckets.outside)
@@ -132,11 +133,11 @@ class Round:
         """
         gradients, numbers = self._gradients, self.buckets.control
         if numbers.is_cuda and not (gradients.careful or self.buckets.outside or not gradients.observed):
-            gradients.read_later(numbers, self._not_finite, self._arrived)
+            gradients.read_later(numbers, self._suspects, self._arrived)
             size = self._exchange.size
             return Control(size, float(size), 0, (size,) * len(self._arrived), (0,) * len(self._arrived))
         control = Control.read(numbers)
-        gradients.judge(control, self._not_finite, self._arrived)
+        gradients.judge(control, self._suspects, self._arrived)
         return control
 
     def install(self) -> None:
@@ -182,12 +183,14 @@ class Round:
 
     def _check(self, data: Tensor, items: tuple[int, ...]) -> None:
         """Note NaN and Inf: the sum of all has one if any has, and is quick to take."""
-        if data.is_cuda:  # no wait for the device here: who it was is not known, only that
+        if data.is_cuda:  # no wait for the device here: it is asked when somebody has told of trouble
             bad = torch.logical_not(torch.isfinite(data.sum(dtype=torch.float32)))
+            names = [self._gradients.names[index] for index in items]
+            self._suspects.append((bad, names[0] if len(names) == 1 else f"one of {names[0]} … {names[-1]}"))
             self._bad = bad if self._bad is None else torch.logical_or(self._bad, bad)
         elif data.numel() and not torch.isfinite(data.sum(dtype=torch.promote_types(data.dtype, torch.float32))):
             found = [index for index in items if not bool(torch.isfinite(self.buckets.views[index]).all())]
-            self._not_finite += found
+            self._suspects += [(True, self._gradients.names[index]) for index in found]
             if found:
                 self._bad = torch.tensor(True)
 

@@ -20,8 +20,8 @@ def sum_sparse(exchange: Exchange, gradient: Tensor | None, parameter: Tensor, s
         gradient = gradient.coalesce()
         indices, values = gradient.indices(), gradient.values() * scale
     if exchange.size > 1:
-        rows = allgather(indices.t().contiguous(), group=exchange.team)
-        values = allgather(values.contiguous(), group=exchange.team)
+        rows = allgather(indices.t().contiguous(), algorithm=exchange.gathering, group=exchange.team)
+        values = allgather(values.contiguous(), algorithm=exchange.gathering, group=exchange.team)
         indices = rows.t()
         nbytes = values.numel() * values.element_size() + indices.numel() * indices.element_size()
         exchange.stats.sent(nbytes, nbytes)

@@ -286,7 +286,7 @@ class Run(ABC):
         for buffer in buffers:
             kinds.setdefault(buffer.dtype, []).append(buffer.detach())
         for group in kinds.values():
-            flat = allreduce(torch.cat([buffer.reshape(-1) for buffer in group]), group=self.exchange.team)
+            flat = allreduce(torch.cat([buffer.reshape(-1) for buffer in group]).cpu(), group=self.exchange.team)
             offset = 0
             for buffer in group:
                 buffer.copy_(flat[offset : offset + buffer.numel()].view(buffer.shape))

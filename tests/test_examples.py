@@ -17,6 +17,7 @@ from tests.launching import ROOT, finish, start, torch_variables
         (["schedules.py", "--ranks", "6", "--megabytes", "0.1", "--ranks-per-host", "3"], "hierarchical"),
         (["schedules.py", "--help"], "--bandwidth"),
         (["hello.py"], "ranks [0]"),
+        (["train.py"], "1 workers: 3"),
         (["simulator_speed.py", "--ranks", "8", "--player-ranks", "16", "--seeds", "5", "--repeats", "2"], "5 seeds"),
     ],
 )
@@ -33,6 +34,7 @@ def test_example(arguments: list[str], says: str) -> None:
     [
         (["compare_allreduce.py", "--megabytes", "0.1", "--repeats", "3"], "halving_doubling"),
         (["check_cost.py", "--repeats", "2"], "check adds"),
+        (["train.py"], "2 workers: 3"),
     ],
 )
 def test_the_measurements_on_gloo(command: list[str], says: str) -> None:

@@ -11,28 +11,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import resource
 import socket
-import sys
 from collections.abc import Mapping
-from importlib import metadata
 from typing import Any
 
 import torch
 
-import syncline
 from syncline.environment import detect
 from syncline.errors import SynclineError
 from syncline.launch import machine
 from syncline.launch.mpi import find_mpiexec, flavour_of, installed_mpis, mpiexec_version
+from syncline.training.system import describe_machine, describe_versions
 
 __all__ = ["HELP", "collect", "configure", "run"]
 
 HELP = "say what a bug report needs: versions, machine, launcher, network"
 
-PACKAGES = ("torch", "numpy", "pyzmq", "mpi4py")
 SHOWN = re.compile(
     r"(SYNCLINE|TORCHELASTIC|OMP|MKL|NCCL|GLOO|TP|UCX|CUDA|SLURM|PMI|OMPI|PMIX|I_MPI|MPI)_|"
     r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT)$"
@@ -63,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 def collect(environ: Mapping[str, str]) -> Facts:
     """All that is told, by heading."""
     return {
-        "versions": _versions(),
+        "versions": describe_versions(),
         "machine": _machine(),
         "engines": _engines(),
         "launcher": _launcher(environ),
@@ -80,30 +76,14 @@ def visible(environ: Mapping[str, str]) -> dict[str, object]:
     return {name: "set" if SECRET.search(name) else environ[name] for name in sorted(environ) if SHOWN.match(name)}
 
 
-def _versions() -> dict[str, object]:
-    found: dict[str, object] = {"syncline": syncline.__version__, "python": sys.version.split()[0]}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
-
-
 def _machine() -> dict[str, object]:
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {
-        "system": _system(),
-        "kernel": platform.release(),
-        "architecture": platform.machine(),
-        "cores": os.cpu_count(),
+        **describe_machine(),
         "cores usable": machine.cores(),
         "cores by control group": machine.cpu_quota(),
-        "memory GiB": _gib(machine.total_memory()),
         "memory available GiB": _gib(machine.available_memory()),
         "memory by control group GiB": _gib(machine.memory_limit()),
-        "gpus": [torch.cuda.get_device_name(number) for number in range(gpus)],
         "network interfaces": [name for _, name in socket.if_nameindex()],
         "open files": {"soft": soft, "hard": hard},
     }
@@ -147,13 +127,6 @@ def _launcher(environ: Mapping[str, str]) -> dict[str, object]:
         "local rank": f"{found.local_rank} of {found.local_size}",
         "meeting point": None if place is None else f"{place.address}:{place.port}",
     }
-
-
-def _system() -> str:
-    try:
-        return platform.freedesktop_os_release()["PRETTY_NAME"]
-    except (OSError, KeyError):
-        return platform.platform()
 
 
 def _gib(size: int | None) -> float | None:

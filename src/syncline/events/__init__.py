@@ -3,5 +3,7 @@
 from syncline.events.base import Event, Sink
 from syncline.events.log import RunLog, read_log
 from syncline.events.recorder import Recorder
+from syncline.events.tensorboard import TensorBoardSink
+from syncline.events.trace import ChromeTrace
 
-__all__ = ["Event", "Recorder", "RunLog", "Sink", "read_log"]
+__all__ = ["ChromeTrace", "Event", "Recorder", "RunLog", "Sink", "TensorBoardSink", "read_log"]

@@ -1,0 +1,122 @@
+"""One workload trained by the loop: what each rank runs for `syncline train`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+from syncline.bench.workloads import build
+from syncline.errors import SynclineError
+from syncline.training.loop import Outcome, train
+from syncline.training.progress import Progress, duration
+from syncline.training.settings import Settings
+from syncline.world import init
+
+__all__ = ["TrainPlan", "describe", "rank_main"]
+
+SAME_KEY = 0.5
+"""A second Ctrl-C within so many seconds is the first one again: terminal and supervisor both send it."""
+INTERRUPTED = 128 + signal.SIGINT
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainPlan:
+    """What to train, how, and where its files go."""
+
+    workload: str
+    settings: Settings
+    folder: str
+    resume: bool | str = False
+    trace: bool = False
+    tensorboard: bool = False
+    terminal: bool = False
+    width: int = 0
+
+    def as_json(self) -> str:
+        """For the command line of a rank."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> TrainPlan:
+        """What `as_json` wrote.
+
+        >>> plan = TrainPlan(workload="digits", settings=Settings(epochs=2), folder="runs/a")
+        >>> TrainPlan.from_json(plan.as_json()) == plan
+        True
+        """
+        found: dict[str, Any] = json.loads(text)
+        return TrainPlan(**{**found, "settings": Settings(**found["settings"])})
+
+
+class _CtrlC:
+    """The first one asks the run to stop after a step; another one ends it at once."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+        signal.signal(signal.SIGINT, self._note)
+
+    def __call__(self) -> bool:
+        return self._first is not None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._first is not None and now - self._first > SAME_KEY:
+            raise KeyboardInterrupt
+        self._first = now if self._first is None else self._first
+
+
+def rank_main(plan: TrainPlan) -> int:
+    """Train on this rank; the exit code."""
+    stop = _CtrlC()
+    with init() as world:
+        workload = build(plan.workload)
+        first = world.rank == 0
+        outcome = train(
+            workload,
+            plan.settings,
+            world=world,
+            folder=plan.folder,
+            resume=plan.resume,
+            trace=plan.trace,
+            tensorboard=plan.tensorboard,
+            progress=Progress(sys.stdout, world.runtime.now, plan.terminal, plan.width) if first else None,
+            stop=stop,
+        )
+        if first:
+            print(describe(outcome, plan), flush=True)
+    return INTERRUPTED if outcome.stopped_by == "signal" else 0
+
+
+def describe(outcome: Outcome, plan: TrainPlan) -> str:
+    """The last line."""
+    took = f"{outcome.steps} steps in {duration(outcome.seconds)} of training, {duration(outcome.elapsed)} in all"
+    if outcome.test is None:
+        return f"stopped: {took}; go on with --resume {plan.folder}"
+    target = plan.settings.target
+    if target is None:
+        reached = ""
+    elif outcome.time_to_target is None:
+        reached = f"; target {target:g} not reached"
+    else:
+        reached = f"; target {target:g} reached after {duration(outcome.time_to_target)}"
+    return f"test {outcome.metric} {outcome.test:.4g}, {took}{reached}; {plan.folder}"
+
+
+def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Our own errors are sentences for the user. The launcher tells them in one line; without it we do."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        print(f"syncline train: {error}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(rank_main(TrainPlan.from_json(sys.argv[1])))
+    except SynclineError:
+        sys.excepthook = _tell
+        raise

@@ -1,0 +1,105 @@
+"""Samples held in tensors, and how they are split."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from syncline.training.workload import Batch, Splits
+
+__all__ = ["Pairs", "Windows", "digest", "draw", "stratified"]
+
+
+class Pairs(Dataset[Batch]):
+    """Inputs and targets of equal number. With `scale`, inputs are kept as they are and become floats when taken:
+    bytes of images take a quarter of the memory.
+
+    >>> Pairs(torch.tensor([[0, 255]], dtype=torch.uint8), torch.tensor([3]), scale=255)[0]
+    (tensor([0., 1.]), tensor(3))
+    """
+
+    def __init__(self, inputs: Tensor, targets: Tensor, scale: float | None = None) -> None:
+        assert len(inputs) == len(targets), f"{len(inputs)} inputs, {len(targets)} targets"
+        self.inputs = inputs
+        self.targets = targets
+        self.scale = scale
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self._scaled(self.inputs[index]), self.targets[index]
+
+    def __getitems__(self, indices: list[int]) -> list[Batch]:
+        """Many at once, as DataLoader asks for them: one gather instead of one look-up each."""
+        chosen = torch.tensor(indices)
+        inputs, targets = self._scaled(self.inputs[chosen]), self.targets[chosen]
+        return list(zip(inputs.unbind(0), targets.unbind(0), strict=True))
+
+    def _scaled(self, inputs: Tensor) -> Tensor:
+        return inputs if self.scale is None else inputs.to(torch.float32) / self.scale
+
+
+class Windows(Dataset[Batch]):
+    """A text in windows: the target of each byte is the one after it. Windows do not overlap, targets neither.
+
+    >>> inputs, targets = Windows(torch.tensor(list(b"abcdefgh"), dtype=torch.uint8), length=3)[1]
+    >>> bytes(inputs.tolist()), bytes(targets.tolist())
+    (b'def', b'efg')
+    """
+
+    def __init__(self, text: Tensor, length: int) -> None:
+        self.length = length
+        self.rows = text.unfold(0, length + 1, length) if len(text) > length else text.new_empty(0, length + 1)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Batch:
+        row = self.rows[index].long()
+        return row[:-1], row[1:]
+
+    def __getitems__(self, indices: list[int]) -> list[Batch]:
+        """Many at once, as DataLoader asks for them."""
+        rows = self.rows[torch.tensor(indices)].long()
+        return list(zip(rows[:, :-1].unbind(0), rows[:, 1:].unbind(0), strict=True))
+
+
+def draw(seed: int) -> torch.Generator:
+    """A generator of one's own, so that nobody else's numbers change."""
+    return torch.Generator().manual_seed(seed)
+
+
+def stratified(inputs: Tensor, targets: Tensor, seed: int, scale: float | None = None) -> Splits:
+    """Three fifths, one fifth, one fifth of every class, each shuffled.
+
+    >>> sizes = stratified(torch.rand(20, 3), torch.arange(20) % 2, seed=0).sizes()
+    >>> sizes["train"], sizes["validation"], sizes["test"]
+    (12, 4, 4)
+    """
+    generator = draw(seed)
+    parts: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+    for label in sorted(set(targets.tolist())):
+        members = (targets == label).nonzero().flatten()
+        members = members[torch.randperm(len(members), generator=generator)]
+        fifth = round(len(members) / 5)
+        for part, chosen in zip(parts, members.split([len(members) - 2 * fifth, fifth, fifth]), strict=True):
+            part.append(chosen)
+    made = []
+    for part in parts:
+        rows = torch.cat(part)
+        rows = rows[torch.randperm(len(rows), generator=generator)]
+        made.append(Pairs(inputs[rows], targets[rows], scale))
+    return Splits(*made)
+
+
+def digest(*tensors: Tensor) -> str:
+    """The SHA-256 of the tensors' bytes, one after the other."""
+    total = hashlib.sha256()
+    for tensor in tensors:
+        total.update(cast(Any, tensor.contiguous().numpy()))
+    return total.hexdigest()

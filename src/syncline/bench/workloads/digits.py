@@ -1,0 +1,60 @@
+"""Handwritten digits, 8×8 pixels, 1,797 of them: small enough for a test, real enough to show something."""
+
+from __future__ import annotations
+
+import importlib
+import random
+
+import torch
+from torch import nn
+
+from syncline.bench.workloads.checks import check_choice
+from syncline.bench.workloads.classification import Classification
+from syncline.bench.workloads.datasets import stratified
+from syncline.bench.workloads.models import image_cnn, mlp, seeded
+from syncline.errors import UnsupportedError
+from syncline.training.workload import Defaults, Splits
+
+__all__ = ["Digits"]
+
+
+class Digits(Classification):
+    """scikit-learn's digits, three fifths for training, one each for validation and test.
+
+    >>> Digits(model="cnn")
+    digits(model='cnn')
+    """
+
+    name = "digits"
+
+    def __init__(self, model: str = "mlp") -> None:
+        self.architecture = check_choice(self.name, "model", model, ["mlp", "cnn"])
+        super().__init__(model=model)
+
+    @property
+    def defaults(self) -> Defaults:
+        """Plain momentum; seconds on one core."""
+        if self.architecture == "cnn":
+            return Defaults(batch=32, epochs=10, learning_rate=0.05, momentum=0.9, target=0.96)
+        return Defaults(batch=32, epochs=20, learning_rate=0.1, momentum=0.9, target=0.95)
+
+    def model(self, seed: int = 0) -> nn.Module:
+        """64-64-10, or two convolutions; no batch norm, so that k workers × batch b is one worker × batch k·b."""
+        with seeded(seed):
+            return mlp(64, 64, 10) if self.architecture == "mlp" else image_cnn(8, (16, 32), 10, norm=False)
+
+    def make_splits(self) -> Splits:
+        """From the files that scikit-learn brings along."""
+        state = random.getstate()
+        try:
+            datasets = importlib.import_module("sklearn.datasets")
+        except ImportError as error:
+            raise UnsupportedError(
+                f"the workload 'digits' reads its images from scikit-learn, which is not here ({error}): "
+                "pip install 'syncline[workloads]'"
+            ) from None
+        finally:
+            random.setstate(state)  # scikit-learn draws from it when it is imported
+        images, labels = datasets.load_digits(return_X_y=True)
+        pixels = torch.from_numpy(images).to(torch.float32).view(-1, 1, 8, 8) / 16
+        return stratified(pixels, torch.from_numpy(labels).long(), seed=1797)

@@ -1,0 +1,195 @@
+"""Train a workload on many workers: progress while it runs, test metric and time at the end, and a run folder.
+
+examples:
+  syncline train digits -n 4                                    until the workload's epochs are over
+  syncline train digits -n 2 --target 0.96                      until the validation accuracy is 0.96
+  syncline train "fashion(model='cnn')" -n 4 --scaling linear --warmup 1
+  syncline train digits -n 4 --strategy "allreduce(delay=1)" --collective ring
+  syncline train digits --lab 4@100mbit --trace                 on four emulated hosts; a trace of every rank
+  syncline train digits -n 2 --out runs/a --resume auto         go on with runs/a, or begin it
+
+Workloads: digits, fashion, stdlib, regression, logistic. The run folder (runs/… or --out) has log.jsonl, config.json,
+system.json and checkpoints/. Ctrl-C ends the run after a step, with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from syncline.bench.train import TrainPlan
+from syncline.bench.workloads import build
+from syncline.collectives import NATIVE
+from syncline.collectives import build as build_collective
+from syncline.errors import IncompatibleError, SpecError, UnsupportedError
+from syncline.launch.hosts import Host, parse_hosts
+from syncline.launch.in_lab import run_in_lab
+from syncline.launch.lab import parse_lab
+from syncline.launch.machine import warn_if_crowded
+from syncline.launch.start import Job, run_here, run_on_hosts
+from syncline.strategies import build_strategy
+from syncline.training.checkpoint import latest
+from syncline.training.checkpoint.manifest import MANIFEST
+from syncline.training.folder import RunFolder, fresh_name
+from syncline.training.settings import DECAYS, Settings
+from syncline.training.start import checkpoints_in
+from syncline.training.workload import Workload
+
+__all__ = ["HELP", "configure", "run"]
+
+HELP = "train a workload on many workers"
+
+logger = logging.getLogger("syncline")
+
+AUTO = "auto"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Say what this command takes."""
+    usual = Settings()
+    parser.add_argument("workload", metavar="WORKLOAD", help="what to train: digits, \"digits(model='cnn')\", …")
+    parser.add_argument("-n", type=int, dest="ranks", help="workers; default 1, in a lab one for each host")
+    how = parser.add_argument_group("how the workers agree")
+    how.add_argument("--strategy", default=usual.strategy, help="allreduce, allreduce(delay=1), …; default allreduce")
+    how.add_argument("--codec", help="how gradients look on the wire; default: as they are")
+    how.add_argument("--collective", default=usual.collective, help="auto, native, ring, …; default auto")
+    what = parser.add_argument_group("training; defaults are the workload's")
+    what.add_argument("--batch", type=int, help="samples of each worker in a step")
+    what.add_argument("--epochs", type=int, help="times over the training data")
+    what.add_argument("--steps", type=int, help="end after so many steps")
+    what.add_argument("--lr", type=float, dest="learning_rate", help="learning rate for one worker")
+    what.add_argument("--scaling", default=usual.scaling, help="none, linear or sqrt: the rate for all; default none")
+    what.add_argument("--warmup", type=float, default=0.0, metavar="EPOCHS", help="rise to the scaled rate; default 0")
+    what.add_argument("--decay", default=usual.decay, help=f"{' or '.join(DECAYS)}; default none")
+    what.add_argument("--target", type=float, help="end when the validation metric is as good as this")
+    what.add_argument("--seed", type=int, default=usual.seed, help="of weights, order and dropout; default 0")
+    what.add_argument("--no-check-finite", dest="check_finite", action="store_false", help="let NaN and Inf pass")
+    files = parser.add_argument_group("files")
+    files.add_argument("--out", type=Path, metavar="FOLDER", help="the run's folder; default runs/WORKLOAD-time")
+    files.add_argument("--resume", metavar="auto|FOLDER", help="go on from the newest checkpoint in --out, or there")
+    files.add_argument(
+        "--checkpoint-every", type=int, metavar="STEPS", help="0: never; default: between epochs now and then"
+    )
+    files.add_argument("--trace", action="store_true", help="a trace of each rank, for ui.perfetto.dev")
+    files.add_argument("--tensorboard", action="store_true", help="scalars for TensorBoard")
+    where = parser.add_argument_group("where")
+    where.add_argument("--lab", metavar="4@100mbit", help="on so many emulated hosts at that rate")
+    where.add_argument("--hosts", metavar="a:2,b:2", help="on these hosts, over ssh; all see the run's folder")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train; the exit code."""
+    job_place = _place(arguments)
+    workload = build(arguments.workload)
+    settings = _settings(arguments, workload, job_place[1])
+    folder, resume = _folder(arguments, workload)
+    if resume is not False:
+        _compare(folder if resume is True else RunFolder(str(resume)), workload, settings)
+    if arguments.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise UnsupportedError("--tensorboard needs the package tensorboard: pip install 'syncline[tensorboard]'")
+    terminal = sys.stdout.isatty()
+    plan = TrainPlan(
+        workload=workload.spec,
+        settings=settings,
+        folder=str(folder.path.absolute()),
+        resume=resume,
+        trace=arguments.trace,
+        tensorboard=arguments.tensorboard,
+        terminal=terminal,
+        width=shutil.get_terminal_size().columns if terminal else 0,
+    )
+    return _launch(arguments, Job(target=("-m", "syncline.bench.train", plan.as_json())), job_place)
+
+
+def _place(arguments: argparse.Namespace) -> tuple[tuple[Host, ...], int]:
+    """The hosts, where there are any, and the number of workers."""
+    if arguments.lab and arguments.hosts:
+        raise IncompatibleError("--lab makes its own hosts and cannot be used with --hosts; leave one out")
+    if arguments.ranks is not None and arguments.ranks < 1:
+        raise SpecError(f"-n {arguments.ranks}: a run takes at least one worker")
+    if arguments.hosts:
+        hosts = parse_hosts(arguments.hosts, arguments.ranks)
+        return hosts, sum(host.slots for host in hosts)
+    return (), arguments.ranks or (parse_lab(arguments.lab)[0] if arguments.lab else 1)
+
+
+def _settings(arguments: argparse.Namespace, workload: Workload, workers: int) -> Settings:
+    """The settings, refused here rather than on every rank."""
+    given = {name: getattr(arguments, name) for name in asdict(Settings())}
+    settings = Settings(**given)
+    settings.check()
+    build_strategy(settings.strategy)
+    if settings.collective not in (AUTO, NATIVE):
+        build_collective("allreduce", settings.collective)
+    if settings.codec is not None:
+        raise UnsupportedError(f"--codec {settings.codec}: this version has no codecs; leave --codec out")
+    if settings.target is not None:
+        workload.check_target(settings.target)
+    if not arguments.hosts:  # elsewhere the data may lie where this machine has none
+        samples = workload.splits().sizes()["train"]
+        if samples < workers:
+            raise IncompatibleError(
+                f"{workload} has {samples} samples to train on, too few for {workers} workers; take fewer (-n)"
+            )
+    return settings
+
+
+def _folder(arguments: argparse.Namespace, workload: Workload) -> tuple[RunFolder, bool | str]:
+    """Where the run writes, and what it goes on from."""
+    resume = arguments.resume
+    if resume is None:
+        folder = RunFolder(arguments.out or Path("runs") / fresh_name(workload.spec))
+        if folder.used():
+            raise IncompatibleError(folder.refusal())
+        return folder, False
+    if resume == AUTO:
+        if arguments.out is None:
+            raise SpecError(
+                "--resume auto goes on in the run's own folder: name it with --out, or write --resume FOLDER"
+            )
+        return RunFolder(arguments.out), True
+    source = checkpoints_in(resume)
+    if latest(source) is None and not (source / MANIFEST).exists():
+        raise SpecError(f"--resume {resume}: there is no checkpoint in that folder")
+    if arguments.out is not None and arguments.out.resolve() != Path(resume).resolve():
+        folder = RunFolder(arguments.out)
+        if folder.used():
+            raise IncompatibleError(folder.refusal())
+        return folder, str(Path(resume).absolute())
+    if source == Path(resume):
+        raise SpecError(f"--resume {resume} is not a run's folder: say with --out where this run's files go")
+    return RunFolder(resume), True
+
+
+def _compare(folder: RunFolder, workload: Workload, settings: Settings) -> None:
+    """Refuse another workload; say so where a run goes on with other settings than it began with."""
+    before = folder.read("config") or {}
+    if before.get("workload", workload.spec) != workload.spec:
+        raise IncompatibleError(f"{folder.path} holds a run of {before['workload']}, not of {workload.spec}")
+    usual = workload.defaults
+    now: dict[str, Any] = asdict(settings)
+    for name in ("batch", "learning_rate"):
+        now[name] = getattr(usual, name) if now[name] is None else now[name]
+    shaping = ("strategy", "codec", "collective", "batch", "learning_rate", "scaling", "warmup", "decay", "seed")
+    changed = [
+        f"{name} {now[name]} (it was {before[name]})" for name in shaping if before.get(name, now[name]) != now[name]
+    ]
+    if changed:
+        logger.warning("%s goes on with other settings than it began with: %s", folder.path, ", ".join(changed))
+
+
+def _launch(arguments: argparse.Namespace, job: Job, place: tuple[tuple[Host, ...], int]) -> int:
+    hosts, workers = place
+    if arguments.lab:
+        number, rate = parse_lab(arguments.lab)
+        return run_in_lab(job, number, rate, arguments.ranks)
+    if hosts:
+        return run_on_hosts(job, hosts)
+    warn_if_crowded(workers)
+    return run_here(job, workers)

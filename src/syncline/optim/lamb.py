@@ -1,0 +1,119 @@
+"""LAMB: Adam's step, its length set for each layer by the norm of the layer's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from syncline.errors import SpecError
+from syncline.optim.checks import fraction, not_negative, positive
+from syncline.optim.layerwise import batches, check_exclude, norms
+
+__all__ = ["LAMB"]
+
+
+class LAMB(Optimizer):
+    """Adam whose step is as long, in each layer, as the layer's weights times the rate.
+
+        m ← β₁·m + (1 − β₁)·g,   v ← β₂·v + (1 − β₂)·g²
+        r = m̂ / (√v̂ + eps) + decay · w                   m̂, v̂: corrected for their start at zero, as in Adam
+        w ← w − lr · ‖w‖ / ‖r‖ · r                       the ratio is 1 where ‖w‖ or ‖r‖ is 0
+
+    `exclude` says which parameters take plain Adam without decay: `"vectors"` (biases and norms: fewer than two
+    dimensions), `"none"` or `"all"`. Like the rest it may differ between parameter groups.
+
+    You et al., *Large batch optimization for deep learning: training BERT in 76 minutes*, 2019.
+
+    >>> layer = torch.nn.Linear(2, 1, bias=False)
+    >>> _ = torch.nn.init.constant_(layer.weight, 3.0)
+    >>> optimizer = LAMB(layer.parameters(), lr=0.1)
+    >>> layer(torch.ones(1, 2)).sum().backward()
+    >>> optimizer.step()                                     # r = (1, 1): 3 − 0.1 · ‖(3, 3)‖ / ‖(1, 1)‖ · 1
+    >>> print(layer.weight.data)
+    tensor([[2.7000, 2.7000]])
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 0.001,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        exclude: str = "vectors",
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "exclude": exclude}
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with options of their own; torch calls it for those of the constructor too."""
+        given = {**self.defaults, **param_group}
+        if not isinstance(given["lr"], Tensor):
+            not_negative("lr", given["lr"])
+        if not isinstance(given["betas"], (tuple, list)) or len(given["betas"]) != 2:
+            raise SpecError(f"betas must be two numbers, such as (0.9, 0.999), not {given['betas']!r}")
+        for beta in given["betas"]:
+            fraction("each of betas", beta, below_one=True)
+        positive("eps", given["eps"])
+        not_negative("weight_decay", given["weight_decay"])
+        check_exclude(given["exclude"])
+        super().add_param_group(param_group)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step; `closure`, where given, computes the loss and the gradients first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameters, gradients, adapted in batches(group, "LAMB"):
+                moves = self._adams(parameters, gradients, group)
+                if adapted:
+                    _fit(parameters, moves, group["weight_decay"])
+                torch._foreach_add_(parameters, moves, alpha=-float(group["lr"]))
+        return loss
+
+    def _adams(self, parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        """m̂ / (√v̂ + eps) for each parameter, in new tensors."""
+        for parameter in parameters:
+            if "step" not in self.state[parameter]:
+                self.state[parameter]["step"] = torch.tensor(0.0)  # a tensor on the host, as torch's Adam has it
+                self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
+                self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter)
+        states = [self.state[parameter] for parameter in parameters]
+        means: list[Tensor] = [state["exp_avg"] for state in states]
+        squares: list[Tensor] = [state["exp_avg_sq"] for state in states]
+        first, second = group["betas"]
+        torch._foreach_lerp_(means, gradients, 1 - first)
+        torch._foreach_mul_(squares, second)
+        torch._foreach_addcmul_(squares, gradients, gradients, value=1 - second)
+        for state in states:
+            state["step"] += 1
+        taken = [int(state["step"]) for state in states]  # they differ where a parameter was unused for a while
+        moves: list[Tensor] = list(torch._foreach_div(means, [1 - first**step for step in taken]))
+        scales: list[Tensor] = list(torch._foreach_div(squares, [1 - second**step for step in taken]))
+        torch._foreach_sqrt_(scales)
+        torch._foreach_add_(scales, group["eps"])
+        torch._foreach_div_(moves, scales)
+        return moves
+
+
+def _fit(parameters: list[Tensor], moves: list[Tensor], decay: float) -> None:
+    """Add the decay to each move, and give it the length of the parameter."""
+    torch._foreach_add_(moves, parameters, alpha=decay)
+    weights, lengths = norms(parameters), norms(moves)
+    ratio = torch.where((weights > 0) & (lengths > 0), weights / lengths, 1.0)
+    torch._foreach_mul_(moves, list(ratio.unbind()))

@@ -1,0 +1,121 @@
+"""LARS: a rate for each layer, from the norms of its weights and of their gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from syncline.errors import SpecError
+from syncline.optim.checks import fraction, not_negative, positive
+from syncline.optim.layerwise import batches, check_exclude, norms
+
+__all__ = ["LARS"]
+
+
+class LARS(Optimizer):
+    """SGD with momentum whose rate is adapted to each layer, for batches of thousands.
+
+        local = trust · ‖w‖ / (‖g‖ + decay · ‖w‖)        1 where ‖w‖ or ‖g‖ is 0
+        v ← momentum · v + local · (g + decay · w)
+        w ← w − lr · v                                   nesterov: w − lr · (local · (g + decay · w) + momentum · v)
+
+    `exclude` says which parameters take plain SGD with momentum, without decay: `"vectors"` (biases and norms: fewer
+    than two dimensions), `"none"` or `"all"`. Like the rest it may differ between parameter groups. The rate stands
+    outside v, as in torch's SGD, so that a warm-up needs no correction of the momentum; with a constant rate it is
+    the paper's.
+
+    A step moves a layer by about lr · trust of its own norm, so `lr` is far larger than SGD's.
+
+    You, Gitman and Ginsburg, *Large batch training of convolutional networks*, 2017.
+
+    >>> layer = torch.nn.Linear(2, 1, bias=False)
+    >>> _ = torch.nn.init.constant_(layer.weight, 3.0)
+    >>> optimizer = LARS(layer.parameters(), lr=1.0, momentum=0.0, trust=0.1)
+    >>> layer(torch.ones(1, 2)).sum().backward()
+    >>> optimizer.step()                                     # 3 − 1 · 0.1 · ‖(3, 3)‖ / ‖(1, 1)‖ · 1
+    >>> print(layer.weight.data)
+    tensor([[2.7000, 2.7000]])
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 0.001,
+        nesterov: bool = False,
+        exclude: str = "vectors",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust": trust,
+            "nesterov": bool(nesterov),
+            "exclude": exclude,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with options of their own; torch calls it for those of the constructor too."""
+        given = {**self.defaults, **param_group}
+        if not isinstance(given["lr"], Tensor):
+            not_negative("lr", given["lr"])
+        fraction("momentum", given["momentum"], below_one=True)
+        not_negative("weight_decay", given["weight_decay"])
+        positive("trust", given["trust"])
+        check_exclude(given["exclude"])
+        if given["nesterov"] and not given["momentum"]:
+            raise SpecError("nesterov=True looks ahead along the momentum, and momentum is 0: give momentum=0.9")
+        super().add_param_group(param_group)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step; `closure`, where given, computes the loss and the gradients first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameters, gradients, adapted in batches(group, "LARS"):
+                updates = _adapted(parameters, gradients, group) if adapted else [g.clone() for g in gradients]
+                moves = self._with_momentum(parameters, updates, group)
+                torch._foreach_add_(parameters, moves, alpha=-float(group["lr"]))
+        return loss
+
+    def _with_momentum(self, parameters: list[Tensor], updates: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        if not group["momentum"]:
+            return updates
+        for parameter in parameters:
+            if "momentum_buffer" not in self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        buffers: list[Tensor] = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
+        torch._foreach_mul_(buffers, group["momentum"])
+        torch._foreach_add_(buffers, updates)
+        if not group["nesterov"]:
+            return buffers
+        torch._foreach_add_(updates, buffers, alpha=group["momentum"])
+        return updates
+
+
+def _adapted(parameters: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+    """local · (g + decay · w) for each parameter, in new tensors."""
+    decay = group["weight_decay"]
+    weights, slopes = norms(parameters), norms(gradients)
+    local = group["trust"] * weights / (slopes + decay * weights)
+    local = torch.where((weights > 0) & (slopes > 0), local, 1.0)
+    updates: list[Tensor] = list(torch._foreach_add(gradients, parameters, alpha=decay))
+    torch._foreach_mul_(updates, list(local.unbind()))
+    return updates

@@ -1,0 +1,57 @@
+"""How the learning rate follows the batch when workers are added."""
+
+from __future__ import annotations
+
+import math
+
+from syncline.errors import SpecError, WorldError
+from syncline.optim.checks import count, positive
+from syncline.specs import nearest
+from syncline.world import current_world
+
+__all__ = ["scale_lr", "scale_of"]
+
+RULES = ["linear", "none", "sqrt"]
+
+
+def scale_lr(rate: float, rule: str = "linear", workers: int | None = None) -> float:
+    """The rate for p workers of a batch each, where `rate` is right for one of them.
+
+    | rule | rate | when |
+    |---|---|---|
+    | `"linear"` | η·p | SGD, with `warmup` where p is large (Goyal et al. 2017) |
+    | `"sqrt"` | η·√p | adaptive optimizers; SGD where linear diverges (Krizhevsky 2014) |
+    | `"none"` | η | the global batch did not grow |
+
+    `workers` is the size of the current world unless told, and 1 where there is no world: call it after `sl.init()`.
+    It stands for how much larger the global batch has become; where you hold the batch fixed while workers change,
+    leave the rate alone.
+
+    >>> scale_lr(0.1, workers=8), scale_lr(0.1, "sqrt", workers=4)
+    (0.8, 0.2)
+    >>> scale_lr(0.1)                                        # no world: one worker
+    0.1
+    >>> import syncline as sl
+    >>> sl.simulate(lambda world: scale_lr(0.5), ranks=4).results
+    (2.0, 2.0, 2.0, 2.0)
+    """
+    return positive("rate", rate) * scale_of(rule, workers)
+
+
+def scale_of(rule: str, workers: int | None = None) -> float:
+    """What a rule multiplies the rate by.
+
+    >>> scale_of("sqrt", 9)
+    3.0
+    """
+    if rule not in RULES:
+        raise SpecError(f"unknown rule {rule!r} for the learning rate; {nearest(str(rule), RULES)}")
+    workers = _current_size() if workers is None else count("workers", workers)
+    return {"linear": float(workers), "sqrt": math.sqrt(workers), "none": 1.0}[rule]
+
+
+def _current_size() -> int:
+    try:
+        return current_world().size
+    except WorldError:  # a script that is tried without sl.init() is a script of one worker
+        return 1

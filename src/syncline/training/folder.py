@@ -1,0 +1,94 @@
+"""The folder of a run, and what lies where in it.
+
+```text
+runs/digits-20261115-101500/
+  log.jsonl            what happened: the one source that reports read
+  config.json          what was asked for, and what was chosen
+  system.json          what machine
+  checkpoints/         step-00000100/ …
+  trace-rank0.json     with trace: one for each rank
+  tensorboard/         with tensorboard
+```
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from syncline.errors import ProtocolError
+from syncline.specs import parse
+
+__all__ = ["RunFolder", "fresh_name"]
+
+
+class RunFolder:
+    """Where a run's files go. Nothing is made before the first of them is written.
+
+    >>> folder = RunFolder("runs/a")
+    >>> folder.trace(rank=2).as_posix(), folder.trace(rank=0, step=100).as_posix()
+    ('runs/a/trace-rank2.json', 'runs/a/trace-rank0-from-step-100.json')
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    def trace(self, rank: int, step: int = 0) -> Path:
+        """A resumed run has a trace of its own: the first one stays as it is."""
+        return self.path / (f"trace-rank{rank}.json" if not step else f"trace-rank{rank}-from-step-{step}.json")
+
+    def used(self) -> bool:
+        """Whether a run has written here already."""
+        return self.log.exists() or self.checkpoints.exists()
+
+    def write(self, name: str, document: Mapping[str, Any]) -> None:
+        """Write `<name>.json`, aside first: a reader sees the old one or the new one."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        aside = self.path / f".{name}.json"
+        aside.write_text(json.dumps(document, indent=2) + "\n")
+        os.replace(aside, self.path / f"{name}.json")
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """What `<name>.json` says, or None where there is none."""
+        path = self.path / f"{name}.json"
+        try:
+            found = json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise ProtocolError(f"{path} is not JSON ({error}); remove it to go on without it") from None
+        if not isinstance(found, dict):
+            raise ProtocolError(f"{path} is not a JSON object; remove it to go on without it")
+        return found
+
+    def refusal(self) -> str:
+        """Why a run that begins may not begin here."""
+        return (
+            f"{self.path} holds a run already: continue it with --resume auto (resume=True in Python), or name "
+            "another folder"
+        )
+
+
+def fresh_name(workload: str) -> str:
+    """A name for the folder of a run that begins now: the workload's own name and the time.
+
+    >>> fresh_name("digits(model='cnn')").rpartition("-")[0].partition("-")[0]
+    'digits'
+    """
+    return f"{parse(workload)[0].name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"

@@ -1,0 +1,126 @@
+"""What the loop writes into the run log: MLPerf's keys where it has them, ours under `sl_`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from syncline.events import ChromeTrace, Recorder, RunLog, TensorBoardSink
+from syncline.training.clocks import shared_zero
+from syncline.training.folder import RunFolder
+from syncline.training.progress import Moment
+from syncline.training.settings import Settings
+from syncline.training.system import code_version
+from syncline.training.workload import Workload
+from syncline.world import World
+
+__all__ = ["Journal"]
+
+
+class Journal:
+    """Rank 0's log and scalars, and every rank's trace. On the other ranks, or without a folder, it goes nowhere.
+
+    Spans of single steps go to the trace alone: a log of them would outgrow everything else.
+    """
+
+    def __init__(
+        self, world: World, folder: RunFolder | None, *, trace: bool = False, tensorboard: bool = False, step: int = 0
+    ) -> None:
+        self._world = world
+        self._trace: ChromeTrace | None = None
+        self._recorder = Recorder(world.runtime.now)
+        if folder is None:
+            return
+        if world.rank == 0:
+            self._recorder.add(RunLog(folder.path))
+            if tensorboard:
+                self._recorder.add(TensorBoardSink(folder.tensorboard))
+        if trace:
+            zero, error = shared_zero(world)
+            folder.path.mkdir(parents=True, exist_ok=True)
+            self._trace = ChromeTrace(folder.trace(world.rank, step), world.rank, zero=zero, error=error)
+            world.events.add(self._trace)
+
+    def started(self, workload: Workload, settings: Settings, config: dict[str, Any], resumed: int) -> None:
+        """The run begins, or goes on after so many steps."""
+        samples = workload.splits().sizes()
+        optimizer = workload.defaults.optimizer
+        points = {
+            "sl_code_version": code_version(),
+            "sl_workload": workload.spec,
+            "sl_workers": self._world.size,
+            "sl_strategy": config.get("strategy", settings.strategy),
+            "sl_codec": config.get("codec", settings.codec),
+            "sl_collective": config.get("collective", settings.collective),
+            "seed": settings.seed,
+            "global_batch_size": (settings.batch or 0) * self._world.size,
+            "train_samples": samples["train"],
+            "eval_samples": samples["validation"],
+            "opt_name": optimizer,
+            "opt_base_learning_rate": settings.rate(self._world.size),
+            "opt_learning_rate_warmup_epochs": settings.warmup,
+            "sl_learning_rate_of_one": settings.learning_rate,
+            "sl_scaling": settings.scaling,
+            "sl_target": settings.target,
+        }
+        for key, value in points.items():
+            self._recorder.point(key, value)
+        if resumed:
+            self._recorder.point("sl_resumed", resumed)
+        self._recorder.begin("run_start")
+
+    def epoch_started(self, epoch: int, step: int) -> None:
+        self._recorder.begin("epoch_start", epoch_num=epoch, step=step)
+
+    def epoch_stopped(self, epoch: int, step: int) -> None:
+        self._recorder.end("epoch_stop", epoch_num=epoch, step=step)
+
+    def moment(self, moment: Moment, rate: float) -> None:
+        """Speeds and the loss of rank 0's latest batch."""
+        at = {"epoch_num": moment.epoch, "step": moment.step}
+        self._recorder.point("train_loss", _number(moment.loss), **at)
+        self._recorder.point("sl_learning_rate", rate, **at)
+        self._recorder.point("sl_samples_per_second", moment.speeds.samples, **at)
+        self._recorder.point("sl_bytes_per_second", moment.speeds.bytes, **at)
+        self._recorder.point("sl_exposed_share", moment.speeds.exposed, **at)
+
+    def evaluating(self, epoch: int, step: int) -> None:
+        self._recorder.begin("eval_start", epoch_num=epoch, step=step)
+
+    def evaluated(self, found: dict[str, float], epoch: int, step: int) -> None:
+        """The validation's numbers: `eval_accuracy`, `eval_loss` and so on."""
+        for key, value in found.items():
+            self._recorder.point(f"eval_{key}", _number(value), epoch_num=epoch, step=step)
+        self._recorder.end("eval_stop", epoch_num=epoch, step=step)
+
+    def saved(self, path: str, step: int, seconds: float) -> None:
+        self._recorder.point("sl_checkpoint", path, step=step, seconds=seconds)
+
+    def concluded(self, outcome: dict[str, Any], totals: dict[str, float]) -> None:
+        """What came of it, and what it took on rank 0."""
+        for key, value in totals.items():
+            self._recorder.point(key, value)
+        if outcome["time_to_target"] is not None:
+            self._recorder.point("sl_time_to_target_seconds", outcome["time_to_target"])
+        self._recorder.point("sl_training_seconds", outcome["seconds"])
+        if outcome["test"] is not None:
+            self._recorder.point(f"sl_test_{outcome['metric']}", _number(outcome["test"]), step=outcome["steps"])
+        status = "aborted" if outcome["stopped_by"] == "signal" else "success"
+        self.stopped(status, stopped_by=outcome["stopped_by"], step=outcome["steps"])
+
+    def stopped(self, status: str, **metadata: Any) -> None:
+        """The run has ended: "success", or "aborted"."""
+        self._recorder.end("run_stop", status=status, **metadata)
+
+    def close(self) -> None:
+        """Close log, scalars and trace. A second call does nothing."""
+        self._recorder.close()
+        if self._trace is not None:
+            self._world.events.remove(self._trace)
+            self._trace.close()
+            self._trace = None
+
+
+def _number(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they are written as words."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

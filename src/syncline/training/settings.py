@@ -1,0 +1,103 @@
+"""What shapes the result of a run: the same settings on the same world give the same bits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
+
+from syncline.errors import SpecError
+from syncline.optim import cosine_decay, scale_lr, warmup
+from syncline.specs import nearest
+from syncline.training.workload import Workload
+
+__all__ = ["DECAYS", "Schedule", "Settings", "steps_of_epoch"]
+
+DECAYS = ("none", "cosine")
+
+Schedule = LRScheduler | ChainedScheduler
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How to train. What is None is the workload's default.
+
+    >>> Settings(epochs=3, scaling="linear", warmup=1).epochs
+    3
+    """
+
+    strategy: str = "allreduce"
+    codec: str | None = None
+    collective: str = "auto"
+    batch: int | None = None
+    """Samples of each worker in a step."""
+    epochs: int | None = None
+    steps: int | None = None
+    """Steps after which the run ends, if the epochs do not end it before."""
+    learning_rate: float | None = None
+    """Of one worker; `scaling` makes it that of all."""
+    scaling: str = "none"
+    warmup: float = 0.0
+    """Epochs, or parts of one, from the rate of one worker to the scaled one."""
+    decay: str = "none"
+    target: float | None = None
+    """The validation metric at which the run ends. None: it does not end early."""
+    seed: int = 0
+    check_finite: bool = True
+    checkpoint_every: int | None = None
+    """Steps. 0: never; None: between epochs, when the last one is old, and at the end."""
+
+    def resolved(self, workload: Workload, workers: int) -> Settings:
+        """With the workload's defaults filled in, and what cannot be meant refused.
+
+        Where steps are given and epochs are not, there are as many epochs as the steps take.
+        """
+        self.check()
+        if self.target is not None:
+            workload.check_target(self.target)
+        defaults = workload.defaults
+        batch = defaults.batch if self.batch is None else self.batch
+        rate = defaults.learning_rate if self.learning_rate is None else self.learning_rate
+        epochs = defaults.epochs if self.epochs is None else self.epochs
+        if self.epochs is None and self.steps is not None:
+            epochs = -(-self.steps // steps_of_epoch(workload, batch, workers))
+        return replace(self, batch=batch, epochs=epochs, learning_rate=rate)
+
+    def check(self) -> None:
+        """Refuse numbers that make no run."""
+        for name, least in (("batch", 1), ("epochs", 1), ("steps", 1), ("checkpoint_every", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise SpecError(f"{name.replace('_', '-')} {value}: at least {least}")
+        if not (self.warmup >= 0 and math.isfinite(self.warmup)):
+            raise SpecError(f"warmup {self.warmup}: a number of epochs, such as 5 or 0.5; 0 for none")
+        if self.decay not in DECAYS:
+            raise SpecError(f"unknown decay {self.decay!r}; {nearest(self.decay, list(DECAYS))}")
+        if not 0 <= self.seed < 2**63:
+            raise SpecError(f"seed {self.seed}: a whole number from 0 to 2⁶³ − 1")
+        # Refuses a rule or a rate that is none.
+        scale_lr(1.0 if self.learning_rate is None else self.learning_rate, self.scaling, workers=1)
+
+    def rate(self, workers: int) -> float:
+        """The learning rate for so many workers."""
+        assert self.learning_rate is not None, "settings are resolved before they are used"
+        return scale_lr(self.learning_rate, self.scaling, workers=workers)
+
+    def schedule(self, optimizer: Optimizer, workers: int, epoch_steps: int, total_steps: int) -> Schedule | None:
+        """Warm-up and decay as one scheduler, or None where the rate stays as it is."""
+        parts: list[LRScheduler] = []
+        steps = round(self.warmup * epoch_steps)
+        if steps:
+            # An unscaled rate has no rate of one worker to begin with: a tenth of it instead.
+            scaled = self.scaling != "none" and workers > 1
+            parts.append(warmup(optimizer, steps, self.scaling if scaled else 0.1, workers=workers))
+        if self.decay == "cosine":
+            parts.append(cosine_decay(optimizer, total_steps))
+        return ChainedScheduler(parts, optimizer=optimizer) if len(parts) > 1 else parts[0] if parts else None
+
+
+def steps_of_epoch(workload: Workload, batch: int, workers: int) -> int:
+    """Steps that go over the training split once, the last one with what is left."""
+    return -(-workload.splits().sizes()["train"] // (batch * workers))

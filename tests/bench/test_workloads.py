@@ -1,0 +1,243 @@
+"""The workloads: the contract of all, and of each what it alone promises."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from syncline.bench.workloads import Digits, Logistic, Regression, Stdlib, build, names, stdlib
+from syncline.bench.workloads.convex import Convex
+from syncline.bench.workloads.corpus import Corpus, read_corpus
+from syncline.bench.workloads.datasets import Pairs
+from syncline.errors import SpecError, UnsupportedError
+from syncline.testing.workloads import WorkloadContract
+from syncline.training.workload import Workload
+
+
+class TestDigits(WorkloadContract):
+    @classmethod
+    def make(cls) -> Workload:
+        return Digits()
+
+
+class TestDigitsCNN(WorkloadContract):
+    @classmethod
+    def make(cls) -> Workload:
+        return Digits(model="cnn")
+
+
+class TestTransformer(WorkloadContract):
+    @classmethod
+    def make(cls) -> Workload:
+        return Stdlib(bytes=200_000, length=32)
+
+
+class TestRNN(WorkloadContract):
+    @classmethod
+    def make(cls) -> Workload:
+        return Stdlib(model="rnn", bytes=200_000, length=32)
+
+
+class TestRegression(WorkloadContract):
+    @classmethod
+    def make(cls) -> Workload:
+        return Regression(features=8, samples=512)
+
+
+class TestLogistic(WorkloadContract):
+    @classmethod
+    def make(cls) -> Workload:
+        return Logistic(features=8, samples=512)
+
+
+def train(workload: Workload, epochs: int) -> torch.nn.Module:
+    """One worker, nothing of Syncline's training around it."""
+    model = workload.model(0)
+    optimizer = workload.optimizer(model)
+    loader = DataLoader(
+        workload.splits().train, workload.defaults.batch, shuffle=True, generator=torch.Generator().manual_seed(0)
+    )
+    for _ in range(epochs):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            workload.loss(model, (inputs, targets)).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("spec", ["digits", "digits(model='cnn')", "regression", "logistic"])
+def test_the_defaults_reach_their_target(spec: str) -> None:
+    workload = build(spec)
+    target = workload.defaults.target
+    assert target is not None
+    found = workload.evaluate(train(workload, workload.defaults.epochs), workload.splits().validation)
+    assert workload.reached(found[workload.metric], target), found
+
+
+def test_digits_reach_nine_of_ten_on_the_test_split() -> None:
+    workload = build("digits")
+    assert workload.evaluate(train(workload, 10), workload.splits().test)["accuracy"] > 0.9
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "digits",
+        "digits(model='cnn')",
+        "fashion(folder='/data', download=True)",
+        "stdlib(model='rnn', bytes=500000, length=64)",
+        "regression(features=8, noise=0.0, seed=3)",
+        "logistic(condition=100.0, l2=0.01)",
+    ],
+)
+def test_a_spec_reads_back(spec: str) -> None:
+    assert repr(build(spec)) == spec
+    assert build(spec).spec == spec
+
+
+def test_what_is_as_by_default_is_not_written() -> None:
+    assert build("stdlib(length=128, model='rnn')").spec == "stdlib(model='rnn')"
+
+
+def test_every_name_builds() -> None:
+    for name in names():
+        assert build(name).name == name
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("digit", "did you mean 'digits'"),
+        ("digits(model='resnet')", "unknown model 'resnet'; available: 'cnn', 'mlp'"),
+        ("digits(size=3)", r"write digits\(model"),
+        ("fashion(folder=3)", "folder: 3"),
+        ("fashion(download='yes')", "download: 'yes'"),
+        ("fashion(url='http://example.org/')", "not https"),
+        ("fashion(url='file:///etc/')", "not https"),
+        ("stdlib(bytes=10)", "from 100,000 to"),
+        ("stdlib(length=True)", "length: True"),
+        ("regression(features=0)", "features: 0"),
+        ("regression(noise='much')", "noise: 'much'"),
+        ("logistic(l2=0)", "l2: 0"),
+        ("logistic(condition=1e999)", "condition: inf"),
+    ],
+)
+def test_what_cannot_be_built(spec: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        build(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "target", "message"),
+    [
+        ("digits", 1.5, "accuracy .higher is better., so write a number above 0 and at most 1; did you mean 0.015"),
+        ("digits", 97, "did you mean 0.97"),
+        ("digits", -0.5, "above 0 and at most 1"),
+        ("digits", "much", "not a finite number"),
+        ("stdlib", 8, "bits_per_byte .lower is better., so write a number above 0 and below 8"),
+        ("regression", 0, "gap .lower is better., so write a number above 0$"),
+    ],
+)
+def test_targets_that_cannot_be(spec: str, target: Any, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        build(spec).check_target(target)
+
+
+def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'syncline\[workloads\]'"):
+        Digits().splits()
+
+
+def test_digits_splits_are_disjoint_complete_and_stratified() -> None:
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+
+    images, labels = load_digits(return_X_y=True)
+    splits = [cast(Pairs, split) for split in vars(Digits().splits()).values()]
+    samples: Counter[tuple[bytes, int]] = Counter()
+    for split in splits:
+        for image, label in zip(split.inputs.flatten(1), split.targets.tolist(), strict=True):
+            samples[(16 * image).to(torch.uint8).numpy().tobytes(), label] += 1
+    original = zip(images.astype("uint8"), labels.tolist(), strict=True)
+    assert samples == Counter((image.tobytes(), label) for image, label in original)
+    total = Counter(labels.tolist())
+    for split, share in zip(splits, (0.6, 0.2, 0.2), strict=True):
+        for label, count in Counter(split.targets.tolist()).items():
+            assert abs(count - share * total[label]) <= 1
+
+
+def test_library_files_go_whole_to_one_split(tmp_path: Path) -> None:
+    texts = {f"m{number}.py": f"# {number}\n".encode() * 50 for number in range(60)}
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(text)
+    (tmp_path / "json").mkdir()
+    (tmp_path / "json" / "tool.py").write_bytes(b"tool\n" * 10)
+    (tmp_path / "notes.txt").write_bytes(b"not Python")
+    everything = sum(map(len, texts.values())) + 50
+    corpus = read_corpus(everything, tmp_path)
+    assert corpus.files == 61
+    found = [corpus.train, corpus.validation, corpus.test]
+    assert sum(map(len, found)) == everything
+    for text in texts.values():
+        assert sum(text in part for part in found) == 1
+    assert all(found)
+    assert read_corpus(everything, tmp_path) == corpus
+    assert read_corpus(everything - 1, tmp_path).sha256 != corpus.sha256
+    with pytest.raises(UnsupportedError, match=f"{everything + 1:,} were asked for"):
+        read_corpus(everything + 1, tmp_path)
+
+
+def test_a_library_too_small_for_a_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stdlib, "read_corpus", lambda limit: Corpus(bytes(9000), bytes(4097), bytes(4096), 3, "0"))
+    with pytest.raises(SpecError, match="no window of 4096 bytes"):
+        Stdlib(bytes=100_000, length=4096).splits()
+
+
+@pytest.mark.parametrize(
+    "spec", ["regression", "logistic", "regression(condition=1000)", "logistic(condition=1000, l2=1e-6)"]
+)
+def test_the_optimum_is_one(spec: str) -> None:
+    """Autograd, which did not find it, finds no slope there; and no step away from it goes down."""
+    workload = cast(Convex, build(spec))
+    with torch.no_grad():  # an evaluation asks for it in such a place
+        weights, value = workload.optimum()
+    train = cast(Pairs, workload.splits().train)
+    inputs, targets = train.inputs.double(), train.targets.double()
+    leaf = weights.clone().requires_grad_()
+    workload.objective(leaf, inputs, targets).backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    assert leaf.grad.norm().item() < 1e-8
+    for seed in range(5):
+        aside = weights + 1e-3 * torch.randn(weights.shape, generator=torch.Generator().manual_seed(seed))
+        assert workload.objective(aside, inputs, targets).item() > value
+
+
+@pytest.mark.parametrize("spec", ["regression", "logistic"])
+def test_the_gap_at_the_optimum_is_nothing(spec: str) -> None:
+    workload = cast(Convex, build(spec))
+    model = workload.model(0)
+    assert workload.evaluate(model, workload.splits().test)["gap"] > 0.01
+    with torch.no_grad():
+        next(model.parameters()).copy_(workload.optimum()[0])
+    assert 0 <= workload.evaluate(model, workload.splits().test)["gap"] < 1e-12
+
+
+def test_the_condition_is_about_what_was_asked_for() -> None:
+    inputs = cast(Pairs, Regression(condition=100.0).splits().train).inputs.double()
+    eigenvalues = torch.linalg.eigvalsh(inputs.T @ inputs / len(inputs))
+    assert 50 < (eigenvalues[-1] / eigenvalues[0]).item() < 200
+
+
+def test_nothing_to_evaluate_on() -> None:
+    workload = Digits()
+    nothing: torch.utils.data.Subset[Any] = torch.utils.data.Subset(workload.splits().test, [])
+    with pytest.raises(SpecError, match="no samples to evaluate on"):
+        workload.evaluate(workload.model(0), nothing)
+    with pytest.raises(SpecError, match="batch: 0"):
+        workload.evaluate(workload.model(0), workload.splits().test, batch=0)

@@ -1,0 +1,188 @@
+"""`syncline train`: what it refuses before anything is started, and runs of the real thing."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from syncline.cli import train
+from syncline.cli.main import main
+from syncline.errors import IncompatibleError, SpecError, SynclineError, UnsupportedError
+from syncline.events import read_log
+from syncline.launch import start
+from syncline.training.checkpoint import latest, save
+from tests.launch.runs import Run, Runs, wait_for
+
+CONVEX = "regression(features=4, samples=256)"
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    made = Runs(tmp_path)
+    yield made
+    made.close()
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    train.configure(parser)
+    return parser.parse_args(arguments)
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "words"),
+    [
+        ("digit", SpecError, "unknown workload 'digit'; did you mean 'digits'"),
+        ("digits(model='mpl')", SpecError, "mlp"),
+        ("digits -n 0", SpecError, "-n 0: a run takes at least one worker"),
+        ("digits --target 1.5", SpecError, "target 1.5 cannot be: digits is judged by accuracy"),
+        ("digits --target 96", SpecError, "did you mean 0.96"),
+        ("digits --strategy alreduce", SpecError, "did you mean 'allreduce'"),
+        ("digits --strategy allreduce(delay=-1)", SpecError, "a number of steps, not negative"),
+        ("digits --collective rign", SpecError, "did you mean 'ring'"),
+        ("digits --codec topk(0.01)", UnsupportedError, "this version has no codecs"),
+        ("digits --batch 0", SpecError, "batch 0: at least 1"),
+        ("digits --epochs -1", SpecError, "epochs -1"),
+        ("digits --scaling liner", SpecError, "did you mean 'linear'"),
+        ("digits --decay cosin", SpecError, "did you mean 'cosine'"),
+        ("digits --lr -1", SpecError, "-1"),
+        ("digits --resume auto", SpecError, "name it with --out"),
+        ("digits --resume nowhere", SpecError, "--resume nowhere: there is no checkpoint"),
+        ("digits --out used", IncompatibleError, "used holds a run already"),
+        ("digits --resume other --out used", IncompatibleError, "used holds a run already"),
+        ("digits --resume other/checkpoints", SpecError, "say with --out where this run's files go"),
+        ("digits --resume other", IncompatibleError, "other holds a run of stdlib, not of digits"),
+        ("digits --lab 2@1gbit --hosts a,b", IncompatibleError, "leave one out"),
+        ("digits --lab 2", SpecError, "4@100mbit"),
+        ("digits -n 3 --hosts a:2,b:2", SpecError, "takes 4 ranks"),
+        ("digits -n 2000", IncompatibleError, "1079 samples to train on, too few for 2000 workers"),
+    ],
+)
+def test_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, kind: type[SynclineError], words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "log.jsonl").touch()
+    save(tmp_path / "other" / "checkpoints", step=1, epoch=0)
+    (tmp_path / "other" / "config.json").write_text(json.dumps({"workload": "stdlib"}))
+    monkeypatch.setattr(train, "run_here", lambda *_: pytest.fail("it was started"))
+    with pytest.raises(kind) as caught:
+        train.run(parsed(*line.split()))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_tensorboard_it_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'syncline\[tensorboard\]'"):
+        train.run(parsed(CONVEX, "--tensorboard"))
+
+
+def test_other_settings_than_before_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    started: list[start.Job] = []
+
+    def note(job: start.Job, ranks: int) -> int:
+        started.append(job)
+        return 0
+
+    monkeypatch.setattr(train, "run_here", note)
+    Path("a").mkdir()
+    (Path("a") / "config.json").write_text(json.dumps({"workload": CONVEX, "seed": 0, "batch": 7, "scaling": "none"}))
+    assert train.run(parsed(CONVEX, "--out", "a", "--resume", "auto", "--seed", "3", "--batch", "7")) == 0
+    assert "other settings than it began with: seed 3 (it was 0)" in caplog.text
+    (job,) = started
+    plan = json.loads(job.target[-1])
+    assert (plan["resume"], plan["folder"], plan["terminal"]) == (True, str(tmp_path / "a"), False)
+    assert plan["settings"]["seed"] == 3
+
+
+def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    told = capsys.readouterr().out
+    for words in ("syncline train digits -n 4", "--resume", "--target", "--lab"):
+        assert words in told
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    """The bytes of each tensor of the model in the newest checkpoint; the order of the files' headers is a matter of
+    chance.
+    """
+    newest = max((folder / "checkpoints").glob("step-*"))
+    tensors = {
+        name: one for path in (newest / "model-run").glob("*.safetensors") for name, one in load_file(path).items()
+    }
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def ended(run: Run, code: int) -> Run:
+    assert run.code == code, run.describe()
+    return run
+
+
+@pytest.mark.xdist_group("launch")
+def test_digits_on_two_workers(runs: Runs) -> None:
+    run = ended(runs.run("train", "digits", "-n", "2", "--epochs", "3", "--target", "0.5", "--trace"), 0)
+    lines = run.out.splitlines()
+    assert any(line.startswith("epoch 1/3: validation accuracy 0.") for line in lines)
+    (folder,) = (runs.folder / "runs").iterdir()
+    assert folder.name.startswith("digits-")
+    assert lines[-1].startswith("test accuracy 0.")
+    assert lines[-1].endswith(f"; {folder}")
+    assert "target 0.5 reached after" in lines[-1]
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"log.jsonl", "config.json", "system.json", "checkpoints", "trace-rank0.json", "trace-rank1.json"}
+    assert read_log(folder)[-1]["metadata"]["stopped_by"] == "target"
+    for rank in range(2):
+        assert isinstance(json.loads((folder / f"trace-rank{rank}.json").read_text()), list)
+    assert json.loads((folder / "system.json").read_text())["world"]["launcher"] == "syncline run"
+    wait_for(lambda: not runs.processes(), f"no process is left, but {runs.processes()}")
+
+
+@pytest.mark.xdist_group("launch")
+def test_divergence_is_a_sentence(runs: Runs) -> None:
+    run = ended(runs.run("train", CONVEX, "-n", "2", "--lr", "1e30", "--epochs", "9", "--out", "a"), 1)
+    assert "DivergedError: NaN or Inf in the gradients of rank" in run.err
+    assert "Traceback" not in run.err
+    last = read_log(runs.folder / "a")[-1]
+    assert last["key"] == "run_stop"
+    assert last["metadata"]["status"] == "aborted"
+    assert "DivergedError" in last["metadata"]["error"]
+
+
+@pytest.mark.xdist_group("launch")
+def test_ctrl_c_and_go_on(runs: Runs) -> None:
+    """Ctrl-C ends it with 130 and a checkpoint; resumed, it ends with the bits of a run that nobody interrupted."""
+    common = ("train", CONVEX, "-n", "2", "--batch", "16", "--collective", "ring", "--out")
+    run = runs.start(*common, "a", "--epochs", "1000000")
+    wait_for(lambda: "epoch 3/" in run.out or run.process.exitcode is not None, run.describe())
+    os.kill(run.pid, signal.SIGINT)
+    ended(run.finish(), 130)
+    folder = runs.folder / "a"
+    last = run.out.splitlines()[-1]
+    assert last.startswith("stopped: ")
+    assert last.endswith(f"go on with --resume {folder}")
+    step = latest(folder / "checkpoints")
+    assert step is not None
+    assert read_log(folder)[-1]["metadata"] == {"status": "aborted", "stopped_by": "signal", "step": step}
+    epochs = str(step // 8 + 2)
+    ended(runs.run(*common, "a", "--epochs", epochs, "--resume", "auto"), 0)
+    ended(runs.run(*common, "b", "--epochs", epochs), 0)
+    assert [line["value"] for line in read_log(folder) if line["key"] == "sl_resumed"] == [step]
+    assert latest(folder / "checkpoints") == latest(runs.folder / "b" / "checkpoints") == 8 * int(epochs)
+    assert weights(folder) == weights(runs.folder / "b") != {}
+    wait_for(lambda: not runs.processes(), f"no process is left, but {runs.processes()}")

@@ -1,0 +1,61 @@
+"""The example that makes the large-batch table: it trains, keeps what it has trained, and refuses to mix settings."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from syncline.bench.workloads.fashion import DEBIAN
+from tests.launching import ROOT
+
+
+def table_of(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "examples/large_batch.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.skipif(not DEBIAN.is_dir(), reason="needs Debian's dataset-fashion-mnist")
+def test_a_small_table_twice(tmp_path: Path) -> None:
+    """The second run trains only what the first has not, and shows both."""
+    path = tmp_path / "cells.json"
+    few = [
+        "--json",
+        str(path),
+        "--lars-rate",
+        "3",
+        "--epochs",
+        "1",
+        "--warmup-epochs",
+        "1",
+        "--seeds",
+        "1",
+        "--batches",
+        "4096",
+    ]
+    first = table_of(*few, "--rules", "none", "lars")
+    assert first.returncode == 0, first.stderr
+    assert "batch 4096, none, seed 0: " in first.stdout
+    assert "| batch | none | LARS, linear |" in first.stdout
+    cells = json.loads(path.read_text())["cells"]
+    assert list(cells) == ["batch 4096, none, seed 0", "batch 4096, lars from 3, seed 0"]
+    assert all(0.1 <= cell["accuracy"] <= 1 for cell in cells.values())
+
+    second = table_of(*few, "--rules", "none", "sqrt")
+    assert second.returncode == 0, second.stderr
+    assert "none, seed 0" not in second.stdout, "trained again"
+    assert f"| 4,096 | {100 * cells['batch 4096, none, seed 0']['accuracy']:.2f}" in second.stdout
+
+    other = table_of(*few, "--rate", "0.5")
+    assert other.returncode != 0
+    assert "has cells of other settings" in other.stderr
+
+
+def test_help_and_a_batch_that_is_no_multiple() -> None:
+    assert "--warmup-epochs" in table_of("--help").stdout
+    refused = table_of("--batches", "100")
+    assert refused.returncode == 2
+    assert "multiples of 64" in refused.stderr

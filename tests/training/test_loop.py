@@ -1,0 +1,213 @@
+"""The loop on simulated ranks: what it counts, what it writes, where it stops."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import syncline as sl
+from syncline.errors import IncompatibleError, SpecError
+from syncline.events import read_log
+from syncline.training.loop import Outcome, train
+from syncline.training.settings import Settings
+from syncline.world import World
+from tests.training.tiny import Tiny
+
+
+def run(workload: Tiny, ranks: int, settings: Settings, **options: Any) -> list[Outcome]:
+    return list(sl.simulate(lambda world: train(workload, settings, world=world, **options), ranks=ranks).results)
+
+
+def logged(folder: Path, key: str) -> list[Any]:
+    return [line["value"] for line in read_log(folder) if line["key"] == key]
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("collective", ["ring", "auto"])
+def test_every_rank_ends_alike(ranks: int, collective: str) -> None:
+    """50 samples in steps of 4·k: with three ranks, one has nothing in the last step of an epoch."""
+    workload = Tiny()
+    outcomes = run(workload, ranks, Settings(epochs=3, collective=collective, warmup=1, decay="cosine"))
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    (found,) = set(outcomes)
+    assert found.steps == 3 * math.ceil(50 / (4 * ranks))
+    assert (found.samples, found.epochs, found.stopped_by) == (150, 3, "epochs")
+    assert found.test is not None
+    assert 0.5 < found.test <= 1
+    learned = [name for name, _ in workload.models[0].named_parameters()]
+    for rank in range(1, ranks):
+        for name in learned:
+            assert torch.equal(workload.weights(0)[name], workload.weights(rank)[name]), f"{name} of rank {rank}"
+
+
+def test_the_log_tells_the_run(tmp_path: Path) -> None:
+    run(Tiny(), 2, Settings(epochs=2, batch=5, scaling="linear", seed=3), folder=tmp_path / "run")
+    lines = read_log(tmp_path / "run")
+    keys = [line["key"] for line in lines]
+    story = [key for key in keys if key.endswith(("_start", "_stop"))]
+    epoch = ["epoch_start", "epoch_stop", "eval_start", "eval_stop"]
+    assert story == ["run_start", *epoch, *epoch, "run_stop"]
+    kinds = {line["key"]: line["event_type"] for line in lines}
+    assert (kinds["run_start"], kinds["run_stop"], kinds["seed"]) == ("INTERVAL_START", "INTERVAL_END", "POINT_IN_TIME")
+    once = {line["key"]: line["value"] for line in lines}
+    assert once["seed"] == 3
+    assert once["global_batch_size"] == 10
+    assert once["opt_base_learning_rate"] == pytest.approx(0.2)
+    assert (once["sl_strategy"], once["sl_codec"], once["sl_workload"]) == ("allreduce", None, "tiny")
+    assert once["train_samples"] == 50
+    assert once["sl_comm_bytes_wire"] > 0
+    assert 0 <= once["sl_test_accuracy"] <= 1
+    assert {"sl_comm_bytes_logical", "sl_comm_seconds", "sl_comm_exposed_seconds", "sl_data_wait_seconds"} < set(keys)
+    assert len(logged(tmp_path / "run", "eval_accuracy")) == len(logged(tmp_path / "run", "train_loss")) == 2
+    assert lines[-1]["metadata"] == {"status": "success", "stopped_by": "epochs", "step": 10}
+    assert [line["metadata"]["step"] for line in lines if line["key"] == "epoch_stop"] == [5, 10]
+    assert "sl_time_to_target_seconds" not in keys, "there was no target"
+
+
+def test_config_and_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SYNCLINE_KEY", "do not tell")
+    run(Tiny(), 2, Settings(epochs=1, collective="auto"), folder=tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["workload"], config["workers"], config["batch"], config["global_batch"]) == ("tiny", 2, 4, 8)
+    assert config["learning_rate"] == 0.1
+    assert config["run"]["strategy"] == "allreduce"
+    assert config["run"]["collectives_chosen"], "auto has chosen by the end"
+    system = json.loads((tmp_path / "system.json").read_text())
+    assert system["world"]["size"] == 2
+    assert system["world"]["launcher"] == "sl.simulate"
+    assert system["versions"]["torch"].startswith(torch.__version__.split("+")[0])
+    assert "do not tell" not in (tmp_path / "system.json").read_text()
+
+
+def test_no_files_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(Tiny(), 2, Settings(epochs=1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_stops_at_the_target(tmp_path: Path) -> None:
+    (found, _) = run(Tiny(), 2, Settings(epochs=200, target=0.9), folder=tmp_path)
+    assert found.stopped_by == "target"
+    assert found.validation is not None
+    assert found.validation >= 0.9
+    assert found.epochs < 200
+    assert found.time_to_target is not None
+    assert 0 < found.seconds <= found.time_to_target <= found.elapsed
+    assert logged(tmp_path, "sl_time_to_target_seconds") == [found.time_to_target]
+    accuracies = logged(tmp_path, "eval_accuracy")
+    assert accuracies[-1] == found.validation
+    assert all(accuracy < 0.9 for accuracy in accuracies[:-1])
+
+
+@pytest.mark.parametrize("steps", [1, 6, 7, 10])
+def test_it_stops_after_so_many_steps(steps: int) -> None:
+    """In mid-epoch, at its end (7 of 7), and in the next one. Epochs are as many as the steps take."""
+    (found, _) = run(Tiny(), 2, Settings(steps=steps))
+    assert (found.steps, found.stopped_by) == (steps, "epochs" if steps == 7 else "steps")
+    assert found.epochs == steps // 7
+    assert found.samples == (50 if steps >= 7 else 0) + 8 * (steps % 7)
+    assert found.test is not None
+
+
+def test_a_better_seed_is_another_run() -> None:
+    first, again, other = Tiny(), Tiny(), Tiny()
+    run(first, 2, Settings(epochs=1))
+    run(again, 2, Settings(epochs=1))
+    run(other, 2, Settings(epochs=1, seed=1))
+    assert same(first.weights(), again.weights())
+    assert not same(first.weights(), other.weights())
+
+
+def test_traces_of_all_ranks(tmp_path: Path) -> None:
+    run(Tiny(), 2, Settings(epochs=1), folder=tmp_path, trace=True)
+    for rank in range(2):
+        lines = json.loads((tmp_path / f"trace-rank{rank}.json").read_text())
+        threads = {line["tid"]: line["args"]["name"] for line in lines if line["name"] == "thread_name"}
+        lanes: dict[str, set[str]] = {}
+        for line in lines:
+            if line["ph"] == "X":
+                lanes.setdefault(threads[line["tid"]].split()[0], set()).add(line["name"])
+        assert {"forward", "backward", "update", "evaluation"} <= lanes["compute"]
+        assert "next batch" in lanes["data"]
+        assert any(name.startswith("bucket 0") for name in lanes["communication"])
+        assert {line["pid"] for line in lines} == {rank}
+        assert sum(line["name"] == "forward" for line in lines) == 7
+        assert min(line["ts"] for line in lines if "ts" in line) >= -1e3, "after the shared zero"
+
+
+def test_tensorboard_files(tmp_path: Path) -> None:
+    run(Tiny(), 2, Settings(epochs=1), folder=tmp_path, tensorboard=True)
+    (written,) = (tmp_path / "tensorboard").iterdir()
+    assert written.stat().st_size > 100
+
+
+def test_a_failure_is_in_the_log(tmp_path: Path) -> None:
+    def fail(number: int) -> None:
+        if number == 4:
+            raise ValueError("no more")
+
+    with pytest.raises(ValueError, match="no more"):
+        run(Tiny(watcher=fail), 1, Settings(), folder=tmp_path)
+    last = read_log(tmp_path)[-1]
+    assert last["key"] == "run_stop"
+    assert last["metadata"] == {"status": "aborted", "error": "ValueError: no more"}
+
+
+def test_another_run_is_not_written_over(tmp_path: Path) -> None:
+    run(Tiny(), 2, Settings(epochs=1), folder=tmp_path)
+    before = (tmp_path / "log.jsonl").read_bytes()
+    with pytest.raises(IncompatibleError, match="holds a run already: continue it with --resume auto"):
+        run(Tiny(), 2, Settings(epochs=1), folder=tmp_path)
+    assert (tmp_path / "log.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"batch": 0}, "batch 0: at least 1"),
+        ({"epochs": 0}, "epochs 0: at least 1"),
+        ({"steps": -1}, "steps -1: at least 1"),
+        ({"checkpoint_every": -5}, "checkpoint-every -5: at least 0"),
+        ({"warmup": -1.0}, "warmup -1.0: a number of epochs"),
+        ({"warmup": float("nan")}, "warmup nan"),
+        ({"decay": "cosinus"}, "unknown decay 'cosinus'; did you mean 'cosine'"),
+        ({"scaling": "liner"}, "unknown rule 'liner' .* did you mean 'linear'"),
+        ({"learning_rate": -0.1}, "-0.1"),
+        ({"seed": -1}, "seed -1"),
+        ({"target": 1.5}, "target 1.5 cannot be: tiny is judged by accuracy"),
+    ],
+)
+def test_settings_that_make_no_run(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        Settings(**settings).resolved(Tiny(), 1)
+
+
+def test_warm_up_begins_at_the_rate_of_one_worker(tmp_path: Path) -> None:
+    """Four workers, scaled linearly: the first of 4 steps is at a quarter; without scaling, at a tenth."""
+    seen: dict[str, list[float]] = {}
+    for scaling in ("linear", "none"):
+        workload = Tiny(samples=16)
+        rates = seen.setdefault(scaling, [])
+
+        def note(world: World, workload: Tiny = workload, scaling: str = scaling, rates: list[float] = rates) -> None:
+            optimizer = workload.optimizer(workload.model(), Settings(scaling=scaling).resolved(workload, 4).rate(4))
+            settings = Settings(scaling=scaling, warmup=4).resolved(workload, 4)
+            scheduler = settings.schedule(optimizer, 4, epoch_steps=1, total_steps=8)
+            assert scheduler is not None
+            for _ in range(6):
+                rates.append(optimizer.param_groups[0]["lr"])
+                optimizer.step()
+                scheduler.step()
+
+        sl.simulate(note, ranks=1)
+    assert seen["linear"] == pytest.approx([0.1, 0.175, 0.25, 0.325, 0.4, 0.4])
+    assert seen["none"] == pytest.approx([0.01, 0.0325, 0.055, 0.0775, 0.1, 0.1])

@@ -1,6 +1,6 @@
 """What a large batch costs, and which rule for the learning rate wins it back: a table on Fashion-MNIST.
 
-    python examples/large_batch.py                            # about ten minutes on one core
+    python examples/large_batch.py                            # ten minutes on one core
     python examples/large_batch.py --batches 64 1024 --rules none linear --seeds 1
     python examples/large_batch.py --tune sgd lars            # how the base rates were found
 
@@ -9,11 +9,12 @@ takes a k-th of the steps. k workers of batch 64 give the gradient of one worker
 what a synchronous run on k workers would reach. Momentum and cosine decay for all; the rates are tuned at batch 64 on
 the validation split, and scaled from there:
 
-    none      the rate of batch 64                sqrt        × √k
-    linear    × k                                 lars        LARS with its own rate, × k, and the warm-up
-    warmup    × k, from × 1 over two epochs       lars-sqrt   the same, × √k
+    none          the rate of batch 64
+    linear        × k                             sqrt          × √k
+    warmup        × k, from × 1 over two epochs   sqrt-warmup   × √k, likewise
+    lars          LARS from its own rate, as warmup             lars-sqrt     as sqrt-warmup
 
-At batch 64 the first four are one and the same, and so are the last two: each is trained once. Cells that the JSON file
+At batch 64 all rules of an optimizer are one and the same, and are trained once. Cells that the JSON file
 has are not trained again. A loss that is no longer finite ends a cell with the accuracy of guessing.
 """
 
@@ -41,6 +42,7 @@ RULES = {
     "linear": "linear",
     "warmup": "linear + warm-up",
     "sqrt": "sqrt",
+    "sqrt-warmup": "sqrt + warm-up",
     "lars": "LARS, linear",
     "lars-sqrt": "LARS, sqrt",
 }
@@ -134,7 +136,7 @@ def prepare(
 ) -> tuple[torch.optim.Optimizer, LRScheduler]:
     """What a user would write for so many workers of `BASE_BATCH` each."""
     workers = batch // BASE_BATCH
-    scaling = {"warmup": "linear", "lars": "linear", "lars-sqrt": "sqrt"}.get(rule, rule)
+    scaling = {"warmup": "linear", "lars": "linear", "lars-sqrt": "sqrt", "sqrt-warmup": "sqrt"}.get(rule, rule)
     common = {"momentum": options.momentum, "weight_decay": options.weight_decay}
     optimizer: torch.optim.Optimizer
     if rule.startswith("lars"):
@@ -150,7 +152,7 @@ def prepare(
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=scale_lr(options.rate, scaling, workers), **common)
     steps = options.epochs * steps_per_epoch
-    warm = options.warmup_epochs * steps_per_epoch if rule in ("warmup", "lars", "lars-sqrt") else 0
+    warm = options.warmup_epochs * steps_per_epoch if rule not in ("none", "linear", "sqrt") else 0
     decay = cosine_decay(optimizer, steps)
     if not warm:
         return optimizer, decay

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import syncline as sl
+from syncline.bench.workloads import build
 from syncline.errors import IncompatibleError, SpecError
 from syncline.events import read_log
 from syncline.training.loop import Outcome, train
@@ -49,6 +50,19 @@ def test_every_rank_ends_alike(ranks: int, collective: str) -> None:
             assert torch.equal(workload.weights(0)[name], workload.weights(rank)[name]), f"{name} of rank {rank}"
 
 
+def test_a_global_batch_stays_what_it_is() -> None:
+    """Micro-batches of four on however many workers: the same steps, and the same loss."""
+    settings = Settings(epochs=1, global_batch=50, batch=4, collective="ring")
+    found = [
+        sl.simulate(lambda world: train(build("regression"), settings, world=world), ranks=ranks).results[0]
+        for ranks in (1, 2, 3)
+    ]
+    assert found[0].steps == math.ceil(found[0].samples / 50)
+    for other in found[1:]:
+        assert (other.steps, other.samples) == (found[0].steps, found[0].samples)
+        assert other.test == pytest.approx(found[0].test, rel=1e-3)
+
+
 def test_the_log_tells_the_run(tmp_path: Path) -> None:
     run(Tiny(), 2, Settings(epochs=2, batch=5, scaling="linear", seed=3), folder=tmp_path / "run")
     lines = read_log(tmp_path / "run")
@@ -77,7 +91,7 @@ def test_config_and_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("SYNCLINE_KEY", "do not tell")
     run(Tiny(), 2, Settings(epochs=1, collective="auto"), folder=tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["workload"], config["workers"], config["batch"], config["global_batch"]) == ("tiny", 2, 4, 8)
+    assert (config["workload"], config["workers"], config["batch"], config["samples_a_step"]) == ("tiny", 2, 4, 8)
     assert config["learning_rate"] == 0.1
     assert config["run"]["strategy"] == "allreduce"
     assert config["run"]["collectives_chosen"], "auto has chosen by the end"

@@ -61,6 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--collective", default=usual.collective, help="auto, native, ring, …; default auto")
     what = parser.add_argument_group("training; defaults are the workload's")
     what.add_argument("--batch", type=int, help="samples of each worker in a step")
+    what.add_argument("--global-batch", type=int, help="samples of all workers in a step, by micro-batches of --batch")
     what.add_argument("--epochs", type=int, help="times over the training data")
     what.add_argument("--steps", type=int, help="end after so many steps")
     what.add_argument("--lr", type=float, dest="learning_rate", help="learning rate for one worker")
@@ -176,7 +177,18 @@ def _compare(folder: RunFolder, workload: Workload, settings: Settings) -> None:
     now: dict[str, Any] = asdict(settings)
     for name in ("batch", "learning_rate"):
         now[name] = getattr(usual, name) if now[name] is None else now[name]
-    shaping = ("strategy", "codec", "collective", "batch", "learning_rate", "scaling", "warmup", "decay", "seed")
+    shaping = (
+        "strategy",
+        "codec",
+        "collective",
+        "batch",
+        "global_batch",
+        "learning_rate",
+        "scaling",
+        "warmup",
+        "decay",
+        "seed",
+    )
     changed = [
         f"{name} {now[name]} (it was {before[name]})" for name in shaping if before.get(name, now[name]) != now[name]
     ]

@@ -53,7 +53,7 @@ class Journal:
             "sl_codec": config.get("codec", settings.codec),
             "sl_collective": config.get("collective", settings.collective),
             "seed": settings.seed,
-            "global_batch_size": (settings.batch or 0) * self._world.size,
+            "global_batch_size": settings.a_step(self._world.size),
             "train_samples": samples["train"],
             "eval_samples": samples["validation"],
             "opt_name": optimizer,

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from syncline.errors import IncompatibleError
-from syncline.strategies.base import Run
+from syncline.strategies import Run, Shard, Step, Steps
 from syncline.training.checkpoint import load, save
 from syncline.training.distribute import distribute
 from syncline.training.folder import RunFolder
@@ -94,7 +94,7 @@ def train(
     seed_everything(settings.seed, world.rank)
     model = workload.model(settings.seed).to(world.device)
     optimizer = workload.optimizer(model, settings.rate(world.size))
-    steps = steps_of_epoch(workload, cast(int, settings.batch), world.size)
+    steps = steps_of_epoch(workload, settings.a_step(world.size))
     total = min(steps * cast(int, settings.epochs), settings.steps or sys.maxsize)
     scheduler = settings.schedule(optimizer, world.size, epoch_steps=steps, total_steps=total)
     with distribute(
@@ -128,6 +128,13 @@ class _At:
     time_to_target: float | None = None
 
 
+def _reader(run: Run, workload: Workload, settings: Settings) -> Shard | Steps:
+    loader: DataLoader[Any] = DataLoader(workload.splits().train, batch_size=settings.batch, shuffle=True)
+    if settings.global_batch is None:
+        return run.shard(loader, seed=settings.seed)
+    return run.steps(loader, global_batch=settings.global_batch, micro_batch=settings.batch, seed=settings.seed)
+
+
 class _Loop:
     def __init__(
         self,
@@ -141,9 +148,8 @@ class _Loop:
         self.scheduler, self.place, self.total = scheduler, place, 0
         self.at = _At()
         self.length = workload.splits().sizes()["train"]
-        self.batch = cast(int, settings.batch) * self.world.size
-        loader: DataLoader[Any] = DataLoader(workload.splits().train, batch_size=settings.batch, shuffle=True)
-        self.shards = run.shard(loader, seed=settings.seed)
+        self.batch = settings.a_step(self.world.size)
+        self.reader = _reader(run, workload, settings)
         self.events, self.now = self.world.events, self.world.runtime.now
         self.watch, self.meter = Watch(self.now), Speedometer()
         self.journal, self.progress = Journal(self.world, None), cast(Progress, Silent())
@@ -201,7 +207,7 @@ class _Loop:
         self.journal.epoch_started(self.at.epoch + 1, self.at.step)
         self.attached.model.train()
         self.watch.start()
-        batches = iter(self.shards)
+        batches = iter(self.reader)
         reason: Reason | None = None
         while reason is None:
             with self.events.span("sl_data_wait_seconds", lane="data", what="next batch"):
@@ -224,10 +230,12 @@ class _Loop:
     def _step(self, batch: Any) -> None:
         span = self.events.span
         self.attached.optimizer.zero_grad()
-        with span("sl_forward_seconds", lane="compute", what="forward"):
-            loss = self.workload.loss(self.attached.model, batch)
-        with span("sl_backward_seconds", lane="compute", what="backward"):
-            loss.backward()  # type: ignore[no-untyped-call]
+        for micro in batch if isinstance(batch, Step) else (batch,):
+            with span("sl_forward_seconds", lane="compute", what="forward"):
+                loss = self.workload.loss(self.attached.model, micro)
+            with span("sl_backward_seconds", lane="compute", what="backward"):
+                part = batch.part(loss) if isinstance(batch, Step) else loss
+                part.backward()  # type: ignore[no-untyped-call]
         with span("sl_update_seconds", lane="compute", what="update"):
             self.attached.optimizer.step()
             if self.scheduler is not None:
@@ -347,7 +355,7 @@ class _Loop:
                 **self.workload.describe(),
                 **asdict(self.settings),
                 "workers": self.world.size,
-                "global_batch": self.batch,
+                "samples_a_step": self.batch,
                 "scaled_learning_rate": self.settings.rate(self.world.size),
                 "code_version": code_version(),
                 "run": self.attached.config,

@@ -32,7 +32,9 @@ class Settings:
     codec: str | None = None
     collective: str = "auto"
     batch: int | None = None
-    """Samples of each worker in a step."""
+    """Samples of each worker in a step; with `global_batch` in a micro-batch, at most."""
+    global_batch: int | None = None
+    """Samples of all workers in a step, whatever their number: strong scaling. None: `batch` times the workers."""
     epochs: int | None = None
     steps: int | None = None
     """Steps after which the run ends, if the epochs do not end it before."""
@@ -62,12 +64,12 @@ class Settings:
         rate = defaults.learning_rate if self.learning_rate is None else self.learning_rate
         epochs = defaults.epochs if self.epochs is None else self.epochs
         if self.epochs is None and self.steps is not None:
-            epochs = -(-self.steps // steps_of_epoch(workload, batch, workers))
+            epochs = -(-self.steps // steps_of_epoch(workload, self.global_batch or batch * workers))
         return replace(self, batch=batch, epochs=epochs, learning_rate=rate)
 
     def check(self) -> None:
         """Refuse numbers that make no run."""
-        for name, least in (("batch", 1), ("epochs", 1), ("steps", 1), ("checkpoint_every", 0)):
+        for name, least in (("batch", 1), ("global_batch", 1), ("epochs", 1), ("steps", 1), ("checkpoint_every", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise SpecError(f"{name.replace('_', '-')} {value}: at least {least}")
@@ -79,6 +81,11 @@ class Settings:
             raise SpecError(f"seed {self.seed}: a whole number from 0 to 2⁶³ − 1")
         # Refuses a rule or a rate that is none.
         scale_lr(1.0 if self.learning_rate is None else self.learning_rate, self.scaling, workers=1)
+
+    def a_step(self, workers: int) -> int:
+        """Samples that all workers together take in a step."""
+        assert self.batch is not None, "settings are resolved before they are used"
+        return self.global_batch or self.batch * workers
 
     def rate(self, workers: int) -> float:
         """The learning rate for so many workers."""
@@ -98,6 +105,6 @@ class Settings:
         return ChainedScheduler(parts, optimizer=optimizer) if len(parts) > 1 else parts[0] if parts else None
 
 
-def steps_of_epoch(workload: Workload, batch: int, workers: int) -> int:
-    """Steps that go over the training split once, the last one with what is left."""
-    return -(-workload.splits().sizes()["train"] // (batch * workers))
+def steps_of_epoch(workload: Workload, a_step: int) -> int:
+    """Steps of so many samples that go over the training split once, the last one with what is left."""
+    return -(-workload.splits().sizes()["train"] // a_step)

@@ -1,6 +1,6 @@
 """What a large batch costs, and which rule for the learning rate wins it back: a table on Fashion-MNIST.
 
-    python examples/large_batch.py                            # ten minutes on one core
+    python examples/large_batch.py                            # about ten minutes on a free core
     python examples/large_batch.py --batches 64 1024 --rules none linear --seeds 1
     python examples/large_batch.py --tune sgd lars            # how the base rates were found
 
@@ -12,10 +12,11 @@ the validation split, and scaled from there:
     none          the rate of batch 64
     linear        × k                             sqrt          × √k
     warmup        × k, from × 1 over two epochs   sqrt-warmup   × √k, likewise
-    lars          LARS from its own rate, as warmup             lars-sqrt     as sqrt-warmup
+    lars          LARS from its own rate,         lars-sqrt     LARS, scaled as sqrt-warmup
+                  scaled as warmup
 
-At batch 64 all rules of an optimizer are one and the same, and are trained once. Cells that the JSON file
-has are not trained again. A loss that is no longer finite ends a cell with the accuracy of guessing.
+At batch 64 all rules of an optimizer are one and the same, and are trained once. Cells that the JSON file has are not
+trained again. A loss that is no longer finite ends a cell with the accuracy of guessing.
 """
 
 import argparse
@@ -46,7 +47,7 @@ RULES = {
     "lars": "LARS, linear",
     "lars-sqrt": "LARS, sqrt",
 }
-GRIDS = {"sgd": [0.01, 0.02, 0.05, 0.1, 0.2], "lars": [1.0, 2.0, 5.0, 10.0, 20.0]}
+GRIDS = {"sgd": [0.01, 0.02, 0.05, 0.1, 0.2], "lars": [1.0, 2.0, 5.0, 10.0]}
 BASE_BATCH = 64
 GUESSING = 0.1
 

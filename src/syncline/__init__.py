@@ -20,8 +20,9 @@ from syncline.errors import (
     UnsupportedError,
     WorldError,
 )
+from syncline.optim import LAMB, LARS, cosine_decay, exponential_decay, scale_lr, step_decay, warmup
 from syncline.strategies import AllReduce, Run, Shard, Step, Steps, Strategy
-from syncline.training import distribute
+from syncline.training import distribute, latest, load, save
 from syncline.transports import Link, Network, faults
 from syncline.world import (
     Pending,
@@ -47,6 +48,8 @@ except _PackageNotFoundError:  # run from a checkout that was not installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "LAMB",
+    "LARS",
     "AllReduce",
     "DeadlockError",
     "DivergedError",
@@ -73,12 +76,20 @@ __all__ = [
     "alltoall",
     "barrier",
     "broadcast",
+    "cosine_decay",
     "distribute",
+    "exponential_decay",
     "faults",
     "gather",
     "init",
+    "latest",
+    "load",
     "recv",
     "reduce_scatter",
+    "save",
+    "scale_lr",
     "send",
     "simulate",
+    "step_decay",
+    "warmup",
 ]

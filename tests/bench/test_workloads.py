@@ -156,7 +156,7 @@ def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_digits_splits_are_disjoint_complete_and_stratified() -> None:
-    from sklearn.datasets import load_digits  # type: ignore[import-untyped]
+    from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
     splits = [cast(Pairs, split) for split in vars(Digits().splits()).values()]

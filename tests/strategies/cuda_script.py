@@ -21,7 +21,7 @@ def alone(size: int, steps: int) -> list[torch.Tensor]:
     for step in range(steps):
         optimizer.zero_grad()
         for rank in range(size):
-            (model(batch(step, rank)).square().mean() / size).backward()  # type: ignore[no-untyped-call]
+            (model(batch(step, rank)).square().mean() / size).backward()
         optimizer.step()
     return [parameter.detach() for parameter in model.parameters()]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +59,7 @@ class Gradients:
         self._finish = finish
         self._bucket_bytes = bucket_bytes
         self._order = [index for index in reversed(wanted) if self.names[index] not in sparse]
+        self._used = list(self._order)
         self._lay_out_anew = True
         self._free: list[BucketSet] = []
         self._in_flight = 0
@@ -112,6 +114,18 @@ class Gradients:
         if missing and not set(missing) <= set(self._order):
             self._order += [index for index in missing if index not in self._order]
             self._lay_out_anew = True
+
+    def layout(self) -> dict[str, Any]:
+        """The order in the buckets from the next step on, by name: it decides in which order numbers are added."""
+        order = self._order if self._lay_out_anew and not self._in_flight else self._used
+        return {"order": [self.names[index] for index in order], "observed": self.observed}
+
+    def adopt(self, layout: Mapping[str, Any]) -> None:
+        """Lay out the buckets as a run that was saved did: another order would round in another way."""
+        numbers = {name: index for index, name in enumerate(self.names)}
+        self._order = [numbers[name] for name in layout["order"] if name in numbers]
+        self.observed = bool(layout["observed"])
+        self._lay_out_anew = True
 
     def label(self, number: int, items: Sequence[int]) -> str:
         """A bucket, for people."""
@@ -183,9 +197,10 @@ class Gradients:
         self._judge_deferred()
         if self._lay_out_anew and not self._in_flight:
             self._lay_out_anew = False
+            self._used = list(self._order)
             self._free = [BucketSet(self.parameters, self._order, self._bucket_bytes)]
             self.exchange.prepare([bucket.flat for bucket in self._free[0].buckets])
-        buckets = self._free.pop() if self._free else BucketSet(self.parameters, self._order, self._bucket_bytes)
+        buckets = self._free.pop() if self._free else BucketSet(self.parameters, self._used, self._bucket_bytes)
         self._in_flight += 1
         self._round = Round(self, buckets, task)
         return self._round

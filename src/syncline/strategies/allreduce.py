@@ -121,7 +121,7 @@ class _AllReduceRun(Run):
             if isinstance(found, Round):
                 found.complete()
             waiting.append(self._named(found))
-        return {"rounds": self._rounds, "waiting": waiting}
+        return {"rounds": self._rounds, "waiting": waiting, "layout": self._gradients.layout()}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         self._rounds = int(state.get("rounds", 0))
@@ -130,6 +130,8 @@ class _AllReduceRun(Run):
                 f"the checkpoint holds {len(state['waiting'])} steps of gradients on their way, and {self.strategy!r} "
                 f"keeps {self._delay}: resume with the strategy that was saved"
             )
+        if "layout" in state:
+            self._gradients.adopt(state["layout"])
         parameters = dict(self.model.named_parameters())
         self._waiting = deque(_Restored(parameters, gradients) for gradients in state.get("waiting", []))
 
@@ -140,7 +142,11 @@ class _AllReduceRun(Run):
         stale = self._stale()
         self._rounds += 1
         if not stale:
-            self._waiting.clear()
+            while self._waiting:  # the cool-down begins: what is on its way is dropped
+                late = self._waiting.popleft()
+                if isinstance(late, Round):
+                    late.complete()
+                    self._gradients.done(late)
             found.complete()
             self.stats.staleness = 0
             self._gradients.done(found)

@@ -36,7 +36,12 @@ class Settings:
 
 
 class Strategy(ABC):
-    """When workers talk, with whom, and what they exchange. A frozen dataclass whose fields are its arguments."""
+    """When workers talk, with whom, and what they exchange. A frozen dataclass whose fields are its arguments.
+
+    >>> import syncline as sl
+    >>> sl.AllReduce(delay=1)                        # its repr is its spec
+    allreduce(delay=1)
+    """
 
     name: ClassVar[str]
 
@@ -76,7 +81,8 @@ class Run(ABC):
         self.total_steps: int | None = None
         self._readers: dict[str, tuple[Any, Sharded | MicroBatches]] = {}
         self._cursors: dict[str, Mapping[str, Any]] = {}
-        self._agreed = False
+        self._own: dict[str, torch.Tensor] | None = None
+        """This worker's buffers while the model holds the agreed ones."""
         self._closed = False
 
     @property
@@ -160,20 +166,21 @@ class Run(ABC):
 
         Every worker enters it. What each had itself is back afterwards.
         """
-        if self._agreed or self.exchange.size == 1:
+        if self._own is not None or self.exchange.size == 1:
             yield
             return
-        buffers = list(self.model.buffers())
-        before = [buffer.detach().clone() for buffer in buffers]
+        named = dict(self.model.named_buffers())
+        buffers = list(named.values())
+        own = {name: buffer.detach().clone() for name, buffer in named.items()}
         self._average([buffer for buffer in buffers if buffer.is_floating_point()])
         spread(self.exchange, [buffer for buffer in buffers if not buffer.is_floating_point()])
-        self._agreed = True
+        self._own = own
         try:
             yield
         finally:
-            self._agreed = False
-            for buffer, own in zip(buffers, before, strict=True):
-                buffer.detach().copy_(own)
+            self._own = None
+            for name, buffer in named.items():
+                buffer.detach().copy_(own[name])
 
     def settle_uneven(self) -> None:
         """This worker has run out of data: go along with the others until all have, then catch up with them."""
@@ -196,7 +203,7 @@ class Run(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """`shared` is the same on every worker, `local` this worker's own; tensors and plain values only."""
-        buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+        buffers = self._own or {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
         return {
             "shared": {
                 "strategy": repr(self.strategy),

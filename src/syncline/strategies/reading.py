@@ -54,7 +54,17 @@ class Shard:
 
 
 class Steps:
-    """Steps of a fixed number of samples, whatever the number of workers."""
+    """Steps of a fixed number of samples, whatever the number of workers; each iteration is an epoch.
+
+    >>> import torch, syncline as sl
+    >>> def count(world):
+    ...     model = torch.nn.Linear(1, 1)
+    ...     run = sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), collective="ring")
+    ...     loader = torch.utils.data.DataLoader(torch.arange(24.0))
+    ...     return len(run.steps(loader, global_batch=8, micro_batch=2))
+    >>> sl.simulate(count, ranks=2).results
+    (3, 3)
+    """
 
     def __init__(self, run: Run, reader: MicroBatches) -> None:
         self._run = run
@@ -82,7 +92,21 @@ class Steps:
 
 
 class Step:
-    """The micro-batches of one step on this worker: iterate over it, and scale each loss by `part`."""
+    """The micro-batches of one step on this worker: iterate over it, and scale each loss by `part`.
+
+    >>> import torch, syncline as sl
+    >>> def train(world):
+    ...     model = torch.nn.Linear(1, 1, bias=False)
+    ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ...     run = sl.distribute(model, optimizer, collective="ring")
+    ...     for step in run.steps(torch.utils.data.DataLoader(torch.arange(8.0)), global_batch=8, micro_batch=1):
+    ...         optimizer.zero_grad()
+    ...         for x in step:                      # only the last one's backward reduces
+    ...             step.part(model(x.view(-1, 1)).mean()).backward()
+    ...     return model.weight.grad.item()         # the mean of 0 … 7
+    >>> sl.simulate(train, ranks=2).results
+    (3.5, 3.5)
+    """
 
     def __init__(self, run: Run, micro: Any) -> None:
         self._run = run

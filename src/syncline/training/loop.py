@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from syncline.errors import IncompatibleError
+from syncline.exchange import check_same
 from syncline.strategies import Run, Shard, Step, Steps
 from syncline.training.checkpoint import load, save
 from syncline.training.distribute import distribute
@@ -106,6 +107,8 @@ def train(
         check_finite=settings.check_finite,
         schedulers=() if scheduler is None else (scheduler,),
     ) as run:
+        told = {key: str(value) for key, value in workload.describe().items()}
+        check_same(run.exchange, "data", told)  # hosts may have other files, or another Python's library
         loop = _Loop(workload, settings, run, scheduler, place)
         if source is not None:
             loop.load(source, needed=resume is not True)

@@ -17,12 +17,17 @@ MB = 1 << 20
 
 
 def test_the_first_bucket_is_small_and_the_others_are_as_asked() -> None:
-    items = [Item(MB // 2)] * 8
+    items = [Item(MB // 2, movable=False)] * 8
     assert lay_out(items, range(8), 2 * MB) == [(0, 1), (2, 3, 4, 5), (6, 7)]
 
 
+def test_a_large_gradient_is_a_bucket_alone() -> None:
+    items = [Item(100), Item(4 * MB), Item(100), Item(3 * MB, movable=False)]
+    assert lay_out(items, range(4), 25 * MB) == [(1,), (0, 2, 3)]
+
+
 def test_kinds_do_not_share_and_buckets_come_in_the_order_they_fill() -> None:
-    items = [Item(MB, "a"), Item(10, "b"), Item(MB, "a"), Item(10, "b")]
+    items = [Item(MB, "a", False), Item(10, "b"), Item(MB, "a", False), Item(10, "b")]
     assert lay_out(items, [0, 1, 2, 3], MB) == [(0,), (2,), (1, 3)]
 
 
@@ -56,11 +61,21 @@ def test_views_lie_in_their_bucket_and_the_control_numbers_behind_them(dtype: to
 
 def test_channels_last_weights_keep_their_strides() -> None:
     weight = nn.Parameter(torch.zeros(4, 3, 2, 2).to(memory_format=torch.channels_last))
-    found = BucketSet([weight], [0], bucket_bytes=MB)
+    found = BucketSet([weight], [0], bucket_bytes=1)  # large, but not contiguous: it goes into a bucket
     assert found.views[0].stride() == weight.stride()
 
 
 def test_a_set_without_places_carries_the_control_numbers_alone() -> None:
     found = BucketSet([nn.Parameter(torch.zeros(3))], [], bucket_bytes=MB)
-    assert [bucket.flat.numel() for bucket in found.buckets] == [control_length(1)]
+    assert [bucket.items for bucket in found.buckets] == [()]
+    assert found.control.numel() == control_length(1)
     assert found.outside == [0]
+
+
+def test_the_control_numbers_go_last_and_hold_nothing_back() -> None:
+    small, large = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3000))
+    found = BucketSet([small, large, small], [0, 2, 1], bucket_bytes=10_000)
+    assert [bucket.items for bucket in found.buckets] == [(1,), (0, 2)]
+    alone = BucketSet([large], [0], bucket_bytes=10_000)
+    assert [bucket.items for bucket in alone.buckets] == [(0,), ()]
+    assert found.large == {1}

@@ -94,7 +94,7 @@ def test_small_buckets_leave_while_backward_goes_on() -> None:
 
     results = sl.simulate(case, ranks=2).results
     assert results[0] == results[1]
-    assert len(results[0]) == 12  # six parameters, six buckets, two steps
+    assert len(results[0]) == 14  # six parameters, each a bucket, and the control numbers; two steps
 
 
 def test_accumulation_adds_up_and_reduces_once() -> None:

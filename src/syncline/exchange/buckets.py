@@ -1,7 +1,8 @@
-"""Flat memory for gradients: each parameter's gradient is a view into a bucket.
+"""Flat memory for gradients: small ones are views into a bucket, large ones are reduced where they lie.
 
-bucket 0   │ fc3.bias │ fc3.weight │
-bucket 1   │ fc2.bias │ fc2.weight │ control │      the last one carries the control numbers, where its dtype can
+bucket 0   │ fc2.weight │                                    large: the gradient itself, no copy
+bucket 1   │ fc3.bias │ fc3.weight │ fc2.bias │ control │    the last one carries the control numbers, where its
+                                                             dtype can
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor
 
 from syncline.exchange.control import control_length
-from syncline.exchange.layout import Item, lay_out
+from syncline.exchange.layout import Item, is_large, lay_out
 
-__all__ = ["Bucket", "BucketSet", "items_of"]
+__all__ = ["Bucket", "BucketSet", "flattened"]
 
 PRECISE = (torch.float32, torch.float64)
 """Dtypes that count without rounding; the control numbers need one."""
@@ -25,9 +26,10 @@ PRECISE = (torch.float32, torch.float64)
 class Bucket:
     """What is reduced at once."""
 
-    flat: Tensor
     items: tuple[int, ...]
-    data: Tensor
+    flat: Tensor | None
+    """None for a large gradient, which brings its own memory."""
+    data: Tensor | None
     """The gradients alone, without the control numbers."""
 
 
@@ -35,36 +37,68 @@ class BucketSet:
     """Buckets for one backward pass, and the views that are its gradients."""
 
     def __init__(self, parameters: Sequence[Tensor], order: Sequence[int], bucket_bytes: int) -> None:
-        items = items_of(parameters)
+        items = [Item(p.numel() * p.element_size(), f"{p.dtype} on {p.device}", p.is_contiguous()) for p in parameters]
         groups = lay_out(items, order, bucket_bytes)
+        self.large = {index for index in order if is_large(items[index], bucket_bytes)}
+        groups, shared = _control_last(
+            groups, [g[0] not in self.large and parameters[g[0]].dtype in PRECISE for g in groups]
+        )
         extra = control_length(len(parameters))
-        shared = bool(groups) and parameters[groups[-1][0]].dtype in PRECISE
         self.buckets: list[Bucket] = []
         self.views: dict[int, Tensor] = {}
         self.home: dict[int, int] = {}
         for number, group in enumerate(groups):
+            self.home |= dict.fromkeys(group, number)
+            if group[0] in self.large:
+                self.buckets.append(Bucket(group, None, None))
+                continue
             numel = sum(_reals(parameters[index]) for index in group)
             first = parameters[group[0]]
             tail = extra if shared and number == len(groups) - 1 else 0
             flat = torch.zeros(numel + tail, dtype=_real(first.dtype), device=first.device)
-            self.buckets.append(Bucket(flat, group, flat[:numel]))
+            self.buckets.append(Bucket(group, flat, flat[:numel]))
             offset = 0
             for index in group:
-                self.home[index] = number
                 self.views[index] = _view(flat, offset, parameters[index])
                 offset += _reals(parameters[index])
         if not shared:
             device = parameters[0].device if parameters else torch.device("cpu")
             flat = torch.zeros(extra, device=device)
-            self.buckets.append(Bucket(flat, (), flat[:0]))
-        self.control = self.buckets[-1].flat[-extra:]
+            self.buckets.append(Bucket((), flat, flat[:0]))
+        last = self.buckets[-1].flat
+        assert last is not None, "the control numbers have a place"
+        self.control = last[-extra:]
         self.outside = [index for index in range(len(parameters)) if index not in self.home]
         """Parameters without a place: frozen, unused or sparse ones."""
 
+    def sizes(self, parameters: Sequence[Tensor]) -> list[tuple[int, torch.dtype, torch.device]]:
+        """What will be reduced: elements, dtype and device of every bucket."""
+        found = []
+        for bucket in self.buckets:
+            if bucket.flat is None:
+                large = parameters[bucket.items[0]]
+                found.append((_reals(large), _real(large.dtype), large.device))
+            else:
+                found.append((bucket.flat.numel(), bucket.flat.dtype, bucket.flat.device))
+        return found
 
-def items_of(parameters: Sequence[Tensor]) -> list[Item]:
-    """What the layout needs to know of them."""
-    return [Item(p.numel() * p.element_size(), f"{p.dtype} on {p.device}") for p in parameters]
+
+def flattened(gradient: Tensor) -> Tensor:
+    """A contiguous gradient's memory as one row of real numbers."""
+    real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    return real.view(-1)
+
+
+def _control_last(groups: list[tuple[int, ...]], fit: list[bool]) -> tuple[list[tuple[int, ...]], bool]:
+    """The last bucket that can carry the control numbers, at the end; whether there is one.
+
+    It leaves last, so it must not be one that could have left long before.
+    """
+    if not groups or not any(fit[-2:]):
+        return groups, False
+    if fit[-1]:
+        return groups, True
+    return [*groups[:-2], groups[-1], groups[-2]], True
 
 
 def _view(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:

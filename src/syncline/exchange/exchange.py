@@ -19,6 +19,8 @@ AUTO_SECONDS = 1.5
 """What choosing may take for each class of sizes, about; after that the prediction decides."""
 PREFER_NATIVE = 1.15
 """The engine's own needs no thread of ours beside backward: another must be faster by more than this."""
+PREFER_NATIVE_WHERE_CROWDED = 1.5
+"""The same where ranks have no processor to spare: what Python does then is taken from backward."""
 
 
 class Reduction(Protocol):
@@ -47,11 +49,15 @@ class Exchange:
     def rank(self) -> int:
         return self.team.rank
 
-    def prepare(self, flats: list[Tensor]) -> None:
+    def prepare(self, sizes: list[tuple[int, torch.dtype, torch.device]]) -> None:
         """Choose now how tensors like these are reduced: a choice during training would change its rounding."""
-        if self.collective == AUTO and self.size > 1:
-            for flat in flats:
-                self.team.auto.settle(flat, "sum", budget=AUTO_SECONDS, prefer_native=PREFER_NATIVE)
+        if self.collective != AUTO or self.size == 1:
+            return
+        auto, prefer = self.team.auto, PREFER_NATIVE if self.world.spare else PREFER_NATIVE_WHERE_CROWDED
+        for numel, dtype, device in sizes:
+            scratch = torch.empty(numel, dtype=dtype, device=device)
+            if auto.chosen(scratch) is None:
+                auto.settle(scratch, "sum", budget=AUTO_SECONDS, prefer_native=prefer)
 
     @property
     def choices(self) -> dict[str, str]:

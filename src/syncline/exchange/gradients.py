@@ -69,6 +69,8 @@ class Gradients:
         watched = [] if idle else list(enumerate(self.parameters))  # idle: one worker has nobody to agree with
         self._hooks = [_hook(parameter, partial(self._arrived, index)) for index, parameter in watched]
         exchange.team.transport.owing(self._owes)
+        if watched:
+            self._lay_out()  # now, when there are no activations in memory yet
 
     def close(self) -> None:
         """Take the hooks off; gradients stay where they are."""
@@ -196,14 +198,18 @@ class Gradients:
     def _begin(self, task: int) -> Round:
         self._judge_deferred()
         if self._lay_out_anew and not self._in_flight:
-            self._lay_out_anew = False
-            self._used = list(self._order)
-            self._free = [BucketSet(self.parameters, self._order, self._bucket_bytes)]
-            self.exchange.prepare([bucket.flat for bucket in self._free[0].buckets])
+            self._lay_out()
         buckets = self._free.pop() if self._free else BucketSet(self.parameters, self._used, self._bucket_bytes)
         self._in_flight += 1
         self._round = Round(self, buckets, task)
         return self._round
+
+    def _lay_out(self) -> None:
+        self._lay_out_anew = False
+        self._used = list(self._order)
+        self._free = []  # first, so that there is room for the new ones
+        self._free = [BucketSet(self.parameters, self._order, self._bucket_bytes)]
+        self.exchange.prepare(self._free[0].sizes(self.parameters))
 
     def _observe(self, finished: Round, control: Control) -> None:
         """Order the buckets as the gradients really came on rank 0; leave out what no rank has used."""

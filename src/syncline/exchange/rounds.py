@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from syncline.errors import IncompatibleError
-from syncline.exchange.buckets import BucketSet
+from syncline.exchange.buckets import Bucket, BucketSet, flattened
 from syncline.exchange.control import Control, write_control
 from syncline.exchange.exchange import Reduction
 from syncline.exchange.sparse import sum_sparse
@@ -42,6 +42,7 @@ class Round:
         self._kept: dict[int, Tensor] = {}
         self._sparse: dict[int, Tensor] = {}
         self._late: dict[int, Tensor] = {}
+        self._large: dict[int, Tensor] = {}
         self._suspects: list[tuple[Tensor | bool, str]] = []
         """What of this rank was not finite: perhaps, on a device that was not asked yet."""
         self._bad: Tensor | None = None
@@ -83,13 +84,16 @@ class Round:
         if home is None:
             self._late[index] = gradient
             return
-        view = self.buckets.views[index]
-        if gradient.data_ptr() == view.data_ptr() and gradient.numel():
-            if self._scale != 1.0:
-                view.mul_(self._scale)
+        if index in self.buckets.large:
+            self._take(index, gradient.detach())
         else:
-            torch.mul(gradient.detach(), self._scale, out=view)
-            parameter.grad = view
+            view = self.buckets.views[index]
+            if gradient.data_ptr() == view.data_ptr() and gradient.numel():
+                if self._scale != 1.0:
+                    view.mul_(self._scale)
+            else:
+                torch.mul(gradient.detach(), self._scale, out=view)
+                parameter.grad = view
         self._missing[home] -= 1
         if self._missing[home] == 0:
             self._launch()
@@ -120,7 +124,7 @@ class Round:
         rescale = size / control.weight if control.weight > 0 and control.weight != size else 1.0
         if rescale != 1.0:
             for bucket in self.buckets.buckets:
-                bucket.data.mul_(rescale)
+                self._data(bucket).mul_(rescale)
         for index, gradient in self._kept.items():
             self.buckets.views[index].copy_(gradient)
         if any(control.sparse) or self.buckets.outside:
@@ -147,12 +151,15 @@ class Round:
             if control.sparse[index]:
                 parameter.grad = self._sparse[index]
             elif control.dense[index]:
-                parameter.grad = self.buckets.views[index] if index in self.buckets.views else self._late[index]
+                parameter.grad = self._gradient(index)
             else:
                 parameter.grad = None
 
     def _fill(self, index: int) -> None:
         """A parameter without a new gradient adds nothing; the gradient it may still have from before is kept."""
+        if index in self.buckets.large:
+            self._large[index] = torch.zeros_like(self._gradients.parameters[index])
+            return
         view = self.buckets.views[index]
         gradient = self._gradients.parameters[index].grad
         if gradient is not None and gradient.layout == torch.strided and gradient.data_ptr() == view.data_ptr():
@@ -169,10 +176,30 @@ class Round:
                 return
             bucket = buckets[number]
             if self._gradients.check_finite:
-                self._check(bucket.data, bucket.items)
+                self._check(self._data(bucket), bucket.items)
             if last:
                 self._write_control()
-            self._reductions.append(self._exchange.start(bucket.flat, self._gradients.label(number, bucket.items)))
+            flat = self._data(bucket) if bucket.flat is None else bucket.flat
+            self._reductions.append(self._exchange.start(flat, self._gradients.label(number, bucket.items)))
+
+    def _take(self, index: int, gradient: Tensor) -> None:
+        """A large gradient is reduced where it lies."""
+        if not gradient.is_contiguous():
+            gradient = gradient.contiguous()
+            self._gradients.parameters[index].grad = gradient
+        if self._scale != 1.0:
+            gradient.mul_(self._scale)
+        self._large[index] = gradient
+
+    def _gradient(self, index: int) -> Tensor:
+        for place in (self.buckets.views, self._large, self._late):
+            if index in place:
+                return place[index]
+        raise AssertionError(f"{self._gradients.names[index]} has no gradient in this round")
+
+    def _data(self, bucket: Bucket) -> Tensor:
+        """The gradients of a bucket, without control numbers."""
+        return flattened(self._large[bucket.items[0]]) if bucket.data is None else bucket.data
 
     def _write_control(self) -> None:
         gradients = self._gradients
@@ -189,7 +216,7 @@ class Round:
             self._suspects.append((bad, names[0] if len(names) == 1 else f"one of {names[0]} … {names[-1]}"))
             self._bad = bad if self._bad is None else torch.logical_or(self._bad, bad)
         elif data.numel() and not torch.isfinite(data.sum(dtype=torch.promote_types(data.dtype, torch.float32))):
-            found = [index for index in items if not bool(torch.isfinite(self.buckets.views[index]).all())]
+            found = [index for index in items if not bool(torch.isfinite(self._gradient(index)).all())]
             self._suspects += [(True, self._gradients.names[index]) for index in found]
             if found:
                 self._bad = torch.tensor(True)

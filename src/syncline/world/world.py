@@ -78,6 +78,11 @@ class World:
         return torch.device("cpu")
 
     @property
+    def spare(self) -> bool:
+        """Whether every rank has a processor for messages beside the one it computes on."""
+        return self._lanes > 1
+
+    @property
     def runtime(self) -> Runtime:
         """Tasks, events, sleep and the clock of this rank: threads, or the simulator's."""
         return self._transport.runtime

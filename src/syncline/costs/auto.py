@@ -203,6 +203,10 @@ class Auto:
         self._channel.buffers.clear()  # those of the ones that lost are not needed again
         return self.choices[key]
 
+    def decide(self, tensor: Tensor, algorithm: str, reason: str) -> None:
+        """Take what the caller knows to be best for tensors like this one. Every rank calls it."""
+        self._settle(_class(tensor), Choice(algorithm, reason))
+
     def adopt(self, algorithms: Mapping[str, str]) -> None:
         """Take what an earlier run has chosen, as {class of sizes: algorithm}: a resumed run goes the same way."""
         for key, algorithm in algorithms.items():

@@ -70,6 +70,8 @@ class BucketSet:
         self.control = last[-extra:]
         self.outside = [index for index in range(len(parameters)) if index not in self.home]
         """Parameters without a place: frozen, unused or sparse ones."""
+        self.homes = [self.home.get(index, -1) for index in range(len(parameters))]
+        self.bytes = [item.nbytes for item in items]
 
     def sizes(self, parameters: Sequence[Tensor]) -> list[tuple[int, torch.dtype, torch.device]]:
         """What will be reduced: elements, dtype and device of every bucket."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Control", "control_length", "write_control"]
+__all__ = ["Control", "UsualControl", "control_length", "write_control"]
 
 HEAD = 3
 
@@ -31,6 +31,18 @@ def write_control(
     numbers = [float(active), weight, 0.0, *map(float, dense), *map(float, sparse)]
     into.copy_(torch.tensor(numbers, dtype=into.dtype))
     into[2] = not_finite
+
+
+class UsualControl:
+    """The control numbers of the usual step, in which every rank has every gradient: written and read in one go."""
+
+    def __init__(self, parameters: int, size: int, like: Tensor) -> None:
+        own = torch.zeros(control_length(parameters), dtype=like.dtype)
+        everything = [True] * parameters
+        write_control(own, True, 1.0, False, everything, [False] * parameters)
+        self.own = own.to(like.device)
+        self.summed = own * size
+        self.control = Control.read(self.summed)
 
 
 @dataclass(frozen=True)

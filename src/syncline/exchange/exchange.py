@@ -19,8 +19,8 @@ AUTO_SECONDS = 1.5
 """What choosing may take for each class of sizes, about; after that the prediction decides."""
 PREFER_NATIVE = 1.15
 """The engine's own needs no thread of ours beside backward: another must be faster by more than this."""
-PREFER_NATIVE_WHERE_CROWDED = 1.5
-"""The same where ranks have no processor to spare: what Python does then is taken from backward."""
+CROWDED = "no processor is to spare for another's Python beside backward"
+"""A schedule of ours may win alone and still lose here: 1.15 times the step with two ranks on two cores."""
 
 
 class Reduction(Protocol):
@@ -53,11 +53,15 @@ class Exchange:
         """Choose now how tensors like these are reduced: a choice during training would change its rounding."""
         if self.collective != AUTO or self.size == 1:
             return
-        auto, prefer = self.team.auto, PREFER_NATIVE if self.world.spare else PREFER_NATIVE_WHERE_CROWDED
+        auto, native = self.team.auto, self.team.transport.native
         for numel, dtype, device in sizes:
             scratch = torch.empty(numel, dtype=dtype, device=device)
-            if auto.chosen(scratch) is None:
-                auto.settle(scratch, "sum", budget=AUTO_SECONDS, prefer_native=prefer)
+            if auto.chosen(scratch) is not None:
+                continue
+            if native is not None and native.reduces(dtype, "sum") and not self.world.spare:
+                auto.decide(scratch, NATIVE, CROWDED)
+            else:
+                auto.settle(scratch, "sum", budget=AUTO_SECONDS, prefer_native=PREFER_NATIVE)
 
     @property
     def choices(self) -> dict[str, str]:
@@ -115,12 +119,13 @@ class Exchange:
 
     def _spawn(self, flat: Tensor, schedule: Schedule, what: str) -> Pending[None]:
         now = self.world.runtime.now
-        channel = self.team.channel
+        channel, watched = self.team.channel, self.stats.watching
 
         def work() -> None:
             begun = now()
             run.allreduce(channel, flat, "sum", schedule)
-            self.stats.reduced(begun, now(), what)
+            if watched:
+                self.stats.reduced(begun, now(), what)
 
         pending: Any = self.team.call(f"the sum of {what}", work, async_=True)
         return pending  # type: ignore[no-any-return]
@@ -147,14 +152,15 @@ class _Native:
         self._handle = handle
         self._begun = begun
         self._what = what
-        notify = getattr(handle, "notify", None)
+        self._watched = exchange.stats.watching
+        notify = getattr(handle, "notify", None) if self._watched else None
         self._told = notify is not None
         if notify is not None:
             notify(self._ended)
 
     def wait(self) -> None:
         self._handle.wait()
-        if not self._told:
+        if self._watched and not self._told:
             self._ended()
 
     def _ended(self) -> None:

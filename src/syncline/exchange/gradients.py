@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from syncline.errors import DivergedError, IncompatibleError
 from syncline.exchange.buckets import BucketSet
-from syncline.exchange.control import Control
+from syncline.exchange.control import Control, UsualControl
 from syncline.exchange.exchange import Exchange
 from syncline.exchange.rounds import Round
 from syncline.world import allgather
@@ -112,8 +112,8 @@ class Gradients:
         control = finished.complete()
         if not self.observed and control.active:
             self._observe(finished, control)
-        missing = [i for i, count in enumerate(control.dense) if count and i not in finished.buckets.home]
-        if missing and not set(missing) <= set(self._order):
+        missing = [index for index in finished.buckets.outside if control.dense[index]]
+        if not set(missing) <= set(self._order):
             self._order += [index for index in missing if index not in self._order]
             self._lay_out_anew = True
 
@@ -129,7 +129,7 @@ class Gradients:
         self.observed = bool(layout["observed"])
         self._lay_out_anew = True
 
-    def label(self, number: int, items: Sequence[int]) -> str:
+    def _label(self, number: int, items: Sequence[int]) -> str:
         """A bucket, for people."""
         names = [self.names[index] for index in items]
         shown = f"{names[0]}" if len(names) == 1 else f"{names[0]} … {names[-1]}" if names else "control"
@@ -176,17 +176,27 @@ class Gradients:
     # What the autograd engine tells.
 
     def _arrived(self, index: int, parameter: Tensor) -> None:
+        found = self._round
+        if found is None or self._paused or found.arrived[index]:
+            self._arrived_first(index, found)
+        else:
+            found.arrive(index)
+
+    def _arrived_first(self, index: int, found: Round | None) -> None:
+        """The first gradient of a pass, one of an accumulation, or one too many."""
         if self._paused:
             self._accumulated.add(index)
             return
         task = torch._C._current_graph_task_id()
-        found = self._round
-        if found is not None and found.task != task and found.has(index):  # the pass before was broken off by an error
-            self._in_flight -= 1
-            found = None
-        if found is None:
-            found = self._begin(task)
-            Variable._execution_engine.queue_callback(self._backward_is_over)
+        if found is not None:
+            if found.task == task:
+                raise IncompatibleError(
+                    f"{self.names[index]} got its gradient twice in one backward pass: with activation checkpointing "
+                    "use use_reentrant=False, or wrap the first backward in run.no_sync()"
+                )
+            self._in_flight -= 1  # the pass before was broken off by an error
+        found = self._begin(task)
+        Variable._execution_engine.queue_callback(self._backward_is_over)
         found.arrive(index)
 
     def _backward_is_over(self) -> None:
@@ -197,6 +207,7 @@ class Gradients:
 
     def _begin(self, task: int) -> Round:
         self._judge_deferred()
+        self.exchange.stats.next_round()
         if self._lay_out_anew and not self._in_flight:
             self._lay_out()
         buckets = self._free.pop() if self._free else BucketSet(self.parameters, self._used, self._bucket_bytes)
@@ -208,8 +219,11 @@ class Gradients:
         self._lay_out_anew = False
         self._used = list(self._order)
         self._free = []  # first, so that there is room for the new ones
-        self._free = [BucketSet(self.parameters, self._order, self._bucket_bytes)]
-        self.exchange.prepare(self._free[0].sizes(self.parameters))
+        found = BucketSet(self.parameters, self._order, self._bucket_bytes)
+        self._free = [found]
+        self.labels = [self._label(number, bucket.items) for number, bucket in enumerate(found.buckets)]
+        self.usual = UsualControl(len(self.parameters), self.exchange.size, found.control)
+        self.exchange.prepare(found.sizes(self.parameters))
 
     def _observe(self, finished: Round, control: Control) -> None:
         """Order the buckets as the gradients really came on rank 0; leave out what no rank has used."""

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Round"]
 
+AT_ONCE = 1 << 19
+"""Bytes of gradients that may wait to be put into their buckets: while they do, they are in memory twice."""
+NEVER = 1 << 62
+"""What is missing of those that have no bucket."""
+
 
 class Round:
     """The state of one backward pass on this rank."""
@@ -36,8 +41,13 @@ class Round:
         self._gradients = gradients
         self._exchange = gradients.exchange
         self._scale = gradients.weight / gradients.exchange.size
-        self._arrived = [False] * len(gradients.parameters)
-        self._missing = [len(bucket.items) for bucket in buckets.buckets]
+        self.arrived = [False] * len(gradients.parameters)
+        self._queue: list[int] = []
+        """Gradients that are there and not yet in their buckets."""
+        self._queued = 0
+        self._bytes = buckets.bytes
+        self._homes = buckets.homes
+        self._missing = [*(len(bucket.items) for bucket in buckets.buckets), NEVER]
         self._reductions: list[Reduction] = []
         self._kept: dict[int, Tensor] = {}
         self._sparse: dict[int, Tensor] = {}
@@ -54,57 +64,35 @@ class Round:
         """How many buckets have left."""
         return len(self._reductions)
 
-    def has(self, index: int) -> bool:
-        """Whether the gradient of a parameter has come."""
-        return self._arrived[index]
-
     def owed(self) -> int | None:
         """The first parameter that the next bucket waits for; None when all have left."""
         if self.launched == len(self.buckets.buckets):
             return None
         items = self.buckets.buckets[self.launched].items
-        return next((index for index in items if not self._arrived[index]), None)
+        return next((index for index in items if not self.arrived[index]), None)
 
     def arrive(self, index: int) -> None:
-        """The gradient of a parameter is there."""
-        if self._arrived[index]:
-            raise IncompatibleError(
-                f"{self._gradients.names[index]} got its gradient twice in one backward pass: with activation "
-                "checkpointing use use_reentrant=False, or wrap the first backward in run.no_sync()"
-            )
-        self._arrived[index] = True
+        """The gradient of a parameter is there. Called between the operations of backward, so as short as can be."""
+        self.arrived[index] = True
         self.arrivals.append(index)
-        parameter = self._gradients.parameters[index]
-        gradient = parameter.grad
-        assert gradient is not None, "it has just been accumulated"
-        if gradient.layout != torch.strided:
-            self._sparse[index] = gradient
-            return
-        home = self.buckets.home.get(index)
-        if home is None:
-            self._late[index] = gradient
-            return
-        if index in self.buckets.large:
-            self._take(index, gradient.detach())
-        else:
-            view = self.buckets.views[index]
-            if gradient.data_ptr() == view.data_ptr() and gradient.numel():
-                if self._scale != 1.0:
-                    view.mul_(self._scale)
-            else:
-                torch.mul(gradient.detach(), self._scale, out=view)
-                parameter.grad = view
-        self._missing[home] -= 1
-        if self._missing[home] == 0:
+        self._queue.append(index)
+        self._queued += self._bytes[index]
+        home = self._homes[index]
+        missing = self._missing[home] = self._missing[home] - 1
+        if missing == 0:
+            self._collect()
             self._launch()
+        elif self._queued > AT_ONCE:
+            self._collect()
 
     def end(self) -> None:
         """Backward is over: fill up what has not come, and let the rest leave."""
         for index in self._gradients.take_accumulated() if self._gradients.active else ():
-            if not self._arrived[index] and self._gradients.parameters[index].grad is not None:
+            if not self.arrived[index] and self._gradients.parameters[index].grad is not None:
                 self.arrive(index)
+        self._collect()
         for index in self.buckets.home:
-            if not self._arrived[index]:
+            if not self.arrived[index]:
                 self._fill(index)
         self._hold = False
         self._missing = [0] * len(self._missing)
@@ -137,11 +125,12 @@ class Round:
         """
         gradients, numbers = self._gradients, self.buckets.control
         if numbers.is_cuda and not (gradients.careful or self.buckets.outside or not gradients.observed):
-            gradients.read_later(numbers, self._suspects, self._arrived)
-            size = self._exchange.size
-            return Control(size, float(size), 0, (size,) * len(self._arrived), (0,) * len(self._arrived))
+            gradients.read_later(numbers, self._suspects, self.arrived)
+            return gradients.usual.control
+        if not numbers.is_cuda and torch.equal(numbers, gradients.usual.summed):
+            return gradients.usual.control
         control = Control.read(numbers)
-        gradients.judge(control, self._suspects, self._arrived)
+        gradients.judge(control, self._suspects, self.arrived)
         return control
 
     def install(self) -> None:
@@ -175,12 +164,42 @@ class Round:
             if last and self._hold:
                 return
             bucket = buckets[number]
+            if bucket.data is not None and self._scale != 1.0:
+                bucket.data.mul_(self._scale)
             if self._gradients.check_finite:
                 self._check(self._data(bucket), bucket.items)
             if last:
                 self._write_control()
             flat = self._data(bucket) if bucket.flat is None else bucket.flat
-            self._reductions.append(self._exchange.start(flat, self._gradients.label(number, bucket.items)))
+            self._reductions.append(self._exchange.start(flat, self._gradients.labels[number]))
+
+    def _collect(self) -> None:
+        """Put what has come into the buckets: many small gradients in one go, for each call has its price."""
+        views, gradients = [], []
+        for index in self._queue:
+            parameter = self._gradients.parameters[index]
+            gradient = parameter.grad
+            assert gradient is not None, "it has just been accumulated"
+            if gradient.layout != torch.strided:
+                self._sparse[index] = gradient
+                if index in self.buckets.views:
+                    self.buckets.views[index].zero_()
+                elif index in self.buckets.large:
+                    self._large[index] = torch.zeros_like(parameter)
+            elif index in self.buckets.large:
+                self._take(index, gradient.detach())
+            elif index in self.buckets.views:
+                view = self.buckets.views[index]
+                if gradient.data_ptr() != view.data_ptr():
+                    views.append(view)
+                    gradients.append(gradient.detach())
+                    parameter.grad = view
+            else:
+                self._late[index] = gradient
+        if views:
+            torch._foreach_copy_(views, gradients)
+        self._queue.clear()
+        self._queued = 0
 
     def _take(self, index: int, gradient: Tensor) -> None:
         """A large gradient is reduced where it lies."""
@@ -203,8 +222,12 @@ class Round:
 
     def _write_control(self) -> None:
         gradients = self._gradients
-        sparse = [index in self._sparse for index in range(len(self._arrived))]
-        dense = [arrived and not other for arrived, other in zip(self._arrived, sparse, strict=True)]
+        usual = gradients.active and gradients.weight == 1.0 and self._bad is None and not self._sparse
+        if usual and len(self.arrivals) == len(self.arrived):
+            self.buckets.control.copy_(gradients.usual.own)
+            return
+        sparse = [index in self._sparse for index in range(len(self.arrived))]
+        dense = [arrived and not other for arrived, other in zip(self.arrived, sparse, strict=True)]
         bad = self._bad if self._bad is not None else False
         write_control(self.buckets.control, gradients.active, gradients.weight, bad, dense, sparse)
 

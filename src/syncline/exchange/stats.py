@@ -9,13 +9,18 @@ from syncline.runtime import Lock
 
 __all__ = ["Stats"]
 
+FIRST = 10
+RHYTHM = 10
+
 
 @dataclass
 class Stats:
     """Counts of one run on this rank; `run.stats`.
 
     Communication counts while at least one reduction is under way, however many are. Exposed is what the rank spent
-    waiting for it.
+    waiting for it. When an engine's own reduction has ended is asked of the engine in the first steps and in every
+    tenth from then on, for asking costs as much as some reductions do; the total is that of all steps at their mean.
+    With a sink such as a trace, every step is asked.
     """
 
     events: Recorder
@@ -23,11 +28,26 @@ class Stats:
     steps: int = 0
     bytes_logical: int = 0
     bytes_wire: int = 0
-    comm_seconds: float = 0.0
     exposed_seconds: float = 0.0
     staleness: int = 0
     """Steps between a gradient and its use, in the latest step."""
+    watching: bool = True
+    """Whether the ends of this step's reductions are asked for."""
+    _rounds: int = 0
+    _watched: int = 0
+    _seconds: float = 0.0
     _until: float = float("-inf")
+
+    def next_round(self) -> None:
+        """A step's reductions begin."""
+        self.watching = self._rounds < FIRST or self._rounds % RHYTHM == 0 or bool(self.events.sinks)
+        self._rounds += 1
+        self._watched += self.watching
+
+    @property
+    def comm_seconds(self) -> float:
+        """Seconds in which a reduction was under way."""
+        return self._seconds * self._rounds / self._watched if self._watched else self._seconds
 
     def sent(self, logical: int, wire: int) -> None:
         """A reduction of so many bytes begins."""
@@ -41,7 +61,7 @@ class Stats:
         with self.lock:
             begin = max(start, self._until)
             self._until = max(self._until, stop)
-            self.comm_seconds += max(0.0, stop - begin)
+            self._seconds += max(0.0, stop - begin)
         self.events.interval("sl_comm_seconds", start, stop, lane="communication", what=what)
 
     def waited(self, start: float, stop: float) -> None:

@@ -39,11 +39,15 @@ REDUCIBLE = frozenset(
 )
 
 
+MOST_WORDS = 1000
+
+
 class NativeTorch:
     """all_reduce and its kin on one process group."""
 
     def __init__(self, transport: TorchTransport) -> None:
         self._transport = transport
+        self._words: dict[tuple[str, torch.dtype, torch.Size], str] = {}
 
     def reduces(self, dtype: torch.dtype, op: Op) -> bool:
         return dtype in REDUCIBLE
@@ -78,9 +82,8 @@ class NativeTorch:
 
     def _start(self, name: str, tensor: Tensor, launch: Callable[[Any], Any]) -> Handle:
         transport = self._transport
-        pending = (
-            f"{name} of {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} among {transport.size} ranks"
-        )
+        key = (name, tensor.dtype, tensor.shape)
+        pending = self._words.get(key) or self._describe(key)
         transport.entering(pending)
         try:
             work = launch(transport.groups.of(tensor))
@@ -89,3 +92,11 @@ class NativeTorch:
                 raise IncompatibleError(f"the engine refuses the {pending}: {error}") from error
             raise transport.failure(None, pending, 0.0, error) from error
         return WorkHandle(transport, work, tensor, None, pending)
+
+    def _describe(self, key: tuple[str, torch.dtype, torch.Size]) -> str:
+        """What is waited for, in words; the same few again and again in training."""
+        name, dtype, shape = key
+        words = f"{name} of {str(dtype).removeprefix('torch.')}{list(shape)} among {self._transport.size} ranks"
+        if len(self._words) < MOST_WORDS:
+            self._words[key] = words
+        return words

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from syncline.bench.stats import Summary
-from syncline.transports.base import human
 
 __all__ = ["step_table"]
 
@@ -48,7 +47,7 @@ def _interval(ratio: Summary) -> str:
 
 def _overlap(overlap: dict[str, Any]) -> str:
     if overlap["share"] is None:
-        return "overlap: no reduction could lie inside backward (one bucket)"
+        return "overlap none could lie inside backward: there is one bucket, and it is full at the end"
     return (
         f"overlap {100 * overlap['share']:.0f} % of the reduction time that could lie inside backward does "
         f"({1e3 * overlap['did_seconds']:.2f} of {1e3 * overlap['could_seconds']:.2f} ms)"
@@ -64,6 +63,10 @@ def _memory(rows: list[dict[str, Any]], model: str, against: str) -> list[str]:
     if not all(peaks.values()):
         return []
     told = ", ".join(
-        f"{kind} {human(own[len(own) // 2])} ({human(own[0])} – {human(own[-1])})" for kind, own in peaks.items()
+        f"{kind} {_mb(own[len(own) // 2])} ({_mb(own[0])} – {_mb(own[-1])})" for kind, own in peaks.items()
     )
-    return [f"  peak memory beyond the start, median (range) of {len(peaks[against])} runs: {told}"]
+    return [f"  peak memory of a process, median (range) of {len(peaks[against])} runs: {told}"]
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f} MB"

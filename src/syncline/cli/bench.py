@@ -129,6 +129,8 @@ def _memory(arguments: argparse.Namespace, plan: dict[str, object], folder: Path
         for _ in range(arguments.memory_runs):
             for kind in ("syncline", arguments.against):
                 out = folder / "memory.json"
+                # The peak of what was in use, not of the allocator's holes: see bench/step.py.
+                os.environ["MALLOC_MMAP_THRESHOLD_"] = "131072"
                 alone = {**plan, "models": [model], "only": kind, "out": str(out.absolute()), "trace": False}
                 if _launch(arguments, ("syncline.bench.step", json.dumps(alone))) == 0:
                     found += json.loads(out.read_text())["results"]

@@ -16,7 +16,7 @@ from syncline.world import allgather
 
 __all__ = ["check_same", "share_tree", "spread"]
 
-AT_ONCE = 1 << 24
+AT_ONCE = 1 << 20
 """Bytes of small tensors that are sent together."""
 
 

@@ -55,7 +55,7 @@ class BucketSet:
             numel = sum(_reals(parameters[index]) for index in group)
             first = parameters[group[0]]
             tail = extra if shared and number == len(groups) - 1 else 0
-            flat = torch.zeros(numel + tail, dtype=_real(first.dtype), device=first.device)
+            flat = torch.empty(numel + tail, dtype=_real(first.dtype), device=first.device)
             self.buckets.append(Bucket(group, flat, flat[:numel]))
             offset = 0
             for index in group:

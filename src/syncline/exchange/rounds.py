@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Round"]
 
-AT_ONCE = 1 << 17
+AT_ONCE = 1 << 19
 """Bytes of gradients that may wait to be put into their buckets: while they do, they are in memory twice."""
 NEVER = 1 << 62
 """What is missing of those that have no bucket."""

@@ -7,8 +7,8 @@ OPENMPI := .openmpi/bin/mpiexec
 
 .PHONY: demo test lint unit docs clean
 
-demo: $(STAMP)  ## eight virtual ranks, every all-reduce schedule: predicted and simulated times
-	$(BIN)/python examples/schedules.py
+demo: $(STAMP)  ## train scikit-learn's digits on four workers
+	$(BIN)/syncline train digits -n 4
 
 test: lint docs unit  ## everything that must hold before a change lands
 

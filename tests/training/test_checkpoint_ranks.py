@@ -241,7 +241,7 @@ from tests.training.test_checkpoint_ranks import training
 torch.set_num_threads(1)
 with sl.init(timeout=60) as world:
     for folder, stop in LIVES:
-        own, agreed, losses = training(world, folder and pathlib.Path(folder), stop, "adam", "allreduce")
+        own, agreed, losses = training(world, pathlib.Path(folder) if folder else None, stop, "adam", "allreduce")
         print([value.double().sum().item().hex() for state in (own, agreed) for value in state.values()], losses)
 """
 

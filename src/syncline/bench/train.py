@@ -97,7 +97,8 @@ def describe(outcome: Outcome, plan: TrainPlan) -> str:
     """The last line."""
     took = f"{outcome.steps} steps in {duration(outcome.seconds)} of training, {duration(outcome.elapsed)} in all"
     if outcome.test is None:
-        return f"stopped: {took}; go on with --resume {plan.folder}"
+        saved = "nothing was saved" if plan.settings.checkpoint_every == 0 else f"go on with --resume {plan.folder}"
+        return f"stopped: {took}; {saved}"
     target = plan.settings.target
     if target is None:
         reached = ""

@@ -192,6 +192,17 @@ def _compare(folder: RunFolder, workload: Workload, settings: Settings) -> None:
     changed = [
         f"{name} {now[name]} (it was {before[name]})" for name in shaping if before.get(name, now[name]) != now[name]
     ]
+    rates = ["learning_rate", "scaling", "warmup", "decay"]
+    if now["decay"] != "none":  # it was laid out for so many
+        rates += [name for name in ("epochs", "steps") if now[name] is not None]
+    refused = [
+        f"{name} {now[name]} (it was {before[name]})" for name in rates if before.get(name, now[name]) != now[name]
+    ]
+    if refused:
+        raise IncompatibleError(
+            f"{folder.path} goes on with the learning rates that it was saved with, and cannot with "
+            f"{', '.join(refused)}; begin a new run for others"
+        )
     if changed:
         logger.warning("%s goes on with other settings than it began with: %s", folder.path, ", ".join(changed))
 

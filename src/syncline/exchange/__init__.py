@@ -2,9 +2,19 @@
 
 from syncline.exchange.agreement import check_same, share_tree, spread
 from syncline.exchange.exchange import Exchange
-from syncline.exchange.gradients import Gradients
+from syncline.exchange.gradients import Gradients, plain_name
 from syncline.exchange.layout import BUCKET_BYTES
 from syncline.exchange.rounds import Round
 from syncline.exchange.stats import Stats
 
-__all__ = ["BUCKET_BYTES", "Exchange", "Gradients", "Round", "Stats", "check_same", "share_tree", "spread"]
+__all__ = [
+    "BUCKET_BYTES",
+    "Exchange",
+    "Gradients",
+    "Round",
+    "Stats",
+    "check_same",
+    "plain_name",
+    "share_tree",
+    "spread",
+]

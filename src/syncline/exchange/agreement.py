@@ -79,10 +79,17 @@ def share_tree(exchange: Exchange, tree: Any, root: int) -> Any:
     if exchange.size == 1:
         return tree
     tensors: list[Tensor] = []
-    text = json.dumps(_plain(tree, tensors)).encode() if exchange.rank == root else b""
+    text = b""
+    if exchange.rank == root:
+        try:
+            text = json.dumps(_plain(tree, tensors)).encode()
+        except IncompatibleError as error:  # told to all: the others wait for the tree
+            text = json.dumps({"refused": str(error)}).encode()
     length = int(exchange.from_root(torch.tensor([len(text)]), root))
     data = torch.frombuffer(bytearray(text.ljust(length, b"\0")), dtype=torch.uint8)
     shape = json.loads(bytes(exchange.from_root(data, root).tolist()))
+    if "refused" in shape:
+        raise IncompatibleError(shape["refused"])
     return _filled(shape, iter(tensors), exchange, root)
 
 

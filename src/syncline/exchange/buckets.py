@@ -16,10 +16,12 @@ from torch import Tensor
 from syncline.exchange.control import control_length
 from syncline.exchange.layout import Item, is_large, lay_out
 
-__all__ = ["Bucket", "BucketSet", "flattened"]
+__all__ = ["Bucket", "BucketSet", "flattened", "owns_memory"]
 
 PRECISE = (torch.float32, torch.float64)
 """Dtypes that count without rounding; the control numbers need one."""
+HOLDERS = 2
+"""Of a storage that is one tensor's alone: that tensor, and the handle by which we ask."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,12 @@ def flattened(gradient: Tensor) -> Tensor:
     """A contiguous gradient's memory as one row of real numbers."""
     real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
     return real.view(-1)
+
+
+def owns_memory(gradient: Tensor) -> bool:
+    """Whether nobody else holds the memory of a gradient: autograd may have given it a view of another's."""
+    storage = gradient.untyped_storage()
+    return storage.nbytes() == gradient.nbytes and torch._C._storage_Use_Count(storage._cdata) <= HOLDERS
 
 
 def _control_last(groups: list[tuple[int, ...]], fit: list[bool]) -> tuple[list[tuple[int, ...]], bool]:

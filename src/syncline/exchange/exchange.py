@@ -119,10 +119,9 @@ class Exchange:
 
     def _spawn(self, flat: Tensor, schedule: Schedule, what: str) -> Pending[None]:
         now = self.world.runtime.now
-        channel, watched = self.team.channel, self.stats.watching
+        channel, watched, begun = self.team.channel, self.stats.watching, now()
 
         def work() -> None:
-            begun = now()
             run.allreduce(channel, flat, "sum", schedule)
             if watched:
                 self.stats.reduced(begun, now(), what)

@@ -23,7 +23,7 @@ from syncline.exchange.exchange import Exchange
 from syncline.exchange.rounds import Round
 from syncline.world import allgather
 
-__all__ = ["Gradients"]
+__all__ = ["Gradients", "plain_name"]
 
 Suspects = Sequence[tuple[Tensor | bool, str]]
 """What of this rank may not be finite, with its name."""
@@ -43,7 +43,7 @@ class Gradients:
         sparse: frozenset[str] = frozenset(),
         idle: bool = False,
     ) -> None:
-        self.names = list(parameters)
+        self.names = [plain_name(name) for name in parameters]
         self.parameters = list(parameters.values())
         self.exchange = exchange
         self.check_finite = check_finite
@@ -77,7 +77,7 @@ class Gradients:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._judge_deferred()
+        self.judge_deferred()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -90,15 +90,21 @@ class Gradients:
 
     def empty_round(self) -> Round:
         """Take part in the others' reductions with nothing to add."""
-        weight, self.weight, self.active = self.weight, 0.0, False
+        weight, careful = self.weight, self.careful
+        self.weight, self.active, self.careful = 0.0, False, True  # the answer decides whether to go on
         try:
             found = self._begin(-1)
             self._round = None
             found.end()
             found.complete()
         finally:
-            self.weight, self.active = weight, True
+            self.weight, self.active, self.careful = weight, True, careful
         return found
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether gradients have added up that no step has reduced yet."""
+        return bool(self._accumulated)
 
     def take_accumulated(self) -> set[int]:
         """The parameters that got a gradient under `paused`, once."""
@@ -119,15 +125,20 @@ class Gradients:
 
     def layout(self) -> dict[str, Any]:
         """The order in the buckets from the next step on, by name: it decides in which order numbers are added."""
-        order = self._order if self._lay_out_anew and not self._in_flight else self._used
-        return {"order": [self.names[index] for index in order], "observed": self.observed}
+        named = {key: [self.names[i] for i in order] for key, order in (("order", self._order), ("used", self._used))}
+        return {**named, "anew": self._lay_out_anew, "observed": self.observed}
 
     def adopt(self, layout: Mapping[str, Any]) -> None:
         """Lay out the buckets as a run that was saved did: another order would round in another way."""
         numbers = {name: index for index, name in enumerate(self.names)}
-        self._order = [numbers[name] for name in layout["order"] if name in numbers]
-        self.observed = bool(layout["observed"])
-        self._lay_out_anew = True
+        strangers = sorted({*layout["order"], *layout["used"]} - set(numbers))
+        if strangers:
+            raise IncompatibleError(f"the state is of another model: it has {strangers[0]}, which this one has not")
+        self._order = [numbers[name] for name in layout["used"]]
+        if self._hooks:
+            self._lay_out()
+        self._order = [numbers[name] for name in layout["order"]]
+        self.observed, self._lay_out_anew = bool(layout["observed"]), bool(layout["anew"])
 
     def _label(self, number: int, items: Sequence[int]) -> str:
         """A bucket, for people."""
@@ -156,6 +167,7 @@ class Gradients:
 
     def read_later(self, numbers: Tensor, suspects: Suspects, arrived: Sequence[bool]) -> None:
         """Copy the control numbers off the device without waiting for it; judge them before the next round."""
+        self.judge_deferred()
         copied = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         copied.copy_(numbers, non_blocking=True)
         event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -168,7 +180,7 @@ class Gradients:
 
         self._deferred = judge
 
-    def _judge_deferred(self) -> None:
+    def judge_deferred(self) -> None:
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
             deferred()
@@ -206,7 +218,7 @@ class Gradients:
         self._finish(found)
 
     def _begin(self, task: int) -> Round:
-        self._judge_deferred()
+        self.judge_deferred()
         self.exchange.stats.next_round()
         if self._lay_out_anew and not self._in_flight:
             self._lay_out()
@@ -253,6 +265,11 @@ class Gradients:
         data = text.encode()[:400].ljust(400, b"\0")
         table = allgather(torch.frombuffer(bytearray(data), dtype=torch.uint8).view(1, -1), group=self.exchange.team)
         return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in table]
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what torch.compile puts before it."""
+    return name.replace("_orig_mod.", "")
 
 
 def _hook(parameter: Parameter, fn: Callable[[Tensor], None]) -> torch.utils.hooks.RemovableHandle:

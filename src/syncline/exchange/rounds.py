@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from syncline.errors import IncompatibleError
-from syncline.exchange.buckets import Bucket, BucketSet, flattened
+from syncline.exchange.buckets import Bucket, BucketSet, flattened, owns_memory
 from syncline.exchange.control import Control, write_control
 from syncline.exchange.exchange import Reduction
 from syncline.exchange.sparse import sum_sparse
@@ -114,7 +114,8 @@ class Round:
             for bucket in self.buckets.buckets:
                 self._data(bucket).mul_(rescale)
         for index, gradient in self._kept.items():
-            self.buckets.views[index].copy_(gradient)
+            if not control.dense[index]:  # else this rank had nothing to add, and the others' mean counts
+                self.buckets.views[index].copy_(gradient)
         if any(control.sparse) or self.buckets.outside:
             self._sum_the_others(control, self._scale * rescale)
         return control
@@ -182,12 +183,13 @@ class Round:
             assert gradient is not None, "it has just been accumulated"
             if gradient.layout != torch.strided:
                 self._sparse[index] = gradient
+                self._check_outside(index, gradient._values())
                 if index in self.buckets.views:
                     self.buckets.views[index].zero_()
                 elif index in self.buckets.large:
                     self._large[index] = torch.zeros_like(parameter)
             elif index in self.buckets.large:
-                self._take(index, gradient.detach())
+                self._take(index, gradient)
             elif index in self.buckets.views:
                 view = self.buckets.views[index]
                 if gradient.data_ptr() != view.data_ptr():
@@ -196,15 +198,16 @@ class Round:
                     parameter.grad = view
             else:
                 self._late[index] = gradient
+                self._check_outside(index, gradient)
         if views:
             torch._foreach_copy_(views, gradients)
         self._queue.clear()
         self._queued = 0
 
     def _take(self, index: int, gradient: Tensor) -> None:
-        """A large gradient is reduced where it lies."""
-        if not gradient.is_contiguous():
-            gradient = gradient.contiguous()
+        """A large gradient is reduced where it lies, unless autograd may still read that memory for another one."""
+        if not (gradient.is_contiguous() and owns_memory(gradient)):
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
             self._gradients.parameters[index].grad = gradient
         if self._scale != 1.0:
             gradient.mul_(self._scale)
@@ -244,6 +247,11 @@ class Round:
             if found:
                 self._bad = torch.tensor(True)
 
+    def _check_outside(self, index: int, values: Tensor) -> None:
+        if self._gradients.check_finite and not bool(torch.isfinite(values).all()):
+            self._suspects.append((True, self._gradients.names[index]))
+            self._bad = torch.tensor(True, device=values.device)
+
     def _sum_the_others(self, control: Control, scale: float) -> None:
         """Gradients outside the buckets: sparse ones, and dense ones that came unexpected."""
         for index, parameter in enumerate(self._gradients.parameters):
@@ -256,6 +264,8 @@ class Round:
                 parameter.grad = self._sparse[index] = summed
             elif control.dense[index] and index not in self.buckets.home:
                 own = self._late.get(index)
-                flat = torch.zeros_like(parameter) if own is None else own.detach() * scale
-                self._exchange.start(flat.view(-1), self._gradients.names[index]).wait()
-                parameter.grad = self._late[index] = flat
+                summed = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+                if own is not None:
+                    torch.mul(own.detach(), scale, out=summed)
+                self._exchange.start(flattened(summed), self._gradients.names[index]).wait()
+                parameter.grad = self._late[index] = summed

@@ -12,6 +12,7 @@ Pipelined all-reduce: Cray's Machine Learning Plugin (Balma et al. 2018), CaffeG
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -23,10 +24,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SpecError
-from syncline.exchange import Exchange, Gradients, Round
+from syncline.exchange import Exchange, Gradients, Round, plain_name
 from syncline.strategies.base import Run, Settings, Strategy
 
 __all__ = ["AllReduce"]
+
+logger = logging.getLogger("syncline")
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,7 +84,7 @@ class _AllReduceRun(Run):
         self._gradients = Gradients(
             dict(model.named_parameters()),
             exchange,
-            self._finish,
+            self._after_backward,
             bucket_bytes=settings.bucket_bytes,
             check_finite=settings.check_finite,
             sparse=_sparse_names(model),
@@ -116,11 +119,10 @@ class _AllReduceRun(Run):
 
     def shared_state(self) -> dict[str, Any]:
         """Gradients that are still on their way are waited for: a resumed run applies them as this one would."""
-        waiting = []
-        for found in self._waiting:
-            if isinstance(found, Round):
-                found.complete()
-            waiting.append(self._named(found))
+        self._gradients.judge_deferred()
+        if self._gradients.accumulating:
+            logger.warning("gradients that have added up under no_sync() are not part of the state: save after a step")
+        waiting = [self._named(found) for found in self._waiting]
         return {"rounds": self._rounds, "waiting": waiting, "layout": self._gradients.layout()}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
@@ -132,10 +134,14 @@ class _AllReduceRun(Run):
             )
         if "layout" in state:
             self._gradients.adopt(state["layout"])
-        parameters = dict(self.model.named_parameters())
+        parameters = {plain_name(name): parameter for name, parameter in self.model.named_parameters()}
         self._waiting = deque(_Restored(parameters, gradients) for gradients in state.get("waiting", []))
 
     # Within.
+
+    def _after_backward(self, found: Round) -> None:
+        self.note_rates()
+        self._finish(found)
 
     def _finish(self, found: Round) -> None:
         """Backward is over: which gradients does the step apply?"""
@@ -180,6 +186,11 @@ class _AllReduceRun(Run):
             return None
         if self._delay:
             raise IncompatibleError(f"{self.strategy!r} cannot be used with step(closure): its gradients come later")
+        if self._gradients.careful:
+            raise IncompatibleError(
+                "step(closure) needs data for every worker in every step: give the loader drop_last=True, or a length "
+                "that the workers divide"
+            )
         if self.exchange.size == 1:
             return None
 
@@ -201,7 +212,7 @@ class _AllReduceRun(Run):
         before = [parameter.grad for parameter in self._gradients.parameters]
         found.install()
         named = {
-            name: parameter.grad.detach().clone()
+            plain_name(name): parameter.grad.detach().clone()
             for name, parameter in self.model.named_parameters()
             if parameter.grad is not None
         }

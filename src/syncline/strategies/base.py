@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from syncline.data import Cursor, MicroBatches, Sharded
-from syncline.errors import SpecError
-from syncline.exchange import BUCKET_BYTES, Exchange, Stats, share_tree, spread
+from syncline.errors import IncompatibleError, SpecError
+from syncline.exchange import BUCKET_BYTES, Exchange, Stats, check_same, plain_name, share_tree, spread
 from syncline.specs import Spec
 from syncline.strategies.reading import Shard, Steps
 from syncline.world import World, allgather, allreduce
@@ -78,12 +78,15 @@ class Run(ABC):
         self.optimizer = optimizer
         self.exchange = exchange
         self.settings = settings
+        exchange.world.trainings += 1
         self.total_steps: int | None = None
         self._readers: dict[str, tuple[Any, Sharded | MicroBatches]] = {}
         self._cursors: dict[str, Mapping[str, Any]] = {}
         self._own: dict[str, torch.Tensor] | None = None
         """This worker's buffers while the model holds the agreed ones."""
         self._closed = False
+        self._rates: list[list[float]] | None = None
+        """At the reductions of an epoch in which workers may run out of data."""
 
     @property
     def world(self) -> World:
@@ -169,7 +172,7 @@ class Run(ABC):
         if self._own is not None or self.exchange.size == 1:
             yield
             return
-        named = dict(self.model.named_buffers())
+        named = self._buffers()
         buffers = list(named.values())
         own = {name: buffer.detach().clone() for name, buffer in named.items()}
         self._average([buffer for buffer in buffers if buffer.is_floating_point()])
@@ -182,6 +185,16 @@ class Run(ABC):
             for name, buffer in named.items():
                 buffer.detach().copy_(own[name])
 
+    def check_uneven(self) -> None:
+        """Before an epoch in which workers may run out at different times: what would part them is refused."""
+        if self.world.trainings > 1:
+            raise IncompatibleError(
+                f"{self.world.trainings} runs train in this world, and this data may end earlier on some workers than "
+                "on others, who would wait in the other runs: give the loader drop_last=True, or a length that the "
+                "workers divide"
+            )
+        self._rates = []
+
     def settle_uneven(self) -> None:
         """This worker has run out of data: go along with the others until all have, then catch up with them."""
         missed = 0
@@ -189,8 +202,10 @@ class Run(ABC):
             missed += 1
         table = allgather(torch.tensor([missed]), group=self.exchange.team).tolist()
         if not any(table):
+            self._check_rates(0)
             return
         root = table.index(min(table))
+        self._check_rates(max(table) - missed)
         spread(self.exchange, [parameter.detach() for parameter in self.model.parameters()], root)
         for holder in (self.optimizer, *self.settings.schedulers):
             state = share_tree(self.exchange, holder.state_dict(), root)
@@ -199,11 +214,26 @@ class Run(ABC):
         if missed > table[root]:
             self.stats.steps += missed
 
+    def note_rates(self) -> None:
+        """Remember the learning rates at a reduction, while workers may miss some."""
+        if self._rates is not None:
+            self._rates.append([float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group])
+
+    def _check_rates(self, later: int) -> None:
+        """The last reduction with all workers, `later` before this one's last, met the same rates everywhere."""
+        rates, self._rates = self._rates or [], None
+        found = rates[len(rates) - 1 - later] if len(rates) > later else []
+        what = (
+            "learning rates (a scheduler or GradScaler that is stepped after every batch must be named in "
+            "distribute(schedulers=[…]): a worker that runs out of data misses its steps)"
+        )
+        check_same(self.exchange, what, {f"group {number}": repr(rate) for number, rate in enumerate(found)})
+
     # State.
 
     def state_dict(self) -> dict[str, Any]:
         """`shared` is the same on every worker, `local` this worker's own; tensors and plain values only."""
-        buffers = self._own or {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+        buffers = self._own or {name: buffer.detach().clone() for name, buffer in self._buffers().items()}
         return {
             "shared": {
                 "strategy": repr(self.strategy),
@@ -226,7 +256,7 @@ class Run(ABC):
         self.stats.steps = int(shared["steps"])
         self.load_shared_state(shared["state"])
         if local is not None:
-            buffers = dict(self.model.named_buffers())
+            buffers = self._buffers()
             for name, saved in local["buffers"].items():
                 if name in buffers:
                     buffers[name].detach().copy_(saved)
@@ -243,6 +273,7 @@ class Run(ABC):
         if not self._closed:
             self._closed = True
             self.detach()
+            self.world.trainings -= 1
             self.exchange.close()
 
     @abstractmethod
@@ -257,8 +288,10 @@ class Run(ABC):
     ) -> None:
         if error is None:
             self.close()
-        else:
+        elif not self._closed:
+            self._closed = True
             self.detach()
+            self.world.trainings -= 1
 
     # Within.
 
@@ -287,6 +320,9 @@ class Run(ABC):
     def _restore(self, key: str, cursor: Cursor) -> None:
         if key in self._cursors:
             cursor.load_state_dict(self._cursors[key])
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return {plain_name(name): buffer for name, buffer in self.model.named_buffers()}
 
     def _average(self, buffers: list[torch.Tensor]) -> None:
         kinds: dict[torch.dtype, list[torch.Tensor]] = {}

@@ -43,6 +43,8 @@ class Shard:
     def __iter__(self) -> Iterator[Any]:
         run = self._run
         uneven = self._reader.uneven and run.exchange.size > 1
+        if uneven:
+            run.check_uneven()
         try:
             for piece in self._reader:
                 run.weigh(piece.weight, uneven or piece.total != run.exchange.size)
@@ -81,6 +83,8 @@ class Steps:
     def __iter__(self) -> Iterator[Step]:
         run = self._run
         uneven = self._reader.uneven and run.exchange.size > 1
+        if uneven:
+            run.check_uneven()
         try:
             for micro in self._reader:
                 run.weigh(micro.weight, uneven or micro.total != run.exchange.size)

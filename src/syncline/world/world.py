@@ -61,6 +61,8 @@ class World:
         self.check = check
         self.closed = False
         self.claimed = False
+        self.trainings = 0
+        """Runs that `sl.distribute` has made here and that are not closed."""
         self.hosts = tuple(hosts)
         self.events = Recorder(transport.runtime.now, lock=transport.runtime.lock())
         self._transport = transport

@@ -95,9 +95,11 @@ def rank_main(plan: TrainPlan) -> int:
 
 def describe(outcome: Outcome, plan: TrainPlan) -> str:
     """The last line."""
+    near = os.path.relpath(plan.folder)
+    folder = plan.folder if near.startswith("..") else near
     took = f"{outcome.steps} steps in {duration(outcome.seconds)} of training, {duration(outcome.elapsed)} in all"
     if outcome.test is None:
-        saved = "nothing was saved" if plan.settings.checkpoint_every == 0 else f"go on with --resume {plan.folder}"
+        saved = "nothing was saved" if plan.settings.checkpoint_every == 0 else f"go on with --resume {folder}"
         return f"stopped: {took}; {saved}"
     target = plan.settings.target
     if target is None:
@@ -106,7 +108,7 @@ def describe(outcome: Outcome, plan: TrainPlan) -> str:
         reached = f"; target {target:g} not reached"
     else:
         reached = f"; target {target:g} reached after {duration(outcome.time_to_target)}"
-    return f"test {outcome.metric} {outcome.test:.4g}, {took}{reached}; {plan.folder}"
+    return f"test {outcome.metric} {outcome.test:.4g}, {took}{reached}; {folder}"
 
 
 def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

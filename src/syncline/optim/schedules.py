@@ -8,8 +8,8 @@ Each multiplies the rate that a parameter group began with by a factor of the st
     cosine_decay        ‾‾‾‾\\_             half a cosine from the rate to a fraction of it
 
 One after the other with torch's `SequentialLR`, all at once with its `ChainedScheduler` (the factors multiply).
-torch's own forms update the last rate and gather rounding, or keep a function or a Counter in their state; these take
-the factor from the step, and their state is numbers alone.
+torch's own forms update the last rate and gather rounding; these take the factor from the step, and their state is
+numbers alone.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def fill(folder: Path) -> None:
         pictures = (25 * classes).view(-1, 1, 1).repeat(1, 28, 28)
         for place in range(3):
             pictures[:, 0, place] = (numbers >> (8 * place)).to(torch.uint8)
-        packed = gzip.compress(idx(pictures), compresslevel=1)
+        packed = gzip.compress(idx(pictures), compresslevel=1, mtime=0)
         (folder / f"{images.name}.gz").write_bytes(packed)
         (folder / labels.name).write_bytes(idx(classes))
 
@@ -151,8 +151,8 @@ def test_idx_reads_back(tmp_path: Path, pack: Any) -> None:
         (b"\0\0\x08\x09" + GOOD[4:], "in 9 dimensions"),
         (b"\0\0\x08\x03" + b"\xff" * 12, "the header says 4294967295×4294967295×4294967295 values"),
         (b"\0\0\x08\x01" + b"\0" * 4, "the header says 0 values"),
-        (gzip.compress(GOOD)[:-9], "cut short or damaged"),
-        (gzip.compress(GOOD)[:-6] + b"\0\0\0\0\0\0", "cut short or damaged"),
+        (gzip.compress(GOOD, mtime=0)[:-9], "cut short or damaged"),
+        (gzip.compress(GOOD, mtime=0)[:-6] + b"\0\0\0\0\0\0", "cut short or damaged"),
         (b"\x1f\x8b\x08\x00nonsense", "cut short or damaged"),
     ],
 )
@@ -229,7 +229,7 @@ def server() -> Iterator[Server]:
 
 def test_what_is_fetched_is_kept(server: Server, tmp_path: Path) -> None:
     content = b"some bytes" * 1000
-    server.files = {"plain": content, "packed": gzip.compress(content)}
+    server.files = {"plain": content, "packed": gzip.compress(content, mtime=0)}
     for name in server.files:
         target = tmp_path / "deep" / name
         fetch(f"{server.url}/{name}", target, hashlib.sha256(content).hexdigest(), len(content))
@@ -245,8 +245,8 @@ def test_what_is_fetched_is_kept(server: Server, tmp_path: Path) -> None:
         ("short", b"some", ProtocolError, "4 bytes with"),
         ("long", b"some bytes!", ProtocolError, "more than 10 bytes with"),
         ("endless", bytes(100_000), ProtocolError, "sends more than"),
-        ("bomb", gzip.compress(bytes(10_000_000)), ProtocolError, "more than 10 bytes with"),
-        ("damaged", gzip.compress(b"some bytes")[:-4], ProtocolError, "cut short or damaged"),
+        ("bomb", gzip.compress(bytes(10_000_000), mtime=0), ProtocolError, "more than 10 bytes with"),
+        ("damaged", gzip.compress(b"some bytes", mtime=0)[:-4], ProtocolError, "cut short or damaged"),
         ("cut", b"some byte", ProtocolError, "9 bytes with"),
     ],
 )
@@ -277,7 +277,7 @@ def test_download_only_when_asked_and_only_once(
     for file in FILES:
         path = fashion._in(made, file)
         content = gzip.decompress(path.read_bytes()) if path.suffix else path.read_bytes()
-        server.files[f"{file.name}.gz"] = path.read_bytes() if path.suffix else gzip.compress(content)
+        server.files[f"{file.name}.gz"] = path.read_bytes() if path.suffix else gzip.compress(content, mtime=0)
         digest = hashlib.sha256(content).hexdigest()
         files.append(fashion._File(file.name, file.shape, file.bytes, digest))
     monkeypatch.setattr(fashion, "FILES", tuple(files))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -14,8 +14,40 @@ if TYPE_CHECKING:
 
 __all__ = ["Shard", "Step", "Steps"]
 
+R = TypeVar("R", Sharded, MicroBatches)
 
-class Shard:
+
+class _Epochs(Generic[R]):
+    """Reads an epoch at a time, and tells the run what each piece counts."""
+
+    def __init__(self, run: Run, reader: R) -> None:
+        self._run = run
+        self._reader = reader
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that an iteration reads now, or goes on with."""
+        return self._reader.cursor.epoch
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    def _pieces(self) -> Iterator[Any]:
+        run = self._run
+        uneven = self._reader.uneven and run.exchange.size > 1
+        if uneven:
+            run.check_uneven()
+        try:
+            for piece in self._reader:
+                run.weigh(piece.weight, uneven or piece.total != run.exchange.size)
+                yield piece
+        finally:
+            run.weigh(1.0)
+        if uneven:
+            run.settle_uneven()
+
+
+class Shard(_Epochs[Sharded]):
     """This worker's batches of one epoch after another; each iteration is an epoch.
 
     >>> import torch, syncline as sl
@@ -28,34 +60,12 @@ class Shard:
     ([[0.0, 2.0], [4.0]], [[1.0, 3.0], [5.0]])
     """
 
-    def __init__(self, run: Run, reader: Sharded) -> None:
-        self._run = run
-        self._reader = reader
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that an iteration reads now, or goes on with."""
-        return self._reader.cursor.epoch
-
-    def __len__(self) -> int:
-        return len(self._reader)
-
     def __iter__(self) -> Iterator[Any]:
-        run = self._run
-        uneven = self._reader.uneven and run.exchange.size > 1
-        if uneven:
-            run.check_uneven()
-        try:
-            for piece in self._reader:
-                run.weigh(piece.weight, uneven or piece.total != run.exchange.size)
-                yield move(piece.batch, run.world.device)
-        finally:
-            run.weigh(1.0)
-        if uneven:
-            run.settle_uneven()
+        for piece in self._pieces():
+            yield move(piece.batch, self._run.world.device)
 
 
-class Steps:
+class Steps(_Epochs[MicroBatches]):
     """Steps of a fixed number of samples, whatever the number of workers; each iteration is an epoch.
 
     >>> import torch, syncline as sl
@@ -68,31 +78,9 @@ class Steps:
     (3, 3)
     """
 
-    def __init__(self, run: Run, reader: MicroBatches) -> None:
-        self._run = run
-        self._reader = reader
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that an iteration reads now, or goes on with."""
-        return self._reader.cursor.epoch
-
-    def __len__(self) -> int:
-        return len(self._reader)
-
     def __iter__(self) -> Iterator[Step]:
-        run = self._run
-        uneven = self._reader.uneven and run.exchange.size > 1
-        if uneven:
-            run.check_uneven()
-        try:
-            for micro in self._reader:
-                run.weigh(micro.weight, uneven or micro.total != run.exchange.size)
-                yield Step(run, micro)
-        finally:
-            run.weigh(1.0)
-        if uneven:
-            run.settle_uneven()
+        for piece in self._pieces():
+            yield Step(self._run, piece)
 
 
 class Step:

@@ -22,12 +22,12 @@ class _Epochs(Generic[R]):
 
     def __init__(self, run: Run, reader: R) -> None:
         self._run = run
-        self._reader = reader
+        self._reader: R = reader
 
     @property
     def epoch(self) -> int:
         """The epoch that an iteration reads now, or goes on with."""
-        return self._reader.cursor.epoch
+        return int(self._reader.cursor.epoch)
 
     def __len__(self) -> int:
         return len(self._reader)

@@ -167,7 +167,7 @@ class Round:
             bucket = buckets[number]
             if bucket.data is not None and self._scale != 1.0:
                 bucket.data.mul_(self._scale)
-            if self._gradients.check_finite:
+            if self._gradients.check_finite and bucket.items:
                 self._check(self._data(bucket), bucket.items)
             if last:
                 self._write_control()

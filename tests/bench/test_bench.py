@@ -56,6 +56,47 @@ def test_network(tmp_path: Path) -> None:
     assert (tmp_path / "networks.json").exists(), "the calibration is remembered"
 
 
+def test_steps_beside_ddp(tmp_path: Path) -> None:
+    printed = bench(
+        tmp_path, "step", "--models", "mlp", "--rounds", "2", "--turns", "3", "--memory-runs", "1", "--trace"
+    )
+    document = json.loads((tmp_path / "out" / "step.json").read_text())
+    (row,) = document["results"]
+    assert len(row["seconds"]["syncline"]) == len(row["seconds"]["ddp"]) == 6
+    assert row["same_bits"], "two ranks add two numbers: there is one way"
+    assert 0 < row["overlap"]["share"] <= 1
+    assert {found["contender"] for found in document["memory"]} == {"syncline", "ddp"}
+    assert all(found["peak_bytes"] > 1e8 for found in document["memory"])
+    for words in ("ratio", "overlap", "peak memory", "the same bits", "mean of the ratios"):
+        assert words in printed
+    for rank in range(2):
+        events = json.loads((tmp_path / "out" / f"trace-mlp-rank{rank}.json").read_text())
+        assert any("bucket" in event["name"] for event in events), events[:5]
+
+
+def test_two_models_on_their_teams(tmp_path: Path) -> None:
+    printed = bench(tmp_path, "teams", "--rounds", "3", "--megabytes", "0.1,0.05", "--compute", "2,1")
+    document = json.loads((tmp_path / "out" / "teams.json").read_text())
+    assert {name: len(own) for name, own in document["seconds"].items()} == {"first": 3, "second": 3, "both": 3}
+    assert "both ÷ sum of the two" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["step", "--models", "resnte"], "did you mean 'resnet'"),
+        (["step", "--turns", "0"], "--turns 0"),
+        (["step", "--strategy", "alreduce"], "allreduce"),
+        (["step", "--collective", "rign"], "ring"),
+        (["teams", "--compute", "3"], "two numbers"),
+        (["teams", "--megabytes", "1,-1"], "negative"),
+    ],
+)
+def test_what_step_and_teams_refuse(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
 ROW = {
     "contender": "gloo",
     "bytes": 4096,

@@ -107,7 +107,7 @@ def train(
         check_finite=settings.check_finite,
         schedulers=() if scheduler is None else (scheduler,),
     ) as run:
-        told = {key: str(value) for key, value in workload.describe().items()}
+        told = {key: str(value) for key, value in workload.describe().items() if key in ("workload", "sha256")}
         check_same(run.exchange, "data", told)  # hosts may have other files, or another Python's library
         loop = _Loop(workload, settings, run, scheduler, place)
         if source is not None:

@@ -142,7 +142,7 @@ def test_digits_on_two_workers(runs: Runs) -> None:
     (folder,) = (runs.folder / "runs").iterdir()
     assert folder.name.startswith("digits-")
     assert lines[-1].startswith("test accuracy 0.")
-    assert lines[-1].endswith(f"; {folder}")
+    assert lines[-1].endswith(f"; runs/{folder.name}")
     assert "target 0.5 reached after" in lines[-1]
     names = {path.name for path in folder.iterdir()}
     assert names == {"log.jsonl", "config.json", "system.json", "checkpoints", "trace-rank0.json", "trace-rank1.json"}
@@ -175,7 +175,7 @@ def test_ctrl_c_and_go_on(runs: Runs) -> None:
     folder = runs.folder / "a"
     last = run.out.splitlines()[-1]
     assert last.startswith("stopped: ")
-    assert last.endswith(f"go on with --resume {folder}")
+    assert last.endswith(f"go on with --resume {folder.name}")
     step = latest(folder / "checkpoints")
     assert step is not None
     assert read_log(folder)[-1]["metadata"] == {"status": "aborted", "stopped_by": "signal", "step": step}

@@ -22,7 +22,7 @@ docs: $(STAMP)
 	$(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
 unit: $(STAMP) $(OPENMPI)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # The second MPI has a folder of its own: in one environment two of them break each other.
 $(OPENMPI): $(STAMP)

@@ -143,10 +143,13 @@ class Link:
                 sent[0] += 1
                 sent[1] += nbytes
                 header = Header(self._me, tag, nbytes, number, EAGER, channel).pack()
-                self._emit((header + data.numpy().tobytes(),))
-                return None
+                with suppress(ConnectionError):  # then it waits, for what is to be said of the peer
+                    self._emit((header + data.numpy().tobytes(),))
+                    return None
             outgoing = self._offers[number] = Outgoing(data, channel)
-            self._emit((Header(self._me, tag, nbytes, number, OFFER, channel).pack(),))
+            if not at_once:
+                with suppress(ConnectionError):  # who keeps watch over the connection tells all the same of its end
+                    self._emit((Header(self._me, tag, nbytes, number, OFFER, channel).pack(),))
             return outgoing
 
     def _crowded(self) -> Exception:

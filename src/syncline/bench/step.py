@@ -1,9 +1,11 @@
 """Training steps side by side with DistributedDataParallel: what each rank runs for `syncline bench step`.
 
-Both contenders live in the same processes with the same weights and batches. They take turns step by step, in an order
-that each turn draws, and a ratio is taken within a turn, so that what disturbs the machine disturbs both. The ranks
+All contenders live in the same processes with the same weights and batches. They take turns step by step, in an order
+that each turn draws, and a ratio is taken within a turn, so that what disturbs the machine disturbs all. The ranks
 meet before a step; a step's time is the longest over the ranks. A repeat is a block of turns; after the last one the
-parameters of both are compared.
+parameters are compared: of ours over the ranks, and of ours without a codec with DistributedDataParallel's.
+
+With codecs there is one contender more, the compute alone: the ranks step at the same time and exchange nothing.
 
 Memory is another matter: each contender has processes of its own, and what counts is their peak, with an allocator
 that gives large tensors back at once (glibc's mmap threshold held at 128 KB). Left to itself it raises the threshold as
@@ -24,22 +26,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from syncline.bench.calm import calm
+from syncline.bench.contenders import ALONE, BASELINES, DENSE, OURS, Contender, agree, used
+from syncline.bench.link import check_link
 from syncline.bench.overlap import Overlap
 from syncline.bench.stats import ratios, summarize
 from syncline.bench.subjects import SUBJECTS, Subject
 from syncline.collectives import build
 from syncline.collectives.run import allreduce, meet
 from syncline.events import ChromeTrace
-from syncline.training.distribute import distribute
 from syncline.world import World, init
 
 __all__ = ["StepPlan", "measure"]
 
 WARM_UP = 6
-"""Steps before the first that counts: connections, buckets in the order of use, the allocator."""
+"""Steps before the first that counts: connections, buckets in the order of use, kernels, the allocator."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,10 @@ class StepPlan:
 
     out: str
     models: list[str] = field(default_factory=lambda: list(SUBJECTS))
-    against: str = "ddp"
+    against: list[str] = field(default_factory=lambda: ["ddp"])
+    """Ratios are to the first."""
+    codecs: list[str] = field(default_factory=list)
+    """Each is a contender of ours; empty: ours without a codec is the only one."""
     repeats: int = 5
     turns: int = 20
     strategy: str = "allreduce"
@@ -60,123 +66,149 @@ class StepPlan:
     only: str = ""
     """One contender alone, for its memory."""
 
+    @property
+    def ours(self) -> list[str]:
+        """Names of our contenders."""
+        return self.codecs or [OURS]
+
+    @property
+    def contenders(self) -> list[str]:
+        """Names of all."""
+        return [*self.ours, *self.against, *([ALONE] if self.codecs else [])]
+
+    def contender(self, name: str, model: nn.Module) -> Contender:
+        """One of them, with the options of the plan."""
+        options = {
+            "strategy": self.strategy,
+            "collective": self.collective,
+            "bucket_bytes": self.bucket_bytes,
+            "check_finite": self.check_finite,
+        }
+        return Contender(name, model, options, self.broadcast_buffers)
+
 
 def measure(plan: StepPlan) -> None:
     """Run the plan on this rank; rank 0 writes what came of it."""
+    lab = os.environ.get("SYNCLINE_LAB", "")
     with init(transport="torch_dist") as world, calm(), ExitStack() as stack:
-        if plan.only != "syncline" and plan.against == "ddp":
+        if (plan.only or plan.against[0]) in BASELINES:
             from syncline.bench.baselines import process_group
 
             stack.enter_context(process_group(world))
-        work = _memory if plan.only else _compare
-        results = [work(world, plan, name) for name in plan.models]
+        link = None if plan.only else check_link(world, lab)
+        if plan.only:
+            results = [_memory(world, plan, name) for name in plan.models]
+        else:
+            results = [_Race(world, plan, name).run() for name in plan.models]
         if world.rank == 0:
-            about = {
-                "kind": "step",
-                "ranks": world.size,
-                "lab": os.environ.get("SYNCLINE_LAB", ""),
-                "plan": asdict(plan),
-            }
+            about = {"kind": "step", "ranks": world.size, "lab": lab, "link": link, "plan": asdict(plan)}
             Path(plan.out).write_text(json.dumps({**about, "results": results}, indent=1))
 
 
-class _Contender:
-    """A model and its optimizer in training."""
+class _Race:
+    """All contenders of one model, and their times."""
 
-    def __init__(self, plan: StepPlan, kind: str, model: nn.Module) -> None:
-        self.inner = model
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        self.run = None
-        self.model = model
-        if kind == "syncline":
-            self.run = distribute(
-                model,
-                self.optimizer,
-                strategy=plan.strategy,
-                collective=plan.collective,
-                bucket_bytes=plan.bucket_bytes,
-                check_finite=plan.check_finite,
-            )
-        elif kind == "ddp":
-            from syncline.bench.baselines import ddp
+    def __init__(self, world: World, plan: StepPlan, name: str) -> None:
+        self.world, self.plan, self.name = world, plan, name
+        self.subject = SUBJECTS[name]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            first = self.subject.model()
+        self.contenders = {kind: plan.contender(kind, copy.deepcopy(first)) for kind in plan.contenders}
+        self.signals = world.team()
+        self.draw = torch.Generator().manual_seed(world.rank)
+        self.times: dict[str, list[float]] = {kind: [] for kind in self.contenders}
 
-            self.model = ddp(model, plan.broadcast_buffers)
+    def run(self) -> dict[str, Any]:
+        """The row of this model."""
+        for number in range(WARM_UP):
+            self.turn(number)
+        for own in self.times.values():
+            own.clear()
+        before = {kind: self.contenders[kind].so_far() for kind in self.plan.ours}
+        for number in range(self.plan.repeats * self.plan.turns):
+            self.turn(number)
+            if (number + 1) % self.plan.turns == 0 and self.world.rank == 0:
+                told = f"{self.name}: repeat {(number + 1) // self.plan.turns} of {self.plan.repeats}"
+                print(told, file=sys.stderr, flush=True)
+        after = {kind: self.contenders[kind].so_far() for kind in self.plan.ours}
+        row = _row(self.name, self.subject, self.plan, {kind: self._longest(own) for kind, own in self.times.items()})
+        steps = self.plan.repeats * self.plan.turns
+        row["used"] = {kind: used(self.signals.channel, before[kind], after[kind], steps) for kind in self.plan.ours}
+        row["overlap"] = self._overlap()
+        row["ranks_agree"] = {
+            kind: agree(self.signals.channel, list(self.contenders[kind].inner.parameters())) for kind in self.plan.ours
+        }
+        row["same_bits"] = self._as_ddp()
+        first = self.contenders[self.plan.ours[0]].run
+        row["config"] = None if first is None else first.config
+        for contender in self.contenders.values():
+            contender.close()
+        self.signals.close()
+        return row
 
-    def step(self, batch: tuple[Tensor, Tensor]) -> None:
-        x, y = batch
-        self.optimizer.zero_grad()
-        nn.functional.cross_entropy(self.model(x), y).backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
+    def turn(self, number: int, overlap: Overlap | None = None) -> None:
+        """A step of every contender; with an overlap it watches that of ours."""
+        batch = self.subject.batch(self.draw)
+        now = self.world.runtime.now
+        for kind in sorted(self.contenders, key=lambda kind: random.Random(f"{number} {kind}").random()):
+            meet(self.signals.channel)
+            start = now()
+            with overlap.watching(self.world) if overlap is not None and kind == OURS else nullcontext():
+                self.contenders[kind].step(batch)
+            self.times[kind].append(now() - start)
 
-    def close(self) -> None:
-        if self.run is not None:
-            self.run.close()
+    def _overlap(self) -> dict[str, Any] | None:
+        """Some turns more that are watched, apart from the timed ones: watching costs a little.
 
+        Only without codecs: with them, what is exposed tells more than the share of a few kilobytes.
+        """
+        overlap = None if self.plan.codecs else Overlap()
+        if overlap is None and not self.plan.trace:
+            return None
+        with ExitStack() as stack:
+            if self.plan.trace:
+                path = Path(self.plan.out).parent / f"trace-{self.name}-rank{self.world.rank}.json"
+                trace = ChromeTrace(path, self.world.rank)
+                self.world.events.add(trace)
+                stack.callback(trace.close)
+                stack.callback(self.world.events.remove, trace)
+            ours = self.contenders[self.plan.ours[0]].run
+            if overlap is not None and ours is not None:
+                overlap.measure_alone(self.world, ours)
+            for number in range(self.plan.turns):
+                self.turn(number, overlap)
+        return None if overlap is None else overlap.summary()
 
-def _compare(world: World, plan: StepPlan, name: str) -> dict[str, Any]:
-    subject = SUBJECTS[name]
-    kinds = ["syncline", plan.against]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        first = subject.model()
-    contenders = {kind: _Contender(plan, kind, copy.deepcopy(first)) for kind in kinds}
-    signals = world.team()
-    draw = torch.Generator().manual_seed(world.rank)
-    overlap = Overlap()
-    times: dict[str, list[float]] = {kind: [] for kind in kinds}
-    say = _say if world.rank == 0 else _silent
+    def _as_ddp(self) -> bool | None:
+        """Whether ours without a codec ended with the bits of DistributedDataParallel; None where one is missing."""
+        dense = next((kind for kind in (OURS, DENSE) if kind in self.contenders), None)
+        if dense is None or "ddp" not in self.contenders:
+            return None
+        pairs = zip(self.contenders[dense].inner.parameters(), self.contenders["ddp"].inner.parameters(), strict=True)
+        return all(torch.equal(one, other) for one, other in pairs)
 
-    def turn(number: int, watched: bool) -> None:
-        batch = subject.batch(draw)
-        for kind in sorted(kinds, key=lambda kind: random.Random(f"{number} {kind}").random()):
-            meet(signals.channel)
-            start = world.runtime.now()
-            with overlap.watching(world) if watched and kind == "syncline" else nullcontext():
-                contenders[kind].step(batch)
-            times[kind].append(world.runtime.now() - start)
-
-    for number in range(WARM_UP):
-        turn(number, watched=False)
-    for kind in kinds:
-        times[kind].clear()
-    for number in range(plan.repeats * plan.turns):
-        turn(number, watched=False)
-        if (number + 1) % plan.turns == 0:
-            say(f"{name}: repeat {(number + 1) // plan.turns} of {plan.repeats}")
-    row = _row(name, subject, plan, {kind: _longest(signals, own) for kind, own in times.items()})
-    trace = (
-        ChromeTrace(Path(plan.out).parent / f"trace-{name}-rank{world.rank}.json", world.rank) if plan.trace else None
-    )
-    if trace is not None:
-        world.events.add(trace)
-    ours = contenders["syncline"].run
-    assert ours is not None, "ours has a run"
-    overlap.measure_alone(world, ours)
-    for number in range(plan.turns):  # apart from the timed ones: watching costs a little
-        turn(number, watched=True)
-    if trace is not None:
-        world.events.remove(trace)
-        trace.close()
-    row["overlap"] = overlap.summary()
-    row["same_bits"] = _same(contenders[kinds[0]].inner, contenders[kinds[1]].inner)
-    row["config"] = ours.config
-    for contender in contenders.values():
-        contender.close()
-    signals.close()
-    return row
+    def _longest(self, seconds: list[float]) -> list[float]:
+        table = torch.tensor(seconds, dtype=torch.float64)
+        allreduce(self.signals.channel, table, "max", build("allreduce", "recursive_doubling"))
+        return [float(value) for value in table]
 
 
 def _row(name: str, subject: Subject, plan: StepPlan, times: dict[str, list[float]]) -> dict[str, Any]:
-    ours, theirs = times["syncline"], times[plan.against]
+    ours, theirs = times[plan.ours[0]], times[plan.against[0]]
     blocks = [slice(start, start + plan.turns) for start in range(0, len(ours), plan.turns)]
-    return {
+    row = {
         "model": name,
         "about": subject.about,
         "seconds": times,
         "time": {kind: asdict(summarize(own)) for kind, own in times.items()},
         "ratio": asdict(ratios(ours, theirs)),
         "repeats": [ratios(ours[block], theirs[block]).median for block in blocks],
+        "faster": {kind: asdict(ratios(theirs, own)) for kind, own in times.items()},
     }
+    if ALONE in times:
+        row["of_alone"] = {kind: asdict(ratios(own, times[ALONE])) for kind, own in times.items()}
+    return row
 
 
 def _memory(world: World, plan: StepPlan, name: str) -> dict[str, Any]:
@@ -184,7 +216,7 @@ def _memory(world: World, plan: StepPlan, name: str) -> dict[str, Any]:
     subject = SUBJECTS[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        contender = _Contender(plan, plan.only, subject.model())
+        contender = plan.contender(plan.only, subject.model())
     draw = torch.Generator().manual_seed(world.rank)
     for _ in range(WARM_UP + plan.turns):
         contender.step(subject.batch(draw))
@@ -192,24 +224,6 @@ def _memory(world: World, plan: StepPlan, name: str) -> dict[str, Any]:
     allreduce(world.everyone.channel, peak, "max", build("allreduce", "recursive_doubling"))
     contender.close()
     return {"model": name, "contender": plan.only, "peak_bytes": int(peak)}
-
-
-def _longest(signals: Any, seconds: list[float]) -> list[float]:
-    table = torch.tensor(seconds, dtype=torch.float64)
-    allreduce(signals.channel, table, "max", build("allreduce", "recursive_doubling"))
-    return [float(value) for value in table]
-
-
-def _same(first: nn.Module, second: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _silent(text: str) -> None:
-    return
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ examples:
   syncline train digits -n 2 --target 0.96                      until the validation accuracy is 0.96
   syncline train "fashion(model='cnn')" -n 4 --scaling linear --warmup 1
   syncline train digits -n 4 --strategy "allreduce(delay=1)" --collective ring
+  syncline train fashion --lab 4@100mbit --codec "topk(0.01)|quantize(4)"
   syncline train digits --lab 4@100mbit --trace                 on four emulated hosts; a trace of every rank
   syncline train digits -n 2 --out runs/a --resume auto         go on with runs/a, or begin it
 
@@ -25,9 +26,9 @@ from typing import Any
 
 from syncline.bench.train import TrainPlan
 from syncline.bench.workloads import build
-from syncline.collectives import NATIVE
-from syncline.collectives import build as build_collective
+from syncline.codecs import build_codec
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
+from syncline.exchange import check_wire
 from syncline.launch.hosts import Host, parse_hosts
 from syncline.launch.in_lab import run_in_lab
 from syncline.launch.lab import parse_lab
@@ -58,6 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how the workers agree")
     how.add_argument("--strategy", default=usual.strategy, help="allreduce, allreduce(delay=1), …; default allreduce")
     how.add_argument("--codec", help="how gradients look on the wire; default: as they are")
+    how.add_argument("--diagnose", type=int, default=0, metavar="STEPS", help="log now and then what the codec loses")
     how.add_argument("--collective", default=usual.collective, help="auto, native, ring, …; default auto")
     what = parser.add_argument_group("training; defaults are the workload's")
     what.add_argument("--batch", type=int, help="samples of each worker in a step")
@@ -126,10 +128,7 @@ def _settings(arguments: argparse.Namespace, workload: Workload, workers: int) -
     settings = Settings(**given)
     settings.check()
     build_strategy(settings.strategy)
-    if settings.collective not in (AUTO, NATIVE):
-        build_collective("allreduce", settings.collective)
-    if settings.codec is not None:
-        raise UnsupportedError(f"--codec {settings.codec}: this version has no codecs; leave --codec out")
+    check_wire(settings.collective, build_codec(settings.codec))
     if settings.target is not None:
         workload.check_target(settings.target)
     if not arguments.hosts:  # elsewhere the data may lie where this machine has none

@@ -6,14 +6,17 @@ from syncline.exchange.gradients import Gradients, plain_name
 from syncline.exchange.layout import BUCKET_BYTES
 from syncline.exchange.rounds import Round
 from syncline.exchange.stats import Stats
+from syncline.exchange.ways import WAYS, check_wire
 
 __all__ = [
     "BUCKET_BYTES",
+    "WAYS",
     "Exchange",
     "Gradients",
     "Round",
     "Stats",
     "check_same",
+    "check_wire",
     "plain_name",
     "share_tree",
     "spread",

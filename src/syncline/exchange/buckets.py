@@ -3,6 +3,9 @@
 bucket 0   │ fc2.weight │                                    large: the gradient itself, no copy
 bucket 1   │ fc3.bias │ fc3.weight │ fc2.bias │ control │    the last one carries the control numbers, where its
                                                              dtype can
+
+What a codec encodes is read where it lies, whatever its size, and buckets are of one codec each; the payload of the
+last one has the control numbers behind it.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from syncline.codecs import Codec
 from syncline.exchange.control import control_length
 from syncline.exchange.layout import Item, is_large, lay_out
 
@@ -33,15 +37,25 @@ class Bucket:
     """None for a large gradient, which brings its own memory."""
     data: Tensor | None
     """The gradients alone, without the control numbers."""
+    codec: Codec | None = None
+    """None: it goes as it is."""
 
 
 class BucketSet:
     """Buckets for one backward pass, and the views that are its gradients."""
 
-    def __init__(self, parameters: Sequence[Tensor], order: Sequence[int], bucket_bytes: int) -> None:
-        items = [Item(p.numel() * p.element_size(), f"{p.dtype} on {p.device}", p.is_contiguous()) for p in parameters]
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        order: Sequence[int],
+        bucket_bytes: int,
+        codecs: Sequence[Codec | None] | None = None,
+    ) -> None:
+        codecs = [None] * len(parameters) if codecs is None else codecs
+        items = [_item(parameter, codec) for parameter, codec in zip(parameters, codecs, strict=True)]
         groups = lay_out(items, order, bucket_bytes)
-        self.large = {index for index in order if is_large(items[index], bucket_bytes)}
+        self.large = {i for i in order if is_large(items[i], bucket_bytes) or codecs[i] is not None}
+        """Those that are reduced where they lie."""
         groups, shared = _control_last(
             groups, [g[0] not in self.large and parameters[g[0]].dtype in PRECISE for g in groups]
         )
@@ -52,7 +66,7 @@ class BucketSet:
         for number, group in enumerate(groups):
             self.home |= dict.fromkeys(group, number)
             if group[0] in self.large:
-                self.buckets.append(Bucket(group, None, None))
+                self.buckets.append(Bucket(group, None, None, codecs[group[0]]))
                 continue
             numel = sum(_reals(parameters[index]) for index in group)
             first = parameters[group[0]]
@@ -63,12 +77,10 @@ class BucketSet:
             for index in group:
                 self.views[index] = _view(flat, offset, parameters[index])
                 offset += _reals(parameters[index])
-        if not shared:
-            device = parameters[0].device if parameters else torch.device("cpu")
-            flat = torch.zeros(extra, device=device)
-            self.buckets.append(Bucket((), flat, flat[:0]))
-        last = self.buckets[-1].flat
-        assert last is not None, "the control numbers have a place"
+        last = self.buckets[-1].flat if shared else None
+        last = torch.zeros(extra, device=_device(parameters)) if last is None else last
+        if not shared and not (self.buckets and self.buckets[-1].codec is not None):
+            self.buckets.append(Bucket((), last, last[:0]))
         self.control = last[-extra:]
         self.outside = [index for index in range(len(parameters)) if index not in self.home]
         """Parameters without a place: frozen, unused or sparse ones."""
@@ -76,9 +88,11 @@ class BucketSet:
         self.bytes = [item.nbytes for item in items]
 
     def sizes(self, parameters: Sequence[Tensor]) -> list[tuple[int, torch.dtype, torch.device]]:
-        """What will be reduced: elements, dtype and device of every bucket."""
+        """What will be reduced as it is: elements, dtype and device of every such bucket."""
         found = []
         for bucket in self.buckets:
+            if bucket.codec is not None:
+                continue
             if bucket.flat is None:
                 large = parameters[bucket.items[0]]
                 found.append((_reals(large), _real(large.dtype), large.device))
@@ -109,6 +123,17 @@ def _control_last(groups: list[tuple[int, ...]], fit: list[bool]) -> tuple[list[
     if fit[-1]:
         return groups, True
     return [*groups[:-2], groups[-1], groups[-2]], True
+
+
+def _item(parameter: Tensor, codec: Codec | None) -> Item:
+    kind = f"{parameter.dtype} on {parameter.device}"
+    if codec is not None:
+        return Item(parameter.nbytes, f"{kind} by {codec!r}", movable=False)
+    return Item(parameter.nbytes, kind, parameter.is_contiguous())
+
+
+def _device(parameters: Sequence[Tensor]) -> torch.device:
+    return parameters[0].device if parameters else torch.device("cpu")
 
 
 def _view(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from syncline.codecs import Codec
 from syncline.collectives import NATIVE, Schedule, build, run
 from syncline.costs import AUTO
 from syncline.exchange.stats import Stats
+from syncline.exchange.ways import Ways, check_wire
 from syncline.transports import Handle
 from syncline.world import Pending, World, allreduce, broadcast
 
@@ -34,12 +37,22 @@ class Reduction(Protocol):
 class Exchange:
     """World, team and collective of one run. Reductions start in the same order on every rank."""
 
-    def __init__(self, world: World, collective: str) -> None:
+    def __init__(self, world: World, collective: str, codec: Codec | None = None) -> None:
         self.world = world
-        self.collective = collective if collective in (NATIVE, AUTO) else build("allreduce", collective).spec
+        self.codec = codec
+        self.ways = Ways(collective, codec)
+        """How payloads that do not sum on the wire are reduced."""
+        check_wire(collective, codec)
+        told = self.ways.told is not None or collective in (NATIVE, AUTO)
+        self.collective = collective if told else build("allreduce", collective).spec
         self.team = world.team()
         self.stats = Stats(world.events, world.runtime.lock())
         self._schedules: dict[str, Schedule] = {}
+
+    @property
+    def beside(self) -> bool:
+        """Whether encoding has a processor beside backward, and an engine that moves the bytes by itself."""
+        return self.world.spare and self.size > 1 and self.team.transport.native is not None
 
     @property
     def size(self) -> int:
@@ -48,6 +61,12 @@ class Exchange:
     @property
     def rank(self) -> int:
         return self.team.rank
+
+    def prepare_coded(self, buckets: Sequence[tuple[Codec, Sequence[int]]]) -> None:
+        """Choose now how payloads of parts of these sizes are reduced."""
+        if self.size > 1:
+            for codec, sizes in buckets:
+                self.ways.choose(codec, sizes, self.size, self.team.auto.network)
 
     def prepare(self, sizes: list[tuple[int, torch.dtype, torch.device]]) -> None:
         """Choose now how tensors like these are reduced: a choice during training would change its rounding."""
@@ -68,17 +87,21 @@ class Exchange:
         """What `auto` has chosen, by class of sizes."""
         if self.collective != AUTO or self.size == 1:
             return {}
-        return {key: choice.algorithm for key, choice in self.team.auto.choices.items()}
+        return {key: choice.algorithm for key, choice in self.team.auto.choices.items()} | self.ways.chosen
 
     def adopt(self, choices: dict[str, str]) -> None:
         """Go the way of an earlier run."""
         if self.collective == AUTO and self.size > 1:
-            self.team.auto.adopt(choices)
+            self.team.auto.adopt(self.ways.adopt(choices))
 
-    def start(self, flat: Tensor, what: str) -> Reduction:
-        """Begin to sum `flat` over the ranks, in place."""
+    def start(self, flat: Tensor, what: str, here: bool = False) -> Reduction:
+        """Begin to sum `flat` over the ranks, in place. `here`: in the comm task itself, so a schedule runs now."""
         nbytes = flat.numel() * flat.element_size()
         self.stats.sent(nbytes, nbytes)
+        return self.begin_sum(flat, what, here)
+
+    def begin_sum(self, flat: Tensor, what: str, here: bool = False) -> Reduction:
+        """As `start`, uncounted."""
         if self.size == 1:
             return _Done()
         algorithm = self._algorithm(flat)
@@ -87,6 +110,9 @@ class Exchange:
             begun = self.world.runtime.now()
             return _Native(self, native.allreduce(flat, "sum"), begun, what)
         schedule = self._schedules.setdefault(algorithm, build("allreduce", algorithm))
+        if here:
+            run.allreduce(self.team.channel, flat, "sum", schedule)
+            return _Done()
         return _Scheduled(self._spawn(flat, schedule, what))
 
     def mean(self, value: float) -> float:
@@ -104,7 +130,7 @@ class Exchange:
     @property
     def gathering(self) -> str:
         """The algorithm for all-gathers: the engine's own, unless a schedule was asked for."""
-        return NATIVE if self.collective in (NATIVE, AUTO) else "ring"
+        return NATIVE if self.ways.told or self.collective in (NATIVE, AUTO) else "ring"
 
     def close(self) -> None:
         """Let go of the team."""
@@ -112,6 +138,8 @@ class Exchange:
             self.team.close()
 
     def _algorithm(self, flat: Tensor) -> str:
+        if self.ways.told:
+            return NATIVE
         if self.collective != AUTO:
             return self.collective
         chosen = self.team.auto.chosen(flat)

@@ -6,6 +6,7 @@ call back when the pass is over. So a gradient is final when `backward()` return
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,14 +17,20 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Parameter
 
+from syncline.codecs import Codec
 from syncline.errors import DivergedError, IncompatibleError
 from syncline.exchange.buckets import BucketSet
+from syncline.exchange.coding import Coding
 from syncline.exchange.control import Control, UsualControl
+from syncline.exchange.diagnosis import Diagnosis
 from syncline.exchange.exchange import Exchange
+from syncline.exchange.pays import judge
 from syncline.exchange.rounds import Round
 from syncline.world import allgather
 
 __all__ = ["Gradients", "plain_name"]
+
+logger = logging.getLogger("syncline")
 
 Suspects = Sequence[tuple[Tensor | bool, str]]
 """What of this rank may not be finite, with its name."""
@@ -42,10 +49,18 @@ class Gradients:
         check_finite: bool = False,
         sparse: frozenset[str] = frozenset(),
         idle: bool = False,
+        codec: Codec | None = None,
+        seed: int = 0,
+        diagnose: int = 0,
     ) -> None:
         self.names = [plain_name(name) for name in parameters]
         self.parameters = list(parameters.values())
         self.exchange = exchange
+        self.coding = (
+            None if codec is None else Coding(codec, self.names, self.parameters, exchange.rank, exchange.size, seed)
+        )
+        self._diagnose = diagnose
+        self._judged = False
         self.check_finite = check_finite
         self.weight = 1.0
         """What this rank's gradients count in the mean."""
@@ -123,6 +138,12 @@ class Gradients:
             self._order += [index for index in missing if index not in self._order]
             self._lay_out_anew = True
 
+    def diagnosis(self) -> Diagnosis | None:
+        """Of the round that begins, if it is one of those that are looked at."""
+        if self.coding is None or not self._diagnose or self.coding.step % self._diagnose:
+            return None
+        return Diagnosis(self.exchange, self.coding.draw)
+
     def layout(self) -> dict[str, Any]:
         """The order in the buckets from the next step on, by name: it decides in which order numbers are added."""
         named = {key: [self.names[i] for i in order] for key, order in (("order", self._order), ("used", self._used))}
@@ -148,7 +169,7 @@ class Gradients:
 
     def judge(self, control: Control, suspects: Suspects, arrived: Sequence[bool]) -> None:
         """Raise, on every rank alike, what the ranks have told one another."""
-        if control.not_finite:
+        if control.not_finite and self.check_finite:
             told = self._gather_text(", ".join(name for bad, name in suspects if bad))
             who = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
             raise DivergedError(f"NaN or Inf in the gradients of {who or 'some rank'}")
@@ -220,9 +241,11 @@ class Gradients:
     def _begin(self, task: int) -> Round:
         self.judge_deferred()
         self.exchange.stats.next_round()
+        if self.coding is not None:
+            self.coding.step += 1
         if self._lay_out_anew and not self._in_flight:
             self._lay_out()
-        buckets = self._free.pop() if self._free else BucketSet(self.parameters, self._used, self._bucket_bytes)
+        buckets = self._free.pop() if self._free else self._buckets(self._used)
         self._in_flight += 1
         self._round = Round(self, buckets, task)
         return self._round
@@ -231,11 +254,26 @@ class Gradients:
         self._lay_out_anew = False
         self._used = list(self._order)
         self._free = []  # first, so that there is room for the new ones
-        found = BucketSet(self.parameters, self._order, self._bucket_bytes)
+        found = self._buckets(self._order)
         self._free = [found]
         self.labels = [self._label(number, bucket.items) for number, bucket in enumerate(found.buckets)]
         self.usual = UsualControl(len(self.parameters), self.exchange.size, found.control)
         self.exchange.prepare(found.sizes(self.parameters))
+        coded = [
+            (bucket.codec, [self.parameters[index] for index in bucket.items])
+            for bucket in found.buckets
+            if bucket.codec is not None
+        ]
+        self.exchange.prepare_coded([(codec, [p.numel() for p in parameters]) for codec, parameters in coded])
+        if coded and not self._judged:
+            self._judged = True
+            word = judge(self.exchange, coded)
+            if word is not None and self.exchange.rank == 0:
+                logger.warning("%s", word)
+
+    def _buckets(self, order: Sequence[int]) -> BucketSet:
+        codecs = None if self.coding is None else self.coding.picked
+        return BucketSet(self.parameters, order, self._bucket_bytes, codecs)
 
     def _observe(self, finished: Round, control: Control) -> None:
         """Order the buckets as the gradients really came on rank 0; leave out what no rank has used."""

@@ -14,8 +14,11 @@ from torch import Tensor
 
 from syncline.errors import IncompatibleError
 from syncline.exchange.buckets import Bucket, BucketSet, flattened, owns_memory
+from syncline.exchange.coded import Coded
 from syncline.exchange.control import Control, write_control
 from syncline.exchange.exchange import Reduction
+from syncline.exchange.line import Line, Plain
+from syncline.exchange.plans import work_for
 from syncline.exchange.sparse import sum_sparse
 
 if TYPE_CHECKING:
@@ -48,7 +51,12 @@ class Round:
         self._bytes = buckets.bytes
         self._homes = buckets.homes
         self._missing = [*(len(bucket.items) for bucket in buckets.buckets), NEVER]
-        self._reductions: list[Reduction] = []
+        self._reductions: list[Reduction | Coded | Plain] = []
+        self._coding = gradients.coding
+        self._line = None if self._coding is None else Line(gradients.exchange)
+        self._diagnosis = gradients.diagnosis()
+        self._rows: dict[int, Tensor] = {}
+        """Of coded gradients that are not float32 themselves: what the codec works on."""
         self._kept: dict[int, Tensor] = {}
         self._sparse: dict[int, Tensor] = {}
         self._late: dict[int, Tensor] = {}
@@ -97,6 +105,8 @@ class Round:
         self._hold = False
         self._missing = [0] * len(self._missing)
         self._launch()
+        if self._line is not None:
+            self._line.close()
 
     def complete(self) -> Control:
         """Wait for the sums and make means of them; what the ranks told one another about this step."""
@@ -104,14 +114,22 @@ class Round:
             return self.control
         now = self._exchange.world.runtime.now
         start = now()
-        for reduction in self._reductions:
-            reduction.wait()
+        if self._line is not None:
+            self._line.wait()
+            self._take_control()
+            if self._diagnosis is not None:
+                self._diagnosis.tell()
+        else:
+            for reduction in self._reductions:
+                reduction.wait()  # type: ignore[union-attr]
         self._exchange.stats.waited(start, now())
         self.control = control = self._read_control()
         size = self._exchange.size
         rescale = size / control.weight if control.weight > 0 and control.weight != size else 1.0
-        if rescale != 1.0:
-            for bucket in self.buckets.buckets:
+        for bucket in self.buckets.buckets:
+            if bucket.codec is not None:
+                self._finish_coded(bucket, rescale, poisoned=control.not_finite > 0)
+            elif rescale != 1.0:
                 self._data(bucket).mul_(rescale)
         for index, gradient in self._kept.items():
             if not control.dense[index]:  # else this rank had nothing to add, and the others' mean counts
@@ -165,6 +183,9 @@ class Round:
             if last and self._hold:
                 return
             bucket = buckets[number]
+            if bucket.codec is not None:
+                self._encode(number, bucket, last)
+                continue
             if bucket.data is not None and self._scale != 1.0:
                 bucket.data.mul_(self._scale)
             if self._gradients.check_finite and bucket.items:
@@ -172,7 +193,57 @@ class Round:
             if last:
                 self._write_control()
             flat = self._data(bucket) if bucket.flat is None else bucket.flat
-            self._reductions.append(self._exchange.start(flat, self._gradients.labels[number]))
+            if self._line is None:
+                self._reductions.append(self._exchange.start(flat, self._gradients.labels[number]))
+            else:
+                self._reductions.append(Plain(self._exchange, flat, self._gradients.labels[number]))
+                self._line.add(self._reductions[-1])  # type: ignore[arg-type]
+
+    def _encode(self, number: int, bucket: Bucket, last: bool) -> None:
+        """Let a bucket leave by its codec. NaN and Inf stay here, for codecs cannot say them; all ranks are told."""
+        coding, line, codec = self._coding, self._line, bucket.codec
+        assert coding is not None, "there is a codec"
+        assert line is not None, "so there is a line"
+        assert codec is not None, "of this bucket"
+        parts = []
+        for index in bucket.items:
+            row = flattened(self._large[index])
+            finite = self._check(row, (index,))
+            if not finite:
+                row = self._rows[index] = torch.zeros_like(row, dtype=torch.float32)
+            elif row.dtype != torch.float32:
+                row = self._rows[index] = row.float()
+            present = finite and self.arrived[index] and index not in self._sparse
+            parts.append(coding.part(index, row, present))
+        control = None
+        if last:
+            self._write_control()
+            control = self.buckets.control
+        what = self._gradients.labels[number]
+        if self._diagnosis is not None:
+            self._diagnosis.look(codec, parts)
+        work = work_for(self._exchange, coding, codec, parts, control)
+        logical = sum(self._large[index].nbytes for index in bucket.items)
+        self._reductions.append(Coded(self._exchange, work, what, logical))
+        line.add(self._reductions[-1])  # type: ignore[arg-type]
+
+    def _take_control(self) -> None:
+        """The ranks' control numbers, where they came behind a payload: added up in the same order everywhere."""
+        last = self._reductions[-1]
+        if isinstance(last, Coded) and last.result is not None:
+            rows = last.result.clone().view(self.buckets.control.dtype)
+            self.buckets.control.copy_(rows.sum(dim=0))
+
+    def _finish_coded(self, bucket: Bucket, rescale: float, poisoned: bool) -> None:
+        """Make means of sums."""
+        for index in bucket.items:
+            gradient = flattened(self._large[index])
+            if index in self._rows:
+                gradient.copy_(self._rows[index])
+            if poisoned:  # some rank had NaN: a GradScaler must see it everywhere
+                gradient.fill_(float("nan"))
+            else:
+                gradient.mul_(rescale / self._exchange.size)
 
     def _collect(self) -> None:
         """Put what has come into the buckets: many small gradients in one go, for each call has its price."""
@@ -209,8 +280,9 @@ class Round:
         if not (gradient.is_contiguous() and owns_memory(gradient)):
             gradient = gradient.clone(memory_format=torch.contiguous_format)
             self._gradients.parameters[index].grad = gradient
-        if self._scale != 1.0:
-            gradient.mul_(self._scale)
+        scale = self._scale if self._coding is None or self._coding.picked[index] is None else self._gradients.weight
+        if scale != 1.0:  # a coded sum is divided once it is decoded: often most of it is zero
+            gradient.mul_(scale)
         self._large[index] = gradient
 
     def _gradient(self, index: int) -> Tensor:
@@ -234,18 +306,21 @@ class Round:
         bad = self._bad if self._bad is not None else False
         write_control(self.buckets.control, gradients.active, gradients.weight, bad, dense, sparse)
 
-    def _check(self, data: Tensor, items: tuple[int, ...]) -> None:
-        """Note NaN and Inf: the sum of all has one if any has, and is quick to take."""
+    def _check(self, data: Tensor, items: tuple[int, ...]) -> bool:
+        """Note NaN and Inf: the sum of all has one if any has, and is quick to take. Whether none is known."""
         if data.is_cuda:  # no wait for the device here: it is asked when somebody has told of trouble
             bad = torch.logical_not(torch.isfinite(data.sum(dtype=torch.float32)))
             names = [self._gradients.names[index] for index in items]
             self._suspects.append((bad, names[0] if len(names) == 1 else f"one of {names[0]} … {names[-1]}"))
             self._bad = bad if self._bad is None else torch.logical_or(self._bad, bad)
-        elif data.numel() and not torch.isfinite(data.sum(dtype=torch.promote_types(data.dtype, torch.float32))):
+            return True
+        if data.numel() and not torch.isfinite(data.sum(dtype=torch.promote_types(data.dtype, torch.float32))):
             found = [index for index in items if not bool(torch.isfinite(self._gradient(index)).all())]
             self._suspects += [(True, self._gradients.names[index]) for index in found]
             if found:
                 self._bad = torch.tensor(True)
+                return False
+        return True
 
     def _check_outside(self, index: int, values: Tensor) -> None:
         if self._gradients.check_finite and not bool(torch.isfinite(values).all()):

@@ -29,6 +29,8 @@ class Stats:
     bytes_logical: int = 0
     bytes_wire: int = 0
     exposed_seconds: float = 0.0
+    codec_seconds: float = 0.0
+    """Seconds of encoding and decoding, hidden or not."""
     staleness: int = 0
     """Steps between a gradient and its use, in the latest step."""
     watching: bool = True
@@ -64,6 +66,12 @@ class Stats:
             self._seconds += max(0.0, stop - begin)
         self.events.interval("sl_comm_seconds", start, stop, lane="communication", what=what)
 
+    def coded(self, start: float, stop: float, what: str) -> None:
+        """A codec has worked."""
+        with self.lock:
+            self.codec_seconds += stop - start
+        self.events.interval("sl_codec_seconds", start, stop, lane="codec", what=what)
+
     def waited(self, start: float, stop: float) -> None:
         """The rank has waited for reductions."""
         self.exposed_seconds += stop - start
@@ -77,5 +85,6 @@ class Stats:
             "sl_comm_bytes_wire": self.bytes_wire,
             "sl_comm_seconds": self.comm_seconds,
             "sl_comm_exposed_seconds": self.exposed_seconds,
+            "sl_codec_seconds": self.codec_seconds,
             "sl_staleness": self.staleness,
         }

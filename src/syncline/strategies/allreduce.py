@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -88,7 +88,10 @@ class _AllReduceRun(Run):
             bucket_bytes=settings.bucket_bytes,
             check_finite=settings.check_finite,
             sparse=_sparse_names(model),
-            idle=exchange.size == 1 and self._delay == 0 and not settings.check_finite,
+            idle=exchange.size == 1 and self._delay == 0 and not settings.check_finite and exchange.codec is None,
+            codec=exchange.codec,
+            seed=settings.seed,
+            diagnose=settings.diagnose,
         )
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -123,10 +126,14 @@ class _AllReduceRun(Run):
         if self._gradients.accumulating:
             logger.warning("gradients that have added up under no_sync() are not part of the state: save after a step")
         waiting = [self._named(found) for found in self._waiting]
-        return {"rounds": self._rounds, "waiting": waiting, "layout": self._gradients.layout()}
+        coding = self._gradients.coding
+        told = {} if coding is None else {"coding": coding.shared_state()}
+        return {"rounds": self._rounds, "waiting": waiting, "layout": self._gradients.layout(), **told}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         self._rounds = int(state.get("rounds", 0))
+        if self._gradients.coding is not None:
+            self._gradients.coding.load_shared_state(state.get("coding", {}))
         if len(state.get("waiting", [])) > self._delay:
             raise IncompatibleError(
                 f"the checkpoint holds {len(state['waiting'])} steps of gradients on their way, and {self.strategy!r} "
@@ -136,6 +143,16 @@ class _AllReduceRun(Run):
             self._gradients.adopt(state["layout"])
         parameters = {plain_name(name): parameter for name, parameter in self.model.named_parameters()}
         self._waiting = deque(_Restored(parameters, gradients) for gradients in state.get("waiting", []))
+
+    def local_state(self) -> dict[str, Any]:
+        coding = self._gradients.coding
+        return {} if coding is None else coding.state()
+
+    def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        if self._gradients.coding is not None:
+            self._gradients.coding.load(states)
+        elif any(state.get("residuals") for state in states):
+            logger.warning("the checkpoint was made with a codec, and there is none now: what it had left is dropped")
 
     # Within.
 

@@ -33,6 +33,10 @@ class Settings:
     bucket_bytes: int = BUCKET_BYTES
     check_finite: bool = False
     schedulers: tuple[Any, ...] = ()
+    seed: int = 0
+    """Of the codec's random bits."""
+    diagnose: int = 0
+    """Every so many steps, what the codec does to each layer goes into the run log; 0: never."""
 
 
 class Strategy(ABC):
@@ -103,7 +107,7 @@ class Run(ABC):
         """The resolved specs, and the choices that were made by measuring."""
         return {
             "strategy": repr(self.strategy),
-            "codec": None,
+            "codec": None if self.exchange.codec is None else repr(self.exchange.codec),
             "collective": self.exchange.collective,
             "collectives_chosen": self.exchange.choices,
             "bucket_bytes": self.settings.bucket_bytes,
@@ -243,7 +247,7 @@ class Run(ABC):
                 "steps": self.stats.steps,
                 "state": self.shared_state(),
             },
-            "local": {"buffers": buffers},
+            "local": {"buffers": buffers, "strategy": self.local_state()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -255,6 +259,7 @@ class Run(ABC):
             self._restore(key, reader.cursor)
         self.stats.steps = int(shared["steps"])
         self.load_shared_state(shared["state"])
+        self.load_local_states([] if local is None else [local["strategy"], *state.get("others", [])])
         if local is not None:
             buffers = self._buffers()
             for name, saved in local["buffers"].items():
@@ -267,6 +272,13 @@ class Run(ABC):
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027 (some have nothing)
         """Take it back."""
+
+    def local_state(self) -> dict[str, Any]:
+        """What the strategy keeps on this worker alone."""
+        return {}
+
+    def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:  # noqa: B027 (some have nothing)
+        """Take it back: this worker's own, and those of workers that are no more and that this one takes over."""
 
     def close(self) -> None:
         """Take the hooks off and let go of the team. Every worker closes."""

@@ -1,11 +1,20 @@
-"""Contract tests anyone can run against their own transport or schedule, and tools to hunt for bad interleavings.
+"""Contract tests for anyone's own transport, schedule or codec, and tools to hunt for bad interleavings.
 
 Not imported by the library; needs pytest (`pip install syncline[test]`).
 """
 
+from syncline.testing.codecs import CodecContract, sum_in_lockstep
 from syncline.testing.hunting import hunt
 from syncline.testing.processes import Pool
 from syncline.testing.schedules import ScheduleContract, check_schedule
 from syncline.testing.transports import TransportContract
 
-__all__ = ["Pool", "ScheduleContract", "TransportContract", "check_schedule", "hunt"]
+__all__ = [
+    "CodecContract",
+    "Pool",
+    "ScheduleContract",
+    "TransportContract",
+    "check_schedule",
+    "hunt",
+    "sum_in_lockstep",
+]

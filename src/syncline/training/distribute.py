@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from syncline.errors import IncompatibleError, SpecError, UnsupportedError
+from syncline.codecs import Codec, build_codec
+from syncline.errors import IncompatibleError, SpecError
 from syncline.exchange import BUCKET_BYTES, Exchange, check_same, spread
 from syncline.strategies import Run, Settings, Strategy, build_strategy
 from syncline.world import current_world
@@ -20,18 +21,24 @@ def distribute(
     model: nn.Module,
     optimizer: Optimizer,
     strategy: str | Strategy = "allreduce",
-    codec: str | None = None,
+    codec: str | Codec | None = None,
     collective: str = "auto",
     bucket_bytes: int | None = None,
     check_finite: bool = False,
     schedulers: Sequence[Any] = (),
+    seed: int = 0,
+    diagnose: int = 0,
 ) -> Run:
     """Train `model` on all workers of the current world; `strategy` says how they agree.
 
     Attaches hooks to the model and the optimizer, gives every worker rank 0's parameters and buffers, and refuses
     models that differ between the ranks. Every worker calls it. Gradients are final when `backward()` returns.
 
-    `collective` is "auto" (chosen now, for this network and these sizes), "native" (the engine's own) or a schedule.
+    `codec` says how gradients look on the wire: "quantize(4)", "topk(0.01)|quantize(4)", …; None sends them as they
+    are. What it loses is kept and sent later, where it is biased; `seed` is that of its random bits. With `diagnose=n`
+    every n-th step records what it does to each layer.
+    `collective` is "auto" (chosen now, for this network and these sizes), "native" (the engine's own) or a schedule;
+    with a codec whose payloads do not sum on the wire "gather", "split" and others.
     With `check_finite` NaN or Inf in a gradient raises `DivergedError` that names rank and parameter; leave it off with
     a GradScaler, which wants to see them. `schedulers` are learning-rate schedulers stepped after every batch: a worker
     that runs out of data before the others gets their state.
@@ -47,21 +54,27 @@ def distribute(
     (0.5, 0.5)
     """
     world = current_world()
-    if codec is not None:
-        raise UnsupportedError(f"codec={codec!r}: this version has no codecs; leave codec out")
+    coder = build_codec(codec)
     if bucket_bytes is not None and bucket_bytes < 1:
         raise SpecError(f"bucket_bytes={bucket_bytes}: a bucket holds at least one byte")
+    if diagnose < 0:
+        raise SpecError(f"diagnose={diagnose}: a number of steps; 0 for never")
     way = build_strategy(strategy)
     _check_ownership(model, optimizer)
     settings = Settings(
         bucket_bytes=BUCKET_BYTES if bucket_bytes is None else bucket_bytes,
         check_finite=check_finite,
         schedulers=tuple(schedulers),
+        seed=seed,
+        diagnose=diagnose,
     )
-    exchange = Exchange(world, collective)
+    if coder is not None:
+        coder.check(_momentum(optimizer))
+    exchange = Exchange(world, collective, coder)
     check_same(exchange, "models", _describe_model(model))
     check_same(exchange, "optimizers", _describe_optimizer(optimizer))
-    check_same(exchange, "settings", {"strategy": repr(way), "collective": exchange.collective, **_told(settings)})
+    told = {"strategy": repr(way), "collective": exchange.collective, "codec": repr(coder), **_told(settings)}
+    check_same(exchange, "settings", told)
     spread(exchange, [*model.parameters(), *model.buffers()])
     return way.attach(model, optimizer, exchange, settings)
 
@@ -77,6 +90,16 @@ def _check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
             f"the optimizer holds {len(strangers)} of {len(held)} parameters that are not the model's (the first has "
             f"shape {strangers[0]}): make it from model.parameters() after the model is on its device"
         )
+
+
+def _momentum(optimizer: Optimizer) -> float:
+    """The largest momentum that an optimizer uses, Adam's first moment included."""
+    found = [0.0]
+    for group in optimizer.param_groups:
+        found.append(float(group.get("momentum", 0.0) or 0.0))
+        betas = group.get("betas")
+        found.append(float(betas[0]) if betas else 0.0)
+    return max(found)
 
 
 def _describe_model(model: nn.Module) -> dict[str, str]:
@@ -102,4 +125,9 @@ def _describe_optimizer(optimizer: Optimizer) -> dict[str, str]:
 
 
 def _told(settings: Settings) -> dict[str, str]:
-    return {"bucket_bytes": str(settings.bucket_bytes), "check_finite": str(settings.check_finite)}
+    return {
+        "bucket_bytes": str(settings.bucket_bytes),
+        "check_finite": str(settings.check_finite),
+        "seed": str(settings.seed),
+        "diagnose": str(settings.diagnose),
+    }

@@ -106,6 +106,8 @@ def train(
         collective=settings.collective,
         check_finite=settings.check_finite,
         schedulers=() if scheduler is None else (scheduler,),
+        seed=settings.seed,
+        diagnose=settings.diagnose,
     ) as run:
         told = {key: str(value) for key, value in workload.describe().items() if key in ("workload", "sha256")}
         check_same(run.exchange, "data", told)  # hosts may have other files, or another Python's library

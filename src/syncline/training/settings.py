@@ -31,6 +31,8 @@ class Settings:
     strategy: str = "allreduce"
     codec: str | None = None
     collective: str = "auto"
+    diagnose: int = 0
+    """Every so many steps the log tells what the codec does to each layer; 0: never."""
     batch: int | None = None
     """Samples of each worker in a step; with `global_batch` in a micro-batch, at most."""
     global_batch: int | None = None
@@ -69,7 +71,8 @@ class Settings:
 
     def check(self) -> None:
         """Refuse numbers that make no run."""
-        for name, least in (("batch", 1), ("global_batch", 1), ("epochs", 1), ("steps", 1), ("checkpoint_every", 0)):
+        leasts = {"batch": 1, "global_batch": 1, "epochs": 1, "steps": 1, "checkpoint_every": 0, "diagnose": 0}
+        for name, least in leasts.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise SpecError(f"{name.replace('_', '-')} {value}: at least {least}")

@@ -124,6 +124,7 @@ class _Loading:
         self.states: dict[str, Any] = {}
         self.models: dict[str, Any] = {}
         self.own: dict[str, Any] | None = None
+        self.others: list[dict[str, Any]] = []
         self.about: dict[str, Any] = {}
         self._undo: list[Callable[[], Any]] = []
 
@@ -137,6 +138,9 @@ class _Loading:
         if rank < self.manifest.ranks:
             self.own = read_part(self.path / rank_part(rank))
             randomness.check(self.own["random"], str(self.path / rank_part(rank)))
+        # With fewer ranks than before each takes over what some of those that are gone have kept.
+        orphans = range(rank + self.meeting.size, self.manifest.ranks, self.meeting.size)
+        self.others = [read_part(self.path / rank_part(other)) for other in orphans]
         for name, value in self.objects.items():
             self._check(name, value, saved)
 
@@ -189,7 +193,10 @@ class _Loading:
         self._change(run.model, model_tree, put_model, self.models[name])
         self._change(run.optimizer, lambda target: optimizer_tree(target, names), put, self.states[name]["optimizer"])
         # Last: the model's own part has the agreed buffers, the run's has this rank's.
-        self._change(run, _state_of, _give_state, {"shared": self.states[name]["shared"], "local": local})
+        state = {"shared": self.states[name]["shared"], "local": local}
+        if self.others:
+            state["others"] = [other["runs"][name]["strategy"] for other in self.others]
+        self._change(run, _state_of, _give_state, state)
 
     def _change(self, target: Any, take: Callable[[Any], Any], put: Callable[[Any, Any], Any], state: Any) -> None:
         before = clone(take(target))

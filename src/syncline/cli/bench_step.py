@@ -1,0 +1,174 @@
+"""`syncline bench step`: its options, the labs it goes through, the memory of the contenders."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from syncline.bench import step
+from syncline.bench.contenders import BASELINES, DENSE, MOMENTUM, OURS, wire
+from syncline.bench.step_report import codec_steps_table, step_table
+from syncline.bench.subjects import SUBJECTS
+from syncline.cli.bench_launch import add_places, launch
+from syncline.codecs.catalog import build_codec
+from syncline.errors import SpecError
+from syncline.exchange import check_wire
+from syncline.launch.lab import parse_lab
+from syncline.specs import nearest
+from syncline.strategies import build_strategy
+
+__all__ = ["configure", "run", "step_labs"]
+
+MEMORY_RUNS = 3
+"""By default, where there is one contender of ours and one place."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Say what it takes."""
+    parser.add_argument(
+        "--against", default="ddp", help=f"whose steps to compare with, of {','.join(BASELINES)}; default ddp"
+    )
+    parser.add_argument(
+        "--codec", action="append", default=[], help="of ours; several by ';' or by giving it again; none: without one"
+    )
+    parser.add_argument("--models", help=f"of {', '.join(SUBJECTS)}; default all, with --codec mlp")
+    parser.add_argument("--rounds", type=int, default=5, help="repeats; default 5")
+    parser.add_argument("--turns", type=int, default=20, help="steps of each contender in a repeat; default 20")
+    parser.add_argument("--strategy", default="allreduce", help="how the workers agree; default allreduce")
+    parser.add_argument("--collective", default="auto", help="which all-reduce; default auto")
+    parser.add_argument("--bucket-bytes", type=int, help="bytes of a bucket; default as distribute()")
+    parser.add_argument("--check-finite", action="store_true", help="look for NaN and Inf in every step")
+    parser.add_argument("--ddp-buffers", action="store_true", help="let DDP broadcast buffers, as is its default")
+    parser.add_argument("--trace", action="store_true", help="a Chrome trace of some steps of every rank")
+    parser.add_argument(
+        "--memory-runs", type=int, help="runs for the peak memory, 0: none; default 3, with several codecs or labs 0"
+    )
+    add_places(parser, "on so many emulated hosts at that rate; or 2,4,8, with --rate")
+    parser.add_argument("--rate", metavar="100mbit,1gbit", help="of the labs' links, each with every number of hosts")
+
+
+def run(arguments: argparse.Namespace, folder: Path) -> int:
+    """Measure in one place after another; one table at the end, of what is there even when a run fails."""
+    labs = step_labs(arguments.lab, arguments.rate)
+    result = folder / "step.json"
+    plan = _plan(arguments, result)
+    runs = arguments.memory_runs
+    if runs is None:
+        runs = MEMORY_RUNS if len(labs) == 1 and len(plan.codecs) < 2 else 0
+    folder.mkdir(parents=True, exist_ok=True)
+    documents: list[dict[str, Any]] = []
+    code = 0
+    for lab in labs:
+        own = result if len(labs) == 1 else folder / f"step-{lab}.json"
+        code = launch(arguments, "step", {**asdict(plan), "out": str(own.absolute())}, lab)
+        if code:
+            break
+        document = json.loads(own.read_text())
+        document["memory"] = _memory(arguments, plan, folder, lab, runs)
+        own.write_text(json.dumps(document, indent=1))
+        documents.append(document)
+    if len(labs) > 1:
+        result.write_text(json.dumps({"kind": "steps", "runs": documents}, indent=1))
+    if documents:
+        table = codec_steps_table(documents) if plan.codecs else "\n\n".join(map(step_table, documents))
+        print(f"{table}\n\nwritten: {result}")
+    return code
+
+
+def step_labs(lab: str | None, rate: str | None) -> Sequence[str | None]:
+    """Every number of hosts with every rate; a single None where there is no lab.
+
+    >>> step_labs("2,4", "100mbit,1gbit")
+    ['2@100mbit', '2@1gbit', '4@100mbit', '4@1gbit']
+    >>> step_labs("2@1gbit,4@open", None)
+    ['2@1gbit', '4@open']
+    """
+    if lab is None:
+        if rate is not None:
+            raise SpecError(f"--rate {rate} is that of a lab's links: give --lab 2,4 too")
+        return [None]
+    hosts, rates = _listed(lab), _listed(rate or "")
+    if rates:
+        if "@" in lab:
+            raise SpecError(f"--lab {lab} has a rate of its own; write --lab 2,4 with --rate {rate}")
+        hosts = [f"{count}@{each}" for count in hosts for each in rates]
+    elif not all("@" in each for each in hosts):
+        raise SpecError(f"--lab {lab} has no rate: write --lab 2@100mbit, or --lab 2,4 --rate 100mbit,1gbit")
+    if not hosts:
+        raise SpecError(f"--lab {lab!r} names no hosts: write --lab 2@100mbit, or --lab 2,4 --rate 100mbit,1gbit")
+    for each in hosts:
+        if parse_lab(each)[0] < 2:
+            raise SpecError(f"--lab {each}: ranks that exchange something need at least two hosts")
+    return list(dict.fromkeys(hosts))
+
+
+def _listed(text: str, separator: str = ",") -> list[str]:
+    return [part.strip() for part in text.split(separator) if part.strip()]
+
+
+def _plan(arguments: argparse.Namespace, result: Path) -> step.StepPlan:
+    codecs = _codecs(arguments.codec)
+    models = _listed(arguments.models if arguments.models is not None else "mlp" if codecs else ",".join(SUBJECTS))
+    against = list(dict.fromkeys(_listed(arguments.against)))
+    for what, names, known in (("model", models, list(SUBJECTS)), ("baseline", against, list(BASELINES))):
+        if not names:
+            raise SpecError(f"no {what} is named; there are {', '.join(known)}")
+        for name in names:
+            if name not in known:
+                raise SpecError(f"unknown {what} {name!r}; {nearest(name, known)}")
+    if arguments.turns < 1:
+        raise SpecError(f"--turns {arguments.turns}: at least one step of each contender in a repeat")
+    build_strategy(arguments.strategy)
+    for spec in codecs or [OURS]:
+        check_wire(wire(arguments.collective, dense=spec == DENSE), None if spec == OURS else build_codec(spec))
+    return step.StepPlan(
+        out=str(result.absolute()),
+        models=models,
+        against=against,
+        codecs=codecs,
+        repeats=arguments.rounds,
+        turns=arguments.turns,
+        strategy=arguments.strategy,
+        collective=arguments.collective,
+        bucket_bytes=arguments.bucket_bytes,
+        check_finite=arguments.check_finite,
+        broadcast_buffers=arguments.ddp_buffers,
+        trace=arguments.trace,
+    )
+
+
+def _codecs(given: Sequence[str]) -> list[str]:
+    """The codecs as they write themselves; refused here, not on every rank."""
+    found = []
+    for text in (spec for texts in given for spec in _listed(texts, ";")):
+        codec = build_codec(text)
+        if codec is not None:
+            codec.check(MOMENTUM)  # that of the bench's optimizer
+        found.append(DENSE if codec is None else repr(codec))
+    if given and not found:
+        raise SpecError(f"--codec {' '.join(given)!r} names none: write --codec 'topk(0.01)|quantize(4)'")
+    return list(dict.fromkeys(found))
+
+
+def _memory(
+    arguments: argparse.Namespace, plan: step.StepPlan, folder: Path, lab: str | None, runs: int
+) -> list[dict[str, object]]:
+    """Peak memory of the first of ours and the first of theirs, each in processes of its own."""
+    found: list[dict[str, object]] = []
+    for model in plan.models if runs > 0 else []:
+        print(f"{model}: memory", file=sys.stderr, flush=True)
+        for _ in range(runs):
+            for kind in (plan.ours[0], plan.against[0]):
+                out = folder / "memory.json"
+                # The peak of what was in use, not of the allocator's holes: see bench/step.py.
+                os.environ["MALLOC_MMAP_THRESHOLD_"] = "131072"
+                alone = {"models": [model], "only": kind, "out": str(out.absolute()), "trace": False}
+                if launch(arguments, "step", {**asdict(plan), **alone}, lab) == 0:
+                    found += json.loads(out.read_text())["results"]
+    return found

@@ -1,0 +1,135 @@
+"""Half precision: fp16 or bf16, whose values add up on the wire.
+
+    fp16   10 bits after the point, up to 65504        bf16   7 bits, as far as float32
+
+A value that is further from zero than the type goes becomes the largest that it has, never Inf; where n ranks' values
+are summed, the largest divided by n, so that the sum is finite too. What is cut off stays in the residual if there is
+one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from syncline.codecs.base import Draw, Part, PayloadCodec
+from syncline.codecs.kernels import dense
+from syncline.errors import DivergedError, ProtocolError, SpecError
+
+__all__ = ["Cast"]
+
+
+@dataclass(frozen=True, repr=False)
+class Cast(PayloadCodec):
+    """Send values in half precision.
+
+    Rounded to the nearest, or with `stochastic` up or down at random so that the mean is right. The error of rounding
+    to nearest has no preferred sign, so neither is called biased; `feedback=True` keeps the rest for the next step.
+
+    >>> import torch
+    >>> codec = Cast("fp16")
+    >>> codec.decode(codec.encode(torch.tensor([0.1, 1e6])), torch.empty(2))
+    tensor([9.9976e-02, 6.5504e+04])
+    """
+
+    to: str = "fp16"
+    stochastic: bool = False
+    feedback: bool | None = None
+
+    name: ClassVar[str] = "cast"
+    kind: ClassVar[int] = 1
+    positional: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if self.to not in ("fp16", "bf16"):
+            raise SpecError(f"cast goes to 'fp16' or 'bf16', not {self.to!r}")
+        if not isinstance(self.stochastic, bool):
+            raise SpecError(f"cast's stochastic is True or False, not {self.stochastic!r}")
+        if not (self.feedback is None or isinstance(self.feedback, bool)):
+            raise SpecError(f"cast's feedback is True or False, not {self.feedback!r}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What travels."""
+        return torch.float16 if self.to == "fp16" else torch.bfloat16
+
+    @property
+    def biased(self) -> bool:
+        return False
+
+    @property
+    def sums(self) -> bool:
+        return True
+
+    def rounds(self, parts: Sequence[Part], draw: Draw, size: int) -> Generator[Tensor, None, None]:
+        """One round: all parts' values."""
+        if not parts:
+            return
+        wire = torch.empty(sum(part.numel for part in parts), dtype=self.dtype, device=parts[0].flat.device)
+        pieces = torch.split_with_sizes(wire, [part.numel for part in parts])
+        for part, piece in zip(parts, pieces, strict=True):
+            self._round(part, piece, draw.of(part.name, part.start), size)
+        yield wire
+        for part, piece in zip(parts, pieces, strict=True):
+            part.flat.copy_(piece)
+
+    def body_bytes(self, numel: int, step: int = 0) -> int:
+        return 2 * numel
+
+    def write(self, part: Part, body: Tensor, draw: Draw) -> int:
+        halves = self._view(body)
+        if halves is None:
+            halves = torch.empty(part.numel, dtype=self.dtype, device=body.device)
+            self._round(part, halves, draw)
+            body.copy_(halves.view(torch.uint8))
+        else:
+            self._round(part, halves, draw)
+        return body.numel()
+
+    def read(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
+        if body.numel() != 2 * out.numel():
+            raise ProtocolError(f"{body.numel()} B are not the {out.numel()} values of {self!r}, of 2 B each")
+        halves = self._view(body)
+        values = (body.clone().view(self.dtype) if halves is None else halves).float()
+        if not _finite(values):
+            raise ProtocolError(f"a payload of {self!r} holds NaN or Inf")
+        if accumulate:
+            out += values
+        else:
+            out.copy_(values)
+
+    def _view(self, body: Tensor) -> Tensor | None:
+        """A body as numbers; None where it begins at an odd byte, as no number may."""
+        return body.view(self.dtype) if body.storage_offset() % 2 == 0 else None
+
+    def _round(self, part: Part, halves: Tensor, draw: Draw, size: int = 1) -> None:
+        """Round a part, with its residual, to half precision; no value beyond what `size` ranks can add up."""
+        values = part.flat if part.residual is None else part.residual.add_(part.flat)
+        limit, bits = _limit(self.dtype, size)
+        if self.stochastic:
+            dense.cast_stochastic(values, halves, limit=bits, start=draw.start, key=draw.key)
+        else:
+            halves.copy_(values.clamp(-limit, limit))
+        if part.residual is not None and not _finite(part.residual.sub_(halves)):
+            raise DivergedError(f"{self!r}: the residual and the gradient of {part.name!r} add up to Inf or NaN")
+
+
+def _finite(values: Tensor) -> bool:
+    """Whether all are numbers, in one pass."""
+    return not values.numel() or all(map(math.isfinite, map(float, values.aminmax())))
+
+
+@lru_cache(maxsize=256)
+def _limit(dtype: torch.dtype, size: int) -> tuple[float, int]:
+    """The largest of a type whose `size`-fold it still has, and its bits."""
+    info = torch.finfo(dtype)
+    exact = info.max / size / ((1 + info.eps) ** size if size > 1 else 1)  # every addition may round up
+    found = torch.tensor(exact, dtype=torch.float64).to(dtype)
+    bits = int(found.view(torch.int16)) - (float(found) > exact)  # one less is the next one down
+    return float(torch.tensor(bits, dtype=torch.int16).view(dtype)), bits

@@ -1,0 +1,62 @@
+"""The sign alone: one bit for each value, and for each bucket what the two signs stand for.
+
+    x ≥ 0 → the mean of those that are not negative        x < 0 → the mean of those that are
+
+    two means float32 for each bucket │ signs, packed bucket by bucket (`kernels/dense_reference.py` draws how)
+
+Seide et al.: 1-bit stochastic gradient descent and its application to data-parallel distributed training of speech
+DNNs, 2014. It needs error feedback: on its own it does not train.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from syncline.codecs.base import Draw, Part, PayloadCodec
+from syncline.codecs.kernels import dense
+from syncline.errors import DivergedError, ProtocolError, SpecError
+
+__all__ = ["OneBit"]
+
+
+@dataclass(frozen=True, repr=False)
+class OneBit(PayloadCodec):
+    """Send the sign of each value, and two means for each `bucket` of values.
+
+    >>> import torch
+    >>> codec = OneBit()
+    >>> codec.decode(codec.encode(torch.tensor([1.0, 3.0, -2.0, -6.0])), torch.empty(4))
+    tensor([ 2.,  2., -4., -4.])
+    """
+
+    bucket: int = 1024
+    feedback: bool | None = None
+
+    name: ClassVar[str] = "onebit"
+    kind: ClassVar[int] = 3
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.bucket, int) or isinstance(self.bucket, bool) or self.bucket < 1:
+            raise SpecError(f"onebit's bucket is how many elements share two means, as 1024, not {self.bucket!r}")
+        if not (self.feedback is None or isinstance(self.feedback, bool)):
+            raise SpecError(f"onebit's feedback is True or False, not {self.feedback!r}")
+
+    def body_bytes(self, numel: int, step: int = 0) -> int:
+        whole, rest = divmod(numel, self.bucket)
+        return 8 * -(-numel // self.bucket) + whole * -(-self.bucket // 8) + -(-rest // 8)
+
+    def write(self, part: Part, body: Tensor, draw: Draw) -> int:
+        if not dense.encode_onebit(part.flat, part.residual, body, bucket=self.bucket):
+            raise DivergedError(f"{self!r}: the residual and the gradient of {part.name!r} add up to Inf or NaN")
+        return body.numel()
+
+    def read(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
+        due = self.body_bytes(out.numel())
+        if body.numel() != due:
+            raise ProtocolError(f"{body.numel()} B are not the {due} B of {out.numel()} values of {self!r}")
+        fault = dense.decode_onebit(body, out, bucket=self.bucket, accumulate=accumulate)
+        if fault:
+            raise ProtocolError(f"a payload of {self!r} has {fault}")

@@ -1,0 +1,106 @@
+"""A payload: a header, then the bodies of a bucket's parts, one after the other.
+
+    magic u16 │ version u8 │ kind u8 │ CRC-32 of the codec's spec u32 │ elements u64 │ bodies …
+
+A body of fixed length lies there as it is; one whose length varies has it before it, as u32. Who decodes knows the
+parts, so a payload of another codec, version or length is refused before anything is read.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from syncline.codecs.base import Draw, Part, PayloadCodec
+from syncline.errors import ProtocolError
+
+__all__ = ["HEADER", "most_bytes", "pack", "pack_into", "unpack"]
+
+HEADER = struct.Struct("<HBBIQ")
+LENGTH = 4
+MAGIC = 0x51C7
+VERSION = 1
+
+
+def most_bytes(codec: PayloadCodec, sizes: Sequence[int], step: int = 0) -> int:
+    """Bytes of a payload of parts of these sizes: exact where the codec's bodies are of fixed length."""
+    extra = 0 if codec.fixed else LENGTH
+    return HEADER.size + sum(codec.body_bytes(numel, step) + extra for numel in sizes)
+
+
+def pack(codec: PayloadCodec, parts: Sequence[Part], draw: Draw) -> Tensor:
+    """Encode the parts of a bucket."""
+    device = parts[0].flat.device if parts else torch.device("cpu")
+    whole = torch.zeros(most_bytes(codec, [p.numel for p in parts], draw.step), dtype=torch.uint8, device=device)
+    return whole[: pack_into(codec, parts, draw, whole)]
+
+
+def pack_into(codec: PayloadCodec, parts: Sequence[Part], draw: Draw, whole: Tensor) -> int:
+    """Encode the parts of a bucket into `whole`, zeroed and of `most_bytes`; how many bytes were used."""
+    elements = sum(part.numel for part in parts)
+    _put(whole, 0, HEADER.pack(MAGIC, VERSION, codec.kind, _mark(repr(codec)), elements))
+    at = HEADER.size
+    for part in parts:
+        most = codec.body_bytes(part.numel, draw.step)
+        first = at if codec.fixed else at + LENGTH
+        used = codec.write(part, whole[first : first + most], draw.of(part.name, part.start))
+        if not codec.fixed:
+            _put(whole, at, struct.pack("<I", used))
+        at = first + used
+    return at
+
+
+def unpack(
+    codec: PayloadCodec, payload: Tensor, outs: Sequence[Tensor], accumulate: bool, sender: str = "", step: int = 0
+) -> None:
+    """Decode into rows of float32, one for each part, or add to them."""
+    at = _check(codec, payload, sum(out.numel() for out in outs), sender)
+    for out in outs:
+        if codec.fixed:
+            length = codec.body_bytes(out.numel(), step)
+        else:
+            length = int.from_bytes(_bytes(payload, at, LENGTH, sender), "little")
+            at += LENGTH
+        if at + length > payload.numel():
+            raise ProtocolError(
+                f"a payload{sender} of {payload.numel()} B ends within a body of {length} B at {at}: it is truncated"
+            )
+        codec.read(payload[at : at + length], out, accumulate)
+        at += length
+    if codec.fixed and at != payload.numel():
+        raise ProtocolError(f"a payload{sender} of {payload.numel()} B has {payload.numel() - at} B too many")
+
+
+def _check(codec: PayloadCodec, payload: Tensor, elements: int, sender: str) -> int:
+    magic, version, kind, mark, numel = HEADER.unpack(_bytes(payload, 0, HEADER.size, sender))
+    if magic != MAGIC:
+        raise ProtocolError(f"what came{sender} is not a payload (it begins with {magic:#06x}, not {MAGIC:#06x})")
+    if version != VERSION:
+        raise ProtocolError(f"a payload{sender} has version {version}, and this is version {VERSION}")
+    if kind != codec.kind or mark != _mark(repr(codec)):
+        raise ProtocolError(f"a payload{sender} is of another codec (kind {kind}) than {codec!r} (kind {codec.kind})")
+    if numel != elements:
+        raise ProtocolError(f"a payload{sender} holds {numel} elements, and {elements} are expected")
+    return HEADER.size
+
+
+def _bytes(payload: Tensor, at: int, count: int, sender: str) -> bytes:
+    if payload.dtype != torch.uint8 or payload.dim() != 1:
+        raise ProtocolError(f"a payload{sender} is a row of bytes, not {payload.dtype}{list(payload.shape)}")
+    if at + count > payload.numel():
+        raise ProtocolError(f"a payload{sender} of {payload.numel()} B is too short: it is truncated")
+    return bytes(payload[at : at + count].cpu().numpy())
+
+
+def _put(whole: Tensor, at: int, data: bytes) -> None:
+    whole[at : at + len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+@lru_cache(maxsize=256)
+def _mark(spec: str) -> int:
+    return zlib.crc32(spec.encode())

@@ -1,0 +1,319 @@
+"""Low rank: a matrix travels as two thin ones, which add up on the wire (Vogels, Karimireddy, Jaggi 2019).
+
+    M ≈ P Qᵀ      P = M Q, summed over the ranks, made orthonormal;  Q = Mᵀ P, summed;  the next step starts from Q
+
+    round 1   │ P of each matrix of the bucket │ vectors and small tensors, as they are │
+    round 2   │ Q of each matrix of the bucket │
+
+What must be the same on every rank is computed from sums alone, by single additions and products in a fixed order:
+the number of threads and the kind of processor make no difference to its bits.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from syncline.codecs.base import Codec, Draw, Part, PayloadCodec
+from syncline.codecs.payload import most_bytes
+from syncline.errors import DivergedError, ProtocolError, SpecError
+
+__all__ = ["PowerSGD"]
+
+ROWS = struct.Struct("<I")
+"""How many rows the matrix of a body has; none: it is no matrix, and its elements follow as they are."""
+BLOCK = 1 << 17
+"""Elements that are multiplied at once: so many stay in the cache between one column and the next."""
+MOST = torch.finfo(torch.float32).max
+DEPENDENT = 1e-12
+"""A column of which less than this is left after the others were taken out of it is one of them."""
+
+
+@dataclass(frozen=True, repr=False)
+class PowerSGD(Codec):
+    """The matrices of a gradient as products of thin ones; vectors, and what would not get smaller, as they are.
+
+    A parameter of more than two dimensions is a matrix with a row for each index of the first. Biased, so it keeps what
+    was not sent; each step takes the search for the best subspace up where the last one left it.
+
+    >>> import torch
+    >>> codec = PowerSGD(1)
+    >>> gradient = torch.outer(torch.arange(8.0), torch.arange(12.0))  # of rank 1: nothing is lost
+    >>> payload = codec.encode(gradient)
+    >>> payload.numel(), torch.allclose(codec.decode(payload, torch.empty(8, 12)), gradient)
+    (104, True)
+    """
+
+    rank: int = 2
+    feedback: bool | None = None
+
+    name: ClassVar[str] = "powersgd"
+    kind: ClassVar[int] = 8
+    positional: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+            raise SpecError(f"powersgd: the rank is a whole number, at least 1 (usually 1 to 4), not {self.rank!r}")
+        if self.feedback is not None and not isinstance(self.feedback, bool):
+            raise SpecError(f"powersgd: feedback is True, False or None, not {self.feedback!r}")
+
+    @property
+    def sums(self) -> bool:
+        return True
+
+    def max_bytes(self, numel: int) -> int:
+        return most_bytes(_Factors(self), [numel])
+
+    def encode(self, tensor: Tensor, draw: Draw | None = None, residual: Tensor | None = None) -> Tensor:
+        return _Factors(self).encode(tensor, draw, residual)
+
+    def decode(self, payload: Tensor, out: Tensor, accumulate: bool = False, step: int = 0) -> Tensor:
+        return _Factors(self).decode(payload, out, accumulate, step)
+
+    def rounds(
+        self, parts: Sequence[Part], draw: Draw, size: int, wire: torch.dtype = torch.float32
+    ) -> Generator[Tensor, None, None]:
+        """Two rounds for the whole bucket, one where it has no matrix; everything travels as `wire`."""
+        if not parts:
+            return
+        bucket = [_Wanted(part, self.rank) for part in parts]
+        dense = [each for each in bucket if not each.rows]
+        matrices = [each for each in bucket if each.rows]
+        for each in matrices:
+            each.start(self.rank, draw)
+        first = [(each.matrix @ each.q, _shrink(len(each.q))) for each in matrices]
+        sent = _Sent(first + [(each.values, 1.0) for each in dense], size, wire)
+        yield sent.flat
+        summed = sent.pieces()
+        own = sent.own
+        for one, whole, mine in zip(dense, summed[len(matrices) :], own[len(matrices) :], strict=True):
+            one.keep(mine)
+            one.part.flat.copy_(whole)
+        if not matrices:
+            return
+        ps = [_orthonormal(whole) for whole in summed[: len(matrices)]]
+        second = [(each.matrix.T @ _down(p), _shrink(len(p))) for each, p in zip(matrices, ps, strict=True)]
+        sent = _Sent(second, size, wire)
+        yield sent.flat
+        for each, p, whole, mine in zip(matrices, ps, sent.pieces(), sent.own, strict=True):
+            each.keep_less(_up(p), mine)
+            _product(_up(p), whole, out=each.part.flat)
+            each.part.memory["q"] = whole.clone()  # not a view that keeps the whole bucket alive
+
+
+@dataclass(frozen=True, repr=False)
+class _Factors(PayloadCodec):
+    """The payload of one tensor on its own: its rows, then P and Q after two power iterations."""
+
+    codec: PowerSGD
+
+    kind: ClassVar[int] = PowerSGD.kind
+
+    @property
+    def fixed(self) -> bool:
+        return False
+
+    def body_bytes(self, numel: int, step: int = 0) -> int:
+        return ROWS.size + 4 * numel
+
+    def write(self, part: Part, body: Tensor, draw: Draw) -> int:
+        rank = self.codec.rank
+        wanted = _Wanted(part, rank)
+        numbers = decoded = wanted.values
+        if wanted.rows:
+            wanted.start(rank, draw)
+            for _ in range(2):  # the second starts from what the first has found
+                p = _orthonormal(wanted.matrix @ wanted.q)
+                q = wanted.matrix.T @ _down(p)
+                wanted.q = _unit(q, draw)
+            numbers = torch.cat([_up(p).flatten(), q.flatten()])
+            decoded = _product(_up(p), q).flatten()
+        used = ROWS.size + 4 * numbers.numel()
+        body[: ROWS.size].copy_(torch.frombuffer(bytearray(ROWS.pack(wanted.rows)), dtype=torch.uint8))
+        body[ROWS.size : used].copy_(numbers.view(torch.uint8))
+        wanted.keep(decoded)  # last: without a matrix the numbers lie in the residual itself
+        return used
+
+    def read(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
+        rank, numel = self.codec.rank, out.numel()
+        if body.numel() < ROWS.size:
+            raise ProtocolError(f"a body of {self!r} has {body.numel()} B, too few for its count of rows: truncated")
+        rows = int(ROWS.unpack(bytes(body[: ROWS.size].cpu().numpy()))[0])
+        if rows and (numel % rows or _rows((rows, numel // rows), numel, rank) != rows):
+            raise ProtocolError(f"a body of {self!r} says that {numel} elements are a matrix of {rows} rows")
+        due = rank * (rows + numel // rows) if rows else numel
+        if body.numel() != ROWS.size + 4 * due:
+            raise ProtocolError(f"a body of {self!r} has {body.numel()} B, and {ROWS.size + 4 * due} B are due")
+        values = torch.empty(due, device=body.device)
+        values.view(torch.uint8).copy_(body[ROWS.size :])
+        if not bool(torch.isfinite(values).all()):
+            raise ProtocolError(f"a body of {self!r} holds NaN or Inf")
+        if rows:
+            p, q = values[: rank * rows].view(rows, rank), values[rank * rows :].view(-1, rank)
+            values = _product(p, q).flatten()
+        if accumulate:
+            out += values
+        else:
+            out.copy_(values)
+
+    def __repr__(self) -> str:
+        return repr(self.codec)
+
+
+class _Wanted:
+    """What a part wants to send: its gradient and what earlier steps have left, as a matrix where it is one.
+
+    Where there is a residual they are added up in it: a gradient's worth of fresh memory costs more than the addition.
+    """
+
+    def __init__(self, part: Part, rank: int) -> None:
+        self.part = part
+        self.values = part.flat if part.residual is None else part.residual.add_(part.flat)
+        self.rows = _rows(part.shape, part.numel, rank)
+        self.matrix = self.values.view(self.rows, -1) if self.rows else self.values
+        self.q = self.values.new_empty(0)
+
+    def start(self, rank: int, draw: Draw) -> None:
+        """Take up the subspace of the last step, or one that every rank draws alike."""
+        own = draw.of(self.part.name)
+        kept = self.part.memory.get("q")
+        shape = (self.matrix.shape[1], rank)
+        self.q = _unit(kept if kept is not None and kept.shape == shape else self.values.new_zeros(shape), own)
+
+    def keep(self, sent: Tensor) -> None:
+        """Leave in the residual what was not sent: 3e38 less -3e38 has no float32, and is the largest there is."""
+        if self.part.residual is not None:
+            torch.sub(self.values, sent.reshape(-1), out=self.part.residual).clamp_(-MOST, MOST)
+
+    def keep_less(self, p: Tensor, q: Tensor) -> None:
+        """Leave in the residual what P Qᵀ does not say; nobody else computes it, so any order of additions will do."""
+        if self.part.residual is None:
+            return
+        if _overflows(p, q):
+            self.keep(_product(p, q))
+        else:
+            self.matrix.addmm_(p, q.T, alpha=-1)
+
+
+class _Sent:
+    """Tensors in one row, to be summed on the wire, each with the factor by which it was made smaller."""
+
+    def __init__(self, pieces: Sequence[tuple[Tensor, float]], size: int, wire: torch.dtype) -> None:
+        self.shapes = [each.shape for each, _ in pieces]
+        # Half precision has no range to spare for numbers made smaller against an overflow of float32.
+        self.shrunk = [factor if wire == torch.float16 else 1.0 for _, factor in pieces]
+        rows = zip((each.reshape(-1) for each, _ in pieces), self.shrunk, strict=True)
+        whole = torch.cat([row if factor == 1.0 else row / factor for row, factor in rows])
+        if wire != torch.float32:  # past its range the sum would be Inf; what is cut off stays in the residual
+            info = torch.finfo(wire)
+            most = info.max / size / (1 + info.eps) ** size  # every addition may round up
+            whole.clamp_(-most, most)
+        self.flat = whole.to(wire)
+        self.own = self._cut(self.flat.clone())
+
+    def pieces(self) -> list[Tensor]:
+        """What the wire has made of them."""
+        if not bool(torch.isfinite(self.flat).all()):  # the same bits everywhere, so every rank raises
+            raise DivergedError("powersgd: the sum over the ranks holds NaN or Inf; lower the learning rate")
+        return self._cut(self.flat)
+
+    def _cut(self, whole: Tensor) -> list[Tensor]:
+        cut = torch.split(whole.float(), [shape.numel() for shape in self.shapes])
+        return [
+            (each if factor == 1.0 else each * factor).view(shape)
+            for each, factor, shape in zip(cut, self.shrunk, self.shapes, strict=True)
+        ]
+
+
+def _rows(shape: tuple[int, ...], numel: int, rank: int) -> int:
+    """Rows of the matrix that a parameter is; none where it is no matrix, a slice, or its factors are no smaller."""
+    if len(shape) < 2 or math.prod(shape) != numel or numel == 0:
+        return 0
+    rows = shape[0]
+    return 0 if rank * (rows + numel // rows) >= numel else rows
+
+
+def _unit(q: Tensor, draw: Draw) -> Tensor:
+    """Columns of length 1, as a start; one that is zero would stay so for ever, and is drawn anew.
+
+    They are then made smaller, so that no element of M Q is larger than the largest of M.
+    """
+    length = q.double().square().sum(dim=0).sqrt()
+    known = length > 0
+    columns = q.double() / torch.where(known, length, 1.0)
+    if not bool(known.all()):
+        generator = torch.Generator().manual_seed(draw.shared_key)
+        drawn = torch.randn(q.shape, generator=generator, dtype=torch.float64).to(q.device)
+        columns = torch.where(known, columns, drawn / drawn.square().sum(dim=0).sqrt())
+    return _down(columns)
+
+
+def _orthonormal(p: Tensor) -> Tensor:
+    """Modified Gram-Schmidt in float64, column by column; a column that the earlier ones span becomes zero."""
+    columns = p.double().T.contiguous()
+    for index in range(len(columns)):
+        column = columns[index]
+        before = _total(p[:, index].double().square())
+        for earlier in columns[:index]:
+            column -= _total(earlier * column) * earlier
+        after = _total(column.square())
+        if bool(after <= DEPENDENT**2 * before):
+            column.zero_()
+        else:
+            column /= after.sqrt()
+    return columns.T
+
+
+def _total(row: Tensor) -> Tensor:
+    """A sum by halves: which additions are made depends on the length alone, not on threads or vector units."""
+    while row.numel() > 1:
+        half = (row.numel() + 1) // 2
+        rest = row[half:]
+        row = torch.cat([row[: rest.numel()] + rest, row[rest.numel() : half]])
+    return row.sum()
+
+
+def _product(p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
+    """P Qᵀ, one column after the other: a matrix product's bits would depend on the library's choice of order.
+
+    What is projected may be larger than what was given; past the range of float32 it is cut off there.
+    """
+    whole = p.new_empty(len(p), len(q)) if out is None else out.view(len(p), len(q))
+    if _overflows(p, q):
+        exact = (p.double().unsqueeze(1) * q.double()).sum(dim=2)
+        return whole.copy_(exact.clamp_(-MOST, MOST))
+    left, right = p.T.contiguous(), q.T.contiguous()
+    rows = max(1, BLOCK // len(q))
+    term = p.new_empty(min(rows, len(p)), len(q))
+    for first in range(0, len(p), rows):
+        block = whole[first : first + rows]
+        torch.mul(left[0, first : first + rows, None], right[0], out=block)
+        for index in range(1, len(left)):
+            block += torch.mul(left[index, first : first + rows, None], right[index], out=term[: len(block)])
+    return whole
+
+
+def _overflows(p: Tensor, q: Tensor) -> bool:
+    """Whether a term of P Qᵀ, or a sum of some, may be past the range of float32."""
+    return bool((p.abs().amax(dim=0).double() * q.abs().amax(dim=0).double()).sum() >= MOST)
+
+
+def _down(columns: Tensor) -> Tensor:
+    """Columns of length 1 whose elements' magnitudes add up to at most 1: a product with them cannot overflow."""
+    return (columns * _shrink(len(columns))).float()
+
+
+def _up(columns: Tensor) -> Tensor:
+    """Columns of length 1 that make up for what `_down` took away."""
+    return (columns / _shrink(len(columns))).float()
+
+
+def _shrink(rows: int) -> float:
+    """A power of two, so that nothing is rounded: a column of length 1 has a sum of magnitudes of at most √rows."""
+    return 2.0 ** -math.ceil(math.log2(math.sqrt(rows)))

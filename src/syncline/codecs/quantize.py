@@ -1,0 +1,92 @@
+"""A few levels: each value goes to one of its two neighbours among them, at random so that the mean is right.
+
+    s = max|x| or ‖x‖₂ of a bucket         L = 2^(bits−1) − 1
+    code = ⌊x L/s + u⌋ + L, u in [0, 1)    decoded: s (code − L)/L
+
+    scales float32 │ codes, `bits` each, packed bucket by bucket (`kernels/dense_reference.py` draws how)
+
+Alistarh et al.: QSGD: Communication-efficient SGD via gradient quantization and encoding, 2017.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from syncline.codecs.base import Draw, Part, PayloadCodec
+from syncline.codecs.kernels import dense
+from syncline.errors import DivergedError, ProtocolError, SpecError
+
+__all__ = ["Quantize"]
+
+NORMS = ("max", "l2")
+
+
+@dataclass(frozen=True, repr=False)
+class Quantize(PayloadCodec):
+    """Send each value as one of 2^bits − 1 levels, symmetric about zero.
+
+    With `norm="max"` the levels reach to the largest of a bucket; with "l2", as in the paper, further than any value,
+    so that most go to zero. Without `stochastic` each goes to the nearest level, and the mean is no longer right.
+
+    >>> import torch
+    >>> codec = Quantize(4, stochastic=False)
+    >>> codec.decode(codec.encode(torch.tensor([7.0, 1.2, 0.0, -3.9])), torch.empty(4))
+    tensor([ 7.,  1.,  0., -4.])
+    """
+
+    bits: int = 4
+    bucket: int = 1024
+    norm: str = "max"
+    stochastic: bool = True
+    feedback: bool | None = None
+
+    name: ClassVar[str] = "quantize"
+    kind: ClassVar[int] = 2
+    positional: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.bits, int) or isinstance(self.bits, bool) or not 2 <= self.bits <= 8:
+            raise SpecError(f"quantize takes 2 to 8 bits for a value, not {self.bits!r}; one bit is onebit's")
+        if not isinstance(self.bucket, int) or isinstance(self.bucket, bool) or self.bucket < 1:
+            raise SpecError(f"quantize's bucket is how many elements share a scale, as 1024, not {self.bucket!r}")
+        if self.norm not in NORMS:
+            raise SpecError(f"quantize's norm is 'max' or 'l2', not {self.norm!r}")
+        if not isinstance(self.stochastic, bool):
+            raise SpecError(f"quantize's stochastic is True or False, not {self.stochastic!r}")
+        if not (self.feedback is None or isinstance(self.feedback, bool)):
+            raise SpecError(f"quantize's feedback is True or False, not {self.feedback!r}")
+
+    @property
+    def biased(self) -> bool:
+        return not self.stochastic
+
+    def body_bytes(self, numel: int, step: int = 0) -> int:
+        whole, rest = divmod(numel, self.bucket)
+        return 4 * -(-numel // self.bucket) + self.bits * (whole * -(-self.bucket // 8) + -(-rest // 8))
+
+    def write(self, part: Part, body: Tensor, draw: Draw) -> int:
+        fine = dense.encode_quantize(
+            part.flat,
+            part.residual,
+            body,
+            bits=self.bits,
+            bucket=self.bucket,
+            euclid=self.norm == "l2",
+            stochastic=self.stochastic,
+            start=draw.start,
+            key=draw.key,
+        )
+        if not fine:
+            raise DivergedError(f"{self!r}: the residual and the gradient of {part.name!r} add up to Inf or NaN")
+        return body.numel()
+
+    def read(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
+        due = self.body_bytes(out.numel())
+        if body.numel() != due:
+            raise ProtocolError(f"{body.numel()} B are not the {due} B of {out.numel()} values of {self!r}")
+        fault = dense.decode_quantize(body, out, bits=self.bits, bucket=self.bucket, accumulate=accumulate)
+        if fault:
+            raise ProtocolError(f"a payload of {self!r} has {fault}")

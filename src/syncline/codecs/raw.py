@@ -1,0 +1,57 @@
+"""As it is: float32, the null codec. What a sparse codec's values are coded with where nothing else is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from syncline.codecs.base import Draw, Part, PayloadCodec
+from syncline.errors import ProtocolError
+
+__all__ = ["Raw"]
+
+
+@dataclass(frozen=True, repr=False)
+class Raw(PayloadCodec):
+    """Float32 as it is.
+
+    >>> Raw()
+    raw
+    """
+
+    name: ClassVar[str] = "raw"
+    kind: ClassVar[int] = 10
+
+    @property
+    def biased(self) -> bool:
+        return False
+
+    @property
+    def exact(self) -> bool:
+        return True
+
+    def body_bytes(self, numel: int, step: int = 0) -> int:
+        return 4 * numel
+
+    def write(self, part: Part, body: Tensor, draw: Draw) -> int:
+        values = part.flat
+        if part.residual is not None:
+            values = part.residual + values
+            part.residual.zero_()
+        body.copy_(values.view(torch.uint8))
+        return body.numel()
+
+    def read(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
+        if body.numel() != 4 * out.numel():
+            raise ProtocolError(f"{body.numel()} B are not the {out.numel()} float32 values that are expected")
+        values = torch.empty_like(out)
+        values.view(torch.uint8).copy_(body)
+        if not bool(torch.isfinite(values).all()):
+            raise ProtocolError("a payload holds NaN or Inf")
+        if accumulate:
+            out += values
+        else:
+            out.copy_(values)

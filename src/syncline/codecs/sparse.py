@@ -1,0 +1,129 @@
+"""What codecs that choose elements share: the body of indices and values, and the stream that it says.
+
+    count u32 │ indices, see kernels/indices.py │ the values, as another codec codes them
+
+Both ends know the layout from the number of elements and the count, so where the count is fixed the length is too.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from syncline.codecs.base import Draw, Part, PayloadCodec
+from syncline.codecs.kernels.indices import layout
+from syncline.codecs.kernels.sparse import kernels
+from syncline.codecs.raw import Raw
+from syncline.errors import DivergedError, ProtocolError
+
+__all__ = ["RAW", "SparseCodec", "get_u32", "index_dtype", "put_u32", "read_indices", "write_indices"]
+
+RAW = Raw()
+
+
+class SparseCodec(PayloadCodec):
+    """A codec that chooses elements. What is not chosen is 0 for who decodes, and stays in the residual."""
+
+    @abstractmethod
+    def most(self, numel: int, step: int = 0) -> int:
+        """The most elements that are kept of so many in a step."""
+
+    @abstractmethod
+    def select(self, part: Part, draw: Draw) -> tuple[Tensor, Tensor]:
+        """The chosen indices, sorted (int32, or int64 from 2^31 elements on), and their values of residual + flat.
+
+        Afterwards the residual holds that sum with 0 at the chosen places.
+        """
+
+    def possible(self, numel: int, count: int) -> bool:
+        """Whether a body of so many elements may hold so many."""
+        return count <= self.most(numel)
+
+    def body_bytes(self, numel: int, step: int = 0, values: PayloadCodec = RAW) -> int:
+        count = self.most(numel, step)
+        return self.head_bytes(numel, count) + values.body_bytes(count)
+
+    def head_bytes(self, numel: int, count: int) -> int:
+        """Bytes before the values."""
+        return 4 + layout(numel, count).nbytes
+
+    def write_head(self, head: Tensor, numel: int, indices: Tensor, draw: Draw) -> None:
+        """Write what comes before the values."""
+        put_u32(head, indices.numel())
+        write_indices(head[4:], numel, indices)
+
+    def read_head(self, body: Tensor, numel: int) -> tuple[Tensor, int]:
+        """The indices, and how many bytes come before the values."""
+        count = get_u32(body)
+        if not self.possible(numel, count):
+            raise ProtocolError(f"a payload of {self!r} says that it holds {count} of {numel} elements: it is corrupt")
+        head = self.head_bytes(numel, count)
+        if body.numel() < head:
+            raise ProtocolError(f"a body of {body.numel()} B is too short for {count} indices: it is truncated")
+        return read_indices(body[4:head], numel, count), head
+
+    def write(self, part: Part, body: Tensor, draw: Draw, values: PayloadCodec = RAW) -> int:
+        indices, chosen = self.select(part, draw)
+        if part.residual is not None and not bool(torch.isfinite(chosen).all()):
+            raise DivergedError(f"{self!r}: {part.name or 'a tensor'} and what was left unsent of it add up to Inf")
+        head = self.head_bytes(part.numel, indices.numel())
+        self.write_head(body[:head], part.numel, indices, draw)
+        unsaid = None if part.residual is None or values.exact else torch.zeros_like(chosen)
+        size = values.body_bytes(chosen.numel())
+        used = values.write(Part(chosen, name=part.name, residual=unsaid), body[head : head + size], draw)
+        if part.residual is not None and unsaid is not None:
+            kernels(unsaid).scatter(part.residual, indices, unsaid, accumulate=False)
+        return head + used
+
+    def read(self, body: Tensor, out: Tensor, accumulate: bool, values: PayloadCodec = RAW) -> None:
+        indices, found = self.read_stream(body, out.numel(), values)
+        if not accumulate:
+            out.zero_()
+        kernels(out).scatter(out, indices, found, accumulate)
+
+    def read_stream(self, body: Tensor, numel: int, values: PayloadCodec = RAW) -> tuple[Tensor, Tensor]:
+        """The indices and values of a body, without a tensor of all elements."""
+        indices, head = self.read_head(body, numel)
+        count = indices.numel()
+        if values.fixed and body.numel() - head != values.body_bytes(count):
+            raise ProtocolError(
+                f"{body.numel() - head} B of values are not the {values.body_bytes(count)} B of {count} in {values!r}"
+            )
+        found = torch.empty(count, dtype=torch.float32, device=body.device)
+        values.read(body[head:], found, False)
+        return indices, found
+
+
+def index_dtype(numel: int) -> torch.dtype:
+    """What indices into so many elements are kept as."""
+    return torch.int32 if numel < 2**31 else torch.int64
+
+
+def write_indices(out: Tensor, numel: int, indices: Tensor) -> None:
+    """Write sorted indices below `numel` into bytes of their layout's length."""
+    plan = layout(numel, indices.numel())
+    kernels(out).pack_indices(indices, plan.low, plan.first, out.zero_())
+
+
+def read_indices(packed: Tensor, numel: int, count: int) -> Tensor:
+    """Read them again; `ProtocolError` where they are not increasing, not below `numel`, or not as many."""
+    plan = layout(numel, count)
+    if packed.numel() != plan.nbytes:
+        raise ProtocolError(f"{packed.numel()} B are not the {plan.nbytes} B that {count} of {numel} indices take")
+    out = torch.empty(count, dtype=index_dtype(numel), device=packed.device)
+    kernels(packed).unpack_indices(packed, numel, count, plan.low, plan.first, out)
+    return out
+
+
+def put_u32(out: Tensor, number: int) -> None:
+    """Write a number into the first four bytes."""
+    out[:4].copy_(torch.frombuffer(bytearray(number.to_bytes(4, "little")), dtype=torch.uint8))
+
+
+def get_u32(body: Tensor) -> int:
+    """The number in the first four bytes."""
+    if body.numel() < 4:
+        raise ProtocolError(f"a body of {body.numel()} B is too short: it is truncated")
+    return int.from_bytes(bytes(body[:4].cpu().numpy()), "little")

@@ -1,0 +1,98 @@
+"""Three values: each element becomes −s, 0 or s, at random so that the mean is right.
+
+    s = max|x| of a part, or of each bucket        decoded: s · sign(x) · b, P(b = 1) = |x|/s
+    with clip: s = min(max|x|, clip · σ), σ = √mean(x²), and what lies beyond s is cut to it
+
+    scales float32 │ digits of base 3, five to a byte (`kernels/dense_reference.py` draws how): 1.6 bits a value
+
+Base 3 was chosen over 2 bits because it is a fifth shorter, and no slower here. σ is taken about zero, not about the
+mean: a part of equal values would otherwise be cut to nothing.
+
+Wen et al.: TernGrad: Ternary gradients to reduce communication in distributed deep learning, 2017.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from syncline.codecs.base import Draw, Part, PayloadCodec
+from syncline.codecs.kernels import dense
+from syncline.errors import DivergedError, ProtocolError, SpecError
+
+__all__ = ["Ternary"]
+
+BLOCK = 1280
+"""Elements packed together where all share one scale: a multiple of 5 digits and of a machine word."""
+
+
+@dataclass(frozen=True, repr=False)
+class Ternary(PayloadCodec):
+    """Send −1, 0 or 1 for each value, and one scale for each parameter, or for each `bucket` of it.
+
+    `clip=2.5` cuts what lies beyond 2.5 σ, as the paper does for large models: less noise, but the mean is off.
+
+    >>> import torch
+    >>> codec = Ternary()
+    >>> codec.decode(codec.encode(torch.tensor([2.0, 0.0, -2.0])), torch.empty(3))
+    tensor([ 2.,  0., -2.])
+    """
+
+    clip: float | None = None
+    bucket: int | None = None
+    feedback: bool | None = None
+
+    name: ClassVar[str] = "ternary"
+    kind: ClassVar[int] = 4
+
+    def __post_init__(self) -> None:
+        number = isinstance(self.clip, (int, float)) and not isinstance(self.clip, bool)
+        if self.clip is not None and not (number and 0 < self.clip < math.inf):
+            raise SpecError(f"ternary clips at a positive number of standard deviations, as 2.5, not {self.clip!r}")
+        whole = isinstance(self.bucket, int) and not isinstance(self.bucket, bool)
+        if self.bucket is not None and not (whole and self.bucket >= 1):
+            raise SpecError(
+                f"ternary's bucket is how many elements share a scale, as 1024 (None: all), not {self.bucket!r}"
+            )
+        if not (self.feedback is None or isinstance(self.feedback, bool)):
+            raise SpecError(f"ternary's feedback is True or False, not {self.feedback!r}")
+
+    @property
+    def biased(self) -> bool:
+        return self.clip is not None
+
+    def body_bytes(self, numel: int, step: int = 0) -> int:
+        whole, rest = divmod(numel, self._block)
+        scales = min(numel, 1) if self.bucket is None else -(-numel // self.bucket)
+        return 4 * scales + whole * -(-self._block // 5) + -(-rest // 5)
+
+    def write(self, part: Part, body: Tensor, draw: Draw) -> int:
+        fine = dense.encode_ternary(
+            part.flat,
+            part.residual,
+            body,
+            block=self._block,
+            shared=self.bucket is None,
+            clip=self.clip or 0.0,
+            start=draw.start,
+            key=draw.key,
+        )
+        if not fine:
+            raise DivergedError(f"{self!r}: the residual and the gradient of {part.name!r} add up to Inf or NaN")
+        return body.numel()
+
+    def read(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
+        due = self.body_bytes(out.numel())
+        if body.numel() != due:
+            raise ProtocolError(f"{body.numel()} B are not the {due} B of {out.numel()} values of {self!r}")
+        fault = dense.decode_ternary(body, out, block=self._block, shared=self.bucket is None, accumulate=accumulate)
+        if fault:
+            raise ProtocolError(f"a payload of {self!r} has {fault}")
+
+    @property
+    def _block(self) -> int:
+        """Elements packed together."""
+        return BLOCK if self.bucket is None else self.bucket

@@ -1,0 +1,63 @@
+"""All elements of at least a given magnitude: as many as there are, so the length varies.
+
+    e = residual + g      send e_i where |e_i| ≥ t      residual = e, 0 where it was sent
+
+Strom: Scalable distributed DNN training using commodity GPU cloud computing, 2015 (there with one bit a value).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from syncline.codecs.base import Draw, Part, PayloadCodec
+from syncline.codecs.kernels.indices import layout
+from syncline.codecs.kernels.sparse import kernels
+from syncline.codecs.sparse import RAW, SparseCodec
+from syncline.errors import SpecError
+
+__all__ = ["Threshold"]
+
+
+@dataclass(frozen=True, repr=False)
+class Threshold(SparseCodec):
+    """Send what has at least this magnitude.
+
+    >>> codec = Threshold(0.5)
+    >>> codec.decode(codec.encode(torch.tensor([0.4, -0.5, 2.0])), torch.empty(3))
+    tensor([ 0.0000, -0.5000,  2.0000])
+    """
+
+    threshold: float
+    feedback: bool | None = None
+
+    name: ClassVar[str] = "threshold"
+    kind: ClassVar[int] = 7
+    positional: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        info = torch.finfo(torch.float32)
+        number = isinstance(self.threshold, (int, float)) and not isinstance(self.threshold, bool)
+        if not (number and info.tiny <= self.threshold <= info.max):
+            raise SpecError(
+                f"threshold is a magnitude that float32 has ({info.tiny:.2g} and above), not {self.threshold!r}"
+            )
+        if not (self.feedback is None or isinstance(self.feedback, bool)):
+            raise SpecError(f"threshold's feedback is True or False, not {self.feedback!r}")
+
+    @property
+    def fixed(self) -> bool:
+        return False
+
+    def most(self, numel: int, step: int = 0) -> int:
+        return numel
+
+    def body_bytes(self, numel: int, step: int = 0, values: PayloadCodec = RAW) -> int:
+        # the layout of all is the longest: fewer indices never take more than a bit for each element
+        return 4 + layout(numel, numel).nbytes + values.body_bytes(numel)
+
+    def select(self, part: Part, draw: Draw) -> tuple[Tensor, Tensor]:
+        return kernels(part.flat).at_least(part.flat, part.residual, self.threshold)

@@ -1,0 +1,140 @@
+"""The largest magnitudes alone, of the whole or of every bucket; with Deep Gradient Compression's options.
+
+    e = residual + g      send e_i for the k largest |e_i|      residual = e, 0 where it was sent
+
+With `momentum` m the residual collects velocities instead of gradients, because a gradient that is sent late should
+count as if momentum had carried it all along; with `masking` the velocity stops where something was sent:
+
+    u = m·u + g           residual = residual + u               send as above, and u_i = 0 there
+
+Aji, Heafield: Sparse communication for distributed gradient descent, 2017. Lin et al.: Deep gradient compression, 2018.
+Renggli et al.: SparCML, 2019 (k of every bucket).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from syncline.codecs.base import Draw, Part
+from syncline.codecs.kernels.sparse import kernels
+from syncline.codecs.sparse import SparseCodec
+from syncline.errors import IncompatibleError, SpecError
+
+__all__ = ["TopK"]
+
+FIRST = 0.25
+"""The ratio that warm-up begins with."""
+
+
+@dataclass(frozen=True, repr=False)
+class TopK(SparseCodec):
+    """Send the largest magnitudes; of equal ones the first.
+
+    >>> TopK(0.01), TopK(16, bucket=512)
+    (topk(0.01), topk(16, bucket=512))
+    >>> TopK(0.5).decode(TopK(0.5).encode(torch.tensor([3.0, 0.1, -2.0, 0.2])), torch.empty(4))
+    tensor([ 3.,  0., -2.,  0.])
+    """
+
+    keep: float
+    """A fraction, as in 0.01, or a whole number of elements: of each parameter, or of each bucket of it."""
+    bucket: int | None = None
+    """Choose among so many elements at a time."""
+    feedback: bool | None = None
+    momentum: float = 0.0
+    """DGC's momentum correction: give the optimizer none."""
+    masking: bool = True
+    """Whether momentum stops where something was sent."""
+    warmup: int = 0
+    """Steps in which the fraction falls exponentially from 1/4 to what was asked for."""
+    clip: float | None = None
+    """The largest norm of a parameter's gradient on this rank. For c after averaging p ranks, DGC gives c / √p."""
+
+    name: ClassVar[str] = "topk"
+    kind: ClassVar[int] = 5
+    positional: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if not (self.keep >= 1 if _whole(self.keep) else isinstance(self.keep, float) and 0 < self.keep <= 1):
+            raise SpecError(
+                f"topk keeps a fraction in (0, 1], as 0.01, or a number of elements, as 16, not {self.keep!r}"
+            )
+        if self.bucket is not None and not (_whole(self.bucket) and self.bucket >= 1):
+            raise SpecError(f"topk's bucket is a number of elements, as 512, not {self.bucket!r}")
+        if self.bucket is not None and self.keep > self.bucket:
+            raise SpecError(
+                f"topk cannot keep {self.keep} of every {self.bucket}; keep at most as many as a bucket has"
+            )
+        if not (_number(self.momentum) and 0 <= self.momentum < 1):
+            raise SpecError(f"topk's momentum is in [0, 1), as 0.9, not {self.momentum!r}")
+        if self.momentum and self.feedback is False:
+            raise SpecError(f"topk's momentum={self.momentum} lives in the residual; leave out feedback=False")
+        if not (_whole(self.warmup) and self.warmup >= 0):
+            raise SpecError(f"topk's warmup is a number of steps, not {self.warmup!r}")
+        if self.clip is not None and not (_number(self.clip) and 0 < self.clip < math.inf):
+            raise SpecError(f"topk's clip is a norm above 0, not {self.clip!r}")
+        if not (self.feedback is None or isinstance(self.feedback, bool)):
+            raise SpecError(f"topk's feedback is True or False, not {self.feedback!r}")
+        if not isinstance(self.masking, bool):
+            raise SpecError(f"topk's masking is True or False, not {self.masking!r}")
+
+    def check(self, momentum: float) -> None:
+        if self.momentum and momentum:
+            raise IncompatibleError(
+                f"{self!r} applies momentum before it chooses, and the optimizer applies {momentum} again; "
+                "give the optimizer momentum=0"
+            )
+
+    def most(self, numel: int, step: int = 0) -> int:
+        if self.bucket is None:
+            return min(numel, self._of(numel, step))
+        whole, rest = divmod(numel, self.bucket)
+        each = self._of(self.bucket, step)
+        return whole * each + min(each, rest)
+
+    def possible(self, numel: int, count: int) -> bool:
+        return self.most(numel, self.warmup) <= count <= self.most(numel)
+
+    def select(self, part: Part, draw: Draw) -> tuple[Tensor, Tensor]:
+        flat = self._clipped(part.flat)
+        if self.momentum:
+            flat = part.memory.setdefault("velocity", torch.zeros_like(flat)).mul_(self.momentum).add_(flat)
+        run = kernels(flat)
+        if self.bucket is None:
+            indices, values = run.largest(flat, part.residual, self.most(part.numel, draw.step))
+        else:
+            each = self._of(self.bucket, draw.step)
+            indices, values = run.largest_of_buckets(flat, part.residual, each, self.bucket)
+        if self.momentum and self.masking:
+            run.scatter(flat, indices, torch.zeros_like(values), accumulate=False)
+        return indices, values
+
+    def _of(self, size: int, step: int) -> int:
+        """How many of so many are kept in a step."""
+        if size == 0:
+            return 0
+        kept = self.keep if isinstance(self.keep, int) else max(1, round(self.keep * size))
+        last = kept / size if isinstance(self.keep, int) else self.keep
+        if step >= self.warmup or last >= FIRST:
+            return kept
+        ratio = FIRST * math.exp(math.log(last / FIRST) * step / self.warmup)
+        return min(size, max(kept, round(ratio * size)))
+
+    def _clipped(self, flat: Tensor) -> Tensor:
+        if self.clip is None:
+            return flat
+        norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64))
+        return flat * (self.clip / norm) if norm > self.clip else flat
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,135 @@
+"""What a codec remembers of each parameter, by its name: residuals, velocities, warm starts. Buckets come and go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.codecs import Codec, Draw, Part
+from syncline.errors import IncompatibleError
+
+__all__ = ["Coding"]
+
+logger = logging.getLogger("syncline")
+
+NOT_KEPT = "guess"
+"""What makes encoding faster but never other: no part of a checkpoint."""
+ALIKE = "q"
+"""What is the same on every rank, and must be: a warm start."""
+
+
+class Coding:
+    """The codec of a run and its state on this rank."""
+
+    def __init__(
+        self, codec: Codec, names: Sequence[str], parameters: Sequence[Tensor], rank: int, size: int, seed: int
+    ) -> None:
+        self.codec = codec
+        self.step = 0
+        """Rounds so far: they decide the random bits."""
+        self.picked = [codec.pick(name, parameter.numel()) for name, parameter in zip(names, parameters, strict=True)]
+        self.owned: dict[tuple[str, int], Tensor] = {}
+        """Of a shard's owner: what its second encoding has left, by parameter and first element."""
+        self._names = list(names)
+        self._shapes = [tuple(parameter.shape) for parameter in parameters]
+        self._rows = [_row(parameter) for parameter in parameters]
+        self._rank = rank
+        self._size = size
+        self._seed = seed
+        self._residuals: dict[str, Tensor] = {}
+        self._memories: dict[str, dict[str, Tensor]] = {}
+
+    @property
+    def draw(self) -> Draw:
+        """This step's random bits."""
+        return Draw(self._seed, self.step, self._rank)
+
+    def part(self, index: int, flat: Tensor, present: bool) -> Part:
+        """A gradient for the codec. One that is not there adds nothing, and leaves the residual for another step."""
+        name, codec = self._names[index], self.picked[index]
+        assert codec is not None, f"{name} goes as it is"
+        residual = None
+        if present and codec.keeps_residual:
+            if name not in self._residuals:
+                self._residuals[name] = self._zeros(index)
+            residual = self._residuals[name]
+        memory = self._memories.setdefault(name, {}) if present else {}
+        return Part(flat, name, shape=self._shapes[index], residual=residual, memory=memory)
+
+    def shared_state(self) -> dict[str, Any]:
+        """What is the same on every rank."""
+        warm = {name: memory[ALIKE] for name, memory in self._memories.items() if ALIKE in memory}
+        return {"step": self.step, "warm": warm}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """Take it back."""
+        self.step = int(state.get("step", 0))
+        for name, start in state.get("warm", {}).items():
+            device = self._rows[self._number(name)][1]
+            self._memories.setdefault(name, {})[ALIKE] = start.to(device, copy=True)
+
+    def state(self) -> dict[str, Any]:
+        """This rank's own: tensors by parameter name."""
+        memories = {
+            name: {key: value for key, value in memory.items() if key not in (NOT_KEPT, ALIKE)}
+            for name, memory in self._memories.items()
+        }
+        return {
+            "size": self._size,
+            "residuals": dict(self._residuals),
+            "memories": {name: memory for name, memory in memories.items() if memory},
+            "owned": [{"name": name, "start": start, "left": left} for (name, start), left in self.owned.items()],
+        }
+
+    def load(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take back what this rank has kept, and what ranks have that are gone: what was not sent yet is still sent.
+
+        What an owner of a shard had left finds its piece again, or goes into this rank's next gradient. A mean over
+        another number of ranks divides by another number, and residuals are scaled so that they count as before.
+        """
+        self._residuals, self.owned = {}, {}
+        for number, state in enumerate(states):
+            scale = self._size / int(state.get("size", self._size))
+            for name, left in state.get("residuals", {}).items():
+                self._add(name, 0, left * scale)
+            for name, memory in state.get("memories", {}).items() if number == 0 else ():
+                device = self._rows[self._number(name)][1]
+                own = self._memories.setdefault(name, {})
+                own.update({key: value.to(device, copy=True) for key, value in memory.items()})
+            for piece in state.get("owned", []):
+                self._take_over(piece["name"], int(piece["start"]), piece["left"] * scale)
+
+    def _take_over(self, name: str, start: int, left: Tensor) -> None:
+        if (name, start) in self.owned:
+            self._add(name, start, left)
+        else:
+            self.owned[name, start] = left.to(self._rows[self._number(name)][1])
+
+    def _number(self, name: str) -> int:
+        if name not in self._names:
+            raise IncompatibleError(f"the state is of another model: it has {name}, which this one has not")
+        return self._names.index(name)
+
+    def _add(self, name: str, start: int, left: Tensor) -> None:
+        index = self._number(name)
+        codec = self.picked[index]
+        if codec is None or not codec.keeps_residual:
+            logger.warning("%s goes without error feedback now: what a step before had left of it is dropped", name)
+            return
+        if name not in self._residuals:
+            self._residuals[name] = self._zeros(index)
+        own = self._residuals[name][start : start + left.numel()]
+        own += left.to(own.device)
+
+    def _zeros(self, index: int) -> Tensor:
+        numel, device = self._rows[index]
+        return torch.zeros(numel, device=device)
+
+
+def _row(parameter: Tensor) -> tuple[int, torch.device]:
+    """How many real numbers a parameter has, and where they lie."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1), parameter.device

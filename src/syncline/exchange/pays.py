@@ -1,0 +1,78 @@
+"""Whether a codec pays on this network: what agreeing takes with it and without, before the first step.
+
+The network is the calibrated one; the codec's own work is done once on numbers like gradients, by all ranks at the same
+time, for that is how they will do it. The best of some tries counts: the first compiles, others are disturbed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from syncline.codecs import Codec, Draw, Part, PayloadCodec
+from syncline.codecs.payload import most_bytes, pack_into, unpack
+from syncline.collectives import NATIVE
+from syncline.costs import predict_on
+from syncline.exchange.choosing import advice
+from syncline.exchange.exchange import Exchange
+
+__all__ = ["judge"]
+
+MOST = 1 << 22
+"""Elements of a tensor that are tried; the time of larger ones is that in proportion."""
+
+Buckets = Sequence[tuple[Codec, Sequence[Tensor]]]
+
+
+def judge(exchange: Exchange, buckets: Buckets) -> str | None:
+    """A sentence with numbers where the codec costs more than it saves. Every rank calls it."""
+    if exchange.size == 1 or exchange.team.transport.network is not None or not buckets:
+        return None  # nobody to agree with, or time is not real
+    network = exchange.team.auto.network()
+    dense = coded = 0.0
+    for codec, parameters in buckets:
+        nbytes = sum(parameter.nbytes for parameter in parameters)
+        dense += predict_on(exchange.team.channel, NATIVE, nbytes, network).seconds
+        work, wire = _try(exchange, codec, parameters)
+        coded += work
+        if codec.sums:
+            coded += sum(predict_on(exchange.team.channel, NATIVE, each, network).seconds for each in wire)
+        else:
+            coded += exchange.ways.seconds(codec, [p.numel() for p in parameters], exchange.size, network)
+    return advice(dense, coded, repr(exchange.codec))
+
+
+def _try(exchange: Exchange, codec: Codec, parameters: Sequence[Tensor]) -> tuple[float, list[int]]:
+    """Seconds of the codec's work in a step, and the bytes of each tensor that is summed."""
+    now, seconds = exchange.world.runtime.now, float("inf")
+    wire: list[int] = []
+    draw = Draw(rank=exchange.rank)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        parts = [_part(codec, parameter, str(number)) for number, parameter in enumerate(parameters)]
+    scale = sum(p.numel() for p in parameters) / max(1, sum(part.numel for part in parts))
+    for attempt in range(4):
+        start, wire = now(), []
+        if codec.sums:
+            wire = [round(tensor.nbytes * scale) for tensor in codec.rounds(parts, draw, 1)]
+        elif isinstance(codec, PayloadCodec):
+            room = most_bytes(codec, [part.numel for part in parts])
+            whole = torch.zeros(room, dtype=torch.uint8, device=parts[0].flat.device)
+            payload = whole[: pack_into(codec, parts, draw, whole)]
+            between = now()
+            unpack(codec, payload, [part.flat for part in parts], True)
+            # One's own and the others' payloads, or shards of them twice over.
+            start -= (now() - between) * (min(exchange.size, 2) - 1)
+        seconds = min(seconds, now() - start) if attempt else seconds
+    return seconds * scale, wire
+
+
+def _part(codec: Codec, parameter: Tensor, name: str) -> Part:
+    shape = tuple(parameter.shape)
+    if parameter.numel() > MOST:
+        shape = (MOST,) if len(shape) < 2 else (max(1, MOST // max(1, parameter[0].numel())), *shape[1:])
+    flat = torch.randn(torch.Size(shape).numel(), device=parameter.device) * 1e-3
+    residual = torch.zeros_like(flat) if codec.keeps_residual else None
+    return Part(flat, name, shape=shape, residual=residual)

@@ -1,0 +1,341 @@
+"""The contract of codecs: what every one of them must do alike, whatever it is given to encode or to decode."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from syncline.codecs.base import Codec, Draw, Part, PayloadCodec
+from syncline.codecs.catalog import build_codec
+from syncline.codecs.kernels.dispatch import reference_only
+from syncline.codecs.payload import HEADER, most_bytes, pack, unpack
+from syncline.errors import DivergedError, IncompatibleError, ProtocolError
+from syncline.testing.workloads import leaving_randomness
+
+__all__ = ["CodecContract", "canaries", "sum_in_lockstep"]
+
+SHAPES = ((1,), (2,), (7,), (8,), (9,), (64,), (65,), (513,), (1025,), (30, 40), (5, 3, 100), (2049,))
+CANARY = 0xA5
+
+
+def sum_in_lockstep(codec: Codec, ranks: Sequence[Sequence[Part]], draw: Draw | None = None) -> list[torch.dtype]:
+    """Run a codec's `rounds` on every rank's parts, in this process; what it yields is summed for all. The dtypes."""
+    draw = draw or Draw()
+    running = [codec.rounds(parts, Draw(draw.seed, draw.step, rank), len(ranks)) for rank, parts in enumerate(ranks)]
+    seen: list[torch.dtype] = []
+    while True:
+        yielded = [next(each, None) for each in running]
+        tensors = [each for each in yielded if each is not None]
+        assert len(tensors) in (0, len(ranks)), "the ranks do not take the same number of rounds"
+        if not tensors:
+            return seen
+        assert len({(each.shape, each.dtype) for each in tensors}) == 1, "the ranks yield tensors that differ in shape"
+        total = tensors[0].clone()
+        for each in tensors[1:]:
+            total += each
+        for each in tensors:
+            each.copy_(total)
+        seen.append(total.dtype)
+
+
+@contextmanager
+def canaries(numel: int, dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
+    """A tensor of zeros between two fences; assert that nobody has written outside it."""
+    size, fence = numel * dtype.itemsize, 256
+    memory = torch.full((size + 2 * fence,), CANARY, dtype=torch.uint8)
+    memory[fence : fence + size] = 0
+    yield memory[fence : fence + size].view(dtype)
+    assert bool((memory[:fence] == CANARY).all()), "something was written before the tensor"
+    assert bool((memory[fence + size :] == CANARY).all()), "something was written after the tensor"
+
+
+class CodecContract:
+    """Inherit, and say how to make the codec."""
+
+    stochastic: ClassVar[bool] = False
+    """Whether a rank's own random bits decide what is sent."""
+    rounding: ClassVar[float] = 0.0
+    """How far off a value, as a fraction of it, one that is called unbiased may be: rounding to nearest has no sign."""
+
+    @classmethod
+    @abstractmethod
+    def make(cls) -> Codec:
+        """The codec under test."""
+
+    @pytest.fixture
+    def codec(self) -> Codec:
+        """One for each test; codecs have no state."""
+        return self.make()
+
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_what_is_not_sent_is_left_in_the_residual(self, codec: Codec, shape: tuple[int, ...]) -> None:
+        sent = _normal(shape, seed=sum(shape))
+        kept = sent.clone()
+        with leaving_randomness():
+            decoded, residual, payload = _there_and_back(codec, sent)
+        assert torch.equal(sent, kept), "encoding has changed its input"
+        assert payload.dtype == torch.uint8
+        assert HEADER.size <= payload.numel() <= codec.max_bytes(sent.numel())
+        _same(residual, sent - decoded)
+        if codec.exact:
+            _same(decoded, sent)
+        elif codec.biased and not self.stochastic:
+            assert (sent - decoded).norm() <= sent.norm() * (1 + 1e-6), "it loses more than there was"
+
+    def test_a_residual_is_sent_first(self, codec: Codec) -> None:
+        sent, residual = _normal((30, 40), 1), _normal((30, 40), 2)
+        wanted = (residual + sent).flatten()
+        left = residual.flatten().clone()
+        decoded = codec.decode(codec.encode(sent, Draw(7), left), torch.empty(30, 40))
+        alone = codec.decode(codec.encode(wanted.view(30, 40), Draw(7)), torch.empty(30, 40))
+        assert torch.equal(decoded, alone)
+        _same(left, wanted - decoded.flatten())
+
+    def test_nothing_is_lost_over_many_steps(self, codec: Codec) -> None:
+        """Σ sent + residual = Σ gradients."""
+        shape = (24, 50)
+        residual, given, arrived = torch.zeros(1200), torch.zeros(1200).double(), torch.zeros(1200).double()
+        moved = torch.zeros(1200).double()
+        for step in range(30):
+            gradient = _normal(shape, seed=step)
+            decoded = codec.decode(codec.encode(gradient, Draw(1, step), residual), torch.empty(shape), step=step)
+            given += gradient.flatten()
+            arrived += decoded.flatten()
+            moved += gradient.flatten().abs() + decoded.flatten().abs()
+        assert bool((arrived.abs() > 0).any())
+        assert bool(((arrived + residual - given).abs() <= 1e-6 * moved + 1e-6).all())
+
+    def test_it_is_right_on_average(self, codec: Codec) -> None:
+        if codec.biased or codec.exact:
+            pytest.skip("it does not claim to be, and keeps a residual" if codec.biased else "it is exact")
+        repeats, shape = (1000 if self.stochastic else 2), (8, 24)
+        generator = torch.Generator().manual_seed(5)
+        sent = (0.1 + 0.9 * torch.rand(shape, generator=generator)) * _normal(shape, 6).sign()
+        seen = torch.stack([codec.decode(codec.encode(sent, Draw(n)), torch.empty(shape)) for n in range(repeats)])
+        off = seen.double() - sent
+        # A level that is rarely taken shows in no variance: one more observation, as far off as any, stands for it.
+        rarely = off.abs().max() / repeats if self.stochastic else 0.0
+        sigma = (off.var(dim=0) / repeats + rarely**2).sqrt()
+        most = 4 * sigma + 1e-6 + self.rounding * sent.abs()
+        assert bool((off.mean(dim=0).abs() <= most).all()), f"off by up to {(off.mean(dim=0).abs() / most).max()} of 1"
+
+    def test_nothing_at_all(self, codec: Codec) -> None:
+        residual = torch.zeros(0)
+        payload = codec.encode(torch.zeros(0), residual=residual)
+        assert payload.numel() <= codec.max_bytes(0)
+        assert codec.decode(payload, torch.empty(0)).numel() == 0
+
+    @pytest.mark.parametrize("shape", [(1,), (130,), (30, 40), (3000,)], ids=str)
+    def test_zeros_stay_zero(self, codec: Codec, shape: tuple[int, ...]) -> None:
+        decoded, residual, _ = _there_and_back(codec, torch.zeros(shape))
+        assert not decoded.any()
+        assert not residual.any()
+
+    @pytest.mark.parametrize("scale", [3e38, 1e-40, 1.5e-45], ids=["huge", "denormal", "smallest"])
+    @pytest.mark.parametrize("shape", [(1,), (130,), (30, 40)], ids=str)
+    def test_the_ends_of_the_range(self, codec: Codec, scale: float, shape: tuple[int, ...]) -> None:
+        for pattern in (_normal(shape, 3).sign(), torch.ones(shape), _normal(shape, 3).clamp(-1, 1)):
+            sent = pattern * scale
+            decoded, residual, payload = _there_and_back(codec, sent)
+            assert bool(torch.isfinite(decoded).all()), "a finite tensor arrives as NaN or Inf"
+            assert bool(torch.isfinite(residual).all())
+            assert payload.numel() <= codec.max_bytes(sent.numel())
+            _same(residual, sent - decoded)
+
+    def test_large_beside_small(self, codec: Codec) -> None:
+        sent = torch.full((30, 40), 1e-40)
+        sent[7, 11], sent[20, 1] = 3e38, -1e-3
+        decoded, residual, _ = _there_and_back(codec, sent)
+        assert bool(torch.isfinite(decoded).all())
+        _same(residual, sent - decoded)
+
+    def test_the_layout_of_the_input_does_not_matter(self, codec: Codec) -> None:
+        wide = _normal((40, 60), 4)
+        for view in (wide.T, wide[:, ::2], wide[5:, 3:]):
+            payload = codec.encode(view, Draw(3))
+            assert torch.equal(payload, codec.encode(view.contiguous(), Draw(3)))
+            straight = codec.decode(payload, torch.empty(view.shape))
+            slanted = torch.full((view.shape[1], view.shape[0]), 9.0).T
+            assert torch.equal(codec.decode(payload, slanted), straight)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+    def test_other_precisions(self, codec: Codec, dtype: torch.dtype) -> None:
+        sent = _normal((30, 40), 5).to(dtype)
+        payload = codec.encode(sent, Draw(3))
+        assert torch.equal(payload, codec.encode(sent.float(), Draw(3)))
+        straight = codec.decode(payload, torch.empty(30, 40))
+        assert torch.equal(codec.decode(payload, torch.empty(30, 40, dtype=dtype)), straight.to(dtype))
+        base = torch.ones(30, 40, dtype=dtype)
+        assert torch.equal(codec.decode(payload, base, accumulate=True), (1.0 + straight).to(dtype))
+
+    @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
+    def test_what_is_no_number_is_refused(self, codec: Codec, wrong: float) -> None:
+        for at in (0, 1199):
+            sent = _normal((30, 40), 6)
+            sent.view(-1)[at] = wrong
+            with pytest.raises(DivergedError, match="NaN or Inf"):
+                codec.encode(sent)
+
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64], ids=str)
+    def test_what_is_not_real_is_refused(self, codec: Codec, dtype: torch.dtype) -> None:
+        with pytest.raises(IncompatibleError, match=str(dtype)):
+            codec.encode(torch.ones(30, 40).to(dtype))
+
+    def test_accumulating(self, codec: Codec) -> None:
+        sent, base = _normal((30, 40), 7), _normal((30, 40), 8)
+        payload = codec.encode(sent, Draw(2))
+        decoded = codec.decode(payload, torch.empty(30, 40))
+        into = base.clone()
+        assert codec.decode(payload, into, accumulate=True) is into
+        assert torch.equal(into, base + decoded)
+
+    def test_decoding_leaves_nothing_of_what_was_there(self, codec: Codec) -> None:
+        payload = codec.encode(_normal((30, 40), 7), Draw(2))
+        over = torch.full((30, 40), float("nan"))
+        assert torch.equal(codec.decode(payload, over), codec.decode(payload, torch.zeros(30, 40)))
+
+    def test_the_draw_decides(self, codec: Codec) -> None:
+        sent = _normal((30, 40), 9)
+        first, again, other = (codec.encode(sent, Draw(1, 2, rank)) for rank in (0, 0, 1))
+        assert torch.equal(first, again)
+        assert torch.equal(first, other) != self.stochastic
+
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_the_plain_kernels_give_the_same_bits(self, codec: Codec, shape: tuple[int, ...]) -> None:
+        ragged = _normal(shape, seed=10) * torch.logspace(-6, 3, _numel(shape)).view(shape)
+        for sent in (ragged, torch.zeros(shape), torch.ones(shape), ragged * 1e-38, ragged.sign() * 3e38):
+            start = _normal((_numel(shape),), 11) * 0.01
+            quick, slow = start.clone(), start.clone()
+            payload = codec.encode(sent, Draw(4, 1), quick)
+            with reference_only():
+                plain = codec.encode(sent, Draw(4, 1), slow)
+                decoded = codec.decode(payload, torch.ones(shape), accumulate=True, step=1)
+            assert torch.equal(payload, plain)
+            assert _bits(quick) == _bits(slow)
+            assert _bits(codec.decode(payload, torch.ones(shape), accumulate=True, step=1)) == _bits(decoded)
+
+    def test_a_bucket_of_parts(self, codec: Codec) -> None:
+        if not isinstance(codec, PayloadCodec):
+            pytest.skip("it has no bodies")
+        sizes = (5, 0, 1000, 1, 129)
+        parts = [Part(_normal((size,), size), f"p{size}", start=3, residual=torch.zeros(size)) for size in sizes]
+        kept = [part.flat.clone() for part in parts]
+        payload = pack(codec, parts, Draw(1, 1))
+        most = most_bytes(codec, sizes, 1)
+        assert payload.numel() == most if codec.fixed else payload.numel() <= most
+        outs = [torch.empty(size) for size in sizes]
+        unpack(codec, payload, outs, accumulate=False, step=1)
+        for part, out, before in zip(parts, outs, kept, strict=True):
+            assert torch.equal(part.flat, before), "encoding has changed its input"
+            assert part.residual is not None
+            _same(part.residual, part.flat - out)
+
+    @pytest.mark.parametrize("numel", [1, 7, 64, 1025])
+    def test_a_body_stays_in_its_place(self, codec: Codec, numel: int) -> None:
+        if not isinstance(codec, PayloadCodec):
+            pytest.skip("it has no bodies")
+        part = Part(_normal((numel,), 1))
+        with canaries(codec.body_bytes(numel), torch.uint8) as body, canaries(numel) as out:
+            used = codec.write(part, body, Draw(1))
+            assert used == body.numel() if codec.fixed else used <= body.numel()
+            codec.read(body[:used], out, False)
+            codec.read(body[:used], out, True)
+
+    @pytest.mark.parametrize(("at", "what"), [(0, "not a payload"), (2, "version"), (3, "codec"), (4, "codec")])
+    def test_a_payload_of_another_kind_is_refused(self, codec: Codec, at: int, what: str) -> None:
+        payload = codec.encode(_normal((30, 40), 1))
+        payload[at] += 1
+        with pytest.raises(ProtocolError, match=what):
+            codec.decode(payload, torch.empty(30, 40))
+
+    def test_a_payload_of_another_length_is_refused(self, codec: Codec) -> None:
+        payload = codec.encode(_normal((30, 40), 1))
+        with pytest.raises(ProtocolError, match="1200 elements, and 1199 are expected"):
+            codec.decode(payload, torch.empty(1199))
+        for length in (0, 1, HEADER.size - 1, HEADER.size, HEADER.size + 1, payload.numel() - 1):
+            with pytest.raises(ProtocolError):
+                codec.decode(payload[:length], torch.empty(30, 40))
+        with pytest.raises(ProtocolError, match="row of bytes"):
+            codec.decode(payload.view(1, -1), torch.empty(30, 40))
+        with pytest.raises(ProtocolError, match="row of bytes"):
+            codec.decode(payload.float(), torch.empty(30, 40))
+        if isinstance(codec, PayloadCodec) and codec.fixed:
+            with pytest.raises(ProtocolError, match="1 B too many"):
+                codec.decode(torch.cat([payload, payload[:1]]), torch.empty(30, 40))
+
+    def test_the_repr_reads_back(self, codec: Codec) -> None:
+        again = build_codec(repr(codec))
+        assert again == codec
+        assert repr(again) == repr(codec)
+        assert again is not None
+        assert hash(again) == hash(codec)
+
+    @pytest.mark.parametrize("size", [1, 2, 3])
+    def test_sums_on_the_wire(self, codec: Codec, size: int) -> None:
+        """Every rank has the same bits, and the sum and the residuals hold all that was given."""
+        if not codec.sums:
+            pytest.skip("it does not sum on the wire")
+        shapes = ((30, 40), (7,), (1,), (4, 5, 25))
+        ranks = [
+            [Part(torch.zeros(_numel(s)), str(s), shape=s, residual=torch.zeros(_numel(s))) for s in shapes]
+            for _ in range(size)
+        ]
+        for step in range(5):
+            for rank, parts in enumerate(ranks):
+                for part in parts:
+                    part.flat.copy_(_normal(part.shape, 100 * step + rank).flatten())
+            before = [sum(_wanted(p) for p in column) for column in zip(*ranks, strict=True)]
+            moved = [sum(_wanted(p).abs() for p in column) for column in zip(*ranks, strict=True)]
+            dtypes = sum_in_lockstep(codec, ranks, Draw(3, step))
+            slack = size * max(torch.finfo(dtype).eps for dtype in dtypes)
+            for column, had, scale in zip(zip(*ranks, strict=True), before, moved, strict=True):
+                assert len({_bits(part.flat) for part in column}) == 1, "the ranks do not agree"
+                left = sum(part.residual.double() for part in column if part.residual is not None)
+                assert bool(((column[0].flat + left - had).abs() <= 4 * slack * torch.as_tensor(scale).max()).all())
+                assert step or column[0].flat.any()
+
+    @pytest.mark.parametrize("size", [3, 10])
+    def test_a_sum_at_the_end_of_the_range_is_finite(self, codec: Codec, size: int) -> None:
+        """What float32 can add up, the wire can: where it is narrower, ranks send less, and each addition may round."""
+        if not codec.sums:
+            pytest.skip("it does not sum on the wire")
+        ranks = [[Part(torch.full((1200,), 3e38 / size), shape=(30, 40))] for _ in range(size)]
+        sum_in_lockstep(codec, ranks)
+        assert bool(torch.isfinite(ranks[0][0].flat).all())
+        assert ranks[0][0].flat.any()
+
+
+def _there_and_back(codec: Codec, sent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What arrives, the residual and the payload."""
+    residual = torch.zeros(sent.numel())
+    payload = codec.encode(sent, Draw(11), residual)
+    return codec.decode(payload, torch.full(sent.shape, 7.0)), residual.view(sent.shape), payload
+
+
+def _same(residual: Tensor, wanted: Tensor) -> None:
+    most = torch.finfo(torch.float32).max
+    wanted = wanted.clamp(-most, most)  # 3e38 less -3e38 has no float32
+    assert torch.equal(residual, wanted), f"off by up to {(residual - wanted).abs().max()}"
+
+
+def _normal(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _wanted(part: Part) -> Tensor:
+    assert part.residual is not None
+    return part.flat.double() + part.residual
+
+
+def _bits(tensor: Tensor) -> bytes:
+    return bytes(tensor.contiguous().view(torch.uint8).numpy())

@@ -27,8 +27,8 @@ def there_and_back(codec: Quantize, values: Tensor, draw: Draw | None = None) ->
 
 def level(codec: Quantize, values: Tensor) -> float:
     """How far apart levels are, where all share a bucket."""
-    scale = values.abs().max() if codec.norm == "max" else values.double().norm()
-    return float(scale) / (2 ** (codec.bits - 1) - 1)
+    scale = float(values.abs().max() if codec.norm == "max" else values.double().norm())
+    return scale / ((1 << (codec.bits - 1)) - 1)
 
 
 @pytest.mark.parametrize("norm", ["max", "l2"])
@@ -137,7 +137,7 @@ def test_bits_are_bits(bits: int) -> None:
     """2^20 values: a scale for each 1024, and no more than the bits."""
     assert Quantize(bits).body_bytes(2**20) == 4 * 2**10 + bits * 2**20 // 8
     assert Quantize(bits).body_bytes(0) == 0
-    assert Quantize(bits, bucket=10**12).body_bytes(9) == 4 + 2 * bits
+    assert Quantize(bits, bucket=2**30).body_bytes(9) == 4 + 2 * bits
 
 
 def test_it_differs_by_seed_and_not_by_run() -> None:
@@ -203,7 +203,7 @@ def test_a_residual_that_overflows() -> None:
     "arguments",
     [
         *({"bits": bits} for bits in (1, 9, 0, -4, 4.0, "4", True, None)),
-        *({"bucket": bucket} for bucket in (0, -1, 1.5, True, None)),
+        *({"bucket": bucket} for bucket in (0, 2**30 + 1, -1, 1.5, True, None)),
         *({"norm": norm} for norm in ("l1", 2, None)),
         *({"stochastic": value} for value in (1, None)),
         *({"feedback": value} for value in (0, "yes")),

@@ -46,7 +46,8 @@ def test_three_values_and_no_others(bucket: int | None) -> None:
     values = torch.randn(5000, generator=torch.Generator().manual_seed(0))
     values[::4] = 0.0
     decoded = there_and_back(Ternary(bucket=bucket), values)
-    for x, y in zip(values.split(bucket or 5000), decoded.split(bucket or 5000), strict=True):
+    for first in range(0, 5000, bucket or 5000):
+        x, y = values[first : first + (bucket or 5000)], decoded[first : first + (bucket or 5000)]
         scale = float(x.abs().max())
         assert set(y.abs().tolist()) <= {0.0, scale}
         assert bool((y * x >= 0).all())
@@ -62,7 +63,7 @@ def test_scales_at_the_ends_of_float32(scale: float, clip: float | None) -> None
 
 
 def test_clipped_at_so_many_sigma() -> None:
-    """σ is √mean(x²): here √(1000/1000 · …) by plain torch; what lies beyond goes to the scale, always."""
+    """σ is √mean(x²); what lies beyond goes to the scale, always."""
     values = torch.randn(3000, generator=torch.Generator().manual_seed(1))
     values[5] = 50.0
     sigma = float(values.double().square().mean().sqrt())
@@ -80,7 +81,8 @@ def test_clipped_bucket_by_bucket() -> None:
     values[100:200], values[200:] = 2.0, 3.0
     values[0], values[249] = 90.0, -90.0
     decoded = there_and_back(Ternary(clip=1.0, bucket=100), values)
-    for x, y in zip(values.split(100), decoded.split(100), strict=True):
+    for first in (0, 100, 200):
+        x, y = values[first : first + 100], decoded[first : first + 100]
         assert float(y.abs().max()) == pytest.approx(float(x.double().square().mean().sqrt()), rel=1e-6)
 
 
@@ -100,7 +102,7 @@ def test_five_to_a_byte() -> None:
     assert Ternary().body_bytes(1280 * 100) == 4 + 256 * 100
     assert Ternary(bucket=1000).body_bytes(10_000) == 10 * (4 + 200)
     assert Ternary().body_bytes(0) == Ternary(bucket=3).body_bytes(0) == 0
-    assert Ternary(bucket=10**12).body_bytes(6) == 4 + 2
+    assert Ternary(bucket=2**30).body_bytes(6) == 4 + 2
 
 
 @pytest.mark.parametrize("codec", [Ternary(feedback=True), Ternary(clip=2.5), Ternary(clip=2.5, bucket=512)], ids=repr)
@@ -157,7 +159,7 @@ def test_a_residual_that_overflows(clip: float | None) -> None:
     "arguments",
     [
         *({"clip": clip} for clip in (0, -1.0, math.inf, "2.5", True)),
-        *({"bucket": bucket} for bucket in (0, -1, 2.0, True)),
+        *({"bucket": bucket} for bucket in (0, 2**30 + 1, -1, 2.0, True)),
         *({"feedback": value} for value in (1, "no")),
     ],
     ids=str,

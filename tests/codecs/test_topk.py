@@ -218,6 +218,24 @@ def test_a_stream_needs_no_dense_tensor() -> None:
     assert torch.equal(flat[indices], values)
 
 
+def test_a_body_of_another_count_is_refused() -> None:
+    """Well formed, but not what this codec would have written."""
+    body = torch.zeros(TopK(0.5).body_bytes(100), dtype=torch.uint8)
+    TopK(0.5).write(Part(torch.ones(100)), body, Draw())
+    for codec in (TopK(0.4), TopK(0.6), TopK(0.01, warmup=5)):
+        with pytest.raises(ProtocolError, match="holds 50 of 100 elements"):
+            codec.read(body, torch.zeros(100), False)
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.zeros(99), torch.zeros(100).double(), torch.zeros(200)[::2]], ids=["short", "double", "strided"]
+)
+@pytest.mark.parametrize("codec", [TopK(0.1), TopK(2, bucket=10)], ids=repr)
+def test_a_residual_that_does_not_fit_is_refused(codec: TopK, wrong: Tensor) -> None:
+    with pytest.raises(IncompatibleError, match="contiguous row of 100 float32"):
+        codec.select(Part(torch.ones(100), residual=wrong), Draw())
+
+
 def test_fuzzed_bodies_are_tensors_or_refused() -> None:
     """Random, cut short, with flipped bits: a finite tensor or a ProtocolError, and what is refused writes nothing."""
     rng, refused = random.Random(0), 0

@@ -77,9 +77,9 @@ def test_small_buckets_leave_while_backward_goes_on() -> None:
         sent: list[str] = []
         start = run.exchange.start
 
-        def noted(flat: Tensor, what: str) -> Any:
+        def noted(flat: Tensor, what: str, here: bool = False) -> Any:
             sent.append(what)
-            return start(flat, what)
+            return start(flat, what, here)
 
         run.exchange.start = noted  # type: ignore[method-assign]
         seen_at_input: list[int] = []

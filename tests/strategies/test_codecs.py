@@ -167,17 +167,18 @@ def test_how_gradients_lie_in_buckets_does_not_matter(codec: str) -> None:
     def case(world: sl.World, bucket_bytes: int) -> Tensor:
         return train(world, "sgd", 20, codec=codec, collective="gather", bucket_bytes=bucket_bytes)
 
-    few, many = (sl.simulate(lambda world, n=n: case(world, n), ranks=2).results[0] for n in (1 << 20, 64))
+    few = sl.simulate(lambda world: case(world, 1 << 20), ranks=2).results[0]
+    many = sl.simulate(lambda world: case(world, 64), ranks=2).results[0]
     assert torch.equal(few, many)
 
 
 def test_other_seeds_draw_other_bits() -> None:
-    first, again, other = (
-        sl.simulate(lambda world, s=s: train(world, steps=5, codec="quantize(2)", collective="auto", seed=s), ranks=2)
-        for s in (0, 0, 1)
-    )
-    assert torch.equal(first.results[0], again.results[0])
-    assert not torch.equal(first.results[0], other.results[0])
+    def case(world: sl.World, seed: int) -> Tensor:
+        return train(world, steps=5, codec="quantize(2)", collective="auto", seed=seed)
+
+    first = sl.simulate(lambda world: case(world, 0), ranks=2).results[0]
+    assert torch.equal(first, sl.simulate(lambda world: case(world, 0), ranks=2).results[0])
+    assert not torch.equal(first, sl.simulate(lambda world: case(world, 1), ranks=2).results[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

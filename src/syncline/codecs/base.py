@@ -200,7 +200,7 @@ class PayloadCodec(Codec):
     def encode(self, tensor: Tensor, draw: Draw | None = None, residual: Tensor | None = None) -> Tensor:
         from syncline.codecs.payload import pack
 
-        part = Part(flat_float32(tensor), shape=tuple(tensor.shape), residual=residual)
+        part = Part(flat_float32(tensor), shape=tuple(tensor.shape), residual=_row(residual, tensor.numel()))
         if not bool(torch.isfinite(part.flat).all()):
             raise DivergedError(f"{self!r} cannot encode NaN or Inf")
         return pack(self, [part], draw or Draw())
@@ -216,6 +216,18 @@ class PayloadCodec(Codec):
         if flat is None:
             out.copy_(into.view(out.shape))
         return out
+
+
+def _row(residual: Tensor | None, numel: int) -> Tensor | None:
+    """A residual as kernels take it: they check no bounds."""
+    if residual is None:
+        return None
+    if residual.dtype != torch.float32 or residual.numel() != numel or not residual.is_contiguous():
+        raise IncompatibleError(
+            f"a residual is contiguous float32 with as many elements as the tensor ({numel}), not "
+            f"{residual.dtype}{list(residual.shape)}"
+        )
+    return residual.view(-1)
 
 
 def flat_float32(tensor: Tensor) -> Tensor:

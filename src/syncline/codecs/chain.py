@@ -104,7 +104,8 @@ class Chain(PayloadCodec):
             link.check(momentum)
 
     def rounds(self, parts: Sequence[Part], draw: Draw, size: int) -> Generator[Tensor, None, None]:
-        assert isinstance(self.first, (PowerSGD, RandomK)) and isinstance(self.rest, Cast), "only these sum"
+        assert isinstance(self.first, (PowerSGD, RandomK)), "only these sum"
+        assert isinstance(self.rest, Cast), "in half precision"
         return self.first.rounds(parts, draw, size, wire=self.rest.dtype)
 
     # A tensor alone has no half factors to be summed: it is powersgd's own payload.

@@ -21,6 +21,9 @@ from syncline.errors import DivergedError, ProtocolError, SpecError
 
 __all__ = ["OneBit"]
 
+MOST = 2**30
+"""Elements of a bucket: the kernels count them in 32 bits."""
+
 
 @dataclass(frozen=True, repr=False)
 class OneBit(PayloadCodec):
@@ -39,8 +42,10 @@ class OneBit(PayloadCodec):
     kind: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
-        if not isinstance(self.bucket, int) or isinstance(self.bucket, bool) or self.bucket < 1:
-            raise SpecError(f"onebit's bucket is how many elements share two means, as 1024, not {self.bucket!r}")
+        if not isinstance(self.bucket, int) or isinstance(self.bucket, bool) or not 1 <= self.bucket <= MOST:
+            raise SpecError(
+                f"onebit's bucket is how many elements share two means, as 1024 and up to 2^30, not {self.bucket!r}"
+            )
         if not (self.feedback is None or isinstance(self.feedback, bool)):
             raise SpecError(f"onebit's feedback is True or False, not {self.feedback!r}")
 

@@ -72,7 +72,7 @@ def unpack(
             )
         codec.read(payload[at : at + length], out, accumulate)
         at += length
-    if codec.fixed and at != payload.numel():
+    if at != payload.numel():
         raise ProtocolError(f"a payload{sender} of {payload.numel()} B has {payload.numel() - at} B too many")
 
 

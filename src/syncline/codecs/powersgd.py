@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from syncline.codecs.base import Codec, Draw, Part, PayloadCodec
+from syncline.codecs.kernels.dispatch import fused
 from syncline.codecs.payload import most_bytes
 from syncline.errors import DivergedError, ProtocolError, SpecError
 
@@ -257,6 +258,11 @@ def _unit(q: Tensor, draw: Draw) -> Tensor:
 def _orthonormal(p: Tensor) -> Tensor:
     """Modified Gram-Schmidt in float64, column by column; a column that the earlier ones span becomes zero."""
     columns = p.double().T.contiguous()
+    if fused(columns):
+        from syncline.codecs.kernels.lowrank_fused import orthonormal
+
+        orthonormal(columns, DEPENDENT)
+        return columns.T
     for index in range(len(columns)):
         column = columns[index]
         before = _total(p[:, index].double().square())
@@ -289,6 +295,11 @@ def _product(p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
         exact = (p.double().unsqueeze(1) * q.double()).sum(dim=2)
         return whole.copy_(exact.clamp_(-MOST, MOST))
     left, right = p.T.contiguous(), q.T.contiguous()
+    if fused(whole):
+        from syncline.codecs.kernels.lowrank_fused import product
+
+        product(left, right, whole)
+        return whole
     rows = max(1, BLOCK // len(q))
     term = p.new_empty(min(rows, len(p)), len(q))
     for first in range(0, len(p), rows):

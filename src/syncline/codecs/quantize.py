@@ -22,6 +22,8 @@ from syncline.errors import DivergedError, ProtocolError, SpecError
 __all__ = ["Quantize"]
 
 NORMS = ("max", "l2")
+MOST = 2**30
+"""Elements of a bucket: the kernels count them in 32 bits."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,8 +52,10 @@ class Quantize(PayloadCodec):
     def __post_init__(self) -> None:
         if not isinstance(self.bits, int) or isinstance(self.bits, bool) or not 2 <= self.bits <= 8:
             raise SpecError(f"quantize takes 2 to 8 bits for a value, not {self.bits!r}; one bit is onebit's")
-        if not isinstance(self.bucket, int) or isinstance(self.bucket, bool) or self.bucket < 1:
-            raise SpecError(f"quantize's bucket is how many elements share a scale, as 1024, not {self.bucket!r}")
+        if not isinstance(self.bucket, int) or isinstance(self.bucket, bool) or not 1 <= self.bucket <= MOST:
+            raise SpecError(
+                f"quantize's bucket is how many elements share a scale, as 1024 and up to 2^30, not {self.bucket!r}"
+            )
         if self.norm not in NORMS:
             raise SpecError(f"quantize's norm is 'max' or 'l2', not {self.norm!r}")
         if not isinstance(self.stochastic, bool):

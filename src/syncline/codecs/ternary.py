@@ -25,6 +25,8 @@ from syncline.errors import DivergedError, ProtocolError, SpecError
 
 __all__ = ["Ternary"]
 
+MOST = 2**30
+"""Elements of a bucket: the kernels count them in 32 bits."""
 BLOCK = 1280
 """Elements packed together where all share one scale: a multiple of 5 digits and of a machine word."""
 
@@ -53,9 +55,10 @@ class Ternary(PayloadCodec):
         if self.clip is not None and not (number and 0 < self.clip < math.inf):
             raise SpecError(f"ternary clips at a positive number of standard deviations, as 2.5, not {self.clip!r}")
         whole = isinstance(self.bucket, int) and not isinstance(self.bucket, bool)
-        if self.bucket is not None and not (whole and self.bucket >= 1):
+        if self.bucket is not None and not (whole and 1 <= self.bucket <= MOST):
             raise SpecError(
-                f"ternary's bucket is how many elements share a scale, as 1024 (None: all), not {self.bucket!r}"
+                "ternary's bucket is how many elements share a scale, as 1024 and up to 2^30 (None: all), "
+                f"not {self.bucket!r}"
             )
         if not (self.feedback is None or isinstance(self.feedback, bool)):
             raise SpecError(f"ternary's feedback is True or False, not {self.feedback!r}")

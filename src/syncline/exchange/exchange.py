@@ -12,7 +12,7 @@ from syncline.codecs import Codec
 from syncline.collectives import NATIVE, Schedule, build, run
 from syncline.costs import AUTO
 from syncline.exchange.stats import Stats
-from syncline.exchange.ways import Ways, check_wire
+from syncline.exchange.ways import Ways
 from syncline.transports import Handle
 from syncline.world import Pending, World, allreduce, broadcast
 
@@ -42,7 +42,6 @@ class Exchange:
         self.codec = codec
         self.ways = Ways(collective, codec)
         """How payloads that do not sum on the wire are reduced."""
-        check_wire(collective, codec)
         told = self.ways.told is not None or collective in (NATIVE, AUTO)
         self.collective = collective if told else build("allreduce", collective).spec
         self.team = world.team()

@@ -25,7 +25,7 @@ class Way:
 
     def __init__(self, name: str, bits: int | None = None) -> None:
         self.name = name
-        self.quantize = None if bits is None else Quantize(bits)
+        self.quantize = None if bits is None else Quantize(bits, feedback=True)
 
     def __repr__(self) -> str:
         return self.name if self.quantize is None else f"{self.name}(bits={self.quantize.bits})"
@@ -40,7 +40,7 @@ class Ways:
         """None where it is to be chosen."""
         if self.told is not None and codec is None:
             raise IncompatibleError(f"collective={collective!r} is for payloads, and there is no codec; give one")
-        if codec is not None and self.told is None and collective not in (NATIVE, AUTO):
+        if self.told is None and collective not in (NATIVE, AUTO):
             _check_schedule(collective, codec)
         if self.told is not None and codec is not None:
             _check_way(self.told, codec)
@@ -49,7 +49,7 @@ class Ways:
         """The way of a bucket whose parts have these sizes."""
         if self.told is not None:
             return self.told
-        spec = self.chosen.get(_key(codec, sizes), "gather")
+        spec = self.chosen.get(_key(codec, sizes), WAYS[0])
         found = _told(spec)
         assert found is not None, f"{spec} is one of ours"
         return found
@@ -58,7 +58,11 @@ class Ways:
         """Take what costs least on this network. Every rank calls it, and knows the same network."""
         key = _key(codec, sizes)
         if self.told is None and key not in self.chosen and not codec.sums and isinstance(codec, PayloadCodec):
-            self.chosen[key] = choose(codec, sizes, network(), size).algorithm
+            # Where values are quantised anyway, so is a dense second phase.
+            bits = codec.rest.bits if isinstance(codec, Chain) and isinstance(codec.rest, Quantize) else None
+            second = None if bits is None else Quantize(bits)
+            found = choose(codec, sizes, network(), size, quantize=second).algorithm
+            self.chosen[key] = repr(Way(found, bits if found == WAYS[-1] else None))
 
     def seconds(self, codec: Codec, sizes: Sequence[int], size: int, network: Network) -> float:
         """What the way of a bucket is expected to take."""
@@ -74,11 +78,7 @@ class Ways:
 
 def check_wire(collective: str, codec: Codec | None) -> None:
     """Refuse a collective that does not exist, or not for this codec."""
-    if Ways(collective, codec).told is None and collective not in (NATIVE, AUTO):
-        try:
-            build("allreduce", collective)
-        except SpecError as error:
-            raise SpecError(f"{error}; with a codec also {', '.join(map(repr, WAYS))}") from None
+    Ways(collective, codec)
 
 
 def is_sparse(codec: Codec) -> bool:
@@ -108,9 +108,13 @@ def _leaves(codec: Codec) -> list[Codec]:
     return [leaf for choice in codec.choices() if choice is not None for leaf in _leaves(choice)]
 
 
-def _check_schedule(collective: str, codec: Codec) -> None:
+def _check_schedule(collective: str, codec: Codec | None) -> None:
     """A schedule of all-reduce adds tensors up on their way."""
-    stubborn = [leaf for leaf in _leaves(codec) if not leaf.sums]
+    try:
+        build("allreduce", collective)
+    except SpecError as error:
+        raise SpecError(f"{error}; with a codec also {', '.join(map(repr, WAYS))}") from None
+    stubborn = [] if codec is None else [leaf for leaf in _leaves(codec) if not leaf.sums]
     if stubborn:
         raise IncompatibleError(
             f"collective={collective!r} adds up on the wire, and payloads of {stubborn[0]!r} cannot be added: use "

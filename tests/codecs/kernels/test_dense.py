@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -142,3 +144,23 @@ def test_reference_only_ends_with_its_context() -> None:
         assert not fused(torch.zeros(1))
     assert fused(torch.zeros(1)) == before
     assert not fused(torch.zeros(1, device="meta"))
+
+
+@needs_numba
+def test_where_nothing_can_be_kept_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba refuses to cache without a place for it: then it compiles without."""
+    import numba
+
+    from syncline.codecs.kernels.compiled import jit
+
+    asked = []
+
+    def njit(**options: bool) -> Callable[[Any], Any]:
+        asked.append(options)
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function: no locator available")
+        return lambda function: function
+
+    monkeypatch.setattr(numba, "njit", njit)
+    assert jit(len)("four") == 4
+    assert asked == [{"nogil": True, "cache": True}, {"nogil": True}]

@@ -158,8 +158,10 @@ def put_planes(codes: Bytes, n: int, bits: int, rows: Bytes, planes: Bytes, body
     source = codes
     if n < 8 * wide:  # the end of a part, or an odd bucket: move the rows to where words begin
         rows[:] = np.uint8(0)
-        for j in range(n):
-            rows[j // m * wide + j % m] = codes[j]
+        for k in range(8):
+            row = codes[min(k * m, n) : min((k + 1) * m, n)]
+            for j in range(len(row)):
+                rows[k * wide + j] = row[j]
         source = rows
     pack_planes(source[: 8 * wide], bits, planes)
     for p in range(bits):
@@ -179,8 +181,10 @@ def get_planes(codes: Bytes, n: int, bits: int, rows: Bytes, planes: Bytes, body
     into = codes if n == 8 * wide else rows
     unpack_planes(planes, bits, into[: 8 * wide])
     if n < 8 * wide:
-        for j in range(n):
-            codes[j] = rows[j // m * wide + j % m]
+        for k in range(8):
+            row = codes[min(k * m, n) : min((k + 1) * m, n)]
+            for j in range(len(row)):
+                row[j] = rows[k * wide + j]
     return bits * m
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from syncline.codecs.kernels.compiled import jit
 from syncline.codecs.kernels.indices import BITMAP, broken
+from syncline.errors import IncompatibleError
 
 __all__ = ["at_least", "largest", "largest_of_buckets", "merge", "pack_indices", "scatter", "unpack_indices"]
 
@@ -91,7 +92,13 @@ def merge(indices: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor]) -> tupl
 
 def _arrays(flat: Tensor, residual: Tensor | None) -> tuple[Any, Any]:
     """Where the sum is to lie, and what is added to it; without a residual the gradient is the sum already."""
-    return (flat if residual is None else residual).numpy(), flat.numpy()
+    total = flat if residual is None else residual
+    if total.shape != flat.shape or total.dtype != torch.float32 or not total.is_contiguous():
+        # compiled code checks no bounds
+        raise IncompatibleError(
+            f"a residual is a contiguous row of {flat.numel()} float32, not {total.dtype}{list(total.shape)}"
+        )
+    return total.numpy(), flat.numpy()
 
 
 def _room(numel: int, count: int) -> tuple[Tensor, Tensor]:

@@ -273,9 +273,10 @@ def test_nan_on_one_rank_is_told_to_all(codec: str, check: bool) -> None:
     ],
 )
 def test_pairs_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with sl.init(), pytest.raises(sl.SynclineError, match=words.replace("'", ".")):
-        model = mlp()
-        sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **options)
+        sl.distribute(model, optimizer, **options)
 
 
 @pytest.mark.parametrize("way", ["gather", "sparse_split_dense(bits=4)"])

@@ -175,6 +175,11 @@ class PayloadCodec(Codec):
         """Whether a body always takes `body_bytes`; otherwise that is the most, and `write` tells how many it took."""
         return True
 
+    @property
+    def notices(self) -> bool:
+        """Whether `write` meets NaN and Inf with a `DivergedError` and then leaves a residual that is finite."""
+        return False
+
     @abstractmethod
     def body_bytes(self, numel: int, step: int = 0) -> int:
         """How many bytes the body of so many elements takes in a step."""

@@ -99,6 +99,10 @@ class Chain(PayloadCodec):
         assert isinstance(self.first, PayloadCodec)
         return self.first.fixed and self.rest.fixed
 
+    @property
+    def notices(self) -> bool:
+        return isinstance(self.first, PayloadCodec) and self.first.notices
+
     def check(self, momentum: float) -> None:
         for link in self.links:
             link.check(momentum)
@@ -137,10 +141,11 @@ class Chain(PayloadCodec):
         used = self.first.write(part, inner, draw)
         return Lossless.compress(inner[:used], body, width=1)
 
-    def read(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
+    def read(self, body: Tensor, out: Tensor, accumulate: bool, scale: float = 1.0) -> None:
         if isinstance(self.first, SparseCodec):
-            self.first.read(body, out, accumulate, self.rest)
+            self.first.read(body, out, accumulate, self.rest, scale)
             return
+        assert scale == 1.0, "codes of all elements are scaled once they are summed"
         assert isinstance(self.first, PayloadCodec), "a chain that sums has no bodies"
         inner = Lossless.decompress(body, self.first.body_bytes(out.numel()), width=1)
         self.first.read(inner, out, accumulate)

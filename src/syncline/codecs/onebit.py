@@ -49,6 +49,10 @@ class OneBit(PayloadCodec):
         if not (self.feedback is None or isinstance(self.feedback, bool)):
             raise SpecError(f"onebit's feedback is True or False, not {self.feedback!r}")
 
+    @property
+    def notices(self) -> bool:
+        return not self.keeps_residual
+
     def body_bytes(self, numel: int, step: int = 0) -> int:
         whole, rest = divmod(numel, self.bucket)
         return 8 * -(-numel // self.bucket) + whole * -(-self.bucket // 8) + -(-rest // 8)

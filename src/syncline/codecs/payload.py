@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from syncline.codecs.base import Draw, Part, PayloadCodec
-from syncline.errors import ProtocolError
+from syncline.errors import DivergedError, ProtocolError
 
 __all__ = ["HEADER", "most_bytes", "pack", "pack_into", "unpack"]
 
@@ -40,15 +40,27 @@ def pack(codec: PayloadCodec, parts: Sequence[Part], draw: Draw) -> Tensor:
     return whole[: pack_into(codec, parts, draw, whole)]
 
 
-def pack_into(codec: PayloadCodec, parts: Sequence[Part], draw: Draw, whole: Tensor) -> int:
-    """Encode the parts of a bucket into `whole`, zeroed and of `most_bytes`; how many bytes were used."""
+def pack_into(
+    codec: PayloadCodec, parts: Sequence[Part], draw: Draw, whole: Tensor, broken: Callable[[Part], None] | None = None
+) -> int:
+    """Encode the parts of a bucket into `whole`, zeroed and of `most_bytes`; how many bytes were used.
+
+    A part that holds NaN or Inf is an error or, where somebody wants to know of it, `broken`: then zeros go in its place.
+    """
     elements = sum(part.numel for part in parts)
     _put(whole, 0, HEADER.pack(MAGIC, VERSION, codec.kind, _mark(repr(codec)), elements))
     at = HEADER.size
     for part in parts:
         most = codec.body_bytes(part.numel, draw.step)
         first = at if codec.fixed else at + LENGTH
-        used = codec.write(part, whole[first : first + most], draw.of(part.name, part.start))
+        body, own = whole[first : first + most], draw.of(part.name, part.start)
+        try:
+            used = codec.write(part, body, own)
+        except DivergedError:
+            if broken is None:
+                raise
+            broken(part)
+            used = codec.write(Part(part.flat.zero_(), part.name, part.start, part.shape), body.zero_(), own)
         if not codec.fixed:
             _put(whole, at, struct.pack("<I", used))
         at = first + used
@@ -56,9 +68,16 @@ def pack_into(codec: PayloadCodec, parts: Sequence[Part], draw: Draw, whole: Ten
 
 
 def unpack(
-    codec: PayloadCodec, payload: Tensor, outs: Sequence[Tensor], accumulate: bool, sender: str = "", step: int = 0
+    codec: PayloadCodec,
+    payload: Tensor,
+    outs: Sequence[Tensor],
+    accumulate: bool,
+    sender: str = "",
+    step: int = 0,
+    scale: float = 1.0,
 ) -> None:
-    """Decode into rows of float32, one for each part, or add to them."""
+    """Decode into rows of float32, one for each part, or add to them; scaled, where the codec is a sparse one."""
+    scaled = {} if scale == 1.0 else {"scale": scale}
     at = _check(codec, payload, sum(out.numel() for out in outs), sender)
     for out in outs:
         if codec.fixed:
@@ -70,7 +89,7 @@ def unpack(
             raise ProtocolError(
                 f"a payload{sender} of {payload.numel()} B ends within a body of {length} B at {at}: it is truncated"
             )
-        codec.read(payload[at : at + length], out, accumulate)
+        codec.read(payload[at : at + length], out, accumulate, **scaled)
         at += length
     if at != payload.numel():
         raise ProtocolError(f"a payload{sender} of {payload.numel()} B has {payload.numel() - at} B too many")

@@ -67,6 +67,10 @@ class Quantize(PayloadCodec):
     def biased(self) -> bool:
         return not self.stochastic
 
+    @property
+    def notices(self) -> bool:
+        return not self.keeps_residual and self.norm == "max"
+
     def body_bytes(self, numel: int, step: int = 0) -> int:
         whole, rest = divmod(numel, self.bucket)
         return 4 * -(-numel // self.bucket) + self.bits * (whole * -(-self.bucket // 8) + -(-rest // 8))

@@ -66,7 +66,8 @@ class SparseCodec(PayloadCodec):
 
     def write(self, part: Part, body: Tensor, draw: Draw, values: PayloadCodec = RAW) -> int:
         indices, chosen = self.select(part, draw)
-        if part.residual is not None and not bool(torch.isfinite(chosen).all()):
+        if not bool(torch.isfinite(chosen).all()):
+            self._give_back(part, indices, chosen)
             raise DivergedError(f"{self!r}: {part.name or 'a tensor'} and what was left unsent of it add up to Inf")
         head = self.head_bytes(part.numel, indices.numel())
         self.write_head(body[:head], part.numel, indices, draw)
@@ -77,8 +78,16 @@ class SparseCodec(PayloadCodec):
             kernels(unsaid).scatter(part.residual, indices, unsaid, accumulate=False)
         return head + used
 
-    def read(self, body: Tensor, out: Tensor, accumulate: bool, values: PayloadCodec = RAW) -> None:
+    def _give_back(self, part: Part, indices: Tensor, chosen: Tensor) -> None:
+        """Nothing is sent: leave the residual as it was before, as far as it can be known."""
+        if part.residual is not None:
+            kernels(chosen).scatter(part.residual, indices, chosen, accumulate=False)
+            part.residual.sub_(part.flat).nan_to_num_(0.0, 0.0, 0.0)
+
+    def read(self, body: Tensor, out: Tensor, accumulate: bool, values: PayloadCodec = RAW, scale: float = 1.0) -> None:
         indices, found = self.read_stream(body, out.numel(), values)
+        if scale != 1.0:
+            found *= scale
         if not accumulate:
             out.zero_()
         kernels(out).scatter(out, indices, found, accumulate)

@@ -67,6 +67,10 @@ class Ternary(PayloadCodec):
     def biased(self) -> bool:
         return self.clip is not None
 
+    @property
+    def notices(self) -> bool:
+        return not self.keeps_residual
+
     def body_bytes(self, numel: int, step: int = 0) -> int:
         whole, rest = divmod(numel, self._block)
         scales = min(numel, 1) if self.bucket is None else -(-numel // self.bucket)

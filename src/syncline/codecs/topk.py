@@ -48,12 +48,14 @@ class TopK(SparseCodec):
     feedback: bool | None = None
     momentum: float = 0.0
     """DGC's momentum correction: give the optimizer none."""
-    masking: bool = True
-    """Whether momentum stops where something was sent."""
+    masking: bool = False
+    """Whether momentum stops where something was sent, as DGC has it; that cost accuracy where it was measured."""
     warmup: int = 0
     """Steps in which the fraction falls exponentially from 1/4 to what was asked for."""
     clip: float | None = None
     """The largest norm of a parameter's gradient on this rank. For c after averaging p ranks, DGC gives c / √p."""
+    whole: int = 0
+    """Parameters of up to so many elements are sent whole: biases and norms weigh more than their size."""
 
     name: ClassVar[str] = "topk"
     kind: ClassVar[int] = 5
@@ -78,10 +80,16 @@ class TopK(SparseCodec):
             raise SpecError(f"topk's warmup is a number of steps, not {self.warmup!r}")
         if self.clip is not None and not (_number(self.clip) and 0 < self.clip < math.inf):
             raise SpecError(f"topk's clip is a norm above 0, not {self.clip!r}")
+        if not (_whole(self.whole) and self.whole >= 0):
+            raise SpecError(f"topk's whole is a number of elements, as 4096, not {self.whole!r}")
         if not (self.feedback is None or isinstance(self.feedback, bool)):
             raise SpecError(f"topk's feedback is True or False, not {self.feedback!r}")
         if not isinstance(self.masking, bool):
             raise SpecError(f"topk's masking is True or False, not {self.masking!r}")
+
+    @property
+    def notices(self) -> bool:
+        return not self.momentum and self.clip is None  # NaN is among the largest, but a velocity would keep it
 
     def check(self, momentum: float) -> None:
         if self.momentum and momentum:
@@ -91,6 +99,8 @@ class TopK(SparseCodec):
             )
 
     def most(self, numel: int, step: int = 0) -> int:
+        if numel <= self.whole:
+            return numel
         if self.bucket is None:
             return min(numel, self._of(numel, step))
         whole, rest = divmod(numel, self.bucket)
@@ -103,9 +113,10 @@ class TopK(SparseCodec):
     def select(self, part: Part, draw: Draw) -> tuple[Tensor, Tensor]:
         flat = self._clipped(part.flat)
         if self.momentum:
-            flat = part.memory.setdefault("velocity", torch.zeros_like(flat)).mul_(self.momentum).add_(flat)
+            velocity = part.memory.setdefault("velocity", torch.zeros_like(flat))
+            flat = torch.add(flat, velocity, alpha=self.momentum, out=velocity)
         run = kernels(flat)
-        if self.bucket is None:
+        if self.bucket is None or part.numel <= self.whole:
             indices, values = run.largest(flat, part.residual, self.most(part.numel, draw.step))
         else:
             each = self._of(self.bucket, draw.step)

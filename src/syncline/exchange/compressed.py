@@ -15,7 +15,7 @@ the lengths of payloads vary they are gathered first: one round more for `gather
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -37,13 +37,26 @@ GRAIN = 1024
 FINE, OVERFLOWED = 0, 1
 
 
-def gather(codec: PayloadCodec, parts: Sequence[Part], draw: Draw, size: int, extra: Tensor) -> Reduction[Tensor]:
-    """Sum the parts over the ranks, in place: all payloads to all. Returns everyone's `extra`, as bytes[p, n]."""
+def gather(
+    codec: PayloadCodec,
+    parts: Sequence[Part],
+    draw: Draw,
+    size: int,
+    extra: Tensor,
+    *,
+    scale: float = 1.0,
+    broken: Callable[[Part], None] | None = None,
+) -> Reduction[Tensor]:
+    """Sum the parts over the ranks, in place: all payloads to all. Returns everyone's `extra`, as bytes[p, n].
+
+    The sum is `scale` times that, for codecs that choose elements. A part that cannot be encoded is told to `broken`,
+    which may still change `extra`.
+    """
     sizes = [part.numel for part in parts]
     most = most_bytes(codec, sizes, draw.step)
     whole = _aligned(most + extra.numel())
     message = _bytes(whole, extra.device)
-    used = pack_into(codec, parts, draw, message[:most])
+    used = pack_into(codec, parts, draw, message[:most], broken)
     extras: Tensor
     if codec.fixed:
         message[whole - extra.numel() :] = extra
@@ -55,7 +68,7 @@ def gather(codec: PayloadCodec, parts: Sequence[Part], draw: Draw, size: int, ex
         rows = yield Gather(message[: _aligned(max(lengths))])
         payloads = [row[:length] for row, length in zip(rows, lengths, strict=True)]
     for rank, payload in enumerate(payloads):
-        unpack(codec, payload, [part.flat for part in parts], rank > 0, f" from rank {rank}", draw.step)
+        unpack(codec, payload, [part.flat for part in parts], rank > 0, f" from rank {rank}", draw.step, scale)
     return extras
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,21 +15,70 @@ from syncline.exchange.compressed import gather, split
 from syncline.exchange.exchange import Exchange
 from syncline.exchange.requests import Sum
 from syncline.exchange.sparse_reduce import sparse_doubling, sparse_split, sparse_split_dense
+from syncline.exchange.ways import Way, is_sparse
 
-__all__ = ["work_for"]
+__all__ = ["Guard", "work_for"]
 
 
-def work_for(exchange: Exchange, coding: Coding, codec: Codec, parts: Sequence[Part], control: Tensor | None) -> Work:
-    """What sums the parts over the ranks, in place. `control` is summed too: by itself, or told as bytes[p, n]."""
-    draw, size, rank = coding.draw, exchange.size, exchange.rank
+def work_for(
+    exchange: Exchange, coding: Coding, codec: Codec, parts: Sequence[Part], control: Tensor | None, before: Guard
+) -> Work:
+    """What makes means of the parts over the ranks, in place. `control` is summed: by itself, or told as bytes[p, n].
+
+    `before` looks for NaN and Inf, and writes the control numbers, when the work begins.
+    """
+    draw, size = coding.draw, exchange.size
     if codec.sums and exchange.ways.told is None:
-        return _summed(codec, parts, draw, size, control)
+        before.check(parts)
+        yield from _summed(codec, parts, draw, size, control)
+        _scale(parts, 1 / size)
+        return None
     assert isinstance(codec, PayloadCodec), f"{codec!r} gives bytes"
+    way = exchange.ways.way(codec, [part.numel for part in parts])
+    noticed = way.name == "gather" and codec.notices and not parts[0].flat.is_cuda
+    if noticed:
+        before.write_control()
+    else:
+        before.check(parts)
     extra = torch.empty(0, dtype=torch.uint8) if control is None else control.view(torch.uint8)
     extra = extra.to(parts[0].flat.device)
-    way = exchange.ways.way(codec, [part.numel for part in parts])
+    if way.name == "gather" and is_sparse(codec):
+        told = yield from gather(codec, parts, draw, size, extra, scale=1 / size, broken=before.broken)
+        return told
+    told = yield from _by(way, codec, parts, draw, exchange, extra, coding, before)
+    _scale(parts, 1 / size)
+    return told
+
+
+class Guard(Protocol):
+    """Who keeps NaN and Inf away from codecs, which cannot say them."""
+
+    def check(self, parts: Sequence[Part]) -> None:
+        """Look for them in parts that are about to be encoded; then write the control numbers, if this is the time."""
+        ...
+
+    def broken(self, part: Part) -> None:
+        """The codec has found them in a part; it sends zeros instead. The control numbers are written again."""
+        ...
+
+    def write_control(self) -> None:
+        """Write the control numbers, if this is the time."""
+        ...
+
+
+def _by(
+    way: Way,
+    codec: PayloadCodec,
+    parts: Sequence[Part],
+    draw: Draw,
+    exchange: Exchange,
+    extra: Tensor,
+    coding: Coding,
+    before: Guard,
+) -> Work:
+    size, rank = exchange.size, exchange.rank
     if way.name == "gather":
-        return gather(codec, parts, draw, size, extra)
+        return gather(codec, parts, draw, size, extra, broken=before.broken)
     if way.name == "split":
         return split(codec, parts, draw, size, rank, extra, coding.owned)
     if way.name == "sparse_doubling":
@@ -36,6 +86,11 @@ def work_for(exchange: Exchange, coding: Coding, codec: Codec, parts: Sequence[P
     if way.name == "sparse_split":
         return sparse_split(codec, parts, draw, size, rank, extra)
     return sparse_split_dense(codec, parts, draw, size, rank, extra, coding.owned, way.quantize)
+
+
+def _scale(parts: Sequence[Part], scale: float) -> None:
+    for part in parts if scale != 1.0 else ():
+        part.flat.mul_(scale)
 
 
 def _summed(codec: Codec, parts: Sequence[Part], draw: Draw, size: int, control: Tensor | None) -> Work:

@@ -7,11 +7,13 @@ complete()                 wait; now every rank holds the same bits
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from syncline.codecs import Part
 from syncline.errors import IncompatibleError
 from syncline.exchange.buckets import Bucket, BucketSet, flattened, owns_memory
 from syncline.exchange.coded import Coded
@@ -191,7 +193,7 @@ class Round:
             if self._gradients.check_finite and bucket.items:
                 self._check(self._data(bucket), bucket.items)
             if last:
-                self._write_control()
+                self.write_control()
             flat = self._data(bucket) if bucket.flat is None else bucket.flat
             if self._line is None:
                 self._reductions.append(self._exchange.start(flat, self._gradients.labels[number]))
@@ -208,21 +210,14 @@ class Round:
         parts = []
         for index in bucket.items:
             row = flattened(self._large[index])
-            finite = self._check(row, (index,))
-            if not finite:
-                row = self._rows[index] = torch.zeros_like(row, dtype=torch.float32)
-            elif row.dtype != torch.float32:
+            if row.dtype != torch.float32:
                 row = self._rows[index] = row.float()
-            present = finite and self.arrived[index] and index not in self._sparse
-            parts.append(coding.part(index, row, present))
-        control = None
-        if last:
-            self._write_control()
-            control = self.buckets.control
+            parts.append(coding.part(index, row, self.arrived[index] and index not in self._sparse))
         what = self._gradients.labels[number]
         if self._diagnosis is not None:
             self._diagnosis.look(codec, parts)
-        work = work_for(self._exchange, coding, codec, parts, control)
+        guard = _Guard(self, bucket.items, last)
+        work = work_for(self._exchange, coding, codec, parts, self.buckets.control if last else None, guard)
         logical = sum(self._large[index].nbytes for index in bucket.items)
         self._reductions.append(Coded(self._exchange, work, what, logical))
         line.add(self._reductions[-1])  # type: ignore[arg-type]
@@ -235,15 +230,15 @@ class Round:
             self.buckets.control.copy_(rows.sum(dim=0))
 
     def _finish_coded(self, bucket: Bucket, rescale: float, poisoned: bool) -> None:
-        """Make means of sums."""
+        """Put the means in place."""
         for index in bucket.items:
             gradient = flattened(self._large[index])
             if index in self._rows:
                 gradient.copy_(self._rows[index])
             if poisoned:  # some rank had NaN: a GradScaler must see it everywhere
                 gradient.fill_(float("nan"))
-            else:
-                gradient.mul_(rescale / self._exchange.size)
+            elif rescale != 1.0:
+                gradient.mul_(rescale)
 
     def _collect(self) -> None:
         """Put what has come into the buckets: many small gradients in one go, for each call has its price."""
@@ -295,7 +290,7 @@ class Round:
         """The gradients of a bucket, without control numbers."""
         return flattened(self._large[bucket.items[0]]) if bucket.data is None else bucket.data
 
-    def _write_control(self) -> None:
+    def write_control(self) -> None:
         gradients = self._gradients
         usual = gradients.active and gradients.weight == 1.0 and self._bad is None and not self._sparse
         if usual and len(self.arrivals) == len(self.arrived):
@@ -306,21 +301,30 @@ class Round:
         bad = self._bad if self._bad is not None else False
         write_control(self.buckets.control, gradients.active, gradients.weight, bad, dense, sparse)
 
-    def _check(self, data: Tensor, items: tuple[int, ...]) -> bool:
-        """Note NaN and Inf: the sum of all has one if any has, and is quick to take. Whether none is known."""
+    def _check(self, data: Tensor, items: tuple[int, ...]) -> None:
+        """Note NaN and Inf: the sum of all has one if any has, and is quick to take."""
         if data.is_cuda:  # no wait for the device here: it is asked when somebody has told of trouble
             bad = torch.logical_not(torch.isfinite(data.sum(dtype=torch.float32)))
             names = [self._gradients.names[index] for index in items]
             self._suspects.append((bad, names[0] if len(names) == 1 else f"one of {names[0]} … {names[-1]}"))
             self._bad = bad if self._bad is None else torch.logical_or(self._bad, bad)
-            return True
-        if data.numel() and not torch.isfinite(data.sum(dtype=torch.promote_types(data.dtype, torch.float32))):
+        elif data.numel() and not torch.isfinite(data.sum(dtype=torch.promote_types(data.dtype, torch.float32))):
             found = [index for index in items if not bool(torch.isfinite(self._gradient(index)).all())]
             self._suspects += [(True, self._gradients.names[index]) for index in found]
             if found:
                 self._bad = torch.tensor(True)
-                return False
-        return True
+
+    def finite(self, index: int, row: Tensor) -> bool:
+        """Whether a gradient holds neither NaN nor Inf; noted where it does."""
+        if bool(torch.isfinite(row.sum(dtype=torch.float32))) or bool(torch.isfinite(row).all()):
+            return True
+        self._suspects.append((True, self._gradients.names[index]))
+        self._bad = torch.tensor(True, device=row.device)
+        return False
+
+    def number(self, name: str) -> int:
+        """Of the parameter that is called so."""
+        return self._gradients.names.index(name)
 
     def _check_outside(self, index: int, values: Tensor) -> None:
         if self._gradients.check_finite and not bool(torch.isfinite(values).all()):
@@ -344,3 +348,27 @@ class Round:
                     torch.mul(own.detach(), scale, out=summed)
                 self._exchange.start(flattened(summed), self._gradients.names[index]).wait()
                 parameter.grad = self._late[index] = summed
+
+
+class _Guard:
+    """Keeps NaN and Inf of one bucket away from its codec, and tells all ranks of them."""
+
+    def __init__(self, found: Round, items: tuple[int, ...], last: bool) -> None:
+        self._round = found
+        self._items = items
+        self._last = last
+
+    def check(self, parts: Sequence[Part]) -> None:
+        for index, part in zip(self._items, parts, strict=True):
+            if not self._round.finite(index, part.flat):
+                part.flat.zero_()
+                part.residual, part.memory = None, {}
+        self.write_control()
+
+    def broken(self, part: Part) -> None:
+        self._round.finite(self._round.number(part.name), part.flat)
+        self.write_control()
+
+    def write_control(self) -> None:
+        if self._last:
+            self._round.write_control()

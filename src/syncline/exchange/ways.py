@@ -16,6 +16,8 @@ __all__ = ["WAYS", "Way", "Ways", "check_wire", "is_sparse"]
 
 WAYS = ("gather", "split", "sparse_doubling", "sparse_split", "sparse_split_dense")
 DENSE_CODES = ("gather", "split")
+PREFER_GATHER = 1.5
+"""One round of the engine's own: others need more rounds and wake more threads, and must be faster by more than this."""
 MARK = "payloads of "
 """How a choice of ours begins, among those of the all-reduce."""
 
@@ -61,7 +63,8 @@ class Ways:
             # Where values are quantised anyway, so is a dense second phase.
             bits = codec.rest.bits if isinstance(codec, Chain) and isinstance(codec.rest, Quantize) else None
             second = None if bits is None else Quantize(bits)
-            found = choose(codec, sizes, network(), size, quantize=second).algorithm
+            seconds = choose(codec, sizes, network(), size, quantize=second).seconds
+            found = min(seconds, key=lambda way: seconds[way] * (1.0 if way == WAYS[0] else PREFER_GATHER))
             self.chosen[key] = repr(Way(found, bits if found == WAYS[-1] else None))
 
     def seconds(self, codec: Codec, sizes: Sequence[int], size: int, network: Network) -> float:

@@ -252,7 +252,10 @@ def _introduce(transport: Transport, environment: Environment) -> tuple[list[str
     A lane combines while another's bytes are moved, by the engine's own thread: that takes two processors a rank.
     """
     table = torch.zeros(transport.size, NAME_BYTES, dtype=torch.uint8)
-    spare = len(os.sched_getaffinity(0)) >= 2 * environment.local_size if hasattr(os, "sched_getaffinity") else False
+    sharing = (
+        transport.size if "SYNCLINE_LAB" in os.environ else environment.local_size
+    )  # a lab's hosts are one machine
+    spare = len(os.sched_getaffinity(0)) >= 2 * sharing if hasattr(os, "sched_getaffinity") else False
     mine = bytes([spare]) + environment.host.encode()[: NAME_BYTES - 1].ljust(NAME_BYTES - 1, b"\0")
     table[transport.rank] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     exchange(Channel(transport, (), Buffers(transport.runtime)), "allgather", dict(enumerate(table)), NATIVE)

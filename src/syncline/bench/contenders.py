@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from syncline.codecs import Codec, build_codec
 from syncline.collectives import build
 from syncline.collectives.run import Channel, allreduce
+from syncline.errors import IncompatibleError
 from syncline.exchange import WAYS
 from syncline.strategies import Run
 from syncline.training.distribute import distribute
 
-__all__ = ["ALONE", "BASELINES", "DENSE", "MOMENTUM", "OURS", "Contender", "agree", "used", "wire"]
+__all__ = ["ALONE", "BASELINES", "DENSE", "OURS", "Contender", "agree", "used", "wire"]
 
 OURS = "syncline"
 """Our contender's name where no codec is asked for."""
@@ -35,14 +37,14 @@ class Contender:
     def __init__(self, name: str, model: nn.Module, options: Mapping[str, Any], broadcast_buffers: bool) -> None:
         self.name = name
         self.inner = self.model = model
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=MOMENTUM)
+        codec = None if name in (OURS, DENSE, ALONE, *BASELINES) else build_codec(name)
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=_momentum(codec))
         self.run: Run | None = None
         if name in BASELINES:
             from syncline.bench.baselines import ddp
 
             self.model = ddp(model, broadcast_buffers, half=name == "ddp-fp16")
         elif name != ALONE:
-            codec = None if name in (OURS, DENSE) else name
             collective = wire(options["collective"], dense=name == DENSE)
             self.run = distribute(model, self.optimizer, codec=codec, **{**options, "collective": collective})
 
@@ -62,6 +64,16 @@ class Contender:
     def close(self) -> None:
         if self.run is not None:
             self.run.close()
+
+
+def _momentum(codec: Codec | None) -> float:
+    """The optimizer's: a codec may bring its own."""
+    try:
+        if codec is not None:
+            codec.check(MOMENTUM)
+    except IncompatibleError:
+        return 0.0
+    return MOMENTUM
 
 
 @dataclass(frozen=True)

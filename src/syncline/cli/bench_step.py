@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from syncline.bench import step
-from syncline.bench.contenders import BASELINES, DENSE, MOMENTUM, OURS, wire
+from syncline.bench.contenders import BASELINES, DENSE, OURS, wire
 from syncline.bench.step_report import codec_steps_table, step_table
 from syncline.bench.subjects import SUBJECTS
 from syncline.cli.bench_launch import add_places, launch
@@ -148,8 +148,6 @@ def _codecs(given: Sequence[str]) -> list[str]:
     found = []
     for text in (spec for texts in given for spec in _listed(texts, ";")):
         codec = build_codec(text)
-        if codec is not None:
-            codec.check(MOMENTUM)  # that of the bench's optimizer
         found.append(DENSE if codec is None else repr(codec))
     if given and not found:
         raise SpecError(f"--codec {' '.join(given)!r} names none: write --codec 'topk(0.01)|quantize(4)'")

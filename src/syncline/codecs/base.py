@@ -12,9 +12,10 @@ steps (the residual of error feedback, a warm start) lies in its `Part`, and ran
 from __future__ import annotations
 
 import hashlib
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -57,7 +58,7 @@ class Draw:
 
     def of(self, name: str, start: int = 0) -> Draw:
         """For another parameter, or a part of one."""
-        return replace(self, name=name, start=start)
+        return Draw(self.seed, self.step, self.rank, name, start)
 
 
 @dataclass
@@ -98,6 +99,11 @@ class Codec(ABC):
     """How many of its fields are written without their names."""
     feedback: bool | None = None
     """Whether what was not sent is kept for the next step; None: where the codec is biased."""
+
+    @cached_property
+    def mark(self) -> int:
+        """CRC-32 of the spec: what a payload's header knows the codec by."""
+        return zlib.crc32(repr(self).encode())
 
     @property
     def biased(self) -> bool:
@@ -174,6 +180,11 @@ class PayloadCodec(Codec):
     def fixed(self) -> bool:
         """Whether a body always takes `body_bytes`; otherwise that is the most, and `write` tells how many it took."""
         return True
+
+    @property
+    def settled(self) -> int:
+        """The step from which on bodies keep their length."""
+        return 0
 
     @property
     def notices(self) -> bool:

@@ -92,12 +92,16 @@ class Chain(PayloadCodec):
     def sums(self) -> bool:
         return self.first.sums and isinstance(self.first, (PowerSGD, RandomK)) and isinstance(self.rest, Cast)
 
-    @property
+    @cached_property
     def fixed(self) -> bool:
         if isinstance(self.first, PowerSGD):
             return False
         assert isinstance(self.first, PayloadCodec)
         return self.first.fixed and self.rest.fixed
+
+    @property
+    def settled(self) -> int:
+        return max(link.settled for link in self.links if isinstance(link, PayloadCodec))
 
     @property
     def notices(self) -> bool:

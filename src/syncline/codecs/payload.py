@@ -9,7 +9,6 @@ parts, so a payload of another codec, version or length is refused before anythi
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
@@ -30,7 +29,17 @@ VERSION = 1
 def most_bytes(codec: PayloadCodec, sizes: Sequence[int], step: int = 0) -> int:
     """Bytes of a payload of parts of these sizes: exact where the codec's bodies are of fixed length."""
     extra = 0 if codec.fixed else LENGTH
-    return HEADER.size + sum(codec.body_bytes(numel, step) + extra for numel in sizes)
+    return HEADER.size + sum(_lengths(codec, sizes, step)) + extra * len(sizes)
+
+
+@lru_cache(maxsize=256)
+def _bodies(codec: PayloadCodec, sizes: tuple[int, ...], step: int) -> tuple[int, ...]:
+    """The lengths of bodies: the same in every step but the first ones of some codecs, and asked for again and again."""
+    return tuple(codec.body_bytes(numel, step) for numel in sizes)
+
+
+def _lengths(codec: PayloadCodec, sizes: Sequence[int], step: int) -> tuple[int, ...]:
+    return _bodies(codec, tuple(sizes), min(step, codec.settled))
 
 
 def pack(codec: PayloadCodec, parts: Sequence[Part], draw: Draw) -> Tensor:
@@ -45,14 +54,13 @@ def pack_into(
 ) -> int:
     """Encode the parts of a bucket into `whole`, zeroed and of `most_bytes`; how many bytes were used.
 
-    A part that holds NaN or Inf is an error or, where somebody wants to know of it, `broken`: then zeros go in its place.
+    A part that holds NaN or Inf is an error or, where somebody wants to know of it, `broken`: then zeros go instead.
     """
     elements = sum(part.numel for part in parts)
-    _put(whole, 0, HEADER.pack(MAGIC, VERSION, codec.kind, _mark(repr(codec)), elements))
-    at = HEADER.size
-    for part in parts:
-        most = codec.body_bytes(part.numel, draw.step)
-        first = at if codec.fixed else at + LENGTH
+    _put(whole, 0, HEADER.pack(MAGIC, VERSION, codec.kind, codec.mark, elements))
+    at, fixed = HEADER.size, codec.fixed
+    for part, most in zip(parts, _lengths(codec, [part.numel for part in parts], draw.step), strict=True):
+        first = at if fixed else at + LENGTH
         body, own = whole[first : first + most], draw.of(part.name, part.start)
         try:
             used = codec.write(part, body, own)
@@ -61,7 +69,7 @@ def pack_into(
                 raise
             broken(part)
             used = codec.write(Part(part.flat.zero_(), part.name, part.start, part.shape), body.zero_(), own)
-        if not codec.fixed:
+        if not fixed:
             _put(whole, at, struct.pack("<I", used))
         at = first + used
     return at
@@ -79,9 +87,10 @@ def unpack(
     """Decode into rows of float32, one for each part, or add to them; scaled, where the codec is a sparse one."""
     scaled = {} if scale == 1.0 else {"scale": scale}
     at = _check(codec, payload, sum(out.numel() for out in outs), sender)
-    for out in outs:
-        if codec.fixed:
-            length = codec.body_bytes(out.numel(), step)
+    fixed = codec.fixed
+    for out, most in zip(outs, _lengths(codec, [out.numel() for out in outs], step), strict=True):
+        if fixed:
+            length = most
         else:
             length = int.from_bytes(_bytes(payload, at, LENGTH, sender), "little")
             at += LENGTH
@@ -101,7 +110,7 @@ def _check(codec: PayloadCodec, payload: Tensor, elements: int, sender: str) -> 
         raise ProtocolError(f"what came{sender} is not a payload (it begins with {magic:#06x}, not {MAGIC:#06x})")
     if version != VERSION:
         raise ProtocolError(f"a payload{sender} has version {version}, and this is version {VERSION}")
-    if kind != codec.kind or mark != _mark(repr(codec)):
+    if kind != codec.kind or mark != codec.mark:
         raise ProtocolError(f"a payload{sender} is of another codec (kind {kind}) than {codec!r} (kind {codec.kind})")
     if numel != elements:
         raise ProtocolError(f"a payload{sender} holds {numel} elements, and {elements} are expected")
@@ -118,8 +127,3 @@ def _bytes(payload: Tensor, at: int, count: int, sender: str) -> bytes:
 
 def _put(whole: Tensor, at: int, data: bytes) -> None:
     whole[at : at + len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-
-
-@lru_cache(maxsize=256)
-def _mark(spec: str) -> int:
-    return zlib.crc32(spec.encode())

@@ -88,6 +88,10 @@ class TopK(SparseCodec):
             raise SpecError(f"topk's masking is True or False, not {self.masking!r}")
 
     @property
+    def settled(self) -> int:
+        return self.warmup
+
+    @property
     def notices(self) -> bool:
         return not self.momentum and self.clip is None  # NaN is among the largest, but a velocity would keep it
 

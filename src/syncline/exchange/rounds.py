@@ -142,10 +142,11 @@ class Round:
 
     def _read_control(self) -> Control:
         """What the ranks told. On a GPU that would be a wait for the device: where nothing hangs on it, it is read
-        before the next round, and what is wrong is raised then.
+        before the next round, and what is wrong is raised then. With a codec it is read now: some NaN was left out.
         """
         gradients, numbers = self._gradients, self.buckets.control
-        if numbers.is_cuda and not (gradients.careful or self.buckets.outside or not gradients.observed):
+        needed = gradients.careful or self._coding is not None or not gradients.observed
+        if numbers.is_cuda and not (needed or self.buckets.outside):
             gradients.read_later(numbers, self._suspects, self.arrived)
             return gradients.usual.control
         if not numbers.is_cuda and torch.equal(numbers, gradients.usual.summed):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from syncline.codecs import Chain, Chooser, Codec, PayloadCodec, Quantize, SparseCodec
+from syncline.codecs import Chain, Chooser, Codec, PayloadCodec, PowerSGD, Quantize, SparseCodec
 from syncline.collectives import NATIVE, build
 from syncline.costs import AUTO
 from syncline.errors import IncompatibleError, SpecError
@@ -17,7 +17,7 @@ __all__ = ["WAYS", "Way", "Ways", "check_wire", "is_sparse"]
 WAYS = ("gather", "split", "sparse_doubling", "sparse_split", "sparse_split_dense")
 DENSE_CODES = ("gather", "split")
 PREFER_GATHER = 1.5
-"""One round of the engine's own: others need more rounds and wake more threads, and must be faster by more than this."""
+"""One round of the engine's own. Others need more rounds and wake more threads: they must be faster by more."""
 MARK = "payloads of "
 """How a choice of ours begins, among those of the all-reduce."""
 
@@ -127,7 +127,7 @@ def _check_schedule(collective: str, codec: Codec | None) -> None:
 
 def _check_way(way: Way, codec: Codec) -> None:
     for leaf in _leaves(codec):
-        if not isinstance(leaf, PayloadCodec):
+        if not isinstance(leaf, PayloadCodec) or isinstance(getattr(leaf, "first", None), PowerSGD):
             raise IncompatibleError(f"collective={way!r} is for payloads, and {leaf!r} sums on the wire: use 'auto'")
         if way.name not in DENSE_CODES and not is_sparse(leaf):
             raise IncompatibleError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from syncline.events import ChromeTrace, Recorder, RunLog, TensorBoardSink
+from syncline.events import ChromeTrace, Event, Recorder, RunLog, TensorBoardSink
 from syncline.training.clocks import shared_zero
 from syncline.training.folder import RunFolder
 from syncline.training.progress import Moment
@@ -15,6 +15,8 @@ from syncline.training.workload import Workload
 from syncline.world import World
 
 __all__ = ["Journal"]
+
+DIAGNOSES = ("sl_codec_error", "sl_codec_xi", "sl_codec_density")
 
 
 class Journal:
@@ -28,6 +30,7 @@ class Journal:
     ) -> None:
         self._world = world
         self._trace: ChromeTrace | None = None
+        self._diagnoses: _Diagnoses | None = None
         self._recorder = Recorder(world.runtime.now)
         if folder is None:
             return
@@ -43,6 +46,9 @@ class Journal:
 
     def started(self, workload: Workload, settings: Settings, config: dict[str, Any], resumed: int) -> None:
         """The run begins, or goes on after so many steps."""
+        if settings.diagnose and self._recorder.sinks:
+            self._diagnoses = _Diagnoses(self._recorder)
+            self._world.events.add(self._diagnoses)
         samples = workload.splits().sizes()
         optimizer = workload.defaults.optimizer
         points = {
@@ -114,11 +120,28 @@ class Journal:
 
     def close(self) -> None:
         """Close log, scalars and trace. A second call does nothing."""
+        if self._diagnoses is not None:
+            self._world.events.remove(self._diagnoses)
+            self._diagnoses = None
         self._recorder.close()
         if self._trace is not None:
             self._world.events.remove(self._trace)
             self._trace.close()
             self._trace = None
+
+
+class _Diagnoses:
+    """Hands on what the run's own events tell of its codec; the rest of a step is the trace's alone."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def write(self, event: Event) -> None:
+        if event.key in DIAGNOSES:
+            self._recorder.point(event.key, _number(event.value), **event.metadata)
+
+    def close(self) -> None:
+        return
 
 
 def _number(value: Any) -> Any:

@@ -24,6 +24,9 @@ from syncline.bench.workloads import Fashion
 from syncline.bench.workloads.datasets import Pairs
 
 CODECS = [
+    "topk(0.01, momentum=0.9, whole=4096)|quantize(4)",
+    "powersgd(2)",
+    "topk(0.005, momentum=0.9, whole=4096)|quantize(4)",
     "cast('fp16')",
     "cast('bf16', stochastic=True)",
     "quantize(8)",
@@ -31,20 +34,12 @@ CODECS = [
     "quantize(2)",
     "onebit",
     "ternary",
-    "ternary(clip=2.5)",
     "topk(0.01)",
-    "topk(16, bucket=512)",
-    "topk(0.01, momentum=0.9, warmup=400)",
-    "randomk(0.01)",
-    "randomk(0.1)",
-    "threshold(0.01)",
-    "powersgd(2)",
-    "powersgd(4)",
-    "lossless",
     "topk(0.01)|quantize(4)",
     "topk(16, bucket=512)|quantize(4)",
-    "topk(0.01)|ternary",
-    "quantize(4)|lossless",
+    "randomk(0.1)",
+    "threshold(0.01)",
+    "lossless",
 ]
 T95 = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 

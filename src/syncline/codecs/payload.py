@@ -34,7 +34,7 @@ def most_bytes(codec: PayloadCodec, sizes: Sequence[int], step: int = 0) -> int:
 
 @lru_cache(maxsize=256)
 def _bodies(codec: PayloadCodec, sizes: tuple[int, ...], step: int) -> tuple[int, ...]:
-    """The lengths of bodies: the same in every step but the first ones of some codecs, and asked for again and again."""
+    """The lengths of bodies: the same in every step but the first ones of some codecs, and often asked for."""
     return tuple(codec.body_bytes(numel, step) for numel in sizes)
 
 

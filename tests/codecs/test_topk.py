@@ -142,7 +142,7 @@ def test_a_residual_that_overflows_is_told() -> None:
 
 def test_momentum_correction_by_hand() -> None:
     """u = m·u + g; v = v + u; the largest of v is sent, and both are 0 there."""
-    codec = TopK(1, momentum=0.5)
+    codec = TopK(1, momentum=0.5, masking=True)
     residual = torch.zeros(3)
     part = Part(torch.tensor([4.0, 2.0, 1.0]), residual=residual)
     assert _sent(codec, part, Draw()).tolist() == [4.0, 0.0, 0.0]

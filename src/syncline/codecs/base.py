@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from syncline.errors import DivergedError, IncompatibleError
+from syncline.errors import DivergedError, IncompatibleError, ProtocolError
 from syncline.specs import Spec
 
 if TYPE_CHECKING:
@@ -207,6 +207,16 @@ class PayloadCodec(Codec):
         """Decode a body into `out`, a row of float32, or add to it. The bytes may be anybody's: what cannot be is a
         `ProtocolError`, and nothing is read or written out of bounds.
         """
+
+    def read_all(self, rows: Tensor, out: Tensor, scale: float) -> None:
+        """The sum of what many ranks' bodies say, one a row, in this order; `scale` times."""
+        for rank, row in enumerate(rows):
+            try:
+                self.read(row, out, rank > 0)
+            except ProtocolError as error:
+                raise ProtocolError(f"from rank {rank}: {error}", peer=rank) from None
+        if scale != 1.0:
+            out.mul_(scale)
 
     def max_bytes(self, numel: int) -> int:
         from syncline.codecs.payload import most_bytes

@@ -21,9 +21,11 @@ from syncline.codecs.base import Codec, Draw, Part, PayloadCodec
 from syncline.codecs.cast import Cast
 from syncline.codecs.lossless import Lossless
 from syncline.codecs.powersgd import PowerSGD
+from syncline.codecs.quantize import Quantize
 from syncline.codecs.randomk import RandomK
 from syncline.codecs.raw import Raw
 from syncline.codecs.sparse import SparseCodec
+from syncline.codecs.topk import TopK
 from syncline.errors import SpecError
 
 __all__ = ["Chain"]
@@ -138,6 +140,8 @@ class Chain(PayloadCodec):
         return Lossless.most_bytes(self.first.body_bytes(numel, step))
 
     def write(self, part: Part, body: Tensor, draw: Draw) -> int:
+        if isinstance(self.first, TopK) and isinstance(self.rest, Quantize) and self.first.at_once(part.flat):
+            return self.first.write_at_once(part, body, draw, self.rest)
         if isinstance(self.first, SparseCodec):
             return self.first.write(part, body, draw, self.rest)
         assert isinstance(self.first, PayloadCodec), "a chain that sums has no bodies"
@@ -145,11 +149,16 @@ class Chain(PayloadCodec):
         used = self.first.write(part, inner, draw)
         return Lossless.compress(inner[:used], body, width=1)
 
-    def read(self, body: Tensor, out: Tensor, accumulate: bool, scale: float = 1.0) -> None:
+    def read_all(self, rows: Tensor, out: Tensor, scale: float) -> None:
+        if not isinstance(self.first, SparseCodec):
+            super().read_all(rows, out, scale)
+        elif not (isinstance(self.rest, Quantize) and self.first.reads_at_once(rows, out, scale, self.rest)):
+            self.first.read_all(rows, out, scale, self.rest)
+
+    def read(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
         if isinstance(self.first, SparseCodec):
-            self.first.read(body, out, accumulate, self.rest, scale)
+            self.first.read(body, out, accumulate, self.rest)
             return
-        assert scale == 1.0, "codes of all elements are scaled once they are summed"
         assert isinstance(self.first, PayloadCodec), "a chain that sums has no bodies"
         inner = Lossless.decompress(body, self.first.body_bytes(out.numel()), width=1)
         self.first.read(inner, out, accumulate)

@@ -18,7 +18,7 @@ from torch import Tensor
 from syncline.codecs.base import Draw, Part, PayloadCodec
 from syncline.errors import DivergedError, ProtocolError
 
-__all__ = ["HEADER", "most_bytes", "pack", "pack_into", "unpack"]
+__all__ = ["HEADER", "most_bytes", "pack", "pack_into", "unpack", "unpack_all"]
 
 HEADER = struct.Struct("<HBBIQ")
 LENGTH = 4
@@ -75,6 +75,17 @@ def pack_into(
     return at
 
 
+def unpack_all(codec: PayloadCodec, rows: Tensor, outs: Sequence[Tensor], step: int, scale: float) -> None:
+    """Decode and add up the payloads of all ranks, one a row, of bodies of fixed length; `scale` times the sum."""
+    elements = sum(out.numel() for out in outs)
+    for rank, row in enumerate(rows):
+        _check(codec, row, elements, f" from rank {rank}")
+    at = HEADER.size
+    for out, length in zip(outs, _lengths(codec, [out.numel() for out in outs], step), strict=True):
+        codec.read_all(rows[:, at : at + length], out, scale)
+        at += length
+
+
 def unpack(
     codec: PayloadCodec,
     payload: Tensor,
@@ -82,10 +93,8 @@ def unpack(
     accumulate: bool,
     sender: str = "",
     step: int = 0,
-    scale: float = 1.0,
 ) -> None:
-    """Decode into rows of float32, one for each part, or add to them; scaled, where the codec is a sparse one."""
-    scaled = {} if scale == 1.0 else {"scale": scale}
+    """Decode into rows of float32, one for each part, or add to them."""
     at = _check(codec, payload, sum(out.numel() for out in outs), sender)
     fixed = codec.fixed
     for out, most in zip(outs, _lengths(codec, [out.numel() for out in outs], step), strict=True):
@@ -98,7 +107,7 @@ def unpack(
             raise ProtocolError(
                 f"a payload{sender} of {payload.numel()} B ends within a body of {length} B at {at}: it is truncated"
             )
-        codec.read(payload[at : at + length], out, accumulate, **scaled)
+        codec.read(payload[at : at + length], out, accumulate)
         at += length
     if at != payload.numel():
         raise ProtocolError(f"a payload{sender} of {payload.numel()} B has {payload.numel() - at} B too many")

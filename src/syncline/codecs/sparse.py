@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from syncline.codecs.base import Draw, Part, PayloadCodec
+from syncline.codecs.kernels.dispatch import fused
 from syncline.codecs.kernels.indices import layout
 from syncline.codecs.kernels.sparse import kernels
+from syncline.codecs.quantize import Quantize
 from syncline.codecs.raw import Raw
 from syncline.errors import DivergedError, ProtocolError
 
@@ -92,6 +94,26 @@ class SparseCodec(PayloadCodec):
         if not accumulate:
             out.zero_()
         kernels(out).scatter(out, indices, found, accumulate)
+
+    def read_all(self, rows: Tensor, out: Tensor, scale: float, values: PayloadCodec = RAW) -> None:
+        for rank, row in enumerate(rows):
+            try:
+                self.read(row, out, rank > 0, values, scale)
+            except ProtocolError as error:
+                raise ProtocolError(f"from rank {rank}: {error}", peer=rank) from None
+
+    def reads_at_once(self, rows: Tensor, out: Tensor, scale: float, values: Quantize) -> bool:
+        """Read all rows in one call, where there is a kernel for it; whether that was done, and well."""
+        if not (fused(out) and self.fixed and type(self).read_head is SparseCodec.read_head and len(rows)):
+            return False
+        from syncline.codecs.kernels.chosen_fused import read_rows
+
+        count = get_u32(rows[0])
+        plan = layout(out.numel(), count) if self.possible(out.numel(), count) else None
+        due = 0 if plan is None else 4 + plan.nbytes + values.body_bytes(count)
+        if plan is None or rows.shape[1] != due or out.numel() >= 2**31:
+            return False  # what is wrong is said where rows are read one by one
+        return read_rows(rows, out, count, plan, values.bits, values.bucket, scale) == 0
 
     def read_stream(self, body: Tensor, numel: int, values: PayloadCodec = RAW) -> tuple[Tensor, Tensor]:
         """The indices and values of a body, without a tensor of all elements."""

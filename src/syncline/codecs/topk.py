@@ -21,9 +21,12 @@ import torch
 from torch import Tensor
 
 from syncline.codecs.base import Draw, Part
+from syncline.codecs.kernels.dispatch import fused
+from syncline.codecs.kernels.indices import layout
 from syncline.codecs.kernels.sparse import kernels
+from syncline.codecs.quantize import Quantize
 from syncline.codecs.sparse import SparseCodec
-from syncline.errors import IncompatibleError, SpecError
+from syncline.errors import DivergedError, IncompatibleError, SpecError
 
 __all__ = ["TopK"]
 
@@ -115,10 +118,7 @@ class TopK(SparseCodec):
         return self.most(numel, self.warmup) <= count <= self.most(numel)
 
     def select(self, part: Part, draw: Draw) -> tuple[Tensor, Tensor]:
-        flat = self._clipped(part.flat)
-        if self.momentum:
-            velocity = part.memory.setdefault("velocity", torch.zeros_like(flat))
-            flat = torch.add(flat, velocity, alpha=self.momentum, out=velocity)
+        flat = self._moved(part)
         run = kernels(flat)
         if self.bucket is None or part.numel <= self.whole:
             indices, values = run.largest(flat, part.residual, self.most(part.numel, draw.step))
@@ -128,6 +128,32 @@ class TopK(SparseCodec):
         if self.momentum and self.masking:
             run.scatter(flat, indices, torch.zeros_like(values), accumulate=False)
         return indices, values
+
+    def at_once(self, flat: Tensor) -> bool:
+        """Whether one kernel can choose and quantise."""
+        simple = self.bucket is None and not (self.momentum and self.masking)
+        return simple and fused(flat) and 0 < flat.numel() < 2**31
+
+    def write_at_once(self, part: Part, body: Tensor, draw: Draw, values: Quantize) -> int:
+        """As `write`, where `at_once` says so."""
+        from syncline.codecs.kernels.chosen_fused import NOT_FINITE, write_largest
+
+        flat, k = self._moved(part), self.most(part.numel, draw.step)
+        how = (values.bits, values.bucket, values.norm == "l2", values.stochastic)
+        plan = layout(part.numel, k)
+        if write_largest(flat, part.residual, body, k, plan, how, draw.start, draw.key) == NOT_FINITE:
+            raise DivergedError(
+                f"{self!r}: {part.name or 'a tensor'} holds NaN or Inf, with what was left unsent of it"
+            )
+        return body.numel()
+
+    def _moved(self, part: Part) -> Tensor:
+        """The gradient, clipped and with momentum."""
+        flat = self._clipped(part.flat)
+        if not self.momentum:
+            return flat
+        velocity = part.memory.setdefault("velocity", torch.zeros_like(flat))
+        return torch.add(flat, velocity, alpha=self.momentum, out=velocity)
 
     def _of(self, size: int, step: int) -> int:
         """How many of so many are kept in a step."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from syncline.codecs.base import Draw, Part, PayloadCodec
-from syncline.codecs.payload import HEADER, most_bytes, pack_into, unpack
+from syncline.codecs.payload import HEADER, most_bytes, pack_into, unpack, unpack_all
 from syncline.errors import DivergedError, ProtocolError
 from syncline.exchange.requests import Gather, Reduction, Scatter
 
@@ -49,7 +49,7 @@ def gather(
 ) -> Reduction[Tensor]:
     """Sum the parts over the ranks, in place: all payloads to all. Returns everyone's `extra`, as bytes[p, n].
 
-    The sum is `scale` times that, for codecs that choose elements. A part that cannot be encoded is told to `broken`,
+    What is left in the parts is `scale` times the sum. A part that cannot be encoded is told to `broken`,
     which may still change `extra`.
     """
     sizes = [part.numel for part in parts]
@@ -61,14 +61,17 @@ def gather(
     if codec.fixed:
         message[whole - extra.numel() :] = extra
         rows = yield Gather(message)
-        extras, payloads = rows[:, whole - extra.numel() :], [row[:most] for row in rows]
-    else:
-        table, extras = yield from ask(torch.tensor([used]), extra, size)
-        lengths = [_length(told, most, rank) for rank, told in enumerate(table[:, 0].tolist())]
-        rows = yield Gather(message[: _aligned(max(lengths))])
-        payloads = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        unpack_all(codec, rows[:, :most], [part.flat for part in parts], draw.step, scale)
+        extras = rows[:, whole - extra.numel() :]
+        return extras
+    table, extras = yield from ask(torch.tensor([used]), extra, size)
+    lengths = [_length(told, most, rank) for rank, told in enumerate(table[:, 0].tolist())]
+    rows = yield Gather(message[: _aligned(max(lengths))])
+    payloads = [row[:length] for row, length in zip(rows, lengths, strict=True)]
     for rank, payload in enumerate(payloads):
-        unpack(codec, payload, [part.flat for part in parts], rank > 0, f" from rank {rank}", draw.step, scale)
+        unpack(codec, payload, [part.flat for part in parts], rank > 0, f" from rank {rank}", draw.step)
+    for part in parts if scale != 1.0 else ():
+        part.flat.mul_(scale)
     return extras
 
 

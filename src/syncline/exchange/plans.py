@@ -15,7 +15,7 @@ from syncline.exchange.compressed import gather, split
 from syncline.exchange.exchange import Exchange
 from syncline.exchange.requests import Sum
 from syncline.exchange.sparse_reduce import sparse_doubling, sparse_split, sparse_split_dense
-from syncline.exchange.ways import Way, is_sparse
+from syncline.exchange.ways import Way
 
 __all__ = ["Guard", "work_for"]
 
@@ -42,10 +42,10 @@ def work_for(
         before.check(parts)
     extra = torch.empty(0, dtype=torch.uint8) if control is None else control.view(torch.uint8)
     extra = extra.to(parts[0].flat.device)
-    if way.name == "gather" and is_sparse(codec):
+    if way.name == "gather":
         told = yield from gather(codec, parts, draw, size, extra, scale=1 / size, broken=before.broken)
         return told
-    told = yield from _by(way, codec, parts, draw, exchange, extra, coding, before)
+    told = yield from _by(way, codec, parts, draw, exchange, extra, coding)
     _scale(parts, 1 / size)
     return told
 
@@ -74,11 +74,8 @@ def _by(
     exchange: Exchange,
     extra: Tensor,
     coding: Coding,
-    before: Guard,
 ) -> Work:
     size, rank = exchange.size, exchange.rank
-    if way.name == "gather":
-        return gather(codec, parts, draw, size, extra, broken=before.broken)
     if way.name == "split":
         return split(codec, parts, draw, size, rank, extra, coding.owned)
     if way.name == "sparse_doubling":

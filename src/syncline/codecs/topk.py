@@ -96,7 +96,7 @@ class TopK(SparseCodec):
 
     @property
     def notices(self) -> bool:
-        return not self.momentum and self.clip is None  # NaN is among the largest, but a velocity would keep it
+        return self.clip is None and not self.masking  # NaN is among the largest; but its norm would be NaN too
 
     def check(self, momentum: float) -> None:
         if self.momentum and momentum:
@@ -131,17 +131,19 @@ class TopK(SparseCodec):
 
     def at_once(self, flat: Tensor) -> bool:
         """Whether one kernel can choose and quantise."""
-        simple = self.bucket is None and not (self.momentum and self.masking)
+        simple = self.bucket is None and not (self.momentum and (self.masking or self.feedback is False))
         return simple and fused(flat) and 0 < flat.numel() < 2**31
 
     def write_at_once(self, part: Part, body: Tensor, draw: Draw, values: Quantize) -> int:
         """As `write`, where `at_once` says so."""
         from syncline.codecs.kernels.chosen_fused import NOT_FINITE, write_largest
 
-        flat, k = self._moved(part), self.most(part.numel, draw.step)
+        flat, k = self._clipped(part.flat), self.most(part.numel, draw.step)
+        velocity = part.memory.setdefault("velocity", torch.zeros_like(flat)) if self.momentum else None
         how = (values.bits, values.bucket, values.norm == "l2", values.stochastic)
         plan = layout(part.numel, k)
-        if write_largest(flat, part.residual, body, k, plan, how, draw.start, draw.key) == NOT_FINITE:
+        moving = (draw.start, draw.key, velocity, self.momentum)
+        if write_largest(flat, part.residual, body, k, plan, how, *moving) == NOT_FINITE:
             raise DivergedError(
                 f"{self!r}: {part.name or 'a tensor'} holds NaN or Inf, with what was left unsent of it"
             )
@@ -152,8 +154,16 @@ class TopK(SparseCodec):
         flat = self._clipped(part.flat)
         if not self.momentum:
             return flat
-        velocity = part.memory.setdefault("velocity", torch.zeros_like(flat))
-        return torch.add(flat, velocity, alpha=self.momentum, out=velocity)
+        return part.memory.setdefault("velocity", torch.zeros_like(flat)).mul_(self.momentum).add_(flat)
+
+    def _give_back(self, part: Part, indices: Tensor, chosen: Tensor) -> None:
+        if not self.momentum:
+            super()._give_back(part, indices, chosen)
+        elif part.residual is not None:
+            velocity = part.memory["velocity"]
+            kernels(chosen).scatter(part.residual, indices, chosen, accumulate=False)
+            part.residual.sub_(velocity).nan_to_num_(0.0, 0.0, 0.0)
+            velocity.sub_(part.flat).div_(self.momentum).nan_to_num_(0.0, 0.0, 0.0)
 
     def _of(self, size: int, step: int) -> int:
         """How many of so many are kept in a step."""

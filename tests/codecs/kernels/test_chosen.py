@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -71,16 +72,23 @@ def test_all_at_once_is_one_after_the_other(spec: str) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("spec", ["topk(0.1)|quantize(4)", "topk(0.1)"])
-def test_nan_is_noticed_and_the_residual_stays_as_it_was(spec: str, bad: float) -> None:
-    codec = payload_codec(spec)
+@pytest.mark.parametrize("spec", ["topk(0.1)|quantize(4)", "topk(0.1)", "topk(0.1, momentum=0.5)|quantize(4)"])
+@pytest.mark.parametrize("plain", [False, True])
+def test_nan_is_noticed_and_the_residual_stays_as_it_was(spec: str, bad: float, plain: bool) -> None:
+    with reference_only() if plain else nullcontext():
+        _notice(payload_codec(spec), bad)
+
+
+def _notice(codec: PayloadCodec, bad: float) -> None:
     before = torch.randn(200, generator=torch.Generator().manual_seed(0))
     flat = torch.randn(200, generator=torch.Generator().manual_seed(1))
     flat[[3, 77]] = bad
-    residual = before.clone()
+    residual, velocity = before.clone(), before.clone() * 2
     with pytest.raises(DivergedError):
-        pack(codec, [Part(flat, residual=residual)], Draw())
+        pack(codec, [Part(flat, residual=residual, memory={"velocity": velocity})], Draw())
     known = torch.isfinite(flat)
+    torch.testing.assert_close(velocity[known], 2 * before[known], rtol=0, atol=1e-5)
+    assert bool(torch.isfinite(velocity).all())
     torch.testing.assert_close(residual[known], before[known], rtol=0, atol=1e-6)
     assert residual[~known].tolist() == [0.0, 0.0]
 

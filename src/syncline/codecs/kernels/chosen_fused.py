@@ -11,7 +11,7 @@ from torch import Tensor
 from syncline.codecs.kernels.compiled import Number, jit
 from syncline.codecs.kernels.dense_fused import decode_quantize, encode_quantize
 from syncline.codecs.kernels.indices import BITMAP, Layout
-from syncline.codecs.kernels.sparse_fused import _arrays, _get_bits, _largest, _pack, _room, _set_bits, _unpack
+from syncline.codecs.kernels.sparse_fused import STILL, _arrays, _get_bits, _largest, _pack, _room, _set_bits, _unpack
 
 __all__ = ["NOT_FINITE", "read_rows", "write_largest"]
 
@@ -29,6 +29,8 @@ def write_largest(
     quantizer: tuple[int, int, bool, bool],
     start: int,
     key: int,
+    velocity: Tensor | None = None,
+    momentum: float = 0.0,
 ) -> int:
     """Choose, write count, indices and values, and leave in the residual what they do not say; 0 or `NOT_FINITE`.
 
@@ -38,7 +40,9 @@ def write_largest(
     indices, values = _room(flat.numel(), k)
     bits, bucket, euclid, stochastic = quantizer
     arrays = (added, total, residual is not None, indices.numpy(), values.numpy(), body.numpy())
-    found: int = _write(*arrays, plan.low, plan.first, plan.nbytes, bits, bucket, euclid, stochastic, start, key)
+    moving = STILL if velocity is None else velocity.numpy()
+    layout = (plan.low, plan.first, plan.nbytes)
+    found: int = _write(*arrays, *layout, bits, bucket, euclid, stochastic, start, key, moving, np.float32(momentum))
     return found
 
 
@@ -67,9 +71,11 @@ def _write(
     stochastic: bool,
     start: int,
     key: int,
+    velocity: Number,
+    momentum: Number,
 ) -> int:
     k = indices.size
-    _largest(added, total, both, k, indices, values)
+    _largest(added, total, both, k, indices, values, velocity, momentum)
     finite = True
     for j in range(k):
         finite &= np.isfinite(values[j])
@@ -77,9 +83,13 @@ def _write(
         if both:  # as it was before, as far as it can be known
             for j in range(k):
                 total[indices[j]] = values[j]
+            more = velocity if velocity.size else added
             for i in range(total.size):
-                was = np.float32(total[i] - added[i])
+                was = np.float32(total[i] - more[i])
                 total[i] = was if np.isfinite(was) else np.float32(0)
+            for i in range(velocity.size):
+                was = np.float32(np.float32(velocity[i] - added[i]) / momentum)
+                velocity[i] = was if np.isfinite(was) else np.float32(0)
         return NOT_FINITE
     for place in range(4):
         body[place] = np.uint8((k >> (8 * place)) & 255)

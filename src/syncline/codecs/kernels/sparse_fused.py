@@ -23,13 +23,15 @@ SAMPLE = 16384
 SMALL = 8192
 """Up to here every magnitude is counted: a sample would save nothing."""
 MAGNITUDE = np.int32(0x7FFFFFFF)
+STILL = np.empty(0, np.float32)
+"""No velocity."""
 
 
 def largest(flat: Tensor, residual: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
     """The k of largest magnitude, in order; of equal ones the first."""
     total, added = _arrays(flat, residual)
     indices, values = _room(flat.numel(), k)
-    _largest(added, total, residual is not None, k, indices.numpy(), values.numpy())
+    _largest(added, total, residual is not None, k, indices.numpy(), values.numpy(), STILL, np.float32(0))
     return indices, values
 
 
@@ -48,10 +50,10 @@ def at_least(flat: Tensor, residual: Tensor | None, threshold: float) -> tuple[T
     total, added = _arrays(flat, residual)
     limit, both = np.float32(threshold), residual is not None
     found, values = _room(flat.numel(), flat.numel() // 16 + 8)
-    count = _gather(added, total, both, limit, found.numpy())
+    count = _gather(added, total, both, limit, found.numpy(), STILL, np.float32(0))
     if count > found.numel() - 8:
         found, values = _room(flat.numel(), _count(total, limit) + 8)
-        count = _gather(total, total, False, limit, found.numpy())
+        count = _gather(total, total, False, limit, found.numpy(), STILL, np.float32(0))
     found, values = found[:count], values[:count]
     _lift(total, both, found.numpy(), values.numpy())
     return found, values
@@ -106,9 +108,10 @@ def _room(numel: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 @jit
-def _gather(added: Any, total: Any, both: bool, threshold: Any, found: Any) -> int:
+def _gather(added: Any, total: Any, both: bool, threshold: Any, found: Any, velocity: Any, momentum: Any) -> int:
     """Add, and note who reaches the threshold: in order, up to 8 less than there is room for.
 
+    With a velocity that is what is added, once momentum times it and `added` have become the new one.
     Comparing a stretch into bytes is vectorised; then eight of them are looked at as one word, and most are 0.
     """
     room, count = found.size - 8, 0
@@ -118,6 +121,8 @@ def _gather(added: Any, total: Any, both: bool, threshold: Any, found: Any) -> i
         here = total[start : start + STRETCH]
         if both:
             more = added[start : start + STRETCH]
+            if velocity.size:
+                more = _moved(more, velocity[start : start + STRETCH], momentum)
             for i in range(here.size):
                 here[i] = here[i] + more[i]
         for i in range(here.size):
@@ -130,6 +135,13 @@ def _gather(added: Any, total: Any, both: bool, threshold: Any, found: Any) -> i
                     found[count] = start + i
                     count += np.int64(hits[i])
     return count
+
+
+@jit
+def _moved(added: Any, velocity: Any, momentum: Any) -> Any:
+    for i in range(velocity.size):
+        velocity[i] = np.float32(momentum * velocity[i]) + added[i]
+    return velocity
 
 
 @jit
@@ -174,13 +186,16 @@ def _kth(bits: Any, k: int) -> tuple[Any, int]:
 
 
 @jit
-def _sampled(added: Any, total: Any, both: bool, k: int) -> Any:
+def _sampled(added: Any, total: Any, both: bool, k: int, velocity: Any, momentum: Any) -> Any:
     """A magnitude that somewhat more than k will reach, from a sample spread over all."""
     bits, size = np.empty(SAMPLE, np.float32), total.size
     for j in range(SAMPLE):
         place = j * size // SAMPLE
         place += (j * 40503 & 0xFFFF) * ((j + 1) * size // SAMPLE - place) >> 16  # never the same column of a matrix
-        bits[j] = total[place] + added[place] if both else total[place]
+        more = added[place] if both else np.float32(0)
+        if velocity.size:
+            more = np.float32(momentum * velocity[place]) + more
+        bits[j] = total[place] + more
     hope = SAMPLE * k / size
     kth, _ = _kth(bits.view(np.int32), min(SAMPLE, int(hope + 4 * np.sqrt(hope) + 8)))
     single = np.empty(1, np.int32)
@@ -189,16 +204,20 @@ def _sampled(added: Any, total: Any, both: bool, k: int) -> Any:
 
 
 @jit
-def _largest(added: Any, total: Any, both: bool, k: int, indices: Any, values: Any) -> None:
+def _largest(
+    added: Any, total: Any, both: bool, k: int, indices: Any, values: Any, velocity: Any, momentum: Any
+) -> None:
     bits, count = total.view(np.int32), 0
     candidates = np.empty(0, np.int32)
     found = indices
     if total.size > SMALL:
         found = np.empty(min(total.size, 8 * k + total.size // 512) + 8, indices.dtype)
-        count = _gather(added, total, both, _sampled(added, total, both, k), found)
+        threshold = _sampled(added, total, both, k, velocity, momentum)
+        count = _gather(added, total, both, threshold, found, velocity, momentum)
     elif both:
+        more = _moved(added, velocity, momentum) if velocity.size else added
         for i in range(total.size):
-            total[i] = total[i] + added[i]
+            total[i] = total[i] + more[i]
     near = k <= count <= found.size - 8  # otherwise the sample misled, and all are candidates
     if near:
         candidates = np.empty(count, np.int32)

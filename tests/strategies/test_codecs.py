@@ -222,7 +222,7 @@ def test_a_rank_without_data_adds_nothing_and_keeps_what_it_has_left(codec: str)
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run = sl.distribute(model, optimizer, codec=codec)
-        for x, y in run.shard(DataLoader(data(11), batch_size=2)):
+        for x, y in run.shard(DataLoader(data(7), batch_size=2)):
             optimizer.zero_grad()
             backward(nn.functional.cross_entropy(model(x), y))
             optimizer.step()

@@ -121,6 +121,11 @@ class Codec(ABC):
         return False
 
     @property
+    def lingers(self) -> bool:
+        """Whether the residual is settled only when the sums are back, so that no step may begin before."""
+        return False
+
+    @property
     def keeps_residual(self) -> bool:
         """Whether error feedback is on."""
         return not self.exact and (self.biased if self.feedback is None else self.feedback)

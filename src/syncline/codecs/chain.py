@@ -63,6 +63,8 @@ class Chain(PayloadCodec):
         elif isinstance(first, SparseCodec):
             if len(rest) > 1:
                 Chain(tuple(rest))
+            if isinstance(first, TopK) and first.momentum and not self.keeps_residual:
+                raise SpecError(f"{self!r}: topk's momentum lives in the residual; leave out feedback=False")
         elif len(rest) != 1 or not isinstance(rest[0], Lossless) or isinstance(first, Lossless):
             raise SpecError(f"{self!r}: after {first!r} only lossless may follow: its bytes are not numbers any more")
 
@@ -100,6 +102,10 @@ class Chain(PayloadCodec):
             return False
         assert isinstance(self.first, PayloadCodec)
         return self.first.fixed and self.rest.fixed
+
+    @property
+    def lingers(self) -> bool:
+        return self.first.lingers
 
     @property
     def settled(self) -> int:

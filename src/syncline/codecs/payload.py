@@ -68,6 +68,8 @@ def pack_into(
             if broken is None:
                 raise
             broken(part)
+            if part.residual is not None:
+                part.residual.nan_to_num_(0.0, 0.0, 0.0)
             used = codec.write(Part(part.flat.zero_(), part.name, part.start, part.shape), body.zero_(), own)
         if not fixed:
             _put(whole, at, struct.pack("<I", used))

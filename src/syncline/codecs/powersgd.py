@@ -71,6 +71,10 @@ class PowerSGD(Codec):
     def max_bytes(self, numel: int) -> int:
         return most_bytes(_Factors(self), [numel])
 
+    @property
+    def lingers(self) -> bool:
+        return True
+
     def encode(self, tensor: Tensor, draw: Draw | None = None, residual: Tensor | None = None) -> Tensor:
         return _Factors(self).encode(tensor, draw, residual)
 

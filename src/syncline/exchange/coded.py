@@ -33,6 +33,7 @@ class Coded:
         self._flights: tuple[Flight, ...] = ()
         self._single = True
         self._off = 0.0
+        self._watched = exchange.stats.watching
 
     def begin(self, here: bool = False) -> None:
         """Encode; what is to be sent takes off."""
@@ -43,7 +44,8 @@ class Coded:
         if self.done:
             return
         answers = [flight.land() for flight in self._flights]
-        self._exchange.stats.reduced(self._off, self._exchange.world.runtime.now(), self._what)
+        if self._watched:
+            self._exchange.stats.reduced(self._off, self._exchange.world.runtime.now(), self._what)
         self._next(answers[0] if self._single else answers, here)
 
     def wait(self) -> None:

@@ -44,6 +44,11 @@ class Coding:
         self._memories: dict[str, dict[str, Tensor]] = {}
 
     @property
+    def lingers(self) -> bool:
+        """Whether a step may only begin when the sums of the one before are back."""
+        return any(codec.lingers for codec in self.picked if codec is not None)
+
+    @property
     def draw(self) -> Draw:
         """This step's random bits."""
         return Draw(self._seed, self.step, self._rank)
@@ -57,7 +62,8 @@ class Coding:
             if name not in self._residuals:
                 self._residuals[name] = self._zeros(index)
             residual = self._residuals[name]
-        memory = self._memories.setdefault(name, {}) if present else {}
+        # What the sums decide is the same on every rank, also on those that had nothing to add.
+        memory = self._memories.setdefault(name, {}) if present or codec.sums else {}
         return Part(flat, name, shape=self._shapes[index], residual=residual, memory=memory)
 
     def shared_state(self) -> dict[str, Any]:
@@ -67,7 +73,7 @@ class Coding:
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         """Take it back."""
-        self.step = int(state.get("step", 0))
+        self.step, self._memories = int(state.get("step", 0)), {}
         for name, start in state.get("warm", {}).items():
             device = self._rows[self._number(name)][1]
             self._memories.setdefault(name, {})[ALIKE] = start.to(device, copy=True)

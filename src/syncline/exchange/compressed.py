@@ -135,9 +135,11 @@ def spread_sums(
     lengths = [most_bytes(codec, [piece.numel for piece in shard], draw.step) for shard in pieces]
     message = _bytes(_aligned(max(lengths) + 1), _device(pieces))
     used, status = lengths[rank], FINE
-    if all(bool(torch.isfinite(piece.flat).all()) for piece in own):
+    try:
+        if not all(bool(torch.isfinite(piece.flat).all()) for piece in own):
+            raise DivergedError("the sum")
         used = pack_into(codec, own, second, message[:used])
-    else:
+    except DivergedError:
         status = OVERFLOWED  # told to all, so that all raise the same
     if not codec.fixed:
         table, _ = yield from ask(torch.tensor([used]), message[:0], size)

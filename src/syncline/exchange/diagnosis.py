@@ -48,7 +48,7 @@ class Diagnosis:
             if is_sparse(codec):
                 sent, mean = (whole - left) / size, whole / size
                 for tensor in (sent, mean, gradient):
-                    self._exchange.begin_sum(tensor, f"the diagnosis of {part.name}").wait()
+                    self._exchange.sum_now(tensor, f"the diagnosis of {part.name}")
                 gap = mean - self._left(codec, part, mean) - sent
                 point("sl_codec_xi", _ratio(gap, gradient / size), **where)
 

@@ -79,6 +79,7 @@ class Gradients:
         self._free: list[BucketSet] = []
         self._in_flight = 0
         self._round: Round | None = None
+        self._latest: Round | None = None
         self._paused = False
         self._accumulated: set[int] = set()
         watched = [] if idle else list(enumerate(self.parameters))  # idle: one worker has nobody to agree with
@@ -242,13 +243,17 @@ class Gradients:
         self.judge_deferred()
         self.exchange.stats.next_round()
         if self.coding is not None:
+            if self._latest is not None:
+                self._latest.land()
             self.coding.step += 1
         if self._lay_out_anew and not self._in_flight:
             self._lay_out()
         buckets = self._free.pop() if self._free else self._buckets(self._used)
         self._in_flight += 1
-        self._round = Round(self, buckets, task)
-        return self._round
+        found = self._round = Round(self, buckets, task)
+        if self.coding is not None and self.coding.lingers:
+            self._latest = found
+        return found
 
     def _lay_out(self) -> None:
         self._lay_out_anew = False

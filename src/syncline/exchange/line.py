@@ -9,6 +9,7 @@ for a second thread would only take turns with backward::
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -34,14 +35,17 @@ class Member(Protocol):
 class Plain:
     """A bucket that goes as it is."""
 
-    def __init__(self, exchange: Exchange, flat: Tensor, what: str) -> None:
+    def __init__(self, exchange: Exchange, flat: Tensor, what: str, before: Callable[[], None] | None = None) -> None:
         self.done = False
+        self._before = before
         self._exchange = exchange
         self._flat = flat
         self._what = what
         self._reduction: Reduction | None = None
 
     def begin(self, here: bool = False) -> None:
+        if self._before is not None:
+            self._before()
         self._reduction = self._exchange.start(self._flat, self._what, here)
 
     def advance(self, here: bool = False) -> None:

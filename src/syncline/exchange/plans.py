@@ -11,7 +11,7 @@ from torch import Tensor
 from syncline.codecs import Codec, Draw, Part, PayloadCodec
 from syncline.exchange.coded import Work
 from syncline.exchange.coding import Coding
-from syncline.exchange.compressed import gather, split
+from syncline.exchange.compressed import gather, settle, split
 from syncline.exchange.exchange import Exchange
 from syncline.exchange.requests import Sum
 from syncline.exchange.sparse_reduce import sparse_doubling, sparse_split, sparse_split_dense
@@ -19,27 +19,39 @@ from syncline.exchange.ways import Way
 
 __all__ = ["Guard", "work_for"]
 
+OWNED = ("split", "sparse_split_dense")
+"""Ways in which shards have owners, who may have something left."""
+
 
 def work_for(
-    exchange: Exchange, coding: Coding, codec: Codec, parts: Sequence[Part], control: Tensor | None, before: Guard
+    exchange: Exchange,
+    coding: Coding,
+    draw: Draw,
+    codec: Codec,
+    parts: Sequence[Part],
+    control: Tensor | None,
+    before: Guard,
 ) -> Work:
     """What makes means of the parts over the ranks, in place. `control` is summed: by itself, or told as bytes[p, n].
 
     `before` looks for NaN and Inf, and writes the control numbers, when the work begins.
     """
-    draw, size = coding.draw, exchange.size
+    size = exchange.size
     if codec.sums and exchange.ways.told is None:
-        before.check(parts)
+        settle(coding.owned, parts, [])
+        before.check(parts, whole=codec.keeps_residual and not codec.lingers)
         yield from _summed(codec, parts, draw, size, control)
         _scale(parts, 1 / size)
         return None
     assert isinstance(codec, PayloadCodec), f"{codec!r} gives bytes"
     way = exchange.ways.way(codec, [part.numel for part in parts])
     noticed = way.name == "gather" and codec.notices and not parts[0].flat.is_cuda
+    if way.name not in OWNED:
+        settle(coding.owned, parts, [])  # what the owners of a run before had left
     if noticed:
         before.write_control()
     else:
-        before.check(parts)
+        before.check(parts, whole=way.name != "gather")
     extra = torch.empty(0, dtype=torch.uint8) if control is None else control.view(torch.uint8)
     extra = extra.to(parts[0].flat.device)
     if way.name == "gather":
@@ -53,8 +65,11 @@ def work_for(
 class Guard(Protocol):
     """Who keeps NaN and Inf away from codecs, which cannot say them."""
 
-    def check(self, parts: Sequence[Part]) -> None:
-        """Look for them in parts that are about to be encoded; then write the control numbers, if this is the time."""
+    def check(self, parts: Sequence[Part], whole: bool = False) -> None:
+        """Look for them in parts that are about to be encoded; then write the control numbers, if this is the time.
+
+        `whole`: in what the residuals make of them, too.
+        """
         ...
 
     def broken(self, part: Part) -> None:

@@ -17,6 +17,7 @@ from syncline.codecs import Part
 from syncline.errors import IncompatibleError
 from syncline.exchange.buckets import Bucket, BucketSet, flattened, owns_memory
 from syncline.exchange.coded import Coded
+from syncline.exchange.coding import ALIKE
 from syncline.exchange.control import Control, write_control
 from syncline.exchange.exchange import Reduction
 from syncline.exchange.line import Line, Plain
@@ -119,13 +120,13 @@ class Round:
         if self._line is not None:
             self._line.wait()
             self._take_control()
-            if self._diagnosis is not None:
-                self._diagnosis.tell()
         else:
             for reduction in self._reductions:
                 reduction.wait()  # type: ignore[union-attr]
         self._exchange.stats.waited(start, now())
         self.control = control = self._read_control()
+        if self._diagnosis is not None and not control.not_finite:
+            self._diagnosis.tell()
         size = self._exchange.size
         rescale = size / control.weight if control.weight > 0 and control.weight != size else 1.0
         for bucket in self.buckets.buckets:
@@ -169,7 +170,8 @@ class Round:
     def _fill(self, index: int) -> None:
         """A parameter without a new gradient adds nothing; the gradient it may still have from before is kept."""
         if index in self.buckets.large:
-            self._large[index] = torch.zeros_like(self._gradients.parameters[index])
+            parameter = self._gradients.parameters[index]
+            self._large[index] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
             return
         view = self.buckets.views[index]
         gradient = self._gradients.parameters[index].grad
@@ -193,13 +195,15 @@ class Round:
                 bucket.data.mul_(self._scale)
             if self._gradients.check_finite and bucket.items:
                 self._check(self._data(bucket), bucket.items)
-            if last:
+            if last and self._line is None:
                 self.write_control()
             flat = self._data(bucket) if bucket.flat is None else bucket.flat
             if self._line is None:
                 self._reductions.append(self._exchange.start(flat, self._gradients.labels[number]))
             else:
-                self._reductions.append(Plain(self._exchange, flat, self._gradients.labels[number]))
+                # Those before it may still be looked at in the comm task: what it finds belongs to the control numbers.
+                before = self.write_control if last else None
+                self._reductions.append(Plain(self._exchange, flat, self._gradients.labels[number], before))
                 self._line.add(self._reductions[-1])  # type: ignore[arg-type]
 
     def _encode(self, number: int, bucket: Bucket, last: bool) -> None:
@@ -218,7 +222,8 @@ class Round:
         if self._diagnosis is not None:
             self._diagnosis.look(codec, parts)
         guard = _Guard(self, bucket.items, last)
-        work = work_for(self._exchange, coding, codec, parts, self.buckets.control if last else None, guard)
+        control = self.buckets.control if last else None
+        work = work_for(self._exchange, coding, coding.draw, codec, parts, control, guard)
         logical = sum(self._large[index].nbytes for index in bucket.items)
         self._reductions.append(Coded(self._exchange, work, what, logical))
         line.add(self._reductions[-1])  # type: ignore[arg-type]
@@ -254,7 +259,7 @@ class Round:
                 if index in self.buckets.views:
                     self.buckets.views[index].zero_()
                 elif index in self.buckets.large:
-                    self._large[index] = torch.zeros_like(parameter)
+                    self._large[index] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
             elif index in self.buckets.large:
                 self._take(index, gradient)
             elif index in self.buckets.views:
@@ -319,9 +324,18 @@ class Round:
         """Whether a gradient holds neither NaN nor Inf; noted where it does."""
         if bool(torch.isfinite(row.sum(dtype=torch.float32))) or bool(torch.isfinite(row).all()):
             return True
-        self._suspects.append((True, self._gradients.names[index]))
-        self._bad = torch.tensor(True, device=row.device)
+        self.note(index, row.device)
         return False
+
+    def note(self, index: int, device: torch.device) -> None:
+        """A gradient cannot be sent."""
+        self._suspects.append((True, self._gradients.names[index]))
+        self._bad = torch.tensor(True, device=device)
+
+    def land(self) -> None:
+        """Wait for the sums."""
+        if self._line is not None:
+            self._line.wait()
 
     def number(self, name: str) -> int:
         """Of the parameter that is called so."""
@@ -347,7 +361,7 @@ class Round:
                 summed = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
                 if own is not None:
                     torch.mul(own.detach(), scale, out=summed)
-                self._exchange.start(flattened(summed), self._gradients.names[index]).wait()
+                self._exchange.sum_now(flattened(summed), self._gradients.names[index])
                 parameter.grad = self._late[index] = summed
 
 
@@ -359,15 +373,17 @@ class _Guard:
         self._items = items
         self._last = last
 
-    def check(self, parts: Sequence[Part]) -> None:
+    def check(self, parts: Sequence[Part], whole: bool = False) -> None:
         for index, part in zip(self._items, parts, strict=True):
-            if not self._round.finite(index, part.flat):
+            row = part.flat if part.residual is None or not whole else part.flat + part.residual
+            if not self._round.finite(index, row):
                 part.flat.zero_()
-                part.residual, part.memory = None, {}
+                part.residual = None
+                part.memory = {key: value for key, value in part.memory.items() if key == ALIKE}
         self.write_control()
 
     def broken(self, part: Part) -> None:
-        self._round.finite(self._round.number(part.name), part.flat)
+        self._round.note(self._round.number(part.name), part.flat.device)
         self.write_control()
 
     def write_control(self) -> None:

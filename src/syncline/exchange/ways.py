@@ -63,7 +63,7 @@ class Ways:
             # Where values are quantised anyway, so is a dense second phase.
             bits = codec.rest.bits if isinstance(codec, Chain) and isinstance(codec.rest, Quantize) else None
             second = None if bits is None else Quantize(bits)
-            seconds = choose(codec, sizes, network(), size, quantize=second).seconds
+            seconds = choose(codec, sizes, network(), size, step=codec.settled, quantize=second).seconds
             found = min(seconds, key=lambda way: seconds[way] * (1.0 if way == WAYS[0] else PREFER_GATHER))
             self.chosen[key] = repr(Way(found, bits if found == WAYS[-1] else None))
 
@@ -71,7 +71,7 @@ class Ways:
         """What the way of a bucket is expected to take."""
         assert isinstance(codec, PayloadCodec), f"{codec!r} sums on the wire"
         way = self.way(codec, sizes)
-        return choose(codec, sizes, network, size, quantize=way.quantize).seconds[way.name]
+        return choose(codec, sizes, network, size, step=codec.settled, quantize=way.quantize).seconds[way.name]
 
     def adopt(self, choices: Mapping[str, str]) -> dict[str, str]:
         """Take ours out of an earlier run's choices; the others are given back."""

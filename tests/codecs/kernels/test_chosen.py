@@ -106,8 +106,7 @@ def test_rows_that_were_tampered_with(spec: str) -> None:
         try:
             unpack_all(codec, tampered, [room[20:920]], 0, 1 / 3)
             assert bool(torch.isfinite(room).all())
-        except ProtocolError as error:
-            assert "rank" in str(error)
+        except ProtocolError:
             refused += 1
         assert room[:20].tolist() == room[920:].tolist() == [7.0] * 20
     assert 20 < refused < 400

@@ -1,0 +1,205 @@
+"""What went wrong once with codecs: delays, threads, NaN where nobody looked, ways that change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import syncline as sl
+from syncline.testing import Pool
+from tests.strategies.cases import backward, flat, mlp, on_gloo, train
+from tests.strategies.test_codecs import left_of
+
+
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize("codec", ["randomk(0.1)", "topk(0.05, warmup=30)", "powersgd(1)"])
+def test_random_bits_and_lengths_are_those_of_the_step_also_when_it_is_encoded_later(gloo: Pool, codec: str) -> None:
+    results = gloo.run(on_gloo, 2, _delayed, codec)
+    assert torch.equal(results[0], results[1])
+
+
+def _delayed(world: sl.World, codec: str) -> Tensor:
+    world._lanes = 2
+    return train(world, "sgd", 40, codec=codec, collective="auto", strategy="allreduce(delay=1)")
+
+
+@pytest.mark.parametrize("codec", ["powersgd(1)", "topk(0.5)", "randomk(0.5)", "cast('fp16', feedback=True)", "onebit"])
+@pytest.mark.parametrize("shape", [(6,), (6, 5)])
+def test_with_a_delay_every_gradient_counts_once(codec: str, shape: tuple[int, ...]) -> None:
+    steps = 12
+
+    def case(world: sl.World) -> tuple[Tensor, Tensor]:
+        model = nn.ParameterList([nn.Parameter(torch.zeros(shape))])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        run = sl.distribute(model, optimizer, "allreduce(delay=1)", codec=codec)
+        applied = torch.zeros(shape)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            backward(model[0].sum())
+            applied += 0 if model[0].grad is None else model[0].grad
+        run.state_dict()  # waits for what is under way
+        return applied, left_of(run).view(shape)
+
+    applied, left = sl.simulate(case, ranks=2).results[0]
+    late = steps - applied - left  # the step that is still on its way
+    assert float(late.mean()) == pytest.approx(1.0, abs=0.51)
+
+
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize("codec", ["onebit", "topk(0.1)"])
+def test_nan_is_told_where_the_last_bucket_has_no_codec(gloo: Pool, codec: str) -> None:
+    words = gloo.run(on_gloo, 2, _nan_in_a_coded_bucket, codec)
+    assert all(word.startswith("NaN or Inf in the gradients of rank 1: 2.weight") for word in words), words
+
+
+def _nan_in_a_coded_bucket(world: sl.World, codec: str) -> str:
+    world._lanes = 2
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sl.distribute(model, optimizer, codec=f"by_size(64, None, '{codec}')", check_finite=True)
+    weight = model[2].weight
+    if world.rank == 1:
+        weight.register_hook(lambda gradient: gradient * float("nan"))  # type: ignore[operator]
+    try:
+        backward(model(torch.ones(2, 6)).sum())
+    except sl.DivergedError as error:
+        return str(error)
+    return "nothing was said"
+
+
+@pytest.mark.parametrize("codec", ["topk(0.2)|quantize(4)", "onebit", "cast('fp16')", "powersgd(2)"])
+def test_idle_ranks_and_unused_layers_of_a_channels_last_model(codec: str) -> None:
+    def case(world: sl.World) -> Tensor:
+        torch.manual_seed(0)
+        used, unused = nn.Conv2d(2, 3, 3), nn.Conv2d(3, 4, 3)
+        model = nn.ModuleList([used, unused]).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = sl.distribute(model, optimizer, codec=codec)
+        for (x,) in run.shard(DataLoader(TensorDataset(torch.randn(7, 2, 5, 5)), batch_size=2)):
+            optimizer.zero_grad()
+            backward(used(x).square().mean())
+            optimizer.step()
+        return flat(model)
+
+    results = sl.simulate(case, ranks=3).results
+    assert all(torch.equal(results[0], other) for other in results)
+
+
+@pytest.mark.parametrize(
+    ("codec", "way"), [("onebit", "gather"), ("onebit", "split"), ("cast('fp16', feedback=True)", "auto")]
+)
+@pytest.mark.parametrize("check", [True, False])
+def test_a_residual_that_overflows_is_told_to_all(codec: str, way: str, check: bool) -> None:
+    def case(world: sl.World) -> list[str]:
+        model = nn.Linear(40, 60, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        run = sl.distribute(model, optimizer, codec=codec, collective=way, check_finite=check)
+        said = []
+        for number in range(4):
+            optimizer.zero_grad()
+            factor = 3e38 if world.rank == 1 and number < 2 else 1.0
+            sign = torch.where(torch.arange(40) % 2 == 0, 1.0, 0.01) * factor
+            try:
+                backward((model.weight * sign).sum())
+            except sl.DivergedError as error:
+                said.append(type(error).__name__)
+                break
+            assert model.weight.grad is not None
+            said.append("finite" if bool(torch.isfinite(model.weight.grad).all()) else "not finite")
+            assert bool(torch.isfinite(left_of(run)).all())
+        return said
+
+    words = sl.simulate(case, ranks=2).results
+    assert words[0] == words[1]
+
+
+def test_what_owners_had_left_is_applied_when_the_way_changes(tmp_path: Path) -> None:
+    def case(world: sl.World, way: str, steps: int, resume: bool) -> float:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = sl.distribute(model, optimizer, codec="onebit", collective=way)
+        if resume:
+            sl.load(tmp_path, run=run)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            backward(model(torch.ones(2, 6) * (world.rank + 1)).square().sum())
+            optimizer.step()
+        if not resume:
+            sl.save(tmp_path, step=steps, run=run)
+        owned = run.state_dict()["local"]["strategy"]["owned"]
+        return float(sum(piece["left"].abs().sum() for piece in owned))
+
+    before = sl.simulate(lambda world: case(world, "split", 3, resume=False), ranks=4).results
+    assert sum(before) > 0
+    after = sl.simulate(lambda world: case(world, "gather", 1, resume=True), ranks=2).results
+    assert after == (0.0, 0.0)
+
+
+def test_a_warm_start_is_the_same_everywhere_after_nan_and_without_data() -> None:
+    def case(world: sl.World) -> dict[str, Tensor]:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = sl.distribute(model, optimizer, codec="powersgd(1)")
+        for number in range(3):
+            optimizer.zero_grad()
+            bad = float("nan") if world.rank == 1 and number == 1 else 1.0
+            backward((model(torch.ones(2, 6) + world.rank) * bad).sum())
+        warm: dict[str, Tensor] = run.state_dict()["shared"]["state"]["coding"]["warm"]
+        return warm
+
+    first, second = sl.simulate(case, ranks=2).results
+    assert first
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.xdist_group("gloo")
+def test_communication_is_not_counted_longer_than_it_took(gloo: Pool) -> None:
+    for wall, told in gloo.run(on_gloo, 2, _timed):
+        assert 0 < told <= wall
+
+
+def _timed(world: sl.World) -> tuple[float, float]:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = sl.distribute(model, optimizer, codec="topk(0.1)")
+    start = world.runtime.now()
+    for _ in range(200):
+        optimizer.zero_grad()
+        backward(model(torch.ones(2, 6)).sum())
+    wall, told = world.runtime.now() - start, run.stats.comm_seconds
+    run.close()
+    return wall, told
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.xdist_group("gloo")
+def test_diagnosis_with_nan_and_delay(gloo: Pool, beside: bool) -> None:
+    results = gloo.run(on_gloo, 2, _diagnosed, beside)
+    assert all(torch.equal(results[0], other) for other in results)
+
+
+def _diagnosed(world: sl.World, beside: bool) -> Any:
+    world._lanes = 2 if beside else 1
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = sl.distribute(model, optimizer, "allreduce(delay=1)", codec="topk(0.1)", diagnose=1)
+    draw = torch.Generator().manual_seed(world.rank)
+    for number in range(10):
+        optimizer.zero_grad()
+        bad = float("inf") if world.rank == 1 and number == 4 else 1.0
+        backward((model(torch.randn(2, 6, generator=draw)) * bad).sum())
+        finite = all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in model.parameters())
+        if finite:
+            optimizer.step()
+    run.close()
+    return flat(model)
+
+
+def test_momentum_without_a_residual_is_refused_in_a_chain_too() -> None:
+    with pytest.raises(sl.SpecError, match="lives in the residual"):
+        sl.TopK(0.01, momentum=0.9) | sl.Quantize(4, feedback=False)

@@ -26,6 +26,37 @@ def alone(size: int, steps: int) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
+def with_codecs(world: sl.World, together: bool) -> None:
+    """Every codec trains on the GPU, and all ranks agree; NaN is told in the step it comes in."""
+    summing = ["cast('fp16')", "randomk(0.2)", "powersgd(2)"]
+    payloads = [
+        "quantize(4)",
+        "onebit",
+        "ternary",
+        "topk(0.2)",
+        "topk(0.2, momentum=0.9)|quantize(4)",
+        "threshold(0.01)",
+    ]
+    for codec in summing if together else summing + payloads:  # payloads are gathered by NCCL
+        model = net().to(world.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with sl.distribute(model, optimizer, codec=codec, collective="ring" if together else "auto") as run:
+            for step in range(10):
+                optimizer.zero_grad()
+                model(batch(step, world.rank).to(world.device)).square().mean().backward()
+                optimizer.step()
+            weights = torch.cat([parameter.detach().cpu().view(-1) for parameter in model.parameters()])
+            assert bool(torch.isfinite(weights).all())
+            assert torch.equal(sl.broadcast(weights), weights)
+            optimizer.zero_grad()
+            (model(batch(0, 0).to(world.device)).sum() * float("nan")).backward()
+            gradient = next(model.parameters()).grad
+            assert gradient is not None
+            assert not bool(torch.isfinite(gradient).any()), codec
+            assert run.stats.bytes_wire < run.stats.bytes_logical or codec == "threshold(0.01)"
+        print("fine:", codec)
+
+
 def main() -> None:
     with sl.init(transport="torch_dist", timeout=60) as world:
         device = world.device
@@ -57,6 +88,7 @@ def main() -> None:
         except sl.DivergedError as error:
             print("told:", error)
         run.close()
+        with_codecs(world, together)
         print("fine on", torch.cuda.get_device_name(), "rank", world.rank, "of", world.size)
 
 

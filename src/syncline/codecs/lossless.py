@@ -13,7 +13,6 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-import zstandard
 from torch import Tensor
 
 from syncline.codecs.base import Draw, Part, PayloadCodec
@@ -89,6 +88,8 @@ class Lossless(PayloadCodec):
         """Write bytes, of numbers `width` bytes wide, into a body of `most_bytes`; how many it took."""
         assert raw.numel() % width == 0, f"{raw.numel()} B are not numbers of {width} B"
         columns = raw if width == 1 else _shuffled(raw, width)
+        import zstandard  # here: who compresses nothing need not have it
+
         frame = zstandard.ZstdCompressor(level=level, write_checksum=True).compress(columns.cpu().numpy().data)
         if len(frame) >= raw.numel():
             body[0] = STORED
@@ -128,6 +129,8 @@ def _unshuffled(columns: Tensor, width: int) -> Tensor:
 
 
 def _unzip(frame: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], nbytes: int) -> bytes:
+    import zstandard
+
     try:
         told = zstandard.get_frame_parameters(frame.data)
         if told.content_size != nbytes or told.dict_id:

@@ -169,7 +169,6 @@ def test_labs_that_are_none(lab: str | None, rate: str | None, says: str) -> Non
     [
         (["--codec", "topkk(0.01)"], "did you mean 'topk'"),
         (["--codec", ";"], "names none"),
-        (["--codec", "topk(0.01, momentum=0.9)"], "the optimizer applies 0.9 again"),
         (["--codec", "quantize(4)", "--collective", "ring"], "cannot be added"),
         (["--collective", "split"], "there is no codec"),
         (["--against", "ddp,dpp-fp16"], "did you mean 'ddp-fp16'"),

@@ -48,7 +48,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
         ("digits --strategy alreduce", SpecError, "did you mean 'allreduce'"),
         ("digits --strategy allreduce(delay=-1)", SpecError, "a number of steps, not negative"),
         ("digits --collective rign", SpecError, "did you mean 'ring'"),
-        ("digits --codec topk(0.01)", UnsupportedError, "this version has no codecs"),
+        ("digits --codec topk(1.5)", SpecError, "a fraction in"),
         ("digits --batch 0", SpecError, "batch 0: at least 1"),
         ("digits --epochs -1", SpecError, "epochs -1"),
         ("digits --scaling liner", SpecError, "did you mean 'linear'"),

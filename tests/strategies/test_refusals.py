@@ -139,7 +139,7 @@ def test_large_finite_half_gradients_are_not_taken_for_infinite() -> None:
     ("make", "error", "words"),
     [
         (lambda: sl.distribute(mlp(), torch.optim.SGD(mlp().parameters(), lr=0.1)), sl.IncompatibleError, "6 of 6"),
-        (lambda: attach(mlp(), codec="topk(0.01)"), sl.UnsupportedError, "no codecs"),
+        (lambda: attach(mlp(), codec="topk(0.01)"), sl.IncompatibleError, "cannot be added"),
         (lambda: attach(mlp(), strategy="alreduce"), sl.SpecError, "did you mean 'allreduce'"),
         (lambda: attach(mlp(), strategy="allreduce(delya=1)"), sl.SpecError, "delay"),
         (lambda: attach(mlp(), collective="rnig"), sl.SpecError, "ring"),

@@ -6,12 +6,14 @@ time, for that is how they will do it. The best of some tries counts: the first 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from syncline.codecs import Codec, Draw, Part, PayloadCodec
+from syncline.codecs.kernels.dispatch import cold
 from syncline.codecs.payload import most_bytes, pack_into, unpack
 from syncline.collectives import NATIVE
 from syncline.costs import predict_on
@@ -19,6 +21,8 @@ from syncline.exchange.choosing import advice
 from syncline.exchange.exchange import Exchange
 
 __all__ = ["judge"]
+
+logger = logging.getLogger("syncline")
 
 MOST = 1 << 22
 """Elements of a tensor that are tried; the time of larger ones is that in proportion."""
@@ -30,6 +34,8 @@ def judge(exchange: Exchange, buckets: Buckets) -> str | None:
     """A sentence with numbers where the codec costs more than it saves. Every rank calls it."""
     if exchange.size == 1 or exchange.team.transport.network is not None or not buckets:
         return None  # nobody to agree with, or time is not real
+    if exchange.rank == 0 and cold():
+        logger.warning("compiling the codecs' kernels: once on this machine, for some ten seconds")
     network = exchange.team.auto.network()
     dense = coded = 0.0
     tried: dict[str, tuple[int, float, list[int]]] = {}

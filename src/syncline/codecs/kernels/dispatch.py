@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
+from pathlib import Path
 
 from torch import Tensor
 
-__all__ = ["fused", "reference_only"]
+__all__ = ["cold", "fused", "reference_only"]
 
 _REFERENCE: ContextVar[bool] = ContextVar("syncline_reference_kernels", default=False)
 
@@ -24,6 +26,12 @@ def fused(tensor: Tensor) -> bool:
     False
     """
     return tensor.device.type == "cpu" and not _REFERENCE.get() and _numba()
+
+
+def cold() -> bool:
+    """Whether numba will have to compile first: nothing compiled lies where it would be kept, beside the source."""
+    kept = Path(__file__).parent / "__pycache__"
+    return _numba() and not any(kept.glob("*.nbi")) and os.access(kept.parent, os.W_OK)
 
 
 @contextmanager

@@ -59,19 +59,18 @@ PAIRS = [(codec, way) for codec, ways in WAYS.items() for way in ways]
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_all_ranks_hold_the_same_bits_after_100_steps(codec: str) -> None:
-    case = sl.simulate(lambda world: train(world, "sgd", 100, codec=codec, collective="auto"), ranks=3)
+    case = sl.simulate(lambda world: train(world, "sgd", 100, codec=codec, collective="auto"), ranks=2)
     assert all(torch.equal(case.results[0], other) for other in case.results)
     assert bool(torch.isfinite(case.results[0]).all())
     assert not torch.equal(case.results[0], flat(mlp()))
 
 
-@pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize(("codec", "way"), PAIRS)
-def test_all_ranks_hold_the_same_bits_by_every_way(codec: str, way: str, ranks: int) -> None:
+def test_all_ranks_hold_the_same_bits_by_every_way(codec: str, way: str) -> None:
     def case(world: sl.World) -> Tensor:
         return train(world, "sgd", 20, batch=2 * world.size, codec=codec, collective=way)
 
-    results = sl.simulate(case, ranks=ranks).results
+    results = sl.simulate(case, ranks=3).results
     assert all(torch.equal(results[0], other) for other in results)
 
 

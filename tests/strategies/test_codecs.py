@@ -351,11 +351,12 @@ class _Ear:
         return
 
 
-def test_diagnosis_of_each_layer() -> None:
+@pytest.mark.parametrize("codec", ["topk(0.2)", "topk(0.2, momentum=0.9)|quantize(4)", "randomk(0.2)"])
+def test_diagnosis_of_each_layer(codec: str) -> None:
     def case(world: sl.World) -> list[Any]:
         ear = _Ear()
         world.events.add(ear)
-        train(world, "sgd", 4, codec="topk(0.2)", collective="auto", diagnose=2)
+        train(world, "sgd", 4, codec=codec, collective="auto", diagnose=2)
         return [event for event in ear.heard if event.key.startswith("sl_codec_") and event.key != "sl_codec_seconds"]
 
     heard = sl.simulate(case, ranks=2).results[0]

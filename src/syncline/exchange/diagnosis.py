@@ -27,45 +27,47 @@ class Diagnosis:
     def __init__(self, exchange: Exchange, draw: Draw) -> None:
         self._exchange = exchange
         self._draw = draw
-        self._seen: list[tuple[Codec, Part, Tensor, Tensor]] = []
+        self._seen: list[tuple[Codec, Part, Part]] = []
+        """Each part, which will hold the mean, and a copy of it as it is now."""
 
     def look(self, codec: Codec, parts: Sequence[Part]) -> None:
-        """Keep what is about to be encoded."""
+        """Keep what is about to be encoded. It may hold NaN, of which others are to tell."""
         for part in parts:
-            gradient = part.flat.clone()
-            whole = gradient if part.residual is None else gradient + part.residual
+            residual = torch.zeros_like(part.flat) if part.residual is None else part.residual.clone()
             memory = {key: value.clone() for key, value in part.memory.items()}
-            self._seen.append((codec, replace(part, residual=None, memory=memory), gradient, whole))
+            self._seen.append((codec, part, replace(part, flat=part.flat.clone(), residual=residual, memory=memory)))
 
     def tell(self) -> None:
         """Work it out and record it. Every rank calls it at the same place: there are sums to be taken."""
         point, size = self._exchange.world.events.point, self._exchange.size
-        for codec, part, gradient, whole in self._seen:
-            left = self._left(codec, part, whole)
+        for codec, part, then in self._seen:
+            still = {key: value.clone() for key, value in then.memory.items() if key != "velocity"}
+            gradient = then.flat.clone()
+            sent = self._sent(codec, then)
+            left = then.residual
+            assert left is not None, "it was given one"
+            whole = sent + left
             where = {"layer": part.name, "step": self._draw.step}
             point("sl_codec_error", _ratio(left, whole), **where)
             point("sl_codec_density", float(torch.count_nonzero(part.flat)) / max(1, part.numel), **where)
             if is_sparse(codec):
-                sent, mean = (whole - left) / size, whole / size
-                for tensor in (sent, mean, gradient):
+                mean_sent, mean = sent / size, whole / size
+                for tensor in (mean_sent, mean, gradient):
                     self._exchange.sum_now(tensor, f"the diagnosis of {part.name}")
-                gap = mean - self._left(codec, part, mean) - sent
-                point("sl_codec_xi", _ratio(gap, gradient / size), **where)
+                of_mean = self._sent(codec, replace(then, flat=mean, residual=torch.zeros_like(mean), memory=still))
+                point("sl_codec_xi", _ratio(of_mean - mean_sent, gradient / size), **where)
 
-    def _left(self, codec: Codec, part: Part, whole: Tensor) -> Tensor:
-        """x − C(x), by way of a residual that is empty before."""
-        left = torch.zeros_like(whole)
-        memory = {key: value.clone() for key, value in part.memory.items() if key != "velocity"}
-        probe = replace(part, flat=whole.clone(), residual=left, memory=memory)
-        draw = self._draw.of(part.name, part.start)
+    def _sent(self, codec: Codec, probe: Part) -> Tensor:
+        """What the codec says of a part of its own; what it does not say is then in its residual."""
         if codec.sums:
             for _ in codec.rounds([probe], self._draw, 1):
                 pass
-        else:
-            assert isinstance(codec, PayloadCodec), f"{codec!r} gives bytes"
-            body = torch.zeros(codec.body_bytes(whole.numel(), draw.step), dtype=torch.uint8, device=whole.device)
-            codec.write(probe, body, draw)
-        return left
+            return probe.flat
+        assert isinstance(codec, PayloadCodec), f"{codec!r} gives bytes"
+        out, draw = torch.empty_like(probe.flat), self._draw.of(probe.name, probe.start)
+        body = torch.zeros(codec.body_bytes(probe.numel, draw.step), dtype=torch.uint8, device=out.device)
+        codec.read(body[: codec.write(probe, body, draw)], out, False)
+        return out
 
 
 def _ratio(part: Tensor, whole: Tensor) -> float:

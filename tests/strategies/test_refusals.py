@@ -127,12 +127,14 @@ def test_without_the_switch_infinities_pass() -> None:
 
 
 def test_large_finite_half_gradients_are_not_taken_for_infinite() -> None:
-    def case(world: sl.World) -> None:
+    def case(world: sl.World) -> bool:
         model = nn.Linear(64, 64, bias=False).half()
         attach(model, check_finite=True, collective="naive")
         (model.weight * 3e4).sum().backward()  # type: ignore[no-untyped-call]
+        assert model.weight.grad is not None
+        return bool((model.weight.grad == 3e4).all())
 
-    sl.simulate(case, ranks=1)
+    assert sl.simulate(case, ranks=1).results == (True,)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from syncline.bench.report import save
 from syncline.bench.sizes import written
 from syncline.bench.stats import Summary
 from syncline.errors import UnsupportedError
@@ -80,9 +81,4 @@ def codecs_plot(document: dict[str, Any], stem: Path) -> list[Path]:
     axes.grid(True, which="major", color="0.9")
     axes.margins(x=0.1, y=0.2)
     figure.suptitle(f"error against bytes: {document['input']}", fontsize=10)
-    figure.tight_layout()
-    paths = [stem.with_suffix(".svg"), stem.with_suffix(".png")]
-    for path in paths:
-        figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return paths
+    return save(figure, stem)

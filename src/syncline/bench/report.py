@@ -9,7 +9,7 @@ from syncline.bench.sizes import written
 from syncline.bench.stats import Summary
 from syncline.errors import UnsupportedError
 
-__all__ = ["plot", "table"]
+__all__ = ["plot", "save", "table"]
 
 OWN = ("gloo", "auto", "mpi")
 
@@ -101,6 +101,13 @@ def plot(document: dict[str, Any], stem: Path) -> list[Path]:
         axes.grid(True, which="major", color="0.9")
     left.legend(fontsize=8)
     figure.suptitle(f"all-reduce on {document['ranks']} ranks, {_place(document)}", fontsize=11)
+    return save(figure, stem)
+
+
+def save(figure: Any, stem: Path) -> list[Path]:
+    """Write a picture as SVG and PNG, and let go of it."""
+    from matplotlib import pyplot
+
     figure.tight_layout()
     paths = [stem.with_suffix(".svg"), stem.with_suffix(".png")]
     for path in paths:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from syncline.errors import DivergedError, IncompatibleError, ProtocolError
+from syncline.errors import DivergedError, IncompatibleError, ProtocolError, SpecError
 from syncline.specs import Spec
 
 if TYPE_CHECKING:
@@ -129,6 +129,11 @@ class Codec(ABC):
     def keeps_residual(self) -> bool:
         """Whether error feedback is on."""
         return not self.exact and (self.biased if self.feedback is None else self.feedback)
+
+    def check_feedback(self) -> None:
+        """Refuse what is neither yes nor no."""
+        if not (self.feedback is None or isinstance(self.feedback, bool)):
+            raise SpecError(f"{self.name}'s feedback is True or False, not {self.feedback!r}")
 
     def pick(self, name: str, numel: int) -> Codec | None:
         """The codec for one parameter; None where it goes as it is. Choosing a codec is itself a codec."""

@@ -51,8 +51,7 @@ class Cast(PayloadCodec):
             raise SpecError(f"cast goes to 'fp16' or 'bf16', not {self.to!r}")
         if not isinstance(self.stochastic, bool):
             raise SpecError(f"cast's stochastic is True or False, not {self.stochastic!r}")
-        if not (self.feedback is None or isinstance(self.feedback, bool)):
-            raise SpecError(f"cast's feedback is True or False, not {self.feedback!r}")
+        self.check_feedback()
 
     @property
     def dtype(self) -> torch.dtype:

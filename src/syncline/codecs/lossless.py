@@ -44,8 +44,7 @@ class Lossless(PayloadCodec):
     def __post_init__(self) -> None:
         if not isinstance(self.level, int) or isinstance(self.level, bool) or not 1 <= self.level <= 19:
             raise SpecError(f"lossless has levels from 1 (fast) to 19, not {self.level!r}")
-        if not (self.feedback is None or isinstance(self.feedback, bool)):
-            raise SpecError(f"lossless's feedback is True or False, not {self.feedback!r}")
+        self.check_feedback()
 
     @property
     def biased(self) -> bool:

@@ -15,9 +15,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from syncline.codecs.base import Draw, Part, PayloadCodec
+from syncline.codecs.base import Draw, Part
+from syncline.codecs.dense import DenseCodec
 from syncline.codecs.kernels import dense
-from syncline.errors import DivergedError, ProtocolError, SpecError
+from syncline.errors import SpecError
 
 __all__ = ["OneBit"]
 
@@ -26,7 +27,7 @@ MOST = 2**30
 
 
 @dataclass(frozen=True, repr=False)
-class OneBit(PayloadCodec):
+class OneBit(DenseCodec):
     """Send the sign of each value, and two means for each `bucket` of values.
 
     >>> import torch
@@ -46,26 +47,14 @@ class OneBit(PayloadCodec):
             raise SpecError(
                 f"onebit's bucket is how many elements share two means, as 1024 and up to 2^30, not {self.bucket!r}"
             )
-        if not (self.feedback is None or isinstance(self.feedback, bool)):
-            raise SpecError(f"onebit's feedback is True or False, not {self.feedback!r}")
-
-    @property
-    def notices(self) -> bool:
-        return not self.keeps_residual
+        self.check_feedback()
 
     def body_bytes(self, numel: int, step: int = 0) -> int:
         whole, rest = divmod(numel, self.bucket)
         return 8 * -(-numel // self.bucket) + whole * -(-self.bucket // 8) + -(-rest // 8)
 
-    def write(self, part: Part, body: Tensor, draw: Draw) -> int:
-        if not dense.encode_onebit(part.flat, part.residual, body, bucket=self.bucket):
-            raise DivergedError(f"{self!r}: the residual and the gradient of {part.name!r} add up to Inf or NaN")
-        return body.numel()
+    def encode_body(self, part: Part, body: Tensor, draw: Draw) -> bool:
+        return dense.encode_onebit(part.flat, part.residual, body, bucket=self.bucket)
 
-    def read(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
-        due = self.body_bytes(out.numel())
-        if body.numel() != due:
-            raise ProtocolError(f"{body.numel()} B are not the {due} B of {out.numel()} values of {self!r}")
-        fault = dense.decode_onebit(body, out, bucket=self.bucket, accumulate=accumulate)
-        if fault:
-            raise ProtocolError(f"a payload of {self!r} has {fault}")
+    def decode_body(self, body: Tensor, out: Tensor, accumulate: bool) -> str:
+        return dense.decode_onebit(body, out, bucket=self.bucket, accumulate=accumulate)

@@ -61,8 +61,7 @@ class PowerSGD(Codec):
     def __post_init__(self) -> None:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
             raise SpecError(f"powersgd: the rank is a whole number, at least 1 (usually 1 to 4), not {self.rank!r}")
-        if self.feedback is not None and not isinstance(self.feedback, bool):
-            raise SpecError(f"powersgd: feedback is True, False or None, not {self.feedback!r}")
+        self.check_feedback()
 
     @property
     def sums(self) -> bool:

@@ -15,9 +15,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from syncline.codecs.base import Draw, Part, PayloadCodec
+from syncline.codecs.base import Draw, Part
+from syncline.codecs.dense import DenseCodec
 from syncline.codecs.kernels import dense
-from syncline.errors import DivergedError, ProtocolError, SpecError
+from syncline.errors import SpecError
 
 __all__ = ["Quantize"]
 
@@ -27,7 +28,7 @@ MOST = 2**30
 
 
 @dataclass(frozen=True, repr=False)
-class Quantize(PayloadCodec):
+class Quantize(DenseCodec):
     """Send each value as one of 2^bits − 1 levels, symmetric about zero.
 
     With `norm="max"` the levels reach to the largest of a bucket; with "l2", as in the paper, further than any value,
@@ -60,8 +61,7 @@ class Quantize(PayloadCodec):
             raise SpecError(f"quantize's norm is 'max' or 'l2', not {self.norm!r}")
         if not isinstance(self.stochastic, bool):
             raise SpecError(f"quantize's stochastic is True or False, not {self.stochastic!r}")
-        if not (self.feedback is None or isinstance(self.feedback, bool)):
-            raise SpecError(f"quantize's feedback is True or False, not {self.feedback!r}")
+        self.check_feedback()
 
     @property
     def biased(self) -> bool:
@@ -69,14 +69,14 @@ class Quantize(PayloadCodec):
 
     @property
     def notices(self) -> bool:
-        return not self.keeps_residual and self.norm == "max"
+        return super().notices and self.norm == "max"
 
     def body_bytes(self, numel: int, step: int = 0) -> int:
         whole, rest = divmod(numel, self.bucket)
         return 4 * -(-numel // self.bucket) + self.bits * (whole * -(-self.bucket // 8) + -(-rest // 8))
 
-    def write(self, part: Part, body: Tensor, draw: Draw) -> int:
-        fine = dense.encode_quantize(
+    def encode_body(self, part: Part, body: Tensor, draw: Draw) -> bool:
+        return dense.encode_quantize(
             part.flat,
             part.residual,
             body,
@@ -87,14 +87,6 @@ class Quantize(PayloadCodec):
             start=draw.start,
             key=draw.key,
         )
-        if not fine:
-            raise DivergedError(f"{self!r}: the residual and the gradient of {part.name!r} add up to Inf or NaN")
-        return body.numel()
 
-    def read(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
-        due = self.body_bytes(out.numel())
-        if body.numel() != due:
-            raise ProtocolError(f"{body.numel()} B are not the {due} B of {out.numel()} values of {self!r}")
-        fault = dense.decode_quantize(body, out, bits=self.bits, bucket=self.bucket, accumulate=accumulate)
-        if fault:
-            raise ProtocolError(f"a payload of {self!r} has {fault}")
+    def decode_body(self, body: Tensor, out: Tensor, accumulate: bool) -> str:
+        return dense.decode_quantize(body, out, bits=self.bits, bucket=self.bucket, accumulate=accumulate)

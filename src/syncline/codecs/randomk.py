@@ -46,8 +46,7 @@ class RandomK(SparseCodec):
     def __post_init__(self) -> None:
         if not (isinstance(self.ratio, (int, float)) and not isinstance(self.ratio, bool) and 0 < self.ratio <= 1):
             raise SpecError(f"randomk keeps a fraction in (0, 1], as 0.01, not {self.ratio!r}")
-        if not (self.feedback is None or isinstance(self.feedback, bool)):
-            raise SpecError(f"randomk's feedback is True or False, not {self.feedback!r}")
+        self.check_feedback()
 
     @property
     def sums(self) -> bool:

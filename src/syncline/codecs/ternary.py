@@ -19,9 +19,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from syncline.codecs.base import Draw, Part, PayloadCodec
+from syncline.codecs.base import Draw, Part
+from syncline.codecs.dense import DenseCodec
 from syncline.codecs.kernels import dense
-from syncline.errors import DivergedError, ProtocolError, SpecError
+from syncline.errors import SpecError
 
 __all__ = ["Ternary"]
 
@@ -32,7 +33,7 @@ BLOCK = 1280
 
 
 @dataclass(frozen=True, repr=False)
-class Ternary(PayloadCodec):
+class Ternary(DenseCodec):
     """Send −1, 0 or 1 for each value, and one scale for each parameter, or for each `bucket` of it.
 
     `clip=2.5` cuts what lies beyond 2.5 σ, as the paper does for large models: less noise, but the mean is off.
@@ -60,24 +61,19 @@ class Ternary(PayloadCodec):
                 "ternary's bucket is how many elements share a scale, as 1024 and up to 2^30 (None: all), "
                 f"not {self.bucket!r}"
             )
-        if not (self.feedback is None or isinstance(self.feedback, bool)):
-            raise SpecError(f"ternary's feedback is True or False, not {self.feedback!r}")
+        self.check_feedback()
 
     @property
     def biased(self) -> bool:
         return self.clip is not None
-
-    @property
-    def notices(self) -> bool:
-        return not self.keeps_residual
 
     def body_bytes(self, numel: int, step: int = 0) -> int:
         whole, rest = divmod(numel, self._block)
         scales = min(numel, 1) if self.bucket is None else -(-numel // self.bucket)
         return 4 * scales + whole * -(-self._block // 5) + -(-rest // 5)
 
-    def write(self, part: Part, body: Tensor, draw: Draw) -> int:
-        fine = dense.encode_ternary(
+    def encode_body(self, part: Part, body: Tensor, draw: Draw) -> bool:
+        return dense.encode_ternary(
             part.flat,
             part.residual,
             body,
@@ -87,17 +83,9 @@ class Ternary(PayloadCodec):
             start=draw.start,
             key=draw.key,
         )
-        if not fine:
-            raise DivergedError(f"{self!r}: the residual and the gradient of {part.name!r} add up to Inf or NaN")
-        return body.numel()
 
-    def read(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
-        due = self.body_bytes(out.numel())
-        if body.numel() != due:
-            raise ProtocolError(f"{body.numel()} B are not the {due} B of {out.numel()} values of {self!r}")
-        fault = dense.decode_ternary(body, out, block=self._block, shared=self.bucket is None, accumulate=accumulate)
-        if fault:
-            raise ProtocolError(f"a payload of {self!r} has {fault}")
+    def decode_body(self, body: Tensor, out: Tensor, accumulate: bool) -> str:
+        return dense.decode_ternary(body, out, block=self._block, shared=self.bucket is None, accumulate=accumulate)
 
     @property
     def _block(self) -> int:

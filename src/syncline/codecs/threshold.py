@@ -45,8 +45,7 @@ class Threshold(SparseCodec):
             raise SpecError(
                 f"threshold is a magnitude that float32 has ({info.tiny:.2g} and above), not {self.threshold!r}"
             )
-        if not (self.feedback is None or isinstance(self.feedback, bool)):
-            raise SpecError(f"threshold's feedback is True or False, not {self.feedback!r}")
+        self.check_feedback()
 
     @property
     def fixed(self) -> bool:

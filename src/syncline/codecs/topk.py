@@ -85,8 +85,7 @@ class TopK(SparseCodec):
             raise SpecError(f"topk's clip is a norm above 0, not {self.clip!r}")
         if not (_whole(self.whole) and self.whole >= 0):
             raise SpecError(f"topk's whole is a number of elements, as 4096, not {self.whole!r}")
-        if not (self.feedback is None or isinstance(self.feedback, bool)):
-            raise SpecError(f"topk's feedback is True or False, not {self.feedback!r}")
+        self.check_feedback()
         if not isinstance(self.masking, bool):
             raise SpecError(f"topk's masking is True or False, not {self.masking!r}")
 

@@ -16,8 +16,6 @@ __all__ = ["Coding"]
 
 logger = logging.getLogger("syncline")
 
-NOT_KEPT = "guess"
-"""What makes encoding faster but never other: no part of a checkpoint."""
 ALIKE = "q"
 """What is the same on every rank, and must be: a warm start."""
 
@@ -81,7 +79,7 @@ class Coding:
     def state(self) -> dict[str, Any]:
         """This rank's own: tensors by parameter name."""
         memories = {
-            name: {key: value for key, value in memory.items() if key not in (NOT_KEPT, ALIKE)}
+            name: {key: value for key, value in memory.items() if key != ALIKE}
             for name, memory in self._memories.items()
         }
         return {

@@ -1,0 +1,41 @@
+"""What codecs of all elements share: a body of one length, written and read by one kernel each."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from torch import Tensor
+
+from syncline.codecs.base import Draw, Part, PayloadCodec
+from syncline.errors import DivergedError, ProtocolError
+
+__all__ = ["DenseCodec"]
+
+
+class DenseCodec(PayloadCodec):
+    """A codec with a code for every element."""
+
+    @abstractmethod
+    def encode_body(self, part: Part, body: Tensor, draw: Draw) -> bool:
+        """Write a body; whether all was finite."""
+
+    @abstractmethod
+    def decode_body(self, body: Tensor, out: Tensor, accumulate: bool) -> str:
+        """Read a body of the right length; what is wrong with it, or nothing."""
+
+    @property
+    def notices(self) -> bool:
+        return not self.keeps_residual
+
+    def write(self, part: Part, body: Tensor, draw: Draw) -> int:
+        if not self.encode_body(part, body, draw):
+            raise DivergedError(f"{self!r}: the residual and the gradient of {part.name!r} add up to Inf or NaN")
+        return body.numel()
+
+    def read(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
+        due = self.body_bytes(out.numel())
+        if body.numel() != due:
+            raise ProtocolError(f"{body.numel()} B are not the {due} B of {out.numel()} values of {self!r}")
+        fault = self.decode_body(body, out, accumulate)
+        if fault:
+            raise ProtocolError(f"a payload of {self!r} has {fault}")

@@ -71,6 +71,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--warmup", type=float, default=0.0, metavar="EPOCHS", help="rise to the scaled rate; default 0")
     what.add_argument("--decay", default=usual.decay, help=f"{' or '.join(DECAYS)}; default none")
     what.add_argument("--target", type=float, help="end when the validation metric is as good as this")
+    what.add_argument("--evaluate-every", type=int, metavar="STEPS", help="default: after each epoch")
+    what.add_argument(
+        "--evaluations-after",
+        type=int,
+        default=0,
+        metavar="N",
+        help="evaluations after the target is reached; default 0",
+    )
+    what.add_argument("--momentum", type=float, help="the optimizer's; 0 for a codec that brings its own")
     what.add_argument("--seed", type=int, default=usual.seed, help="of weights, order and dropout; default 0")
     what.add_argument("--no-check-finite", dest="check_finite", action="store_false", help="let NaN and Inf pass")
     files = parser.add_argument_group("files")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncline.exchange.flights import Flight, take_off
 from syncline.exchange.requests import Request
+from syncline.exchange.stats import Place
 
 if TYPE_CHECKING:
     from syncline.exchange.exchange import Exchange
@@ -37,7 +38,7 @@ class Coded:
 
     def begin(self, here: bool = False) -> None:
         """Encode; what is to be sent takes off."""
-        self._next(None, here)
+        self._next(None, here, "before")
 
     def advance(self, here: bool = False) -> None:
         """Wait for what is under way, decode, and go on to the next requests or the end."""
@@ -46,14 +47,14 @@ class Coded:
         answers = [flight.land() for flight in self._flights]
         if self._watched:
             self._exchange.stats.reduced(self._off, self._exchange.world.runtime.now(), self._what)
-        self._next(answers[0] if self._single else answers, here)
+        self._next(answers[0] if self._single else answers, here, "within")
 
     def wait(self) -> None:
         """Go on to the end."""
         while not self.done:
             self.advance()
 
-    def _next(self, answer: Any, here: bool) -> None:
+    def _next(self, answer: Any, here: bool, where: Place) -> None:
         exchange, now = self._exchange, self._exchange.world.runtime.now
         start = now()
         try:
@@ -62,7 +63,7 @@ class Coded:
             self.result, self.done, self._flights = end.value, True, ()
             return
         finally:
-            exchange.stats.coded(start, now(), self._what)
+            exchange.stats.coded(start, now(), self._what, "beside" if here else where)
         self._off = now()
         self._single = not isinstance(asked, tuple)
         requests = asked if isinstance(asked, tuple) else (asked,)

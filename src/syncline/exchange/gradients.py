@@ -24,7 +24,7 @@ from syncline.exchange.coding import Coding
 from syncline.exchange.control import Control, UsualControl
 from syncline.exchange.diagnosis import Diagnosis
 from syncline.exchange.exchange import Exchange
-from syncline.exchange.pays import judge
+from syncline.exchange.pays import coded_seconds, dense_seconds, judge
 from syncline.exchange.rounds import Round
 from syncline.world import allgather
 
@@ -275,6 +275,21 @@ class Gradients:
             word = judge(self.exchange, coded)
             if word is not None and self.exchange.rank == 0:
                 logger.warning("%s", word)
+
+    def predict(self) -> dict[str, float]:
+        """What a step is expected to take on this network: sending, and the codec's own work. Every rank calls it."""
+        if self.exchange.size == 1 or not self._hooks:
+            return {"communication": 0.0, "codec": 0.0, "buckets": 0}
+        held = [
+            (bucket.codec, [self.parameters[i] for i in bucket.items])
+            for bucket in self._buckets(self._order).buckets
+            if bucket.items
+        ]
+        dense = [sum(parameter.nbytes for parameter in parameters) for codec, parameters in held if codec is None]
+        coded = [(codec, parameters) for codec, parameters in held if codec is not None]
+        sending, working = coded_seconds(self.exchange, coded) if coded else (0.0, 0.0)
+        told = {"communication": sending + dense_seconds(self.exchange, dense), "codec": working, "buckets": len(held)}
+        return {key: float(value) for key, value in told.items()}
 
     def _buckets(self, order: Sequence[int]) -> BucketSet:
         codecs = None if self.coding is None else self.coding.picked

@@ -19,8 +19,9 @@ from syncline.collectives import NATIVE
 from syncline.costs import predict_on
 from syncline.exchange.choosing import advice
 from syncline.exchange.exchange import Exchange
+from syncline.transports import Network
 
-__all__ = ["judge"]
+__all__ = ["coded_seconds", "dense_seconds", "judge"]
 
 logger = logging.getLogger("syncline")
 
@@ -36,24 +37,40 @@ def judge(exchange: Exchange, buckets: Buckets) -> str | None:
         return None  # nobody to agree with, or time is not real
     if exchange.rank == 0 and cold():
         logger.warning("compiling the codecs' kernels: once on this machine, for some ten seconds")
-    network = exchange.team.auto.network()
-    dense = coded = 0.0
+    dense = dense_seconds(exchange, [sum(parameter.nbytes for parameter in held) for _, held in buckets])
+    return advice(dense, sum(coded_seconds(exchange, buckets)), repr(exchange.codec))
+
+
+def dense_seconds(exchange: Exchange, sizes: Sequence[int]) -> float:
+    """What reducing buckets of so many bytes as they are is expected to take on this network."""
+    network = _network(exchange)
+    return sum(predict_on(exchange.team.channel, NATIVE, nbytes, network).seconds for nbytes in sizes)
+
+
+def coded_seconds(exchange: Exchange, buckets: Buckets) -> tuple[float, float]:
+    """What a step with the codec is expected to take: sending, and the codec's own work. Every rank calls it."""
+    network = _network(exchange)
+    sending = working = 0.0
     tried: dict[str, tuple[int, float, list[int]]] = {}
     for codec, parameters in buckets:
-        nbytes = sum(parameter.nbytes for parameter in parameters)
-        dense += predict_on(exchange.team.channel, NATIVE, nbytes, network).seconds
         numel = sum(parameter.numel() for parameter in parameters)
         known = tried.get(repr(codec))
         if known is None or known[0] < min(numel, MOST):  # of large models the first buckets tell
             known = tried[repr(codec)] = (numel, *_try(exchange, codec, parameters))
         share = numel / max(1, known[0])
-        coded += known[1] * share
+        working += known[1] * share
         wire = [round(each * share) for each in known[2]]
         if codec.sums:
-            coded += sum(predict_on(exchange.team.channel, NATIVE, each, network).seconds for each in wire)
+            sending += sum(predict_on(exchange.team.channel, NATIVE, each, network).seconds for each in wire)
         else:
-            coded += exchange.ways.seconds(codec, [p.numel() for p in parameters], exchange.size, network)
-    return advice(dense, coded, repr(exchange.codec))
+            sending += exchange.ways.seconds(codec, [p.numel() for p in parameters], exchange.size, network)
+    return sending, working
+
+
+def _network(exchange: Exchange) -> Network:
+    """The simulated one, else as calibrated."""
+    known = exchange.team.transport.network
+    return exchange.team.auto.network() if known is None else known
 
 
 def _try(exchange: Exchange, codec: Codec, parameters: Sequence[Tensor]) -> tuple[float, list[int]]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from syncline.events import Recorder
 from syncline.runtime import Lock
 
-__all__ = ["Stats"]
+__all__ = ["Place", "Stats"]
+
+Place = Literal["beside", "before", "within"]
 
 FIRST = 10
 RHYTHM = 10
@@ -31,6 +34,10 @@ class Stats:
     exposed_seconds: float = 0.0
     codec_seconds: float = 0.0
     """Seconds of encoding and decoding, hidden or not."""
+    codec_before_seconds: float = 0.0
+    """Those that held up backward, where no processor was to spare for them."""
+    codec_within_seconds: float = 0.0
+    """Those that are part of `exposed_seconds`: the rank decoded while it waited for the rest."""
     staleness: int = 0
     """Steps between a gradient and its use, in the latest step."""
     watching: bool = True
@@ -66,10 +73,14 @@ class Stats:
             self._seconds += max(0.0, stop - begin)
         self.events.interval("sl_comm_seconds", start, stop, lane="communication", what=what)
 
-    def coded(self, start: float, stop: float, what: str) -> None:
-        """A codec has worked."""
+    def coded(self, start: float, stop: float, what: str, where: Place = "beside") -> None:
+        """A codec has worked: beside backward, before it goes on, or within a wait."""
         with self.lock:
             self.codec_seconds += stop - start
+            if where == "before":
+                self.codec_before_seconds += stop - start
+            elif where == "within":
+                self.codec_within_seconds += stop - start
         self.events.interval("sl_codec_seconds", start, stop, lane="codec", what=what)
 
     def waited(self, start: float, stop: float) -> None:

@@ -101,6 +101,9 @@ class _AllReduceRun(Run):
     def no_sync(self) -> AbstractContextManager[None]:
         return self._gradients.paused()
 
+    def predict(self) -> dict[str, float] | None:
+        return self._gradients.predict()
+
     def weigh(self, weight: float, uneven: bool = False) -> None:
         self._gradients.weight = weight
         self._gradients.careful = uneven

@@ -98,6 +98,11 @@ class Run(ABC):
         return self.exchange.world
 
     @property
+    def replica(self) -> nn.Module:
+        """The module whose forward trains: the model itself, unless somebody else's way of agreeing wraps it."""
+        return self.model
+
+    @property
     def stats(self) -> Stats:
         """Bytes and seconds so far, on this rank."""
         return self.exchange.stats
@@ -113,6 +118,13 @@ class Run(ABC):
             "bucket_bytes": self.settings.bucket_bytes,
             "check_finite": self.settings.check_finite,
         }
+
+    def predict(self) -> dict[str, float] | None:
+        """What `costs` expects of a step on this network: seconds of communication and of the codec.
+
+        None where it knows of no model for this strategy. Every worker calls it; the network may be calibrated.
+        """
+        return None
 
     # Data.
 

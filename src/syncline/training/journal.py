@@ -68,6 +68,9 @@ class Journal:
             "sl_learning_rate_of_one": settings.learning_rate,
             "sl_scaling": settings.scaling,
             "sl_target": settings.target,
+            "sl_metric": workload.metric,
+            "sl_evaluate_every": settings.evaluate_every,
+            "sl_evaluations_after": settings.evaluations_after,
         }
         for key, value in points.items():
             self._recorder.point(key, value)
@@ -93,17 +96,25 @@ class Journal:
     def evaluating(self, epoch: int, step: int) -> None:
         self._recorder.begin("eval_start", epoch_num=epoch, step=step)
 
-    def evaluated(self, found: dict[str, float], epoch: int, step: int) -> None:
-        """The validation's numbers: `eval_accuracy`, `eval_loss` and so on."""
+    def evaluated(self, found: dict[str, float], epoch: int, step: int, standing: dict[str, Any]) -> None:
+        """The validation's numbers: `eval_accuracy`, `eval_loss` and so on; and all that it took to get there."""
         for key, value in found.items():
             self._recorder.point(f"eval_{key}", _number(value), epoch_num=epoch, step=step)
+        told = {**standing, "metric": _number(standing["metric"])}
+        self._recorder.point("sl_evaluation", told, epoch_num=epoch, step=step)
         self._recorder.end("eval_stop", epoch_num=epoch, step=step)
+
+    def ranks(self, table: dict[str, Any]) -> None:
+        """What each rank did in the latest steps."""
+        if table:
+            self._recorder.point("sl_ranks", table, step=table["step"])
 
     def saved(self, path: str, step: int, seconds: float) -> None:
         self._recorder.point("sl_checkpoint", path, step=step, seconds=seconds)
 
-    def concluded(self, outcome: dict[str, Any], totals: dict[str, float]) -> None:
+    def concluded(self, outcome: dict[str, Any], totals: dict[str, float], phases: dict[str, float]) -> None:
         """What came of it, and what it took on rank 0."""
+        self._recorder.point("sl_phases", {**phases, "elapsed": outcome["elapsed"]})
         for key, value in totals.items():
             self._recorder.point(key, value)
         if outcome["time_to_target"] is not None:

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,18 +23,22 @@ from torch.utils.data import DataLoader, Dataset
 
 from syncline.errors import IncompatibleError
 from syncline.exchange import check_same
-from syncline.strategies import Run, Shard, Step, Steps
+from syncline.strategies import Run, Shard, Step, Steps, Strategy
 from syncline.training.checkpoint import load, save
+from syncline.training.config import describe_run
 from syncline.training.distribute import distribute
 from syncline.training.folder import RunFolder
 from syncline.training.journal import Journal
+from syncline.training.pace import Pace
+from syncline.training.phases import AGREEING, CHECKPOINT, DATA, EVALUATION, phases
 from syncline.training.progress import Moment, Progress, Silent, Speedometer, duration
+from syncline.training.ranks import RankTable
 from syncline.training.settings import Schedule, Settings, steps_of_epoch
 from syncline.training.start import find_checkpoints, seed_everything
-from syncline.training.system import code_version, describe_world
+from syncline.training.system import describe_world
 from syncline.training.watch import Watch
 from syncline.training.workload import Workload
-from syncline.world import World, allreduce, broadcast, current_world
+from syncline.world import World, broadcast, current_world
 
 __all__ = ["Outcome", "train"]
 
@@ -81,12 +85,19 @@ def train(
     tensorboard: bool = False,
     progress: Progress | None = None,
     stop: Callable[[], bool] | None = None,
+    strategy: Strategy | None = None,
+    predict: bool = False,
+    seconds_a_sample: float | None = None,
 ) -> Outcome:
     """Train a workload on the current world; every rank calls it with the same arguments.
 
     Files are written where `folder` says, and only then. `resume=True` goes on from the newest checkpoint in it, if
     there is one; a path goes on from what lies there. `stop` is asked about once a second: where it says yes on any
     rank, all stop after the same step with a checkpoint. The generators of torch, NumPy and `random` are seeded.
+
+    `strategy` is used in place of the one that the settings name, where that has no spec of ours. With `predict` the
+    configuration tells what `costs` expects of a step. `seconds_a_sample` is what a worker computes for one sample, for
+    the simulator, where that takes no time by itself.
     """
     world = current_world() if world is None else world
     settings = (settings or Settings()).resolved(workload, world.size)
@@ -94,14 +105,14 @@ def train(
     source = find_checkpoints(world, place, resume)
     seed_everything(settings.seed, world.rank)
     model = workload.model(settings.seed).to(world.device)
-    optimizer = workload.optimizer(model, settings.rate(world.size))
+    optimizer = settings.optimizer(workload, model, world.size)
     steps = steps_of_epoch(workload, settings.a_step(world.size))
     total = min(steps * cast(int, settings.epochs), settings.steps or sys.maxsize)
     scheduler = settings.schedule(optimizer, world.size, epoch_steps=steps, total_steps=total)
     with distribute(
         model,
         optimizer,
-        strategy=settings.strategy,
+        strategy=strategy or settings.strategy,
         codec=settings.codec,
         collective=settings.collective,
         check_finite=settings.check_finite,
@@ -112,10 +123,11 @@ def train(
         told = {key: str(value) for key, value in workload.describe().items() if key in ("workload", "sha256")}
         check_same(run.exchange, "data", told)  # hosts may have other files, or another Python's library
         loop = _Loop(workload, settings, run, scheduler, place)
+        loop.predicted = run.predict() if predict else None
         if source is not None:
             loop.load(source, needed=resume is not True)
         journal = Journal(world, place, trace=trace, tensorboard=tensorboard, step=loop.at.step)
-        with loop.telling(journal, progress or Silent()):
+        with loop.telling(journal, progress or Silent()), loop.paced(seconds_a_sample):
             return loop.run(stop)
 
 
@@ -130,7 +142,11 @@ class _At:
     position: int = 0
     """Samples of this epoch, all ranks together."""
     validation: float | None = None
+    evaluated: int = -1
+    """The step of the latest evaluation."""
     time_to_target: float | None = None
+    since_target: int = 0
+    """Evaluations after the one that found the target reached."""
 
 
 def _reader(run: Run, workload: Workload, settings: Settings) -> Shard | Steps:
@@ -167,6 +183,9 @@ class _Loop:
         self.first = 0
         """The step with which this attempt began."""
         self.saved = -1
+        self.predicted: dict[str, float] | None = None
+        self.pace: Pace | None = None
+        self.ranks = RankTable(self.world, run.stats)
 
     def run(self, stop: Callable[[], bool] | None) -> Outcome:
         at = self.at
@@ -179,9 +198,10 @@ class _Loop:
             reason = self._epoch(stop)
             if reason == "signal":
                 break
-            old = self._validate()
             if at.position >= self.length:
                 at.epoch, at.position = at.epoch + 1, 0
+            reason = reason or self._finished()
+            old = self._validate() if reason or self._due() else False
             reason = self._finished() or reason
             if reason is None and self._asked_to_stop(stop):
                 reason = "signal"
@@ -200,12 +220,19 @@ class _Loop:
         return max(1, min(at.step + left + later, self.settings.steps or sys.maxsize))
 
     def _finished(self) -> Reason | None:
-        target, validation = self.settings.target, self.at.validation
-        if target is not None and validation is not None and self.workload.reached(validation, target):
+        target, validation, after = self.settings.target, self.at.validation, self.settings.evaluations_after
+        if self.at.time_to_target is not None and self.at.since_target >= after:
+            return "target"
+        if target is not None and validation is not None and not after and self.workload.reached(validation, target):
             return "target"
         if self.at.epoch >= cast(int, self.settings.epochs):
             return "epochs"
         return "steps" if self.at.step >= self.total else None
+
+    def _due(self) -> bool:
+        """Whether to evaluate at the end of an epoch."""
+        every = self.settings.evaluate_every
+        return every is None or self.at.step % every == 0
 
     def _epoch(self, stop: Callable[[], bool] | None) -> Reason | None:
         """The rest of an epoch; why it was broken off, if it was."""
@@ -215,7 +242,7 @@ class _Loop:
         batches = iter(self.reader)
         reason: Reason | None = None
         while reason is None:
-            with self.events.span("sl_data_wait_seconds", lane="data", what="next batch"):
+            with self.events.span(DATA, lane="data", what="next batch"):
                 batch = next(batches, None)
             if batch is None:
                 break
@@ -237,7 +264,9 @@ class _Loop:
         self.attached.optimizer.zero_grad()
         for micro in batch if isinstance(batch, Step) else (batch,):
             with span("sl_forward_seconds", lane="compute", what="forward"):
-                loss = self.workload.loss(self.attached.model, micro)
+                loss = self.workload.loss(self.attached.replica, micro)
+                if self.pace is not None:
+                    self.pace.forward(len(micro[0]))
             with span("sl_backward_seconds", lane="compute", what="backward"):
                 part = batch.part(loss) if isinstance(batch, Step) else loss
                 part.backward()  # type: ignore[no-untyped-call]
@@ -262,6 +291,15 @@ class _Loop:
             self._note()
         if self.at.step >= self.total:
             return "steps"
+        if self.settings.evaluate_every is not None and self._due():
+            running = self.watch.running
+            self.watch.pause()
+            self._validate()
+            self.attached.model.train()
+            if running:
+                self.watch.start()
+            if self._finished() == "target":
+                return "target"
         if self.at.step >= self.look and self._asked_to_stop(stop):
             return "signal"
         every = self.settings.checkpoint_every
@@ -277,33 +315,66 @@ class _Loop:
         self.looked = (self.at.step, self.watch.trained)
         pace = (self.at.step - steps) / max(self.watch.trained - seconds, 1e-9)
         gap = min(RARELY, max(1, int(LOOK * pace)))
-        told = torch.tensor([float(stop()), float(gap)], dtype=torch.float64)
-        told = allreduce(told, op="max", group=self.world.everyone)
+        with self.events.span(AGREEING, lane="compute", what="asks whether to stop"):
+            told = self.ranks.tell(self.at.step, [float(stop()), float(gap)])
+        self.journal.ranks(self.ranks.latest)
         self.look = self.at.step + int(told[1])
         return bool(told[0])
 
     def _validate(self) -> bool:
         """Evaluate and tell of it; whether rank 0 finds the last checkpoint old."""
         at, metric = self.at, self.workload.metric
-        self.journal.evaluating(at.epoch + 1, at.step)
+        if at.evaluated == at.step:
+            return False
+        # An epoch that has just ended is not the next one yet.
+        epoch = at.epoch + (at.position > 0)
+        self.journal.evaluating(epoch, at.step)
         found = self._evaluate(self.workload.splits().validation)
         old = self.settings.checkpoint_every is None and self.now() - self.kept >= OLD
-        at.validation, elapsed, due = self._from_rank_0([found.get(metric, 0.0), self.watch.elapsed, float(old)])
-        self.journal.evaluated(found, at.epoch + 1, at.step)
+        with self.events.span(EVALUATION, lane="compute", what="waits for the result"):
+            at.validation, elapsed, due = self._from_rank_0([found.get(metric, 0.0), self.watch.elapsed, float(old)])
+        at.evaluated = at.step
+        self.journal.evaluated(found, epoch, at.step, self._standing(at.validation, elapsed))
         target = self.settings.target
-        if target is not None and at.time_to_target is None and self.workload.reached(at.validation, target):
+        if at.time_to_target is not None:
+            at.since_target += 1
+        elif target is not None and self.workload.reached(at.validation, target):
             at.time_to_target = elapsed
         rest = "".join(f", {key} {value:.4g}" for key, value in found.items() if key != metric)
         self.progress.say(
-            f"epoch {at.epoch + 1}/{self.settings.epochs}: validation {metric} {at.validation:.4g}{rest}, "
+            f"epoch {epoch}/{self.settings.epochs}: validation {metric} {at.validation:.4g}{rest}, "
             f"after {duration(elapsed)}"
         )
         return bool(due)
 
+    def _standing(self, metric: float, elapsed: float) -> dict[str, Any]:
+        """What an evaluation found, and all that it took until then: the curves of a report."""
+        stats = self.attached.stats
+        return {
+            "metric": metric,
+            "split": "validation",
+            "count": self.workload.splits().sizes()["validation"],
+            "elapsed": elapsed,
+            "trained": self.watch.trained,
+            "samples": self.at.samples,
+            "epochs": self.at.samples / self.length,
+            "bytes_logical": stats.bytes_logical,
+            "bytes_wire": stats.bytes_wire,
+            "staleness": stats.staleness,
+            "phases": self._phases(),
+        }
+
+    def _phases(self) -> dict[str, float]:
+        return phases(self.events.totals, self.attached.stats)
+
     def _evaluate(self, dataset: Dataset[Any]) -> dict[str, float]:
         """What rank 0 finds with the weights that all agree on; nothing on the other ranks."""
-        with self.events.span("sl_evaluation_seconds", lane="compute", what="evaluation"), self.attached.agreed():
-            return self.workload.evaluate(self.attached.model, dataset) if self.world.rank == 0 else {}
+        with self.events.span(EVALUATION, lane="compute", what="evaluation"), self.attached.agreed():
+            if self.world.rank != 0:
+                return {}
+            if self.pace is not None:
+                self.pace.forward(len(cast(Sized, dataset)))
+            return self.workload.evaluate(self.attached.model, dataset)
 
     def _from_rank_0(self, numbers: list[float]) -> list[float]:
         told = broadcast(torch.tensor(numbers, dtype=torch.float64), group=self.world.everyone)
@@ -313,7 +384,8 @@ class _Loop:
         at, metric = self.at, self.workload.metric
         found = {} if reason == "signal" else self._evaluate(self.workload.splits().test)
         watch = self.watch
-        test, seconds, elapsed = self._from_rank_0([found.get(metric, 0.0), watch.trained, watch.elapsed])
+        with self.events.span(EVALUATION, lane="compute", what="waits for the result"):
+            test, seconds, elapsed = self._from_rank_0([found.get(metric, 0.0), watch.trained, watch.elapsed])
         outcome = Outcome(
             metric=metric,
             test=None if reason == "signal" else test,
@@ -327,12 +399,10 @@ class _Loop:
             stopped_by=reason,
         )
         self._write_config()
-        totals = {**self.attached.stats.as_dict(), "sl_data_wait_seconds": self._waited_for_data()}
-        self.journal.concluded(asdict(outcome), {key: value for key, value in totals.items() if key != "steps"})
+        totals = {**self.attached.stats.as_dict(), DATA: self.events.totals.get(DATA, 0.0)}
+        del totals["steps"]
+        self.journal.concluded(asdict(outcome), totals, self._phases())
         return outcome
-
-    def _waited_for_data(self) -> float:
-        return self.events.totals.get("sl_data_wait_seconds", 0.0)
 
     def _note(self) -> None:
         self.noted = self.now()
@@ -356,15 +426,7 @@ class _Loop:
     def _write_config(self) -> None:
         """What was asked for and what was chosen: written first, and again at the end, when `auto` has chosen."""
         if self.place is not None and self.world.rank == 0:
-            document = {
-                **self.workload.describe(),
-                **asdict(self.settings),
-                "workers": self.world.size,
-                "samples_a_step": self.batch,
-                "scaled_learning_rate": self.settings.rate(self.world.size),
-                "code_version": code_version(),
-                "run": self.attached.config,
-            }
+            document = describe_run(self.workload, self.settings, self.attached, self.predicted)
             self.place.write("config", document)
 
     def save(self) -> None:
@@ -376,7 +438,8 @@ class _Loop:
         begun = self.now()
         told = {**asdict(self.at), "trained": self.watch.trained, "elapsed": self.watch.elapsed}
         told["target"] = self.settings.target
-        path = save(self.place.checkpoints, **self._objects(), **told)
+        with self.events.span(CHECKPOINT, lane="compute", what="checkpoint"):
+            path = save(self.place.checkpoints, **self._objects(), **told)
         self.saved, self.kept = self.at.step, self.now()
         self.journal.saved(path.name, self.at.step, self.kept - begun)
         if running:
@@ -391,13 +454,25 @@ class _Loop:
             return
         self.at = _At(**{key: told[key] for key in asdict(self.at)})
         if told["target"] != self.settings.target:
-            self.at.time_to_target = None
+            self.at.time_to_target, self.at.since_target = None, 0
         self.watch = Watch(self.now, told["trained"], told["elapsed"])
         self.first = self.saved = self.at.step
 
     def _objects(self) -> dict[str, Any]:
         scheduler = {} if self.scheduler is None else {"scheduler": self.scheduler}
         return {"run": self.attached, **scheduler}
+
+    @contextmanager
+    def paced(self, seconds_a_sample: float | None) -> Iterator[None]:
+        """Charge the virtual clock for computing inside, where there is one."""
+        if seconds_a_sample is None or self.world.transport.network is None:
+            yield
+            return
+        self.pace = Pace(self.world, self.attached.model, seconds_a_sample)
+        try:
+            yield
+        finally:
+            self.pace.close()
 
     @contextmanager
     def telling(self, journal: Journal, progress: Progress) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 
@@ -48,6 +49,12 @@ class Settings:
     decay: str = "none"
     target: float | None = None
     """The validation metric at which the run ends. None: it does not end early."""
+    evaluate_every: int | None = None
+    """Steps between evaluations, and one at the end. None: after each epoch."""
+    evaluations_after: int = 0
+    """Evaluations that still follow the one which found the target reached: it may have been luck."""
+    momentum: float | None = None
+    """The optimizer's; None: as the workload has it. A codec with a momentum of its own wants 0."""
     seed: int = 0
     check_finite: bool = True
     checkpoint_every: int | None = None
@@ -71,13 +78,16 @@ class Settings:
 
     def check(self) -> None:
         """Refuse numbers that make no run."""
-        leasts = {"batch": 1, "global_batch": 1, "epochs": 1, "steps": 1, "checkpoint_every": 0, "diagnose": 0}
+        leasts = dict.fromkeys(("batch", "global_batch", "epochs", "steps", "evaluate_every"), 1)
+        leasts |= dict.fromkeys(("checkpoint_every", "diagnose", "evaluations_after"), 0)
         for name, least in leasts.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise SpecError(f"{name.replace('_', '-')} {value}: at least {least}")
         if not (self.warmup >= 0 and math.isfinite(self.warmup)):
             raise SpecError(f"warmup {self.warmup}: a number of epochs, such as 5 or 0.5; 0 for none")
+        if self.momentum is not None and not 0 <= self.momentum < 1:
+            raise SpecError(f"momentum {self.momentum}: from 0 to below 1")
         if self.decay not in DECAYS:
             raise SpecError(f"unknown decay {self.decay!r}; {nearest(self.decay, list(DECAYS))}")
         if not 0 <= self.seed < 2**63:
@@ -94,6 +104,17 @@ class Settings:
         """The learning rate for so many workers."""
         assert self.learning_rate is not None, "settings are resolved before they are used"
         return scale_lr(self.learning_rate, self.scaling, workers=workers)
+
+    def optimizer(self, workload: Workload, model: nn.Module, workers: int) -> Optimizer:
+        """The workload's, with the rate for so many workers and the momentum that is asked for."""
+        made = workload.optimizer(model, self.rate(workers))
+        for group in made.param_groups if self.momentum is not None else ():
+            if "momentum" not in group:
+                raise SpecError(
+                    f"momentum {self.momentum}: {workload}'s {type(made).__name__} has no such setting; leave it out"
+                )
+            group["momentum"] = self.momentum
+        return made
 
     def schedule(self, optimizer: Optimizer, workers: int, epoch_steps: int, total_steps: int) -> Schedule | None:
         """Warm-up and decay as one scheduler, or None where the rate stays as it is."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import platform
 import sys
@@ -13,7 +15,13 @@ import torch
 import syncline
 from syncline.world import World
 
-__all__ = ["code_version", "describe_machine", "describe_versions", "describe_world"]
+__all__ = [
+    "code_digest",
+    "code_version",
+    "describe_machine",
+    "describe_versions",
+    "describe_world",
+]
 
 PACKAGES = ("torch", "numpy", "pyzmq", "mpi4py")
 
@@ -73,6 +81,20 @@ def code_version() -> str:
     """The version of Syncline, with the commit where it runs from a checkout."""
     commit = _commit(Path(syncline.__file__).parents[2] / ".git")
     return f"{syncline.__version__}+{commit[:12]}" if commit else syncline.__version__
+
+
+@functools.cache
+def code_digest() -> str:
+    """A digest of Syncline's own source files: a commit's name does not tell of what was edited since.
+
+    >>> len(code_digest())
+    16
+    """
+    root = Path(syncline.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
 
 
 def _commit(git: Path) -> str:

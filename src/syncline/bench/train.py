@@ -6,11 +6,11 @@ import json
 import os
 import signal
 import sys
-import time
 from dataclasses import asdict, dataclass
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
+from syncline.bench.ctrl_c import CtrlC
 from syncline.bench.workloads import build
 from syncline.errors import SynclineError
 from syncline.training.loop import Outcome, train
@@ -20,8 +20,6 @@ from syncline.world import init
 
 __all__ = ["TrainPlan", "describe", "rank_main"]
 
-SAME_KEY = 0.5
-"""A second Ctrl-C within so many seconds is the first one again: terminal and supervisor both send it."""
 INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -54,26 +52,9 @@ class TrainPlan:
         return TrainPlan(**{**found, "settings": Settings(**found["settings"])})
 
 
-class _CtrlC:
-    """The first one asks the run to stop after a step; another one ends it at once."""
-
-    def __init__(self) -> None:
-        self._first: float | None = None
-        signal.signal(signal.SIGINT, self._note)
-
-    def __call__(self) -> bool:
-        return self._first is not None
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self._first is not None and now - self._first > SAME_KEY:
-            raise KeyboardInterrupt
-        self._first = now if self._first is None else self._first
-
-
 def rank_main(plan: TrainPlan) -> int:
     """Train on this rank; the exit code."""
-    stop = _CtrlC()
+    stop = CtrlC()
     with init() as world:
         workload = build(plan.workload)
         first = world.rank == 0

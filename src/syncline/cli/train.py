@@ -8,9 +8,10 @@ examples:
   syncline train fashion --lab 4@100mbit --codec "topk(0.01)|quantize(4)"
   syncline train digits --lab 4@100mbit --trace                 on four emulated hosts; a trace of every rank
   syncline train digits -n 2 --out runs/a --resume auto         go on with runs/a, or begin it
+  syncline train workload.py -n 2                               a workload of your own: see syncline new
 
-Workloads: digits, fashion, stdlib, regression, logistic. The run folder (runs/… or --out) has log.jsonl, config.json,
-system.json and checkpoints/. Ctrl-C ends the run after a step, with a checkpoint.
+Workloads: digits, fashion, stdlib, regression, logistic, or a script of yours by its path. The run folder (runs/… or
+--out) has log.jsonl, config.json, system.json and checkpoints/. Ctrl-C ends the run after a step, with a checkpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from syncline.bench.train import TrainPlan
-from syncline.bench.workloads import build
+from syncline.bench.workloads import ScriptWorkload, build
 from syncline.codecs import build_codec
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
 from syncline.exchange import check_wire
@@ -54,7 +55,9 @@ AUTO = "auto"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Say what this command takes."""
     usual = Settings()
-    parser.add_argument("workload", metavar="WORKLOAD", help="what to train: digits, \"digits(model='cnn')\", …")
+    parser.add_argument(
+        "workload", metavar="WORKLOAD|script.py", help="what to train: digits, \"digits(model='cnn')\", …, or your own"
+    )
     parser.add_argument("-n", type=int, dest="ranks", help="workers; default 1, in a lab one for each host")
     how = parser.add_argument_group("how the workers agree")
     how.add_argument("--strategy", default=usual.strategy, help="allreduce, allreduce(delay=1), …; default allreduce")
@@ -141,6 +144,8 @@ def _settings(arguments: argparse.Namespace, workload: Workload, workers: int) -
     if settings.target is not None:
         workload.check_target(settings.target)
     if not arguments.hosts:  # elsewhere the data may lie where this machine has none
+        if isinstance(workload, ScriptWorkload):
+            workload.check()
         samples = workload.splits().sizes()["train"]
         if samples < workers:
             raise IncompatibleError(
@@ -200,6 +205,10 @@ def _compare(folder: RunFolder, workload: Workload, settings: Settings) -> None:
     changed = [
         f"{name} {now[name]} (it was {before[name]})" for name in shaping if before.get(name, now[name]) != now[name]
     ]
+    if isinstance(workload, ScriptWorkload):
+        digest = workload.script.sha256
+        if before.get("script_sha256", digest) != digest:
+            changed.append(f"a script of SHA-256 {digest[:12]}… (it was {before['script_sha256'][:12]}…)")
     rates = ["learning_rate", "scaling", "warmup", "decay"]
     if now["decay"] != "none":  # it was laid out for so many
         rates += [name for name in ("epochs", "steps") if now[name] is not None]

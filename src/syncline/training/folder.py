@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -90,5 +91,9 @@ def fresh_name(workload: str) -> str:
 
     >>> fresh_name("digits(model='cnn')").rpartition("-")[0].partition("-")[0]
     'digits'
+    >>> fresh_name("/home/ada/my spirals.py").partition("-")[0]
+    'my_spirals'
     """
-    return f"{parse(workload)[0].name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    script = workload.endswith(".py")
+    name = re.sub(r"[^\w.-]", "_", Path(workload).stem) if script else parse(workload)[0].name
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"

@@ -120,7 +120,8 @@ def train(
         seed=settings.seed,
         diagnose=settings.diagnose,
     ) as run:
-        told = {key: str(value) for key, value in workload.describe().items() if key in ("workload", "sha256")}
+        kept = ("workload", "sha256", "script_sha256")
+        told = {key: str(value) for key, value in workload.describe().items() if key in kept}
         check_same(run.exchange, "data", told)  # hosts may have other files, or another Python's library
         loop = _Loop(workload, settings, run, scheduler, place)
         loop.predicted = run.predict() if predict else None

@@ -21,6 +21,7 @@ from syncline.bench.workloads.catalog import build, names
 from syncline.bench.workloads.convex import Logistic, Regression
 from syncline.bench.workloads.digits import Digits
 from syncline.bench.workloads.fashion import Fashion
+from syncline.bench.workloads.script import ScriptWorkload
 from syncline.bench.workloads.stdlib import Stdlib
 
-__all__ = ["Digits", "Fashion", "Logistic", "Regression", "Stdlib", "build", "names"]
+__all__ = ["Digits", "Fashion", "Logistic", "Regression", "ScriptWorkload", "Stdlib", "build", "names"]

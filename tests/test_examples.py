@@ -35,6 +35,7 @@ def test_example(arguments: list[str], says: str) -> None:
         (["compare_allreduce.py", "--megabytes", "0.1", "--repeats", "3"], "halving_doubling"),
         (["check_cost.py", "--repeats", "2"], "check adds"),
         (["train.py"], "2 workers: 3"),
+        (["harness_cost.py", "--workload", "digits", "--steps", "5", "--repeats", "1"], "the race's"),
     ],
 )
 def test_the_measurements_on_gloo(command: list[str], says: str) -> None:

@@ -225,3 +225,72 @@ def test_warm_up_begins_at_the_rate_of_one_worker(tmp_path: Path) -> None:
         sl.simulate(note, ranks=1)
     assert seen["linear"] == pytest.approx([0.1, 0.175, 0.25, 0.325, 0.4, 0.4])
     assert seen["none"] == pytest.approx([0.01, 0.0325, 0.055, 0.0775, 0.1, 0.1])
+
+
+def test_evaluations_come_every_so_many_steps(tmp_path: Path) -> None:
+    """13 steps an epoch on one worker: the cadence crosses the ends of epochs, and the last step is evaluated too."""
+    run(Tiny(), 1, Settings(epochs=2, evaluate_every=5), folder=tmp_path)
+    lines = [line for line in read_log(tmp_path) if line["key"] == "sl_evaluation"]
+    assert [line["metadata"]["step"] for line in lines] == [5, 10, 15, 20, 25, 26]
+    assert [line["metadata"]["epoch_num"] for line in lines] == [1, 1, 2, 2, 2, 2]
+    assert [round(line["value"]["epochs"], 2) for line in lines] == [0.4, 0.8, 1.16, 1.56, 1.96, 2.0]
+    for ranks in (2, 3):  # where some have nothing in an epoch's last step
+        found = run(Tiny(), ranks, Settings(epochs=3, evaluate_every=2))
+        assert all(outcome == found[0] for outcome in found)
+
+
+def test_evaluations_follow_the_hit(tmp_path: Path) -> None:
+    settings = Settings(epochs=9, evaluate_every=2, target=0.6, evaluations_after=3)
+    (outcome,) = run(Tiny(), 1, settings, folder=tmp_path)
+    assert outcome.stopped_by == "target"
+    values = [line["value"] for line in read_log(tmp_path) if line["key"] == "sl_evaluation"]
+    hit = next(number for number, value in enumerate(values) if value["metric"] >= 0.6)
+    assert len(values) == hit + 1 + 3
+    assert outcome.time_to_target == values[hit]["elapsed"]
+
+
+def test_the_mode_is_training_after_an_evaluation_within_an_epoch() -> None:
+    workload = Tiny()
+    modes: list[bool] = []
+    workload.watcher = lambda _: modes.append(workload.models[0].training)
+    run(workload, 1, Settings(epochs=1, evaluate_every=3))
+    assert modes == [True] * 13
+
+
+def test_a_momentum_is_given_to_the_optimizer(tmp_path: Path) -> None:
+    run(Tiny(), 1, Settings(epochs=1, momentum=0.25), folder=tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["optimizer"]["momentum"] == 0.25
+    with pytest.raises(SpecError, match="AdamW has no such setting"):
+        run_one("stdlib(model='rnn')", Settings(steps=1, momentum=0.5))
+    with pytest.raises(SpecError, match="below 1"):
+        run(Tiny(), 1, Settings(momentum=1.0))
+
+
+def run_one(workload: str, settings: Settings) -> Outcome:
+    found = sl.simulate(lambda world: train(build(workload), settings, world=world), ranks=1).results[0]
+    assert isinstance(found, Outcome)
+    return found
+
+
+def test_computing_takes_virtual_time_and_hides_communication(tmp_path: Path) -> None:
+    """The slow rank computes, the other one waits for it."""
+    network = sl.Network(latency=1e-5, bandwidth=1e7, slow={1: 3.0})
+    settings = Settings(epochs=4, batch=5, collective="ring")
+    options: dict[str, Any] = {"folder": tmp_path, "seconds_a_sample": 0.1, "stop": lambda: False}
+    sl.simulate(lambda world: train(Tiny(), settings, world=world, **options), ranks=2, network=network)
+    lines = read_log(tmp_path)
+    found = next(line["value"] for line in lines if line["key"] == "sl_phases")
+    assert found["compute"] == pytest.approx(100 * 0.1, rel=0.1), "of rank 0: half of 4 epochs of 50"
+    assert found["exposed"] > found["compute"], "it waits for the slow one"
+    told = [line["value"] for line in lines if line["key"] == "sl_ranks"]
+    assert told
+    for value in told:
+        fast, slow = value["compute"]
+        assert slow == pytest.approx(3 * fast, rel=0.01)
+
+
+def test_what_is_predicted_is_in_the_configuration(tmp_path: Path) -> None:
+    run(Tiny(), 2, Settings(epochs=1, collective="ring"), folder=tmp_path, predict=True)
+    found = json.loads((tmp_path / "config.json").read_text())["predicted"]
+    assert found["communication"] > 0
+    assert found["codec"] == 0

@@ -45,7 +45,7 @@ class Exchange:
         told = self.ways.told is not None or collective in (NATIVE, AUTO)
         self.collective = collective if told else build("allreduce", collective).spec
         self.team = world.team()
-        self.stats = Stats(world.events, world.runtime.lock())
+        self.stats = Stats(world.events, world.runtime.lock(), alone=world.size == 1)
         self._schedules: dict[str, Schedule] = {}
 
     @property

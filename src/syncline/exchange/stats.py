@@ -28,6 +28,8 @@ class Stats:
 
     events: Recorder
     lock: Lock
+    alone: bool = False
+    """Whether there is nobody to send anything to."""
     steps: int = 0
     bytes_logical: int = 0
     bytes_wire: int = 0
@@ -60,6 +62,7 @@ class Stats:
 
     def sent(self, logical: int, wire: int) -> None:
         """A reduction of so many bytes begins."""
+        wire = 0 if self.alone else wire
         self.bytes_logical += logical
         self.bytes_wire += wire
         self.events.count("sl_comm_bytes_logical", logical)

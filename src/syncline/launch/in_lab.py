@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 
+from torch._C._distributed_c10d import TCPStore
+
 from syncline.errors import SpecError
 from syncline.launch.lab import Lab, LabHost
 from syncline.launch.machine import warn_if_crowded
@@ -15,7 +17,7 @@ from syncline.launch.start import Job, run_placed
 from syncline.launch.store import serve_store
 from syncline.launch.variables import network_key
 
-__all__ = ["run_in_lab"]
+__all__ = ["meet_in_lab", "run_in_lab"]
 
 
 def run_in_lab(job: Job, hosts: int, rate: str, ranks: int | None = None) -> int:
@@ -30,13 +32,20 @@ def run_in_lab(job: Job, hosts: int, rate: str, ranks: int | None = None) -> int
             file=sys.stderr,
             flush=True,
         )
-        first = lab.hosts[0]
-        address = job.address or first.address
-        # A socket stays in the network it was made in, whichever thread uses it later.
-        with _unresolved_names():
-            store = first.call(lambda: serve_store(address, ranks))
-        common = {"SYNCLINE_LAB": f"{hosts}@{rate}", "SYNCLINE_KEY": network_key()}
-        return run_placed(job, [_place(host, ranks // hosts, common) for host in lab.hosts], store, address)
+        places, store, address = meet_in_lab(lab, ranks, job.address)
+        return run_placed(job, places, store, address)
+
+
+def meet_in_lab(lab: Lab, ranks: int, address: str | None = None) -> tuple[list[Place], TCPStore, str]:
+    """Places for so many ranks, a fresh store for them, and its address. With fewer ranks than hosts the first ones."""
+    hosts = lab.hosts[:ranks]
+    first = hosts[0]
+    meeting = address or first.address
+    # A socket stays in the network it was made in, whichever thread uses it later.
+    with _unresolved_names():
+        store = first.call(lambda: serve_store(meeting, ranks))
+    common = {"SYNCLINE_LAB": f"{len(lab.hosts)}@{lab.rate}", "SYNCLINE_KEY": network_key()}
+    return [_place(host, ranks // len(hosts), common) for host in hosts], store, meeting
 
 
 @contextlib.contextmanager

@@ -7,10 +7,12 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import BinaryIO
 
 from torch._C._distributed_c10d import TCPStore
 
 from syncline.launch.crew import Crew, Several
+from syncline.launch.failures import Ended
 from syncline.launch.hosts import HERE, Host
 from syncline.launch.local import LocalCrew
 from syncline.launch.output import Output
@@ -18,10 +20,20 @@ from syncline.launch.programs import Place, Program, lay_out, lay_out_servers
 from syncline.launch.remote import RemoteCrew, Share
 from syncline.launch.ssh import address_towards
 from syncline.launch.store import Board, serve_store
-from syncline.launch.supervisor import Policy, Supervisor
+from syncline.launch.supervisor import Policy, Supervisor, Tick
 from syncline.launch.variables import carried, common_variables, network_key, threads_each
 
-__all__ = ["SERVER", "Job", "hand_over", "run_here", "run_on_hosts", "run_placed"]
+__all__ = [
+    "SERVER",
+    "Ending",
+    "Job",
+    "hand_over",
+    "local_place",
+    "run_here",
+    "run_on_hosts",
+    "run_placed",
+    "run_quietly",
+]
 
 LOOPBACK = "127.0.0.1"
 SERVER = ("-m", "syncline.server")
@@ -43,8 +55,12 @@ class Job:
 def run_here(job: Job, ranks: int) -> int:
     """Run on this machine; the exit code."""
     address = job.address or LOOPBACK
-    place = Place(name=HERE, slots=ranks, variables=threads_each(ranks))
-    return run_placed(job, [place], serve_store(address, ranks), address)
+    return run_placed(job, [local_place(ranks)], serve_store(address, ranks), address)
+
+
+def local_place(ranks: int) -> Place:
+    """This machine, its cores shared among so many ranks."""
+    return Place(name=HERE, slots=ranks, variables=threads_each(ranks))
 
 
 def run_placed(job: Job, places: Sequence[Place], store: TCPStore, address: str) -> int:
@@ -53,6 +69,29 @@ def run_placed(job: Job, places: Sequence[Place], store: TCPStore, address: str)
     programs = [program for programs in _lay_out(job, places, common) for program in programs]
     with _output() as output:
         return _supervise(job, LocalCrew(programs, output), Board(store), places, output)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended that somebody else tells of."""
+
+    code: int
+    failure: Ended | None
+    """Who failed first."""
+    early: str | None
+    """Why it was ended early."""
+
+
+def run_quietly(job: Job, places: Sequence[Place], store: TCPStore, address: str, log: BinaryIO, tick: Tick) -> Ending:
+    """Run at places that are all on this machine; what is printed goes to `log`."""
+    common = common_variables(address, store.port, servers=job.servers)
+    programs = [program for programs in _lay_out(job, places, common) for program in programs]
+    with Output(log, log) as output:
+        ranks = sum(place.slots for place in places)
+        crew, board = LocalCrew(programs, output), Board(store)
+        told = Supervisor(crew, board, ranks, policy=job.policy, say=output.say, tick=tick)
+        code = told.run()
+    return Ending(code, told.failure, told.ended_early)
 
 
 def run_on_hosts(job: Job, hosts: Sequence[Host]) -> int:

@@ -13,9 +13,13 @@ from syncline.launch.crew import Crew
 from syncline.launch.failures import Ended, culprit
 from syncline.launch.store import Board
 
-__all__ = ["Policy", "Supervisor"]
+__all__ = ["Policy", "Supervisor", "Tick"]
 
 Policy = Literal["stop", "continue"]
+Tick = Callable[[], str | None]
+"""Called again and again while programs run; a reason to end them, or None."""
+ENDED_EARLY = 124
+"""The exit code where `tick` has ended a run, as timeout(1) has it."""
 
 PERIOD = 0.03
 GRACE = 5.0
@@ -41,11 +45,23 @@ class Supervisor:
     ```
     """
 
-    def __init__(self, crew: Crew, board: Board, ranks: int, *, policy: Policy, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        crew: Crew,
+        board: Board,
+        ranks: int,
+        *,
+        policy: Policy,
+        say: Callable[[str], None],
+        tick: Tick | None = None,
+    ) -> None:
         self._crew = crew
         self._board = board
         self._policy = policy
         self._say = say
+        self._tick = tick
+        self.ended_early: str | None = None
+        """Why `tick` wanted an end."""
         self._ranks_left = ranks
         self._failures: dict[str, Ended] = {}
         self._signals: list[tuple[int, float]] = []
@@ -69,6 +85,11 @@ class Supervisor:
             finally:
                 self._crew.close()
         return self._conclude()
+
+    @property
+    def failure(self) -> Ended | None:
+        """Who failed first, as far as one can tell; None where nobody has."""
+        return culprit(list(self._failures.values())) if self._failures else None
 
     def _gives_up(self) -> bool:
         """Whether those who are left do not even answer to being killed; closing hangs up on them."""
@@ -101,6 +122,10 @@ class Supervisor:
             self._ask(FORWARDED[signal.Signals(first)], now)
             if again:
                 self._crew.signal(signal.SIGKILL)
+        if self._tick is not None and self._asked is None:
+            self.ended_early = self._tick()
+            if self.ended_early is not None:
+                self._ask(signal.SIGTERM, now)
         if self._asked is not None:
             self._wait_for_the_end(now - self._asked)
         elif self._ranks_left == 0:
@@ -145,6 +170,8 @@ class Supervisor:
     def _conclude(self) -> int:
         if self._signals:
             return 128 + self._signals[0][0]
+        if self.ended_early is not None:
+            return ENDED_EARLY
         if not self._failures:
             return 0
         failures = list(self._failures.values())

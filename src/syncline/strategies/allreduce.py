@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SpecError
 from syncline.exchange import Exchange, Gradients, Round, plain_name
-from syncline.strategies.base import Run, Settings, Strategy
+from syncline.strategies.base import Preset, Run, Settings, Strategy
 
 __all__ = ["AllReduce"]
 
@@ -49,6 +49,11 @@ class AllReduce(Strategy):
     steps: int | None = None
 
     name: ClassVar[str] = "allreduce"
+    # Staleness acts as momentum (Mitliagkas et al. 2016), so that less of it is left for the optimizer.
+    presets: ClassVar[tuple[Preset, ...]] = (
+        Preset(spec="allreduce"),
+        Preset(spec="allreduce(delay=1)", momentum=0.7),
+    )
 
     def __post_init__(self) -> None:
         for key in ("delay", "warmup", "cooldown"):

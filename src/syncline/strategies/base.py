@@ -21,7 +21,7 @@ from syncline.specs import Spec
 from syncline.strategies.reading import Shard, Steps
 from syncline.world import World, allgather, allreduce
 
-__all__ = ["Run", "Settings", "Strategy"]
+__all__ = ["Preset", "Run", "Settings", "Strategy"]
 
 R = TypeVar("R", Sharded, MicroBatches)
 
@@ -39,6 +39,17 @@ class Settings:
     """Every so many steps, what the codec does to each layer goes into the run log; 0: never."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A strategy with settings that suit it, in terms of what suits plain synchronous training."""
+
+    spec: str
+    rate: float = 1.0
+    """What the learning rate is multiplied with."""
+    momentum: float | None = None
+    """The most that it bears; None: any."""
+
+
 class Strategy(ABC):
     """When workers talk, with whom, and what they exchange. A frozen dataclass whose fields are its arguments.
 
@@ -48,6 +59,8 @@ class Strategy(ABC):
     """
 
     name: ClassVar[str]
+    presets: ClassVar[tuple[Preset, ...]] = ()
+    """What takes part in a race by default."""
 
     @abstractmethod
     def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:

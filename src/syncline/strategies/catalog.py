@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from syncline.specs import Registry
 from syncline.strategies.allreduce import AllReduce
-from syncline.strategies.base import Strategy
+from syncline.strategies.base import Preset, Strategy
 
-__all__ = ["build_strategy", "strategy_names"]
+__all__ = ["build_strategy", "default_presets", "strategy_names"]
+
+STRATEGIES: tuple[type[Strategy], ...] = (AllReduce,)
 
 
 def build_strategy(spec: str | Strategy) -> Strategy:
@@ -23,7 +25,17 @@ def strategy_names() -> list[str]:
     return _registry().names()
 
 
+def default_presets() -> list[Preset]:
+    """What every strategy sends into a race by default.
+
+    >>> [preset.spec for preset in default_presets()]
+    ['allreduce', 'allreduce(delay=1)']
+    """
+    return [preset for strategy in STRATEGIES for preset in strategy.presets]
+
+
 def _registry() -> Registry[Strategy]:
     registry = Registry[Strategy]("strategy")
-    registry.add(AllReduce.name, AllReduce)
+    for strategy in STRATEGIES:
+        registry.add(strategy.name, strategy)
     return registry

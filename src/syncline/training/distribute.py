@@ -14,7 +14,7 @@ from syncline.exchange import BUCKET_BYTES, Exchange, check_same, spread
 from syncline.strategies import Run, Settings, Strategy, build_strategy
 from syncline.world import current_world
 
-__all__ = ["distribute"]
+__all__ = ["distribute", "momentum_of"]
 
 
 def distribute(
@@ -69,7 +69,7 @@ def distribute(
         diagnose=diagnose,
     )
     if coder is not None:
-        coder.check(_momentum(optimizer))
+        coder.check(momentum_of(optimizer))
     exchange = Exchange(world, collective, coder)
     check_same(exchange, "models", _describe_model(model))
     check_same(exchange, "optimizers", _describe_optimizer(optimizer))
@@ -92,7 +92,7 @@ def _check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def _momentum(optimizer: Optimizer) -> float:
+def momentum_of(optimizer: Optimizer) -> float:
     """The largest momentum that an optimizer uses, Adam's first moment included."""
     found = [0.0]
     for group in optimizer.param_groups:

@@ -204,7 +204,7 @@ class _Loop:
             reason = reason or self._finished()
             old = self._validate() if reason or self._due() else False
             reason = self._finished() or reason
-            if reason is None and self._asked_to_stop(stop):
+            if reason is None and at.step >= self.look and self._asked_to_stop(stop):
                 reason = "signal"
             every = self.settings.checkpoint_every
             if reason is None and (old or (every and at.step % every == 0)):

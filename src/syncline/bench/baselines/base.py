@@ -1,0 +1,153 @@
+"""What all baselines have in common: torch's default process group, and a run that is honest about what it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore  # what torch.distributed re-exports untyped
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from syncline.environment import detect
+from syncline.errors import IncompatibleError, UnsupportedError
+from syncline.exchange import Exchange
+from syncline.strategies import Run, Settings, Strategy
+from syncline.transports.store import find_place, meet
+from syncline.world import World
+
+__all__ = ["ForeignRun", "process_group"]
+
+
+@contextmanager
+def process_group(world: World) -> Iterator[None]:
+    """The default process group that DistributedDataParallel wants, among the ranks of this world."""
+    environment = detect()
+    store = meet(environment, find_place(environment), world.transport.timeout)
+    turn = store.add(f"baseline/{world.rank}", 1)  # a second group must not find the first one's keys
+    timeout = timedelta(seconds=world.transport.timeout)
+    place = PrefixStore(f"baseline{turn}", store)
+    dist.init_process_group("gloo", store=place, rank=world.rank, world_size=world.size, timeout=timeout)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _check_real(strategy: Strategy, world: World) -> None:
+    """Others' code knows nothing of our simulator."""
+    size = detect().size
+    if size != world.size:
+        raise UnsupportedError(
+            f"{strategy!r} runs among processes, and here are {size} for a world of {world.size}: it is not for "
+            "sl.simulate; start it with syncline run -n"
+        )
+
+
+def _refuse_ours(strategy: Strategy, exchange: Exchange) -> None:
+    """A baseline sends its bytes itself: what we would send them with has no part in it."""
+    if exchange.codec is not None:
+        raise IncompatibleError(
+            f"codec {exchange.codec!r} with {strategy!r}: a baseline sends its gradients itself; leave the codec out, "
+            "or take strategy 'allreduce'"
+        )
+    if exchange.collective not in ("auto", "native"):
+        raise IncompatibleError(
+            f"collective {exchange.collective!r} with {strategy!r}: a baseline takes the engine's own; leave it out"
+        )
+
+
+class ForeignRun(Run):
+    """A run whose gradients or weights somebody else's code exchanges.
+
+    Ranks whose batches differ in length count alike: a mean of means, as DistributedDataParallel takes it. Gradients
+    are not checked for NaN. Its own state (PowerSGD's errors and the like) is not part of a checkpoint.
+    """
+
+    backend: ClassVar[str] = "torch"
+    parts: ClassVar[bool] = False
+    """Whether the ranks' weights differ between averages."""
+
+    def __init__(
+        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
+    ) -> None:
+        _check_real(strategy, exchange.world)
+        _refuse_ours(strategy, exchange)
+        super().__init__(strategy, model, optimizer, exchange, settings)
+        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.gradient_bytes = sum(parameter.numel() * parameter.element_size() for parameter in self.trained)
+        self._hooks: list[Any] = [optimizer.register_step_post_hook(self._after_step)]
+        self.now = exchange.world.runtime.now
+        self._weights: list[Tensor] | None = None
+        """This worker's own while the model holds the mean."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Whose code it is; what was asked for and is not done is told as such."""
+        return {
+            **super().config,
+            "collective": f"{self.backend}'s own",
+            "torch": str(torch.__version__),
+            "check_finite": False,
+            "comm_seconds": "not known: only what was exposed",
+        }
+
+    def weigh(self, weight: float, uneven: bool = False) -> None:
+        """Ignored: all ranks count alike."""
+
+    def empty_round(self) -> bool:
+        """Epochs in which a rank may have nothing are refused; at the end of the others there is nothing to do."""
+        return False
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Inside, the model holds the mean of all workers' batch norms, and of their weights where those differ."""
+        with super().agreed():
+            if not self.parts or self._weights is not None or self.exchange.size == 1:
+                yield
+                return
+            self._weights = [parameter.detach().clone() for parameter in self.trained]
+            self._average([parameter.detach() for parameter in self.trained])
+            try:
+                yield
+            finally:
+                for parameter, own in zip(self.trained, self._weights, strict=True):
+                    parameter.detach().copy_(own)
+                self._weights = None
+
+    def check_uneven(self) -> None:
+        """Refuse an epoch in which a rank may run out of data, with a batch that would do."""
+        hints = [_better_batch(data, self.exchange.size) for data, _ in self._readers.values()]
+        hint = next((hint for hint in hints if hint), "take data that the workers divide, or drop_last=True")
+        raise IncompatibleError(
+            f"{self.strategy!r} needs data for every rank in every step, and some would have none: {hint}"
+        )
+
+    def begin_together(self) -> None:
+        """Return when every rank is ready: one that imported longer is not waited for in the first step."""
+        self.exchange.mean(0.0)
+
+    def detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.stats.steps += 1
+
+
+def _better_batch(data: Any, size: int) -> str:
+    """The nearest batch with which every one of `size` ranks has something in the last step too, in words."""
+    if not isinstance(data, DataLoader) or data.batch_size is None:
+        return ""
+    length, now = len(cast(Sized, data.dataset)), data.batch_size
+    for batch in sorted(range(1, length // size + 1), key=lambda batch: abs(batch - now)):
+        rest = length % (batch * size)
+        if rest == 0 or rest >= size:
+            return f"{length} samples in batches of {now} leave some without; take batch={batch}"
+    return ""

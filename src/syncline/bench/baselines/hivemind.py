@@ -1,0 +1,134 @@
+"""hivemind: peers find each other in a distributed hash table and average their weights now and then.
+
+https://github.com/learning-at-home/hivemind; Ryabinin et al., "Moshpit SGD", 2021. Here: its `DecentralizedAverager`,
+asked every `period` steps for a group of all ranks; between, everyone trains alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from syncline.bench.baselines.base import ForeignRun
+from syncline.environment import detect
+from syncline.errors import SpecError, UnsupportedError
+from syncline.exchange import Exchange, share_tree
+from syncline.strategies import Run, Settings, Strategy
+from syncline.transports.store import find_place, listening_address
+
+__all__ = ["Hivemind"]
+
+MATCHMAKING = 1.0
+"""Seconds in which hivemind looks for the others of a group; a group of all ranks begins at once."""
+
+
+def find_hivemind() -> ModuleType:
+    """The package, or an `UnsupportedError` that says how to get it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it uses what torch calls deprecated
+            return importlib.import_module("hivemind")
+    except ImportError as error:
+        raise UnsupportedError(f"hivemind is not installed here ({error}): pip install hivemind==1.1.12") from None
+
+
+@dataclass(frozen=True, repr=False)
+class Hivemind(Strategy):
+    """The mean of the weights every `period` steps, by hivemind. Needs the package `hivemind`.
+
+    >>> from syncline.bench.baselines import availability
+    >>> "pip install hivemind" in (availability("hivemind") or "pip install hivemind")
+    True
+    """
+
+    period: int = 8
+
+    name: ClassVar[str] = "hivemind"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.period, int) or self.period < 1:
+            raise SpecError(f"hivemind(period={self.period!r}): a number of steps, at least one")
+        find_hivemind()
+
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+        return _HivemindRun(self, model, optimizer, exchange, settings)
+
+
+class _HivemindRun(ForeignRun):
+    strategy: Hivemind
+    backend = "hivemind"
+    parts = True
+
+    def __init__(
+        self, strategy: Hivemind, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
+    ) -> None:
+        super().__init__(strategy, model, optimizer, exchange, settings)
+        self.missed = 0
+        """Rounds in which hivemind found no group of all ranks."""
+        self._dht: Any = None
+        self._averager: Any = None
+        self._join(find_hivemind())
+        self.begin_together()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """How often hivemind did not bring all together goes with it."""
+        return {**super().config, "rounds_missed": self.missed}
+
+    def detach(self) -> None:
+        super().detach()
+        for part in (self._averager, self._dht):
+            if part is not None:
+                part.shutdown()
+        self._averager = self._dht = None
+
+    def _join(self, hivemind: ModuleType) -> None:
+        """Rank 0 begins a hash table, the others join it."""
+        rank, place = self.exchange.rank, find_place(detect())
+        address = listening_address(place.address, len(set(self.world.hosts)) == 1)
+        options = {"host_maddrs": [f"/ip4/{address}/tcp/0"], "use_relay": False, "use_auto_relay": False}
+        peers: list[str] = []
+        if rank == 0:
+            self._dht = hivemind.DHT(start=True, **options)
+            peers = [str(each) for each in self._dht.get_visible_maddrs()]
+        peers = share_tree(self.exchange, {"peers": peers}, 0)["peers"]
+        if rank != 0:
+            self._dht = hivemind.DHT(start=True, initial_peers=peers, **options)
+        self._averager = hivemind.averaging.DecentralizedAverager(
+            [parameter.detach().cpu().clone() for parameter in self.trained],
+            self._dht,
+            prefix="syncline",
+            target_group_size=self.exchange.size,
+            min_group_size=self.exchange.size,
+            min_matchmaking_time=MATCHMAKING,
+            request_timeout=MATCHMAKING / 2,
+            initial_group_bits="",
+            start=True,
+        )
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super()._after_step(optimizer, args, kwargs)
+        if self.stats.steps % self.strategy.period == 0 and self.exchange.size > 1:
+            self._meet()
+
+    def _meet(self) -> None:
+        """Average; a round that finds not all of them leaves this rank's weights as they are, as hivemind does."""
+        start = self.now()
+        with self._averager.get_tensors() as shared:
+            for own, parameter in zip(shared, self.trained, strict=True):
+                own.copy_(parameter.detach())
+        found = self._averager.step(timeout=self.world.transport.timeout)
+        if found is None:
+            self.missed += 1
+        else:
+            with self._averager.get_tensors() as shared:
+                for own, parameter in zip(shared, self.trained, strict=True):
+                    parameter.detach().copy_(own)
+            self.stats.sent(self.gradient_bytes, self.gradient_bytes)
+        self.stats.waited(start, self.now())

@@ -1,0 +1,178 @@
+"""torchft: DistributedDataParallel among ranks that ask a lighthouse before every step who is still there.
+
+https://github.com/pytorch/torchft. A rank is a replica of its own. All must take part in every step: what torchft is
+made for, going on without those who are lost, has no place in a race.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from types import ModuleType
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore  # what torch.distributed re-exports untyped
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from syncline.bench.baselines.ddp import buffers_option
+from syncline.bench.baselines.wrapped import WrappedRun
+from syncline.environment import detect
+from syncline.errors import UnsupportedError, WorldError
+from syncline.exchange import Exchange, share_tree
+from syncline.strategies import Run, Settings, Strategy
+from syncline.transports.store import find_place, listening_address
+
+__all__ = ["TorchFT"]
+
+
+def find_torchft() -> ModuleType:
+    """The package, or an `UnsupportedError` that says how to get it."""
+    os.environ.setdefault("RUST_LOG", "error")  # else it writes ten lines a step, and they are timed too
+    try:
+        return importlib.import_module("torchft")
+    except ImportError as error:
+        raise UnsupportedError(f"torchft is not installed here ({error}): pip install torchft==0.2.0") from None
+
+
+@dataclass(frozen=True, repr=False)
+class TorchFT(Strategy):
+    """DistributedDataParallel in torchft's Manager, each rank a replica. Needs the package `torchft`.
+
+    >>> from syncline.bench.baselines import availability
+    >>> "pip install torchft" in (availability("torchft") or "pip install torchft")
+    True
+    """
+
+    name: ClassVar[str] = "torchft"
+
+    def __post_init__(self) -> None:
+        find_torchft()
+
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+        return _TorchFTRun(self, model, optimizer, exchange, settings)
+
+
+class _TorchFTRun(WrappedRun):
+    backend = "torchft"
+
+    def __init__(
+        self, strategy: TorchFT, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
+    ) -> None:
+        self._torchft = find_torchft()
+        self._servers: list[Any] = []
+        super().__init__(strategy, model, optimizer, exchange, settings)
+        self.optimizer = self._torchft.Optimizer(self._manager, optimizer)
+        self.begin_together()
+
+    def detach(self) -> None:
+        super().detach()
+        for server in self._servers:
+            server.shutdown()
+        self._servers = []
+
+    def _group(self) -> AbstractContextManager[None]:
+        return nullcontext()  # torchft makes groups of its own
+
+    def _wrap(self) -> DistributedDataParallel:
+        rank, size, timeout = self.exchange.rank, self.exchange.size, timedelta(seconds=self.world.transport.timeout)
+        place = find_place(detect())
+        address = listening_address(place.address, len(set(self.world.hosts)) == 1)
+        coordination = importlib.import_module("torchft.coordination")
+        told = ""
+        if rank == 0:
+            lighthouse = coordination.LighthouseServer(bind=f"{address}:0", min_replicas=size)
+            self._servers.append(lighthouse)
+            told = f"http://{address}:{urlsplit(lighthouse.address()).port}"  # its own has a name that may not resolve
+        self._store = _store_at(address, timeout)
+        manager = self._torchft.Manager(
+            pg=self._torchft.ProcessGroupGloo(timeout=timeout),
+            load_state_dict=None,
+            state_dict=None,
+            min_replica_size=size,
+            rank=0,
+            world_size=1,
+            store_addr=address,
+            store_port=self._store.port,
+            hostname=address,
+            replica_id=f"rank{rank}_",
+            lighthouse_addr=share_tree(self.exchange, {"lighthouse": told}, 0)["lighthouse"],
+            checkpoint_transport=_NoCheckpoints(),
+            init_sync=False,  # the ranks have the same weights already
+            timeout=timeout,
+            quorum_timeout=timeout,
+            connect_timeout=timeout,
+        )
+        self._servers.insert(0, manager)
+        self._manager = _Watched(manager, self)
+        made: DistributedDataParallel = self._torchft.DistributedDataParallel(
+            self._manager, self.model, **{buffers_option(): False}
+        )
+        return made
+
+    def _expose(self) -> None:
+        """Its hook waits for each bucket within backward, where `_Watched` has counted."""
+
+
+class _Watched:
+    """What torchft's module and optimizer ask of its Manager, with the time that it takes."""
+
+    def __init__(self, manager: Any, run: WrappedRun) -> None:
+        self._manager = manager
+        self._run = run
+
+    def start_quorum(self) -> None:
+        self._manager.start_quorum()
+
+    def allreduce(self, bucket: Tensor) -> Any:
+        start = self._run.now()
+        work = self._manager.allreduce(bucket)
+        work.wait()  # torchft's hook does the same at once
+        self._run.stats.waited(start, self._run.now())
+        return work
+
+    def should_commit(self) -> bool:
+        """A step that is not committed is left out without a word: not in a race."""
+        start = self._run.now()
+        agreed = bool(self._manager.should_commit())
+        self._run.stats.waited(start, self._run.now())
+        if not agreed:
+            raise WorldError(
+                f"torchft did not commit step {self._manager.current_step()}: {self._manager.errored()}; look into the "
+                "output of the other ranks for the one that is lost"
+            )
+        return True
+
+
+class _NoCheckpoints:
+    """Instead of torchft's server of checkpoints, which are pickled: nobody joins late, so nobody needs one."""
+
+    def metadata(self) -> str:
+        return "none"
+
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:
+        raise WorldError(f"torchft wants to send a checkpoint of step {step} to {dst_ranks}: a race has no late ranks")
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        raise WorldError(f"torchft wants a checkpoint of step {step} from {src_rank}: a race has no late ranks")
+
+    def disallow_checkpoint(self) -> None:
+        return
+
+    def shutdown(self, wait: bool = True) -> None:
+        return
+
+
+def _store_at(address: str, timeout: timedelta) -> TCPStore:
+    """A store of this rank's own on one address: torch alone would listen on every interface."""
+    listener = socket.create_server((address, 0))
+    port = int(listener.getsockname()[1])
+    return TCPStore(
+        address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )

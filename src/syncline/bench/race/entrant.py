@@ -1,0 +1,75 @@
+"""One run of a race: what each of its ranks does."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from syncline.bench.ctrl_c import CtrlC
+from syncline.bench.race.field import build_entrant
+from syncline.bench.workloads import build
+from syncline.training.loop import Outcome, train
+from syncline.training.settings import Settings
+from syncline.training.workload import Workload
+from syncline.world import World, init
+
+__all__ = ["Entrant", "rank_main", "run"]
+
+INTERRUPTED = 128 + signal.SIGINT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entrant:
+    """What a rank is told on its command line."""
+
+    workload: str
+    settings: Settings
+    folder: str
+    seconds_a_sample: float | None = None
+
+    def as_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Entrant:
+        """
+        >>> entrant = Entrant(workload="digits", settings=Settings(epochs=2), folder="runs/a")
+        >>> Entrant.from_json(entrant.as_json()) == entrant
+        True
+        """
+        found: dict[str, Any] = json.loads(text)
+        return Entrant(**{**found, "settings": Settings(**found["settings"])})
+
+
+def run(entrant: Entrant, workload: Workload, world: World, stop: CtrlC | None = None) -> Outcome:
+    """Train on this rank, with all that a race's log needs."""
+    return train(
+        workload,
+        entrant.settings,
+        world=world,
+        folder=entrant.folder,
+        strategy=build_entrant(entrant.settings.strategy),
+        predict=True,
+        seconds_a_sample=entrant.seconds_a_sample,
+        stop=stop or _never,
+    )
+
+
+def _never() -> bool:
+    return False
+
+
+def rank_main(text: str) -> int:
+    """Run on this rank of a world of processes; the exit code."""
+    entrant = Entrant.from_json(text)
+    stop = CtrlC()
+    with init() as world:
+        outcome = run(entrant, build(entrant.workload), world, stop)
+    return INTERRUPTED if outcome.stopped_by == "signal" else 0
+
+
+if __name__ == "__main__":
+    sys.exit(rank_main(sys.argv[1]))

@@ -1,0 +1,198 @@
+"""Who takes part in a race: every family of strategies, a few codecs, and what others have.
+
+A strategy joins the default field by naming its presets (`Strategy.presets`), a codec by a line in `CODECS`, somebody
+else's way by the baselines' catalog. `--entries` names others in a TOML file::
+
+    [[entry]]
+    name = "top one percent"
+    codec = "topk(0.01)|quantize(4)"
+    learning_rate = 0.05
+
+    [[entry]]
+    strategy = "ddp(hook='fp16')"
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from syncline.bench.baselines import availability, baseline_names, build_baseline, default_baselines, uninvited
+from syncline.bench.race.plan import Entry
+from syncline.codecs import build_codec
+from syncline.errors import IncompatibleError, SpecError, SynclineError
+from syncline.exchange import check_wire
+from syncline.specs import nearest, parse
+from syncline.strategies import Preset, Strategy, build_strategy, default_presets, strategy_names
+from syncline.training.distribute import momentum_of
+from syncline.training.workload import Workload
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["Field", "build_entrant", "default_field", "read_field"]
+
+CODECS = (
+    "cast('fp16')",
+    "quantize(4)",
+    "topk(0.01, momentum=0.9, whole=4096)|quantize(4)",
+    "powersgd(2)",
+)
+"""Over all-reduce: half the bits, few bits, few elements, low rank."""
+SCALING = "sqrt"
+"""Of the workload's rate, where nobody says otherwise: the batch grows with the workers."""
+
+GIVEN = frozenset(field.name for field in fields(Entry)) - {"baseline", "rate_from"}
+"""What an entry of a file may say."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """Those who race, and those who cannot here, with the reason."""
+
+    entries: tuple[Entry, ...]
+    skipped: Mapping[str, str]
+
+
+def build_entrant(spec: str) -> Strategy:
+    """One of our strategies, or a baseline.
+
+    >>> build_entrant("allreduce(delay=1)")
+    allreduce(delay=1)
+    """
+    if is_baseline(spec):
+        return build_baseline(spec)
+    name = parse(spec)[0].name
+    if name not in strategy_names():
+        raise SpecError(f"unknown strategy {name!r}; {nearest(name, [*strategy_names(), *baseline_names()])}")
+    return build_strategy(spec)
+
+
+def is_baseline(spec: str) -> bool:
+    """Whether it is somebody else's."""
+    return parse(spec)[0].name in baseline_names()
+
+
+def default_field(workload: Workload, simulated: bool = False) -> Field:
+    """Every family of strategies, a few codecs over all-reduce, and the baselines that can run here."""
+    rate = workload.defaults.learning_rate
+    usual = _Momentum(workload)
+    found = [_preset(preset, rate, usual) for preset in default_presets()]
+    found += [Entry(name=spec, codec=spec, learning_rate=rate, scaling=SCALING, rate_from="preset") for spec in CODECS]
+    skipped: dict[str, str] = {}
+    for spec in default_baselines():
+        reason = "it runs on real processes alone" if simulated else availability(spec) or uninvited(spec)
+        if reason is None:
+            found.append(Entry(name=spec, strategy=spec, learning_rate=rate, scaling=SCALING, rate_from="preset"))
+        else:
+            skipped[spec] = reason
+    entries = []
+    for entry in found:
+        try:
+            entries.append(_fitted(entry, usual))
+        except IncompatibleError as error:
+            skipped[entry.name] = str(error)
+    return Field(tuple(entries), skipped)
+
+
+class _Momentum:
+    """What a workload's optimizer uses of it, and whether it can be told to use another."""
+
+    def __init__(self, workload: Workload) -> None:
+        optimizer = workload.optimizer(workload.model(0))
+        self.value = momentum_of(optimizer)
+        self.free = all("momentum" in group for group in optimizer.param_groups)
+
+
+def _preset(preset: Preset, rate: float, usual: _Momentum) -> Entry:
+    capped = preset.momentum is not None and usual.free and usual.value > preset.momentum
+    return Entry(
+        name=preset.spec,
+        strategy=preset.spec,
+        learning_rate=rate * preset.rate,
+        scaling=SCALING,
+        momentum=preset.momentum if capped else None,
+        rate_from="preset",
+    )
+
+
+def read_field(path: Path, workload: Workload, simulated: bool = False) -> Field:
+    """The entries of a TOML file. What cannot be is refused here, with the entry's name."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SpecError(f"cannot read entries from {path}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SpecError(f'{path} is not TOML: {error}; entries are written [[entry]], then strategy = "…"') from None
+    tables = document.get("entry")
+    if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
+        raise SpecError(f'{path} has no entries: write [[entry]], then strategy = "…" or codec = "…"')
+    strangers = sorted(set(document) - {"entry"})
+    if strangers:
+        raise SpecError(f"{path}: unknown table {strangers[0]!r}; entries are written [[entry]]")
+    entries = [_entry(table, f"{path}, entry {number}", workload) for number, table in enumerate(tables, 1)]
+    if simulated:
+        real = [entry.name for entry in entries if entry.baseline]
+        if real:
+            raise IncompatibleError(
+                f"{path}: {real[0]} runs on real processes alone; leave it out, or leave --simulate out"
+            )
+    return Field(tuple(entries), {})
+
+
+def _entry(table: Mapping[str, Any], where: str, workload: Workload) -> Entry:
+    for key, value in table.items():
+        if key not in GIVEN:
+            raise SpecError(f"{where}: unknown key {key!r}; {nearest(key, sorted(GIVEN))}")
+        wanted = float if key in ("learning_rate", "warmup", "momentum") else str
+        good = (
+            isinstance(value, (int, float)) and not isinstance(value, bool)
+            if wanted is float
+            else isinstance(value, str)
+        )
+        if not good or (wanted is float and not (math.isfinite(value) and value >= 0)):
+            raise SpecError(f"{where}: {key} = {value!r} is not a {'number that fits' if wanted is float else 'text'}")
+    strategy, codec = table.get("strategy", "allreduce"), table.get("codec")
+    name = table.get("name") or " + ".join(
+        part for part in (strategy if strategy != "allreduce" or not codec else "", codec) if part
+    )
+    own_rate = "learning_rate" in table
+    entry = Entry(
+        **{
+            "learning_rate": workload.defaults.learning_rate,
+            "scaling": "none" if own_rate else SCALING,
+            **table,
+            "name": name,
+            "rate_from": "given" if own_rate else "preset",
+        }
+    )
+    try:
+        return _fitted(entry, _Momentum(workload))
+    except SynclineError as error:
+        raise type(error)(f"{where} ({name}): {error}") from None
+
+
+def _fitted(entry: Entry, usual: _Momentum) -> Entry:
+    """The entry, built once to see that it can be; with the momentum that its codec leaves to the optimizer."""
+    build_entrant(entry.strategy)
+    codec = build_codec(entry.codec)
+    baseline = is_baseline(entry.strategy)
+    if baseline and codec is not None:
+        raise IncompatibleError(f"{entry.strategy} has no codecs of ours; leave {entry.codec!r} out")
+    if not baseline:
+        check_wire(entry.collective, codec)
+    momentum = entry.momentum
+    if codec is not None:
+        try:
+            codec.check(usual.value if momentum is None else momentum)
+        except IncompatibleError:
+            if momentum is not None or not usual.free:
+                raise
+            momentum = 0.0
+    return replace(entry, momentum=momentum, baseline=baseline)

@@ -1,0 +1,188 @@
+"""A race on the terminal: who has run, who is running, what came of it, how long it will take.
+
+On a terminal the table rewrites itself; elsewhere each run leaves a line when it ends.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from syncline.bench.race.arena import Result
+from syncline.bench.race.plan import Run
+from syncline.bench.race.reading import Race, RanRun, read_run
+from syncline.training.progress import duration
+
+__all__ = ["View"]
+
+PERIOD = 0.5
+"""Seconds between two looks at the log of the run that goes on."""
+MARKS = {"failed": "failed", "diverged": "diverged", "hung": "hung", "interrupted": "stopped"}
+
+
+class View:
+    """Shows a race while it runs. A context manager: the terminal is left as it was found."""
+
+    def __init__(self, race: Race, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._plan = race.plan
+        self._console = console or Console(stderr=True)
+        self._clock = clock
+        self._done: dict[tuple[str, int, int], RanRun] = {}
+        self._spent: list[float] = []
+        for run in race.runs:
+            if run.kind != "tuning" and run.status not in ("interrupted", "running"):
+                self._done[run.entry, run.workers, run.seed] = run
+                self._spent.append(run.seconds or 0.0)
+        self._current: tuple[Run, Path, int, int] | None = None
+        self._looked = self._began = clock()
+        self._log: RanRun | None = None
+        self._live: Live | None = None
+
+    def __enter__(self) -> View:
+        if self._console.is_terminal:
+            self._live = Live(self._render(), console=self._console, auto_refresh=False, transient=False)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.update(self._render(), refresh=True)
+            self._live.stop()
+
+    def begun(self, run: Run, folder: Path, number: int, total: int) -> None:
+        self._current, self._log = (run, folder, number, total), None
+        self._began = self._looked = self._clock()
+        self._draw()
+
+    def tick(self) -> None:
+        if self._live is not None and self._clock() - self._looked >= PERIOD:
+            self._looked = self._clock()
+            if self._current is not None:
+                self._log = _read(self._current[0], self._current[1])
+            self._draw()
+
+    def ended(self, run: Run, result: Result, seconds: float) -> None:
+        assert self._current is not None, "what ends has begun"
+        _, folder, number, total = self._current
+        found = _read(run, folder)
+        found.status, found.reason, found.seconds = result.status, result.reason, seconds
+        self._current = self._log = None
+        if result.status != "interrupted":
+            self._spent.append(seconds)
+            if run.kind != "tuning":
+                self._done[run.entry.name, run.workers, run.seed] = found
+        if self._live is None:
+            what = f"{run.kind} {number + 1}/{total}: {run.entry.name}, seed {run.seed}"
+            workers = "" if run.workers == self._plan.workers else f" on {run.workers} workers"
+            took = f"{duration(seconds)} with start-up; {self._left(total, number + 1)}"
+            self._console.print(
+                f"{what}{workers}: {self._came(found)}, {took}",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
+        else:
+            self._draw()
+
+    # Within.
+
+    def _draw(self) -> None:
+        if self._live is not None:
+            self._live.update(self._render(), refresh=True)
+
+    def _render(self) -> Group:
+        plan = self._plan
+        sense = "at least" if plan.higher_is_better else "at most"
+        title = f"{plan.workload} on {plan.workers} workers: {plan.metric} of {sense} {plan.target:g}"
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        table.add_column("entry", no_wrap=True, overflow="ellipsis", max_width=48)
+        for seed in plan.seeds:
+            table.add_column(f"seed {seed}", justify="right")
+        table.add_column("median", justify="right")
+        best = min((self._median(entry.name) for entry in plan.entries), default=math.inf)
+        for entry in plan.entries:
+            median = self._median(entry.name)
+            cells = [self._cell(entry.name, seed) for seed in plan.seeds]
+            first = median == best and math.isfinite(best)
+            shown = Text("" if math.isinf(median) else duration(median), style="bold green" if first else "")
+            table.add_row(Text(entry.name, style="bold" if first else ""), *cells, shown)
+        return Group(table, Text(self._status(), style="dim"))
+
+    def _cell(self, entry: str, seed: int) -> Text:
+        found = self._done.get((entry, self._plan.workers, seed))
+        if found is None:
+            mine = self._current is not None and self._current[0].entry.name == entry and self._current[0].seed == seed
+            running = mine and self._current is not None and self._current[0].kind == "race"
+            return Text("▶" if running else "·", style="yellow" if running else "dim")
+        hit = found.hit(self._plan.target, self._plan.higher_is_better)
+        if found.status in MARKS:
+            return Text(MARKS[found.status], style="red")
+        if hit is None:
+            best = found.best(self._plan.higher_is_better)
+            return Text("no" if best is None else f"no ({best:.4g})", style="red")
+        return Text(duration(hit.elapsed))
+
+    def _median(self, entry: str) -> float:
+        times = []
+        for seed in self._plan.seeds:
+            found = self._done.get((entry, self._plan.workers, seed))
+            if found is None:
+                return math.inf
+            hit = found.hit(self._plan.target, self._plan.higher_is_better) if found.status == "finished" else None
+            times.append(math.inf if hit is None else hit.elapsed)
+        return statistics.median(times)
+
+    def _status(self) -> str:
+        if self._current is None:
+            return ""
+        run, _, number, total = self._current
+        now = f"{run.kind} {number + 1}/{total}: {run.entry.name}, seed {run.seed}"
+        if run.workers != self._plan.workers:
+            now += f", {run.workers} workers"
+        if self._log is not None and self._log.evaluations:
+            latest = self._log.evaluations[-1]
+            now += f", {self._plan.metric} {latest.metric:.4g} after {latest.epochs:.1f} epochs"
+        return f"{now}, {duration(self._clock() - self._began)}; {self._left(total, number)}"
+
+    def _came(self, run: RanRun) -> str:
+        if run.status != "finished":
+            return f"{run.status} ({(run.reason or 'no reason known').splitlines()[0]})"
+        hit = run.hit(self._plan.target, self._plan.higher_is_better)
+        if hit is not None:
+            return f"target reached after {duration(hit.elapsed)}"
+        best = run.best(self._plan.higher_is_better)
+        return "target not reached" + ("" if best is None else f", best {self._plan.metric} {best:.4g}")
+
+    def _left(self, total: int, done: int) -> str:
+        if not self._spent:
+            return "time left not known yet"
+        left = statistics.mean(self._spent) * (total - done)
+        return f"about {duration(left)} left" if left else "none left"
+
+
+def _read(run: Run, folder: Path) -> RanRun:
+    config, system, events, _ = read_run(folder)
+    return RanRun(
+        folder=folder.name,
+        kind=run.kind,
+        entry=run.entry.name,
+        workers=run.workers,
+        seed=run.seed,
+        status="running",
+        reason=None,
+        seconds=None,
+        config=config,
+        system=system,
+        events=events,
+    )

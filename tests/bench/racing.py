@@ -17,9 +17,9 @@ from syncline.transports import Network
 
 WORKLOAD = "logistic(features=8, samples=256)"
 ENTRIES = (
-    Entry(name="allreduce", learning_rate=0.5, rate_from="preset"),
-    Entry(name="allreduce(delay=1)", strategy="allreduce(delay=1)", learning_rate=0.25, rate_from="preset"),
-    Entry(name="quantize(4)", codec="quantize(4)", learning_rate=0.5, rate_from="preset"),
+    Entry(name="allreduce", learning_rate=0.5, rate_from="given"),
+    Entry(name="allreduce(delay=1)", strategy="allreduce(delay=1)", learning_rate=0.25, rate_from="given"),
+    Entry(name="quantize(4)", codec="quantize(4)", learning_rate=0.5, rate_from="given"),
 )
 PLAN = Plan(
     workload=WORKLOAD,

@@ -30,7 +30,7 @@ from syncline.training.distribute import distribute
 from syncline.training.folder import RunFolder
 from syncline.training.journal import Journal
 from syncline.training.pace import Pace
-from syncline.training.phases import AGREEING, CHECKPOINT, DATA, EVALUATION, phases
+from syncline.training.phases import AGREEING, DATA, EVALUATION, phases
 from syncline.training.progress import Moment, Progress, Silent, Speedometer, duration
 from syncline.training.ranks import RankTable
 from syncline.training.settings import Schedule, Settings, steps_of_epoch
@@ -439,8 +439,7 @@ class _Loop:
         begun = self.now()
         told = {**asdict(self.at), "trained": self.watch.trained, "elapsed": self.watch.elapsed}
         told["target"] = self.settings.target
-        with self.events.span(CHECKPOINT, lane="compute", what="checkpoint"):
-            path = save(self.place.checkpoints, **self._objects(), **told)
+        path = save(self.place.checkpoints, **self._objects(), **told)  # it counts its own seconds
         self.saved, self.kept = self.at.step, self.now()
         self.journal.saved(path.name, self.at.step, self.kept - begun)
         if running:

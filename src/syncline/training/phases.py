@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 from syncline.exchange import Stats
 
-__all__ = ["AGREEING", "CHECKPOINT", "DATA", "EVALUATION", "PHASES", "phases"]
+__all__ = ["AGREEING", "DATA", "EVALUATION", "PHASES", "phases"]
 
 PHASES = ("compute", "exposed", "codec", "data", "evaluation", "checkpoint", "agreeing")
 

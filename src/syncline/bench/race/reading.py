@@ -170,7 +170,7 @@ class Race:
     @property
     def rates(self) -> dict[str, float]:
         """What tuning has found."""
-        return {str(line["entry"]): float(line["learning_rate"]) for line in self.lines if line["event"] == "tuned"}
+        return {str(line["entry"]): float(line["learning_rate"]) for line in self.lines if line.get("event") == "tuned"}
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -234,7 +234,8 @@ def _runs(path: Path, lines: Sequence[dict[str, Any]]) -> list[RanRun]:
             found[name] = RanRun(folder=name, status="running", reason=None, seconds=None, **facts)
         elif event == "ended" and name in found:
             run = found[name]
-            run.status, run.reason, run.seconds = line["status"], line.get("reason"), line.get("seconds")
+            run.status, run.reason = line.get("status", "failed"), line.get("reason")
+            run.seconds = line.get("seconds")
             run.problems += _edited(path, name, line.get("files", {}))
         elif event == "excluded" and name in found:
             found[name].excluded = str(line.get("reason") or "")

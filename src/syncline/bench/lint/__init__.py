@@ -1,0 +1,7 @@
+"""The lint of a race: twelve ways to fool the masses, looked for in the raw logs."""
+
+from syncline.bench.lint.base import Finding, Rule, Verdict
+from syncline.bench.lint.catalog import RECORD, RULES
+from syncline.bench.lint.review import lint, review, review_run
+
+__all__ = ["RECORD", "RULES", "Finding", "Rule", "Verdict", "lint", "review", "review_run"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from syncline.bench.report import plot, table
+from syncline.bench.collectives_report import plot, table
 from syncline.cli.main import main
 from tests.launching import finish, start
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from syncline.bench.report import save
+from syncline.bench.figures import save
 from syncline.bench.sizes import written
 from syncline.bench.stats import Summary
 from syncline.errors import UnsupportedError

@@ -27,7 +27,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from syncline.bench import collectives, network, teams
-from syncline.bench.report import plot, table
+from syncline.bench.collectives_report import plot, table
 from syncline.bench.sizes import parse_sizes
 from syncline.cli import bench_codecs, bench_step
 from syncline.cli.bench_launch import add_places, by_mpi, launch

@@ -229,7 +229,7 @@ def _runs(path: Path, lines: Sequence[dict[str, Any]]) -> list[RanRun]:
     found: dict[str, RanRun] = {}
     for line in lines:
         name, event = str(line.get("run")), line.get("event")
-        if event == "begun":
+        if event == "begun" and ".." not in Path(name).parts and not Path(name).is_absolute():
             facts: dict[str, Any] = {key: line.get(key) for key in ("kind", "entry", "workers", "seed", "factor")}
             found[name] = RanRun(folder=name, status="running", reason=None, seconds=None, **facts)
         elif event == "ended" and name in found:

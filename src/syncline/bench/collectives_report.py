@@ -1,15 +1,16 @@
-"""A measurement as a table for the terminal and a picture on disk."""
+"""Collectives side by side, as a table for the terminal and a picture on disk."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from syncline.bench.figures import save
 from syncline.bench.sizes import written
 from syncline.bench.stats import Summary
 from syncline.errors import UnsupportedError
 
-__all__ = ["plot", "save", "table"]
+__all__ = ["plot", "table"]
 
 OWN = ("gloo", "auto", "mpi")
 
@@ -102,15 +103,3 @@ def plot(document: dict[str, Any], stem: Path) -> list[Path]:
     left.legend(fontsize=8)
     figure.suptitle(f"all-reduce on {document['ranks']} ranks, {_place(document)}", fontsize=11)
     return save(figure, stem)
-
-
-def save(figure: Any, stem: Path) -> list[Path]:
-    """Write a picture as SVG and PNG, and let go of it."""
-    from matplotlib import pyplot
-
-    figure.tight_layout()
-    paths = [stem.with_suffix(".svg"), stem.with_suffix(".png")]
-    for path in paths:
-        figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return paths

@@ -1,0 +1,285 @@
+"""Which way of agreeing reaches the target first, here, and why: every entry with every seed, and one page that tells.
+
+examples:
+  syncline race digits -n 4                                     the default field, three seeds; minutes
+  syncline race fashion -n 4 --lab 100mbit                      on four emulated hosts with slow links (needs root)
+  syncline race workload.py -n 2 --target 0.9                   your own: syncline new workload.py makes a template
+  syncline race digits -n 4 --entries mine.toml --seeds 5
+  syncline race digits -n 4 --tune 3                            an equal budget of three learning rates for each entry
+  syncline race digits -n 4 --scaling weak                      on 1, 2 and 4 workers
+  syncline race digits -n 16 --simulate 1gbit                   on simulated workers, in virtual time
+  syncline race --resume runs/race-digits-…                     go on where it was stopped
+
+An entry of --entries is written [[entry]], with strategy, codec, collective, learning_rate, scaling, warmup, decay,
+momentum and name, all optional. Ctrl-C ends the race and keeps what is done; the report is written all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from syncline.bench.lint import lint
+from syncline.bench.race.arena import Arena, ProcessArena, SimulatedArena
+from syncline.bench.race.field import Field, default_field, read_field
+from syncline.bench.race.pace import parse_network, seconds_a_sample
+from syncline.bench.race.plan import Place, Plan, Tuning
+from syncline.bench.race.reading import Race, read_race
+from syncline.bench.race.runner import Runner, begin
+from syncline.bench.race.view import View
+from syncline.bench.report import write_report
+from syncline.bench.workloads import ScriptWorkload, build
+from syncline.errors import IncompatibleError, SpecError
+from syncline.launch.lab import Lab, parse_lab
+from syncline.launch.machine import warn_if_crowded
+from syncline.training.folder import fresh_name
+from syncline.training.system import code_digest, code_version
+from syncline.training.workload import Workload
+
+__all__ = ["HELP", "configure", "run"]
+
+HELP = "race ways of agreeing to a target accuracy, and report"
+
+INTERRUPTED = 130
+LARGE = 10_000
+"""Samples from which an epoch is evaluated several times: the time to target is known to an evaluation."""
+RATIO = 3.0
+"""Between two learning rates that tuning tries."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Say what this command takes."""
+    parser.add_argument(
+        "workload", nargs="?", metavar="WORKLOAD|script.py", help="digits, fashion, …, or your own file"
+    )
+    parser.add_argument("-n", type=int, dest="ranks", default=4, help="workers; default 4")
+    what = parser.add_argument_group("what is raced")
+    what.add_argument("--entries", type=Path, metavar="FILE.toml", help="who takes part; default: a field of all kinds")
+    what.add_argument("--seeds", default="3", metavar="N|a,b,…", help="so many, or these; default 3")
+    what.add_argument("--target", type=float, help="the validation metric to reach; default: the workload's")
+    what.add_argument("--epochs", type=int, help="times over the data, at most; default: the workload's")
+    what.add_argument("--batch", type=int, help="samples of each worker in a step; default: the workload's")
+    what.add_argument("--evaluate-every", type=float, metavar="EPOCHS", help="default 1; 0.25 for large data")
+    what.add_argument(
+        "--tune", type=int, default=0, metavar="RATES", help="learning rates to try for each entry; default 0"
+    )
+    what.add_argument("--tune-epochs", type=int, help="for each of them; default: a third of the epochs")
+    what.add_argument("--scaling", choices=("weak", "strong"), help="race on 1, 2, 4 … workers too")
+    what.add_argument(
+        "--limit", type=float, default=900.0, metavar="SECONDS", help="of a run, then it counts as hung; default 900"
+    )
+    where = parser.add_argument_group("where")
+    where.add_argument("--lab", metavar="100mbit", help="on emulated hosts, one for each worker, at that rate")
+    where.add_argument(
+        "--simulate", metavar="NETWORK", help="in virtual time: 100mbit, or network(latency=…, bandwidth=…)"
+    )
+    where.add_argument("--seconds-a-sample", type=float, help="of simulated computing; default: measured here")
+    files = parser.add_argument_group("files")
+    files.add_argument("--out", type=Path, metavar="FOLDER", help="the race's folder; default runs/race-WORKLOAD-time")
+    files.add_argument("--resume", type=Path, metavar="FOLDER", help="go on with the race in that folder")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Race; the exit code."""
+    if arguments.resume is not None:
+        folder = arguments.resume
+        if arguments.workload is not None or arguments.out is not None:
+            raise SpecError(f"--resume {folder} goes on with the plan in that folder: name no workload and no --out")
+        race = read_race(folder)
+        _same_code(race)
+        said = len(race.left())
+        _say(f"{folder}: {said} runs left")
+    else:
+        folder, plan, workload = _new(arguments)
+        begin(folder, plan, workload)
+        race = read_race(folder)
+        _announce(plan, folder)
+    complete = False
+    try:
+        with _arena(race.plan) as arena, View(race) as view:
+            complete = Runner(folder, arena, view).run()
+    except KeyboardInterrupt:
+        _say("stopped")
+    return _conclude(folder, complete)
+
+
+def _conclude(folder: Path, complete: bool) -> int:
+    """Lint, report, and say where it is."""
+    race = read_race(folder)
+    ended = [run for run in race.runs if run.status not in ("interrupted", "running")]
+    if ended:
+        findings = lint(race)
+        path = write_report(folder, findings, race)
+        for finding in findings if complete else ():
+            _say(f"lint: {finding.title}: {finding.evidence}")
+        print(path)
+    if not complete:
+        _say(f"{len(race.left())} of {len(race.plan.runs())} runs are left: syncline race --resume {folder}")
+        return INTERRUPTED
+    return 0
+
+
+def _new(arguments: argparse.Namespace) -> tuple[Path, Plan, Workload]:
+    if arguments.workload is None:
+        raise SpecError("name a workload: syncline race digits -n 4, or a file of your own, or --resume FOLDER")
+    if arguments.lab and arguments.simulate:
+        raise IncompatibleError("--lab and --simulate are two places; leave one out")
+    if arguments.ranks < 1:
+        raise SpecError(f"-n {arguments.ranks}: a race takes at least one worker")
+    workload = build(arguments.workload)
+    if isinstance(workload, ScriptWorkload):
+        workload.check()
+    field = _field(arguments, workload)
+    plan = _plan(arguments, workload, field)
+    folder = arguments.out or Path("runs") / f"race-{fresh_name(workload.spec)}"
+    return folder, plan, workload
+
+
+def _field(arguments: argparse.Namespace, workload: Workload) -> Field:
+    simulated = arguments.simulate is not None
+    if arguments.entries is not None:
+        return read_field(arguments.entries, workload, simulated)
+    return default_field(workload, simulated)
+
+
+def _plan(arguments: argparse.Namespace, workload: Workload, field: Field) -> Plan:
+    usual = workload.defaults
+    target = usual.target if arguments.target is None else arguments.target
+    if target is None:
+        raise SpecError(f"{workload} has no target of its own: give one with --target ({workload.metric})")
+    samples = workload.splits().sizes()["train"]
+    if samples < arguments.ranks:
+        raise IncompatibleError(f"{workload} has {samples} samples to train on, too few for {arguments.ranks} workers")
+    epochs = _at_least("--epochs", usual.epochs if arguments.epochs is None else arguments.epochs)
+    batch = _at_least("--batch", usual.batch if arguments.batch is None else arguments.batch)
+    every = arguments.evaluate_every or (0.25 if samples >= LARGE else 1.0)
+    if not 0 < every <= epochs:
+        raise SpecError(f"--evaluate-every {every}: epochs, or parts of one, above 0 and at most {epochs}")
+    if not arguments.limit > 0:
+        raise SpecError(f"--limit {arguments.limit}: seconds, above 0")
+    place = _place(arguments)
+    plan = Plan(
+        workload=workload.spec,
+        workers=arguments.ranks,
+        entries=field.entries,
+        seeds=_seeds(arguments.seeds),
+        target=workload.check_target(target),
+        metric=workload.metric,
+        higher_is_better=workload.higher_is_better,
+        epochs=epochs,
+        batch=batch,
+        evaluate_samples=max(1, round(every * samples)),
+        limit=arguments.limit,
+        place=place,
+        tuning=_tuning(arguments, epochs),
+        scaling=arguments.scaling,
+        scaling_workers=_sizes(arguments.ranks) if arguments.scaling else (),
+        skipped=dict(field.skipped),
+        command=shlex.join(["syncline", *sys.argv[1:]]),
+        code_version=code_version(),
+        code_digest=code_digest(),
+        created_ms=time.time_ns() // 1_000_000,
+    )
+    for planned in (*plan.tuning_runs(), *plan.runs()):
+        plan.settings(planned).resolved(workload, planned.workers)  # refuses what cannot be, before anything runs
+    if place.kind == "simulated":
+        given = arguments.seconds_a_sample
+        return replace(plan, seconds_a_sample=seconds_a_sample(workload, batch) if given is None else given)
+    return plan
+
+
+def _place(arguments: argparse.Namespace) -> Place:
+    if arguments.simulate is not None:
+        parse_network(arguments.simulate)
+        return Place(kind="simulated", detail=arguments.simulate)
+    if arguments.lab is None:
+        return Place()
+    lab = arguments.lab if "@" in arguments.lab else f"{arguments.ranks}@{arguments.lab}"
+    hosts, _ = parse_lab(lab)
+    if hosts != arguments.ranks:
+        raise IncompatibleError(f"--lab {lab} has {hosts} hosts for {arguments.ranks} workers: give each one its own")
+    return Place(kind="lab", detail=lab)
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    """
+    >>> _seeds("3"), _seeds("7,8")
+    ((1, 2, 3), (7, 8))
+    """
+    try:
+        numbers = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        numbers = []
+    found = tuple(range(1, numbers[0] + 1)) if len(numbers) == 1 and "," not in text else tuple(numbers)
+    if not found or len(set(found)) != len(found) or min(found) < 0:
+        raise SpecError(f"--seeds {text}: how many (3), or which (1,2,3), each once")
+    return found
+
+
+def _tuning(arguments: argparse.Namespace, epochs: int) -> Tuning | None:
+    rates = arguments.tune
+    if not rates:
+        return None
+    if rates < 2:
+        raise SpecError(f"--tune {rates}: at least two learning rates for each entry, or none")
+    tuned = _at_least("--tune-epochs", max(1, epochs // 3) if arguments.tune_epochs is None else arguments.tune_epochs)
+    factors = tuple(RATIO ** (number - (rates - 1) / 2) for number in range(rates))
+    seed = max(_seeds(arguments.seeds)) + 1000
+    return Tuning(factors=factors, epochs=tuned, seed=seed)
+
+
+def _sizes(workers: int) -> tuple[int, ...]:
+    """1, 2, 4 … and the number itself.
+
+    >>> _sizes(6)
+    (1, 2, 4, 6)
+    """
+    return tuple(sorted({2**power for power in range(workers.bit_length()) if 2**power < workers} | {workers}))
+
+
+def _at_least(name: str, value: int) -> int:
+    if value < 1:
+        raise SpecError(f"{name} {value}: at least 1")
+    return value
+
+
+@contextlib.contextmanager
+def _arena(plan: Plan) -> Iterator[Arena]:
+    if plan.place.kind == "simulated":
+        yield SimulatedArena(parse_network(plan.place.detail))
+    elif plan.place.kind == "lab":
+        with Lab(*parse_lab(plan.place.detail)) as lab:
+            if lab.measured is not None:
+                rate = f"{lab.measured / 1e6:.1f} Mbit/s"
+                _say(f"a lab of {plan.place.detail}, measured {rate}; it adds no latency of its own")
+            yield ProcessArena(lab)
+    else:
+        warn_if_crowded(plan.workers)
+        yield ProcessArena()
+
+
+def _announce(plan: Plan, folder: Path) -> None:
+    runs = len(plan.tuning_runs()) + len(plan.runs())
+    _say(f"{len(plan.entries)} entries, {len(plan.seeds)} seeds, {runs} runs; follow them: syncline watch {folder}")
+    for name, reason in plan.skipped.items():
+        _say(f"left out: {name}: {reason}")
+
+
+def _same_code(race: Race) -> None:
+    """Another version's times and accuracies do not belong in the same table."""
+    plan = race.plan
+    if plan.code_digest != code_digest():
+        raise IncompatibleError(
+            f"{race.path} was begun with other code ({plan.code_version}, {plan.code_digest}) than this "
+            f"({code_version()}, {code_digest()}): finish it with that, or begin a new race"
+        )
+
+
+def _say(text: str) -> None:
+    print(f"syncline: {text}", file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ from syncline.errors import SynclineError
 
 __all__ = ["main"]
 
-COMMANDS = ("run", "train", "new", "lab", "bench", "env")
+COMMANDS = ("run", "train", "race", "report", "lint", "watch", "new", "lab", "bench", "env")
 """Each is a module of this package with `HELP`, `configure(parser)` and `run(arguments) -> exit code`."""
 
 

@@ -5,9 +5,7 @@ syncline run -n 4 examples/harness_cost.py --workload digits --repeats 15
 """
 
 import argparse
-import itertools
 import random
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -24,6 +22,8 @@ from syncline.training.settings import Settings
 from syncline.training.workload import Batch
 from syncline.world import World
 
+WARM = 2
+"""Steps at the beginning of a turn that do not count: memory is allocated in them."""
 STAMPS: list[float] = []
 """When each step of the present turn called for its loss."""
 
@@ -92,9 +92,8 @@ def measure(world: World, workload: Fashion | Digits, options: argparse.Namespac
                 else:
                     raced(workload, options.steps, Path(place, str(turn)))
                 if turn:
-                    stamps = STAMPS[: options.steps]
-                    steps = [late - early for early, late in itertools.pairwise(stamps)]
-                    seconds[name].append(statistics.median(steps))
+                    first, last = STAMPS[WARM], STAMPS[options.steps - 1]
+                    seconds[name].append((last - first) / (options.steps - 1 - WARM))
     if world.rank == 0:
         plain, ratio = summarize(seconds["bare"]), ratios(seconds["raced"], seconds["bare"])
         batch = workload.defaults.batch

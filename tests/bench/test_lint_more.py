@@ -102,7 +102,7 @@ SEALED: list[tuple[str, str, Callable[[Path], None]]] = [
     ("6", "has no sl_phases", logged("sl_phases", lambda line: None)),
     ("6", "% of", valued("sl_phases", exposed=0.0)),
     ("6", "for data", logged("sl_data_wait_seconds", lambda line: {**line, "value": 1.0})),
-    ("6", "it says 0.001 s", registered(lambda line: {**line, "seconds": 0.001} if "seconds" in line else line)),
+    ("6", "it says 100.000 s", registered(lambda line: {**line, "seconds": 100.0} if "seconds" in line else line)),
     ("8", "codec is 'quantize(8)'", configured(codec="quantize(8)")),
     ("8", "momentum is 0.5", configured(momentum=0.5)),
     ("9", "sha256 is not the same", configured(sha256="00")),

@@ -137,7 +137,7 @@ def test_a_run_is_chosen_and_the_axis_switched(race: Path, tab: Tab) -> None:
         tab.has("#table .cell[aria-pressed=true]", 1)
         tab.shows("#curves .xtitle", "seconds")
         tab.click("#axis button[data-key=bytes]")
-        tab.shows("#curves .xtitle", "bytes on the wire")
+        tab.shows("#curves .xtitle", "bytes handed over")
         tab.click("#axis button[data-key=epochs]")
         tab.shows("#curves .xtitle", "epochs")
         tab.click("#groups button[data-key='1 worker']")

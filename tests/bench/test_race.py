@@ -18,12 +18,12 @@ from syncline.bench.race.field import default_field, read_field
 from syncline.bench.race.pace import parse_network
 from syncline.bench.race.plan import Entry, Plan, Tuning
 from syncline.bench.race.reading import read_race
-from syncline.bench.race.registry import Registry, read_registry
+from syncline.bench.race.registry import Registry, locked, read_registry
 from syncline.bench.race.runner import Runner, begin
 from syncline.bench.race.splits import read_splits
 from syncline.bench.race.view import View
 from syncline.bench.workloads import build
-from syncline.errors import IncompatibleError, ProtocolError, SpecError
+from syncline.errors import IncompatibleError, ProtocolError, SpecError, WorldError
 from tests.bench.racing import NETWORK, PLAN, WORKLOAD, Silent, make_race
 
 
@@ -77,6 +77,23 @@ def test_a_registry_goes_on_where_it_ended(tmp_path: Path) -> None:
     assert (len(lines), problems) == (6, [])
 
 
+def test_a_line_that_a_crash_cut_off_is_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "registry.jsonl"
+    whole = "".join(three_lines(path))
+    path.write_text(whole + whole.splitlines()[-1][:40])
+    Registry(path)
+    assert path.read_text() == whole
+
+
+def test_one_race_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "registry.jsonl"
+    path.touch()
+    with locked(path), pytest.raises(IncompatibleError, match="another process"), locked(path):
+        pass
+    with locked(path):
+        pass
+
+
 # The plan.
 
 
@@ -108,6 +125,20 @@ def test_weak_and_strong_keep_what_they_say() -> None:
         assert found == batches
         every = {run.workers: plan.settings(run).evaluate_every for run in plan.runs()}
         assert every == ({1: 8, 2: 4} if kind == "weak" else {1: 4, 2: 4}), "as many samples between evaluations"
+
+
+def test_strong_scaling_is_the_same_training_on_any_number(tmp_path: Path) -> None:
+    entry = Entry(name="allreduce", learning_rate=0.5, scaling="sqrt", rate_from="preset")
+    plan = replace(PLAN, entries=(entry,), scaling="strong", workers=3, scaling_workers=(1, 2), batch=15)
+    found = [plan.settings(run) for run in plan.runs()]
+    assert {one.global_batch for one in found} == {45}
+    assert {one.rate(workers=7) for one in found} == {0.5 * 3**0.5}
+
+
+def test_a_long_name_has_a_folder() -> None:
+    first, second = Entry(name="a" * 300), Entry(name="a" * 301)
+    assert len(first.slug) < 100
+    assert first.slug != second.slug
 
 
 def test_entries_need_folders_of_their_own() -> None:
@@ -291,6 +322,22 @@ def test_ctrl_c_keeps_what_is_done_and_the_race_goes_on(tmp_path: Path, raced: P
     assert {(run.entry, run.seed): run.evaluations for run in race.runs if run.status == "finished"} == first
 
 
+def test_a_race_whose_process_was_killed_goes_on(tmp_path: Path) -> None:
+    plan = replace(PLAN, seeds=(1,), entries=PLAN.entries[:1])
+    begin(tmp_path / "race", plan, build(WORKLOAD))
+    dead = Registry(tmp_path / "race" / "registry.jsonl")
+    facts = {"kind": "race", "entry": "allreduce", "workers": 2, "seed": 1, "factor": None}
+    dead.append("begun", run="runs/allreduce/2w-seed1", **facts)
+    (tmp_path / "race/runs/allreduce/2w-seed1").mkdir(parents=True)
+    assert Runner(tmp_path / "race", SimulatedArena(NETWORK), Silent()).run()
+    race = read_race(tmp_path / "race")
+    assert [(run.folder, run.status) for run in race.runs] == [
+        ("runs/allreduce/2w-seed1", "interrupted"),
+        ("runs/allreduce/2w-seed1.2", "finished"),
+    ]
+    assert race.problems == []
+
+
 def test_who_fails_stays_in_the_table(tmp_path: Path) -> None:
     plan = replace(PLAN, seeds=(1,))
     begin(tmp_path / "race", plan, build(WORKLOAD))
@@ -330,6 +377,40 @@ def test_tuning_gives_every_entry_the_same_and_takes_the_best(tmp_path: Path) ->
     assert race.rates == {"allreduce": 0.5, "quantize(4)": 0.5}, "a tenth is too little for two epochs"
     assert all(run.value("sl_learning_rate_of_one") == 0.5 for run in race.of("allreduce"))
     assert {entry.rate_from for entry in race.entries} == {"tuned"}
+
+
+def test_a_rate_that_diverged_is_not_chosen(tmp_path: Path) -> None:
+    """It has evaluations, and one of them may be better than any other."""
+    tuning = Tuning(factors=(0.1, 1.0), epochs=1, seed=77)
+    plan = replace(PLAN, tuning=tuning, entries=PLAN.entries[:1], seeds=(1,))
+    begin(tmp_path / "race", plan, build(WORKLOAD))
+
+    class Late(SimulatedArena):
+        def run(self, entrant: Entrant, workers: int, tick: Callable[[], str | None]) -> Result:
+            result = super().run(entrant, workers, tick)
+            return Result("diverged", "NaN at the end") if entrant.folder.endswith("rate-times-1") else result
+
+    assert Runner(tmp_path / "race", Late(NETWORK), Silent()).run()
+    assert read_race(tmp_path / "race").rates == {"allreduce": pytest.approx(0.05)}
+
+
+def test_an_arena_that_cannot_start_is_a_failed_run(tmp_path: Path) -> None:
+    plan = replace(PLAN, entries=PLAN.entries[:1], seeds=(1,))
+    begin(tmp_path / "race", plan, build(WORKLOAD))
+    moods: dict[str, Result | type[BaseException]] = {"allreduce/2w-seed1": WorldError}
+    assert Runner(tmp_path / "race", Moody(moods), Silent()).run()
+    assert [run.status for run in read_race(tmp_path / "race").runs] == ["failed"]
+
+
+def test_a_race_without_its_registry_does_not_go_on(copy: Path) -> None:
+    lines = (copy / "registry.jsonl").read_text().splitlines(keepends=True)
+    (copy / "registry.jsonl").write_text("".join(lines[1:]))
+    with pytest.raises(ProtocolError, match="does not begin with the plan"):
+        Runner(copy, SimulatedArena(NETWORK), Silent()).run()
+    (copy / "registry.jsonl").unlink()
+    with pytest.raises(ProtocolError, match="is missing"):
+        Runner(copy, SimulatedArena(NETWORK), Silent()).run()
+    assert not (copy / "registry.jsonl").exists()
 
 
 def test_scaling_points_are_runs_like_any_other(tmp_path: Path) -> None:

@@ -140,11 +140,23 @@ def test_on_the_simulator_it_ends_with_a_report(
     assert found["plan"]["workload"] == CONVEX
 
 
+def test_a_script_that_was_edited_does_not_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(SCRIPT)
+    (tmp_path / "one.toml").write_text("[[entry]]\nname = 'good'\n")
+    line = "mine.py -n 2 --simulate 1gbit --seeds 1 --entries one.toml --out here"
+    assert race.run(parsed(*line.split())) == 0
+    assert race.run(parsed("--resume", "here")) == 0
+    (tmp_path / "mine.py").write_text(SCRIPT.replace("EPOCHS = 3", "EPOCHS = 4"))
+    with pytest.raises(IncompatibleError, match="its script was edited since it began"):
+        race.run(parsed("--resume", "here"))
+
+
 @pytest.mark.xdist_group("gloo")
 def test_who_crashes_hangs_or_diverges_stays_in_the_table(tmp_path: Path, runs: Runs) -> None:
     (tmp_path / "mine.py").write_text(SCRIPT)
     (tmp_path / "mine.toml").write_text(ENTRIES)
-    line = "race mine.py -n 2 --entries mine.toml --seeds 1 --limit 20 --out here"
+    line = "race mine.py -n 2 --entries mine.toml --seeds 1 --limit 15 --out here"
     ended = runs.start(*line.split()).finish().finish()  # five runs, one of them for as long as it may
     assert ended.code == 0, ended.err
     assert ended.out.strip() == "here/report.html"
@@ -154,7 +166,7 @@ def test_who_crashes_hangs_or_diverges_stays_in_the_table(tmp_path: Path, runs: 
     assert told["good"] == told["ddp"] == ("finished", "")
     assert told["crashes"][0] == "failed"
     assert "ZeroDivisionError" in told["crashes"][1]
-    assert told["hangs"] == ("hung", "no end after 20 s (--limit)")
+    assert told["hangs"] == ("hung", "no end after 15 s (--limit)")
     assert told["diverges"][0] == "diverged"
     assert "division by zero" in (tmp_path / "here/runs/crashes/2w-seed1/output.txt").read_text()
     page = (tmp_path / "here" / "report.html").read_text()
@@ -179,6 +191,7 @@ def test_ctrl_c_and_resume(tmp_path: Path, runs: Runs) -> None:
     assert (tmp_path / "here" / "report.html").exists()
     again = runs.run("race", "--resume", "here")
     assert again.code == 0, again.err
+    assert "leaves out" not in again.err, "the report of the first half is no cheat"
     found = read_race(tmp_path / "here")
     assert found.problems == []
     assert found.left() == []

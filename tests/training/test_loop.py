@@ -12,7 +12,7 @@ import torch
 
 import syncline as sl
 from syncline.bench.workloads import build
-from syncline.errors import IncompatibleError, SpecError
+from syncline.errors import DivergedError, IncompatibleError, SpecError
 from syncline.events import read_log
 from syncline.training.loop import Outcome, train
 from syncline.training.settings import Settings
@@ -294,3 +294,16 @@ def test_what_is_predicted_is_in_the_configuration(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "config.json").read_text())["predicted"]
     assert found["communication"] > 0
     assert found["codec"] == 0
+
+
+def test_a_loss_that_is_no_number_is_the_end() -> None:
+    """Also where nobody looks at the gradients: somebody else's way of agreeing."""
+
+    class Broken(Tiny):
+        def loss(self, model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            return super().loss(model, batch) + (math.inf if model.training else 0.0)
+
+    with pytest.raises(DivergedError, match="the loss of rank 0 is inf after 13 steps"):
+        run(Broken(), 1, Settings(epochs=2))
+    (outcome,) = run(Broken(), 1, Settings(epochs=2, check_finite=False))
+    assert outcome.epochs == 2

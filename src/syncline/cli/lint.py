@@ -19,7 +19,7 @@ from typing import Any
 
 from syncline.bench.lint import RULES, Verdict, review, review_run
 from syncline.bench.race.reading import PLAN, REGISTRY, Race, read_race
-from syncline.bench.race.registry import Registry
+from syncline.bench.race.registry import Registry, locked
 from syncline.errors import ProtocolError, SpecError
 
 __all__ = ["HELP", "configure", "run"]
@@ -87,7 +87,8 @@ def _exclude(folder: Path, name: str, reason: str | None) -> int:
         raise SpecError(f"{folder} has no run {name!r}; it has {', '.join(known[:4])}{' …' if known[4:] else ''}")
     if not (reason or "").strip():
         raise SpecError(f'why is {name} not to count? Say so: --why "the disk was full"')
-    Registry(folder / REGISTRY).append("excluded", run=name, reason=str(reason).strip())
+    with locked(folder / REGISTRY):
+        Registry(folder / REGISTRY).append("excluded", run=name, reason=str(reason).strip())
     print(f"{name} does not count any more: {str(reason).strip()}")
     return 0
 

@@ -106,6 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
             complete = Runner(folder, arena, view).run()
     except KeyboardInterrupt:
         _say("stopped")
+    except OSError as error:
+        _say(f"stopped: {error}")
     return _conclude(folder, complete)
 
 
@@ -158,7 +160,8 @@ def _plan(arguments: argparse.Namespace, workload: Workload, field: Field) -> Pl
         raise IncompatibleError(f"{workload} has {samples} samples to train on, too few for {arguments.ranks} workers")
     epochs = _at_least("--epochs", usual.epochs if arguments.epochs is None else arguments.epochs)
     batch = _at_least("--batch", usual.batch if arguments.batch is None else arguments.batch)
-    every = arguments.evaluate_every or (0.25 if samples >= LARGE else 1.0)
+    usual_every = 0.25 if samples >= LARGE else 1.0
+    every = usual_every if arguments.evaluate_every is None else arguments.evaluate_every
     if not 0 < every <= epochs:
         raise SpecError(f"--evaluate-every {every}: epochs, or parts of one, above 0 and at most {epochs}")
     if not arguments.limit > 0:
@@ -180,6 +183,7 @@ def _plan(arguments: argparse.Namespace, workload: Workload, field: Field) -> Pl
         tuning=_tuning(arguments, epochs),
         scaling=arguments.scaling,
         scaling_workers=_sizes(arguments.ranks) if arguments.scaling else (),
+        data=_told(workload),
         skipped=dict(field.skipped),
         command=shlex.join(["syncline", *sys.argv[1:]]),
         code_version=code_version(),
@@ -271,9 +275,19 @@ def _announce(plan: Plan, folder: Path) -> None:
         _say(f"left out: {name}: {reason}")
 
 
+def _told(workload: Workload) -> dict[str, str]:
+    """What must not change while the race goes on: the data, and the file of a script."""
+    return {key: str(value) for key, value in workload.describe().items() if key in ("sha256", "script_sha256")}
+
+
 def _same_code(race: Race) -> None:
     """Another version's times and accuracies do not belong in the same table."""
     plan = race.plan
+    told = _told(build(plan.workload))
+    changed = [key for key in told if plan.data and plan.data.get(key) != told[key]]
+    if changed:
+        what = "its script was edited" if "script_sha256" in changed else "its data has changed"
+        raise IncompatibleError(f"{race.path} cannot go on: {what} since it began; begin a new race")
     if plan.code_digest != code_digest():
         raise IncompatibleError(
             f"{race.path} was begun with other code ({plan.code_version}, {plan.code_digest}) than this "

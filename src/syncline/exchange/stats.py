@@ -42,6 +42,8 @@ class Stats:
     """Those that are part of `exposed_seconds`: the rank decoded while it waited for the rest."""
     staleness: int = 0
     """Steps between a gradient and its use, in the latest step."""
+    consensus: float | None = None
+    """How far the workers' weights were from their mean when it was last taken: √(Σ‖wᵢ − w̄‖² / p). None: equal."""
     watching: bool = True
     """Whether the ends of this step's reductions are asked for."""
     _rounds: int = 0

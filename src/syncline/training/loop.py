@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from syncline.errors import IncompatibleError
+from syncline.errors import DivergedError, IncompatibleError
 from syncline.exchange import check_same
 from syncline.strategies import Run, Shard, Step, Steps, Strategy
 from syncline.training.checkpoint import load, save
@@ -204,7 +205,7 @@ class _Loop:
             reason = reason or self._finished()
             old = self._validate() if reason or self._due() else False
             reason = self._finished() or reason
-            if reason is None and at.step >= self.look and self._asked_to_stop(stop):
+            if reason is None and self._asked_to_stop(stop):
                 reason = "signal"
             every = self.settings.checkpoint_every
             if reason is None and (old or (every and at.step % every == 0)):
@@ -332,8 +333,12 @@ class _Loop:
         self.journal.evaluating(epoch, at.step)
         found = self._evaluate(self.workload.splits().validation)
         old = self.settings.checkpoint_every is None and self.now() - self.kept >= OLD
+        loss = 0.0 if self.loss is None else float(self.loss)
         with self.events.span(EVALUATION, lane="compute", what="waits for the result"):
-            at.validation, elapsed, due = self._from_rank_0([found.get(metric, 0.0), self.watch.elapsed, float(old)])
+            told = self._from_rank_0([found.get(metric, 0.0), self.watch.elapsed, float(old), loss])
+        at.validation, elapsed, due, loss = told
+        if self.settings.check_finite and not math.isfinite(loss):
+            raise DivergedError(f"the loss of rank 0 is {loss} after {at.step} steps")
         at.evaluated = at.step
         self.journal.evaluated(found, epoch, at.step, self._standing(at.validation, elapsed))
         target = self.settings.target
@@ -362,11 +367,9 @@ class _Loop:
             "bytes_logical": stats.bytes_logical,
             "bytes_wire": stats.bytes_wire,
             "staleness": stats.staleness,
-            "phases": self._phases(),
+            "consensus": stats.consensus,
+            "phases": phases(self.events.totals, self.attached.stats),
         }
-
-    def _phases(self) -> dict[str, float]:
-        return phases(self.events.totals, self.attached.stats)
 
     def _evaluate(self, dataset: Dataset[Any]) -> dict[str, float]:
         """What rank 0 finds with the weights that all agree on; nothing on the other ranks."""
@@ -402,7 +405,7 @@ class _Loop:
         self._write_config()
         totals = {**self.attached.stats.as_dict(), DATA: self.events.totals.get(DATA, 0.0)}
         del totals["steps"]
-        self.journal.concluded(asdict(outcome), totals, self._phases())
+        self.journal.concluded(asdict(outcome), totals, phases(self.events.totals, self.attached.stats))
         return outcome
 
     def _note(self) -> None:
@@ -452,7 +455,7 @@ class _Loop:
             if needed:
                 raise IncompatibleError(f"there is no checkpoint in {source} to go on from")
             return
-        self.at = _At(**{key: told[key] for key in asdict(self.at)})
+        self.at = _At(**{key: told[key] for key in asdict(self.at) if key in told})  # older ones tell less
         if told["target"] != self.settings.target:
             self.at.time_to_target, self.at.since_target = None, 0
         self.watch = Watch(self.now, told["trained"], told["elapsed"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from datetime import timedelta
@@ -113,6 +114,9 @@ class ForeignRun(Run):
                 return
             self._weights = [parameter.detach().clone() for parameter in self.trained]
             self._average([parameter.detach() for parameter in self.trained])
+            pairs = zip(self.trained, self._weights, strict=True)
+            apart = sum(float((mean.detach() - own).double().square().sum()) for mean, own in pairs)
+            self.stats.consensus = math.sqrt(self.exchange.mean(apart))
             try:
                 yield
             finally:

@@ -42,7 +42,7 @@ def check(case: Case) -> Iterator[Note]:
                 "the scaling curve without accuracy",
                 "report the test metric of every size; run this one again if it was not measured",
             )
-    known = {(run.entry, run.workers) for run in case.race.runs}
+    known = {(run.entry, run.workers) for run in runs if run.status == "finished"}
     alone = [entry.name for entry in case.plan.entries if (entry.name, 1) not in known]
     if alone:
         yield Note(

@@ -92,7 +92,9 @@ def _status(run: RanRun) -> Iterator[Note]:
 
 
 def _reported(case: Case) -> Iterator[Note]:
-    """A report beside the race has every run, with the time that its log has."""
+    """A report beside the race has every run, with the time that its log has. An older one tells of fewer."""
+    if _older(case):
+        return
     for name in ("report.json", "runs.csv"):
         path = case.race.path / name
         try:
@@ -112,6 +114,17 @@ def _reported(case: Case) -> Iterator[Note]:
                         f"{name} has {told:g} s to the target for {run.folder} ({run.status}); its log has {true:g}",
                         "write the report anew; what failed or never got there is infinite",
                     )
+
+
+def _older(case: Case) -> bool:
+    """Whether the report was written when the registry ended elsewhere: a race that was interrupted has one."""
+    try:
+        found = json.loads((case.race.path / "report.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    head = found.get("registry_head") if isinstance(found, dict) else None
+    hashes = [line.get("hash") for line in case.race.lines]
+    return head in hashes[:-1]
 
 
 def _rows(found: Any) -> Iterator[dict[str, Any]]:

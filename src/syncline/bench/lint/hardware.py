@@ -57,7 +57,7 @@ def _compare(what: str, values: list[tuple[str, dict[str, Any], str]]) -> Iterat
 
 def _race(case: Case, known: list[RanRun]) -> Iterator[Note]:
     """The machine that the race was planned on, where the workers were on it too."""
-    if case.plan.place.kind == "hosts" or not known or not case.race.system:
+    if not known or not case.race.system:
         return
     planned, first = _section(case.race.system, "machine"), _section(known[0].system, "machine")
     for field, value in planned.items():

@@ -16,7 +16,7 @@ from syncline.bench.workloads import names
 
 __all__ = ["check", "check_run", "looked"]
 
-FIELDS = ("workload", "metric", "higher_is_better", "samples", "parameters", "sha256", "input")
+FIELDS = ("workload", "metric", "higher_is_better", "samples", "parameters", "sha256", "script_sha256", "input")
 AGAIN = "train on the workload's own samples, as they are, and race again"
 
 

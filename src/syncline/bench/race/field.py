@@ -163,13 +163,15 @@ def _entry(table: Mapping[str, Any], where: str, workload: Workload) -> Entry:
         part for part in (strategy if strategy != "allreduce" or not codec else "", codec) if part
     )
     own_rate = "learning_rate" in table
+    # Whatever shapes the steps was chosen by somebody, as a rate would have been.
+    given = own_rate or bool({"scaling", "warmup", "decay", "momentum"} & set(table))
     entry = Entry(
         **{
             "learning_rate": workload.defaults.learning_rate,
             "scaling": "none" if own_rate else SCALING,
             **table,
             "name": name,
-            "rate_from": "given" if own_rate else "preset",
+            "rate_from": "given" if given else "preset",
         }
     )
     try:

@@ -11,11 +11,14 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from syncline.errors import ProtocolError, SpecError
+from syncline.optim import scale_lr
 from syncline.training.settings import Settings
 
 __all__ = ["FORMAT", "Entry", "Kind", "Place", "Plan", "Run", "Tuning"]
 
 FORMAT = 1
+LONGEST = 80
+"""Letters of a folder's name."""
 
 Kind = Literal["race", "scaling", "tuning"]
 
@@ -46,16 +49,17 @@ class Entry:
     def slug(self) -> str:
         """The name of its folder."""
         plain = re.sub(r"[^A-Za-z0-9.=]+", "-", self.name).strip("-.")
-        return plain or hashlib.sha256(self.name.encode()).hexdigest()[:8]
+        mark = hashlib.sha256(self.name.encode()).hexdigest()[:8]
+        return mark if not plain else plain if len(plain) <= LONGEST else f"{plain[:LONGEST]}-{mark}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Where the workers are."""
 
-    kind: Literal["local", "lab", "hosts", "simulated"] = "local"
+    kind: Literal["local", "lab", "simulated"] = "local"
     detail: str = ""
-    """`4@100mbit`, `a:2,b:2`, or the network of a simulation."""
+    """`4@100mbit`, or the network of a simulation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +112,8 @@ class Plan:
     scaling_workers: tuple[int, ...] = ()
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Entries that cannot run here, and why."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """What the workload tells of its data and, where it is a script, of its file."""
     seconds_a_sample: float | None = None
     """What a worker computes for one sample; for simulations alone."""
     order_seed: int = 0
@@ -131,16 +137,21 @@ class Plan:
         """How a run trains."""
         entry = run.entry
         factor = 1.0 if run.factor is None else run.factor
-        together = self.batch * self.workers if self.scaling == "strong" else self.batch * run.workers
+        strong = self.scaling == "strong"
+        together = self.batch * self.workers if strong else self.batch * run.workers
+        rate = None if entry.learning_rate is None else entry.learning_rate * factor
+        if strong and rate is not None:  # the same batch of all wants the same rate, however many they are
+            rate = scale_lr(rate, entry.scaling, workers=self.workers)
         tuning = self.tuning if run.kind == "tuning" else None
         return Settings(
             strategy=entry.strategy,
             codec=entry.codec,
             collective=entry.collective,
             batch=-(-together // run.workers),
+            global_batch=together if strong else None,
             epochs=self.epochs if tuning is None else tuning.epochs,
-            learning_rate=None if entry.learning_rate is None else entry.learning_rate * factor,
-            scaling=entry.scaling,
+            learning_rate=rate,
+            scaling="none" if strong else entry.scaling,
             warmup=entry.warmup,
             decay=entry.decay,
             momentum=entry.momentum,

@@ -160,7 +160,8 @@ class Race:
     def choose_rate(self, entry: Entry) -> dict[str, Any]:
         """The factor of the learning rate with the best last validation metric, and what was tried."""
         higher = self.plan.higher_is_better
-        tried = {run.factor: run.evaluations[-1].metric for run in self.of(entry.name, "tuning") if run.evaluations}
+        ended = [run for run in self.of(entry.name, "tuning") if run.status == "finished" and run.evaluations]
+        tried = {run.factor: run.evaluations[-1].metric for run in ended}
         known = {factor: metric for factor, metric in tried.items() if factor is not None and not math.isnan(metric)}
         # Where none has ended well, the rate stays as it was.
         best = (max if higher else min)(known, key=lambda factor: known[factor]) if known else 1.0
@@ -220,6 +221,8 @@ def read_run(folder: Path) -> tuple[dict[str, Any], dict[str, Any], list[dict[st
         events = read_log(folder)
     except FileNotFoundError:
         problems.append(f"{folder.name}/log.jsonl is missing")
+    except OSError as error:
+        problems.append(f"{folder.name}/log.jsonl cannot be read: {error.strerror or error}")
     except ProtocolError as error:
         problems.append(str(error))
     return _document(folder / "config.json", problems), _document(folder / "system.json", problems), events, problems
@@ -282,6 +285,9 @@ def _document(path: Path, problems: list[str]) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except FileNotFoundError:
         problems.append(f"{path.parent.name}/{path.name} is missing")
+        return {}
+    except OSError as error:
+        problems.append(f"{path.parent.name}/{path.name} cannot be read: {error.strerror or error}")
         return {}
     except ValueError as error:
         problems.append(f"{path} is not JSON: {error}")

@@ -12,15 +12,19 @@ edited after its run no longer has the sum that was written down then.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FILES", "Registry", "digest_files", "link", "read_registry", "sha256"]
+from syncline.errors import IncompatibleError, ProtocolError
+
+__all__ = ["FILES", "Registry", "digest_files", "link", "locked", "read_registry", "sha256"]
 
 FILES = ("log.jsonl", "config.json", "system.json")
 """Of a run, whose sums are kept."""
@@ -41,6 +45,7 @@ class Registry:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        _cut_back(path)
         lines, _ = read_registry(path) if path.exists() else ([], [])
         self._previous = str(lines[-1].get("hash", "")) if lines else ""
 
@@ -52,6 +57,29 @@ class Registry:
             file.flush()
             os.fsync(file.fileno())
         self._previous = line["hash"]
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep others from writing inside: two of them would tear the chain. The lock ends with the process."""
+    try:
+        file = open(path, "r+b")  # noqa: SIM115 (the block below closes it)
+    except FileNotFoundError:
+        raise ProtocolError(f"{path} is missing: what was run is not known; begin a new race") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            where = path.parent
+            raise IncompatibleError(f"{where} is being raced by another process: wait for it, or stop it") from None
+        yield
+
+
+def _cut_back(path: Path) -> None:
+    """A last line without an end was never whole: the power went while it was written."""
+    data = path.read_bytes() if path.exists() else b""
+    if data and not data.endswith(b"\n"):
+        os.truncate(path, data.rfind(b"\n") + 1)
 
 
 def link(facts: Mapping[str, Any], previous: str) -> dict[str, Any]:

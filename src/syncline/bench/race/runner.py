@@ -11,9 +11,9 @@ from syncline.bench.race.arena import Arena, Result
 from syncline.bench.race.entrant import Entrant
 from syncline.bench.race.plan import Plan, Run
 from syncline.bench.race.reading import PLAN, REGISTRY, SYSTEM, Race, read_race
-from syncline.bench.race.registry import Registry, digest_files, sha256
+from syncline.bench.race.registry import Registry, digest_files, locked, sha256
 from syncline.bench.race.splits import write_splits
-from syncline.errors import IncompatibleError, SpecError
+from syncline.errors import IncompatibleError, ProtocolError, SpecError, SynclineError
 from syncline.training.folder import RunFolder
 from syncline.training.system import describe_machine, describe_versions
 from syncline.training.workload import Workload
@@ -39,9 +39,8 @@ def begin(folder: Path, plan: Plan, workload: Workload) -> None:
     splits = write_splits(workload, folder)
     RunFolder(folder).write("system", {"versions": describe_versions(), "machine": describe_machine()})
     (folder / PLAN).write_text(plan.as_json())
-    Registry(folder / REGISTRY).append(
-        "planned", plan_sha256=sha256(folder / PLAN), splits=splits, system_sha256=sha256(folder / SYSTEM)
-    )
+    sums = {"plan_sha256": sha256(folder / PLAN), "splits": splits, "system_sha256": sha256(folder / SYSTEM)}
+    Registry(folder / REGISTRY).append("planned", **sums)
 
 
 class Runner:
@@ -52,11 +51,29 @@ class Runner:
         self._arena = arena
         self._watcher = watcher
         self._plan = read_race(folder).plan
-        self._registry = Registry(folder / REGISTRY)
 
     def run(self) -> bool:
         """Whether it is complete."""
-        return self._tune() and all(self._one(run, done, total) for done, total, run in self._left())
+        with locked(self._folder / REGISTRY):
+            self._registry = Registry(self._folder / REGISTRY)
+            self._check_begun()
+            self._bury()
+            return self._tune() and all(self._one(run, done, total) for done, total, run in self._left())
+
+    def _check_begun(self) -> None:
+        lines = self.race().lines
+        if not lines or lines[0].get("event") != "planned":
+            raise ProtocolError(
+                f"{self._folder / REGISTRY} does not begin with the plan: the race was never begun, or lines are "
+                "missing; begin a new one"
+            )
+
+    def _bury(self) -> None:
+        """Runs without an end are those of a race whose process was killed: they are repeated."""
+        for run in self.race().runs:
+            if run.status == "running":
+                facts = {"status": "interrupted", "reason": "the race's own process ended", "seconds": None}
+                self._registry.append("ended", run=run.folder, **facts, files=digest_files(self._folder / run.folder))
 
     def _left(self) -> list[tuple[int, int, Run]]:
         left = self.race().left()
@@ -84,9 +101,9 @@ class Runner:
         """One run, whatever comes of it; False where the user has had enough."""
         name = self._fresh(run.folder)
         facts = {"kind": run.kind, "entry": run.entry.name, "workers": run.workers, "seed": run.seed}
-        self._registry.append("begun", run=name, **facts, factor=run.factor)
         folder = self._folder / name
         folder.mkdir(parents=True)
+        self._registry.append("begun", run=name, **facts, factor=run.factor)
         entrant = Entrant(
             workload=self._plan.workload,
             settings=self._plan.settings(run),
@@ -100,6 +117,8 @@ class Runner:
             result = self._arena.run(entrant, run.workers, self._tick(start))
         except KeyboardInterrupt:
             pass
+        except SynclineError as error:
+            result = Result("failed", str(error))
         finally:
             seconds = time.monotonic() - start
             facts = {"status": result.status, "reason": result.reason, "seconds": seconds}

@@ -24,7 +24,7 @@ from syncline.training.progress import duration
 
 __all__ = ["View"]
 
-PERIOD = 0.5
+PERIOD = 1.0
 """Seconds between two looks at the log of the run that goes on."""
 MARKS = {"failed": "failed", "diverged": "diverged", "hung": "hung", "interrupted": "stopped"}
 

@@ -219,12 +219,16 @@ def paired(times: dict[int, float], base: dict[int, float]) -> Spread | None:
 
 
 def _phases(runs: Sequence[RunFacts]) -> dict[str, float]:
-    """Medians over the seeds of seconds a step, and what is left of the wall clock."""
+    """Medians over the seeds of seconds a step until the target, else in all; and what is left of the wall clock."""
     told: list[dict[str, float]] = []
     for run in runs:
-        if run.steps and run.phases and run.elapsed and run.status == "finished":
-            rest = max(0.0, run.elapsed - sum(run.phases.values()))
-            told.append({name: seconds / run.steps for name, seconds in {**run.phases, "rest": rest}.items()})
+        hit = run.hit
+        phases, elapsed, steps = (
+            (run.phases, run.elapsed, run.steps) if hit is None else (hit.phases, hit.elapsed, hit.step)
+        )
+        if steps and phases and elapsed and run.status == "finished":
+            rest = max(0.0, elapsed - sum(phases.values()))
+            told.append({name: seconds / steps for name, seconds in {**phases, "rest": rest}.items()})
     names = list(dict.fromkeys(name for one in told for name in one))
     return {name: max(0.0, statistics.median(one.get(name, 0.0) for one in told)) for name in names}
 

@@ -58,6 +58,11 @@ class RunFacts:
         return self.excluded is None and self.status not in ("interrupted", "running")
 
     @property
+    def hit(self) -> Evaluation | None:
+        """The evaluation that found the target reached."""
+        return next((one for one in self.evaluations if one.step == self.steps_to_target), None)
+
+    @property
     def reached(self) -> bool:
         return math.isfinite(self.time_to_target)
 

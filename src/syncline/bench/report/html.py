@@ -26,7 +26,6 @@ __all__ = ["inline", "page"]
 PLACES = {
     "local": "processes on one machine",
     "lab": "emulated hosts (network namespaces, shaped links)",
-    "hosts": "hosts",
     "simulated": "a simulation under a virtual clock",
 }
 
@@ -146,7 +145,8 @@ def inline(picture: Picture) -> str:
     assert box is not None, "matplotlib writes a viewBox"
     head = f'<svg viewBox="{box.group(1)}" role="img" aria-labelledby="about-{picture.name}">'
     text = head + text[text.index(">") + 1 :]
-    text = re.sub(r"(\d+\.\d\d)\d+", r"\1", text)  # a hundredth of a point is less than anybody sees
+    # A hundredth of a point is less than anybody sees. Letters are left alone: they may be numbers that matter.
+    text = re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\d+\.\d\d)\d+", r"\1", tag[0]), text)
     text = re.sub(r"font: ([\d.]+)px[^;\"]*", r"font-size: \1px", text)
     text = re.sub(r' transform="rotate\(-0 [^)]*\)"', "", text).replace(" font-family: 'DejaVu Sans';", "")
     text = text.replace(" \nL", "L").replace(' \n"', '"')

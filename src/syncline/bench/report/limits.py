@@ -6,6 +6,7 @@ communication   the share of exposed communication
 codec           the share of encoding and decoding that held the worker up
 data            the share of waiting for batches
 evaluation      the share of evaluations
+agreeing        the share of asking the others whether to go on
 statistics      1 − 1/r, where it needs r times the epochs of the entry, or of the one worker, that needs fewest;
                 only if r is at least 1.25: a little more is luck
 compute         the share of compute: what is left when nothing else is larger
@@ -24,7 +25,7 @@ from syncline.bench.report.words import number
 
 __all__ = ["Limit", "Name", "binding_limit"]
 
-Name = Literal["communication", "codec", "data", "evaluation", "statistics", "compute"]
+Name = Literal["communication", "codec", "data", "evaluation", "agreeing", "statistics", "compute"]
 
 CLEARLY = 1.25
 """So many times the epochs are more than luck."""
@@ -33,6 +34,7 @@ PHASES: dict[str, Name] = {
     "codec": "codec",
     "data": "data",
     "evaluation": "evaluation",
+    "agreeing": "agreeing",
     "compute": "compute",
 }
 
@@ -103,6 +105,8 @@ def _advice(race: Analysis, entry: EntryFacts, name: Name) -> str:
         return f"Without it the target would come {gain}: readers that work ahead, or data nearer to the workers."
     if name == "evaluation":
         return f"Without it the target would come {gain}: evaluate less often, or on fewer samples."
+    if name == "agreeing":
+        return f"Without it the target would come {gain}: the ranks wait for each other; look for the slow one."
     if name == "statistics":
         return (
             "A faster network or processor does not mend that: another learning rate, a smaller batch, less staleness "

@@ -36,7 +36,7 @@ def draw(race: Analysis) -> list[Picture]:
         made = [
             _curves(race, style, "time", "seconds", lambda one: one.elapsed),
             _curves(race, style, "epochs", "epochs", lambda one: one.epochs),
-            _curves(race, style, "bytes", "megabytes a worker sent", lambda one: one.bytes_wire / 1e6),
+            _curves(race, style, "bytes", "megabytes handed over by a worker", lambda one: one.bytes_wire / 1e6),
             _times(race, style),
             _steps(race),
             _predictions(race, style),

@@ -59,7 +59,7 @@ def _judged(race: Analysis) -> Verdict:
     if not arrived:
         return _nobody(race, ran)
     leader = arrived[0]
-    rivals = _rivals(race, leader, arrived[1:])
+    rivals = _rivals(race, leader, [entry for entry in ran if entry is not leader and entry.reached])
     seeds = min(entry.runs for entry in arrived)
     outcome: Outcome = "won"
     if len(ran) == 1:
@@ -68,7 +68,7 @@ def _judged(race: Analysis) -> Verdict:
         outcome = "ahead"
     elif rivals:
         outcome = "tied"
-    sentence = _sentence(race, outcome, leader, rivals, len(arrived))
+    sentence = _sentence(race, outcome, leader, rivals, sum(entry.reached > 0 for entry in ran))
     named = dict.fromkeys([leader.name, *([race.baseline] if race.baseline else [])])
     limits = [binding_limit(race, race.entry(name)) for name in named]
     known = [limit for limit in limits if limit is not None]
@@ -85,7 +85,7 @@ def _rivals(race: Analysis, leader: EntryFacts, others: Sequence[EntryFacts]) ->
     found = []
     for other in others:
         ratio = paired({run.seed: run.time_to_target for run in race.of(other.name)}, own)
-        if ratio is None or not ratio.low > 1:
+        if ratio is None or ratio.samples < SEEDS or not ratio.low > 1:
             found.append((other, ratio))
     return found
 
@@ -170,6 +170,8 @@ def _nobody(race: Analysis, ran: Sequence[EntryFacts]) -> Verdict:
 def _notes(race: Analysis) -> list[str]:
     """What else whoever reads only the top should know."""
     notes = _alone(race)
+    if race.simulated and any(entry.codec for entry in race.entries):
+        notes.append("Simulated: encoding and decoding are taken to cost no time, so codecs look better than they are.")
     failed = [f"{entry.name} ({_counted(entry)})" for entry in race.entries if _bad(entry)]
     if failed:
         notes.append(f"Failed: {', '.join(failed)}.")
@@ -184,7 +186,9 @@ def _notes(race: Analysis) -> list[str]:
     if len(frugal) > 1:
         least = min(frugal, key=lambda entry: entry.bytes.median if entry.bytes else math.inf)
         assert least.bytes is not None
-        notes.append(f"Fewest bytes to the target: {least.name}, {bytes_told(least.bytes.median)} a worker.")
+        notes.append(
+            f"Fewest bytes to the target: {least.name}, {bytes_told(least.bytes.median)} handed over by a worker."
+        )
     return notes
 
 

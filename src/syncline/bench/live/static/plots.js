@@ -17,7 +17,7 @@ const SETTINGS = { displayModeBar: false, responsive: true };
 
 export const AXES = { elapsed: "time", epochs: "epochs", bytes: "bytes" };
 const UNITS = { elapsed: "s", epochs: "epochs", bytes: "B" };
-const AXIS_TITLES = { elapsed: "seconds since the start", epochs: "epochs", bytes: "bytes on the wire, rank 0" };
+const AXIS_TITLES = { elapsed: "seconds since the start", epochs: "epochs", bytes: "bytes handed over by rank 0" };
 
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 const narrow = window.matchMedia("(max-width: 640px)");

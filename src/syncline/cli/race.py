@@ -119,7 +119,7 @@ def _conclude(folder: Path, complete: bool) -> int:
         findings = lint(race)
         path = write_report(folder, findings, race)
         for finding in findings if complete else ():
-            _say(f"lint: {finding.title}: {finding.evidence}")
+            _say(f"lint, {finding.severity}: {finding.title}: {finding.evidence}")
         print(path)
     if not complete:
         _say(f"{len(race.left())} of {len(race.plan.runs())} runs are left: syncline race --resume {folder}")

@@ -34,6 +34,7 @@ from syncline.training.pace import Pace
 from syncline.training.phases import AGREEING, DATA, EVALUATION, phases
 from syncline.training.progress import Moment, Progress, Silent, Speedometer, duration
 from syncline.training.ranks import RankTable
+from syncline.training.rehearsal import rehearse
 from syncline.training.settings import Schedule, Settings, steps_of_epoch
 from syncline.training.start import find_checkpoints, seed_everything
 from syncline.training.system import describe_world
@@ -89,6 +90,7 @@ def train(
     strategy: Strategy | None = None,
     predict: bool = False,
     seconds_a_sample: float | None = None,
+    rehearsed: bool = False,
 ) -> Outcome:
     """Train a workload on the current world; every rank calls it with the same arguments.
 
@@ -98,12 +100,14 @@ def train(
 
     `strategy` is used in place of the one that the settings name, where that has no spec of ours. With `predict` the
     configuration tells what `costs` expects of a step. `seconds_a_sample` is what a worker computes for one sample, for
-    the simulator, where that takes no time by itself.
+    the simulator, where that takes no time by itself. With `rehearsed` a codec's kernels are compiled before the clock.
     """
     world = current_world() if world is None else world
     settings = (settings or Settings()).resolved(workload, world.size)
     place = None if folder is None else RunFolder(folder)
     source = find_checkpoints(world, place, resume)
+    if rehearsed and settings.codec is not None and world.transport.network is None:
+        rehearse(workload, settings, strategy, world)
     seed_everything(settings.seed, world.rank)
     model = workload.model(settings.seed).to(world.device)
     optimizer = settings.optimizer(workload, model, world.size)

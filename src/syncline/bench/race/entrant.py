@@ -53,6 +53,7 @@ def run(entrant: Entrant, workload: Workload, world: World, stop: CtrlC | None =
         folder=entrant.folder,
         strategy=build_entrant(entrant.settings.strategy),
         predict=True,
+        rehearsed=True,
         seconds_a_sample=entrant.seconds_a_sample,
         stop=stop or _never,
     )

@@ -150,6 +150,7 @@ def test_targets_that_cannot_be(spec: str, target: Any, message: str) -> None:
 
 
 def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("syncline.bench.workloads.digits._from_file", lambda: None)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(UnsupportedError, match=r"pip install 'syncline\[workloads\]'"):
         Digits().splits()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from dataclasses import asdict, dataclass
@@ -73,4 +74,7 @@ def rank_main(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(rank_main(sys.argv[1]))
+    code = rank_main(sys.argv[1])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # all is written: taking torch apart would keep the next run waiting for seconds

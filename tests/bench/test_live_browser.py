@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +50,13 @@ class Tab:
 
     def has(self, selector: str, count: int) -> None:
         playwright.expect(self.page.locator(selector)).to_have_count(count, timeout=PATIENCE)
+
+    def fits(self, width: int) -> None:
+        """Wait until nothing is wider than the window: pictures follow it a moment later."""
+        until = time.monotonic() + PATIENCE / 1000
+        while (found := self.page.evaluate("document.documentElement.scrollWidth")) > width:
+            assert time.monotonic() < until, f"{found} px wide in a window of {width}"
+            self.page.wait_for_timeout(20)
 
     def click(self, selector: str) -> None:
         self.page.locator(selector).click(timeout=PATIENCE)
@@ -111,15 +119,15 @@ def test_a_finished_race_light_dark_and_narrow(race: Path, tab: Tab) -> None:
         tab.has("#heat .heatmaplayer image", 1)
         tab.has("#speeds .scatterlayer .trace", 4)
         assert server.token not in tab.page.url
-        inks = {}
+        inks = {"light": "rgb(26, 32, 39)", "dark": "rgb(231, 235, 240)"}
         for scheme, paper in {"light": "rgb(246, 247, 249)", "dark": "rgb(18, 22, 27)"}.items():
             tab.page.emulate_media(color_scheme=scheme)
             for width in (1280, 375):
                 tab.page.set_viewport_size({"width": width, "height": 900})
                 playwright.expect(tab.page.locator("body")).to_have_css("background-color", paper)
-                assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
-            inks[scheme] = tab.page.evaluate("getComputedStyle(document.querySelector('#curves .xtick text')).fill")
-        assert inks == {"light": "rgb(26, 32, 39)", "dark": "rgb(231, 235, 240)"}
+                tab.fits(width)
+            ink = playwright.expect(tab.page.locator("#curves .xtick text").first)
+            ink.to_have_css("fill", inks[scheme], timeout=PATIENCE)
         # The cookie opens the page again without the token.
         tab.page.reload()
         tab.shows("#status", "finished")

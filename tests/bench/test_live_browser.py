@@ -15,19 +15,6 @@ from tests.bench.live_logs import GrowingRun, end_race, growing_race, serving
 
 pytest.importorskip("plotly", reason="the live view draws with plotly: pip install 'syncline[view]'")
 playwright = pytest.importorskip("playwright.sync_api", reason="the browser is driven by playwright")
-CHROMIUM = Path("/usr/bin/chromium")
-if not CHROMIUM.exists():
-    pytest.skip(f"there is no {CHROMIUM}", allow_module_level=True)
-
-ARGUMENTS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 PATIENCE = 30_000
 """Milliseconds: a busy machine is slow, and only a failure takes as long."""
 
@@ -60,14 +47,6 @@ class Tab:
 
     def click(self, selector: str) -> None:
         self.page.locator(selector).click(timeout=PATIENCE)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as found:
-        made = found.chromium.launch(executable_path=str(CHROMIUM), args=ARGUMENTS)
-        yield made
-        made.close()
 
 
 @pytest.fixture

@@ -14,19 +14,6 @@ from syncline.bench.race.plan import Entry
 from syncline.bench.report import write_report
 from tests.bench.report_races import Hand, seeds, write_race
 
-CHROMIUM = Path("/usr/bin/chromium")
-api: Any = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
-pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason=f"needs {CHROMIUM}")
-
-ARGUMENTS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 NAMES = ("ddp", "allreduce", "topk(0.01)|quantize(4)", "quantize(8)", *(f"local({number})" for number in range(8)))
 
 TEXTS = """() => {
@@ -73,14 +60,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_race(folder, runs, entries, scaling="weak", scaling_workers=(1,), skipped={"hivemind": "not installed"})
     finding = {"rule": "6", "title": "Leave out I/O", "evidence": f"{'runs/a-very-long-name/' * 8}: 71 %", "fix": "no"}
     return write_report(folder, [finding, {**finding, "rule": "7", "severity": "warning"}])
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with api.sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=str(CHROMIUM), args=ARGUMENTS)
-        yield running
-        running.close()
 
 
 @pytest.fixture

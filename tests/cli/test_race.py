@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -70,13 +69,6 @@ learning_rate = 1e30
 name = "ddp"
 strategy = "ddp"
 """
-
-
-@pytest.fixture
-def runs(tmp_path: Path) -> Iterator[Runs]:
-    made = Runs(tmp_path)
-    yield made
-    made.close()
 
 
 def parsed(*arguments: str) -> argparse.Namespace:

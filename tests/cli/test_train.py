@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,13 +21,6 @@ from syncline.training.checkpoint import latest, save
 from tests.launch.runs import Run, Runs, wait_for
 
 CONVEX = "regression(features=4, samples=256)"
-
-
-@pytest.fixture
-def runs(tmp_path: Path) -> Iterator[Runs]:
-    made = Runs(tmp_path)
-    yield made
-    made.close()
 
 
 def parsed(*arguments: str) -> argparse.Namespace:

@@ -6,7 +6,10 @@ import signal
 import time
 from types import FrameType
 
-__all__ = ["CtrlC"]
+__all__ = ["INTERRUPTED", "CtrlC"]
+
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit code of what Ctrl-C has ended."""
 
 SAME_KEY = 0.5
 """A second Ctrl-C within so many seconds is the first one again: terminal and supervisor both send it."""

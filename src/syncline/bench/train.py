@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
-from syncline.bench.ctrl_c import CtrlC
+from syncline.bench.ctrl_c import INTERRUPTED, CtrlC
 from syncline.bench.workloads import build
 from syncline.errors import SynclineError
 from syncline.training.loop import Outcome, train
@@ -19,8 +18,6 @@ from syncline.training.settings import Settings
 from syncline.world import init
 
 __all__ = ["TrainPlan", "describe", "rank_main"]
-
-INTERRUPTED = 128 + signal.SIGINT
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from syncline.bench.ctrl_c import INTERRUPTED
 from syncline.bench.lint import lint
 from syncline.bench.race.arena import Arena, ProcessArena, SimulatedArena
 from syncline.bench.race.field import Field, default_field, read_field
@@ -46,7 +47,6 @@ __all__ = ["HELP", "configure", "run"]
 
 HELP = "race ways of agreeing to a target accuracy, and report"
 
-INTERRUPTED = 130
 LARGE = 10_000
 """Samples from which an epoch is evaluated several times: the time to target is known to an evaluation."""
 RATIO = 3.0

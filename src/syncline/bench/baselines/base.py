@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import warnings
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from datetime import timedelta
+from types import ModuleType
 from typing import Any, ClassVar, cast
 
 import torch
@@ -22,7 +25,17 @@ from syncline.strategies import Run, Settings, Strategy
 from syncline.transports.store import find_place, meet
 from syncline.world import World
 
-__all__ = ["ForeignRun", "process_group"]
+__all__ = ["ForeignRun", "find_package", "process_group"]
+
+
+def find_package(name: str, release: str) -> ModuleType:
+    """Somebody else's package, or an `UnsupportedError` that says how to get it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they use what torch calls deprecated
+            return importlib.import_module(name)
+    except ImportError as error:
+        raise UnsupportedError(f"{name} is not installed here ({error}): pip install {name}=={release}") from None
 
 
 @contextmanager

@@ -6,8 +6,6 @@ asked every `period` steps for a group of all ranks; between, everyone trains al
 
 from __future__ import annotations
 
-import importlib
-import warnings
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
@@ -15,9 +13,9 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.optim import Optimizer
 
-from syncline.bench.baselines.base import ForeignRun
+from syncline.bench.baselines.base import ForeignRun, find_package
 from syncline.environment import detect
-from syncline.errors import SpecError, UnsupportedError
+from syncline.errors import SpecError
 from syncline.exchange import Exchange, share_tree
 from syncline.strategies import Run, Settings, Strategy
 from syncline.transports.store import find_place, listening_address
@@ -29,13 +27,8 @@ MATCHMAKING = 1.0
 
 
 def find_hivemind() -> ModuleType:
-    """The package, or an `UnsupportedError` that says how to get it."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it uses what torch calls deprecated
-            return importlib.import_module("hivemind")
-    except ImportError as error:
-        raise UnsupportedError(f"hivemind is not installed here ({error}): pip install hivemind==1.1.12") from None
+    """The package, in the release that was tried."""
+    return find_package("hivemind", "1.1.12")
 
 
 @dataclass(frozen=True, repr=False)

@@ -21,10 +21,11 @@ from torch._C._distributed_c10d import TCPStore  # what torch.distributed re-exp
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from syncline.bench.baselines.base import find_package
 from syncline.bench.baselines.ddp import buffers_option
 from syncline.bench.baselines.wrapped import WrappedRun
 from syncline.environment import detect
-from syncline.errors import UnsupportedError, WorldError
+from syncline.errors import WorldError
 from syncline.exchange import Exchange, share_tree
 from syncline.strategies import Run, Settings, Strategy
 from syncline.transports.store import find_place, listening_address
@@ -33,12 +34,9 @@ __all__ = ["TorchFT"]
 
 
 def find_torchft() -> ModuleType:
-    """The package, or an `UnsupportedError` that says how to get it."""
+    """The package, in the release that was tried."""
     os.environ.setdefault("RUST_LOG", "error")  # else it writes ten lines a step, and they are timed too
-    try:
-        return importlib.import_module("torchft")
-    except ImportError as error:
-        raise UnsupportedError(f"torchft is not installed here ({error}): pip install torchft==0.2.0") from None
+    return find_package("torchft", "0.2.0")
 
 
 @dataclass(frozen=True, repr=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from syncline.bench.ctrl_c import INTERRUPTED
 from syncline.bench.race.entrant import Entrant, run
 from syncline.bench.workloads import build
 from syncline.errors import DivergedError, SynclineError
@@ -23,8 +23,6 @@ from syncline.world import simulate
 __all__ = ["Arena", "ProcessArena", "Result", "SimulatedArena", "Status"]
 
 Status = Literal["finished", "failed", "diverged", "hung", "interrupted"]
-
-INTERRUPTED = 128 + signal.SIGINT
 
 Tick = Callable[[], str | None]
 """Asked again and again while a run goes on; a reason to end it, or None."""

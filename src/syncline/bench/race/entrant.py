@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from syncline.bench.ctrl_c import CtrlC
+from syncline.bench.ctrl_c import INTERRUPTED, CtrlC
 from syncline.bench.race.field import build_entrant
 from syncline.bench.workloads import build
 from syncline.training.loop import Outcome, train
@@ -18,8 +17,6 @@ from syncline.training.workload import Workload
 from syncline.world import World, init
 
 __all__ = ["Entrant", "rank_main", "run"]
-
-INTERRUPTED = 128 + signal.SIGINT
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,9 @@ def parsed(*arguments: str) -> argparse.Namespace:
         ("-n 3 --lab 2@1gbit train.py", SpecError, "-n 3 is not a multiple of the 2 hosts"),
         ("--lab 4 train.py", SpecError, "4@100mbit"),
         ("-n 2 --mpi --on-failure continue train.py", IncompatibleError, "mpiexec ends all workers when one fails"),
-        ("-n 2 --mpi --servers 1 train.py", IncompatibleError, "mpiexec starts workers alone"),
+        ("--mpi --hosts a:2 --servers 1 train.py", IncompatibleError, "where mpiexec puts servers among --hosts"),
+        ("-n 2 --hosts slurm --servers 1 train.py", IncompatibleError, "srun starts workers alone"),
+        ("-n 2 --servers 1 --handlers my-module train.py", SpecError, "'my-module' is not a module's name"),
         ("-n 2 --mpi --hosts slurm train.py", IncompatibleError, "leave one out"),
         ("-n 2 --servers -1 train.py", SpecError, "cannot be negative"),
         ("-n 2 --address 203.0.113.7 train.py", SynclineError, "cannot listen at 203.0.113.7"),
@@ -55,12 +57,6 @@ def test_refused(line: str, kind: type[SynclineError], words: str) -> None:
     with pytest.raises(kind, match=words) as caught:
         run.run(parsed(*line.split()))
     assert "\n" not in str(caught.value)
-
-
-def test_servers_are_refused_until_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "SERVER", ("-m", "syncline.not_written_yet"))
-    with pytest.raises(UnsupportedError, match="--servers 2: this version of Syncline has no parameter server"):
-        run.run(parsed("-n", "2", "--servers", "2", "train.py"))
 
 
 def test_what_follows_the_script_is_its_own() -> None:
@@ -89,7 +85,7 @@ def test_a_key_goes_along_with_mpi_on_hosts(monkeypatch: pytest.MonkeyPatch, key
     monkeypatch.setenv("SYNCLINE_KEY", key)
     commands: list[list[str]] = []
     handed: list[Mapping[str, str]] = []
-    monkeypatch.setattr(run, "mpi_command", lambda target, ranks, hosts, environ: ["mpiexec", *environ])
+    monkeypatch.setattr(run, "mpi_command", lambda target, ranks, hosts, environ, *servers: ["mpiexec", *environ])
 
     def hand_over(command: list[str], variables: Mapping[str, str]) -> int:
         commands.append(command)

@@ -12,10 +12,12 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from syncline.cli import main
-from syncline.launch import start
+from syncline.launch import in_lab, start
+from syncline.launch.hosts import parse_hosts
+from syncline.launch.lab import parse_lab
 
 PATIENCE = 90.0
 SLOW = ("they take turns", "before they hold any model", "then a signal ends them")
@@ -70,15 +72,26 @@ class Runs:
         own = {"HERE": str(self.folder), "TMPDIR": str(self.temporary), "TEST_MARK": self.mark}
         return clean | own | dict(variables or {})
 
-    def start(self, *arguments: str, variables: Mapping[str, str] | None = None, servers: str = "") -> Run:
-        """Start `syncline` with these arguments; with `servers`, two workers beside two servers of that script."""
-        run = Run(self, arguments, self.environ(variables), servers)
+    def start(
+        self,
+        *arguments: str,
+        variables: Mapping[str, str] | None = None,
+        servers: str = "",
+        job: Mapping[str, Any] | None = None,
+        where: str = "",
+    ) -> Run:
+        """Start `syncline` with these arguments; with `servers`, two workers beside two servers of that script.
+
+        With `job`, whatever a `Job` may be: two workers here, or where `where` says, as a lab or as hosts.
+        """
+        job = {"servers": 2, "server": (servers,)} if servers else job
+        run = Run(self, arguments, self.environ(variables), job, where)
         self.started.append(run)
         return run
 
-    def run(self, *arguments: str, variables: Mapping[str, str] | None = None, servers: str = "") -> Run:
+    def run(self, *arguments: str, **options: Any) -> Run:
         """Start it and wait for its end."""
-        return self.start(*arguments, variables=variables, servers=servers).finish()
+        return self.start(*arguments, **options).finish()
 
     def read(self, name: str) -> str:
         """What a worker has posted, once it has."""
@@ -120,14 +133,21 @@ class Runs:
 class Run:
     """One run, in a process that is forked from one which has imported torch already."""
 
-    def __init__(self, runs: Runs, arguments: Sequence[str], environ: dict[str, str], servers: str) -> None:
+    def __init__(
+        self,
+        runs: Runs,
+        arguments: Sequence[str],
+        environ: dict[str, str],
+        job: Mapping[str, Any] | None,
+        where: str,
+    ) -> None:
         number = len(runs.started)
         self._out, self._err = runs.folder / f"out{number}", runs.folder / f"err{number}"
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "syncline.cli.run", "syncline.launch.in_lab"])
         self.process = context.Process(
             target=_command,
-            args=(list(arguments), environ, str(runs.folder), str(self._out), str(self._err), servers),
+            args=(list(arguments), environ, str(runs.folder), str(self._out), str(self._err), job, where),
         )
         self.process.start()
 
@@ -162,7 +182,15 @@ class Run:
         return f"exit code {self.process.exitcode}\n{self.out}\n{self.err}"
 
 
-def _command(arguments: list[str], environ: dict[str, str], folder: str, out: str, err: str, servers: str) -> None:
+def _command(
+    arguments: list[str],
+    environ: dict[str, str],
+    folder: str,
+    out: str,
+    err: str,
+    job: Mapping[str, Any] | None,
+    where: str,
+) -> None:
     for path, fd in ((out, 1), (err, 2)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, fd)
@@ -172,7 +200,13 @@ def _command(arguments: list[str], environ: dict[str, str], folder: str, out: st
     os.chdir(folder)
     tempfile.tempdir = None  # to be looked up again
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background
-    if servers:
-        sys.exit(start.run_here(start.Job(target=tuple(arguments), servers=2, server=(servers,)), 2))
+    if job is not None:
+        sys.exit(_run(start.Job(target=tuple(arguments), **job), where))
     main.__dict__["COMMANDS"] = (arguments[0],)  # the other commands need not be imported
     sys.exit(main.main(arguments))
+
+
+def _run(job: start.Job, where: str) -> int:
+    if "@" in where:
+        return in_lab.run_in_lab(job, *parse_lab(where))
+    return start.run_on_hosts(job, parse_hosts(where)) if where else start.run_here(job, 2)

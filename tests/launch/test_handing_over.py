@@ -14,6 +14,7 @@ from syncline.launch import mpi
 from syncline.launch.hosts import Host
 from syncline.launch.local import WORKER
 from syncline.launch.slurm import srun_command
+from syncline.launch.start import SERVER
 from tests.launch.runs import Runs
 
 HOSTS = (Host("a", 2), Host("b", 2))
@@ -29,6 +30,24 @@ def test_mpiexec_starts_the_ranks(runs: Runs) -> None:
     run = runs.run("run", "-n", "3", "--mpi", script, "--x", "a b")
     assert run.code == 0, run.describe()
     assert sorted(run.out.splitlines()) == ["0 mpi --x a b", "1 mpi --x a b", "2 mpi --x a b"]
+
+
+@needs_mpi
+def test_mpiexec_starts_servers_that_end_with_the_ranks(runs: Runs) -> None:
+    """Nobody uses them; they end all the same, and quietly."""
+    script = runs.script(
+        """
+import syncline as sl
+with sl.init() as world:
+    world.barrier()
+    say(world.rank, world.size, world.wide.size, os.environ["SYNCLINE_SERVERS"])
+"""
+    )
+    run = runs.run("run", "-n", "2", "--mpi", "--servers", "1", script)
+    assert run.code == 0, run.describe()
+    assert sorted(run.out.splitlines()) == ["0 2 3 1", "1 2 3 1"]
+    assert run.err == ""
+    runs.assert_nothing_left()
 
 
 @needs_mpi
@@ -59,6 +78,9 @@ def test_options_of_each_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = [sys.executable, str(WORKER), "train.py"]
     assert mpi.mpi_command(["train.py"], 4, (), {}) == ["/opt/mpiexec", "-n", "4", *worker]
     assert mpi.mpi_command(["train.py"], 4, HOSTS, {})[3:5] == ["-hosts", "a:2,b:2"]
+    servers = [":", "-n", "2", sys.executable, str(WORKER), "-m", "syncline.server"]
+    command = mpi.mpi_command(["train.py"], 4, (), {}, 2, SERVER)
+    assert command == ["/opt/mpiexec", "-n", "4", *worker, *servers]
     said["text"] = "Intel(R) MPI Library for Linux* OS, Version 2021.13"
     assert mpi.mpi_command(["train.py"], 4, HOSTS, {})[3:7] == ["-hosts", "a,b", "-ppn", "2"]
     with pytest.raises(UnsupportedError, match="the same number of ranks on every host, not a:2,b:1"):
@@ -66,6 +88,8 @@ def test_options_of_each_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     said["text"] = "mpiexec (Open MPI) 5.0.6"
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "SYNCLINE_TRANSPORT": "mpi"}
     assert mpi.mpi_command(["train.py"], 4, (), root)[3] == "--oversubscribe"
+    assert mpi.mpi_command(["train.py"], 2, (), root)[3] == sys.executable
+    assert mpi.mpi_command(["train.py"], 2, (), root, 1, SERVER)[3] == "--oversubscribe"  # servers take cores too
     assert mpi.mpi_command(["train.py"], 4, HOSTS, root)[3:7] == ["--host", "a:2,b:2", "-x", "SYNCLINE_TRANSPORT"]
     command = mpi.mpi_command(["train.py"], 4, HOSTS, {**root, "SYNCLINE_KEY": "secret", "SYNCLINE_SSH": "ssh"})
     assert command[3:9] == ["--host", "a:2,b:2", "-x", "SYNCLINE_TRANSPORT", "-x", "SYNCLINE_KEY"]
@@ -76,6 +100,8 @@ def test_options_of_each_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     said["text"] = "something else"
     with pytest.raises(UnsupportedError, match="neither MPICH, Open MPI nor Intel MPI"):
         mpi.mpi_command(["train.py"], 4, HOSTS, {})
+    with pytest.raises(UnsupportedError, match="--servers 1: /opt/mpiexec is of an MPI that is not known here"):
+        mpi.mpi_command(["train.py"], 4, (), {}, 1, SERVER)
 
 
 def test_no_mpi_and_two_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

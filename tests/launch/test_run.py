@@ -45,8 +45,8 @@ def test_lines_come_while_the_worker_runs(runs: Runs) -> None:
 
 def test_what_a_worker_is_told(runs: Runs) -> None:
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "OMP_NUM_THREADS"]
-    names += ["TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "PYTHONUNBUFFERED"]
-    hidden = ["SYNCLINE_KEY", "SYNCLINE_SUPERVISOR", "TORCHELASTIC_RUN_ID", "SYNCLINE_SERVERS"]
+    names += ["TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "PYTHONUNBUFFERED", "SYNCLINE_SERVERS"]
+    hidden = ["SYNCLINE_KEY", "SYNCLINE_SUPERVISOR", "TORCHELASTIC_RUN_ID", "SYNCLINE_HANDLERS"]
     script = runs.script(
         f"""
 import json
@@ -55,11 +55,12 @@ found["run"] = os.environ["SYNCLINE_RUN_ID"]
 post(f"told{{rank}}", json.dumps(found))
 """
     )
-    run = runs.run("run", "-n", "2", script, variables={"OMP_NUM_THREADS": "7"})
+    outer = {"OMP_NUM_THREADS": "7", "SYNCLINE_SERVERS": "3"}  # of a run around this one
+    run = runs.run("run", "-n", "2", script, variables=outer)
     assert run.code == 0, run.describe()
     first, second = json.loads(runs.read("told0")), json.loads(runs.read("told1"))
-    assert [first[name] for name in names] == ["0", "2", "0", "2", "0", "127.0.0.1", "7", "True", "0", "1"]
-    assert [second[name] for name in names] == ["1", "2", "1", "2", "0", "127.0.0.1", "7", "True", "0", "1"]
+    assert [first[name] for name in names] == ["0", "2", "0", "2", "0", "127.0.0.1", "7", "True", "0", "1", "0"]
+    assert [second[name] for name in names] == ["1", "2", "1", "2", "0", "127.0.0.1", "7", "True", "0", "1", "0"]
     assert [first[name] for name in hidden] == [None] * 4
     assert first["run"] == second["run"] != ""
 

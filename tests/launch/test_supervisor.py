@@ -162,6 +162,51 @@ def test_those_who_do_not_answer_to_being_killed_are_left() -> None:
     assert crew.sent[0] == signal.SIGTERM
 
 
+EVALUATOR = Ended(name="evaluator", rank=None, code=0)
+
+
+class Evaluating(Scripted):
+    """Both ranks have ended; the evaluator ends when it is asked to, or by itself at the last moment."""
+
+    def __init__(self, *ranks: Ended, by_itself_after: int = 10**9) -> None:
+        super().__init__(list(ranks), [EVALUATOR], raised=[])
+        self.polls_left = by_itself_after
+
+    def poll(self) -> list[Ended]:
+        self.polls_left -= 1
+        return self.fate.pop(0) if len(self.fate) > 1 or self.sent or self.polls_left < 0 else []
+
+
+def supervise_evaluator(crew: Evaluating, policy: Policy = "stop") -> tuple[int, list[str]]:
+    said: list[str] = []
+    board = Board(serve_store("127.0.0.1"))
+    code = Supervisor(crew, board, 2, policy=policy, say=said.append, finishing=("evaluator",)).run()
+    return code, said
+
+
+def test_an_evaluator_may_finish_when_the_ranks_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "NOTICE", 0.0)
+    crew = Evaluating(ended(0, 0), ended(1, 0), by_itself_after=5)
+    assert supervise_evaluator(crew) == (0, ["evaluator is still at work, and has 60 s; Ctrl-C: no longer"])
+    assert crew.sent == []
+
+
+def test_an_evaluator_that_does_not_finish_is_asked_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "LAST_WORK", 0.0)
+    crew = Evaluating(ended(0, 0), ended(1, 0))
+    assert supervise_evaluator(crew)[0] == 0
+    assert crew.sent == [signal.SIGTERM]
+
+
+def test_an_evaluator_has_no_time_when_a_rank_has_failed_unless_the_others_were_to_go_on() -> None:
+    crew = Evaluating(ended(0, 0), ended(1, 3))
+    assert supervise_evaluator(crew)[0] == 3
+    assert crew.sent == [signal.SIGTERM]
+    crew = Evaluating(ended(0, 0), ended(1, 3), by_itself_after=5)
+    assert supervise_evaluator(crew, "continue")[0] == 3
+    assert crew.sent == []
+
+
 def test_reports_that_are_not_ours(tmp_path: Path) -> None:
     path = f"{tmp_path}/error.json"
     assert read_report(path) is None

@@ -6,6 +6,7 @@ examples:
   syncline run --hosts a:2,b:2 train.py            over ssh; every host has the same paths
   syncline run --hosts slurm -n 8 train.py         inside a Slurm job, by srun
   syncline run -n 4 --mpi train.py                 by mpiexec
+  syncline run -n 4 --servers 2 train.py           two parameter servers beside the workers
   syncline run --lab 4@100mbit train.py            four hosts at 100 Mbit/s, emulated on this machine
 
 Rank 0 writes to the terminal itself; each line of the others begins with its rank. When a rank fails the others are
@@ -15,16 +16,15 @@ ended, its traceback is shown once, and the exit code is its own.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 
-from syncline.errors import IncompatibleError, SpecError, UnsupportedError
+from syncline.errors import IncompatibleError, SpecError
 from syncline.launch.hosts import HERE, Host, parse_hosts
 from syncline.launch.machine import warn_if_crowded
 from syncline.launch.mpi import mpi_command
 from syncline.launch.slurm import srun_command
-from syncline.launch.start import SERVER, Job, hand_over, run_here, run_on_hosts
-from syncline.launch.variables import network_key, threads_each
+from syncline.launch.start import Job, hand_over, run_here, run_on_hosts
+from syncline.launch.variables import company, network_key, threads_each
 
 __all__ = ["HELP", "configure", "run"]
 
@@ -39,6 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mpi", action="store_true", help="let mpiexec start the workers, and MPI carry the bytes")
     parser.add_argument("--lab", metavar="4@100mbit", help="so many hosts at that rate, emulated on this machine")
     parser.add_argument("--servers", type=int, default=0, metavar="S", help="parameter servers beside the workers")
+    parser.add_argument("--handlers", metavar="M,…", default="", help="modules with handlers that the servers import")
     parser.add_argument(
         "--on-failure",
         choices=("stop", "continue"),
@@ -54,7 +55,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Run it; the exit code."""
     target = _target(arguments)
     _check(arguments)
-    job = Job(target=target, policy=arguments.on_failure, address=arguments.address, servers=arguments.servers)
+    job = Job(
+        target=target,
+        policy=arguments.on_failure,
+        address=arguments.address,
+        servers=arguments.servers,
+        handlers=arguments.handlers,
+    )
     ranks: int | None = arguments.ranks
     if arguments.lab is not None:
         from syncline.launch.in_lab import run_in_lab
@@ -64,10 +71,11 @@ def run(arguments: argparse.Namespace) -> int:
         return run_in_lab(job, hosts, rate, ranks)
     if arguments.hosts == SLURM:
         # In the environment, which srun takes along: a command line is for all to see.
-        return hand_over(srun_command(target, _required(ranks), os.environ), {"SYNCLINE_KEY": network_key()})
+        variables = {"SYNCLINE_KEY": network_key(), **company(_required(ranks), handlers=job.handlers)}
+        return hand_over(srun_command(target, _required(ranks), os.environ), variables)
     named = () if arguments.hosts is None else parse_hosts(arguments.hosts, ranks)
     if arguments.mpi:
-        return _run_mpi(target, sum(host.slots for host in named) or _required(ranks), named)
+        return _run_mpi(job, sum(host.slots for host in named) or _required(ranks), named)
     if named:
         warn_if_crowded(sum(host.slots for host in named if host.name == HERE))
         return run_on_hosts(job, named)
@@ -75,12 +83,14 @@ def run(arguments: argparse.Namespace) -> int:
     return run_here(job, _required(ranks))
 
 
-def _run_mpi(target: tuple[str, ...], ranks: int, hosts: tuple[Host, ...]) -> int:
-    variables = {"SYNCLINE_TRANSPORT": "mpi", "PYTHONUNBUFFERED": "1"}
+def _run_mpi(job: Job, ranks: int, hosts: tuple[Host, ...]) -> int:
+    told = company(ranks, servers=job.servers, hosts=len(hosts) or 1, handlers=job.handlers)
+    variables = {"SYNCLINE_TRANSPORT": "mpi", "PYTHONUNBUFFERED": "1", **told}
     if hosts:
         variables["SYNCLINE_KEY"] = network_key()
     variables |= threads_each(ranks if not hosts else max(host.slots for host in hosts))
-    return hand_over(mpi_command(target, ranks, hosts, {**os.environ, **variables}), variables)
+    environ = {**os.environ, **variables}
+    return hand_over(mpi_command(job.target, ranks, hosts, environ, job.servers, job.server), variables)
 
 
 def _target(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -113,13 +123,17 @@ def _check(arguments: argparse.Namespace) -> None:
         starter = "mpiexec" if ways["--mpi"] else "srun"
         if arguments.on_failure == "continue":
             raise IncompatibleError(f"--on-failure continue: {starter} ends all workers when one fails; leave it out")
-        if arguments.servers:
-            raise IncompatibleError(f"--servers {arguments.servers}: {starter} starts workers alone; leave it out")
-    if arguments.servers and importlib.util.find_spec(SERVER[1]) is None:
-        raise UnsupportedError(
-            f"--servers {arguments.servers}: this version of Syncline has no parameter server ({SERVER[1]}); "
-            "leave it out"
+    if arguments.servers and arguments.hosts == SLURM:
+        raise IncompatibleError(f"--servers {arguments.servers}: srun starts workers alone; leave it out")
+    if arguments.servers and ways["--mpi"] and ways["--hosts"]:
+        raise IncompatibleError(
+            f"--servers {arguments.servers}: where mpiexec puts servers among --hosts is not settled; leave one out, "
+            "or leave --mpi out"
         )
+    names = arguments.handlers.split(",") if arguments.handlers else []
+    for name in names:
+        if not all(part.isidentifier() for part in name.strip().split(".")):
+            raise SpecError(f"--handlers {arguments.handlers}: {name!r} is not a module's name; write package.module")
 
 
 def _required(ranks: int | None) -> int:

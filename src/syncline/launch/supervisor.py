@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Literal
 
@@ -28,6 +28,8 @@ ANSWER = 5.0
 """Seconds between killing programs and going without them: a host that is cut off does not answer."""
 SETTLE = 1.0
 """Seconds to look for the one who failed, when all that is known are ranks that were left alone."""
+LAST_WORK = 60.0
+"""Seconds that an evaluator has for its last work when all ranks have ended well."""
 NOTICE = 1.0
 """Seconds between looks at what is not urgent, and before the user is told for whom we wait."""
 SAME_KEY = 0.2
@@ -41,7 +43,7 @@ class Supervisor:
     ```text
     running ──a rank fails (stop)───────────┐
        │  ──Ctrl-C, SIGTERM, SIGHUP─────────┤──► asked to end ──grace, or Ctrl-C again──► killed ──no answer──► left
-       └──all ranks have ended (servers)────┘
+       └──all ranks have ended (servers)────┘   an evaluator may finish first
     ```
     """
 
@@ -54,12 +56,16 @@ class Supervisor:
         policy: Policy,
         say: Callable[[str], None],
         tick: Tick | None = None,
+        finishing: Collection[str] = (),
     ) -> None:
         self._crew = crew
         self._board = board
         self._policy = policy
         self._say = say
         self._tick = tick
+        self._finishing = finishing
+        """Names of those who may finish what they are at when all ranks have ended."""
+        self._ranks_ended: float | None = None
         self.ended_early: str | None = None
         """Why `tick` wanted an end."""
         self._ranks_left = ranks
@@ -129,7 +135,7 @@ class Supervisor:
         if self._asked is not None:
             self._wait_for_the_end(now - self._asked)
         elif self._ranks_left == 0:
-            self._ask(signal.SIGTERM, now)
+            self._end_the_rest(now)
         elif self._failures and self._policy == "stop":
             for one in self._crew.raised():
                 self._fail(one)
@@ -139,6 +145,17 @@ class Supervisor:
         elif now - self._looked > NOTICE:
             self._looked = now
             self._notice_those_who_do_not_end(now)
+
+    def _end_the_rest(self, now: float) -> None:
+        """All ranks have ended: servers are asked to end too, after an evaluator has had time to finish."""
+        self._ranks_ended = now if self._ranks_ended is None else self._ranks_ended
+        at_work = [name for name in self._crew.running() if name in self._finishing]
+        failed = self._failures and self._policy == "stop"
+        if failed or not at_work or now - self._ranks_ended > LAST_WORK:
+            self._ask(signal.SIGTERM, now)
+        elif now - self._ranks_ended > NOTICE and at_work[0] not in self._told:
+            self._told.add(at_work[0])
+            self._say(f"{', '.join(at_work)} is still at work, and has {LAST_WORK:.0f} s; Ctrl-C: no longer")
 
     def _wait_for_the_end(self, seconds: float) -> None:
         if seconds > GRACE:

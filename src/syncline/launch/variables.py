@@ -8,23 +8,39 @@ from collections.abc import Mapping
 
 from syncline.launch.machine import cores
 
-__all__ = ["carried", "common_variables", "network_key", "threads_each"]
+__all__ = ["carried", "common_variables", "company", "network_key", "threads_each"]
 
 CARRIED = ("OMP_", "MKL_", "NCCL_", "GLOO_", "TP_", "TORCH_", "CUDA_", "UCX_", "PYTHON", "SYNCLINE_")
 """What goes along to other hosts, by the beginning of its name: their own environment has the rest."""
 SUPERVISORS_OWN = ("SYNCLINE_SSH", "SYNCLINE_SUPERVISOR", "SYNCLINE_KEY")
 
 
-def common_variables(address: str, port: int, *, servers: int = 0) -> dict[str, str]:
-    """What all workers of a run are told."""
-    variables = {
+def common_variables(address: str, port: int) -> dict[str, str]:
+    """What all processes of a run are told: where they meet."""
+    return {
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is served by us, not by rank 0
         "TORCHELASTIC_RESTART_COUNT": "0",
         "SYNCLINE_RUN_ID": secrets.token_hex(8),
     }
-    return variables | ({"SYNCLINE_SERVERS": str(servers)} if servers else {})
+
+
+def company(
+    workers: int, *, servers: int = 0, evaluators: int = 0, hosts: int = 1, handlers: str = ""
+) -> dict[str, str]:
+    """Who is in a run beside the workers. Said where nobody is, too: a run may be started inside of another.
+
+    >>> company(4, servers=2)["SYNCLINE_SERVERS"]
+    '2'
+    """
+    return {
+        "SYNCLINE_WORKERS": str(workers),
+        "SYNCLINE_SERVERS": str(servers),
+        "SYNCLINE_EVALUATORS": str(evaluators),
+        "SYNCLINE_HOSTS": str(hosts),
+        "SYNCLINE_ROLE": "worker",
+    } | ({"SYNCLINE_HANDLERS": handlers} if handlers else {})
 
 
 def threads_each(workers: int, environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -137,6 +137,7 @@ class Kernel:
         self._hang_bound = NEVER  # no waiting task gives up before this
         self._current: SimulatedTask | None = None
         self._mains: set[SimulatedTask] = set()
+        self._main_ranks: set[int] = set()
         self._outside = threading.Lock()
         self._outside.acquire()
 
@@ -220,7 +221,7 @@ class Kernel:
             if not task.done()
         ]
         failed = [f"  {task} has failed: {task.error!r}" for task in self.tasks if task.error is not None]
-        ended = sorted({task.rank for task in self.tasks} - {task.rank for task in self._mains})
+        ended = sorted(self._main_ranks - {task.rank for task in self._mains})
         gone = [f"  ended already: rank{'s' * (len(ended) > 1)} {', '.join(map(str, ended))}"] if ended else []
         self.deadlock = DeadlockError(
             "\n".join([f"deadlock at t={self.now:.6g} s: nobody can go on", *waiting, *failed, *gone])
@@ -235,6 +236,7 @@ class Kernel:
         self.tasks.append(task)
         if main:
             self._mains.add(task)
+            self._main_ranks.add(rank)
         self.wake(task)
         return task
 

@@ -4,7 +4,7 @@ Not imported by the library; needs pytest (`pip install syncline[test]`).
 """
 
 from syncline.testing.codecs import CodecContract, sum_in_lockstep
-from syncline.testing.hunting import hunt
+from syncline.testing.hunting import hunt, hunt_cases, kill_soon
 from syncline.testing.processes import Pool
 from syncline.testing.schedules import ScheduleContract, check_schedule
 from syncline.testing.transports import TransportContract
@@ -16,5 +16,7 @@ __all__ = [
     "TransportContract",
     "check_schedule",
     "hunt",
+    "hunt_cases",
+    "kill_soon",
     "sum_in_lockstep",
 ]

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from syncline.transports import Network
+from syncline.errors import IncompatibleError
+from syncline.transports import Network, SimulatedTransport, Transport
 from syncline.transports.faults import Fault
 from syncline.world import Simulation, World, simulate
+from syncline.world.simulation import Aside
 
-__all__ = ["hunt"]
+__all__ = ["hunt", "hunt_cases", "kill_soon"]
 
 
 def hunt(
@@ -22,6 +24,7 @@ def hunt(
     invariant: Callable[[Simulation], object] = lambda simulation: None,
     timeout: float = 60.0,
     return_exceptions: bool = False,
+    aside: Sequence[Aside | Callable[[Transport], Any]] = (),
 ) -> int:
     """Run `fn` in chaos mode for every seed and check `invariant` (which raises when it is broken) on the outcome.
 
@@ -30,26 +33,56 @@ def hunt(
     >>> hunt(lambda world: world.rank, ranks=2, seeds=range(3))
     3
     """
+    beside = f", aside=({len(aside)} members)" if aside else ""
+    replay = (
+        f"simulate({getattr(fn, '__name__', 'fn')}, ranks={ranks}, network={network!r}, faults={tuple(faults)!r}, "
+        f"seed={{seed}}, chaos=True, timeout={timeout}, return_exceptions={return_exceptions}{beside})"
+    )
+
+    def check(seed: int) -> None:
+        invariant(
+            simulate(
+                fn,
+                ranks,
+                network=network,
+                faults=faults,
+                seed=seed,
+                chaos=True,
+                timeout=timeout,
+                return_exceptions=return_exceptions,
+                aside=aside,
+            )
+        )
+
+    return hunt_cases(check, seeds, replay)
+
+
+def hunt_cases(check: Callable[[int], object], seeds: Iterable[int], replay: str) -> int:
+    """Call `check(seed)` for every seed, where the seed draws the whole case: members, faults, what each does.
+
+    The first that raises is raised as an `AssertionError`; `replay` says what to call, with {seed} in it.
+
+    >>> hunt_cases(lambda seed: None, range(5), "check({seed})")
+    5
+    """
     count = 0
     for seed in seeds:
         try:
-            invariant(
-                simulate(
-                    fn,
-                    ranks,
-                    network=network,
-                    faults=faults,
-                    seed=seed,
-                    chaos=True,
-                    timeout=timeout,
-                    return_exceptions=return_exceptions,
-                )
-            )
+            check(seed)
         except Exception as error:
-            raise AssertionError(
-                f"seed {seed} breaks it: {error}\nreplay: simulate({getattr(fn, '__name__', 'fn')}, ranks={ranks}, "
-                f"network={network!r}, faults={tuple(faults)!r}, seed={seed}, chaos=True, timeout={timeout}, "
-                f"return_exceptions={return_exceptions})"
-            ) from error
+            how = replay.replace("{seed}", str(seed))
+            raise AssertionError(f"seed {seed} breaks it: {error}\nreplay: {how}") from error
         count += 1
     return count
+
+
+def kill_soon(world: World) -> None:
+    """Let the process of this rank end without a word, at a moment from now on that the seed draws in chaos mode.
+
+    `Kill` knows only virtual times, which mean little in chaos mode: it strikes before anything has begun.
+    """
+    transport = world.transport
+    if not isinstance(transport, SimulatedTransport):
+        raise IncompatibleError(f"a rank of {transport.name} is not simulated: kill its process")
+    hub = transport.hub
+    hub.kernel.schedule(0.0, hub._killer(transport.global_rank))

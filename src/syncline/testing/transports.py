@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from syncline.errors import PeerLostError, ProtocolError, UnsupportedError, WorldError
+from syncline.errors import PeerLostError, ProtocolError, SynclineError, UnsupportedError, WorldError
+from syncline.runtime import Event
 from syncline.transports import Transport
 
 __all__ = ["CASES", "TransportContract"]
@@ -95,6 +97,55 @@ def wake_the_anyone_of_another_task(transport: Transport) -> None:
     transport.send(torch.ones(1), transport.rank, 12).wait()
     assert task.join(60)
     assert heard == [transport.rank]
+
+
+def wait_without_end(transport: Transport) -> None:
+    """An idle wait is ended by its message, in a task of its own; of a neighbour, of anyone, and for sends."""
+    to, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    runtime = transport.runtime
+    heard: list[tuple[int, float]] = []
+    ready = runtime.event()
+
+    def listen() -> None:
+        buffers = [torch.zeros(3), torch.zeros(3)]
+        handles = [transport.recv(buffers[0], source, 14), transport.recv(buffers[1], None, 15)]
+        ready.set()
+        for buffer, handle in zip(buffers, handles, strict=True):
+            handle.wait(timeout=math.inf)
+            heard.append((handle.source, float(buffer[0])))
+
+    task = runtime.spawn(listen, name="idle")
+    assert ready.wait(60)
+    for tag in (14, 15):
+        transport.send(torch.full((3,), float(tag + transport.rank)), to, tag).wait(timeout=math.inf)
+    assert task.join(60)
+    assert heard == [(source, 14.0 + source), (source, 15.0 + source)]
+    assert transport.lost() == {}
+
+
+def end_an_idle_wait(transport: Transport) -> None:
+    """Closing a channel ends the idle waits of this rank on it, and so does giving it up."""
+    for give_up in (False, True):
+        channel = transport.split([transport.rank])
+        assert channel is not None
+        ended: list[SynclineError] = []
+        ready = transport.runtime.event()
+        task = transport.runtime.spawn(_wait_in_vain, channel, ready, ended, name="idle")
+        assert ready.wait(60)
+        if give_up:
+            channel.abort()
+        channel.close()
+        assert task.join(60)
+        assert len(ended) == 1
+
+
+def _wait_in_vain(channel: Transport, ready: Event, ended: list[SynclineError]) -> None:
+    handle = channel.recv(torch.zeros(1), None, 3)
+    ready.set()
+    try:
+        handle.wait(timeout=math.inf)
+    except SynclineError as error:
+        ended.append(error)
 
 
 def refuse_a_long_message(transport: Transport) -> None:
@@ -224,6 +275,8 @@ CASES: tuple[Case, ...] = (
     keep_order_and_tags,
     hear_from_anyone,
     wake_the_anyone_of_another_task,
+    wait_without_end,
+    end_an_idle_wait,
     refuse_a_long_message,
     split_into_parts,
     split_by_halves,

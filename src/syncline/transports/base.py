@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -13,8 +14,9 @@ from torch import Tensor
 from syncline.errors import IncompatibleError, UnsupportedError, WorldError
 from syncline.runtime import Runtime
 from syncline.transports.network import Network
+from syncline.transports.shared import share_memory
 
-__all__ = ["Handle", "NativeCollectives", "Op", "Transport", "Window", "as_bytes", "human"]
+__all__ = ["Handle", "NativeCollectives", "Op", "Transport", "Window", "as_bytes", "bounded", "human"]
 
 Op = Literal["sum", "min", "max", "product"]
 
@@ -36,7 +38,11 @@ class Handle(Protocol):
     """How many bytes were moved, once waited for."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when it is done: the buffer may be used again. Raises `PeerLostError` at the timeout."""
+        """Return when it is done: the buffer may be used again. Raises `PeerLostError` at the timeout.
+
+        `math.inf` is an idle wait: nobody is late, so nothing is said of it, and it ends only when a message comes,
+        the peer is lost, or this rank aborts or closes the channel (then with a `SynclineError`).
+        """
         ...
 
 
@@ -99,6 +105,10 @@ class Transport(ABC):
     native: NativeCollectives | None = None
     network: Network | None = None
     """What messages cost, where that is known without measuring."""
+    wide: Transport | None = None
+    """Where the engine has members beside the ranks of the world: a channel of them all, the ranks first."""
+    beside: tuple[str, ...] = ()
+    """What those members are, in their order: "server" or "evaluator"."""
 
     def __init__(
         self,
@@ -146,6 +156,10 @@ class Transport(ABC):
             "(sl.simulate) and in a world of one"
         )
 
+    def shared(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """One memory of `numel` elements that all ranks see, zeroed; made by all ranks together, on one host."""
+        return share_memory(self, numel, dtype)
+
     def combined(self, nbytes: int) -> None:  # noqa: B027 (most transports have nothing to add)
         """Told after `nbytes` were reduced: where time is virtual, this is where it passes."""
 
@@ -162,6 +176,9 @@ class Transport(ABC):
     def lost(self) -> dict[int, str]:
         """The world's ranks that are known to be gone, each with what is known of its end."""
         return {}
+
+    def watch(self, ranks: Sequence[int]) -> None:  # noqa: B027 (most transports watch everyone, or nobody)
+        """Told whom `lost` is to name soon after their end, though nothing was sent to them yet."""
 
     def abort(self) -> None:  # noqa: B027 (where waits end by themselves there is nothing to break)
         """Break every wait on this channel: the next thing is to close it."""
@@ -212,6 +229,15 @@ def as_bytes(tensor: Tensor) -> Tensor:
     if tensor.dtype == torch.uint8 and tensor.dim() == 1:
         return tensor
     return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def bounded(patience: float) -> float | None:
+    """A time to wait as events take it: None where the wait has no end.
+
+    >>> bounded(3.0), bounded(math.inf)
+    (3.0, None)
+    """
+    return None if patience == math.inf else patience
 
 
 def human(nbytes: int) -> str:

@@ -58,22 +58,25 @@ class Header(NamedTuple):
     def read(data: bytes | memoryview, peer: int, kinds: Container[int] = ONLY_MESSAGES) -> Header:
         """A header that came from `peer`, or a `ProtocolError` that says what is wrong with it."""
 
-        def refuse(reason: str) -> ProtocolError:
-            return ProtocolError(f"header from rank {peer} refused: {reason}", peer=peer)
-
         if len(data) != HEADER_BYTES:
-            raise refuse(f"{len(data)} bytes where {HEADER_BYTES} were due")
+            raise _refused(peer, f"{len(data)} bytes where {HEADER_BYTES} were due")
         magic, version, kind, reserved, sender, tag, length, number, channel = _FIELDS.unpack_from(data)
         if magic != MAGIC:
-            raise refuse(f"it starts with {magic!r}, not {MAGIC!r}: not a Syncline message")
+            raise _refused(peer, f"it starts with {magic!r}, not {MAGIC!r}: not a Syncline message")
         if version != VERSION:
-            raise refuse(f"it speaks version {version}, this is version {VERSION}: install the same release everywhere")
+            raise _refused(
+                peer, f"it speaks version {version}, this is version {VERSION}: install the same release everywhere"
+            )
         if _CRC.unpack_from(data, _FIELDS.size)[0] != zlib.crc32(data[: _FIELDS.size]):
-            raise refuse("its checksum does not match")
+            raise _refused(peer, "its checksum does not match")
         if kind not in kinds or reserved:
-            raise refuse(f"unknown kind {kind} (reserved: {reserved})")
+            raise _refused(peer, f"unknown kind {kind} (reserved: {reserved})")
         if sender != peer:
-            raise refuse(f"it claims to come from rank {sender}")
+            raise _refused(peer, f"it claims to come from rank {sender}")
         if length > LONGEST:
-            raise refuse(f"a length of {length} bytes")
+            raise _refused(peer, f"a length of {length} bytes")
         return Header(sender, tag, length, number, kind, channel)
+
+
+def _refused(peer: int, reason: str) -> ProtocolError:
+    return ProtocolError(f"header from rank {peer} refused: {reason}", peer=peer)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 from torch import Tensor
 
 from syncline.errors import ProtocolError
@@ -107,7 +106,8 @@ class Mailbox:
         """Wait for a message: the earliest that fits, now or later."""
         posted = Posted(data, wanted, tag, exact)
         with self._lock:
-            self._changed.set()
+            if not self._changed.is_set():
+                self._changed.set()
             for message in self._arrived:
                 if _fits(posted, message):
                     self._arrived.remove(message)
@@ -206,7 +206,7 @@ def _hand_over(posted: Posted, message: _Arrived) -> None:
     elif isinstance(message.data, Tensor):
         posted.data[:length].copy_(message.data)
     elif length and message.data is not None:
-        posted.data.numpy()[:length] = np.frombuffer(message.data, np.uint8)
+        posted.data.numpy().data[:length] = message.data
     if message.accept is None:
         message.matched()
         posted.settle()

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from syncline.errors import WorldError
-from syncline.transports.base import LANE_TAGS, Handle, Transport, human
+from syncline.transports.base import LANE_TAGS, Handle, Transport, bounded, human
 from syncline.transports.mailbox import Mailbox, Posted
 
-__all__ = ["Completed", "LocalWindow", "MailboxHandle", "check_span", "describe_recv", "tag_name"]
+__all__ = ["Completed", "LocalWindow", "MailboxHandle", "check_span", "describe_recv", "no_more", "tag_name"]
 
 
 class Completed:
@@ -39,11 +39,16 @@ class MailboxHandle:
         if event is not None:
             patience = transport.timeout if timeout is None else timeout
             pending = describe_recv(transport, posted.wanted, posted.tag, posted.data.numel())
-            if not event.wait(patience, pending, hang=timeout is None) and self._mailbox.withdraw(posted):
+            if not event.wait(bounded(patience), pending, hang=timeout is None) and self._mailbox.withdraw(posted):
                 raise transport.failure(posted.wanted, pending, patience, None)
         if posted.error is not None:
             raise posted.error
         self.source, self.nbytes = posted.source, posted.nbytes
+
+
+def no_more(posted: Posted) -> WorldError:
+    """What a receive is told on a channel that this rank has closed or given up."""
+    return WorldError(f"this rank has closed the channel: nothing comes for {tag_name(posted.tag)} any more")
 
 
 def describe_recv(transport: Transport, source: int | None, tag: int, nbytes: int) -> str:

@@ -13,13 +13,16 @@ from torch import Tensor
 
 from syncline.errors import PeerLostError, WorldError
 from syncline.runtime import Kernel, SimulatedRuntime
-from syncline.transports.base import DEFAULT_TIMEOUT, Handle, Transport, Window, human
+from syncline.transports.base import DEFAULT_TIMEOUT, Handle, Transport, Window, bounded, human
 from syncline.transports.faults import Delay, Drop, Duplicate, Fault, Kill, Partition, ranks_of, slowness
 from syncline.transports.mailbox import Mailbox
-from syncline.transports.memory import MailboxHandle, check_span, tag_name
+from syncline.transports.memory import MailboxHandle, check_span, no_more, tag_name
 from syncline.transports.network import Network
 
-__all__ = ["Hub", "Message", "SimulatedTransport"]
+__all__ = ["Hub", "Message", "SimulatedTransport", "wide_channel"]
+
+WIDE = ("wide",)
+"""The key of the channel that reaches all members of a hub, those beside the world too."""
 
 
 class Message(NamedTuple):
@@ -69,6 +72,8 @@ class Hub:
         self._mailboxes: dict[tuple[int, int], Mailbox] = {}
         self._transports: list[SimulatedTransport] = []
         self._splits: dict[tuple[object, ...], int] = {}
+        self.roots = {0, self.channel(WIDE)}
+        """Channels that are there from the start: a rank may close one and come back to it."""
         self._windows: dict[tuple[object, ...], list[Tensor]] = {}
         self._schedule_faults()
 
@@ -199,9 +204,14 @@ class Hub:
         """Whether the peers can know that this rank is gone."""
         return rank in self._broken
 
+    def end_of(self, rank: int) -> str:
+        """How a rank that is gone has ended."""
+        how = "was killed" if rank in self.killed else "ended with an exception"
+        return f"it {how} at t={self.gone[rank]:.6g} s"
+
     def name_lost(self, peer: int | None) -> int | None:
         """The rank to name: the first that anyone named."""
-        if self.lost is None and peer is not None:
+        if self.lost is None and peer is not None and peer in self.gone:
             self.lost = peer
         return self.lost if self.lost is not None else peer
 
@@ -231,6 +241,11 @@ class Hub:
         return memory
 
 
+def wide_channel(hub: Hub, member: int, timeout: float = DEFAULT_TIMEOUT) -> SimulatedTransport:
+    """The channel on which one member reaches all others, whether they are ranks of the world or not."""
+    return SimulatedTransport(hub, tuple(range(hub.size)), member, hub.channel(WIDE), timeout)
+
+
 class SimulatedTransport(Transport):
     """One virtual rank on one channel of a hub."""
 
@@ -251,7 +266,7 @@ class SimulatedTransport(Transport):
         self._made = 0
         self.mailbox = hub.mailbox(channel, global_rank)
         equal = not (hub.network.links or hub.network.slow or hub.network.inside)
-        if equal or members == tuple(range(hub.size)):
+        if equal or members == tuple(range(len(members))):
             self.network = hub.network
         hub.register(self)
 
@@ -305,6 +320,18 @@ class SimulatedTransport(Transport):
             seconds=seconds,
         )
 
+    def lost(self) -> dict[int, str]:
+        return {rank: self.hub.end_of(rank) for rank in self.members if self.hub.broken(rank)}
+
+    def abort(self) -> None:
+        self.mailbox.fail(no_more)
+
+    def close(self) -> None:
+        if self._channel in self.hub.roots:
+            self.abort()  # the same rank may call init again, on this very channel
+        else:
+            self.mailbox.close(no_more)
+
     def _split(self, members: tuple[int, ...]) -> Transport | None:
         self._made += 1
         if self.rank not in members:
@@ -317,6 +344,10 @@ class SimulatedTransport(Transport):
         self._made += 1
         memory = self.hub.memory((self._channel, self._made), self.size, numel, dtype)
         return _SimulatedWindow(self, memory)
+
+    def shared(self, numel: int, dtype: torch.dtype) -> Tensor:
+        self._made += 1
+        return self.hub.memory((self._channel, self._made, "shared"), 1, numel, dtype)[0]
 
     def combined(self, nbytes: int) -> None:
         seconds = nbytes * self.hub.network.combine * self.hub.slowness(self.global_rank)
@@ -351,7 +382,7 @@ class _SendHandle:
         if self._event is not None and not self._event.is_set():
             patience = transport.timeout if timeout is None else timeout
             pending = f"rank {transport.members[self._to]} to receive {human(self.nbytes)}"
-            if not self._event.wait(patience, pending, hang=timeout is None):
+            if not self._event.wait(bounded(patience), pending, hang=timeout is None):
                 raise transport.failure(self._to, pending, patience, None)
 
 

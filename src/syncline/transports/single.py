@@ -9,7 +9,7 @@ from syncline.errors import PeerLostError
 from syncline.runtime import RealRuntime, Runtime
 from syncline.transports.base import DEFAULT_TIMEOUT, Handle, Transport, Window
 from syncline.transports.mailbox import Mailbox
-from syncline.transports.memory import Completed, LocalWindow, MailboxHandle
+from syncline.transports.memory import Completed, LocalWindow, MailboxHandle, no_more
 
 __all__ = ["SingleTransport"]
 
@@ -43,6 +43,12 @@ class SingleTransport(Transport):
 
     def window(self, numel: int, dtype: torch.dtype) -> Window:
         return LocalWindow(numel, dtype)
+
+    def abort(self) -> None:
+        self._mailbox.fail(no_more)
+
+    def close(self) -> None:
+        self._mailbox.close(no_more)
 
     def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:
         return PeerLostError(

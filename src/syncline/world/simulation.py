@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +10,13 @@ from syncline.environment import Environment
 from syncline.errors import PeerLostError, WorldError
 from syncline.runtime import Kernel
 from syncline.runtime.kernel import SimulatedTask
-from syncline.transports import Hub, Message, Network, SimulatedTransport
+from syncline.transports import Hub, Message, Network, SimulatedTransport, Transport
 from syncline.transports.base import DEFAULT_TIMEOUT
 from syncline.transports.faults import Fault
+from syncline.transports.simulated import wide_channel
 from syncline.world.world import World, make_current
 
-__all__ = ["Simulation", "simulate"]
+__all__ = ["Aside", "Simulation", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,14 @@ class Simulation:
     seed: int
 
 
+@dataclass(frozen=True)
+class Aside:
+    """A member of a simulation beside its ranks: what it runs, and as what the ranks know it."""
+
+    run: Callable[[Transport], Any]
+    role: str = "server"
+
+
 def simulate(
     fn: Callable[[World], Any],
     ranks: int,
@@ -50,6 +58,7 @@ def simulate(
     timeout: float = DEFAULT_TIMEOUT,
     check: bool = False,
     return_exceptions: bool = False,
+    aside: Sequence[Aside | Callable[[Transport], Any]] = (),
 ) -> Simulation:
     """Run `fn(world)` once on each of `ranks` virtual ranks. The same seed gives the same run, bit for bit.
 
@@ -57,6 +66,10 @@ def simulate(
     the same instant. With `chaos` the seed draws any order that is possible at all: for hunting. What a rank
     raises ends the simulation and is raised here, with a note on how to replay it; with `return_exceptions` it
     is a result, and the others go on.
+
+    Each function of `aside` runs as `fn(transport)` on a member beside the ranks: a server, or what `Aside` names.
+    They are numbered after the ranks, so that a fault may strike them; the ranks reach them by `world.wide`. The
+    simulation ends with the ranks, whatever these still do.
 
     >>> import torch, syncline as sl
     >>> def step(world):
@@ -70,22 +83,22 @@ def simulate(
     """
     if ranks < 1:
         raise WorldError(f"a simulation has at least one rank (ranks: {ranks})")
-    network = network or Network()
     kernel = Kernel(seed, chaos)
-    hub = Hub(kernel, ranks, network, faults)
-    everyone = tuple(range(ranks))
-
-    def start(rank: int) -> Any:
-        world = _world_of(rank, hub, everyone, timeout, check)
-        make_current(world)
-        return fn(world)
-
-    mains = [kernel.spawn(rank, "main", functools.partial(start, rank), main=True) for rank in everyone]
-
+    asides = [each if isinstance(each, Aside) else Aside(each) for each in aside]
+    hub = Hub(kernel, ranks + len(asides), network or Network(), faults)
+    roles = tuple(each.role for each in asides)
+    mains = [
+        kernel.spawn(rank, "main", _start, fn, rank, hub, tuple(range(ranks)), roles, timeout, check, main=True)
+        for rank in range(ranks)
+    ]
+    beside = [
+        kernel.spawn(member, "aside", _start_aside, each, member, hub, timeout)
+        for member, each in enumerate(asides, start=ranks)
+    ]
     failed: list[SimulatedTask] = []  # the first whose failure ended the simulation
 
     def ended(task: SimulatedTask) -> None:
-        if task.error is None or task not in mains or kernel.stopping:
+        if task.error is None or (task not in mains and task not in beside) or kernel.stopping:
             return
         failed.append(task)
         if return_exceptions:
@@ -101,7 +114,27 @@ def simulate(
     return Simulation(results, kernel.now, tuple(hub.messages), tuple(sorted(hub.killed)), seed)
 
 
-def _world_of(rank: int, hub: Hub, everyone: tuple[int, ...], timeout: float, check: bool) -> World:
+def _start(
+    fn: Callable[[World], Any],
+    rank: int,
+    hub: Hub,
+    everyone: tuple[int, ...],
+    beside: tuple[str, ...],
+    timeout: float,
+    check: bool,
+) -> Any:
+    world = _world_of(rank, hub, everyone, beside, timeout, check)
+    make_current(world)
+    return fn(world)
+
+
+def _start_aside(aside: Aside, member: int, hub: Hub, timeout: float) -> Any:
+    return aside.run(wide_channel(hub, member, timeout))
+
+
+def _world_of(
+    rank: int, hub: Hub, everyone: tuple[int, ...], beside: tuple[str, ...], timeout: float, check: bool
+) -> World:
     hosts = [hub.network.host(other) for other in everyone]
     mine = [other for other in everyone if hosts[other] == hosts[rank]]
     environment = Environment(
@@ -113,6 +146,8 @@ def _world_of(rank: int, hub: Hub, everyone: tuple[int, ...], timeout: float, ch
         host=f"host{hosts[rank]}",
     )
     transport = SimulatedTransport(hub, everyone, rank, timeout=timeout)
+    if beside:
+        transport.wide, transport.beside = wide_channel(hub, rank, timeout), beside
     return World(environment, transport, [f"host{host}" for host in hosts], check)
 
 

@@ -7,16 +7,17 @@ import contextvars
 import importlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from types import TracebackType
+from typing import Protocol, TypeVar, cast
 
 import torch
 
 from syncline.collectives import NATIVE, Buffers, Channel
 from syncline.collectives.run import exchange
 from syncline.environment import Environment, detect
-from syncline.errors import SpecError, WorldError
+from syncline.errors import SpecError, SynclineError, WorldError
 from syncline.events import Recorder
 from syncline.runtime import Runtime
 from syncline.specs import nearest
@@ -38,6 +39,17 @@ TRANSPORT_VARIABLE = "SYNCLINE_TRANSPORT"
 _current: contextvars.ContextVar[World | None] = contextvars.ContextVar("syncline_world", default=None)
 _of_process: list[World] = []
 """At most one: the world of this process, which threads that the user starts find too."""
+
+
+class Closeable(Protocol):
+    """What a world keeps."""
+
+    def close(self) -> None:
+        """Let go; no other rank need do the same."""
+        ...
+
+
+K = TypeVar("K", bound=Closeable)
 
 
 class World:
@@ -71,6 +83,8 @@ class World:
         self._lanes = lanes
         self.everyone = Team(self, range(self.size), transport, self._host_numbers, lanes)
         self._teams = [self.everyone]
+        self._kept: dict[Hashable, Closeable] = {}
+        self._keeping = transport.runtime.lock()
 
     @property
     def device(self) -> torch.device:
@@ -95,6 +109,11 @@ class World:
         return self._transport
 
     @property
+    def wide(self) -> Transport | None:
+        """The channel that reaches those beside the ranks too, such as servers under MPI; None where nobody is."""
+        return self._transport.wide
+
+    @property
     def lost(self) -> dict[int, str]:
         """Ranks that are known to be gone, and how they ended: what the launcher and the transport have told."""
         return self._transport.lost()
@@ -108,6 +127,27 @@ class World:
         team = Team(self, members, self._transport.split(members), hosts, self._lanes)
         self._teams.append(team)
         return team
+
+    def keep(self, key: Hashable, make: Callable[[], K]) -> K:
+        """What belongs to this world, one for each key: made by the first call, closed when the world is left.
+
+        >>> import io, syncline as sl
+        >>> with sl.init() as world:
+        ...     kept = world.keep("notes", io.StringIO)
+        ...     kept is world.keep("notes", io.StringIO)
+        True
+        >>> kept.closed
+        True
+        """
+        if self.closed:
+            raise WorldError("this world is closed; call sl.init() again")
+        with self._keeping:
+            kept = self._kept.get(key)
+        if kept is None:  # made outside of the lock: making may wait for the other ranks
+            kept = make()
+            with self._keeping:
+                self._kept[key] = kept
+        return cast(K, kept)
 
     def barrier(self, group: Team | None = None) -> None:
         """Return when every rank has called it."""
@@ -148,14 +188,26 @@ class World:
             return
         self.closed = True
         self.events.close()
+        self._close_kept()
         self.everyone.break_off()
         for team in self._teams[1:]:
             if team.member:
                 team.release()
+        if self.wide is not None:
+            self.wide.close()
         self._transport.close()
         if self in _of_process:
             _of_process.remove(self)
             atexit.unregister(self._leave)
+
+    def _close_kept(self) -> None:
+        """The last made first: it may stand on an earlier one. One that fails keeps nobody from leaving."""
+        while self._kept:
+            key, kept = self._kept.popitem()
+            try:
+                kept.close()
+            except SynclineError as error:
+                logger.warning("rank %d leaves, and %s did not close: %s", self.rank, key, error)
 
     def __enter__(self) -> World:
         return self
@@ -204,8 +256,8 @@ def init(transport: str | Transport | None = None, timeout: float = DEFAULT_TIME
         engine = _connect(transport, environment, timeout)
         if engine.size == 1 and environment.size > 1:
             environment = Environment(source=environment.source)
-        elif engine.size != environment.size:  # MPI knows more than the variables of its launcher said
-            environment = Environment(source=engine.name, rank=engine.rank, size=engine.size, local_known=False)
+        elif engine.size != environment.size:
+            environment = _corrected(environment, engine)
     hosts, lanes = ([environment.host], 1) if engine.size == 1 else _introduce(engine, environment)
     if not environment.local_known:
         mine = [rank for rank, host in enumerate(hosts) if host == environment.host]
@@ -244,6 +296,16 @@ def _connect(name: str | None, environment: Environment, timeout: float) -> Tran
     engine = importlib.import_module(f"syncline.transports.{name}")
     transport: Transport = engine.connect(environment, timeout)
     return transport
+
+
+def _corrected(environment: Environment, engine: Transport) -> Environment:
+    """The engine knows more than the variables said, or there are servers among those that were started."""
+    rank, size = engine.rank, engine.size
+    if engine.wide is None:
+        return Environment(source=engine.name, rank=rank, size=size, local_known=False)
+    if environment.local_size == environment.size:
+        return replace(environment, rank=rank, size=size, local_rank=rank, local_size=size)
+    return replace(environment, rank=rank, size=size, local_rank=0, local_size=1, local_known=False)
 
 
 def _introduce(transport: Transport, environment: Environment) -> tuple[list[str], int]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from syncline.environment import Environment
+from syncline.environment.base import Variables
 from syncline.errors import WorldError
 from syncline.runtime import RealRuntime
 from syncline.transports.mpi.engine import LONGEST, WARN_AFTER, Engine, abort_job, warn_of_a_wait
@@ -20,6 +22,30 @@ __all__ = ["connect"]
 def connect(environment: Environment, timeout: float) -> MpiTransport:
     """Join the world that mpiexec started; alone under plain `python`. Every rank calls it, and it returns when all
     are there.
+
+    Where the launcher has started servers too, the first processes are the world, and `wide` reaches all; a server is
+    given the wide channel itself.
+    """
+    wide = _join(environment, timeout)
+    told = Variables("syncline run --mpi", os.environ)
+    servers = told.whole("SYNCLINE_SERVERS", 0)
+    if not servers:
+        return wide
+    workers = told.whole("SYNCLINE_WORKERS")
+    if workers + servers != wide.size:
+        raise WorldError(
+            f"SYNCLINE_WORKERS={workers} and SYNCLINE_SERVERS={servers}, but MPI has {wide.size} processes: "
+            "start them with `syncline run --mpi -n N --servers S`"
+        )
+    world = wide.split(range(workers))
+    if world is None:
+        return wide
+    world.wide, world.beside = wide, ("server",) * servers
+    return cast(MpiTransport, world)
+
+
+def _join(environment: Environment, timeout: float) -> MpiTransport:
+    """All that mpiexec started.
 
     MPI itself ends with the process: `Engine.goodbye` says how. Where not all come, nobody can say goodbye, and the
     end of this process ends them all: MPI's own end would wait for those who did not come.

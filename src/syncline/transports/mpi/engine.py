@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from syncline.runtime import RealRuntime, Runtime
+from syncline.runtime import RealRuntime, Runtime, Task
 from syncline.transports.base import DEFAULT_TIMEOUT, LANE_TAGS
 
 __all__ = ["Engine", "Unfinished", "abort_job", "byte_spec", "mpi_tag", "warn_of_a_wait"]
@@ -40,6 +40,8 @@ MANY = 16
 """Operations that nobody holds, from which on the finished ones are let go."""
 BLOCK = 1 << 20
 PATIENCE = 5.0
+GLANCE = 0.02
+"""Seconds between a server's looks whether all others are at their end."""
 WARN_AFTER = 10.0
 """Seconds after which a wait is reported, in one line."""
 WARN_AGAIN = 30.0
@@ -92,6 +94,9 @@ class Engine:
         self._pumped: tuple[Pumped, ...] = ()
         self._dropped: deque[Unfinished] = deque()
         self._retiring: list[tuple[Any, Any]] = []
+        self._everyone: Any = None
+        self._watch: Task | None = None
+        self._leaving = False
         atexit.register(self.goodbye)
 
     # Waiting.
@@ -105,13 +110,13 @@ class Engine:
         again: float = math.inf,
     ) -> bool:
         """Wait until ready; False when the time was up or the channel ended first. Says what is pending when that
-        takes long, and every `again` seconds.
+        takes long, and every `again` seconds; of a wait without end nothing.
         """
         if ready():
             return True
         now = self.runtime.now
         start = since = turned = now()
-        pause, idle, warn = SHORTEST, 1.0, start + self.warn_after
+        pause, idle, warn = SHORTEST, 1.0, start + (self.warn_after if patience < math.inf else math.inf)
         while True:
             self.progress()
             if ready():
@@ -204,6 +209,18 @@ class Engine:
             self.lost = True
             self.code = error.code if isinstance(error.code, int) else 1
 
+    def end_with_the_others(self, then: Callable[[], None]) -> None:
+        """For one who serves: it is at its end as soon as all others are. `then` is called at that moment."""
+        self.last_patience = math.inf
+        self._everyone = self.comm.Ibarrier()
+
+        def watch() -> None:
+            while not self._leaving and not self._everyone.Test():
+                self.runtime.sleep(GLANCE)
+            then()
+
+        self._watch = self.runtime.spawn(watch, name="end")
+
     def goodbye(self) -> None:
         """At exit: wait until all ranks are here, so that MPI can end; after an error end them all.
 
@@ -217,7 +234,10 @@ class Engine:
         if self.unclean:
             abort_job(self.mpi, self.code)
         try:
-            everyone = self.comm.Ibarrier()
+            self._leaving = True
+            if self._watch is not None:
+                self._watch.join(PATIENCE)  # two threads may not ask for one request
+            everyone = self.comm.Ibarrier() if self._everyone is None else self._everyone
             if self.wait(everyone.Test, self.last_patience, lambda: LAST, again=WARN_AGAIN):
                 self.free_retired()
                 return

@@ -15,6 +15,7 @@ unlike gloo's own receive from anyone these waits end when a peer is gone or the
 from __future__ import annotations
 
 import logging
+import math
 import zlib
 from collections import deque
 from collections.abc import Callable
@@ -30,11 +31,11 @@ from syncline.runtime import Task
 from syncline.transports.base import TAGS, Handle, Transport, human
 from syncline.transports.frames import HEADER_BYTES, Header
 from syncline.transports.mailbox import LIMIT, Mailbox, Posted
-from syncline.transports.memory import Completed, MailboxHandle, describe_recv
+from syncline.transports.memory import Completed, MailboxHandle, describe_recv, no_more
 from syncline.transports.torch_dist.engine import Engine
 from syncline.transports.torch_dist.liveness import Verdict
 from syncline.transports.torch_dist.native import NativeTorch
-from syncline.transports.torch_dist.work import WorkHandle
+from syncline.transports.torch_dist.work import FOREVER, WorkHandle
 
 __all__ = ["TorchTransport"]
 
@@ -42,7 +43,6 @@ logger = logging.getLogger("syncline")
 
 MOST_DROPPED = 64
 MOST_DROPPED_BYTES = 64 << 20
-FOREVER = timedelta(days=3650)
 PATIENCE = 5.0
 
 EXACT, HEADER, BODY, ABORT = 0 * TAGS, 1 * TAGS, 2 * TAGS, 3 * TAGS
@@ -75,6 +75,9 @@ class TorchTransport(Transport):
         self._silent: set[tuple[int, int]] = set()
         self._lock = self.runtime.lock()
         self._closed = False
+        self._aborted = False
+        self._idle = 0
+        """Waits without end: closing has to break them."""
         self.dropped: deque[WorkHandle] = deque()
         """Sends whose handles nobody waited for: the engine would cancel them with the handle."""
 
@@ -204,6 +207,23 @@ class TorchTransport(Transport):
         name = f"{self.channel}.{number}.{zlib.crc32(repr(chosen).encode()):08x}"
         return TorchTransport(self.engine, chosen, self.members[self.rank], name)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether this rank has closed or given up the channel."""
+        return self._closed or self._aborted
+
+    def waiting(self, pending: str, idle: bool) -> Callable[[], object]:
+        """This rank begins to wait; call what is returned when that is over. The others are not told of an idle one."""
+        if not idle:
+            return self.liveness.waiting(pending, self.channel, self.members)
+        with self._lock:
+            self._idle += 1
+        return self._no_longer_idle
+
+    def _no_longer_idle(self) -> None:
+        with self._lock:
+            self._idle -= 1
+
     def entering(self, what: str) -> None:
         self.liveness.entering(self.channel, what)
 
@@ -235,6 +255,8 @@ class TorchTransport(Transport):
 
     def abort(self) -> None:
         """Break every wait on this channel, here and at the peers: gloo does so when one wait times out."""
+        self._aborted = True
+        self._mailbox.fail(no_more)
         if self.size > 1 and self.groups.cpu is not None:
             peer = (self.rank + 1) % self.size
             with suppress(RuntimeError):
@@ -244,7 +266,8 @@ class TorchTransport(Transport):
         if self._closed:
             return
         self._closed = True
-        if self._pumps:
+        self._mailbox.close(no_more)
+        if self._pumps or self._idle:
             self.abort()
             for pumps in self._pumps.values():
                 for task in pumps.values():
@@ -286,7 +309,8 @@ class _FramedRecv:
             return
         self._handle.wait(timeout)
         self._done = True
-        self.nbytes = self._transport.read_body(self._header, self.source, self._data, timeout).numel()
+        left = None if timeout == math.inf else timeout  # a body follows its header at once
+        self.nbytes = self._transport.read_body(self._header, self.source, self._data, left).numel()
 
 
 def _concerns(posted: Posted, tag: int, peer: int, anyone: bool) -> bool:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from syncline.errors import WorldError
+
 if TYPE_CHECKING:
     from syncline.transports.torch_dist.transport import TorchTransport
 
-__all__ = ["WorkHandle"]
+__all__ = ["FOREVER", "WorkHandle"]
+
+FOREVER = timedelta(days=3650)
 
 
 class WorkHandle:
@@ -53,14 +58,16 @@ class WorkHandle:
         transport = self._transport
         timeout = transport.timeout if timeout is None else timeout
         start = transport.runtime.now()
-        over = transport.liveness.waiting(self._pending, transport.channel, transport.members)
+        over = transport.waiting(self._pending, idle=timeout == math.inf)
         problem = None
         try:
-            self.work.wait(timedelta(seconds=timeout))
+            self.work.wait(FOREVER if timeout == math.inf else timedelta(seconds=timeout))
         except RuntimeError as error:
             problem = error
         finally:
             over()
+        if problem is not None and transport.has_ended:
+            raise WorldError(f"this rank has closed the channel while it waited for {self._pending}") from problem
         if problem is not None:
             seconds = transport.runtime.now() - start
             raise transport.failure(self._peer, self._pending, seconds, problem) from problem

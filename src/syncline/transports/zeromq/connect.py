@@ -19,24 +19,31 @@ from syncline.transports.zeromq.transport import ZmqTransport
 
 __all__ = ["connect", "join"]
 
-LOOK = 0.02
-"""Seconds between looks for those who have not come yet."""
+LOOK, LONGEST_LOOK = 0.02, 0.2
+"""Seconds between looks for those who have not come yet: at first, and when that takes long."""
 
 
-def connect(environment: Environment, timeout: float, key: str | None = None) -> ZmqTransport:
-    """Join the world that the launcher describes. Every rank calls it; it returns when all are there."""
+def connect(
+    environment: Environment, timeout: float, key: str | None = None, label: str = "", patience: float | None = None
+) -> ZmqTransport:
+    """Join the world that the launcher describes. Every rank calls it; it returns when all are there.
+
+    With a `label` it is a world of its own beside others at the same meeting point, perhaps with other members.
+    `patience` is how long to wait for the others where that is not the timeout; `math.inf`: whenever they come.
+    """
     place = find_place(environment)
     store = meet(environment, place, timeout)
-    generation = store.add(f"syncline/generation/{environment.rank}", 1)
-    world = f"syncline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{generation}"
+    beside = f"/{label}" if label else ""
+    generation = store.add(f"syncline/generation{beside}/{environment.rank}", 1)
+    world = f"syncline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{generation}{beside}"
     one_host = environment.local_known and environment.local_size == environment.size
     node = _node(store, place, world, timeout, key, one_host)
     with _closing_on_error(node):
         if environment.rank == 0:
             node.directory.open(environment.size)
-            store.set("syncline/world", world)
+            store.set(f"syncline/world{beside}", world)
         node.join(environment.rank)
-        _await_all(node, environment, place, timeout)
+        _await_all(node, environment, place, timeout if patience is None else patience)
         return ZmqTransport(node, tuple(range(environment.size)), timeout)
 
 
@@ -102,7 +109,7 @@ def _node(store: TCPStore, place: Rendezvous, world: str, timeout: float, key: s
 
 
 def _await_all(node: Node, environment: Environment, place: Rendezvous, timeout: float) -> None:
-    until = node.runtime.now() + timeout
+    until, pause = node.runtime.now() + timeout, LOOK
     while missing := sorted(set(range(environment.size)) - set(node.directory.members)):
         node.directory.refresh()
         if node.runtime.now() > until:
@@ -112,4 +119,7 @@ def _await_all(node: Node, environment: Environment, place: Rendezvous, timeout:
                 f"{place.address}:{place.port}: ranks {missing} did not come"
                 f"{strangers if node.directory.refused else ''}"
             )
-        node.runtime.sleep(LOOK)
+        if not node.directory.reachable:
+            raise WorldError(f"rank {environment.rank} waited for ranks {missing}, and the store they meet at is gone")
+        node.runtime.sleep(pause)
+        pause = min(1.1 * pause, LONGEST_LOOK)

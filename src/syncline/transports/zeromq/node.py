@@ -9,6 +9,7 @@ milliseconds after the last has left.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import struct
 from collections.abc import Callable, Sequence
@@ -46,6 +47,7 @@ GRACE = 0.5
 HINTED = 2.0
 """Seconds of silence after which a peer is lost that somebody says to be dead."""
 WARN_AFTER = 10.0
+LONGEST = 3600.0  # what an idle wait sleeps at once: no clock counts without end
 LINGER = 5.0
 HELD = 64
 """Frames of one connection that libzmq keeps unread: then TCP makes the sender wait."""
@@ -151,9 +153,7 @@ class Node:
             socket = self._context.socket(zmq.DEALER)
             socket.setsockopt(zmq.ROUTING_ID, _IDENTITY.pack(b"r", self.rank, self._incarnation))
             socket.setsockopt(zmq.SNDHWM, 0)  # the protocol bounds what is under way
-            socket.setsockopt(
-                zmq.RECONNECT_IVL, -1
-            )  # what was under way is lost: better a lost peer than a lost message
+            socket.setsockopt(zmq.RECONNECT_IVL, -1)  # what was under way is lost: better lose the peer than a message
             self._guard.call(socket)
             monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
             socket.connect(entry.endpoint)
@@ -223,8 +223,7 @@ class Node:
 
     def _review(self) -> None:
         """Look again who the undecided are, and listen to what those have said who belong."""
-        now = self.runtime.now()
-        if now < self._next_review:
+        if (now := self.runtime.now()) < self._next_review:
             return
         self._next_review = now + REVIEW
         self.directory.refresh()
@@ -239,11 +238,11 @@ class Node:
     # Turning the crank.
 
     def wait(self, thing: Waited, timeout: float, pending: Callable[[], str]) -> bool:
-        """Work until `thing` is settled; False when the timeout came first."""
+        """Work until `thing` is settled; False when the timeout came first. A wait without end warns of nothing."""
         if thing.settled:
             return True
         now = self.runtime.now()
-        deadline, warn = now + timeout, now + WARN_AFTER
+        deadline, warn = now + timeout, now + (WARN_AFTER if timeout < math.inf else math.inf)
         while not thing.settled:
             if self.closed:
                 raise WorldError(f"rank {self.rank} has closed its transport while it waited for {pending()}")
@@ -278,10 +277,12 @@ class Node:
         self._last_driven = self.runtime.now()
         with self._crank:
             self._driver = ""
-            self._free.set()
-            for other in self._waiting.values():  # one of them is the next driver
-                if other.event is not None:
+            if not self._free.is_set():  # setting it again would take longer than asking
+                self._free.set()
+            for other in self._waiting.values():  # the next driver; if it has gone, our own task takes over
+                if other.event is not None and not other.settled:
                     other.event.set()
+                    break
 
     def _wait_for_the_driver(self, thing: Waited, until: float) -> None:
         """Another turns the crank: wait until it has settled this, or has left."""
@@ -300,7 +301,7 @@ class Node:
         assert event is not None
         try:
             if not thing.settled:
-                event.wait(max(0.0, until - self.runtime.now()))
+                event.wait(min(max(0.0, until - self.runtime.now()), LONGEST))
         finally:
             with self._crank:
                 self._waiting.pop(id(thing), None)

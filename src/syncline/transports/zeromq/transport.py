@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from functools import partial
 from itertools import count
 
@@ -106,6 +107,11 @@ class ZmqTransport(Transport):
     def lost(self) -> dict[int, str]:
         directory = self.node.directory
         return {rank: reason for rank, reason in list(directory.gone.items()) if rank not in directory.left}
+
+    def watch(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            if rank != self.rank:
+                self.node.link(rank if self._root else self.members[rank])
 
     def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:
         rank = peer if peer is None or self._root else self.members[peer]

@@ -1,0 +1,156 @@
+"""Waits without end, and who is known to be gone while one waits."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import syncline as sl
+from syncline.transports import SingleTransport, Transport
+from syncline.transports.zeromq import node
+from tests.transports.zeromq_crew import Here
+
+PATIENCE = 60.0
+
+
+def serve(transport: Transport) -> None:
+    """Answer everyone, for good."""
+    while True:
+        buffer = torch.zeros(1)
+        handle = transport.recv(buffer, None, 1)
+        handle.wait(timeout=math.inf)
+        transport.send(buffer + 1, handle.source, 2)
+
+
+def ask(transport: Transport, server: int, value: float) -> float:
+    answer = torch.zeros(1)
+    handle = transport.recv(answer, server, 2)
+    transport.send(torch.tensor([value]), server, 1)
+    handle.wait()
+    return float(answer)
+
+
+def test_a_server_in_the_background_waits_longer_than_any_timeout() -> None:
+    def work(world: sl.World) -> float:
+        channel = world.transport.split(range(world.size))
+        assert channel is not None
+        world.runtime.spawn(serve, channel, name="server")
+        world.compute(1000.0)
+        return ask(channel, (world.rank + 1) % world.size, 10.0 * world.rank)
+
+    run = sl.simulate(work, 3, timeout=5.0)
+    assert run.results == (1.0, 11.0, 21.0)
+
+
+@pytest.mark.parametrize("chaos", [False, True])
+def test_a_deadlock_is_found_beside_an_idle_task(chaos: bool) -> None:
+    def work(world: sl.World) -> None:
+        channel = world.transport.split(range(world.size))
+        assert channel is not None
+        world.runtime.spawn(serve, channel, name="server")
+        if world.rank == 0:
+            world.transport.recv(torch.zeros(1), 1, 7).wait()
+
+    with pytest.raises(sl.DeadlockError, match=r"rank 0 \(main\) waits .* from rank 1 \(tag 7"):
+        sl.simulate(work, 2, chaos=chaos)
+
+
+def test_a_wait_that_has_a_timeout_ends_beside_one_that_has_none() -> None:
+    def work(world: sl.World) -> None:
+        channel = world.transport.split(range(world.size))
+        assert channel is not None
+        world.runtime.spawn(serve, channel, name="server")
+        if world.rank == 0:
+            world.transport.recv(torch.zeros(1), None, 7).wait()
+        world.compute(1.0)
+
+    run = sl.simulate(work, 2, faults=[sl.faults.Kill(1, at=0.5)], timeout=30.0, return_exceptions=True)
+    assert isinstance(run.results[0], sl.PeerLostError)
+    assert run.time == pytest.approx(30.0)
+
+
+def test_an_idle_wait_for_one_that_dies_ends() -> None:
+    def work(world: sl.World) -> float:
+        if world.rank == 1:
+            world.compute(5.0)
+            return 0.0
+        with pytest.raises(sl.PeerLostError, match="rank 1") as lost:
+            world.transport.recv(torch.zeros(1), 1).wait(timeout=math.inf)
+        assert lost.value.peer == 1
+        return world.runtime.now()
+
+    run = sl.simulate(work, 2, faults=[sl.faults.Kill(1, at=3.0)])
+    assert run.results[0] == pytest.approx(3.0)
+
+
+def test_the_simulator_knows_who_is_gone() -> None:
+    def work(world: sl.World) -> dict[int, str]:
+        part = world.transport.split([0, 1])
+        assert world.lost == {}
+        world.compute(1.0)
+        if world.rank == 3:
+            raise ValueError("boom")
+        world.compute(1.0)
+        assert part is None or part.lost() == {}  # neither is a member
+        return world.lost
+
+    run = sl.simulate(work, 4, faults=[sl.faults.Kill(2, at=0.5)], return_exceptions=True)
+    assert run.results[0] == {2: "it was killed at t=0.5 s", 3: "it ended with an exception at t=1 s"}
+    assert run.results[1] == run.results[0]
+
+
+def test_closing_the_world_of_a_simulated_rank_ends_what_waits_and_init_comes_back() -> None:
+    def work(world: sl.World) -> list[str]:
+        ended: list[str] = []
+
+        def wait() -> None:
+            try:
+                world.transport.recv(torch.zeros(1), None, 9).wait(timeout=math.inf)
+            except sl.WorldError as error:
+                ended.append(str(error))
+
+        with sl.init():
+            task = world.runtime.spawn(wait, name="idle")
+            world.compute(1.0)
+        task.join()
+        with sl.init():
+            sl.allreduce(torch.ones(2))
+        return ended
+
+    for ended in sl.simulate(work, 2).results:
+        assert ended == ["this rank has closed the channel: nothing comes for tag 9 any more"]
+
+
+def test_the_world_of_one_turns_away_what_is_asked_after_its_end() -> None:
+    transport = SingleTransport()
+    transport.close()
+    with pytest.raises(sl.WorldError, match="closed the channel"):
+        transport.recv(torch.zeros(1)).wait(timeout=math.inf)
+
+
+def wait_until(true: Callable[[], object]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < until, "it has not come about"
+        time.sleep(0.01)
+
+
+def test_nothing_is_said_of_an_idle_wait(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """On real threads: one waits without end, one with a timeout, and only of the second is it said."""
+    monkeypatch.setattr(node, "WARN_AFTER", 0.05)
+    with Here(2) as here, caplog.at_level(logging.WARNING, logger="syncline"):
+        first, second = here.ranks
+        runtime = second.runtime
+        idle = runtime.spawn(second.recv(torch.zeros(1), 0, 1).wait, math.inf)
+        timed = runtime.spawn(second.recv(torch.zeros(1), 0, 2).wait, 100.0)
+        wait_until(lambda: "tag 2" in caplog.text)
+        first.send(torch.ones(1), 1, 2).wait()
+        assert timed.join(PATIENCE)
+        first.send(torch.ones(1), 1, 1).wait()
+        assert idle.join(PATIENCE)
+    assert "tag 1" not in caplog.text

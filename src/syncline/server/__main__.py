@@ -1,0 +1,69 @@
+"""`python -m syncline.server`: a process that does nothing but serve, as `syncline run --servers S` starts it.
+
+Its number and where to meet are in the launcher's variables. It ends when every worker has left or is lost, or when
+the launcher asks it to (SIGTERM): quietly, with exit code 0.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+from syncline.environment import detect
+from syncline.errors import SynclineError
+from syncline.runtime import RealRuntime
+from syncline.server.network import ServerNetwork, import_handlers, join_network, network_of
+from syncline.server.roles import read_roles
+from syncline.transports.base import DEFAULT_TIMEOUT
+
+__all__ = ["main"]
+
+
+def main() -> int:
+    """Serve; the exit code."""
+    signal.signal(signal.SIGTERM, _end)
+    over = RealRuntime().event()
+    try:
+        import_handlers()
+        network = _join_mpi(over.set) if os.environ.get("SYNCLINE_TRANSPORT") == "mpi" else _join()
+        try:
+            # Only now: it takes its time to import, and the others wait for this process to be there.
+            importlib.import_module("syncline.server.server").serve(network)
+        finally:
+            network.close()
+    except KeyboardInterrupt:
+        return 130
+    except SynclineError:
+        if not over.is_set():
+            raise
+    return 0
+
+
+def _join() -> ServerNetwork:
+    return join_network(read_roles(), DEFAULT_TIMEOUT, patience=math.inf)
+
+
+def _join_mpi(over: Any) -> ServerNetwork:
+    """A worker that never uses the servers says nothing to them: MPI tells when all are at their end."""
+    roles = read_roles()
+    transport = importlib.import_module("syncline.transports.mpi").connect(detect(), DEFAULT_TIMEOUT)
+
+    def end() -> None:
+        over()
+        transport.abort()
+
+    transport.engine.end_with_the_others(end)
+    return network_of(transport, roles.workers, roles.servers)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""What clients ask of a server that is not about values: the board, clocks, handlers' numbers, planes.
+
+Questions and answers are small JSON objects, checked field by field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from syncline.errors import ProtocolError
+from syncline.server import protocol
+from syncline.server.handlers import find_handler
+from syncline.server.sessions import Session
+from syncline.server.space import PLAIN
+
+__all__ = ["Boards", "Post", "as_body"]
+
+MOST_POSTS = 4096
+MOST_VALUES = 1024
+"""Numbers in one post: JSON writes a number in 25 bytes at most, and an answer goes in one message."""
+MOST_CLOCK = 1 << 48
+
+
+@dataclass(frozen=True)
+class Post:
+    """Something that was posted on the board."""
+
+    number: int
+    kind: str
+    values: tuple[float, ...]
+
+
+class Boards:
+    """The boards of all spaces of a server, and the handlers that were looked up here."""
+
+    def __init__(self) -> None:
+        self._posts: dict[int, list[Post]] = {}
+        self.handlers: list[str] = []
+        """A handler's number is its place here, counted from 1."""
+        self._numbers: dict[str, int] = {}
+
+    def forget(self, mark: int) -> None:
+        """A space is no more."""
+        self._posts.pop(mark, None)
+
+    def control(self, session: Session, body: Tensor) -> Tensor:
+        """Do what is asked, or refuse it; the answer's body."""
+        try:
+            asked = json.loads(bytes(body.numpy()))
+            deed = _DEEDS.get(str(asked["do"])) if isinstance(asked, dict) else None
+            if deed is None:
+                raise ProtocolError(f"a control that is not known: {str(asked)[:80]}; there are {', '.join(_DEEDS)}")
+            told = as_body(deed(self, session, asked))
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise ProtocolError(f"a control that cannot be read: {type(error).__name__}: {error}") from None
+        if told.numel() > protocol.INLINE:
+            raise ProtocolError(f"an answer of {told.numel()} B to a control, and {protocol.INLINE} B are the most")
+        return told
+
+    def steps(self, session: Session, asked: dict[str, Any]) -> Any:
+        clocks, below = session.space.clocks, session.space.below
+        late = {str(worker): count for worker, count in session.space.late.items()}
+        return {"steps": [clocks.of[worker] for worker in sorted(clocks.of)], "late": late, "below": below}
+
+    def note_below(self, session: Session, asked: dict[str, Any]) -> Any:
+        """A sub-master tells how far each of its children is, and how often it came late."""
+        told = {str(int(worker)): [int(steps), int(late)] for worker, (steps, late) in asked["below"].items()}
+        session.space.below |= told
+        return {}
+
+    def stop(self, session: Session, asked: dict[str, Any]) -> Any:
+        session.space.stopping = True
+        return {}
+
+    def finish(self, session: Session, asked: dict[str, Any]) -> Any:
+        if session.worker:
+            session.space.leave(session.member)
+        return {}
+
+    def post(self, session: Session, asked: dict[str, Any]) -> Any:
+        posts = self._posts.setdefault(session.space.description.mark, [])
+        if len(posts) >= MOST_POSTS:
+            raise ProtocolError(f"the board is full: {MOST_POSTS} posts")
+        values = asked["values"]
+        if not isinstance(values, list) or len(values) > MOST_VALUES:
+            raise ProtocolError(f"a post has a list of at most {MOST_VALUES} numbers, not {str(values)[:40]}")
+        posts.append(Post(len(posts) + 1, str(asked["kind"])[:64], tuple(float(value) for value in values)))
+        return {"number": len(posts)}
+
+    def read(self, session: Session, asked: dict[str, Any]) -> Any:
+        """As many as go in one message, the earliest first; who wants more asks again."""
+        since, found, room = max(0, int(asked["since"])), [], protocol.INLINE - 2
+        for post in self._posts.get(session.space.description.mark, [])[since:]:
+            each = [post.number, post.kind, list(post.values)]
+            room -= len(json.dumps(each)) + 2
+            if room < 0:
+                break
+            found.append(each)
+        return found
+
+    def find(self, session: Session, asked: dict[str, Any]) -> Any:
+        """A handler's number, by its name."""
+        name = str(asked["name"])[:256]
+        if name not in self._numbers:
+            if name not in PLAIN:
+                find_handler(name)
+            self.handlers.append(name)
+            self._numbers[name] = len(self.handlers)
+        return {"number": self._numbers[name]}
+
+    def planes(self, session: Session, asked: dict[str, Any]) -> Any:
+        names = asked.get("names")
+        return {"names": session.space.name_planes(None if names is None else [str(name) for name in names][:64])}
+
+    def clocks(self, session: Session, asked: dict[str, Any]) -> Any:
+        """Set the clocks, out of a checkpoint."""
+        clocks, due = asked["clocks"], len(session.space.clocks.of)
+        if not isinstance(clocks, list) or len(clocks) != due:
+            raise ProtocolError(f"{due} workers have a clock here, and {str(clocks)[:80]} is to set them")
+        if not all(isinstance(each, int) and 0 <= each < MOST_CLOCK for each in clocks):
+            raise ProtocolError(f"a clock is a whole number, 0 or more, not one of {str(clocks)[:80]}")
+        session.space.set_clocks(clocks)
+        return {}
+
+
+def as_body(told: Any) -> Tensor:
+    """JSON, as bytes to send.
+
+    >>> as_body({}).tolist()
+    [123, 125]
+    """
+    return torch.from_numpy(np.frombuffer(json.dumps(told).encode(), np.uint8).copy())
+
+
+_DEEDS: dict[str, Callable[[Boards, Session, dict[str, Any]], Any]] = {
+    "steps": Boards.steps,
+    "below": Boards.note_below,
+    "stop": Boards.stop,
+    "finish": Boards.finish,
+    "post": Boards.post,
+    "posts": Boards.read,
+    "handler": Boards.find,
+    "planes": Boards.planes,
+    "clocks": Boards.clocks,
+}

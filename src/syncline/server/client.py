@@ -1,0 +1,443 @@
+"""A client's door to a space: push, pull, futures, and a small board."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import nan
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from syncline.errors import PeerLostError, ProtocolError, WorldError
+from syncline.server import protocol
+from syncline.server.board import Post, as_body
+from syncline.server.courier import Courier, nothing
+from syncline.server.description import Description
+from syncline.server.factors import pack_range
+from syncline.server.filters import Filter
+from syncline.server.flight import Flight, Line
+from syncline.server.future import Future, Told
+from syncline.server.layout import Cut, Keys, read_keys, spans
+from syncline.server.network import ServerNetwork
+from syncline.server.outgoing import Outgoing, Span, as_values, length_of, room_for
+from syncline.server.protocol import Reply, Request
+
+__all__ = ["Client", "Future", "Told"]
+
+KEPT_STAMPS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Load:
+    """What one request carries, and how; the same for all its parts."""
+
+    keys: Span
+    values: Tensor | None = None
+    factors: tuple[Tensor, Tensor] | None = None
+    out: Tensor | None = None
+    coded: bool = False
+    """Whether the answer may come in the space's codec."""
+    plain: bool = False
+    """Whether the values go as they are, whatever the codec."""
+
+
+class Client:
+    """One member's door to a space of float32 keys, sharded over servers. Made by `sl.store`.
+
+    Keys are a range, (first, after), a slice, or a sorted int64 tensor; None is all of them. What is pushed stays
+    untouched until its future was waited for. A server takes a client's pushes in their order, and a client reads its
+    own writes.
+
+    >>> import torch, syncline as sl
+    >>> def count(world):
+    ...     with sl.store(4) as store:
+    ...         store.push(range(2), torch.ones(2)).wait()
+    ...         world.barrier()
+    ...         return store.pull().wait()
+    >>> sl.simulate(count, ranks=3).results[0]
+    tensor([3., 3., 0., 0.])
+    """
+
+    def __init__(
+        self,
+        network: ServerNetwork,
+        description: Description,
+        *,
+        filters: Filter | None = None,
+        retry: float | None = None,
+        seed: int = 0,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        self.description = description
+        self.network = network
+        self.clock = 0
+        """Steps that this worker has pushed."""
+        self.told = Told()
+        self.bytes_logical = 0
+        self._bytes_read = 0
+        self._layout = description.layout
+        self._runtime = network.transport.runtime
+        self._courier = Courier(network.transport, description.mark, description.servers, retry, self._settle)
+        self._going = self._runtime.lock()
+        self._outgoing = Outgoing(description.numel, description.build_codec(), filters, seed, network.me)
+        self._on_close = on_close
+        self._stamp = 0
+        self._stamps: dict[int, dict[int, int]] = {}
+        self._handlers: dict[str, list[int]] = {}
+        self._closed = False
+
+    @property
+    def numel(self) -> int:
+        """Keys of the space."""
+        return self.description.numel
+
+    @property
+    def residual(self) -> Tensor | None:
+        """What the codec has left unsent of this client's pushes, one element a key; None: it keeps nothing."""
+        return self._outgoing.residual
+
+    @property
+    def bytes_wire(self) -> int:
+        """Bytes of bodies, both ways."""
+        return self._courier.bytes_sent + self._bytes_read
+
+    # Values.
+
+    def push(
+        self,
+        keys: Keys,
+        values: Tensor,
+        *,
+        rate: float | None = None,
+        scale: float = 1.0,
+        handler: str | None = None,
+        after: Iterable[int] = (),
+        tick: bool = False,
+        callback: Callable[[Future], None] | None = None,
+    ) -> Future:
+        """Send values to the servers' rule, or to a handler by its name.
+
+        With `tick` the worker's clock advances: that was all of its step.
+        """
+        span = read_keys(keys, self.numel)
+        values = as_values(values, length_of(span))
+        if handler is None and self._outgoing.filters:  # what is held back goes with pushes of any scale
+            span, values = self._outgoing.choose(span, values if scale == 1.0 else values * scale, self._stamp)
+            scale = 1.0
+        request = Request(protocol.PUSH, rate=nan if rate is None else rate, scale=scale)
+        return self._go(request, _Load(keys=span, values=values), after, callback, handler, tick)
+
+    def pull(
+        self,
+        keys: Keys = None,
+        out: Tensor | None = None,
+        *,
+        wanted: int = -1,
+        after: Iterable[int] = (),
+        coded: bool = False,
+        callback: Callable[[Future], None] | None = None,
+    ) -> Future:
+        """Read values. With `wanted` it waits until every worker's clock is there; `coded`: by the space's codec."""
+        span = read_keys(keys, self.numel)
+        load = _Load(keys=span, out=room_for(span, out), coded=coded)
+        return self._go(Request(protocol.PULL, wanted=wanted), load, after, callback)
+
+    def push_pull(
+        self,
+        keys: Keys,
+        values: Tensor,
+        out: Tensor | None = None,
+        *,
+        rate: float | None = None,
+        scale: float = 1.0,
+        handler: str | None = None,
+        wanted: int = -1,
+        after: Iterable[int] = (),
+        tick: bool = False,
+        coded: bool = False,
+        callback: Callable[[Future], None] | None = None,
+    ) -> Future:
+        """Push, then read the same keys, in one message each way. Filters do not apply: all keys are read."""
+        span = read_keys(keys, self.numel)
+        values = as_values(values, length_of(span))
+        load = _Load(keys=span, values=values, out=room_for(span, out), coded=coded)
+        request = Request(protocol.PUSH_PULL, wanted=wanted, rate=nan if rate is None else rate, scale=scale)
+        if not tick or max((len(cuts) for _, cuts in spans(self._cut(span))), default=0) <= protocol.WINDOW:
+            return self._go(request, load, after, callback, handler, tick)
+        # Reads that wait for this very step would fill the window before its last part is sent.
+        pushing = _Load(keys=span, values=values)
+        pushed = self._go(request._replace(kind=protocol.PUSH, wanted=-1), pushing, after, None, handler, tick)
+        reading = _Load(keys=span, out=load.out, coded=coded)
+        return self._called_back(
+            pushed.joined(self._go(Request(protocol.PULL, wanted=wanted), reading, (), None)), callback
+        )
+
+    def push_factors(
+        self,
+        first: int,
+        delta: Tensor,
+        o: Tensor,
+        *,
+        rate: float | None = None,
+        scale: float = 1.0,
+        tick: bool = False,
+    ) -> Future:
+        """Push δᵀ · o, a matrix that lies in a row from key `first` on: the servers multiply. No codec, no filter."""
+        span = read_keys((first, first + delta.shape[1] * o.shape[1]), self.numel)
+        request = Request(protocol.PUSH, rate=nan if rate is None else rate, scale=scale)
+        return self._go(request, _Load(keys=span, factors=(delta, o)), (), None, tick=tick)
+
+    def get(self, keys: Keys = None) -> Tensor:
+        """The values, now."""
+        found = self.pull(keys).wait()
+        assert found is not None
+        return found
+
+    def put(self, keys: Keys, values: Tensor) -> None:
+        """Replace the values, now."""
+        self._plain(keys, values, "assign")
+
+    def add(self, keys: Keys, values: Tensor) -> None:
+        """Add to the values, now, whatever the rule is."""
+        self._plain(keys, values, "add")
+
+    def _plain(self, keys: Keys, values: Tensor, handler: str, plane: int = 0) -> None:
+        span = read_keys(keys, self.numel)
+        load = _Load(keys=span, values=as_values(values, length_of(span)), plain=True)
+        self._go(Request(protocol.PUSH, plane=plane), load, (), None, handler).wait()
+
+    def flush(self) -> None:
+        """Send what filters have held back; it is applied at once, and belongs to no step."""
+        rest = self._outgoing.rest()
+        if rest is not None:
+            load = _Load(keys=rest[0], values=rest[1])
+            self._go(Request(protocol.PUSH), load, (), None, stepless=True).wait()
+
+    # The others.
+
+    def steps(self) -> list[int]:
+        """Steps that each worker has taken, as server 0 knows."""
+        found = self.control({"do": "steps"})
+        if found["below"]:  # sub-masters have clocks here, and tell of their workers
+            return [int(found["below"].get(str(worker), [0])[0]) for worker in self.network.workers]
+        return [int(each) for each in found["steps"]]
+
+    def stop(self) -> None:
+        """Tell all workers to end: their next answers say so, and reads no longer wait."""
+        self.control({"do": "stop"}, everywhere=True)
+
+    def finish_training(self) -> None:
+        """This worker takes no more steps: its clock holds nobody back."""
+        self.control({"do": "finish"}, everywhere=True)
+
+    def post(self, kind: str, values: Sequence[float]) -> None:
+        """Put numbers on the board."""
+        self.control({"do": "post", "kind": kind, "values": [float(value) for value in values]})
+
+    def read_posts(self, since: int = 0) -> list[Post]:
+        """What was posted after the post of that number: as many as go in one message."""
+        found = self.control({"do": "posts", "since": since})
+        return [Post(int(number), str(kind), tuple(map(float, values))) for number, kind, values in found]
+
+    def control(self, asked: dict[str, Any], everywhere: bool = False) -> Any:
+        """Ask server 0, or all servers, for something that is not about values."""
+        body = as_body(asked)
+        if body.numel() > protocol.INLINE:
+            raise ProtocolError(f"a control of {body.numel()} B, and {protocol.INLINE} B are the most")
+        lines = self._courier.lines if everywhere else self._courier.lines[:1]
+        flights = [self._courier.launch(line, Request(protocol.CONTROL), body) for line in lines]
+        Future(self._courier, 0, flights).wait()
+        told = [json.loads(flight.told) for flight in flights]
+        return told if everywhere else told[0]
+
+    def hello(self) -> None:
+        """Tell the servers what the space is."""
+        body = torch.from_numpy(np.frombuffer(self.description.to_json(), np.uint8).copy())
+        flights = [self._courier.launch(line, Request(protocol.HELLO), body) for line in self._courier.lines]
+        Future(self._courier, 0, flights).wait()
+
+    def observe(self) -> Client:
+        """Learn from a server what the space is, once the workers have told it; a client that watches it."""
+        line = self._courier.lines[0]
+        flight = self._courier.launch(line, Request(protocol.HELLO), nothing())
+        Future(self._courier, 0, [flight]).wait()
+        found = Client(self.network, Description.from_json(flight.told), retry=self._courier.retry)
+        line.index = found.description.servers.index(line.member)
+        found._courier.lines[line.index] = line
+        others = [each for each in found._courier.lines if each is not line]
+        flights = [found._courier.launch(each, Request(protocol.HELLO), nothing()) for each in others]
+        Future(found._courier, 0, flights).wait()
+        return found
+
+    def planes(self, names: Sequence[str] | None = None) -> list[str]:
+        """The names of what the rule remembers, on all servers together; or tell them the names of a checkpoint."""
+        if names is None:
+            found = self.control({"do": "planes"}, everywhere=True)
+            names = sorted({str(name) for each in found for name in each["names"]})
+        self.control({"do": "planes", "names": list(names)}, everywhere=True)
+        return list(names)
+
+    def read_plane(self, number: int) -> Tensor:
+        """One of them, as long as the space; counted from 1."""
+        out = torch.empty(self.numel)
+        self._go(Request(protocol.PULL, plane=number), _Load(keys=(0, self.numel), out=out), (), None).wait()
+        return out
+
+    def write_plane(self, number: int, values: Tensor) -> None:
+        """Set one of them."""
+        self._plain(None, values, "assign", plane=number)
+
+    def close(self) -> None:
+        """Leave, after what is under way; where this process holds a shard, when the others need it no more."""
+        if self._closed:
+            return
+        self.flush()
+        self._closed = True
+        flights = self._courier.under_way()
+        flights += [self._courier.launch(line, Request(protocol.BYE), nothing()) for line in self._courier.lines]
+        for flight in flights:
+            self._courier.finish(flight)
+        if self._on_close is not None:
+            self._on_close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+
+    # Within.
+
+    def _cut(self, span: Span) -> list[Cut]:
+        return self._layout.cut_keys(span) if isinstance(span, Tensor) else self._layout.cut_range(*span)
+
+    def _go(
+        self,
+        base: Request,
+        load: _Load,
+        after: Iterable[int],
+        callback: Callable[[Future], None] | None,
+        handler: str | None = None,
+        tick: bool = False,
+        stepless: bool = False,
+    ) -> Future:
+        """Cut a request, send its parts, and count it."""
+        if self._closed:
+            raise WorldError(f"space {self.description.name!r} is closed here")
+        if load.values is not None and not load.plain and handler is None:
+            self._outgoing.check(load.values)
+        numbers, waits = self._number_of(handler), list(after)
+        parts = dict(spans(self._cut(load.keys)))
+        with self._going:
+            self._stamp += 1
+            clock = self.clock if (tick or self.description.held) and not stepless else -1
+            base = base._replace(seed=self._stamp & 0xFFFFFFFF, clock=clock)
+            flights: list[Flight] = []
+            last: dict[int, int] = {}
+            for index in range(len(self._courier.lines)) if tick else parts:
+                first = max((self._stamps.get(stamp, {}).get(index, 0) for stamp in waits), default=0) if waits else 0
+                request = base._replace(handler=numbers[index]) if handler else base
+                flights += self._send_parts(index, request, load, parts.get(index, []), first, tick)
+                last[index] = flights[-1].request.number
+            self._stamps[self._stamp] = last
+            self._stamps.pop(self._stamp - KEPT_STAMPS, None)
+            if tick:
+                self.clock += 1
+            future = Future(self._courier, self._stamp, flights, load.out)
+        return self._called_back(future, callback)
+
+    def _send_parts(
+        self, index: int, base: Request, load: _Load, cuts: Sequence[Cut], first: int, tick: bool
+    ) -> list[Flight]:
+        """All that goes to one server, after the pushes before it; the last part of a step after all of it."""
+        line, flights = self._courier.lines[index], []
+        base = base._replace(after=max(first, line.pushed))
+        for cut in cuts[:-1] if tick else cuts:
+            flights.append(self._send_part(line, base, cut, load))
+        if tick:
+            last = base._replace(after=line.number, flags=protocol.TICK)
+            if cuts:
+                flights.append(self._send_part(line, last, cuts[-1], load))
+            else:
+                alone = last._replace(kind=protocol.PUSH, first=self._layout.shard(index)[0], handler=0)
+                flights.append(self._courier.launch(line, alone, nothing()))
+        if base.kind != protocol.PULL and flights:
+            line.pushed = flights[-1].request.number
+        return flights
+
+    def _send_part(self, line: Line, request: Request, cut: Cut, load: _Load) -> Flight:
+        request = request._replace(first=cut.first, count=cut.count)
+        own = load.keys[cut.start : cut.stop] if isinstance(load.keys, Tensor) else None
+        body: list[Tensor] = []
+        if load.values is not None:
+            part = load.values[cut.start : cut.stop]
+            if self._outgoing.codec is not None and not load.plain and not request.handler:
+                body.append(self._outgoing.encode(part, cut, own, request.seed))
+                request = request._replace(flags=request.flags | protocol.ENCODED)
+            else:
+                body.append(part.view(torch.uint8))
+        if load.factors is not None:
+            body.append(pack_range(*load.factors, cut.start, cut.stop))
+            request = request._replace(flags=request.flags | protocol.FACTORS)
+        if own is not None:
+            request, listed = self._outgoing.name_keys(request, own, line.index)
+            body = [*listed, *body]
+        self.bytes_logical += 4 * cut.count * (bool(body) + (load.out is not None))
+        whole = body[0] if len(body) == 1 else torch.cat(body) if body else nothing()
+        into, view = None if load.out is None else load.out[cut.start : cut.stop], None
+        if load.coded and into is not None and own is None and self._outgoing.codec is not None:
+            request = request._replace(flags=request.flags | protocol.ANSWER_ENCODED)
+            view = self._outgoing.view(cut.first, cut.count)
+        return self._courier.launch(line, request, whole, into, keys=own, view=view)
+
+    def _settle(self, flight: Flight, reply: Reply) -> None:
+        """Take in what an answer says."""
+        if reply.status == protocol.REFUSED:
+            text = flight.told.decode(errors="replace")
+            raise ProtocolError(f"server {flight.line.index} refuses: {text}", peer=flight.line.member)
+        if reply.status == protocol.ORPHANED:
+            text = flight.told.decode(errors="replace")
+            raise PeerLostError(f"sub-master {flight.line.member} has lost its parent: {text}", peer=flight.line.member)
+        if flight.out is not None:
+            self._bytes_read += reply.length
+        if reply.flags & protocol.CODED:
+            assert self._outgoing.codec is not None
+            assert flight.view is not None
+            assert flight.out is not None
+            payload = torch.frombuffer(bytearray(flight.told), dtype=torch.uint8)
+            self._outgoing.codec.decode(payload, flight.view, accumulate=True, step=flight.request.seed)
+            flight.out.copy_(flight.view)
+        elif flight.view is not None and flight.out is not None:
+            flight.view.copy_(flight.out)
+        if reply.status == protocol.LATE and flight.request.flags & protocol.TICK:
+            self.clock = max(self.clock, reply.min_clock)
+        told, stop = self.told, bool(reply.flags & protocol.STOP)
+        steps, least = max(told.steps, reply.steps), max(told.min_clock, reply.min_clock)
+        if steps != told.steps or least != told.min_clock or reply.live != told.live or stop > told.stop:
+            self.told = Told(told.stop or stop, steps, reply.live, least)
+
+    def _number_of(self, handler: str | None) -> list[int]:
+        """What each server knows a handler by."""
+        if handler is None:
+            return [0] * len(self._courier.lines)
+        if handler not in self._handlers:
+            found = self.control({"do": "handler", "name": handler}, everywhere=True)
+            self._handlers[handler] = [int(each["number"]) for each in found]
+        return self._handlers[handler]
+
+    def _called_back(self, future: Future, callback: Callable[[Future], None] | None) -> Future:
+        if callback is not None:
+            self._runtime.spawn(_call_back, future, callback, name="callback")
+        return future
+
+
+def _call_back(future: Future, callback: Callable[[Future], None]) -> None:
+    try:
+        future.wait()
+    finally:
+        callback(future)

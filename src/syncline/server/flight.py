@@ -1,0 +1,199 @@
+"""A request under way: to one server, until its answer is in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from syncline.errors import PeerLostError, ProtocolError
+from syncline.runtime import Lock
+from syncline.server import protocol
+from syncline.server.protocol import REPLY_BYTES, Reply, Request
+from syncline.transports import Handle, Transport
+
+__all__ = ["Flight", "Line"]
+
+
+@dataclass(eq=False)
+class Flight:
+    """One request and where its answer goes."""
+
+    line: Line
+    request: Request
+    body: Tensor
+    """Bytes; kept until the answer is here, to be sent again."""
+    out: Tensor | None
+    """A row of float32 that the answer fills."""
+    lock: Lock
+    keys: Tensor | None = None
+    """For a server that has forgotten the list."""
+    view: Tensor | None = None
+    """What the server believes we have, where answers are encoded."""
+    reply: Reply | None = None
+    told: bytes = b""
+    error: Exception | None = None
+    answer: Handle | None = None
+    data: Handle | None = None
+    sending: list[Handle] = field(default_factory=list)
+
+    @property
+    def settled(self) -> bool:
+        return self.reply is not None or self.error is not None
+
+    @property
+    def may_need_keys(self) -> bool:
+        """Whether the server may ask for the list that it names."""
+        return self.request.flags & (protocol.CACHED | protocol.KEYS) == protocol.CACHED
+
+    def add_keys(self) -> None:
+        """The server has forgotten the list: it goes with the request, under the same number."""
+        assert self.keys is not None
+        self.body = torch.cat([self.keys.contiguous().view(torch.uint8), self.body])
+        self.request = self.request._replace(flags=self.request.flags | protocol.KEYS, length=self.body.numel())
+
+
+class Line:
+    """What a client has under way at one server."""
+
+    def __init__(self, transport: Transport, member: int, index: int, space: int) -> None:
+        self.transport = transport
+        self._lane = protocol.lane(space)
+        self.member = member
+        self.index = index
+        self.number = 0
+        self.pushed = 0
+        """The number of the latest push: reads come after it."""
+        self.acked = 0
+        self._done: set[int] = set()
+        self.under_way: dict[int, Flight] = {}
+        self._buffers: dict[int, tuple[Tensor, Any]] = {}
+
+    def next_number(self) -> int:
+        self.number += 1
+        return self.number
+
+    def in_the_way(self) -> Flight | None:
+        """The oldest request, where no other may be sent before its answer is here."""
+        if len(self.under_way) < protocol.WINDOW and self.number - self.acked < protocol.SLOTS:
+            return None
+        return self.under_way[min(self.under_way)]
+
+    def finished(self, number: int) -> None:
+        """An answer has arrived."""
+        self.under_way.pop(number, None)
+        self._done.add(number)
+        while self.acked + 1 in self._done:
+            self.acked += 1
+            self._done.discard(self.acked)
+
+    def send(self, flight: Flight) -> None:
+        """Send a request, and wait for its answer from now on."""
+        slot = flight.request.number % protocol.SLOTS
+        self._post(flight, slot)
+        out = flight.out
+        large = out is not None and 4 * out.numel() > protocol.INLINE
+        if large and out is not None and flight.view is None and flight.data is None:
+            flight.data = self.transport.recv(out, self.member, self._lane + protocol.DATA + slot, exact=True)
+        self.transmit(flight)
+
+    def transmit(self, flight: Flight) -> None:
+        """Put a request on the wire, perhaps once more."""
+        request, transport = flight.request, self.transport
+        header = request.pack()
+        if request.length <= protocol.INLINE:
+            whole = bytearray(header)
+            whole += flight.body.numpy().data
+            data = torch.frombuffer(whole, dtype=torch.uint8)
+            transport.send(data, self.member, protocol.REQUEST, lossy=request.repeats)
+        else:
+            transport.send(torch.frombuffer(bytearray(header), dtype=torch.uint8), self.member, protocol.REQUEST)
+            flight.sending.append(transport.send(flight.body, self.member, self._lane + protocol.BODY, exact=True))
+
+    def _post(self, flight: Flight, slot: int) -> None:
+        if slot not in self._buffers:
+            buffer = torch.empty(REPLY_BYTES + protocol.INLINE, dtype=torch.uint8)
+            self._buffers[slot] = buffer, buffer.numpy().data
+        flight.answer = self.transport.recv(self._buffers[slot][0], self.member, self._lane + protocol.REPLY + slot)
+
+    def receive(self, flight: Flight, retry: float | None, ask_again: Callable[[], None]) -> Reply:
+        """Wait for the answer. Where messages may be lost, `ask_again` is called every `retry` seconds."""
+        slot = flight.request.number % protocol.SLOTS
+        runtime = self.transport.runtime
+        until = runtime.now() + self.transport.timeout
+        while True:
+            assert flight.answer is not None
+            try:
+                flight.answer.wait(retry)
+            except PeerLostError:
+                gone = self.transport.members[self.member] in self.transport.lost()
+                if gone or retry is None or runtime.now() >= until:
+                    raise
+                self._post(flight, slot)
+                ask_again()
+                continue
+            view = self._buffers[slot][1][: flight.answer.nbytes]
+            reply = Reply.read(view)
+            asked_twice = reply.status == protocol.NEED_KEYS and not flight.may_need_keys
+            if reply.number == flight.request.number and not asked_twice:
+                return self._take_in(flight, reply, view)
+            self._post(flight, slot)  # an answer of long ago, doubled on the way
+
+    def _take_in(self, flight: Flight, reply: Reply, view: memoryview) -> Reply:
+        inline = reply.length if reply.length <= protocol.INLINE else 0
+        if len(view) != REPLY_BYTES + inline:
+            raise ProtocolError(
+                f"server {self.index} sent {len(view) - REPLY_BYTES} B with a header that says {inline}",
+                peer=self.member,
+            )
+        if reply.status in (protocol.REFUSED, protocol.ORPHANED, protocol.NEED_KEYS):
+            self._give_up_data(flight)
+            flight.told = bytes(view[REPLY_BYTES:])
+        elif flight.out is None:
+            flight.told = bytes(view[REPLY_BYTES:])
+        elif reply.flags & protocol.CODED:
+            flight.told = self._payload(flight, reply, view)
+        else:
+            self._fill(flight, reply, view, flight.out)
+        return reply
+
+    def _fill(self, flight: Flight, reply: Reply, view: memoryview, out: Tensor) -> None:
+        if reply.length != 4 * out.numel():
+            raise ProtocolError(
+                f"server {self.index} answers with {reply.length} B where {4 * out.numel()} B were asked for",
+                peer=self.member,
+            )
+        if reply.length <= protocol.INLINE:
+            out.numpy()[:] = np.frombuffer(view, np.float32, out.numel(), REPLY_BYTES)
+            return
+        if flight.data is None:  # the first of the encoded answers, which is exact
+            slot = flight.request.number % protocol.SLOTS
+            flight.data = self.transport.recv(out, self.member, self._lane + protocol.DATA + slot, exact=True)
+        flight.data.wait()
+
+    def _payload(self, flight: Flight, reply: Reply, view: memoryview) -> bytes:
+        if flight.view is None:
+            raise ProtocolError(f"server {self.index} sends an encoded answer that nobody asked for", peer=self.member)
+        if reply.length <= protocol.INLINE:
+            return bytes(view[REPLY_BYTES:])
+        if reply.length > protocol.MOST_BYTES:
+            raise ProtocolError(
+                f"server {self.index} announces {reply.length} B; {protocol.MOST_BYTES} B are the most",
+                peer=self.member,
+            )
+        buffer = torch.empty(reply.length, dtype=torch.uint8)
+        slot = flight.request.number % protocol.SLOTS
+        self.transport.recv(buffer, self.member, self._lane + protocol.DATA + slot, exact=True).wait()
+        return bytes(buffer.numpy())
+
+    @staticmethod
+    def _give_up_data(flight: Flight) -> None:
+        if flight.data is not None:
+            try:
+                flight.data.wait(0.0)
+            except PeerLostError:
+                flight.data = None

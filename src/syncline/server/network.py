@@ -1,0 +1,162 @@
+"""The members of a server network, numbered: workers, then dedicated servers, then evaluators.
+
+```text
+co-located (the default)        two dedicated servers           an evaluator beside
+worker 0   1   2   3            worker 0   1   2   3            worker 0   1   2   3     evaluator
+member 0   1   2   3            member 0   1   2   3            member 0   1   2   3        4
+server 0   1   2   3            server                 4   5    server 0   1   2   3
+```
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from syncline.environment import detect
+from syncline.errors import SpecError, WorldError
+from syncline.server.roles import Roles, read_roles
+from syncline.transports import SimulatedTransport, Transport
+from syncline.transports.base import DEFAULT_TIMEOUT
+from syncline.world import World
+
+__all__ = ["HANDLERS", "ServerNetwork", "import_handlers", "join_network", "network_of", "server_network"]
+
+HANDLERS = "SYNCLINE_HANDLERS"
+"""Modules, separated by commas, that register handlers: every process that serves imports them."""
+LABEL = "server"
+LEAVING = 1.0
+"""Seconds that leaving after an error may wait for others to take what was sent."""
+TORCH = "torch.distributed"
+
+
+@dataclass(frozen=True)
+class ServerNetwork:
+    """Who serves, who asks, and the channel that joins them. All numbers are members of the transport."""
+
+    transport: Transport
+    workers: tuple[int, ...]
+    servers: tuple[int, ...]
+    me: int
+    dedicated: bool
+    evaluators: tuple[int, ...] = ()
+
+    @property
+    def serves(self) -> bool:
+        """Whether this process is to run a server."""
+        return self.me in self.servers
+
+    def close(self) -> None:
+        """Let the channel go: what still waits on it ends with an error."""
+        if sys.exc_info()[1] is not None:  # what went wrong is told soon, whatever is still to be delivered
+            self.transport.timeout = min(self.transport.timeout, LEAVING)
+        self.transport.close()
+
+
+def network_of(transport: Transport, workers: int, servers: int = 0, evaluators: int = 0) -> ServerNetwork:
+    """The network on a channel whose members stand in the order above; without servers every worker is one.
+
+    >>> from syncline.transports import SingleTransport
+    >>> network_of(SingleTransport(), workers=1).servers
+    (0,)
+    """
+    if workers < 1 or workers + servers + evaluators != transport.size:
+        raise WorldError(
+            f"{workers} workers, {servers} servers and {evaluators} evaluators are not the {transport.size} members of "
+            "this channel"
+        )
+    after = workers + servers
+    network = ServerNetwork(
+        transport=transport,
+        workers=tuple(range(workers)),
+        servers=tuple(range(workers, after)) if servers else tuple(range(workers)),
+        me=transport.rank,
+        dedicated=servers > 0,
+        evaluators=tuple(range(after, after + evaluators)),
+    )
+    clients = (*network.workers, *network.evaluators)
+    transport.watch(sorted({*network.servers, *(clients if network.serves else ())}))
+    return network
+
+
+def server_network(world: World) -> ServerNetwork:
+    """The world's server network. All workers make it together, at the first call; it is closed with the world.
+
+    In an evaluator's process, whose world is its own alone, it is the network of the workers that it watches.
+
+    >>> import syncline as sl
+    >>> with sl.init() as world:
+    ...     server_network(world).workers
+    (0,)
+    """
+    return world.keep(LABEL, lambda: _make(world))
+
+
+def _make(world: World) -> ServerNetwork:
+    wide, beside = world.wide, world.transport.beside
+    if wide is not None:
+        servers = beside.count("server")
+        if beside != ("server",) * servers + ("evaluator",) * (len(beside) - servers):
+            raise WorldError(
+                f"beside the ranks are {', '.join(beside)}: servers come first, then evaluators, nobody else"
+            )
+        return network_of(wide, world.size, servers, len(beside) - servers)
+    simulated = isinstance(world.transport, SimulatedTransport)  # its ranks are nobody that a launcher knows
+    roles = Roles() if simulated else read_roles()
+    if roles.role != "worker":
+        return join_network(roles, world.transport.timeout)
+    if not roles.alone and roles.workers != world.size:
+        raise WorldError(
+            f"this world has {world.size} ranks, but {roles.workers} workers were started with {roles.servers} servers "
+            f"and {roles.evaluators} evaluators: let all of them be in one world"
+        )
+    if not simulated and not roles.servers:
+        import_handlers()
+    if roles.alone and world.transport.name != TORCH:
+        return network_of(_split(world), world.size)
+    zeromq = importlib.import_module("syncline.transports.zeromq")  # only here: MPI needs none of it
+    environment = detect() if roles.alone else roles.environment(world.rank)
+    transport = zeromq.connect(environment, world.transport.timeout, label=LABEL)
+    return network_of(transport, world.size, roles.servers, roles.evaluators)
+
+
+def _split(world: World) -> Transport:
+    channel = world.transport.split(range(world.size))
+    assert channel is not None, "every rank is a member"
+    return channel
+
+
+def join_network(roles: Roles, timeout: float = DEFAULT_TIMEOUT, patience: float | None = None) -> ServerNetwork:
+    """Join as a server or an evaluator, as the launcher has said. `patience`: seconds to wait for the workers."""
+    if roles.role == "worker" or roles.rendezvous is None:
+        raise WorldError(
+            f"this process is a {roles.role} and knows no meeting point: `syncline run --servers S` starts servers and "
+            "tells them where to meet (SYNCLINE_ROLE, MASTER_ADDR, MASTER_PORT)"
+        )
+    zeromq = importlib.import_module("syncline.transports.zeromq")
+    transport = zeromq.connect(roles.environment(), timeout, label=LABEL, patience=patience)
+    return network_of(transport, roles.workers, roles.servers, roles.evaluators)
+
+
+def import_handlers(environ: Mapping[str, str] | None = None) -> None:
+    """Import the modules that register handlers, on whichever side serves.
+
+    >>> import_handlers({"SYNCLINE_HANDLERS": "no_such_module"})
+    Traceback (most recent call last):
+    ...
+    syncline.errors.SpecError: SYNCLINE_HANDLERS=no_such_module: there is no module 'no_such_module' ...
+    """
+    text = (os.environ if environ is None else environ).get(HANDLERS, "")
+    for name in filter(None, (part.strip() for part in text.split(","))):
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # of something that the module itself imports
+            raise SpecError(
+                f"{HANDLERS}={text}: there is no module {name!r} in {os.getcwd()} or on PYTHONPATH; "
+                "give --handlers the name of a module that can be imported there"
+            ) from error

@@ -1,0 +1,50 @@
+"""Adagrad: a rate for each weight, the smaller the more it has been pushed. The rule of Downpour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from syncline.server.rules.base import Rule
+
+__all__ = ["Adagrad"]
+
+
+@dataclass(frozen=True, repr=False)
+class Adagrad(Rule):
+    """A rate for each weight, the smaller the more it has been pushed.
+
+        s ← s + g²        w ← w − lr · g / (√s + eps)
+
+    Because each server needs to know only its own weights, the rate adapts without a word between servers. Duchi,
+    Hazan and Singer, *Adaptive subgradient methods*, 2011; at a server: Dean et al., *Large scale distributed deep
+    networks*, 2012.
+
+    >>> rule, weights = Adagrad(lr=1.0), torch.zeros(1)
+    >>> state = rule.state(1)
+    >>> for gradient in (3.0, 4.0):
+    ...     rule.apply(weights, torch.tensor([gradient]), state, None)
+    ...     print(weights)                                     # 3/√9, then 4/√25 more
+    tensor([-1.])
+    tensor([-1.8000])
+    """
+
+    lr: float = 0.01
+    eps: float = 1e-10
+
+    name: ClassVar[str] = "adagrad"
+
+    def __post_init__(self) -> None:
+        self.check("lr")
+        self.check("eps")
+
+    def state(self, numel: int) -> dict[str, Tensor]:
+        return {"squares": torch.zeros(numel)}
+
+    def apply(self, weights: Tensor, update: Tensor, state: dict[str, Tensor], rate: float | None) -> None:
+        chosen = self.pick(rate, self.lr)
+        squares = state["squares"].addcmul_(update, update)
+        weights.addcdiv_(update, squares.sqrt().add_(self.eps), value=-chosen)

@@ -1,0 +1,53 @@
+"""Every update rule by its name."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from syncline.errors import SpecError
+from syncline.server.handlers import handler_names
+from syncline.server.rules.adagrad import Adagrad
+from syncline.server.rules.adam import Adam
+from syncline.server.rules.base import Rule
+from syncline.server.rules.handled import Handled
+from syncline.server.rules.plain import Add, Assign
+from syncline.server.rules.sgd import Momentum, Sgd
+from syncline.server.rules.torch_rule import TorchRule, torch_rule
+from syncline.specs import Registry, parse
+
+__all__ = ["build_rule", "rule_names"]
+
+
+def build_rule(spec: str | Rule) -> Rule:
+    """The rule that a spec describes. The name of a registered handler is one too.
+
+    >>> build_rule("momentum(0.1, 0.9)")
+    momentum(lr=0.1)
+    >>> build_rule("torch('Adam', lr=0.01, amsgrad=True)")
+    torch('Adam', lr=0.01, amsgrad=True)
+    """
+    if isinstance(spec, Rule):
+        return spec
+    if not isinstance(spec, str):
+        raise SpecError(f"a rule is a spec such as 'adagrad(lr=0.1)' or a rule, not {spec!r}")
+    links = parse(spec)
+    if len(links) != 1:
+        raise SpecError(f"a rule is one name, not a chain: {spec!r}")
+    registry = _registry()
+    if links[0].name not in registry.names():
+        for name in handler_names():
+            registry.add(name, partial(Handled, name))
+    return registry.make(links[0])
+
+
+def rule_names() -> list[str]:
+    """Every name that a rule's spec may begin with, handlers apart."""
+    return _registry().names()
+
+
+def _registry() -> Registry[Rule]:
+    registry = Registry[Rule]("rule")
+    for rule in (Add, Assign, Sgd, Momentum, Adagrad, Adam, Handled):
+        registry.add(rule.name, rule)
+    registry.add(TorchRule.name, torch_rule)
+    return registry

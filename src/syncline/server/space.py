@@ -1,0 +1,400 @@
+"""One server's shard of a space: its weights, what a push does to them, and who may read when.
+
+push ─► held?  no ─► the rule, at once
+        yes ─► kept, by step and worker ─► a quorum has pushed the step ─► sum, in the order of the workers ─► rule
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.errors import ProtocolError
+from syncline.server.clocks import FOREVER, Clocks
+from syncline.server.description import Description
+from syncline.server.layout import group_of
+from syncline.server.rules import Rule, build_rule
+from syncline.server.rules.handled import Handled
+
+__all__ = ["Push", "Space", "add_up"]
+
+logger = logging.getLogger("syncline")
+
+PLAIN = ("add", "assign")
+AHEAD = 1024
+"""Steps that a held push may be ahead of the step that is open: clients wait for reads long before."""
+MOST_HELD = 64
+"""How many times the bytes of a shard are kept of one worker's held pushes, at most."""
+ROOM = 1 << 16
+"""Bytes that a shard counts as for that, at least."""
+
+
+@dataclass
+class Push:
+    """Values for a range of keys, or for a list of them."""
+
+    first: int
+    values: Tensor
+    keys: Tensor | None = None
+    rate: float | None = None
+    scale: float = 1.0
+    handler: str | None = None
+    """In place of the rule."""
+    plane: int = 0
+
+    @property
+    def count(self) -> int:
+        return self.values.numel()
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * self.count + (0 if self.keys is None else 8 * self.keys.numel())
+
+
+@dataclass
+class _Step:
+    """Held pushes of one step, by worker."""
+
+    of: dict[int, list[Push]] = field(default_factory=dict)
+    ticked: set[int] = field(default_factory=set)
+    """Who has pushed all of it."""
+
+
+class Space:
+    """The shard of one server. Its caller sees to it that one task at a time is inside."""
+
+    def __init__(self, description: Description, server: int) -> None:
+        self.description = description
+        self.first, self.after = description.layout.shard(server)
+        self.weights = torch.zeros(self.after - self.first)
+        self.clocks = Clocks(description.workers)
+        self.round = 0
+        """Of held pushes: the step that is open."""
+        self.stopping = False
+        self.orphaned = ""
+        """Of a sub-master whose parent is lost: what is known of it."""
+        self.below: dict[str, list[int]] = {}
+        """What sub-masters tell of their children: steps, and how many of them came late."""
+        self.late: dict[int, int] = {}
+        self._rules = description.build_rules()
+        self._states: list[dict[str, Tensor]] = [
+            rule.state(self.after - self.first) if rule.elementwise else {} for rule in self._rules
+        ]
+        self._appliers: dict[tuple[int, int], Any] = {}
+        self._handlers: dict[str, tuple[Rule, dict[str, Tensor]]] = {}
+        self._planes: list[str] = []
+        self._loading: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._steps: dict[int, _Step] = {}
+        self._held = dict.fromkeys(description.workers, 0)
+        """Bytes that are kept of each worker's pushes."""
+        self._read_at = dict.fromkeys(description.workers, 0)
+
+    # Pushing.
+
+    def check(self, first: int, count: int) -> None:
+        """Refuse keys that are not this shard's, or lie in two groups."""
+        if not self.first <= first <= first + count <= self.after:
+            raise ProtocolError(
+                f"keys {first} to {first + count} are not this server's: it has {self.first} to {self.after} of "
+                f"{self.description.numel}"
+            )
+        bounds = self.description.bounds
+        if count and group_of(bounds, first) != group_of(bounds, first + count - 1):
+            raise ProtocolError(f"keys {first} to {first + count} lie in two groups (they begin at {list(bounds)})")
+
+    def push(self, worker: int, clock: int, push: Push) -> None:
+        """Take an update: apply it, or keep it until its step is closed."""
+        held = self.description.held and push.handler is None and push.plane == 0 and worker in self.clocks.of
+        if not held or clock < 0:
+            self.apply(push, self.staleness(worker) if self.description.damped else 0)
+            return
+        if clock < self.round or clock > self.round + AHEAD:
+            raise ProtocolError(f"a push of step {clock} by worker {worker}, and step {self.round} is open")
+        most = MOST_HELD * max(ROOM, 4 * (self.after - self.first))
+        if self._held[worker] + push.nbytes > most:
+            raise ProtocolError(
+                f"{self._held[worker]} B of worker {worker}'s pushes wait for their steps to close, and {most} B are "
+                "the most: end the step with tick=True, and read before going on"
+            )
+        self._held[worker] += push.nbytes
+        self._steps.setdefault(clock, _Step()).of.setdefault(worker, []).append(push)
+
+    def expect(self, worker: int, clock: int) -> None:
+        """Refuse a step that is not this worker's next. One that came late elsewhere goes on with a later step."""
+        free = self.description.held and (self.description.quorum < 1.0 or not self.clocks.trains(worker))
+        if free and self.clocks.of.get(worker, clock) < clock <= self.round + AHEAD:
+            self.clocks.set(worker, clock)
+        self.clocks.check(worker, clock)
+
+    def skip(self, worker: int) -> None:
+        """A worker's step came late: it goes on with the one that is open."""
+        self.clocks.set(worker, max(self.clocks.of[worker], self.round))
+        self.late[worker] = self.late.get(worker, 0) + 1
+
+    def is_late(self, worker: int, clock: int) -> bool:
+        """Whether the step of a held push is closed already: a quorum did without it."""
+        return self.description.held and worker in self.clocks.of and 0 <= clock < self.round
+
+    def tick(self, worker: int, clock: int) -> None:
+        """A worker has pushed all of its step. What a rule refuses then is told to who closes the step."""
+        self.clocks.tick(worker, clock)
+        if self.description.held:
+            self._steps.setdefault(clock, _Step()).ticked.add(worker)
+        self.close_rounds()
+
+    def leave(self, worker: int) -> bool:
+        """A worker is lost or through: it holds nobody back."""
+        left = self.clocks.leave(worker)
+        if left:
+            try:
+                self.close_rounds()
+            except Exception as error:  # of a user's rule: nobody is there to be told
+                logger.warning("space %r: step %d is not applied: %s", self.description.name, self.round - 1, error)
+        return left
+
+    def set_clocks(self, clocks: Sequence[int]) -> None:
+        """Go on from a checkpoint: one clock for each worker, in their order."""
+        if self.description.held and max(clocks) - min(clocks) > AHEAD:
+            raise ProtocolError(f"clocks from {min(clocks)} to {max(clocks)}, and {AHEAD} steps apart are the most")
+        self._steps.clear()
+        self._held = dict.fromkeys(self._held, 0)
+        for worker, clock in zip(sorted(self.clocks.of), clocks, strict=True):
+            self.clocks.set(worker, clock)
+            for done in range(min(clocks), clock) if self.description.held else ():
+                self._steps.setdefault(done, _Step()).ticked.add(worker)
+        self.round = min(clocks) if self.description.held else 0
+        for worker in self.clocks.of:
+            self.note_read(worker)
+
+    def close_rounds(self) -> None:
+        """Apply the steps that enough workers have pushed."""
+        if not self.description.held:
+            return
+        while self._closes(self.round):
+            step = self._steps.pop(self.round, _Step())
+            for worker, pushes in step.of.items():
+                self._held[worker] -= sum(push.nbytes for push in pushes)
+            ready = [(worker, pushes) for worker, pushes in sorted(step.of.items()) if worker in step.ticked]
+            weight = _take_weights(ready) if self.description.mean else 1.0
+            total = add_up([pushes for _, pushes in ready], self.description.layout.edges)
+            self.round += 1
+            self.settle(total, weight)
+
+    def settle(self, pushes: list[Push], weight: float) -> None:
+        """A step's sum, and how many gradients it adds up where a mean is wanted."""
+        for push in pushes:
+            if self.description.mean:
+                push.scale = 1.0 / weight if weight else 0.0
+            self.apply(push)
+
+    def _closes(self, clock: int) -> bool:
+        if self.clocks.live and self.clocks.least > clock:
+            return True  # nobody is left who could push it: some came late elsewhere and skipped it, or are lost
+        step = self._steps.get(clock)
+        if step is None or not step.ticked:
+            return False
+        needed = max(1, math.ceil(self.description.quorum * self.clocks.live - 1e-9)) if self.clocks.live else 0
+        return sum(self.clocks.trains(worker) for worker in step.ticked) >= needed
+
+    def apply(self, push: Push, staleness: int = 0) -> None:
+        """Change the weights."""
+        rate, scale = push.rate, push.scale
+        if staleness > 1:
+            rate, scale = (None, scale / staleness) if rate is None else (rate / staleness, scale)
+        values = push.values if scale == 1.0 else push.values.mul_(scale)
+        if push.plane:
+            self._put_plane(push.plane, push.first, values)
+        elif push.handler is not None:
+            self._handle(push.handler, push, values)
+        elif push.keys is None:
+            self._apply_range(push.first, values, rate)
+        else:
+            self._apply_keys(push.first, push.keys - self.first, values, rate)
+
+    def _handle(self, name: str, push: Push, values: Tensor) -> None:
+        """What a user's handler does, or plainly `add` and `assign`."""
+        if name not in self._handlers:
+            rule = build_rule(name if name in PLAIN else f"handler({name!r})")
+            self._handlers[name] = rule, rule.state(self.after - self.first)
+        rule, state = self._handlers[name]
+        if push.keys is None:
+            low, high = push.first - self.first, push.first - self.first + push.count
+            rows = {slot: kept[low:high] for slot, kept in state.items()}
+            _run(rule, self.weights[low:high], values, rows, push.rate)
+        else:
+            self._scattered(rule, state, push.keys - self.first, values, push.rate)
+
+    def _apply_range(self, first: int, values: Tensor, rate: float | None) -> None:
+        low, high = first - self.first, first - self.first + values.numel()
+        number = group_of(self.description.bounds, first)
+        rule, weights = self._rules[number], self.weights[low:high]
+        if rule.elementwise:
+            state = {name: rows[low:high] for name, rows in self._states[number].items()}
+            _run(rule, weights, values, state, rate)
+        else:
+            self._applier(number, low, high).apply(values, rate)
+
+    def _applier(self, number: int, low: int, high: int) -> Any:
+        applier = self._appliers.get((low, high))
+        if applier is None:
+            clash = next((span for span in self._appliers if span[0] < high and low < span[1]), None)
+            if clash is not None:
+                raise ProtocolError(
+                    f"{self._rules[number]!r} takes whole pieces: keys {low + self.first} to {high + self.first} cut "
+                    f"across {clash[0] + self.first} to {clash[1] + self.first}; push the same ranges each time, or "
+                    "use a rule like sgd or adam"
+                )
+            applier = self._appliers[low, high] = self._rules[number].open(self.weights[low:high])
+        return applier
+
+    def _apply_keys(self, first: int, places: Tensor, values: Tensor, rate: float | None) -> None:
+        number = group_of(self.description.bounds, first)
+        rule = self._rules[number]
+        if not rule.elementwise:
+            raise ProtocolError(f"{rule!r} takes whole pieces, not lists of keys; use a rule like sgd or adagrad")
+        self._scattered(rule, self._states[number], places, values, rate)
+
+    def _scattered(
+        self, rule: Rule, state: dict[str, Tensor], places: Tensor, values: Tensor, rate: float | None
+    ) -> None:
+        weights = self.weights[places]
+        rows = {name: kept[places] for name, kept in state.items()}
+        _run(rule, weights, values, rows, rate)
+        self.weights[places] = weights
+        for name, kept in rows.items():
+            state[name][places] = kept
+
+    # Reading.
+
+    def may_read(self, wanted: int, worker: int = -1) -> bool:
+        """Whether everyone's steps before `wanted` are in."""
+        return wanted < 0 or self.stopping or self.least >= wanted
+
+    @property
+    def least(self) -> int:
+        """The step that is open, or the slowest worker's."""
+        if not self.description.held:
+            return self.clocks.least
+        return FOREVER if self.clocks.live == 0 else self.round
+
+    def staleness(self, worker: int) -> int:
+        """Steps of others since a worker has read."""
+        return self._others(worker) - self._read_at[worker] if worker in self._read_at else 0
+
+    def note_read(self, worker: int) -> None:
+        """A worker reads now."""
+        if worker in self._read_at:
+            self._read_at[worker] = self._others(worker)
+
+    def _others(self, worker: int) -> int:
+        return self.clocks.steps - self.clocks.of[worker]
+
+    # State: what the rules remember, as planes beside the weights.
+
+    def name_planes(self, names: Sequence[str] | None = None) -> list[str]:
+        """The planes' names: those there are, or those that a checkpoint has."""
+        if names is None:
+            found = {name for state in self._states for name in state}
+            for applier in self._appliers.values():
+                found |= set(applier.state_dict())
+            names = sorted(found)
+        self._planes, self._loading = list(names), {}
+        return self._planes
+
+    def _plane(self, number: int) -> str:
+        if not 1 <= number <= len(self._planes):
+            raise ProtocolError(f"plane {number} of a rule's state, which has {len(self._planes)}: {self._planes}")
+        return self._planes[number - 1]
+
+    def read(self, number: int, first: int, count: int) -> Tensor:
+        """Keys of the weights, or of a plane."""
+        low, high = first - self.first, first - self.first + count
+        if number == 0:
+            return self.weights[low:high]
+        name, group = self._plane(number), group_of(self.description.bounds, first)
+        if self._rules[group].elementwise:
+            rows = self._states[group].get(name)
+            return torch.zeros(count) if rows is None else rows[low:high]
+        applier = self._appliers.get((low, high))  # one that is not there has nothing, and a read makes none
+        kept = None if applier is None else applier.state_dict().get(name)
+        return torch.zeros(count) if kept is None else kept.to(torch.float32).expand(count).contiguous()
+
+    def _put_plane(self, number: int, first: int, values: Tensor) -> None:
+        name, group = self._plane(number), group_of(self.description.bounds, first)
+        low, high = first - self.first, first - self.first + values.numel()
+        if self._rules[group].elementwise:
+            if name in self._states[group]:
+                self._states[group][name][low:high] = values
+            return
+        loading = self._loading.setdefault((low, high), {})
+        loading[name] = values.clone()
+        if len(loading) == len(self._planes):  # a piece's state is taken over when all of it is there
+            self._applier(group, low, high).load_state_dict(self._loading.pop((low, high)))
+
+
+def _take_weights(ready: Sequence[tuple[int, list[Push]]]) -> float:
+    """How many gradients the workers bring together, where a push's scale says how many it adds up."""
+    weight = sum(pushes[0].scale for _, pushes in ready)
+    for _, pushes in ready:
+        for push in pushes:
+            push.scale = 1.0
+    return weight
+
+
+def _run(rule: Rule, weights: Tensor, values: Tensor, state: dict[str, Tensor], rate: float | None) -> None:
+    """Apply a rule. A user's may raise halfway, or put new tensors into its state: it works on copies."""
+    if not isinstance(rule, Handled):
+        rule.apply(weights, values, state, rate)
+        return
+    changed, rows = weights.clone(), {name: kept.clone() for name, kept in state.items()}
+    rule.apply(changed, values, rows, rate)
+    shapes = {name: kept.shape for name, kept in rows.items()}
+    if changed.shape != weights.shape or shapes != {name: kept.shape for name, kept in state.items()}:
+        raise ProtocolError(
+            f"{rule!r} left weights of {list(changed.shape)} and a state of {sorted(rows)}, where "
+            f"{list(weights.shape)} and {sorted(state)} were due: change them in place"
+        )
+    weights.copy_(changed)
+    for name, kept in rows.items():
+        state[name].copy_(kept)
+
+
+def add_up(workers: Sequence[list[Push]], edges: Sequence[int] = ()) -> list[Push]:
+    """The sum of what workers have pushed, added in their order. `edges`: where pieces begin."""
+    cuts = [[(push.first, push.count, push.keys is None) for push in pushes] for pushes in workers]
+    if not workers:
+        return []
+    if all(cut == cuts[0] for cut in cuts) and all(dense for _, _, dense in cuts[0]):
+        return [_sum_dense([pushes[number] for pushes in workers]) for number in range(len(cuts[0]))]
+    return _sum_sparse([push for pushes in workers for push in pushes], edges)
+
+
+def _sum_dense(pushes: Sequence[Push]) -> Push:
+    total, alike = pushes[0].values, len({push.scale for push in pushes}) == 1
+    if not alike and pushes[0].scale != 1.0:
+        total.mul_(pushes[0].scale)
+    for push in pushes[1:]:
+        total.add_(push.values, alpha=1.0 if alike else push.scale)
+    return Push(pushes[0].first, total, rate=pushes[0].rate, scale=pushes[0].scale if alike else 1.0)
+
+
+def _sum_sparse(pushes: Sequence[Push], edges: Sequence[int]) -> list[Push]:
+    """By piece: whatever the workers' cuts are, a rule sees each key once."""
+    pieces: dict[int, list[Push]] = {}
+    for push in pushes:
+        pieces.setdefault(edges[bisect_right(edges, push.first) - 1] if edges else push.first, []).append(push)
+    found = []
+    for first, same in sorted(pieces.items()):
+        lists = [torch.arange(p.first, p.first + p.count) if p.keys is None else p.keys for p in same]
+        keys, places = torch.unique(torch.cat(lists), return_inverse=True)
+        total = torch.zeros(keys.numel())
+        total.index_add_(0, places, torch.cat([push.values * push.scale for push in same]))
+        found.append(Push(first, total, keys=keys, rate=same[0].rate))
+    return found

@@ -1,0 +1,191 @@
+"""Journals and invariants for hunts over the parameter server; for the store itself, and for strategies on it.
+
+Every client keeps a journal of its own: what it pushed under which tag, what was acknowledged, what each read returned.
+An update is a one at a key that is its own, on each server; so what a read saw is a set of updates::
+
+    shard of a server    │ worker 0: 0 1 2 …  │ worker 1: 0 1 2 …  │ …         a one: that step is in, once
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from syncline.server import Server, network_of, protocol
+from syncline.server.layout import Layout
+from syncline.server.space import Space
+from syncline.transports import Transport
+
+ACKED, LATE = "acked", "late"
+
+
+@dataclass(frozen=True)
+class Tags:
+    """Which key stands for a worker's step at a server."""
+
+    workers: int
+    steps: int
+    servers: int
+    piece: int = protocol.PIECE
+    """Keys that a server reads at once: what lies in two pieces may be of two moments."""
+
+    @property
+    def shard(self) -> int:
+        return self.workers * self.steps
+
+    @property
+    def numel(self) -> int:
+        return self.servers * self.shard
+
+    def keys(self, worker: int, clock: int, servers: Sequence[int] | None = None) -> Tensor:
+        """The keys of one step, on these servers (all)."""
+        chosen = range(self.servers) if servers is None else servers
+        return torch.tensor([server * self.shard + worker * self.steps + clock for server in chosen])
+
+    def one_hot(self, worker: int, clock: int) -> Tensor:
+        """The same as a row of all keys."""
+        row = torch.zeros(self.numel)
+        row[self.keys(worker, clock)] = 1.0
+        return row
+
+    def has_gaps(self, server: int, worker: int, steps: Sequence[int]) -> bool:
+        """Whether a step is in without an earlier one of the same worker, in the same piece."""
+        edges, first = Layout(self.numel, self.servers, piece=self.piece).edges, server * self.shard
+        places = [bisect_right(edges, first + worker * self.steps + clock) for clock in range(self.steps)]
+        return any(places[later] == places[earlier] for later in steps for earlier in set(range(later)) - set(steps))
+
+    def seen(self, values: Tensor, server: int) -> Tensor:
+        """What one server's part of a read says: a row for each worker, a column for each of its steps."""
+        return values[server * self.shard : (server + 1) * self.shard].view(self.workers, self.steps)
+
+
+@dataclass
+class Pushed:
+    """One step that a client has sent."""
+
+    clock: int
+    fate: dict[int, str] = field(default_factory=dict)
+    """For each server that has answered: was it taken, or late?"""
+
+
+@dataclass
+class Read:
+    """What a read returned, and what it had to hold."""
+
+    wanted: int
+    own: list[int]
+    """This client's steps that it had pushed when it asked."""
+    sent: list[list[int]]
+    """Steps that each worker had pushed when the answer was here: more cannot be in it."""
+    values: Tensor
+
+
+@dataclass
+class Journal:
+    """What one client has done and seen; written by the client alone."""
+
+    worker: int
+    pushed: list[Pushed] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
+    opened: bool = False
+    ended: bool = False
+
+    def clocks(self) -> list[int]:
+        return [push.clock for push in self.pushed]
+
+    def late_at(self, server: int) -> set[int]:
+        return {push.clock for push in self.pushed if push.fate.get(server) == LATE}
+
+    def acked_at(self, server: int) -> set[int]:
+        return {push.clock for push in self.pushed if push.fate.get(server) == ACKED}
+
+
+class Remembered(dict[int, Space]):
+    """The spaces of a server; what it forgets is kept here, for the invariants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[Space] = []
+
+    def __setitem__(self, mark: int, space: Space) -> None:
+        self.all.append(space)
+        super().__setitem__(mark, space)
+
+
+class Servers:
+    """Dedicated servers of a simulation, `aside=servers.members`; their spaces can be looked at afterwards."""
+
+    def __init__(self, workers: int, servers: int) -> None:
+        self._workers, self._servers = workers, servers
+        self.spaces: dict[int, Remembered] = {}
+        self.members = [self._serve] * servers
+
+    def _serve(self, transport: Transport) -> None:
+        network = network_of(transport, self._workers, self._servers)
+        server = Server(network)
+        server.desk.spaces = self.spaces[network.me - self._workers] = Remembered()
+        server.start().join()
+
+    def weights(self) -> Tensor:
+        """What the servers hold of the one space there was."""
+        return torch.cat([self.spaces[server].all[-1].weights for server in range(self._servers)])
+
+
+def steps_in(row: Tensor) -> list[int]:
+    """The steps of one worker that are in, each exactly once."""
+    found = row.nonzero().view(-1).tolist()
+    assert bool(((row == 0) | (row == 1)).all()), f"an update counts more than once, or not wholly: {row.tolist()}"
+    return found
+
+
+def check_read(tags: Tags, read: Read, worker: int, killed: Sequence[int], *, prefix: bool = True) -> None:
+    """A read is explained by a set of updates that were pushed, one's own among them, and is as fresh as it must be."""
+    for server in range(tags.servers):
+        rows = [steps_in(row) for row in tags.seen(read.values, server)]
+        for other, steps in enumerate(rows):
+            strange = sorted(set(steps) - set(read.sent[other]))
+            assert not strange, f"server {server}: steps {strange} of worker {other} are in, and were not pushed"
+            if not prefix:
+                continue
+            assert not tags.has_gaps(server, other, steps), f"server {server}: {steps} of worker {other}: gaps"
+            fresh = set(range(max(0, read.wanted))) <= set(steps)
+            assert fresh or other in killed, (
+                f"server {server}: worker {worker} reads {steps} of worker {other}, and wanted {read.wanted} steps"
+            )
+        missing = sorted(set(read.own) - set(rows[worker]))
+        assert not missing, f"server {server}: worker {worker} does not see its own steps {missing}: {rows[worker]}"
+
+
+def check_growth(tags: Tags, journal: Journal) -> None:
+    """What a client has seen once stays there."""
+    for before, after in zip(journal.reads, journal.reads[1:], strict=False):
+        lost = (before.values > after.values).nonzero().view(-1).tolist()
+        assert not lost, f"worker {journal.worker} sees keys {lost} go back from one read to the next"
+
+
+def check_rounds(tags: Tags, read: Read, killed: Sequence[int]) -> None:
+    """Synchronous steps are all or nothing: at each server every worker that lives is at the same step."""
+    for server in range(tags.servers):
+        counts = {other: int(row.sum()) for other, row in enumerate(tags.seen(read.values, server))}
+        alive = {count for other, count in counts.items() if other not in killed}
+        assert len(alive) <= 1, f"server {server}: half a step is in: {counts}"
+        assert all(counts[other] <= max(alive, default=tags.steps) for other in killed), f"server {server}: {counts}"
+
+
+def check_final(tags: Tags, journals: Sequence[Journal], weights: Tensor) -> None:
+    """At the end all that was acknowledged is in, once; nothing that came late is, and nothing that nobody pushed."""
+    for server in range(tags.servers):
+        for journal, row in zip(journals, tags.seen(weights, server), strict=True):
+            steps = set(steps_in(row))
+            lost = sorted(journal.acked_at(server) - steps)
+            assert not lost, f"server {server} has lost steps {lost} of worker {journal.worker}, which it acknowledged"
+            strange = sorted(steps - set(journal.clocks()))
+            assert not strange, f"server {server} has steps {strange} of worker {journal.worker}, who pushed none such"
+            late = sorted(steps & journal.late_at(server))
+            assert not late, (
+                f"server {server} has applied steps {late} of worker {journal.worker}, and called them late"
+            )

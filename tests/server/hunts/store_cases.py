@@ -1,0 +1,205 @@
+"""The store under a drawn case: who takes part, how values travel, what goes wrong. The seed draws all of it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import syncline as sl
+from syncline.server import Client, Future, open_space, protocol
+from syncline.server.filters import build_filter
+from syncline.testing.hunting import kill_soon
+from syncline.transports.faults import Delay, Drop, Duplicate, Fault, Slow
+from tests.server.hunts import harness
+from tests.server.hunts.harness import ACKED, LATE, Journal, Pushed, Read, Servers, Tags
+
+SLACK = {"sequential": 0, "quorum": 0, "ssp": 2, "eventual": None}
+PATIENCE = 20.0
+"""Virtual seconds: who gives up does so because something is broken."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One draw."""
+
+    consistency: str
+    seed: int
+    tags: Tags
+    chaos: bool
+    faults: tuple[Fault, ...]
+    doomed: int | None
+    """The worker that is killed."""
+    doom: int
+    """In which of its steps, and whether its push is in by then."""
+    pushed: bool
+    retry: float | None
+    caches: bool
+
+    @staticmethod
+    def draw(consistency: str, seed: int) -> Case:
+        draw = random.Random(f"{consistency}/{seed}")
+        workers, servers, steps = draw.randint(2, 4), draw.randint(1, 3), draw.randint(3, 6)
+        faults: list[Fault] = []
+        if draw.random() < 0.5:
+            faults.append(Slow(draw.randrange(workers), draw.choice((3.0, 10.0)), start=draw.random() * 0.01))
+        if draw.random() < 0.5:
+            faults.append(Delay(draw.random() * 0.01, probability=0.3))
+        if draw.random() < 0.6:
+            faults.append(Duplicate(0.3))
+        drops = draw.random() < 0.5
+        if drops:
+            faults.append(Drop(0.15))
+        return Case(
+            consistency=consistency,
+            seed=seed,
+            tags=Tags(workers, steps, servers, draw.choice((3, 7, protocol.PIECE))),
+            chaos=draw.random() < 0.75,
+            faults=tuple(faults),
+            doomed=draw.randrange(workers) if draw.random() < 0.4 else None,
+            doom=draw.randrange(steps),
+            pushed=draw.random() < 0.5,
+            retry=0.05 if drops else None,
+            caches=draw.random() < 0.4,
+        )
+
+    @property
+    def held(self) -> bool:
+        return self.consistency in ("sequential", "quorum")
+
+    @property
+    def quorum(self) -> float:
+        return 0.5 if self.consistency == "quorum" else 1.0
+
+    def wanted(self, clock: int) -> int:
+        """What a read after so many own steps waits for."""
+        slack = SLACK[self.consistency]
+        return -1 if slack is None else max(0, clock - slack)
+
+
+class Worker:
+    """One client, which writes its journal as it goes."""
+
+    def __init__(self, case: Case, world: sl.World, journals: list[Journal]) -> None:
+        self.case, self.world, self.journals = case, world, journals
+        self.journal = journals[world.rank]
+        self.draw = random.Random(f"{case.seed}/{world.rank}")
+        self.reading: list[tuple[Future, int, list[int]]] = []
+
+    def run(self) -> None:
+        case, tags = self.case, self.case.tags
+        client = open_space(
+            self.world, "hunt", tags.numel, held=case.held, quorum=case.quorum, piece=tags.piece, retry=case.retry,
+            filters=build_filter("cache") if case.caches else None,
+        )  # fmt: skip
+        self.journal.opened = True
+        while client.clock < tags.steps:
+            if not case.pushed:
+                self.meet_doom(client.clock)
+            self.world.compute(self.draw.random() * 1e-3)
+            self.step(client)
+        client.finish_training()
+        for found in self.reading:
+            self.note(*found)
+        client.close()
+        self.journal.ended = True
+
+    def meet_doom(self, clock: int) -> None:
+        if self.case.doomed == self.world.rank and clock >= self.case.doom:
+            kill_soon(self.world)
+
+    def step(self, client: Client) -> None:
+        """Push one step in one of several ways, and read in one of several ways."""
+        clock, me, tags = client.clock, self.world.rank, self.case.tags
+        pushed = Pushed(clock)
+        self.journal.pushed.append(pushed)
+        way = self.draw.choice(("dense", "keys", "parts", "both"))
+        if way == "both":
+            out = client.push_pull(None, tags.one_hot(me, clock), tick=True, wanted=self.case.wanted(clock + 1))
+            self.acknowledge(pushed, out)
+            self.note(out, self.case.wanted(clock + 1), self.own())
+            return
+        future = self.push(client, way, clock)
+        lazy = self.draw.random() < 0.4 and self.case.consistency != "quorum"
+        if not lazy:
+            self.acknowledge(pushed, future)
+        if self.case.pushed:
+            self.meet_doom(clock)
+        wanted = self.case.wanted(client.clock)
+        asked = client.pull(wanted=wanted), wanted, self.own()
+        if lazy:
+            self.acknowledge(pushed, future)
+        if self.draw.random() < 0.3 and self.case.consistency == "eventual":
+            self.reading.append(asked)  # several reads under way
+        else:
+            self.note(*asked)
+
+    def push(self, client: Client, way: str, clock: int) -> Future:
+        me, tags = self.world.rank, self.case.tags
+        if way == "dense":
+            return client.push(None, tags.one_hot(me, clock), tick=True)
+        if way == "keys" or tags.servers == 1:
+            keys = tags.keys(me, clock)
+            return client.push(keys, torch.ones(keys.numel()), tick=True)
+        first, rest = tags.keys(me, clock, range(1)), tags.keys(me, clock, range(1, tags.servers))
+        return client.push(first, torch.ones(1)).joined(client.push(rest, torch.ones(rest.numel()), tick=True))
+
+    def acknowledge(self, pushed: Pushed, future: Future) -> None:
+        future.wait()
+        for flight in future._flights:
+            late = flight.reply is not None and flight.reply.status == protocol.LATE
+            if pushed.fate.get(flight.line.index) != LATE:
+                pushed.fate[flight.line.index] = LATE if late else ACKED
+
+    def own(self) -> list[int]:
+        """Steps that a read of now must see. A late one is not in."""
+        return [push.clock for push in self.journal.pushed if LATE not in push.fate.values()]
+
+    def note(self, future: Future, wanted: int, own: list[int]) -> None:
+        values = future.wait()
+        assert isinstance(values, Tensor)
+        late = {push.clock for push in self.journal.pushed if LATE in push.fate.values()}
+        own = [clock for clock in own if clock not in late]
+        sent = [journal.clocks() for journal in self.journals]
+        self.journal.reads.append(Read(wanted, own, sent, values.clone()))
+
+
+@dataclass
+class Outcome:
+    """What a case came to."""
+
+    opened: bool
+    """Whether all workers had the space: a kill before that ends the others as well, by their barrier."""
+    killed: tuple[int, ...]
+    reads: int
+
+
+def check_store(consistency: str, seed: int) -> Outcome:
+    """Run one case and check its invariants."""
+    case = Case.draw(consistency, seed)
+    tags = case.tags
+    journals = [Journal(worker) for worker in range(tags.workers)]
+    servers = Servers(tags.workers, tags.servers)
+    run = sl.simulate(
+        lambda world: Worker(case, world, journals).run(), tags.workers, faults=case.faults, seed=seed,
+        chaos=case.chaos, timeout=PATIENCE, aside=servers.members, return_exceptions=True,
+        network=sl.Network(latency=1e-4, jitter=0.5),
+    )  # fmt: skip
+    opened = all(journal.opened for journal in journals)
+    for worker, result in enumerate(run.results):
+        if isinstance(result, BaseException) and opened:
+            raise AssertionError(f"worker {worker} (killed: {run.killed}): {result!r}") from result
+    assert not opened or all(journal.ended or journal.worker in run.killed for journal in journals)
+    ordered = consistency != "quorum"
+    for journal in journals:
+        for read in journal.reads:
+            harness.check_read(tags, read, journal.worker, run.killed, prefix=ordered)
+            if consistency == "sequential":
+                harness.check_rounds(tags, read, run.killed)
+        if consistency != "eventual":
+            harness.check_growth(tags, journal)
+    if opened:
+        harness.check_final(tags, journals, servers.weights())
+    return Outcome(opened, run.killed, sum(len(journal.reads) for journal in journals))

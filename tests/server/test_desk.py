@@ -1,0 +1,322 @@
+"""What a server does with requests, without a transport."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from syncline.server import handler, protocol
+from syncline.server.board import MOST_POSTS, as_body
+from syncline.server.desk import Desk
+from syncline.server.protocol import Request
+from syncline.server.sessions import MOST_LISTS
+from tests.server.desk_talk import NUMEL, Talk, body_of, describe, desk_with, reason_of, values_of
+
+KEYS, CACHED, TICK = protocol.KEYS, protocol.CACHED, protocol.TICK
+OK, LATE, NEED_KEYS = protocol.OK, protocol.LATE, protocol.NEED_KEYS
+
+
+@handler("half_then_raise")
+def half_then_raise(weights: torch.Tensor, values: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+    weights[: weights.numel() // 2] += values[: weights.numel() // 2]
+    raise RuntimeError("out of luck")
+
+
+@handler("counts", state={"seen": 0.0})
+def counts(weights: torch.Tensor, values: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+    state["seen"] = state["seen"] + 1  # not in place, and kept all the same
+    weights.copy_(state["seen"])
+
+
+@handler("resizes")
+def resizes(weights: torch.Tensor, values: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+    weights.resize_(1)
+
+
+def test_a_repeated_request_is_answered_again_and_applied_once() -> None:
+    (talk,) = desk_with(0)
+    request, body = Request(protocol.PUSH_PULL, count=NUMEL), body_of(torch.ones(NUMEL))
+    first = talk.ask(request, body, number=2)
+    again = talk.ask(request, body, number=2)
+    assert values_of(first) == values_of(again) == [1.0] * NUMEL
+    assert first.reply == again.reply
+
+
+def test_what_the_client_has_is_forgotten_and_not_answered_again() -> None:
+    (talk,) = desk_with(0)
+    request, body = Request(protocol.PUSH, count=NUMEL), body_of(torch.ones(NUMEL))
+    talk.ask(request, body, number=2)
+    talk.acked = 2
+    talk.ask(request, body, number=3)
+    assert talk.send(request._replace(acked=1), body, number=2) == []
+    assert talk.space.weights.tolist() == [2.0] * NUMEL
+    assert set(talk.desk._sessions[talk.description.mark, 0].answers) == {3}
+
+
+def test_requests_wait_for_those_they_come_after_in_whatever_order_they_arrive() -> None:
+    (talk,) = desk_with(0, rules=("assign",))
+    late = Request(protocol.PUSH, count=NUMEL, after=2)
+    assert talk.send(late, body_of(torch.full((NUMEL,), 3.0)), number=3) == []
+    found = talk.send(Request(protocol.PUSH, count=NUMEL), body_of(torch.full((NUMEL,), 2.0)), number=2)
+    assert [answer.reply.number for answer in found] == [2, 3]
+    assert talk.space.weights.tolist() == [3.0] * NUMEL
+
+
+def test_a_client_that_does_not_wait_for_answers_is_refused_and_kept_small() -> None:
+    (talk,) = desk_with(0)
+    session = talk.desk._sessions[talk.description.mark, 0]
+    for _ in range(5 * protocol.SLOTS):
+        answer = talk.push(torch.ones(NUMEL))
+    assert "at most 64 at once: wait for answers first" in reason_of(answer)
+    assert len(session.answers) == protocol.SLOTS
+    assert talk.space.weights.tolist() == [float(protocol.SLOTS - 1)] * NUMEL  # hello was the first
+    assert not session.parked
+    assert not session.ahead
+    talk.acked, talk.number = protocol.SLOTS, protocol.SLOTS  # it has read them: on it goes
+    assert talk.push(torch.ones(NUMEL)).reply.status == OK
+    assert len(session.answers) == 1
+
+
+def test_parked_requests_are_bounded_too() -> None:
+    (talk,) = desk_with(0)
+    for number in range(3, 10 * protocol.SLOTS):  # all of them wait for number 2, which never comes
+        talk.send(Request(protocol.PUSH, count=NUMEL, after=2), body_of(torch.ones(NUMEL)), number=number)
+    assert len(talk.desk._sessions[talk.description.mark, 0].parked) <= protocol.SLOTS
+
+
+@pytest.mark.parametrize(
+    ("fields", "values", "message"),
+    [
+        ({"first": 4, "count": 8}, 8, "keys 4 to 12 are not this server's: it has 0 to 8 of 8"),
+        ({"count": 2**63}, 8, "9223372036854775808 keys in one request"),
+        ({"count": 4}, 8, "32 B where 4 keys and values take 16 B"),
+        ({"count": 8}, 7, "28 B where 8 keys and values take 32 B"),
+        ({"count": 8, "dtype": 2}, 8, "values of type 2"),
+        ({"count": 8, "handler": 9}, 8, "handler 9 was never looked up"),
+        ({"count": 8, "scale": float("nan")}, 8, "scale=nan"),
+        ({"count": 8, "rate": float("inf")}, 8, "rate=inf"),
+        ({"count": 8, "flags": protocol.ENCODED}, 8, "in a space that has none"),
+        ({"count": 8, "flags": TICK, "clock": 5}, 8, "worker 0 is at clock 0, and sends a step of clock 5"),
+        ({"count": 8, "space": 77}, 8, "a stranger in space 0x0000004d"),
+        ({"count": 8, "after": 10**6}, 8, "claims to follow 1000000"),
+        ({"count": 8, "acked": 10**6}, 8, "claims to follow 1000000"),
+        ({"count": 8, "plane": 3}, 8, "plane 3 of a rule's state"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(fields: dict[str, Any], values: int, message: str) -> None:
+    (talk,) = desk_with(0)
+    talk.push(torch.arange(8.0))
+    before = talk.space.weights.clone()
+    answer = talk.ask(Request(protocol.PUSH, **fields), body_of(torch.ones(values)))
+    assert message in reason_of(answer)
+    assert torch.equal(talk.space.weights, before)
+    assert talk.space.clocks.of == {0: 0, 1: 0}
+    assert talk.push(torch.ones(8)).reply.status == OK
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ([3, 1], "3 at place 0 comes before a smaller one"),
+        ([1, 1], "1 at place 0 comes twice"),
+        ([1, 8], "keys 1 to 8 do not lie between 0 and 8"),
+        ([-1, 1], "keys -1 to 1 do not lie"),
+        ([2**63 - 1, -(2**63)], "comes before a smaller one"),
+    ],
+)
+def test_lists_that_cannot_be(keys: list[int], message: str) -> None:
+    (talk,) = desk_with(0)
+    body = body_of(torch.ones(2), torch.tensor(keys))
+    for kind in (protocol.PUSH, protocol.PUSH_PULL):
+        assert message in reason_of(talk.ask(Request(kind, count=2, flags=KEYS), body))
+    assert message in reason_of(talk.ask(Request(protocol.PULL, count=2, flags=KEYS), body[:16]))
+    assert not talk.space.weights.any()
+
+
+def test_a_list_of_another_piece_is_refused() -> None:
+    (talk,) = desk_with(0, piece=4, rules=("add", "sgd(1.0)"), bounds=(0, 4))
+    body = body_of(torch.ones(2), torch.tensor([1, 5]))  # two groups, two rules
+    assert "do not lie between 0 and 4" in reason_of(talk.ask(Request(protocol.PUSH, count=2, flags=KEYS), body))
+    assert "lie in two groups" in reason_of(talk.push(torch.ones(4), first=2))
+
+
+@pytest.mark.parametrize("name", ["half_then_raise", "resizes"])
+def test_a_handler_that_raises_halfway_changes_nothing(name: str) -> None:
+    (talk,) = desk_with(0)
+    talk.push(torch.arange(8.0))
+    number = talk.control(do="handler", name=name)["number"]
+    answer = talk.push(torch.ones(8), handler=number)
+    assert reason_of(answer).startswith(("RuntimeError: out of luck", f"handler('{name}') left weights of [1]"))
+    keyed = Request(protocol.PUSH, count=2, flags=KEYS, handler=number)
+    talk.ask(keyed, body_of(torch.ones(2), torch.tensor([0, 5])))
+    assert talk.space.weights.tolist() == list(range(8))
+    assert talk.push(torch.ones(8)).reply.status == OK
+
+
+def test_a_users_rule_that_raises_closes_a_held_step_without_a_change() -> None:
+    one, two = desk_with(0, 1, held=True, rules=("handler('half_then_raise')",))
+    assert one.push(torch.ones(8), flags=TICK, clock=0).reply.status == OK
+    assert "out of luck" in reason_of(two.push(torch.ones(8), flags=TICK, clock=0))
+    assert not one.space.weights.any()
+    assert one.space.round == 1
+    assert one.push(torch.ones(8), flags=TICK, clock=1).reply.status == OK
+    one.desk.lose(1)  # now worker 0 alone closes the step; nobody is there to be told
+    assert one.space.round == 2
+
+
+def test_a_handlers_state_is_kept_by_ranges_and_by_lists() -> None:
+    (talk,) = desk_with(0)
+    number = talk.control(do="handler", name="counts")["number"]
+    for _ in range(2):
+        talk.push(torch.ones(4), handler=number)
+    talk.ask(Request(protocol.PUSH, count=1, flags=KEYS, handler=number), body_of(torch.ones(1), torch.tensor([0])))
+    assert talk.space.weights.tolist() == [3.0, 2.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_another_models_hello_is_refused() -> None:
+    (talk,) = desk_with(0)
+    other = Talk(talk.desk, 1, describe(numel=9), greet=False)
+    body = torch.frombuffer(bytearray(describe(numel=9).to_json()), dtype=torch.uint8)
+    assert "is another model's: it has 8 keys" in reason_of(other.ask(Request(protocol.HELLO), body))
+    lies = Talk(talk.desk, 1, describe("test 2"), greet=False)
+    assert "describes 'test 1'" in reason_of(lies.ask(Request(protocol.HELLO), body))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"{", b"[]", b"{}", b'{"name": 3}', b"[" * 5000, b"\xff\xfe"],
+)
+def test_a_description_that_is_none(text: bytes) -> None:
+    talk = Talk(Desk(lambda found: 0), 0, describe(), greet=False)
+    assert reason_of(talk.ask(Request(protocol.HELLO), torch.frombuffer(bytearray(text), dtype=torch.uint8)))
+    assert not talk.desk.spaces
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"piece": 1, "numel": 1 << 30}, {"servers": ()}, {"servers": (5, 5)}, {"rules": ("nonsense",)}, {"quorum": 0.0},
+     {"bounds": (0, 3)}, {"codec": "nonsense"}],
+)  # fmt: skip
+def test_a_description_that_cannot_be(changed: dict[str, Any]) -> None:
+    description = describe(**changed)
+    talk = Talk(Desk(lambda found: 0), 0, description, greet=False)
+    body = torch.frombuffer(bytearray(description.to_json()), dtype=torch.uint8)
+    assert reason_of(talk.ask(Request(protocol.HELLO), body))
+    assert not talk.desk.spaces
+
+
+def test_lists_are_sent_once_and_asked_for_when_they_are_forgotten() -> None:
+    (talk,) = desk_with(0)
+    keys = torch.tensor([1, 4])
+    named = Request(protocol.PUSH, count=2, flags=CACHED, digest=99)
+    assert talk.ask(named, body_of(torch.ones(2)), number=2).reply.status == NEED_KEYS
+    assert talk.ask(named, body_of(torch.ones(2)), number=2).reply.status == NEED_KEYS  # doubled on the way
+    told = named._replace(flags=CACHED | KEYS)
+    assert talk.ask(told, body_of(torch.ones(2), keys), number=2).reply.status == OK
+    assert talk.ask(named, body_of(torch.ones(2)), number=3).reply.status == OK
+    assert talk.space.weights.tolist() == [0.0, 2.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0]
+    talk.number = 3
+    read = Request(protocol.PULL, count=2, flags=CACHED, digest=99)
+    assert values_of(talk.ask(read)) == [2.0, 2.0]
+    for digest in range(100, 100 + MOST_LISTS):
+        talk.acked = talk.number
+        talk.ask(told._replace(digest=digest), body_of(torch.zeros(2), keys))
+    assert talk.ask(read).reply.status == NEED_KEYS
+    wrong = named._replace(digest=100 + MOST_LISTS - 1, count=1)
+    assert "1 values from key 0 on, for a list of 2 keys" in reason_of(talk.ask(wrong, body_of(torch.ones(1))))
+
+
+def test_a_list_that_is_forgotten_while_a_read_waits() -> None:
+    one, two = desk_with(0, 1)
+    both = Request(protocol.PUSH_PULL, count=2, flags=CACHED | KEYS, digest=7, wanted=1)
+    assert one.send(both, body_of(torch.ones(2), torch.tensor([0, 3]))) == []
+    one.desk._sessions[one.description.mark, 0].lists.clear()
+    for talk in (one, two):
+        talk.send(Request(protocol.PUSH, flags=TICK, clock=0))
+    assert [values_of(answer) for answer in two.others if answer.body is not None] == [[1.0, 1.0]]
+
+
+def test_a_worker_that_is_lost_before_its_hello_holds_nobody_back() -> None:
+    (one,) = desk_with(0)  # worker 1 has not said hello
+    assert one.send(Request(protocol.PUSH, flags=TICK, clock=0))
+    assert one.pull(wanted=1) == []
+    (answer,) = one.desk.lose(1)
+    assert values_of(answer) == [0.0] * NUMEL
+    later = Talk(one.desk, 0, describe("test 2"))  # nor in a space that is opened afterwards
+    later.send(Request(protocol.PUSH, flags=TICK, clock=0))
+    assert later.pull(wanted=1)
+
+
+def test_those_who_leave_with_a_read_under_way_are_answered() -> None:
+    one, two = desk_with(0, 1)
+    assert one.pull(wanted=5) == []
+    assert two.pull(wanted=5) == []
+    assert len(one.send(Request(protocol.BYE))) == 1
+    answers = two.send(Request(protocol.BYE))
+    assert [answer.reply.number for answer in answers] == [3, 2]
+    assert [answer.reply.number for answer in two.others] == [2]
+    assert not one.desk.spaces
+
+
+def test_observers_wait_for_the_space_and_have_no_clock() -> None:
+    desk = Desk(lambda found: 0)
+    watcher = Talk(desk, 9, describe(), greet=False)
+    other = Talk(desk, 9, describe("test 2"), greet=False)
+    assert watcher.send(Request(protocol.HELLO)) == []
+    assert other.send(Request(protocol.HELLO)) == []
+    worker = Talk(desk, 0, describe())
+    assert [answer.member for answer in worker.others] == [9]
+    second = Talk(desk, 0, describe("test 2"))
+    assert [answer.member for answer in second.others] == [9]
+    assert "has no clock to advance" in reason_of(watcher.push(torch.ones(8), flags=TICK, clock=0))
+    assert values_of(watcher.pull()[0]) == [0.0] * NUMEL
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [b"", b"[1]", b'{"do": "dance"}', b'{"do": ["x"]}', b'{"do": "post", "kind": "a", "values": 3}',
+     b'{"do": "post", "kind": "a", "values": ["x"]}', b'{"do": "clocks", "clocks": [1]}',
+     b'{"do": "clocks", "clocks": [-1, 0]}', b'{"do": "clocks", "clocks": [1e400, 0]}', b'{"do": "posts"}',
+     b'{"do": "posts", "since": 1e400}', b'{"do": "handler", "name": "unheard_of"}', b'{"do": "below", "below": 3}',
+     b"[" * 20000],
+)  # fmt: skip
+def test_controls_that_cannot_be(asked: bytes) -> None:
+    (talk,) = desk_with(0)
+    body = torch.frombuffer(bytearray(asked or b" "), dtype=torch.uint8)
+    assert reason_of(talk.ask(Request(protocol.CONTROL), body))
+    assert talk.space.clocks.of == {0: 0, 1: 0}
+    assert talk.control(do="steps")["steps"] == [0, 0]
+
+
+def test_an_unknown_handler_is_told_which_there_are() -> None:
+    (talk,) = desk_with(0)
+    answer = talk.ask(Request(protocol.CONTROL), as_body({"do": "handler", "name": "half_then_rise"}))
+    assert "half_then_raise" in reason_of(answer)
+
+
+def test_the_board_is_read_in_portions_that_go_in_one_message() -> None:
+    (talk,) = desk_with(0)
+    for number in range(10):
+        talk.control(do="post", kind="k", values=[number + 0.123456789] * 1000)
+        talk.acked = talk.number
+    seen: list[int] = []
+    while len(seen) < 10:
+        found = talk.control(do="posts", since=len(seen))
+        assert found, "nothing more came"
+        seen += [number for number, _, _ in found]
+    assert seen == list(range(1, 11))
+    for _ in range(MOST_POSTS - 10):
+        talk.acked = talk.number
+        talk.control(do="post", kind="k", values=[])
+    talk.acked = talk.number
+    full = talk.ask(Request(protocol.CONTROL), as_body({"do": "post", "kind": "k", "values": []}))
+    assert "the board is full" in reason_of(full)
+
+
+def test_planes_that_nobody_has_are_read_as_zeros_and_stay_unmade() -> None:
+    (talk,) = desk_with(0, rules=("torch('SGD', lr=0.1, momentum=0.9)",))
+    talk.control(do="planes", names=["momentum_buffer"])
+    assert values_of(talk.pull(first=2, count=3, plane=1)[0]) == [0.0] * 3
+    assert talk.push(torch.ones(8)).reply.status == OK  # the odd read has not made an odd piece

@@ -35,7 +35,8 @@ from syncline.errors import (
     WorldError,
 )
 from syncline.optim import LAMB, LARS, cosine_decay, exponential_decay, scale_lr, step_decay, warmup
-from syncline.strategies import AllReduce, Run, Shard, Step, Steps, Strategy
+from syncline.server import Client, Future, handler, store
+from syncline.strategies import AllReduce, Bsp, Downpour, Hogwild, Master, Run, Shard, Ssp, Step, Steps, Strategy
 from syncline.training import distribute, latest, load, save
 from syncline.transports import Link, Network, faults
 from syncline.world import (
@@ -65,14 +66,20 @@ __all__ = [
     "LAMB",
     "LARS",
     "AllReduce",
+    "Bsp",
     "BySize",
     "Cast",
+    "Client",
     "Codec",
     "DeadlockError",
     "DivergedError",
+    "Downpour",
+    "Future",
+    "Hogwild",
     "IncompatibleError",
     "Link",
     "Lossless",
+    "Master",
     "Network",
     "OneBit",
     "PeerLostError",
@@ -86,6 +93,7 @@ __all__ = [
     "Shard",
     "Simulation",
     "SpecError",
+    "Ssp",
     "Step",
     "Steps",
     "Strategy",
@@ -107,6 +115,7 @@ __all__ = [
     "exponential_decay",
     "faults",
     "gather",
+    "handler",
     "init",
     "latest",
     "load",
@@ -117,5 +126,6 @@ __all__ = [
     "send",
     "simulate",
     "step_decay",
+    "store",
     "warmup",
 ]

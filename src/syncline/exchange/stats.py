@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from syncline.events import Recorder
 from syncline.runtime import Lock
@@ -42,6 +42,8 @@ class Stats:
     """Those that are part of `exposed_seconds`: the rank decoded while it waited for the rest."""
     staleness: int = 0
     """Steps between a gradient and its use, in the latest step."""
+    staleness_counts: dict[int, int] = field(default_factory=dict)
+    """How often each staleness was met, where reads differ in it."""
     consensus: float | None = None
     """How far the workers' weights were from their mean when it was last taken: √(Σ‖wᵢ − w̄‖² / p). None: equal."""
     watching: bool = True
@@ -93,9 +95,37 @@ class Stats:
         self.exposed_seconds += stop - start
         self.events.interval("sl_comm_exposed_seconds", start, stop, lane="compute", what="waits for gradients")
 
-    def as_dict(self) -> dict[str, float]:
-        """The numbers under the names of the run log."""
+    def read_at(self, staleness: int) -> None:
+        """This rank has read weights that lack so many steps of the others.
+
+        >>> from contextlib import nullcontext
+        >>> stats = Stats(Recorder(lambda: 0.0), nullcontext())
+        >>> for staleness in (0, 2, 2):
+        ...     stats.read_at(staleness)
+        >>> stats.staleness_counts, stats.staleness_mean
+        ({0: 1, 2: 2}, 1.3333333333333333)
+        """
+        with self.lock:
+            self.staleness = staleness
+            self.staleness_counts[staleness] = self.staleness_counts.get(staleness, 0) + 1
+
+    @property
+    def staleness_mean(self) -> float:
+        """Over all reads so far; the latest step's where nobody counts them."""
+        reads = sum(self.staleness_counts.values())
+        return sum(key * count for key, count in self.staleness_counts.items()) / reads if reads else self.staleness
+
+    @property
+    def staleness_histogram(self) -> dict[str, int]:
+        """The counts as JSON has them, from the freshest reads to the stalest."""
+        with self.lock:
+            return {str(key): self.staleness_counts[key] for key in sorted(self.staleness_counts)}
+
+    def as_dict(self) -> dict[str, Any]:
+        """The numbers under the names of the run log; the histogram of staleness where there is one."""
+        histogram = self.staleness_histogram
         return {
+            **({"sl_staleness_histogram": histogram} if histogram else {}),
             "steps": self.steps,
             "sl_comm_bytes_logical": self.bytes_logical,
             "sl_comm_bytes_wire": self.bytes_wire,

@@ -2,15 +2,25 @@
 
 from syncline.strategies.allreduce import AllReduce
 from syncline.strategies.base import Preset, Run, Settings, Strategy
+from syncline.strategies.bsp import Bsp
 from syncline.strategies.catalog import build_strategy, default_presets, strategy_names
+from syncline.strategies.downpour import Downpour
+from syncline.strategies.hogwild import Hogwild
+from syncline.strategies.master import Master
 from syncline.strategies.reading import Shard, Step, Steps
+from syncline.strategies.ssp import Ssp
 
 __all__ = [
     "AllReduce",
+    "Bsp",
+    "Downpour",
+    "Hogwild",
+    "Master",
     "Preset",
     "Run",
     "Settings",
     "Shard",
+    "Ssp",
     "Step",
     "Steps",
     "Strategy",

@@ -18,6 +18,7 @@ from syncline.data import Cursor, MicroBatches, Sharded
 from syncline.errors import IncompatibleError, SpecError
 from syncline.exchange import BUCKET_BYTES, Exchange, Stats, check_same, plain_name, share_tree, spread
 from syncline.specs import Spec
+from syncline.strategies.board import Board
 from syncline.strategies.reading import Shard, Steps
 from syncline.world import World, allgather, allreduce
 
@@ -48,6 +49,10 @@ class Preset:
     """What the learning rate is multiplied with."""
     momentum: float | None = None
     """The most that it bears; None: any."""
+    scaling: str | None = None
+    """How the rate grows with the workers; None: as for all others."""
+    one_host: bool = False
+    """Whether all workers must be on one host."""
 
 
 class Strategy(ABC):
@@ -65,6 +70,18 @@ class Strategy(ABC):
     @abstractmethod
     def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
         """Begin to keep the ranks' models together, by hooks on the model and the optimizer."""
+
+    @property
+    def loose(self) -> bool:
+        """Whether its workers go at their own pace, and a process beside them may look at the weights (`observe`)."""
+        return False
+
+    def observe(self, model: nn.Module, network: Any) -> Board | None:
+        """A door for a process that takes no steps, such as an evaluator, on the network of the servers.
+
+        None where only the workers themselves see the weights: an evaluator is a task of rank 0 then.
+        """
+        return None
 
     def __repr__(self) -> str:
         told = {
@@ -101,6 +118,8 @@ class Run(ABC):
         self._cursors: dict[str, Mapping[str, Any]] = {}
         self._own: dict[str, torch.Tensor] | None = None
         """This worker's buffers while the model holds the agreed ones."""
+        self.kept: dict[str, Any] = {}
+        """Plain values that a loose run's loop has checkpoints keep for this worker alone."""
         self._closed = False
         self._rates: list[list[float]] | None = None
         """At the reductions of an epoch in which workers may run out of data."""
@@ -114,6 +133,19 @@ class Run(ABC):
     def replica(self) -> nn.Module:
         """The module whose forward trains: the model itself, unless somebody else's way of agreeing wraps it."""
         return self.model
+
+    @property
+    def loose(self) -> bool:
+        """Whether every worker goes at its own pace.
+
+        Between the first step and the last, neither the run nor the loop around it calls a collective of the world
+        then: a worker that was killed would break it.
+        """
+        return self.strategy.loose
+
+    def board(self) -> Board | None:
+        """Where the workers of a loose run tell each other how far they are; None for others."""
+        return None
 
     @property
     def stats(self) -> Stats:
@@ -196,10 +228,15 @@ class Run(ABC):
     def agreed(self) -> Iterator[None]:
         """Inside, the model holds what all workers agree on: batch norm's running statistics are averaged.
 
-        Every worker enters it. What each had itself is back afterwards.
+        Every worker enters it, but in a loose run: there any worker may alone, and finds the board's weights. What each
+        had itself is back afterwards.
         """
-        if self._own is not None or self.exchange.size == 1:
+        if self._own is not None or (self.exchange.size == 1 and not self.loose):
             yield
+            return
+        if self.loose:
+            with self._from_board():
+                yield
             return
         named = self._buffers()
         buffers = list(named.values())
@@ -214,8 +251,27 @@ class Run(ABC):
             for name, buffer in named.items():
                 buffer.detach().copy_(own[name])
 
+    @contextmanager
+    def _from_board(self) -> Iterator[None]:
+        board = self.board()
+        if board is None:
+            yield
+            return
+        held = [tensor.detach() for tensor in (*self.model.parameters(), *self.model.buffers())]
+        own = [tensor.clone() for tensor in held]
+        self._own = {name: buffer.detach().clone() for name, buffer in self._buffers().items()}
+        try:
+            board.weights_into(self.model)
+            yield
+        finally:
+            self._own = None
+            for tensor, before in zip(held, own, strict=True):
+                tensor.copy_(before)
+
     def check_uneven(self) -> None:
         """Before an epoch in which workers may run out at different times: what would part them is refused."""
+        if self.loose:
+            return
         if self.world.trainings > 1:
             raise IncompatibleError(
                 f"{self.world.trainings} runs train in this world, and this data may end earlier on some workers than "
@@ -226,6 +282,8 @@ class Run(ABC):
 
     def settle_uneven(self) -> None:
         """This worker has run out of data: go along with the others until all have, then catch up with them."""
+        if self.loose:
+            return
         missed = 0
         while self.empty_round():
             missed += 1
@@ -263,26 +321,30 @@ class Run(ABC):
     def state_dict(self) -> dict[str, Any]:
         """`shared` is the same on every worker, `local` this worker's own; tensors and plain values only."""
         buffers = self._own or {name: buffer.detach().clone() for name, buffer in self._buffers().items()}
+        cursors = self._cursors | {key: reader.cursor.state_dict() for key, (_, reader) in self._readers.items()}
+        # At its own pace each worker stands somewhere else.
+        place = {"cursors": cursors, "steps": self.stats.steps, "kept": dict(self.kept)}
         return {
             "shared": {
                 "strategy": repr(self.strategy),
                 "collectives": self.exchange.choices,
-                "cursors": self._cursors
-                | {key: reader.cursor.state_dict() for key, (_, reader) in self._readers.items()},
+                "cursors": cursors,
                 "steps": self.stats.steps,
                 "state": self.shared_state(),
             },
-            "local": {"buffers": buffers, "strategy": self.local_state()},
+            "local": {"buffers": buffers, "strategy": self.local_state(), **({"place": place} if self.loose else {})},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a run was; `local` is None where the checkpoint has none for this worker."""
         shared, local = state["shared"], state["local"]
         self.exchange.adopt(dict(shared["collectives"]))
-        self._cursors = dict(shared["cursors"])
+        place = shared if local is None or "place" not in local else local["place"]
+        self._cursors = dict(place["cursors"])
         for key, (_, reader) in self._readers.items():
             self._restore(key, reader.cursor)
-        self.stats.steps = int(shared["steps"])
+        self.stats.steps = int(place["steps"])
+        self.kept = dict(place.get("kept", {}))
         self.load_shared_state(shared["state"])
         self.load_local_states([] if local is None else [local["strategy"], *state.get("others", [])])
         if local is not None:

@@ -5,10 +5,15 @@ from __future__ import annotations
 from syncline.specs import Registry
 from syncline.strategies.allreduce import AllReduce
 from syncline.strategies.base import Preset, Strategy
+from syncline.strategies.bsp import Bsp
+from syncline.strategies.downpour import Downpour
+from syncline.strategies.hogwild import Hogwild
+from syncline.strategies.master import Master
+from syncline.strategies.ssp import Ssp
 
 __all__ = ["build_strategy", "default_presets", "strategy_names"]
 
-STRATEGIES: tuple[type[Strategy], ...] = (AllReduce,)
+STRATEGIES: tuple[type[Strategy], ...] = (AllReduce, Bsp, Ssp, Downpour, Hogwild, Master)
 
 
 def build_strategy(spec: str | Strategy) -> Strategy:
@@ -28,7 +33,7 @@ def strategy_names() -> list[str]:
 def default_presets() -> list[Preset]:
     """What every strategy sends into a race by default.
 
-    >>> [preset.spec for preset in default_presets()]
+    >>> [preset.spec for preset in default_presets()][:2]
     ['allreduce', 'allreduce(delay=1)']
     """
     return [preset for strategy in STRATEGIES for preset in strategy.presets]

@@ -44,7 +44,9 @@ class Journal:
             self._trace = ChromeTrace(folder.trace(world.rank, step), world.rank, zero=zero, error=error)
             world.events.add(self._trace)
 
-    def started(self, workload: Workload, settings: Settings, config: dict[str, Any], resumed: int) -> None:
+    def started(
+        self, workload: Workload, settings: Settings, config: dict[str, Any], resumed: int, loose: bool = False
+    ) -> None:
         """The run begins, or goes on after so many steps."""
         if settings.diagnose and self._recorder.sinks:
             self._diagnoses = _Diagnoses(self._recorder)
@@ -74,6 +76,8 @@ class Journal:
         }
         for key, value in points.items():
             self._recorder.point(key, value)
+        if loose:
+            self._recorder.point("sl_loose", True)
         if resumed:
             self._recorder.point("sl_resumed", resumed)
         self._recorder.begin("run_start")
@@ -104,6 +108,17 @@ class Journal:
         self._recorder.point("sl_evaluation", told, epoch_num=epoch, step=step)
         self._recorder.end("eval_stop", epoch_num=epoch, step=step)
 
+    def staleness(self, histogram: dict[str, int], step: int, workers: int) -> None:
+        """How often which staleness was met so far: by rank 0 alone, or at the end by so many workers."""
+        if histogram:
+            self._recorder.point("sl_staleness_histogram", histogram, step=step, workers=workers)
+
+    def steps_of_each(self, steps: list[int], lost: dict[int, str]) -> None:
+        """What every worker of a loose run has done, and who is gone."""
+        self._recorder.point("sl_steps", steps)
+        if lost:
+            self._recorder.point("sl_lost", {str(rank): reason for rank, reason in lost.items()})
+
     def ranks(self, table: dict[str, Any]) -> None:
         """What each rank did in the latest steps."""
         if table:
@@ -112,8 +127,10 @@ class Journal:
     def saved(self, path: str, step: int, seconds: float) -> None:
         self._recorder.point("sl_checkpoint", path, step=step, seconds=seconds)
 
-    def concluded(self, outcome: dict[str, Any], totals: dict[str, float], phases: dict[str, float]) -> None:
-        """What came of it, and what it took on rank 0."""
+    def concluded(
+        self, outcome: dict[str, Any], totals: dict[str, float], phases: dict[str, float], tested: int | None = None
+    ) -> None:
+        """What came of it, and what it took on rank 0. `tested`: the step whose weights were, if not the last."""
         self._recorder.point("sl_phases", {**phases, "elapsed": outcome["elapsed"]})
         for key, value in totals.items():
             self._recorder.point(key, value)
@@ -121,7 +138,8 @@ class Journal:
             self._recorder.point("sl_time_to_target_seconds", outcome["time_to_target"])
         self._recorder.point("sl_training_seconds", outcome["seconds"])
         if outcome["test"] is not None:
-            self._recorder.point(f"sl_test_{outcome['metric']}", _number(outcome["test"]), step=outcome["steps"])
+            step = outcome["steps"] if tested is None else tested
+            self._recorder.point(f"sl_test_{outcome['metric']}", _number(outcome["test"]), step=step)
         status = "aborted" if outcome["stopped_by"] == "signal" else "success"
         self.stopped(status, stopped_by=outcome["stopped_by"], step=outcome["steps"])
 

@@ -1,0 +1,51 @@
+"""Synchronous steps by way of servers: everybody's gradients make one step, and everybody reads what comes of it.
+
+w ← rule(w, (1/p) Σ g_i(w)). The servers keep what comes early until a step is complete, add it up in the order of the
+workers, and apply it once::
+
+    worker 0   push 0 ─────────────┐ read 1   push 1 …
+    worker 1      push 0 ──────────┤ read 1      push 1 …
+    worker 2               push 0 ─┴ read 1               a step is as long as the slowest worker's
+
+Bulk synchronous parallel: Valiant (1990); at a parameter server: Li et al. (2014), sequential consistency.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from syncline.errors import SpecError
+from syncline.exchange import Exchange
+from syncline.strategies.base import Preset, Run, Settings
+from syncline.strategies.served import Plan, Served, ServedRun
+
+__all__ = ["Bsp"]
+
+
+@dataclass(frozen=True, repr=False)
+class Bsp(Served):
+    """Synchronous training at a parameter server, with the optimizer's own rule there, or with `rule`.
+
+    >>> Bsp(filters="significant(1e-4)|cache", rule="momentum(mu=0.9)")
+    bsp(rule='momentum(mu=0.9)', filters='significant(1e-4)|cache')
+    """
+
+    rule: str | None = None
+    filters: str | None = None
+    factors: bool = False
+
+    name: ClassVar[str] = "bsp"
+    presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="bsp"),)
+
+    def __post_init__(self) -> None:
+        self.check_rule(self.rule, self.filters)
+        if not isinstance(self.factors, bool):
+            raise SpecError(f"bsp(factors={self.factors!r}): True or False")
+
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+        plan = Plan(held=True, rule=self.rule, filters=self.filters, factors=self.factors)
+        return ServedRun(self, model, optimizer, exchange, settings, plan)

@@ -1,0 +1,206 @@
+"""Workers of one host update one copy of the weights in shared memory, without locks.
+
+w ← w − η · g_i(w), by each worker i whenever it has a gradient, whatever the others do at that moment::
+
+    memory    │ fc1.weight │ fc1.bias │ fc2.weight │ …        one for each dtype
+                   ▲ ▲           ▲
+    worker 0 ──────┘ │           │                            each worker's parameters are views of it, and its
+    worker 1 ────────┴───────────┘                            optimizer steps in place
+
+Two that write the same element at once may lose one of the two updates: where gradients are sparse that is rare, and
+where they are dense it has been found to do little harm. Recht, Ré, Wright, Niu: Hogwild! (2011).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from syncline.errors import DivergedError, IncompatibleError
+from syncline.exchange import Exchange, check_same, plain_name
+from syncline.strategies.base import Preset, Run, Settings, Strategy
+from syncline.strategies.shared_board import SharedBoard
+from syncline.world import World, barrier
+
+__all__ = ["Hogwild"]
+
+ALIGNED = 64
+"""Bytes: a tensor begins on a cache line of its own."""
+
+
+@dataclass(frozen=True, repr=False)
+class Hogwild(Strategy):
+    """Every worker steps at its own pace, on weights that all share.
+
+    >>> Hogwild()
+    hogwild
+    """
+
+    name: ClassVar[str] = "hogwild"
+    presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="hogwild", momentum=0.5, scaling="none", one_host=True),)
+
+    @property
+    def loose(self) -> bool:
+        return True
+
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+        _check_hosts(exchange.world)
+        if exchange.codec is not None:
+            raise IncompatibleError(
+                f"hogwild sends nothing that {exchange.codec!r} could make smaller: leave the codec out"
+            )
+        places = {plain_name(name): parameter.device.type for name, parameter in model.named_parameters()}
+        check_same(exchange, "devices", places)
+        elsewhere = next((name for name, device in places.items() if device != "cpu"), None)
+        if elsewhere is not None:
+            raise IncompatibleError(
+                f"hogwild shares the memory of the CPU, and {elsewhere} is on {places[elsewhere]}: keep the model on "
+                "the CPU, or take another strategy"
+            )
+        return _HogwildRun(self, model, optimizer, exchange, settings)
+
+
+class _HogwildRun(Run):
+    def __init__(
+        self, strategy: Hogwild, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
+    ) -> None:
+        super().__init__(strategy, model, optimizer, exchange, settings)
+        self._buffer_homes = _buffer_homes(model)
+        own = {
+            plain_name(name): tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        }
+        self._shared = _share(exchange, own)
+        words = exchange.team.transport.shared(SharedBoard.words(exchange.size), torch.int64)
+        if exchange.rank == 0:
+            for name, tensor in own.items():
+                self._shared[name].copy_(tensor)
+        if exchange.size > 1:
+            barrier(exchange.team)  # before anybody steps on weights that are not there yet
+        for name, parameter in model.named_parameters():
+            parameter.data = self._shared[plain_name(name)]
+        self._board = SharedBoard(
+            words, exchange.rank, exchange.size, exchange.world.runtime.lock(), self._weights_into
+        )
+        self._total: int | None = 0
+        """Steps of all workers when this one's latest ended."""
+        self._hooks = [optimizer.register_step_post_hook(self._after_step)]
+        if settings.check_finite:
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+
+    def board(self) -> SharedBoard:
+        return self._board
+
+    def weigh(self, weight: float, uneven: bool = False) -> None:
+        """Nothing: a worker's step is that of its own batch, whatever its size."""
+
+    def empty_round(self) -> bool:
+        return False
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Inside, the model has the buffers of rank 0. The weights are the shared ones, inside and outside.
+
+        No worker waits for another here: they change while others train.
+        """
+        if self._own is not None or self.exchange.rank == 0:
+            yield
+            return
+        buffers = self._buffers()
+        self._own = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+        for name, buffer in buffers.items():
+            buffer.detach().copy_(self._shared[name])
+        try:
+            yield
+        finally:
+            own, self._own = self._own, None
+            for name, buffer in buffers.items():
+                buffer.detach().copy_(own[name])
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """The weights are the model's own; each worker counts on from its own steps."""
+        self._board.resume(self.stats.steps)
+        self._total = None
+
+    def detach(self) -> None:
+        self._board.finish()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.clone()  # whoever still trains does not change it any more
+
+    # Within.
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What is not finite must not come into the memory of all."""
+        for name, parameter in self.model.named_parameters():
+            gradient = parameter.grad
+            if gradient is not None and not bool(torch.isfinite(_values(gradient)).all()):
+                raise DivergedError(
+                    f"NaN or Inf in the gradient of {plain_name(name)} on rank {self.world.rank} after "
+                    f"{self.stats.steps} steps: lower the learning rate"
+                )
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        total = self._board.count()
+        self.stats.steps += 1
+        self.stats.read_at(0 if self._total is None else max(0, total - self._total - 1))
+        self._total = total
+        if self.exchange.rank == 0:
+            for name, (holder, key) in self._buffer_homes.items():
+                buffer = holder[key]
+                if buffer is not None:
+                    self._shared[name].copy_(buffer.detach())
+
+    def _weights_into(self, model: nn.Module) -> None:
+        """The weights as they are now, and rank 0's buffers as of its latest step."""
+        with torch.no_grad():
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                tensor.detach().copy_(self._shared[plain_name(name)])
+
+
+def _check_hosts(world: World) -> None:
+    hosts = list(dict.fromkeys(world.hosts))
+    if len(hosts) > 1:
+        shown = ", ".join(hosts[:8]) + (", …" if len(hosts) > 8 else "")
+        raise IncompatibleError(
+            f"hogwild shares memory, and the {world.size} workers are on {len(hosts)} hosts ({shown}): run them on "
+            "one, or take a strategy that sends, such as downpour (a simulated network has one host with "
+            f"ranks_per_host={world.size} and inside=Link(…))"
+        )
+
+
+def _share(exchange: Exchange, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Memory that all workers see, for tensors like these; by name."""
+    kinds: dict[torch.dtype, list[str]] = {}
+    for name, tensor in own.items():
+        kinds.setdefault(tensor.dtype, []).append(name)
+    shared: dict[str, Tensor] = {}
+    for dtype, names in kinds.items():
+        grain = ALIGNED // dtype.itemsize
+        rooms = [-(-own[name].numel() // grain) * grain for name in names]
+        flat = exchange.team.transport.shared(sum(rooms), dtype)
+        offset = 0
+        for name, room in zip(names, rooms, strict=True):
+            shared[name] = flat[offset : offset + own[name].numel()].view(own[name].shape)
+            offset += room
+    return shared
+
+
+def _buffer_homes(model: nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str]]:
+    """Where each buffer is found now and later: a module may put another tensor in its place."""
+    homes: dict[str, tuple[dict[str, Tensor | None], str]] = {}
+    for name, _ in model.named_buffers():
+        path, _, key = name.rpartition(".")
+        homes[plain_name(name)] = (model.get_submodule(path)._buffers, key)
+    return homes
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -1,0 +1,448 @@
+"""What the strategies of the parameter server share: the model's weights lie at the servers, gradients go there.
+
+```text
+worker                                        servers
+loss.backward()
+optimizer.step()
+  └─ before   gradients, rates, a tick  ───►  rule(weights, gradients)
+              weights                   ◄───  as soon as the clocks allow
+     step     nothing: no gradients
+     after    gradients are back, to be looked at
+```
+
+Workers go at their own pace: from the first step to the last no collective of the world is called. How long a read
+waits for the others is the strategy's own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from syncline.codecs import Codec, PerLayer
+from syncline.codecs.choosing import Chooser
+from syncline.errors import DivergedError, IncompatibleError, PeerLostError, SpecError
+from syncline.exchange import Exchange, plain_name
+from syncline.server import Client, Future, ServerNetwork, open_space
+from syncline.server.filters import Filter, build_filter
+from syncline.server.layout import spans
+from syncline.server.protocol import WINDOW
+from syncline.server.rules import Handled, Rule, build_rule, rule_of
+from syncline.specs import parse
+from syncline.strategies.base import Run, Settings, Strategy
+from syncline.strategies.board import Board
+from syncline.strategies.served_board import ServedBoard, post_order, watch_board
+from syncline.strategies.served_keys import KeyMap, dense_rows
+from syncline.strategies.served_pushing import Pusher, check_filters, client_filter
+
+__all__ = ["Plan", "Served", "ServedRun"]
+
+logger = logging.getLogger("syncline")
+
+BUFFERS_EVERY = 20
+"""Steps between two puts of the buffers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a strategy wants of the servers."""
+
+    rule: str | None = None
+    """None: the rule that does what the optimizer would."""
+    lr: float | None = None
+    """In place of the optimizer's rate; it follows the optimizer's schedule all the same."""
+    held: bool = False
+    quorum: float = 1.0
+    damped: bool = False
+    filters: str | None = None
+    factors: bool = False
+    stride: int = 1
+    """Steps that a tick stands for."""
+
+
+class Served(Strategy):
+    """A strategy whose weights lie at servers. A frozen dataclass, as all are."""
+
+    @property
+    def loose(self) -> bool:
+        return True
+
+    @property
+    def stride(self) -> int:
+        """Steps that a tick of a worker's clock stands for."""
+        return 1
+
+    def observe(self, model: nn.Module, network: ServerNetwork) -> Board | None:
+        return watch_board(network, self.name, model, self.stride)
+
+    def check_rule(self, rule: str | None, filters: str | None = None) -> None:
+        """Refuse a rule or filters that cannot be read, before anything else is done with them."""
+        for key, spec, build in (("rule", rule, build_rule), ("filters", filters, build_filter)):
+            if spec is None:
+                continue
+            if not isinstance(spec, str):
+                raise SpecError(f"{self.name}({key}={spec!r}): a spec in quotes")
+            build(spec)
+
+
+class ServedRun(Run):
+    """One worker's part. Strategies say what a read waits for, or replace `before_step` and `after_step`."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        model: nn.Module,
+        optimizer: Optimizer,
+        exchange: Exchange,
+        settings: Settings,
+        plan: Plan,
+    ) -> None:
+        super().__init__(strategy, model, optimizer, exchange, settings)
+        self.plan = plan
+        self.keys = KeyMap.of(model, optimizer)
+        self.rules = _rules(self.keys, optimizer, plan)
+        self._own_rates = plan.rule is not None and _tells_rate(plan.rule)
+        self._base_rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
+        filters = None if plan.filters is None else build_filter(plan.filters)
+        check_filters(filters, plan.factors, self.rules)
+        check_codec(exchange.codec)
+        self.parameters = self.keys.trains(model)
+        self.gradients = torch.zeros(self.keys.trained)
+        """A row of this step's gradients, times this worker's weight."""
+        self.weights = torch.empty(self.keys.trained)
+        self._gradient_views = self.keys.views(self.gradients)
+        self._weight_views = self.keys.views(self.weights)
+        self.weight = 1.0
+        self._stashed: list[Tensor | None] | None = None
+        self._counted = (0, 0)
+        self.client = self.open_client(filters)
+        self.pusher = Pusher(self.client, self.keys, model, filters, plan.factors)
+        self._at_once = self.pusher.plain and _fits(self.client, self.keys)
+        if exchange.rank == 0:
+            post_order(self.client, self.keys)
+        self._board = ServedBoard(self.client, self.keys, stride=plan.stride, ending=self.ending)
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        ]
+
+    # What a strategy may say otherwise.
+
+    def open_client(self, filters: Filter | None) -> Client:
+        """Open the space, together with the other workers."""
+        codec, plan = self.exchange.codec, self.plan
+        return open_space(
+            self.world,
+            self.strategy.name,
+            self.keys.numel,
+            rules=[*(repr(rule) for rule in self.rules), *(["assign"] if self.keys.buffers else [])],
+            bounds=self.keys.bounds,
+            held=plan.held,
+            quorum=plan.quorum,
+            damped=plan.damped,
+            codec=None if codec is None else repr(codec),
+            filters=client_filter(filters),
+            initial=self.keys.read(self.model),
+            seed=self.settings.seed,
+        )
+
+    def wanted(self, clock: int) -> int:
+        """The clock that everyone must have reached before a worker at `clock` reads; −1: it does not wait."""
+        return clock
+
+    def scale(self) -> float:
+        """What the servers multiply a push, or the sum of a step's, with: the mean over who still trains."""
+        return 1.0 / max(1, self.client.told.live)
+
+    def before_step(self) -> None:
+        """The gradients are in `gradients`: push them, and have the model hold the servers' weights."""
+        self.talk()
+        self.install()
+        self._stashed = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def after_step(self) -> None:
+        """The optimizer has done its step."""
+
+    def ending(self) -> None:
+        """This worker takes no more steps: what is left goes now."""
+        with self.explained():
+            for future in self.pusher.flush(self.rates(), scale=self.scale()):
+                future.wait()
+            self.put_buffers()
+        self.count()
+
+    # The parts of a step.
+
+    def rates(self) -> list[float | None]:
+        """The learning rate of each group of keys as it is now; None: the rule's own."""
+        if self._own_rates:
+            return [None] * len(self.keys.groups)
+        found: list[float | None] = []
+        for group in self.keys.groups:
+            told = self.optimizer.param_groups[group.number]
+            rate = float(told.get("lr", 1.0))
+            if self.plan.lr is not None:
+                base = float(told.get("initial_lr", self._base_rates[group.number]))
+                rate = self.plan.lr * (rate / base if base else 1.0)
+            found.append(rate)
+        return found
+
+    def talk(self) -> None:
+        """Push this step, end it, and read the weights into `weights`."""
+        with self.waiting("push and pull"):
+            reads = self._push_pull() if self._at_once else self._push_then_pull()
+            for future in reads:
+                future.wait()
+        self.stats.read_at(max(0, *(future.staleness for future in reads)))
+
+    def install(self) -> None:
+        """Put `weights` into the model."""
+        with torch.no_grad():
+            torch._foreach_copy_([parameter.detach() for parameter in self.parameters], self._weight_views)
+
+    def put_buffers(self) -> None:
+        """The lowest worker that lives tells the servers its buffers."""
+        if self.keys.buffers and self._speaks():
+            self.client.put((self.keys.trained, self.keys.numel), self.keys.read_buffers(self.model))
+
+    @property
+    def coded(self) -> bool:
+        """Whether weights come encoded."""
+        return self.exchange.codec is not None
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """The worker waits inside for its servers."""
+        now = self.world.runtime.now
+        begun = now()
+        with self.explained():
+            yield
+        ended = now()
+        self.stats.next_round()
+        self.stats.reduced(begun, ended, what)
+        self.stats.waited(begun, ended)
+        self.count()
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Who has lost a server, or waits in vain, is told what to do about it."""
+        try:
+            yield
+        except PeerLostError as error:
+            if error.peer is None:
+                raise
+            raise PeerLostError(
+                f"{error}; {self._explain(error.peer)}", peer=error.peer, pending=error.pending, seconds=error.seconds
+            ) from error
+
+    def count(self) -> None:
+        """Take the client's bytes into the stats."""
+        logical, wire = self.client.bytes_logical + self.pusher.bytes_held, self.client.bytes_wire
+        self.stats.sent(logical - self._counted[0], wire - self._counted[1])
+        self._counted = (logical, wire)
+
+    # The run.
+
+    def board(self) -> ServedBoard:
+        return self._board
+
+    def weigh(self, weight: float, uneven: bool = False) -> None:
+        self.weight = weight
+
+    def empty_round(self) -> bool:
+        return False
+
+    def shared_state(self) -> dict[str, Any]:
+        """What the servers hold: weights, what the rules remember, and the clocks."""
+        client, keys = self.client, self.keys
+        planes = client.planes()
+        return {
+            "weights": keys.named(client.get()),
+            "planes": {name: keys.named(client.read_plane(number)) for number, name in enumerate(planes, 1)},
+            "clocks": client.steps(),
+        }
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        if "weights" in state:
+            clocks = [int(clock) for clock in state["clocks"]]
+            workers = self.client.description.workers
+            if len(clocks) != len(workers):
+                clocks = [max(clocks, default=0)] * len(workers)
+            if self.exchange.rank == 0:
+                self._put_back(state, clocks)
+            self.world.barrier()
+            self.client.clock = clocks[workers.index(self.client.network.me)]
+        self.keys.write(self.model, self.client.get((0, self.keys.trained)))
+
+    def local_state(self) -> dict[str, Any]:
+        """What filters have held back and what the codec has left unsent."""
+        rows = {"kept": self.pusher.kept, "residual": self.client.residual}
+        return {name: self.keys.named(row) for name, row in rows.items() if row is not None}
+
+    def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        for name, row in (("kept", self.pusher.kept), ("residual", self.client.residual)):
+            if row is None:
+                if any(name in state for state in states):
+                    logger.warning("the checkpoint has gradients that were not sent yet, and nothing here keeps such")
+                continue
+            row.zero_()
+            for state in states:
+                if name in state:
+                    row.add_(self.keys.joined(dict(state[name]), torch.zeros_like(row)))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._board.finish()
+        super().close()
+        with self.explained():
+            self.client.close()
+
+    def detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self.pusher.close()
+
+    # Within.
+
+    def _push_pull(self) -> list[Future]:
+        scale, rates, wanted = self.scale(), self.rates(), self.wanted(self.client.clock + 1)
+        last, futures = len(self.keys.groups) - 1, []
+        for number, group in enumerate(self.keys.groups):
+            span = slice(group.first, group.after)
+            futures.append(
+                self.client.push_pull(
+                    (group.first, group.after),
+                    self.gradients[span],
+                    self.weights[span],
+                    rate=rates[number],
+                    scale=scale,
+                    wanted=wanted,
+                    tick=number == last,
+                    coded=self.coded,
+                )
+            )
+        return futures
+
+    def _push_then_pull(self) -> list[Future]:
+        wanted = self.wanted(self.client.clock + 1)
+        pushed = self.pusher.push(self.gradients, self.rates(), scale=self.scale(), weight=self.weight)
+        after = [pushed[-1].timestamp]
+        read = self.client.pull((0, self.keys.trained), self.weights, wanted=wanted, after=after, coded=self.coded)
+        for future in pushed:
+            future.wait()
+        return [read]
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:  # the optimizer comes first
+            raise IncompatibleError(
+                f"{self.strategy!r} cannot be used with step(closure): the step is taken at the servers; call "
+                "backward() and then step()"
+            )
+        if self.settings.check_finite:
+            self._check_finite()
+        dense_rows(self.parameters, self._gradient_views)
+        if self.weight != 1.0:
+            self.gradients.mul_(self.weight)
+        self.before_step()
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._stashed is not None:
+            for parameter, gradient in zip(self.parameters, self._stashed, strict=True):
+                parameter.grad = gradient
+            self._stashed = None
+        self.stats.steps += 1
+        self.after_step()
+        if self.keys.buffers and self.stats.steps % BUFFERS_EVERY == 0:
+            with self.explained():
+                self.put_buffers()
+
+    def _check_finite(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            if not bool(torch.isfinite(values).all()):
+                raise DivergedError(
+                    f"NaN or Inf in the gradient of {plain_name(name)} on rank {self.world.rank} after "
+                    f"{self.stats.steps} steps: lower the learning rate"
+                )
+
+    def _explain(self, peer: int) -> str:
+        network, client = self.client.network, self.client
+        if peer not in network.transport.lost():
+            return (
+                f"its server answers a read when the clocks allow it: this worker is at clock {client.clock} and reads "
+                f"when all are at {self.wanted(client.clock)}, and when a server last told, the slowest was at "
+                f"{client.told.min_clock}. Look for a worker that hangs, or give sl.init() a longer timeout"
+            )
+        if network.dedicated:
+            return f"member {peer} was a server, and its part of the weights is gone: go on from a checkpoint"
+        return (
+            f"worker {peer} held a part of the weights, which is gone with it: servers of their own outlive workers "
+            "(syncline run --servers 1), or go on from a checkpoint"
+        )
+
+    def _speaks(self) -> bool:
+        transport, workers = self.client.network.transport, self.client.network.workers
+        gone = transport.lost()
+        return self.client.network.me == next(each for each in workers if transport.members[each] not in gone)
+
+    def _put_back(self, state: Mapping[str, Any], clocks: list[int]) -> None:
+        """Fill the servers from a checkpoint; the weights that it lacks stay."""
+        client, keys = self.client, self.keys
+        client.put(None, keys.joined(dict(state["weights"]), client.get()))
+        names = client.planes(sorted(state["planes"]))
+        for number, name in enumerate(names, 1):
+            client.write_plane(number, keys.joined(dict(state["planes"][name]), torch.zeros(keys.numel)))
+        client.control({"do": "clocks", "clocks": clocks}, everywhere=True)
+
+
+def check_codec(codec: Codec | None) -> None:
+    """Refuse a codec that needs more than a piece of a row."""
+    if codec is None:
+        return
+    if isinstance(codec, PerLayer):
+        raise IncompatibleError(
+            f"{codec!r} chooses by the names of parameters, and servers hold one row of keys without names: give one "
+            "codec for all"
+        )
+    parts = [each for each in codec.choices() if each is not None] if isinstance(codec, Chooser) else [codec]
+    if any(part.lingers for part in parts):
+        raise IncompatibleError(
+            f"{codec!r} sums whole matrices among the workers, and servers hold one row of keys: give a codec that "
+            "works on any piece, such as quantize(4) or topk(0.01), or factors=True, or take strategy allreduce"
+        )
+
+
+def _rules(keys: KeyMap, optimizer: Optimizer, plan: Plan) -> list[Rule]:
+    if plan.rule is not None:
+        return [build_rule(plan.rule)] * len(keys.groups)
+    found = rule_of(optimizer)
+    return [found[group.number] for group in keys.groups]
+
+
+def _tells_rate(spec: str) -> bool:
+    """Whether a rule's spec says its rate itself, or has none."""
+    (link,) = parse(spec)
+    rule = build_rule(spec)
+    if rule.name in ("add", "assign") or isinstance(rule, Handled):
+        return True
+    return "lr" in link.kwargs or (rule.elementwise and bool(link.args))
+
+
+def _fits(client: Client, keys: KeyMap) -> bool:
+    """Whether a step's requests to any server may all be under way at once: the last one ends the step for all."""
+    cuts = [cut for group in keys.groups for cut in client.description.layout.cut_range(group.first, group.after)]
+    return all(len(mine) < WINDOW // 2 for _, mine in spans(cuts))

@@ -1,0 +1,65 @@
+"""Stale synchronous parallel: workers may be ahead of the slowest by `slack` steps, and no more.
+
+w ← rule(w, (1/p) g_i(w̃)), for each push as it comes. A read at clock c has in it every update of clocks ≤ c − s − 1,
+and all of this worker's own; of newer ones as many as happen to be there::
+
+    slack=1    clock      0     1     2     3
+    worker 0              ───── ─────│···············      has ended 2 steps, and waits at the read of step 2 …
+    worker 1              ─────────────── ─────            … until worker 1 has ended its first
+
+Slack pays where slowness wanders: a worker that is late for a while catches up before the others must wait. One that is
+slow for good sets the pace in the long run. With slack 0 the servers hold early pushes, and it is `bsp`.
+
+Ho et al.: More effective distributed ML via a stale synchronous parallel parameter server (2013).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from syncline.errors import SpecError
+from syncline.exchange import Exchange
+from syncline.strategies.base import Preset, Run, Settings
+from syncline.strategies.served import Plan, Served, ServedRun
+
+__all__ = ["Ssp"]
+
+
+@dataclass(frozen=True, repr=False)
+class Ssp(Served):
+    """Workers at most `slack` steps apart.
+
+    >>> Ssp(slack=3)
+    ssp(slack=3)
+    """
+
+    slack: int = 1
+    rule: str | None = None
+    filters: str | None = None
+    factors: bool = False
+
+    name: ClassVar[str] = "ssp"
+    # Staleness acts as momentum (Mitliagkas et al. 2016): less of it is left for the optimizer, and the rate makes up.
+    presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="ssp(slack=3)", rate=2.0, momentum=0.5),)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.slack, bool) or not isinstance(self.slack, int) or self.slack < 0:
+            raise SpecError(f"ssp(slack={self.slack!r}): a number of steps, not negative")
+        self.check_rule(self.rule, self.filters)
+        if not isinstance(self.factors, bool):
+            raise SpecError(f"ssp(factors={self.factors!r}): True or False")
+
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+        plan = Plan(held=self.slack == 0, rule=self.rule, filters=self.filters, factors=self.factors)
+        return _SspRun(self, model, optimizer, exchange, settings, plan)
+
+
+class _SspRun(ServedRun):
+    strategy: Ssp
+
+    def wanted(self, clock: int) -> int:
+        return max(0, clock - self.strategy.slack)

@@ -1,0 +1,370 @@
+"""The loop where every worker goes at its own pace: no collective from the first step to the last.
+
+```text
+worker 0   step step step step ······················ finished ─┐ over, by the lowest worker that lives
+worker 1   step    step    step    step    step finished ───────┤   └─► checkpoint ─► the evaluator's last word
+worker 2   step step ✝                                          │
+           └─ board.stopping()? after each step                 └─ all that live have finished
+```
+
+Workers meet in three places alone: before the first step, at a checkpoint that was asked for, and at the end. What is
+evaluated meanwhile is the evaluator's; rank 0 reads its posts now and then and writes them into the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+from syncline.errors import DivergedError, IncompatibleError, PeerLostError
+from syncline.runtime import Task
+from syncline.strategies import Run
+from syncline.strategies.board import Board
+from syncline.training.basis import Basis
+from syncline.training.evaluator import Evaluator
+from syncline.training.folder import RunFolder
+from syncline.training.notes import REASONS, Evaluation, Notes, Tally, post_staleness
+from syncline.training.outcome import At, Outcome, Reason
+from syncline.training.phases import AGREEING, DATA, EVALUATION, phases
+from syncline.training.progress import duration
+from syncline.training.settings import Schedule, Settings
+from syncline.training.workload import Workload
+
+__all__ = ["LooseLoop"]
+
+logger = logging.getLogger("syncline")
+
+EVALUATORS = "SYNCLINE_EVALUATORS"
+"""How many evaluators the launcher has started."""
+LOOK = 0.2
+"""Seconds between two looks at the posts, at least."""
+NOTE = 5.0
+"""Seconds between two notes of speeds in the log."""
+SHORTEST = 1e-3
+"""Seconds between two looks of somebody who has nothing else to do; they grow up to `LOOK`."""
+
+
+class LooseLoop(Basis):
+    """One worker of a loose run. A round is a step of all; this worker counts its own."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        settings: Settings,
+        run: Run,
+        scheduler: Schedule | None,
+        place: RunFolder | None,
+    ) -> None:
+        super().__init__(workload, settings, run, scheduler, place)
+        board = run.board()
+        if board is None:
+            raise IncompatibleError(f"{run.strategy!r} lets its workers go at their own pace and has no board for them")
+        self.board: Board = board
+        self.notes = Notes(board)
+        self.tally = Tally(self.length, self.batch, self.world.size)
+        self.evaluator: Task | None = None
+        self.looked = self.now()
+        self.told = 0
+        """Evaluations that are in the log."""
+
+    def run(self, stop: Callable[[], bool] | None) -> Outcome:
+        """Train until this worker's epochs are over or somebody stops the run; then wait for the others."""
+        self.total = self.steps_in_all()
+        self.attached.expect(self.total)
+        self.moment()  # speeds are taken from here on
+        if self.world.rank == 0:
+            self._begin()
+        try:
+            reason = self._train(stop)
+        except DivergedError:
+            self.board.stop()  # nobody need go on with what is broken
+            raise
+        self.watch.pause()
+        post_staleness(self.board, self.world.rank, self.attached.stats.staleness_counts)
+        self.board.post("finished", [self.world.rank, self.at.step])
+        self.board.finish()
+        return self._end(reason)
+
+    # Before.
+
+    @property
+    def apart(self) -> bool:
+        """Whether the launcher has started a process to evaluate. Of simulated ranks no launcher knows."""
+        return os.environ.get(EVALUATORS, "0") != "0" and self.world.transport.network is None
+
+    def prepare(self) -> None:
+        """Nobody begins before the evaluator's process is there: it could not tell how long the run has gone on."""
+        if not self.apart:
+            return
+        self._wait("the evaluator's process to be ready", lambda: self.notes.ready)
+        self.world.barrier()
+
+    def _begin(self) -> None:
+        """Tell the evaluator that the clock runs; be it, where the launcher has started none."""
+        at = self.at
+        reached = math.nan if at.time_to_target is None else at.time_to_target
+        a_sample = math.nan if self.pace is None else self.pace.seconds_a_sample
+        self.board.post("start", [self.watch.elapsed, at.evaluated, reached, at.since_target, a_sample])
+        if self.apart:
+            return
+        evaluator = Evaluator(
+            self.board,
+            self.workload,
+            self.settings,
+            self.workload.model(self.settings.seed).to(self.world.device),
+            workers=self.world.size,
+            runtime=self.world.runtime,
+            timeout=self.world.transport.timeout,
+            clock=lambda: self.watch.elapsed,
+        )
+        self.evaluator = self.world.runtime.spawn(evaluator.run, name="evaluator")
+
+    # Steps.
+
+    def _train(self, stop: Callable[[], bool] | None) -> Reason | None:
+        """Why this worker takes no more steps; None where somebody has stopped all."""
+        while self.at.epoch < cast(int, self.settings.epochs):
+            if self.at.step >= self.total:
+                return "steps"
+            if self._asked(stop) or self._epoch(stop):
+                return None if self.at.step < self.total else "steps"
+            self.at.epoch, self.at.position = self.at.epoch + 1, 0
+        return "epochs"
+
+    def _epoch(self, stop: Callable[[], bool] | None) -> bool:
+        """The rest of an epoch; whether it was broken off."""
+        self.journal.epoch_started(self.at.epoch + 1, self.at.step)
+        self.attached.model.train()
+        self.watch.start()
+        broken = False
+        for batch in self._batches():
+            self.step(batch)
+            self.count()
+            if self.at.position < self.length and self._between_steps(stop):
+                broken = True
+                break
+        if not broken and self.at.position < self.length:
+            self.count()  # a round that had nothing for this worker
+        self.note()
+        self.watch.pause()
+        self.journal.epoch_stopped(self.at.epoch + 1, self.at.step)
+        if not broken:
+            self._checkpoint()
+        return broken
+
+    def _batches(self) -> Iterator[Any]:
+        batches = iter(self.reader)
+        while True:
+            with self.events.span(DATA, lane="data", what="next batch"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+    def _between_steps(self, stop: Callable[[], bool] | None) -> bool:
+        """Look around; whether to stop here."""
+        if self.progress.due():
+            self.progress.show(self.moment())
+        if self.now() - self.noted >= NOTE:
+            self.note()
+        if self.now() - self.looked >= LOOK:
+            self._look()
+        if self.at.step >= self.total or self._asked(stop):
+            return True
+        self._checkpoint()
+        return False
+
+    def _asked(self, stop: Callable[[], bool] | None) -> bool:
+        """Whether anybody wants the run to stop. Who is asked himself tells the others."""
+        if self.board.stopping():
+            return True
+        if stop is None or not stop():
+            return False
+        self.board.post("signal", [self.world.rank])
+        self.board.stop()
+        return True
+
+    def _look(self) -> None:
+        """Now and then: is the loss a number, and what has the evaluator found?"""
+        loss = 0.0 if self.loss is None else float(self.loss)
+        if self.settings.check_finite and not math.isfinite(loss):
+            raise DivergedError(f"the loss of rank {self.world.rank} is {loss} after {self.at.step} steps")
+        if self.world.rank == 0:
+            self._read()
+            if self.evaluator is not None and self.evaluator.done():
+                self.evaluator.join()  # raises what it raised
+        self.looked = self.now()
+
+    def _read(self) -> None:
+        self.notes.read()
+        for one in self.notes.evaluations[self.told :]:
+            self.told += 1
+            self._evaluated(one)
+
+    def _evaluated(self, one: Evaluation) -> None:
+        """Write down what the evaluator has found."""
+        at, metric, stats = self.at, self.workload.metric, self.attached.stats
+        step = one.rounds // self.world.size
+        epoch = max(1, -(-step // self.tally.epoch))
+        found = {"loss": one.loss, metric: one.metric}
+        self.journal.evaluating(epoch, step)
+        self.journal.evaluated(
+            found, epoch, step, self.standing(one.metric, one.elapsed, one.samples, stats.staleness_mean)
+        )
+        self.journal.staleness(stats.staleness_histogram, step, workers=1)
+        target = self.settings.target
+        at.judge(one.metric, one.elapsed, target is not None and self.workload.reached(one.metric, target))
+        at.evaluated = one.rounds
+        rest = "" if metric == "loss" else f", loss {one.loss:.4g}"
+        self.progress.say(
+            f"epoch {epoch}/{self.settings.epochs}: validation {metric} {one.metric:.4g}{rest}, "
+            f"after {duration(one.elapsed)}"
+        )
+
+    # Meeting.
+
+    @property
+    def leader(self) -> int:
+        """The lowest worker that is not known to be gone: what must be decided once, it decides."""
+        gone = self.world.lost
+        return next(rank for rank in range(self.world.size) if rank not in gone or rank == self.world.rank)
+
+    def _wait(self, what: str, done: Callable[[], bool]) -> None:
+        """Look at the board until `done`; whoever takes steps or says something proves that it lives."""
+        gap, since, before = SHORTEST, self.now(), (self.notes.since, self.board.steps())
+        while not done():
+            self.world.runtime.sleep(gap)
+            gap = min(1.5 * gap, LOOK)
+            self._read()
+            known = (self.notes.since, self.board.steps())
+            if known != before:
+                since, before = self.now(), known
+            patience = self.world.transport.timeout
+            if self.now() - since > patience:
+                finished, lost = sorted(self.notes.finished), sorted(self.world.lost)
+                raise PeerLostError(
+                    f"rank {self.world.rank} has waited {patience:g} s for {what}, in which nobody took a step or said "
+                    f"a word (steps: {known[1]}, finished: {finished}, lost: {lost})",
+                    pending=what,
+                    seconds=self.now() - since,
+                )
+
+    def _checkpoint(self) -> None:
+        """Where one is due, meet the others after the same round, so that nobody waits inside a step, and save.
+
+        Whoever was told to stop does not come: then there is none.
+        """
+        every, round_ = self.settings.checkpoint_every, self.at.step
+        if not every or round_ % every or self.place is None or round_ >= self.total or self.world.lost:
+            return
+        running = self.watch.running
+        self.watch.pause()
+        with self.events.span(AGREEING, lane="compute", what="waits for a checkpoint"):
+            self.board.post("arrived", [self.world.rank, round_])
+            self._wait(f"the others to save after step {round_}", lambda: self._settled(round_))
+        if self.notes.decided.get(round_, False):
+            self._save(round_)
+        if running:
+            self.watch.start()
+
+    def _settled(self, round_: int) -> bool:
+        """Whether it is known if all save here. The leader says so; who has finished or is gone does not come."""
+        self._read()
+        if round_ in self.notes.decided or self.world.lost:
+            return True
+        if self.world.rank != self.leader:
+            return self.leader in self.notes.finished
+        here = len(self.notes.arrived.get(round_, ())) == self.world.size
+        if here or self.board.stopping() or self.notes.finished:
+            self.notes.decided[round_] = here
+            self.board.post("decided", [round_, float(here)])
+            return True
+        return False
+
+    def _save(self, step: int) -> None:
+        """All that live are here. Where one is lost meanwhile there is no checkpoint, and training goes on."""
+        assert self.place is not None, "nobody saves nowhere"
+        self.attached.kept = asdict(self.at)
+        try:
+            self.save_as(self.place, step)
+        except PeerLostError as error:
+            logger.warning("no checkpoint after %d steps: %s", self.at.step, error)
+
+    def load(self, source: Path, needed: bool) -> None:
+        super().load(source, needed)
+        if self.attached.kept:  # this worker's own place; the rest is what rank 0 knew
+            own = self.attached.kept
+            self.at = At(**{**asdict(self.at), **{key: own[key] for key in ("epoch", "step", "samples", "position")}})
+            self.first = self.saved = self.at.step
+
+    # The end.
+
+    def _end(self, reason: Reason | None) -> Outcome:
+        with self.events.span(AGREEING, lane="compute", what="waits for the others to finish"):
+            self._wait("the others to finish", lambda: self._finished(reason))
+        assert self.notes.over is not None, "it was waited for"
+        ended, keep = self.notes.over
+        if keep:
+            self._save(self.notes.finished[0])
+        with self.events.span(EVALUATION, lane="compute", what="waits for the last evaluation"):
+            self._wait("the evaluator to test the final weights", self._tested)
+        if self.evaluator is not None and not self.evaluator.join(self.world.transport.timeout):
+            logger.warning("the evaluator has said its last word and does not end")
+        if self.notes.test is None:
+            logger.warning("rank 0 is lost, and with it the evaluator and the log: nobody tests the final weights")
+        if ended != "signal" and self.at.satisfied(self.settings.evaluations_after):
+            ended = "target"
+        return self._conclude(ended, None if self.notes.test is None else self.notes.test[0])
+
+    def _finished(self, reason: Reason | None) -> bool:
+        """Whether the run is over; the leader says so when all that live have finished."""
+        self._read()
+        if self.notes.over is None and self.world.rank == self.leader:
+            gone = self.world.lost
+            if all(rank in self.notes.finished or rank in gone for rank in range(self.world.size)):
+                stopped: Reason = "target" if self.notes.target and not self.notes.signal else "signal"
+                ended = stopped if reason is None or self.notes.signal else reason
+                keep = self.place is not None and self.settings.checkpoint_every != 0 and not gone
+                self.notes.over = (ended, keep)
+                self.board.post("over", [REASONS.index(ended), float(keep)])
+        return self.notes.over is not None
+
+    def _tested(self) -> bool:
+        if self.notes.test is None and self.evaluator is not None and self.evaluator.done():
+            self.evaluator.join()  # raises what it raised
+        return self.notes.test is not None or (0 in self.world.lost and not self.apart)
+
+    def _conclude(self, reason: Reason, test: float | None) -> Outcome:
+        at, steps = self.at, self.board.steps()
+        outcome = Outcome(
+            metric=self.workload.metric,
+            test=None if reason == "signal" else test,
+            validation=at.validation,
+            seconds=self.watch.trained,
+            elapsed=self.watch.elapsed,
+            time_to_target=at.time_to_target,
+            epochs=at.epoch,
+            steps=at.step,
+            samples=self.tally.samples(steps),
+            stopped_by=reason,
+        )
+        self.write_config()
+        stats = self.attached.stats
+        totals = {**stats.as_dict(), DATA: self.events.totals.get(DATA, 0.0)}
+        for key in ("steps", "sl_staleness_histogram"):
+            totals.pop(key, None)
+        self.journal.steps_of_each(steps, self.world.lost)
+        whole: dict[int, int] = {}
+        for counts in self.notes.staleness.values():
+            for staleness, count in counts.items():
+                whole[staleness] = whole.get(staleness, 0) + count
+        told = {str(staleness): whole[staleness] for staleness in sorted(whole)}
+        self.journal.staleness(told, at.step, workers=len(self.notes.staleness))
+        tested = at.step if at.evaluated < 0 else at.evaluated // self.world.size
+        self.journal.concluded(asdict(outcome), totals, phases(self.events.totals, stats), tested)
+        return outcome

@@ -1,0 +1,163 @@
+"""A loose strategy of a few lines: plain SGD on weights that lie in this process, and a board beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from syncline.exchange import Exchange
+from syncline.strategies import Run, Settings, Strategy
+from syncline.strategies.board import Post
+from syncline.world import World
+
+
+@dataclass
+class Common:
+    """What all simulated ranks see. `reads` are the steps that each read has found behind the weights."""
+
+    workers: int
+    steps: list[int] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    posts: list[Post] = field(default_factory=list)
+    finished: set[int] = field(default_factory=set)
+    stopping: bool = False
+
+    def __post_init__(self) -> None:
+        self.steps = [0] * self.workers
+
+
+class MemoryBoard:
+    """One rank's door to it. With a latency every call takes so long: others come in between."""
+
+    def __init__(self, common: Common, world: World, latency: float = 0.0) -> None:
+        self.common, self.world, self.latency = common, world, latency
+
+    def _passes(self) -> None:
+        if self.latency:
+            self.world.runtime.sleep(self.latency)
+
+    def steps(self) -> list[int]:
+        self._passes()
+        return list(self.common.steps)
+
+    def weights_into(self, model: nn.Module) -> None:
+        self._passes()
+        with torch.no_grad():
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                tensor.copy_(self.common.weights[name])
+
+    def stopping(self) -> bool:
+        return self.common.stopping
+
+    def stop(self) -> None:
+        self._passes()
+        self.common.stopping = True
+
+    def post(self, kind: str, values: Sequence[float]) -> None:
+        self._passes()
+        assert len(kind) <= 32
+        assert len(values) <= 24
+        self.common.posts.append(Post(len(self.common.posts) + 1, kind, tuple(map(float, values))))
+
+    def read_posts(self, since: int) -> list[Post]:
+        self._passes()
+        return self.common.posts[since:]
+
+    def finish(self) -> None:
+        self.common.finished.add(self.world.rank)
+
+    def close(self) -> None:
+        return
+
+
+@dataclass(frozen=True, repr=False)
+class Loosely(Strategy):
+    """Each worker takes its gradient to the common weights when it has it, and takes the weights back."""
+
+    name: ClassVar[str] = "loosely"
+    common: Common | None = field(default=None, compare=False)
+    latency: float = 0.0
+    share: float = 1.0
+    """What a gradient counts."""
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def loose(self) -> bool:
+        return True
+
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+        assert self.common is not None
+        return LooseRun(self, model, optimizer, exchange, settings)
+
+
+class LooseRun(Run):
+    strategy: Loosely
+
+    def __init__(
+        self, strategy: Loosely, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
+    ) -> None:
+        super().__init__(strategy, model, optimizer, exchange, settings)
+        assert strategy.common is not None
+        self.common = strategy.common
+        self._board = MemoryBoard(self.common, exchange.world, strategy.latency)
+        self._seen = 0
+        if exchange.rank == 0:
+            self._give()
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        ]
+
+    def board(self) -> MemoryBoard:
+        return self._board
+
+    def _give(self) -> None:
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            self.common.weights[name] = tensor.detach().clone()
+
+    def _before(self, *_: Any) -> None:
+        """The optimizer steps on the common weights as they are now, with a gradient of older ones."""
+        total = sum(self.common.steps)
+        self.stats.read_at(max(0, total - self._seen))
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(self.common.weights[name])
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.strategy.share)
+
+    def _after(self, *_: Any) -> None:
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                self.common.weights[name].copy_(parameter)
+            if self.exchange.rank == 0:
+                for name, buffer in self.model.named_buffers():
+                    self.common.weights[name].copy_(buffer)
+        self.stats.steps += 1
+        self.stats.sent(8, 8)
+        self.common.steps[self.exchange.rank] += 1
+        self._seen = sum(self.common.steps)
+
+    def weigh(self, weight: float, uneven: bool = False) -> None:
+        return
+
+    def empty_round(self) -> bool:
+        raise AssertionError("a loose run has no rounds of all")
+
+    def shared_state(self) -> dict[str, Any]:
+        return {"weights": {name: tensor.clone() for name, tensor in self.common.weights.items()}}
+
+    def load_shared_state(self, state: Any) -> None:
+        for name, tensor in state["weights"].items():
+            self.common.weights[name] = tensor.clone()
+        self.common.steps[self.exchange.rank] = self.stats.steps
+
+    def detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()

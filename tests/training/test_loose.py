@@ -1,0 +1,330 @@
+"""Workers that go at their own pace, on the simulator: what each does, what the evaluator finds, who is waited for."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import syncline as sl
+from syncline.errors import DivergedError, PeerLostError, SpecError
+from syncline.events import read_log
+from syncline.training.loop import train
+from syncline.training.notes import Tally
+from syncline.training.outcome import Outcome
+from syncline.training.settings import Settings
+from syncline.training.stragglers import Slow, parse_slow
+from syncline.transports.faults import Kill
+from syncline.world import Simulation, World
+from tests.training.loosely import Common, Loosely
+from tests.training.tiny import Tiny
+
+PACE = 0.01
+
+
+def simulate(
+    settings: Settings,
+    ranks: int,
+    *,
+    workload: Tiny | None = None,
+    latency: float = 0.0,
+    faults: Any = (),
+    seed: int = 0,
+    timeout: float = 300.0,
+    **options: Any,
+) -> tuple[Simulation, Common]:
+    common = Common(ranks)
+    strategy = Loosely(common, latency, share=1 / ranks)
+    chosen = workload or Tiny()
+    options = {"seconds_a_sample": PACE, **options}
+
+    def work(world: World) -> Outcome:
+        return train(chosen, settings, world=world, strategy=strategy, **options)
+
+    return sl.simulate(work, ranks=ranks, faults=faults, seed=seed, timeout=timeout), common
+
+
+def events(folder: Path, key: str) -> list[dict[str, Any]]:
+    return [line for line in read_log(folder) if line["key"] == key]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_each_worker_takes_its_own_steps(ranks: int, seed: int) -> None:
+    """50 samples in rounds of 4·k: with three ranks one has nothing in an epoch's last round, with four two."""
+    found, common = simulate(Settings(epochs=3), ranks, seed=seed, latency=1e-3)
+    rounds = 3 * math.ceil(50 / (4 * ranks))
+    for outcome in found.results:
+        assert (outcome.steps, outcome.epochs, outcome.stopped_by) == (rounds, 3, "epochs")
+        assert outcome.samples == 150
+        assert outcome.test is not None
+        assert outcome.test == found.results[0].test
+        assert outcome.validation == found.results[0].validation
+    assert common.finished == set(range(ranks))
+    assert Tally(50, 4 * ranks, ranks).rounds(common.steps) == rounds * ranks
+
+
+@pytest.mark.parametrize("steps", [1, 6, 7, 10])
+def test_it_ends_after_so_many_steps_of_each(steps: int) -> None:
+    found, common = simulate(Settings(steps=steps), 2)
+    assert common.steps == [steps, steps]
+    assert {outcome.stopped_by for outcome in found.results} == {"epochs" if steps == 7 else "steps"}
+
+
+def test_samples_follow_from_steps() -> None:
+    """Rounds of 8 over 50 samples: seven an epoch, the last of two samples, one for each of two workers."""
+    tally = Tally(50, 8, 2)
+    assert tally.samples([7, 7]) == 50
+    assert tally.samples([7, 0]) == 25
+    assert tally.samples([6, 1]) == 24 + 4
+    three = Tally(50, 12, 3)  # two in the last round: nothing for rank 2
+    assert three.samples([5, 5, 4]) == 50
+    assert three.rounds([5, 5, 4]) == 15
+    assert three.rounds([6, 6, 5]) == 18
+
+
+def test_the_log_is_that_of_a_run(tmp_path: Path) -> None:
+    simulate(Settings(epochs=2, evaluate_every=3, seed=3), 2, folder=tmp_path, latency=1e-4)
+    lines = read_log(tmp_path)
+    story = [line["key"] for line in lines if line["key"] in ("run_start", "epoch_start", "epoch_stop", "run_stop")]
+    assert story == ["run_start", *["epoch_start", "epoch_stop"] * 2, "run_stop"]
+    assert [line["metadata"]["step"] for line in events(tmp_path, "epoch_stop")] == [7, 14]
+    stamps = [line["seconds"] for line in lines]
+    assert stamps == sorted(stamps)
+    found = events(tmp_path, "sl_evaluation")
+    steps = [line["metadata"]["step"] for line in found]
+    assert steps == sorted(set(steps))
+    assert [step // 3 for step in steps[:-1]] == [1, 2, 3, 4], "one for each multiple, none of them early"
+    assert steps[-1] == 14
+    assert found[-1]["value"]["samples"] == 100
+    assert found[-1]["value"]["epochs"] == 2
+    for line in found:
+        assert 0 < line["value"]["elapsed"] <= line["seconds"] - events(tmp_path, "run_start")[0]["seconds"] + 1e-9
+        assert line["value"]["trained"] <= line["value"]["elapsed"]
+    assert lines[-1]["metadata"] == {"status": "success", "stopped_by": "epochs", "step": 14}
+    assert events(tmp_path, "sl_steps")[0]["value"] == [14, 14]
+    assert events(tmp_path, "sl_loose")[0]["value"] is True
+    assert json.loads((tmp_path / "config.json").read_text())["loose"] is True
+    told = events(tmp_path, "sl_phases")[0]["value"]
+    whole = told.pop("elapsed")
+    assert sum(told.values()) == pytest.approx(whole, rel=0.02), "the phases are all of the time"
+    assert told["evaluation"] < 0.5 * whole
+
+
+def test_staleness_is_counted(tmp_path: Path) -> None:
+    simulate(Settings(epochs=2), 3, folder=tmp_path)
+    *during, last = events(tmp_path, "sl_staleness_histogram")
+    assert last["metadata"]["workers"] == 3
+    assert sum(last["value"].values()) == 5 * 2 + 5 * 2 + 4 * 2, "every read of every worker"
+    assert set(last["value"]) - {"0"}, "some were stale"
+    assert all(line["metadata"]["workers"] == 1 for line in during)
+    assert "sl_staleness_histogram" not in {line["key"] for line in lines_of_allreduce(tmp_path / "other")}, (
+        "where nobody counts there is none"
+    )
+
+
+def lines_of_allreduce(folder: Path) -> list[dict[str, Any]]:
+    sl.simulate(lambda world: train(Tiny(), Settings(epochs=1), world=world, folder=folder), ranks=2)
+    return read_log(folder)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_straggler_holds_nobody_back(seed: int) -> None:
+    """Three times as slow, and for a while: the others are done when they would have been without it."""
+    alone, _ = simulate(Settings(epochs=4), 3, seed=seed)
+    slow = [Slow(2, 3.0)]
+    found, common = simulate(Settings(epochs=4), 3, seed=seed, slow=slow)
+    first, _, third = found.results
+    assert first.seconds == pytest.approx(alone.results[0].seconds)
+    assert third.seconds == pytest.approx(3 * alone.results[2].seconds)
+    assert common.steps == [20, 20, 16]
+    passing, _ = simulate(Settings(epochs=4), 3, seed=seed, slow=[Slow(2, 3.0, start=0.1, stop=0.3)])
+    late = passing.results[2].seconds - alone.results[2].seconds
+    assert 0.1 < late < 0.2, "0.2 s at a third of the speed, to a layer"
+
+
+def test_slowness_and_faults_of_the_simulator_multiply() -> None:
+    network = sl.Network(slow={1: 2.0})
+    strategy = Loosely(Common(2))
+    options: dict[str, Any] = {"seconds_a_sample": PACE, "slow": [Slow(1, 3.0)], "strategy": strategy}
+    found = sl.simulate(lambda w: train(Tiny(), Settings(epochs=1), world=w, **options), ranks=2, network=network)
+    assert found.results[1].seconds == pytest.approx(6 * found.results[0].seconds)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_killed_worker_is_not_waited_for(tmp_path: Path, seed: int, victim: int) -> None:
+    found, common = simulate(
+        Settings(epochs=4), 3, seed=seed, faults=[Kill(victim, at=0.25)], folder=tmp_path, latency=1e-4
+    )
+    assert found.killed == (victim,)
+    assert found.results[victim] is None
+    living = [found.results[rank] for rank in range(3) if rank != victim]
+    assert {outcome.stopped_by for outcome in living} == {"epochs"}
+    assert all(outcome.test is not None and outcome.steps == 20 for outcome in living)
+    assert common.steps[victim] < 16
+    assert str(victim) in events(tmp_path, "sl_lost")[0]["value"]
+    assert read_log(tmp_path)[-1]["metadata"]["status"] == "success"
+    assert not (tmp_path / "checkpoints").exists(), "not all are there to save"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_others_end_without_rank_0(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    """It had the evaluator and the log: the others finish their steps, and say what nobody will know."""
+    found, common = simulate(Settings(epochs=4), 3, seed=seed, faults=[Kill(0, at=0.25)])
+    assert common.steps[1:] == [20, 16]
+    assert [outcome.stopped_by for outcome in found.results[1:]] == ["epochs", "epochs"]
+    assert found.results[1].test is None
+    assert "rank 0 is lost, and with it the evaluator" in caplog.text
+
+
+def test_an_evaluator_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher says that it has started one, and there is none."""
+    monkeypatch.setattr("syncline.training.loose.LooseLoop.apart", True)
+    with pytest.raises(PeerLostError, match=r"rank . has waited 5 s for the evaluator's process to be ready"):
+        simulate(Settings(epochs=1), 2, timeout=5.0)
+    monkeypatch.setattr("syncline.training.loose.LooseLoop.prepare", lambda self: None)  # it came, and went
+    with pytest.raises(PeerLostError, match=r"rank . has waited 5 s for the evaluator to test .* finished: \[0, 1\]"):
+        simulate(Settings(epochs=1), 2, timeout=5.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_target_stops_all(tmp_path: Path, seed: int) -> None:
+    settings = Settings(epochs=500, target=0.9, evaluate_every=2, evaluations_after=2)
+    found, common = simulate(settings, 3, seed=seed, folder=tmp_path, slow=[Slow(1, 4.0)])
+    values = [line["value"] for line in events(tmp_path, "sl_evaluation")]
+    hit = next(number for number, value in enumerate(values) if value["metric"] >= 0.9)
+    assert len(values) == hit + 1 + 2, "two follow the hit, and nothing after those"
+    for outcome in found.results:
+        assert outcome.stopped_by == "target"
+        assert outcome.time_to_target == values[hit]["elapsed"]
+        assert outcome.test is not None
+    assert events(tmp_path, "sl_time_to_target_seconds")[0]["value"] == values[hit]["elapsed"]
+    assert max(common.steps) < 500 * 5
+
+
+def test_evaluations_take_no_time_from_workers() -> None:
+    """Twenty samples to evaluate after every step take longer than the step; the workers do not notice."""
+    often, _ = simulate(Settings(epochs=3, evaluate_every=1), 2)
+    rarely, _ = simulate(Settings(epochs=3, evaluate_every=1000), 2)
+    assert often.results[0].seconds == pytest.approx(rarely.results[0].seconds)
+
+
+def test_a_wish_to_stop_is_everybodys(tmp_path: Path) -> None:
+    calls = iter(range(10**6))
+    found, common = simulate(Settings(epochs=100), 3, folder=tmp_path, stop=lambda: next(calls) > 20)
+    assert {outcome.stopped_by for outcome in found.results} == {"signal"}
+    assert {outcome.test for outcome in found.results} == {None}
+    assert max(common.steps) < 20
+    assert read_log(tmp_path)[-1]["metadata"]["status"] == "aborted"
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_stopped_run_goes_on(tmp_path: Path, seed: int) -> None:
+    """Each worker where it was: with the straggler behind the others, nothing is read twice and nothing left out."""
+    slow = [Slow(1, 3.0)]
+    calls = iter(range(10**6))
+    simulate(Settings(epochs=4), 2, seed=seed, folder=tmp_path, slow=slow, stop=lambda: next(calls) > 15)
+    (saved,) = (tmp_path / "checkpoints").iterdir()
+    workload = Tiny()
+    found, common = simulate(
+        Settings(epochs=4), 2, seed=seed, folder=tmp_path, slow=slow, resume=True, workload=workload
+    )
+    assert [outcome.steps for outcome in found.results] == [28, 28]
+    assert common.steps == [28, 28]
+    before = [28 - workload.losses[rank] for rank in range(2)]
+    assert before[0] > before[1] > 0, "they were stopped at different steps"
+    assert events(tmp_path, "sl_resumed")[0]["value"] == before[0]
+    assert found.results[0].samples == 200
+    assert saved.name == f"step-{before[0]:08}"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_checkpoints_are_met_for(tmp_path: Path, seed: int) -> None:
+    """After every fifth step of each: the fast wait there, and nowhere else."""
+    settings = Settings(epochs=2, checkpoint_every=5)
+    simulate(settings, 3, seed=seed, folder=tmp_path, slow=[Slow(2, 3.0)], latency=1e-4)
+    told = events(tmp_path, "sl_checkpoint")
+    assert [line["metadata"]["step"] for line in told] == [5, 10]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000005", "step-00000010"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("at", [0.2, 0.35, 0.5])
+def test_who_is_killed_before_a_checkpoint_holds_nobody_up(tmp_path: Path, seed: int, at: float) -> None:
+    settings = Settings(epochs=4, checkpoint_every=4)
+    faults = [Kill(2, at=at)]
+    found, _ = simulate(settings, 3, seed=seed, folder=tmp_path, faults=faults, slow=[Slow(2, 3.0)], latency=1e-4)
+    assert found.killed == (2,)
+    assert [outcome.steps for outcome in found.results[:2]] == [20, 20]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_who_is_stopped_before_a_checkpoint_holds_nobody_up(tmp_path: Path, seed: int) -> None:
+    """The straggler is asked to stop while the others wait for it."""
+    calls = iter(range(10**6))
+    simulate(
+        Settings(epochs=9, checkpoint_every=4),
+        3,
+        seed=seed,
+        folder=tmp_path,
+        slow=[Slow(seed % 3, 4.0)],
+        latency=1e-4,
+        stop=lambda: next(calls) > 6 + seed,
+    )
+    assert read_log(tmp_path)[-1]["metadata"]["stopped_by"] == "signal"
+    assert (tmp_path / "checkpoints").exists()
+
+
+def test_a_loss_that_is_no_number_is_the_end() -> None:
+    class Broken(Tiny):
+        def loss(self, model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            return super().loss(model, batch) + (math.inf if model.training else 0.0)
+
+    with pytest.raises(DivergedError, match=r"the loss of rank . is inf after"):
+        simulate(Settings(epochs=20), 2, workload=Broken())
+
+
+def test_what_the_evaluator_raises_ends_the_run() -> None:
+    class Blind(Tiny):
+        def measures(self, model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+            raise ValueError("cannot see")
+
+    with pytest.raises(ValueError, match="cannot see"):
+        simulate(Settings(epochs=20), 2, workload=Blind())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("rank=2", "does not say factor"),
+        ("rank=2,factor=four", "factor='four' .* is no number"),
+        ("rank=2,faktor=4", "did you mean 'factor'"),
+        ("rank=2,rank=3,factor=4", "rank is there twice"),
+        ("rank=1.5,factor=4", "no whole number"),
+        ("rank=1,factor=-4", "above 0"),
+        ("2", "write for example rank=2,factor=4"),
+    ],
+)
+def test_slowness_that_cannot_be(text: str, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        parse_slow(text)
+
+
+@pytest.mark.parametrize(
+    ("slow", "pace", "words"),
+    [
+        ([Slow(1, 2.0)], None, "multiplies the seconds that a sample takes"),
+        ([Slow(2, 2.0)], 0.1, "names no worker: there are 2, from 0 to 1"),
+        ([Slow(1, 2.0, start=2.0, stop=1.0)], 0.1, "ends before it begins"),
+        ([], -1.0, "-1.0 seconds a sample"),
+    ],
+)
+def test_slowness_that_slows_nobody(slow: list[Slow], pace: float | None, words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        simulate(Settings(epochs=1), 2, slow=slow, seconds_a_sample=pace)

@@ -55,6 +55,10 @@ def parsed(*arguments: str) -> argparse.Namespace:
         ("digits --lab 2@1gbit --hosts a,b", IncompatibleError, "leave one out"),
         ("digits --lab 2", SpecError, "4@100mbit"),
         ("digits -n 3 --hosts a:2,b:2", SpecError, "takes 4 ranks"),
+        ("digits -n 2 --slow rank=1,factor=4", SpecError, "add --pace"),
+        ("digits -n 2 --pace 0.001 --slow rank=2,factor=4", SpecError, "names no worker: there are 2"),
+        ("digits -n 2 --pace 0.001 --slow rank=1,faktor=4", SpecError, "did you mean 'factor'"),
+        ("digits --pace -1", SpecError, "-1.0 seconds a sample"),
         ("digits -n 2000", IncompatibleError, "1079 samples to train on, too few for 2000 workers"),
     ],
 )
@@ -143,6 +147,21 @@ def test_digits_on_two_workers(runs: Runs) -> None:
         assert isinstance(json.loads((folder / f"trace-rank{rank}.json").read_text()), list)
     assert json.loads((folder / "system.json").read_text())["world"]["launcher"] == "syncline run"
     wait_for(lambda: not runs.processes(), f"no process is left, but {runs.processes()}")
+
+
+@pytest.mark.xdist_group("launch")
+def test_workers_at_their_own_pace_and_one_of_them_slow(runs: Runs) -> None:
+    options = ["--strategy", "hogwild", "--epochs", "2", "--pace", "0.0005", "--slow", "rank=1,factor=4", "--out", "a"]
+    run = ended(runs.run("train", "digits", "-n", "2", *options), 0)
+    assert run.out.splitlines()[-1].startswith("test accuracy 0.")
+    found = {line["key"]: line for line in read_log(runs.folder / "a")}
+    assert found["sl_steps"]["value"] == [34, 34]
+    assert found["sl_staleness_histogram"]["metadata"]["workers"] == 2
+    assert sum(found["sl_staleness_histogram"]["value"].values()) == 68
+    assert found["sl_evaluation"]["value"]["epochs"] == 2
+    slept = 2 * 540 * 0.0005
+    assert found["sl_phases"]["value"]["compute"] >= slept, "rank 0's own share, at its own pace"
+    assert found["sl_phases"]["value"]["elapsed"] >= 4 * 2 * 539 * 0.0005, "all wait at the end for the slow one"
 
 
 @pytest.mark.xdist_group("launch")

@@ -12,9 +12,12 @@ from typing import Any
 from syncline.bench.ctrl_c import INTERRUPTED, CtrlC
 from syncline.bench.workloads import build
 from syncline.errors import SynclineError
+from syncline.strategies import build_strategy
+from syncline.training.evaluator import is_evaluator, observe
 from syncline.training.loop import Outcome, train
 from syncline.training.progress import Progress, duration
 from syncline.training.settings import Settings
+from syncline.training.stragglers import Slow
 from syncline.world import init
 
 __all__ = ["TrainPlan", "describe", "rank_main"]
@@ -32,6 +35,9 @@ class TrainPlan:
     tensorboard: bool = False
     terminal: bool = False
     width: int = 0
+    seconds_a_sample: float | None = None
+    """What a worker sleeps for each sample, beside computing."""
+    slow: tuple[Slow, ...] = ()
 
     def as_json(self) -> str:
         """For the command line of a rank."""
@@ -41,17 +47,21 @@ class TrainPlan:
     def from_json(text: str) -> TrainPlan:
         """What `as_json` wrote.
 
-        >>> plan = TrainPlan(workload="digits", settings=Settings(epochs=2), folder="runs/a")
+        >>> plan = TrainPlan(workload="digits", settings=Settings(epochs=2), folder="runs/a", slow=(Slow(1, 4.0),))
         >>> TrainPlan.from_json(plan.as_json()) == plan
         True
         """
         found: dict[str, Any] = json.loads(text)
-        return TrainPlan(**{**found, "settings": Settings(**found["settings"])})
+        slow = tuple(Slow(**one) for one in found["slow"])
+        return TrainPlan(**{**found, "settings": Settings(**found["settings"]), "slow": slow})
 
 
 def rank_main(plan: TrainPlan) -> int:
-    """Train on this rank; the exit code."""
+    """Train on this rank, or evaluate beside the ranks; the exit code."""
     stop = CtrlC()
+    if is_evaluator():  # it ends when the workers do, whoever is asked to stop
+        observe(build(plan.workload), plan.settings, build_strategy(plan.settings.strategy))
+        return 0
     with init() as world:
         workload = build(plan.workload)
         first = world.rank == 0
@@ -65,6 +75,8 @@ def rank_main(plan: TrainPlan) -> int:
             tensorboard=plan.tensorboard,
             progress=Progress(sys.stdout, world.runtime.now, plan.terminal, plan.width) if first else None,
             stop=stop,
+            seconds_a_sample=plan.seconds_a_sample,
+            slow=plan.slow,
         )
         if first:
             print(describe(outcome, plan), flush=True)

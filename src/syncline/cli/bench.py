@@ -13,6 +13,10 @@ examples:
   syncline bench codecs                                        encode and decode of every codec beside memcpy
   syncline bench codecs --codecs "quantize(4);topk(0.01)" --sizes 64MB
   syncline bench teams --lab 2@100mbit --compute 0,0           two models at once where the network is the limit
+  syncline bench server                                        push and pull beside a bare echo, with 1, 2 and 4 workers
+  syncline bench server --sweep -n 4 --size 40MB               how many servers this cluster wants
+  syncline bench server --soak 10                              ten minutes of requests, every answer checked
+  syncline bench stragglers -n 4                               bsp, ssp and downpour where some workers are slow
 
 Medians with 95 % intervals of the median; ratios are paired within rounds. A table goes to the terminal, and the
 samples with a picture to runs/bench-… (or --out).
@@ -29,14 +33,14 @@ from pathlib import Path
 from syncline.bench import collectives, network, teams
 from syncline.bench.collectives_report import plot, table
 from syncline.bench.sizes import parse_sizes
-from syncline.cli import bench_codecs, bench_step
+from syncline.cli import bench_codecs, bench_server, bench_step, bench_stragglers
 from syncline.cli.bench_launch import add_places, by_mpi, launch
 from syncline.collectives import build
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
 
 __all__ = ["HELP", "configure", "run"]
 
-HELP = "measure collectives, codecs, the network and training steps"
+HELP = "measure collectives, codecs, the network, servers and training steps"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -62,9 +66,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     fourth.add_argument("--rounds", type=int, default=25, help="turns of each; default 25")
     fifth = what.add_parser("codecs", help="every codec beside memcpy, in this process", allow_abbrev=False)
     bench_codecs.configure(fifth)
+    sixth = what.add_parser("server", help="the parameter server beside a bare echo", allow_abbrev=False)
+    bench_server.configure(sixth)
+    seventh = what.add_parser("stragglers", help="strategies where some workers are slow", allow_abbrev=False)
+    bench_stragglers.configure(seventh)
     for command in (first, second, fourth):
         add_places(command)
-    for command in (first, second, third, fourth, fifth):
+    for command in (first, second, third, fourth, fifth, sixth, seventh):
         command.add_argument("--out", type=Path, help="folder for the samples and the picture")
 
 
@@ -73,6 +81,10 @@ def run(arguments: argparse.Namespace) -> int:
     folder = arguments.out or Path("runs") / f"bench-{arguments.what}-{time.strftime('%Y%m%d-%H%M%S')}"
     if arguments.what == "codecs":
         return bench_codecs.run(arguments, folder)
+    if arguments.what == "server":
+        return bench_server.run(arguments, folder)
+    if arguments.what == "stragglers":
+        return bench_stragglers.run(arguments, folder)
     if arguments.rounds < 1 or (arguments.ranks is not None and arguments.ranks < 2):
         raise SpecError(f"at least two ranks and one round (-n {arguments.ranks}, --rounds {arguments.rounds})")
     ways = {"MPI": by_mpi(arguments), "--lab": bool(arguments.lab), "--hosts": bool(arguments.hosts)}

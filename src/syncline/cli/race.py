@@ -147,7 +147,7 @@ def _field(arguments: argparse.Namespace, workload: Workload) -> Field:
     simulated = arguments.simulate is not None
     if arguments.entries is not None:
         return read_field(arguments.entries, workload, simulated)
-    return default_field(workload, simulated)
+    return default_field(workload, simulated, one_host=arguments.lab is None)
 
 
 def _plan(arguments: argparse.Namespace, workload: Workload, field: Field) -> Plan:

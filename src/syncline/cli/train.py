@@ -9,6 +9,7 @@ examples:
   syncline train digits --lab 4@100mbit --trace                 on four emulated hosts; a trace of every rank
   syncline train digits -n 2 --out runs/a --resume auto         go on with runs/a, or begin it
   syncline train workload.py -n 2                               a workload of your own: see syncline new
+  syncline train digits -n 4 --strategy hogwild --pace 0.001 --slow rank=2,factor=4      one of four is slow
 
 Workloads: digits, fashion, stdlib, regression, logistic, or a script of yours by its path. The run folder (runs/… or
 --out) has log.jsonl, config.json, system.json and checkpoints/. Ctrl-C ends the run after a step, with a checkpoint.
@@ -38,9 +39,11 @@ from syncline.launch.start import Job, run_here, run_on_hosts
 from syncline.strategies import build_strategy
 from syncline.training.checkpoint import latest
 from syncline.training.checkpoint.manifest import MANIFEST
+from syncline.training.evaluator import wants_evaluator
 from syncline.training.folder import RunFolder, fresh_name
 from syncline.training.settings import DECAYS, Settings
 from syncline.training.start import checkpoints_in
+from syncline.training.stragglers import check_slow, parse_slow
 from syncline.training.workload import Workload
 
 __all__ = ["HELP", "configure", "run"]
@@ -95,6 +98,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     files.add_argument("--tensorboard", action="store_true", help="scalars for TensorBoard")
     where = parser.add_argument_group("where")
     where.add_argument("--lab", metavar="4@100mbit", help="on so many emulated hosts at that rate")
+    where.add_argument(
+        "--pace", type=float, metavar="SECONDS", help="a worker also sleeps so long for each sample: a stand-in"
+    )
+    where.add_argument(
+        "--slow",
+        action="append",
+        default=[],
+        metavar="rank=2,factor=4,start=1,stop=3",
+        help="a straggler: its pace times the factor, from so many seconds to so many; may be given again",
+    )
     where.add_argument("--hosts", metavar="a:2,b:2", help="on these hosts, over ssh; all see the run's folder")
 
 
@@ -103,6 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
     job_place = _place(arguments)
     workload = build(arguments.workload)
     settings = _settings(arguments, workload, job_place[1])
+    slow = tuple(parse_slow(text) for text in arguments.slow)
+    check_slow(slow, job_place[1], arguments.pace)
     folder, resume = _folder(arguments, workload)
     if resume is not False:
         _compare(folder if resume is True else RunFolder(str(resume)), workload, settings)
@@ -118,8 +133,12 @@ def run(arguments: argparse.Namespace) -> int:
         tensorboard=arguments.tensorboard,
         terminal=terminal,
         width=shutil.get_terminal_size().columns if terminal else 0,
+        seconds_a_sample=arguments.pace,
+        slow=slow,
     )
-    return _launch(arguments, Job(target=("-m", "syncline.bench.train", plan.as_json())), job_place)
+    target = ("-m", "syncline.bench.train", plan.as_json())
+    evaluators = int(wants_evaluator(build_strategy(settings.strategy)))
+    return _launch(arguments, Job(target=target, evaluators=evaluators), job_place)
 
 
 def _place(arguments: argparse.Namespace) -> tuple[tuple[Host, ...], int]:

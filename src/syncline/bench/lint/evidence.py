@@ -15,7 +15,7 @@ from typing import Any
 
 from syncline.bench.race.reading import RanRun
 
-__all__ = ["Course", "close", "events", "number", "simulated", "since_start", "slack", "step_of", "wall_ms"]
+__all__ = ["Course", "close", "events", "loose", "number", "simulated", "since_start", "slack", "step_of", "wall_ms"]
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,11 @@ def since_start(run: RanRun, event: dict[str, Any]) -> float | None:
     start = next((number(line.get("seconds")) for line in events(run, "run_start")), None)
     stamp = number(event.get("seconds"))
     return None if start is None or stamp is None else stamp - start
+
+
+def loose(run: RanRun) -> bool:
+    """Whether its workers went at their own pace: its steps are the mean of theirs, and an evaluator has looked."""
+    return run.config.get("loose") is True
 
 
 def wall_ms(run: RanRun) -> list[float]:

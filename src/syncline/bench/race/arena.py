@@ -11,12 +11,14 @@ from typing import Literal, Protocol
 
 from syncline.bench.ctrl_c import INTERRUPTED
 from syncline.bench.race.entrant import Entrant, run
+from syncline.bench.race.field import build_entrant
 from syncline.bench.workloads import build
 from syncline.errors import DivergedError, SynclineError
 from syncline.launch.in_lab import meet_in_lab
 from syncline.launch.lab import Lab
 from syncline.launch.start import LOOPBACK, Ending, Job, local_place, run_quietly
 from syncline.launch.store import serve_store
+from syncline.training.evaluator import wants_evaluator
 from syncline.transports import Network
 from syncline.world import simulate
 
@@ -50,7 +52,9 @@ class ProcessArena:
         self._lab = lab
 
     def run(self, entrant: Entrant, workers: int, tick: Tick) -> Result:
-        job = Job(target=("-m", "syncline.bench.race.entrant", entrant.as_json()), plain_rank=None)
+        target = ("-m", "syncline.bench.race.entrant", entrant.as_json())
+        evaluators = int(wants_evaluator(build_entrant(entrant.settings.strategy)))
+        job = Job(target=target, plain_rank=None, evaluators=evaluators)
         if self._lab is None:
             places, address = [local_place(workers)], LOOPBACK
             store = serve_store(address, workers)

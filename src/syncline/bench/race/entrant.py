@@ -11,8 +11,10 @@ from typing import Any
 from syncline.bench.ctrl_c import INTERRUPTED, CtrlC
 from syncline.bench.race.field import build_entrant
 from syncline.bench.workloads import build
+from syncline.training.evaluator import is_evaluator, observe
 from syncline.training.loop import Outcome, train
 from syncline.training.settings import Settings
+from syncline.training.stragglers import Slow
 from syncline.training.workload import Workload
 from syncline.world import World, init
 
@@ -27,6 +29,8 @@ class Entrant:
     settings: Settings
     folder: str
     seconds_a_sample: float | None = None
+    slow: tuple[Slow, ...] = ()
+    """Workers that are slow on purpose."""
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
@@ -39,7 +43,8 @@ class Entrant:
         True
         """
         found: dict[str, Any] = json.loads(text)
-        return Entrant(**{**found, "settings": Settings(**found["settings"])})
+        slow = tuple(Slow(**each) for each in found.get("slow", ()))
+        return Entrant(**{**found, "settings": Settings(**found["settings"]), "slow": slow})
 
 
 def run(entrant: Entrant, workload: Workload, world: World, stop: CtrlC | None = None) -> Outcome:
@@ -53,6 +58,7 @@ def run(entrant: Entrant, workload: Workload, world: World, stop: CtrlC | None =
         predict=True,
         rehearsed=True,
         seconds_a_sample=entrant.seconds_a_sample,
+        slow=entrant.slow,
         stop=stop or _never,
     )
 
@@ -62,9 +68,12 @@ def _never() -> bool:
 
 
 def rank_main(text: str) -> int:
-    """Run on this rank of a world of processes; the exit code."""
+    """Run on this rank of a world of processes, or evaluate beside it; the exit code."""
     entrant = Entrant.from_json(text)
     stop = CtrlC()
+    if is_evaluator():  # it ends when the workers do
+        observe(build(entrant.workload), entrant.settings, build_entrant(entrant.settings.strategy))
+        return 0
     with init() as world:
         outcome = run(entrant, build(entrant.workload), world, stop)
     return INTERRUPTED if outcome.stopped_by == "signal" else 0

@@ -79,13 +79,15 @@ def is_baseline(spec: str) -> bool:
     return parse(spec)[0].name in baseline_names()
 
 
-def default_field(workload: Workload, simulated: bool = False) -> Field:
+def default_field(workload: Workload, simulated: bool = False, one_host: bool = True) -> Field:
     """Every family of strategies, a few codecs over all-reduce, and the baselines that can run here."""
     rate = workload.defaults.learning_rate
     usual = _Momentum(workload)
-    found = [_preset(preset, rate, usual) for preset in default_presets()]
+    here = one_host and not simulated
+    found = [_preset(preset, rate, usual) for preset in default_presets() if here or not preset.one_host]
     found += [Entry(name=spec, codec=spec, learning_rate=rate, scaling=SCALING, rate_from="preset") for spec in CODECS]
-    skipped: dict[str, str] = {}
+    apart = [preset.spec for preset in default_presets() if preset.one_host and not here]
+    skipped = dict.fromkeys(apart, "its workers share the memory of one host")
     for spec in default_baselines():
         reason = "it runs on real processes alone" if simulated else availability(spec) or uninvited(spec)
         if reason is None:
@@ -112,11 +114,13 @@ class _Momentum:
 
 def _preset(preset: Preset, rate: float, usual: _Momentum) -> Entry:
     capped = preset.momentum is not None and usual.free and usual.value > preset.momentum
+    # A higher rate makes up for momentum that is taken away; where none is, it would only be too high.
+    factor = preset.rate if capped or preset.momentum is None else min(1.0, preset.rate)
     return Entry(
         name=preset.spec,
         strategy=preset.spec,
-        learning_rate=rate * preset.rate,
-        scaling=SCALING,
+        learning_rate=rate * factor,
+        scaling=preset.scaling or SCALING,
         momentum=preset.momentum if capped else None,
         rate_from="preset",
     )

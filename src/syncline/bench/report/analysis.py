@@ -13,6 +13,7 @@ from syncline.bench.race.reading import Race
 from syncline.bench.report.facts import RunFacts, run_facts
 from syncline.bench.report.knobs import Knobs, count_knobs
 from syncline.bench.report.spread import Spread, spread
+from syncline.bench.report.staleness import summed
 
 __all__ = ["Analysis", "EntryFacts", "Prediction", "ScalingPoint", "analyse", "paired"]
 
@@ -85,6 +86,8 @@ class EntryFacts:
     prediction: Prediction | None
     staleness: float | None
     staleness_mean: float | None
+    staleness_counts: dict[int, int]
+    """How often which staleness was met, in all its runs together."""
     consensus: float | None
     scaling: list[ScalingPoint] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -195,6 +198,7 @@ def _entry(entry: Entry, race: Analysis, plan: Plan, base: dict[int, float]) -> 
         prediction=_prediction(runs),
         staleness=_median(run.staleness for run in runs),
         staleness_mean=_median(run.staleness_mean for run in runs),
+        staleness_counts=summed(run.staleness_counts for run in runs),
         consensus=_median(run.consensus for run in runs),
         scaling=_scaling(everything) if plan.scaling_workers else [],
         failures=[

@@ -9,6 +9,7 @@ from typing import Any
 
 from syncline.bench.race.plan import Plan
 from syncline.bench.race.reading import Evaluation, RanRun
+from syncline.bench.report.staleness import counts_of
 
 __all__ = ["RunFacts", "run_facts"]
 
@@ -47,6 +48,8 @@ class RunFacts:
     codec: float | None = None
     staleness: float | None = None
     staleness_mean: float | None = None
+    staleness_counts: dict[int, int] = field(default_factory=dict)
+    """How often which staleness was met, by all workers where the log has them."""
     consensus: float | None = None
     predicted: dict[str, float] = field(default_factory=dict)
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -106,6 +109,7 @@ def _read(facts: RunFacts, run: RanRun, plan: Plan) -> None:
         facts.last, facts.steps, facts.samples = found[-1].metric, found[-1].step, found[-1].samples
         facts.staleness, facts.consensus = found[-1].staleness, found[-1].consensus
         facts.staleness_mean = statistics.fmean(one.staleness for one in found)
+    facts.staleness_counts = counts_of(run.value("sl_staleness_histogram"))
     facts.communication, facts.codec = (_number(run.value(f"sl_{what}_seconds")) for what in ("comm", "codec"))
     told = run.config.get("predicted")
     facts.predicted = {key: float(value) for key, value in told.items()} if isinstance(told, dict) else {}

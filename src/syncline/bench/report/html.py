@@ -16,6 +16,7 @@ from syncline.bench.race.reading import Race
 from syncline.bench.report.analysis import Analysis, EntryFacts
 from syncline.bench.report.canvas import Picture
 from syncline.bench.report.spread import Spread
+from syncline.bench.report.staleness import staleness_rows
 from syncline.bench.report.style import PHASES, variables
 from syncline.bench.report.tables import finding_facts, registry_head
 from syncline.bench.report.verdict import Verdict
@@ -43,6 +44,7 @@ def page(
     environment.filters |= {"number": number, "bytes": bytes_told, "percent": _percent, "spec": _spec}
     parts = files("syncline.bench.report").joinpath("templates")
     factor, unit = time_unit([entry.time.median for entry in found.entries if entry.time is not None])
+    staleness = {entry.name: entry.staleness_counts for entry in _ordered(found)}
     step, step_unit = time_unit([sum(entry.phases.values()) for entry in found.entries])
     return environment.from_string(parts.joinpath("report.html.j2").read_text("utf-8")).render(
         css=Markup(_colours() + parts.joinpath("report.css").read_text("utf-8")),  # noqa: S704
@@ -57,6 +59,7 @@ def page(
         found=found,
         entries=_ordered(found),
         phases=[name for name in PHASES if any(entry.shares.get(name, 0.0) > 0.0005 for entry in found.entries)],
+        staleness=staleness_rows(staleness),
         verdict=verdict,
         looked=findings is not None,
         broken=_by_rule(findings or (), warnings=False),

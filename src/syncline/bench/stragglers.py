@@ -1,0 +1,205 @@
+"""Workers that are slow now and then, or for good: who still reaches the target soon?
+
+The same training with each strategy in turn, on real processes that sleep what a sample takes, so that two processors
+carry four workers; beside it what the simulator says of the same run.
+
+```text
+wandering   worker 0 ████                ████           4 times slower, for eight steps' time, then the next one
+            worker 1     ████                ████
+lasting     worker 3 ████████████████████████████       for good
+equal       nobody
+```
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from syncline.bench.race.arena import Arena, ProcessArena, SimulatedArena
+from syncline.bench.race.entrant import Entrant
+from syncline.bench.race.field import build_entrant
+from syncline.bench.race.reading import RanRun, read_run
+from syncline.bench.stats import ratios, summarize
+from syncline.bench.workloads import build
+from syncline.errors import SpecError
+from syncline.specs import nearest
+from syncline.training.settings import Settings
+from syncline.training.stragglers import Slow
+from syncline.transports import Network
+
+__all__ = ["SCENARIOS", "StragglersPlan", "measure", "table"]
+
+LOOPBACK = Network(latency=3e-4, bandwidth=1e9)
+"""What the simulator takes for the messages between processes of one machine; a step's sleep is far longer."""
+AWHILE = 8
+"""Steps' times that a wandering slowness stays with one worker."""
+LONGEST = 4000
+"""Steps' times for which the wandering is laid out."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StragglersPlan:
+    """What to measure."""
+
+    out: str
+    workload: str = "digits"
+    entries: tuple[str, ...] = ("bsp", "ssp(slack=3)", "downpour(push=2, fetch=2, lr=0.01)")
+    """The first is what the others are compared with."""
+    scenarios: tuple[str, ...] = ("wandering", "lasting", "equal")
+    workers: int = 4
+    seeds: int = 5
+    factor: float = 4.0
+    step: float = 0.04
+    """Seconds that a step takes a worker that is not slow."""
+    batch: int = 8
+    learning_rate: float = 0.2
+    momentum: float = 0.0
+    """The same for all: what momentum a strategy bears is another question."""
+    target: float = 0.95
+    evaluate_every: int = 4
+    epochs: int = 40
+    limit: float = 300.0
+    """Seconds after which a run counts as never through."""
+
+    def check(self) -> None:
+        """Refuse what cannot be measured."""
+        for name in self.scenarios:
+            if name not in SCENARIOS:
+                raise SpecError(f"unknown scenario {name!r}; {nearest(name, list(SCENARIOS))}")
+        for spec in self.entries:
+            build_entrant(spec)
+        if self.workers < 2 or self.seeds < 1 or not self.factor > 1 or not self.step > 0:
+            raise SpecError(
+                f"at least two workers and one seed, a factor above 1 and a step above 0 s (-n {self.workers}, "
+                f"--seeds {self.seeds}, --factor {self.factor:g}, --step {self.step:g})"
+            )
+
+
+def _wandering(plan: StragglersPlan) -> list[Slow]:
+    span = AWHILE * plan.step
+    return [
+        Slow(number % plan.workers, plan.factor, number * span, (number + 1) * span)
+        for number in range(LONGEST // AWHILE)
+    ]
+
+
+def _lasting(plan: StragglersPlan) -> list[Slow]:
+    return [Slow(plan.workers - 1, plan.factor)]
+
+
+def _equal(plan: StragglersPlan) -> list[Slow]:
+    return []
+
+
+SCENARIOS: dict[str, Callable[[StragglersPlan], list[Slow]]] = {
+    "wandering": _wandering,
+    "lasting": _lasting,
+    "equal": _equal,
+}
+
+
+def measure(plan: StragglersPlan, say: Say) -> dict[str, Any]:
+    """Run everything, in an order drawn for each seed; seconds to the target, infinite where it was not reached."""
+    arenas: dict[str, Arena] = {"simulated": SimulatedArena(LOOPBACK), "measured": ProcessArena()}
+    found: dict[str, Any] = {}
+    for scenario in plan.scenarios:
+        rows: dict[str, dict[str, list[float]]] = {spec: {way: [] for way in arenas} for spec in plan.entries}
+        for way, arena in arenas.items():
+            for seed in range(1, plan.seeds + 1):
+                order = list(plan.entries)
+                random.Random(f"{scenario}{seed}").shuffle(order)
+                for spec in order:
+                    seconds = _run(plan, scenario, spec, seed, way, arena)
+                    rows[spec][way].append(seconds)
+                    say(f"{scenario}, {spec}, seed {seed}, {way}: {seconds:.2f} s")
+        found[scenario] = rows
+    document = {"plan": asdict(plan), "seconds": found}
+    Path(plan.out).write_text(json.dumps(document, indent=1))
+    return document
+
+
+def _run(plan: StragglersPlan, scenario: str, spec: str, seed: int, way: str, arena: Arena) -> float:
+    folder = Path(plan.out).parent / scenario / f"{_file(spec)}-{way}-seed{seed}"
+    folder.mkdir(parents=True)
+    workload = build(plan.workload)
+    settings = Settings(
+        strategy=spec,
+        batch=plan.batch,
+        epochs=plan.epochs,
+        learning_rate=plan.learning_rate,
+        momentum=plan.momentum,
+        target=plan.target,
+        evaluate_every=plan.evaluate_every,
+        seed=seed,
+        checkpoint_every=0,
+    )
+    entrant = Entrant(
+        workload=plan.workload,
+        settings=settings,
+        folder=str(folder),
+        seconds_a_sample=plan.step / plan.batch,
+        slow=tuple(SCENARIOS[scenario](plan)),
+    )
+    result = arena.run(entrant, plan.workers, _Limit(plan.limit))
+    events = read_run(folder)[2]
+    ran = RanRun(str(folder), "race", spec, plan.workers, seed, result.status, result.reason, None)
+    ran.events = events
+    hit = ran.hit(plan.target, workload.higher_is_better)
+    if result.status != "finished":
+        raise SpecError(f"{spec} ({scenario}, seed {seed}, {way}) {result.status}: {result.reason}; see {folder}")
+    return math.inf if hit is None else hit.elapsed
+
+
+class _Limit:
+    """Ends a run that takes too long."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._began: float | None = None
+
+    def __call__(self) -> str | None:
+        now = _now()
+        self._began = now if self._began is None else self._began
+        return f"it took more than {self._seconds:g} s" if now - self._began > self._seconds else None
+
+
+def _now() -> float:
+    import time
+
+    return time.monotonic()
+
+
+def _file(spec: str) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in spec).strip("-")
+
+
+def table(document: dict[str, Any]) -> str:
+    """Seconds to the target, and how many times those of the first entry they are: measured, and as simulated."""
+    plan = document["plan"]
+    lines = [
+        f"{plan['workload']} to {plan['target']:g} on {plan['workers']} workers, {1000 * plan['step']:.0f} ms a step, "
+        f"slow ones {plan['factor']:g} times; {plan['seeds']} seeds",
+        f"{'':<38}{'seconds':>20}{'of ' + plan['entries'][0]:>22}{'simulated':>12}{'of it':>8}",
+    ]
+    for scenario, rows in document["seconds"].items():
+        lines.append(scenario)
+        base = rows[plan["entries"][0]]
+        for spec, own in rows.items():
+            ratio, predicted = _ratio(own["measured"], base["measured"]), _ratio(own["simulated"], base["simulated"])
+            seconds, virtual = summarize(own["measured"]), summarize(own["simulated"])
+            lines.append(f"  {spec:<36}{seconds!s:>20}{ratio:>22}{virtual.median:>12.3g}{predicted.split(' ')[0]:>8}")
+    return "\n".join(lines)
+
+
+def _ratio(own: Sequence[float], base: Sequence[float]) -> str:
+    if any(math.isinf(each) for each in (*own, *base)):
+        return "not reached"
+    return str(ratios(own, base))

@@ -1,0 +1,181 @@
+"""`syncline bench server`: its options, and the processes that it starts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from syncline.bench.server import rates, soak
+from syncline.bench.server.end import PROGRAM
+from syncline.bench.server.report import place, rates_table, sweep_table
+from syncline.bench.sizes import parse_size, parse_sizes
+from syncline.errors import IncompatibleError, SpecError
+from syncline.launch.hosts import parse_hosts
+from syncline.launch.in_lab import run_in_lab
+from syncline.launch.lab import parse_lab
+from syncline.launch.machine import warn_if_crowded
+from syncline.launch.mpi import mpi_command
+from syncline.launch.start import Job, run_here, run_on_hosts
+from syncline.launch.variables import company, threads_each
+
+__all__ = ["configure", "run"]
+
+MOST_SERVERS = 16
+DEPTH = 16
+"""What a client has under way at most, of small requests."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Say what it takes."""
+    parser.add_argument("-n", type=int, dest="ranks", help="workers; default 4, with 1, 2 and 4 of them at once")
+    parser.add_argument("--servers", type=int, help="dedicated ones; default 1, and a second table with none; soak: 2")
+    parser.add_argument("--engine", choices=("zeromq", "mpi"), default="zeromq", help="whose network; default zeromq")
+    parser.add_argument("--sizes", default="4KB,4MB,40MB", help="as in 4KB,4MB,40MB, the default")
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each contender; default 15")
+    parser.add_argument("--depth", type=int, default=1, help="requests that a worker has under way; default 1")
+    parser.add_argument("--sweep", action="store_true", help="how many servers: 1, 2, 4, … dedicated, and co-located")
+    parser.add_argument("--size", default="40MB", help="of the model, for --sweep; default 40MB")
+    parser.add_argument("--passes", type=int, default=3, help="launches of each choice, for --sweep; default 3")
+    parser.add_argument("--soak", type=float, metavar="MINUTES", help="check every answer for so long, and the memory")
+    parser.add_argument("--seed", type=int, default=0, help="of the soak's requests; default 0")
+    parser.add_argument("--lab", metavar="4@100mbit", help="on so many emulated hosts at that rate")
+    parser.add_argument("--hosts", metavar="a:2,b:2", help="on these hosts, over ssh; the first has --out too")
+
+
+def run(arguments: argparse.Namespace, folder: Path) -> int:
+    """Measure; the exit code."""
+    _check(arguments)
+    folder.mkdir(parents=True, exist_ok=True)
+    if arguments.soak is not None:
+        return _soak(arguments, folder)
+    if arguments.sweep:
+        return _sweep(arguments, folder)
+    dedicated = 1 if arguments.servers is None else arguments.servers
+    code, written = 0, []
+    for servers in dict.fromkeys([dedicated, 0]) if arguments.servers is None else [dedicated]:
+        result = folder / f"server-{servers or 'co-located'}.json"
+        code = _launch(arguments, "rates", asdict(_plan(arguments, result, servers)), servers)
+        if code:
+            break
+        print(f"{rates_table(json.loads(result.read_text()))}\n")
+        written.append(str(result))
+    if written:
+        print(f"written: {', '.join(written)}")
+    return code
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    ranks, servers = _ranks(arguments), arguments.servers
+    if ranks < 1 or arguments.rounds < 1 or arguments.passes < 1 or not 1 <= arguments.depth <= DEPTH:
+        raise SpecError(
+            f"at least one worker, one round and one pass, and a depth of 1 to {DEPTH} (-n {ranks}, --rounds "
+            f"{arguments.rounds}, --passes {arguments.passes}, --depth {arguments.depth})"
+        )
+    if servers is not None and not 0 <= servers <= MOST_SERVERS:
+        raise SpecError(f"--servers {servers}: 0, which is co-located, to {MOST_SERVERS}")
+    if arguments.soak is not None and not 0 < arguments.soak <= 60 * 24:
+        raise SpecError(f"--soak {arguments.soak}: minutes, more than 0 and at most a day")
+    ways = {"--engine mpi": arguments.engine == "mpi", "--lab": bool(arguments.lab), "--hosts": bool(arguments.hosts)}
+    modes = {"--sweep": arguments.sweep, "--soak": arguments.soak is not None}
+    for group in (ways, modes):
+        if sum(group.values()) > 1:
+            named = " and ".join(name for name, taken in group.items() if taken)
+            raise IncompatibleError(f"{named} cannot be used together; leave one out")
+    if arguments.sweep and servers is not None:
+        raise IncompatibleError(f"--sweep tries numbers of servers by itself; leave --servers {servers} out")
+
+
+def _ranks(arguments: argparse.Namespace) -> int:
+    if arguments.hosts:
+        return sum(host.slots for host in parse_hosts(arguments.hosts, arguments.ranks))
+    if arguments.lab:
+        return int(arguments.ranks or parse_lab(arguments.lab)[0])
+    return 4 if arguments.ranks is None else int(arguments.ranks)
+
+
+def _plan(arguments: argparse.Namespace, result: Path, servers: int) -> rates.RatesPlan:
+    ranks = _ranks(arguments)
+    counts = sorted({*(count for count in (1, 2, 4) if count <= ranks), ranks})
+    return rates.RatesPlan(
+        out=str(result.absolute()),
+        engine=arguments.engine,
+        sizes=parse_sizes(arguments.sizes),
+        workers=counts,
+        rounds=arguments.rounds,
+        depth=arguments.depth,
+    )
+
+
+def choices(workers: int) -> list[int]:
+    """Numbers of dedicated servers to try; 0 is co-located.
+
+    >>> choices(4), choices(1)
+    ([0, 1, 2, 4], [0, 1])
+    """
+    return [0, *(1 << power for power in range(workers.bit_length()) if 1 << power <= min(workers, MOST_SERVERS))]
+
+
+def _sweep(arguments: argparse.Namespace, folder: Path) -> int:
+    """Launch every choice in turn, some times over: what disturbs the machine for a while disturbs all of them."""
+    nbytes, workers, result = parse_size(arguments.size), _ranks(arguments), folder / "sweep.json"
+    samples: dict[str, list[list[float]]] = {}
+    own = folder / "sweep-last.json"
+    document: dict[str, Any] = {}
+    for turn in range(arguments.passes):
+        tried = choices(workers)
+        for servers in tried if turn % 2 == 0 else tried[::-1]:
+            name = f"{servers} server{'s' if servers > 1 else ''}" if servers else "co-located"
+            print(f"pass {turn + 1} of {arguments.passes}: {name}", file=sys.stderr, flush=True)
+            plan = rates.RatesPlan(
+                out=str(own.absolute()), engine=arguments.engine, sizes=[nbytes], workers=[workers],
+                rounds=arguments.rounds, depth=arguments.depth, echo=False,
+            )  # fmt: skip
+            code = _launch(arguments, "rates", asdict(plan), servers)
+            if code:
+                return code
+            document = json.loads(own.read_text())
+            samples.setdefault(name, []).append(document["results"][0]["seconds"])
+    told = {"kind": "server sweep", "bytes": nbytes, "workers": workers, "engine": arguments.engine, "seconds": samples}
+    result.write_text(json.dumps(told, indent=1))
+    own.unlink()
+    print(f"{sweep_table(samples, nbytes, workers, place(document))}\n\nwritten: {result}")
+    return 0
+
+
+def _soak(arguments: argparse.Namespace, folder: Path) -> int:
+    servers = 2 if arguments.servers is None else arguments.servers
+    result = folder / "soak.json"
+    plan = soak.SoakPlan(
+        out=str(result.absolute()), engine=arguments.engine, seconds=60 * arguments.soak, seed=arguments.seed
+    )
+    code = _launch(arguments, "soak", asdict(plan), servers)
+    if result.exists():
+        print(f"{soak.describe(json.loads(result.read_text()))}\n\nwritten: {result}")
+    return code
+
+
+def _launch(arguments: argparse.Namespace, module: str, plan: Mapping[str, object], servers: int) -> int:
+    """Start workers and servers; the exit code."""
+    target = ("-m", f"syncline.bench.server.{module}", json.dumps(plan))
+    job, ranks = Job(target=target, servers=servers, server=PROGRAM), _ranks(arguments)
+    if arguments.lab:
+        hosts, rate = parse_lab(arguments.lab)
+        return run_in_lab(job, hosts, rate, arguments.ranks)
+    if arguments.hosts:
+        return run_on_hosts(job, parse_hosts(arguments.hosts, arguments.ranks))
+    warn_if_crowded(ranks)
+    return _by_mpi(job, ranks) if arguments.engine == "mpi" else run_here(job, ranks)
+
+
+def _by_mpi(job: Job, ranks: int) -> int:
+    environ = {**os.environ, "SYNCLINE_TRANSPORT": "mpi", "PYTHONUNBUFFERED": "1", **threads_each(ranks)}
+    environ |= company(ranks, servers=job.servers)
+    command: Sequence[str] = mpi_command(job.target, ranks, (), environ, job.servers, job.server)
+    return subprocess.call(command, env=environ)

@@ -28,6 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=float, default=usual.step, help="seconds of a step; default %(default)s")
     parser.add_argument("--batch", type=int, default=usual.batch, help="samples of a step; default %(default)s")
     parser.add_argument("--learning-rate", type=float, default=usual.learning_rate, help="default %(default)s")
+    parser.add_argument("--simulate", action="store_true", help="on the simulator alone")
 
 
 def run(arguments: argparse.Namespace, folder: Path) -> int:
@@ -44,6 +45,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
         batch=arguments.batch,
         learning_rate=arguments.learning_rate,
         target=arguments.target,
+        simulate=arguments.simulate,
     )
     plan.check()
     folder.mkdir(parents=True, exist_ok=True)

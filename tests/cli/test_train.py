@@ -59,6 +59,11 @@ def parsed(*arguments: str) -> argparse.Namespace:
         ("digits -n 2 --pace 0.001 --slow rank=2,factor=4", SpecError, "names no worker: there are 2"),
         ("digits -n 2 --pace 0.001 --slow rank=1,faktor=4", SpecError, "did you mean 'factor'"),
         ("digits --pace -1", SpecError, "-1.0 seconds a sample"),
+        ("digits --servers -1 --strategy ssp", SpecError, "--servers -1: a number of servers cannot be negative"),
+        ("digits --servers 1", IncompatibleError, "--servers 1: allreduce asks no servers"),
+        ("digits --servers 1 --strategy hogwild", IncompatibleError, "hogwild asks no servers"),
+        ("digits --on-failure continue", IncompatibleError, "every step of allreduce needs all workers"),
+        ("digits --on-failure continue --strategy ssp", IncompatibleError, "lost with it; add --servers 1"),
         ("digits -n 2000", IncompatibleError, "1079 samples to train on, too few for 2000 workers"),
     ],
 )
@@ -104,6 +109,25 @@ def test_other_settings_than_before_are_told(
     plan = json.loads(job.target[-1])
     assert (plan["resume"], plan["folder"], plan["terminal"]) == (True, str(tmp_path / "a"), False)
     assert plan["settings"]["seed"] == 3
+
+
+def test_servers_and_what_a_loss_means_reach_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    started: list[start.Job] = []
+
+    def note(job: start.Job, ranks: int) -> int:
+        started.append(job)
+        return 0
+
+    monkeypatch.setattr(train, "run_here", note)
+    assert train.run(parsed(CONVEX, "-n", "2", "--strategy", "ssp", "--servers", "2", "--on-failure", "continue")) == 0
+    assert train.run(parsed(CONVEX, "-n", "2", "--strategy", "hogwild", "--on-failure", "continue")) == 0
+    assert train.run(parsed(CONVEX, "-n", "2")) == 0
+    assert [(job.servers, job.policy, job.evaluators) for job in started] == [
+        (2, "continue", 1),
+        (0, "continue", 0),
+        (0, "stop", 0),
+    ]
 
 
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,6 +186,44 @@ def test_workers_at_their_own_pace_and_one_of_them_slow(runs: Runs) -> None:
     slept = 2 * 540 * 0.0005
     assert found["sl_phases"]["value"]["compute"] >= slept, "rank 0's own share, at its own pace"
     assert found["sl_phases"]["value"]["elapsed"] >= 4 * 2 * 539 * 0.0005, "all wait at the end for the slow one"
+
+
+def rank_process(runs: Runs, rank: int) -> int:
+    """The process of a rank among those that came of these runs."""
+    wanted = f"RANK={rank}".encode()
+    found = [pid for pid in runs.processes() if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
+    assert len(found) == 1, f"rank {rank} is {found}"
+    return found[0]
+
+
+def evaluations(folder: Path) -> list[float]:
+    """The validation accuracies in the log so far."""
+    if not (folder / "log.jsonl").exists():
+        return []
+    return [line["value"] for line in read_log(folder) if line["key"] == "eval_accuracy"]
+
+
+@pytest.mark.xdist_group("launch")
+def test_a_killed_worker_does_not_end_the_run(runs: Runs) -> None:
+    """Its clock holds nobody back, the others reach the target, and log and exit code tell of it."""
+    options = ["--strategy", "ssp(slack=3)", "--servers", "1", "--on-failure", "continue", "--out", "a"]
+    run = runs.start("train", "digits", "-n", "4", *options, "--pace", "0.003", "--target", "0.9", "--epochs", "60")
+    folder = runs.folder / "a"
+    wait_for(lambda: evaluations(folder) or run.process.exitcode is not None, run.describe())
+    os.kill(rank_process(runs, 2), signal.SIGKILL)
+    ended(run.finish(), 128 + signal.SIGKILL)
+    assert "target 0.9 reached after" in run.out.splitlines()[-1]
+    assert "syncline: rank 2 was killed by signal 9 (SIGKILL); the others go on" in run.err
+    found = {line["key"]: line for line in read_log(folder)}
+    assert found["sl_lost"]["value"] == {"2": "it was killed by signal 9 (SIGKILL)"}
+    steps = found["sl_steps"]["value"]
+    assert steps[2] + 3 < min(steps[0], steps[1], steps[3]), "the others went on beyond its slack"
+    assert evaluations(folder)[-1] >= 0.9
+    assert found["run_stop"]["metadata"]["status"] == "success"
+    assert found["run_stop"]["metadata"]["stopped_by"] == "target"
+    wait_for(lambda: not runs.processes(), f"no process is left, but {runs.processes()}")
+    left = [path.name for path in runs.temporary.iterdir() if not path.name.startswith("torchinductor")]
+    assert left == [], "torch makes itself a folder for what it compiles"
 
 
 @pytest.mark.xdist_group("launch")

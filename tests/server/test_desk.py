@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from syncline.server.board import MOST_POSTS, as_body
 from syncline.server.desk import Desk
 from syncline.server.protocol import Request
 from syncline.server.sessions import MOST_LISTS
+from syncline.server.space import AHEAD
 from tests.server.desk_talk import NUMEL, Talk, body_of, describe, desk_with, reason_of, values_of
 
 KEYS, CACHED, TICK = protocol.KEYS, protocol.CACHED, protocol.TICK
@@ -310,13 +312,54 @@ def test_the_board_is_read_in_portions_that_go_in_one_message() -> None:
     for _ in range(MOST_POSTS - 10):
         talk.acked = talk.number
         talk.control(do="post", kind="k", values=[])
-    talk.acked = talk.number
-    full = talk.ask(Request(protocol.CONTROL), as_body({"do": "post", "kind": "k", "values": []}))
-    assert "the board is full" in reason_of(full)
+    for extra in range(1, 4):  # it never ends: the oldest are dropped, and numbers run on
+        talk.acked = talk.number
+        assert talk.control(do="post", kind="new", values=[extra])["number"] == MOST_POSTS + extra
+    assert talk.control(do="posts", since=0)[0][0] == 4
+    assert talk.control(do="posts", since=MOST_POSTS + 1) == [
+        [MOST_POSTS + 2, "new", [2.0]],
+        [MOST_POSTS + 3, "new", [3.0]],
+    ]
+    assert talk.control(do="posts", since=MOST_POSTS + 9) == []
 
 
-def test_planes_that_nobody_has_are_read_as_zeros_and_stay_unmade() -> None:
+def test_steps_are_told_of_workers_only() -> None:
+    (talk,) = desk_with(0)
+    talk.control(do="below", below={"1": [4, 0]})
+    for many in ({"7": [1, 0]}, {"-1": [1, 0]}, {str(each): [1, 0] for each in range(100)}):
+        answer = talk.ask(Request(protocol.CONTROL), as_body({"do": "below", "below": many}))
+        assert "a sub-master tells of workers, which are [0, 1]" in reason_of(answer)
+    assert talk.space.below == {"1": [4, 0]}
+    desk = Desk(lambda found: 0, workers=range(5))  # those of the network, where it is known
+    Talk(desk, 0, describe()).control(do="below", below={"4": [2, 0]})
+
+
+def test_a_refused_step_is_over_and_the_refusal_says_where_the_worker_is() -> None:
+    for held in (False, True):
+        one, two = desk_with(0, 1, held=held)
+        one.push(torch.ones(8), flags=TICK, clock=0)
+        refused = two.push(torch.ones(8), flags=TICK, clock=0, scale=float("inf"))
+        assert "scale=inf" in reason_of(refused)
+        assert refused.reply.min_clock == 1
+        assert one.space.weights.tolist() == [1.0] * 8
+        assert one.space.least == 1
+        astray = two.push(torch.ones(8), flags=TICK, clock=7)
+        assert "worker 1 is at clock 1" in reason_of(astray)
+        assert astray.reply.min_clock == 1
+    stranger = Talk(one.desk, 9, one.description, greet=False)
+    assert stranger.push(torch.ones(8)).reply.min_clock == -1
+
+
+def test_a_refused_step_far_ahead_is_not_over() -> None:
+    one, _ = desk_with(0, 1, held=True)
+    one.space.set_clocks([0, 0])
+    one.space.clocks.set(0, AHEAD + 1)
+    assert "and step 0 is open" in reason_of(one.push(torch.ones(8), flags=TICK, clock=AHEAD + 1))
+    assert one.space.clocks.of[0] == AHEAD + 1
+
+
+def test_planes_that_nobody_has_are_told_from_zeros_and_stay_unmade() -> None:
     (talk,) = desk_with(0, rules=("torch('SGD', lr=0.1, momentum=0.9)",))
     talk.control(do="planes", names=["momentum_buffer"])
-    assert values_of(talk.pull(first=2, count=3, plane=1)[0]) == [0.0] * 3
+    assert all(map(math.isnan, values_of(talk.pull(first=2, count=3, plane=1)[0])))
     assert talk.push(torch.ones(8)).reply.status == OK  # the odd read has not made an odd piece

@@ -134,6 +134,19 @@ def gathering(held: bool, quorum: float = 1.0, mean: bool = False) -> Gathering:
     )  # fmt: skip
 
 
+def test_a_part_of_a_step_is_read_with_the_rest() -> None:
+    """A child's first part is not in the weights before its step has gone up and come back."""
+    space = gathering(held=False)
+    space.push(0, -1, Push(0, torch.ones(1)))
+    assert not space.may_read(-1, 0)
+    assert space.may_read(-1, 1)
+    space.push(0, 0, Push(1, torch.ones(1)))
+    space.tick(0, 0)
+    assert not space.may_read(-1, 0)
+    space.answered([(0, torch.tensor([1.0, 1.0]))])
+    assert space.may_read(-1, 0)
+
+
 def bring(space: Gathering, worker: int, clock: int, value: float) -> None:
     space.push(worker, clock, Push(0, torch.full((2,), value)))
     space.tick(worker, clock)

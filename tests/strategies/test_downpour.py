@@ -14,7 +14,7 @@ from torch import nn
 import syncline as sl
 from syncline.errors import SpecError
 from syncline.testing import hunt
-from syncline.transports.faults import Kill, Slow
+from syncline.transports.faults import Delay, Kill, Slow
 from tests.strategies.cases import backward
 from tests.strategies.served_cases import Tags, apart, results, servers, step_tag
 
@@ -121,6 +121,32 @@ def test_nothing_is_lost_while_a_push_is_under_way() -> None:
 
     for found in results(work, 2, dedicated=1, network=sl.Network(latency=1e-3, bandwidth=1e6)):
         assert torch.equal(found, torch.full_like(found, -2.0 * 36))
+
+
+def test_a_push_that_is_under_way_is_in_a_checkpoint() -> None:
+    """A state is told while the latest push is on a slow link: it is at the servers, or unsent, and not lost."""
+
+    def work(world: sl.World) -> tuple[bool, torch.Tensor, torch.Tensor]:
+        model = nn.Linear(20_000, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer, run = distributed(model, f"downpour(push=2, fetch=50, {SUM}, prefetch=False)")
+        for _ in range(4 if world.rank else 5):
+            optimizer.zero_grad()
+            backward(model(torch.ones(1, 20_000)).sum())
+            optimizer.step()
+        world.barrier()
+        under_way = not all(future.done() for future in run._pushed)
+        state = run.state_dict()
+        world.barrier()  # as saving does
+        run.close()
+        shared, local = state["shared"]["state"], state["local"]["strategy"]
+        return under_way, shared["weights"]["weight"], local["unsent"]["weight"]
+
+    slow = Delay(5.0, source=1, to=2)
+    found = results(work, 2, dedicated=1, faults=(slow,))
+    assert any(under_way for under_way, _, _ in found)
+    for _, weights, _ in found:
+        assert torch.equal(sum((unsent for _, _, unsent in found), -weights), torch.full_like(weights, 9.0))
 
 
 def test_pushes_and_fetches_come_when_they_are_due() -> None:

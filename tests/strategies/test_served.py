@@ -273,8 +273,9 @@ def test_somebody_who_takes_no_steps_watches() -> None:
 # State.
 
 
+@pytest.mark.parametrize("strategy", ["bsp", "bsp(factors=True)"])
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
-def test_a_resumed_run_equals_one_that_went_on(optimizer: str) -> None:
+def test_a_resumed_run_equals_one_that_went_on(optimizer: str, strategy: str) -> None:
     def train(run: Any, own: torch.optim.Optimizer, steps: range) -> None:
         for step in steps:
             own.zero_grad()
@@ -284,7 +285,7 @@ def test_a_resumed_run_equals_one_that_went_on(optimizer: str) -> None:
     def work(world: sl.World) -> Tensor:
         model = mlp()
         own = OPTIMIZERS[optimizer](model.parameters())
-        run = distributed(model, own)
+        run = distributed(model, own, strategy)
         train(run, own, range(4))
         world.barrier()
         state = run.state_dict()
@@ -292,14 +293,14 @@ def test_a_resumed_run_equals_one_that_went_on(optimizer: str) -> None:
         run.close()
         fresh = mlp(seed=9)
         own = OPTIMIZERS[optimizer](fresh.parameters())
-        run = distributed(fresh, own)
+        run = distributed(fresh, own, strategy)
         run.load_state_dict(state)
         assert run.board().steps() == [4, 4]
         train(run, own, range(4, 10))
         run.close()
         return flat(fresh)
 
-    wanted = results(apart(optimizer, "bsp", 10), 2, dedicated=1)
+    wanted = results(apart(optimizer, strategy, 10), 2, dedicated=1)
     assert all(map(torch.equal, results(work, 2, dedicated=1), wanted))
 
 

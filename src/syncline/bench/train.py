@@ -18,7 +18,7 @@ from syncline.training.loop import Outcome, train
 from syncline.training.progress import Progress, duration
 from syncline.training.settings import Settings
 from syncline.training.stragglers import Slow
-from syncline.world import init
+from syncline.world import World, init
 
 __all__ = ["TrainPlan", "describe", "rank_main"]
 
@@ -78,9 +78,15 @@ def rank_main(plan: TrainPlan) -> int:
             seconds_a_sample=plan.seconds_a_sample,
             slow=plan.slow,
         )
-        if first:
+        if world.rank == _speaker(world):
             print(describe(outcome, plan), flush=True)
     return INTERRUPTED if outcome.stopped_by == "signal" else 0
+
+
+def _speaker(world: World) -> int:
+    """Rank 0, or the lowest that is left: a run that goes on without it has a last line too."""
+    gone = world.lost
+    return next(rank for rank in range(world.size) if rank not in gone or rank == world.rank)
 
 
 def describe(outcome: Outcome, plan: TrainPlan) -> str:

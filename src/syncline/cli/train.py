@@ -10,6 +10,7 @@ examples:
   syncline train digits -n 2 --out runs/a --resume auto         go on with runs/a, or begin it
   syncline train workload.py -n 2                               a workload of your own: see syncline new
   syncline train digits -n 4 --strategy hogwild --pace 0.001 --slow rank=2,factor=4      one of four is slow
+  syncline train digits -n 4 --strategy "ssp(slack=3)" --servers 1 --on-failure continue      go on without the lost
 
 Workloads: digits, fashion, stdlib, regression, logistic, or a script of yours by its path. The run folder (runs/… or
 --out) has log.jsonl, config.json, system.json and checkpoints/. Ctrl-C ends the run after a step, with a checkpoint.
@@ -37,6 +38,7 @@ from syncline.launch.lab import parse_lab
 from syncline.launch.machine import warn_if_crowded
 from syncline.launch.start import Job, run_here, run_on_hosts
 from syncline.strategies import build_strategy
+from syncline.strategies.served import Served
 from syncline.training.checkpoint import latest
 from syncline.training.checkpoint.manifest import MANIFEST
 from syncline.training.evaluator import wants_evaluator
@@ -97,6 +99,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     files.add_argument("--trace", action="store_true", help="a trace of each rank, for ui.perfetto.dev")
     files.add_argument("--tensorboard", action="store_true", help="scalars for TensorBoard")
     where = parser.add_argument_group("where")
+    where.add_argument("--servers", type=int, default=0, metavar="S", help="parameter servers beside the workers")
+    where.add_argument(
+        "--on-failure",
+        choices=("stop", "continue"),
+        default="stop",
+        help="when a worker fails: stop the others (the default), or let them go on without it",
+    )
     where.add_argument("--lab", metavar="4@100mbit", help="on so many emulated hosts at that rate")
     where.add_argument(
         "--pace", type=float, metavar="SECONDS", help="a worker also sleeps so long for each sample: a stand-in"
@@ -114,6 +123,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train; the exit code."""
     job_place = _place(arguments)
+    _check_company(arguments)
     workload = build(arguments.workload)
     settings = _settings(arguments, workload, job_place[1])
     slow = tuple(parse_slow(text) for text in arguments.slow)
@@ -137,8 +147,13 @@ def run(arguments: argparse.Namespace) -> int:
         slow=slow,
     )
     target = ("-m", "syncline.bench.train", plan.as_json())
-    evaluators = int(wants_evaluator(build_strategy(settings.strategy)))
-    return _launch(arguments, Job(target=target, evaluators=evaluators), job_place)
+    job = Job(
+        target=target,
+        evaluators=int(wants_evaluator(build_strategy(settings.strategy))),
+        servers=arguments.servers,
+        policy=arguments.on_failure,
+    )
+    return _launch(arguments, job, job_place)
 
 
 def _place(arguments: argparse.Namespace) -> tuple[tuple[Host, ...], int]:
@@ -151,6 +166,28 @@ def _place(arguments: argparse.Namespace) -> tuple[tuple[Host, ...], int]:
         hosts = parse_hosts(arguments.hosts, arguments.ranks)
         return hosts, sum(host.slots for host in hosts)
     return (), arguments.ranks or (parse_lab(arguments.lab)[0] if arguments.lab else 1)
+
+
+def _check_company(arguments: argparse.Namespace) -> None:
+    """Refuse servers that nobody would ask, and going on where those who are left could not."""
+    strategy, servers = build_strategy(arguments.strategy), arguments.servers
+    if servers < 0:
+        raise SpecError(f"--servers {servers}: a number of servers cannot be negative")
+    served = isinstance(strategy, Served)
+    if servers and not served:
+        raise IncompatibleError(f"--servers {servers}: {strategy!r} asks no servers; leave it out, or take bsp, ssp, …")
+    if arguments.on_failure == "stop":
+        return
+    if not strategy.loose:
+        raise IncompatibleError(
+            f"--on-failure continue: every step of {strategy!r} needs all workers; leave it out, or take a strategy "
+            "whose workers go at their own pace, such as ssp with --servers 1"
+        )
+    if served and not servers:
+        raise IncompatibleError(
+            f"--on-failure continue: without --servers each worker of {strategy!r} keeps a part of the weights, which "
+            "is lost with it; add --servers 1"
+        )
 
 
 def _settings(arguments: argparse.Namespace, workload: Workload, workers: int) -> Settings:

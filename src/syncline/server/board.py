@@ -6,8 +6,10 @@ Questions and answers are small JSON objects, checked field by field.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from syncline.server.space import PLAIN
 __all__ = ["Boards", "Post", "as_body"]
 
 MOST_POSTS = 4096
+"""Posts that a board keeps; the oldest ones go."""
 MOST_VALUES = 1024
 """Numbers in one post: JSON writes a number in 25 bytes at most, and an answer goes in one message."""
 MOST_CLOCK = 1 << 48
@@ -37,11 +40,33 @@ class Post:
     values: tuple[float, ...]
 
 
-class Boards:
-    """The boards of all spaces of a server, and the handlers that were looked up here."""
+@dataclass
+class _Board:
+    """The latest posts. Their numbers run on, so that a reader sees by a gap that it came too late for some."""
 
-    def __init__(self) -> None:
-        self._posts: dict[int, list[Post]] = {}
+    latest: deque[Post] = field(default_factory=lambda: deque(maxlen=MOST_POSTS))
+    number: int = 0
+
+    def add(self, kind: str, values: tuple[float, ...]) -> int:
+        self.number += 1
+        self.latest.append(Post(self.number, kind, values))
+        return self.number
+
+    def after(self, number: int) -> islice[Post]:
+        return islice(self.latest, max(0, number - (self.number - len(self.latest))), None)
+
+
+class Boards:
+    """The boards of all spaces of a server, and the handlers that were looked up here.
+
+    A board keeps the latest `MOST_POSTS` posts. Older ones are dropped, whether somebody has read them or not; numbers
+    run on, and who asks for posts since a number gets those that are still there.
+    """
+
+    def __init__(self, workers: Collection[int] = ()) -> None:
+        self._workers = frozenset(workers)
+        """Of the network; where that is not told, those of a space."""
+        self._posts: dict[int, _Board] = {}
         self.handlers: list[str] = []
         """A handler's number is its place here, counted from 1."""
         self._numbers: dict[str, int] = {}
@@ -71,8 +96,14 @@ class Boards:
 
     def note_below(self, session: Session, asked: dict[str, Any]) -> Any:
         """A sub-master tells how far each of its children is, and how often it came late."""
-        told = {str(int(worker)): [int(steps), int(late)] for worker, (steps, late) in asked["below"].items()}
-        session.space.below |= told
+        told = {int(worker): [int(steps), int(late)] for worker, (steps, late) in asked["below"].items()}
+        known = self._workers or frozenset(session.space.description.workers)
+        if not told.keys() <= known:
+            raise ProtocolError(
+                f"member {session.member} tells of the steps of {str(sorted(told))[:80]}: a sub-master tells of "
+                f"workers, which are {str(sorted(known))[:80]}"
+            )
+        session.space.below |= {str(worker): each for worker, each in told.items()}
         return {}
 
     def stop(self, session: Session, asked: dict[str, Any]) -> Any:
@@ -85,19 +116,16 @@ class Boards:
         return {}
 
     def post(self, session: Session, asked: dict[str, Any]) -> Any:
-        posts = self._posts.setdefault(session.space.description.mark, [])
-        if len(posts) >= MOST_POSTS:
-            raise ProtocolError(f"the board is full: {MOST_POSTS} posts")
         values = asked["values"]
         if not isinstance(values, list) or len(values) > MOST_VALUES:
             raise ProtocolError(f"a post has a list of at most {MOST_VALUES} numbers, not {str(values)[:40]}")
-        posts.append(Post(len(posts) + 1, str(asked["kind"])[:64], tuple(float(value) for value in values)))
-        return {"number": len(posts)}
+        kind, numbers = str(asked["kind"])[:64], tuple(float(value) for value in values)
+        return {"number": self._posts.setdefault(session.space.description.mark, _Board()).add(kind, numbers)}
 
     def read(self, session: Session, asked: dict[str, Any]) -> Any:
         """As many as go in one message, the earliest first; who wants more asks again."""
         since, found, room = max(0, int(asked["since"])), [], protocol.INLINE - 2
-        for post in self._posts.get(session.space.description.mark, [])[since:]:
+        for post in self._posts.get(session.space.description.mark, _Board()).after(since):
             each = [post.number, post.kind, list(post.values)]
             room -= len(json.dumps(each)) + 2
             if room < 0:

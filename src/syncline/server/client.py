@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from math import nan
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from math import isfinite, nan
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from syncline.errors import PeerLostError, ProtocolError, WorldError
+from syncline.errors import PeerLostError, ProtocolError, SynclineError, WorldError
 from syncline.server import protocol
 from syncline.server.board import Post, as_body
+from syncline.server.callbacks import Callbacks
 from syncline.server.courier import Courier, nothing
 from syncline.server.description import Description
 from syncline.server.factors import pack_range
@@ -27,8 +30,6 @@ from syncline.server.outgoing import Outgoing, Span, as_values, length_of, room_
 from syncline.server.protocol import Reply, Request
 
 __all__ = ["Client", "Future", "Told"]
-
-KEPT_STAMPS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,8 @@ class _Load:
     """Whether the answer may come in the space's codec."""
     plain: bool = False
     """Whether the values go as they are, whatever the codec."""
+    pick: Callable[[int], tuple[Span, Tensor]] | None = None
+    """Where a filter says what goes: by the number of the push, when nothing can refuse it any more."""
 
 
 class Client:
@@ -86,7 +89,9 @@ class Client:
         self._outgoing = Outgoing(description.numel, description.build_codec(), filters, seed, network.me)
         self._on_close = on_close
         self._stamp = 0
-        self._stamps: dict[int, dict[int, int]] = {}
+        self._stamps: dict[int, Sequence[Flight]] = {}
+        """Of requests that are not answered yet, as far as was noticed."""
+        self._callbacks = Callbacks(self._runtime, network.transport.timeout)
         self._handlers: dict[str, list[int]] = {}
         self._closed = False
 
@@ -125,11 +130,12 @@ class Client:
         """
         span = read_keys(keys, self.numel)
         values = as_values(values, length_of(span))
+        request, load = _pushing(protocol.PUSH, rate, scale), _Load(keys=span, values=values)
         if handler is None and self._outgoing.filters:  # what is held back goes with pushes of any scale
-            span, values = self._outgoing.choose(span, values if scale == 1.0 else values * scale, self._stamp)
-            scale = 1.0
-        request = Request(protocol.PUSH, rate=nan if rate is None else rate, scale=scale)
-        return self._go(request, _Load(keys=span, values=values), after, callback, handler, tick)
+            values = values if scale == 1.0 else values * scale
+            load = replace(load, values=values, pick=partial(self._outgoing.choose, span, values))
+            request = request._replace(scale=1.0)
+        return self._go(request, load, after, callback, handler, tick)
 
     def pull(
         self,
@@ -165,16 +171,17 @@ class Client:
         span = read_keys(keys, self.numel)
         values = as_values(values, length_of(span))
         load = _Load(keys=span, values=values, out=room_for(span, out), coded=coded)
-        request = Request(protocol.PUSH_PULL, wanted=wanted, rate=nan if rate is None else rate, scale=scale)
+        request = _pushing(protocol.PUSH_PULL, rate, scale)._replace(wanted=wanted)
         if not tick or max((len(cuts) for _, cuts in spans(self._cut(span))), default=0) <= protocol.WINDOW:
             return self._go(request, load, after, callback, handler, tick)
         # Reads that wait for this very step would fill the window before its last part is sent.
         pushing = _Load(keys=span, values=values)
         pushed = self._go(request._replace(kind=protocol.PUSH, wanted=-1), pushing, after, None, handler, tick)
         reading = _Load(keys=span, out=load.out, coded=coded)
-        return self._called_back(
-            pushed.joined(self._go(Request(protocol.PULL, wanted=wanted), reading, (), None)), callback
-        )
+        both = pushed.joined(self._go(Request(protocol.PULL, wanted=wanted), reading, (), None))
+        with self._going:
+            self._stamps[both.timestamp] = both.flights
+        return self._called_back(both, callback)
 
     def push_factors(
         self,
@@ -188,8 +195,8 @@ class Client:
     ) -> Future:
         """Push δᵀ · o, a matrix that lies in a row from key `first` on: the servers multiply. No codec, no filter."""
         span = read_keys((first, first + delta.shape[1] * o.shape[1]), self.numel)
-        request = Request(protocol.PUSH, rate=nan if rate is None else rate, scale=scale)
-        return self._go(request, _Load(keys=span, factors=(delta, o)), (), None, tick=tick)
+        load = _Load(keys=span, factors=(delta, o))
+        return self._go(_pushing(protocol.PUSH, rate, scale), load, (), None, tick=tick)
 
     def get(self, keys: Keys = None) -> Tensor:
         """The values, now."""
@@ -212,9 +219,8 @@ class Client:
 
     def flush(self) -> None:
         """Send what filters have held back; it is applied at once, and belongs to no step."""
-        rest = self._outgoing.rest()
-        if rest is not None:
-            load = _Load(keys=rest[0], values=rest[1])
+        if self._outgoing.filters:
+            load = _Load(keys=(0, 0), pick=lambda _: self._outgoing.rest())
             self._go(Request(protocol.PUSH), load, (), None, stepless=True).wait()
 
     # The others.
@@ -239,7 +245,9 @@ class Client:
         self.control({"do": "post", "kind": kind, "values": [float(value) for value in values]})
 
     def read_posts(self, since: int = 0) -> list[Post]:
-        """What was posted after the post of that number: as many as go in one message."""
+        """What was posted after the post of that number: as many as go in one message. The board keeps the latest few
+        thousand: a gap in the numbers is what was dropped.
+        """
         found = self.control({"do": "posts", "since": since})
         return [Post(int(number), str(kind), tuple(map(float, values))) for number, kind, values in found]
 
@@ -298,7 +306,9 @@ class Client:
         self.flush()
         self._closed = True
         flights = self._courier.under_way()
-        flights += [self._courier.launch(line, Request(protocol.BYE), nothing()) for line in self._courier.lines]
+        for line in self._courier.lines:
+            with suppress(SynclineError):  # who is lost needs no farewell
+                flights.append(self._courier.launch(line, Request(protocol.BYE), nothing()))
         for flight in flights:
             self._courier.finish(flight)
         if self._on_close is not None:
@@ -331,25 +341,52 @@ class Client:
             raise WorldError(f"space {self.description.name!r} is closed here")
         if load.values is not None and not load.plain and handler is None:
             self._outgoing.check(load.values)
-        numbers, waits = self._number_of(handler), list(after)
+        numbers, everywhere = self._number_of(handler), tick or load.pick is not None
         parts = dict(spans(self._cut(load.keys)))
+        earlier = self._finish_earlier(after, set(range(len(self._courier.lines)) if everywhere else parts))
         with self._going:
+            if load.pick is not None:
+                self._courier.check()
+                keys, values = load.pick(self._stamp)
+                load = replace(load, keys=keys, values=values)
+                parts = dict(spans(self._cut(keys)))
             self._stamp += 1
             clock = self.clock if (tick or self.description.held) and not stepless else -1
             base = base._replace(seed=self._stamp & 0xFFFFFFFF, clock=clock)
             flights: list[Flight] = []
-            last: dict[int, int] = {}
             for index in range(len(self._courier.lines)) if tick else parts:
-                first = max((self._stamps.get(stamp, {}).get(index, 0) for stamp in waits), default=0) if waits else 0
+                first = max((each.request.number for each in earlier if each.line.index == index), default=0)
                 request = base._replace(handler=numbers[index]) if handler else base
                 flights += self._send_parts(index, request, load, parts.get(index, []), first, tick)
-                last[index] = flights[-1].request.number
-            self._stamps[self._stamp] = last
-            self._stamps.pop(self._stamp - KEPT_STAMPS, None)
+            self._remember(flights)
             if tick:
                 self.clock += 1
             future = Future(self._courier, self._stamp, flights, load.out)
         return self._called_back(future, callback)
+
+    def _remember(self, flights: Sequence[Flight]) -> None:
+        """Keep what a later request may name, as long as it is not answered: a window of each server at most."""
+        if len(self._stamps) > 2 * protocol.WINDOW * len(self._courier.lines):
+            under_way = {at: found for at, found in self._stamps.items() if not all(each.settled for each in found)}
+            self._stamps = under_way
+        self._stamps[self._stamp] = flights
+
+    def _finish_earlier(self, after: Iterable[int], servers: set[int]) -> list[Flight]:
+        """See to it that requests come first. A server keeps the order of its own pushes; for what others have, and for
+        reads, which may wait there, the answers are waited for. What is left for the server to order.
+        """
+        earlier: list[Flight] = []
+        for stamp in after:
+            if not 1 <= stamp <= self._stamp:
+                raise ProtocolError(
+                    f"after={stamp}: this client of space {self.description.name!r} has given timestamps 1 to "
+                    f"{self._stamp}; name those of its own futures"
+                )
+            earlier += self._stamps.get(stamp, ())
+        for flight in earlier:
+            if flight.reads or servers != {flight.line.index}:
+                self._courier.finish(flight)
+        return [flight for flight in earlier if not flight.settled]
 
     def _send_parts(
         self, index: int, base: Request, load: _Load, cuts: Sequence[Cut], first: int, tick: bool
@@ -368,6 +405,7 @@ class Client:
                 flights.append(self._courier.launch(line, alone, nothing()))
         if base.kind != protocol.PULL and flights:
             line.pushed = flights[-1].request.number
+            line.ticked = line.pushed if tick else line.ticked
         return flights
 
     def _send_part(self, line: Line, request: Request, cut: Cut, load: _Load) -> Flight:
@@ -398,6 +436,7 @@ class Client:
     def _settle(self, flight: Flight, reply: Reply) -> None:
         """Take in what an answer says."""
         if reply.status == protocol.REFUSED:
+            self._learn_clock(flight, reply)
             text = flight.told.decode(errors="replace")
             raise ProtocolError(f"server {flight.line.index} refuses: {text}", peer=flight.line.member)
         if reply.status == protocol.ORPHANED:
@@ -421,6 +460,15 @@ class Client:
         if steps != told.steps or least != told.min_clock or reply.live != told.live or stop > told.stop:
             self.told = Told(told.stop or stop, steps, reply.live, least)
 
+    def _learn_clock(self, flight: Flight, reply: Reply) -> None:
+        """A refused step is over, as the clock that comes with the refusal says. Where it says something else, the
+        worker goes on from there; later steps under way know better.
+        """
+        request = flight.request
+        latest = request.flags & protocol.TICK and request.number == flight.line.ticked
+        if latest and reply.min_clock not in (-1, request.clock + 1):
+            self.clock = reply.min_clock
+
     def _number_of(self, handler: str | None) -> list[int]:
         """What each server knows a handler by."""
         if handler is None:
@@ -432,12 +480,12 @@ class Client:
 
     def _called_back(self, future: Future, callback: Callable[[Future], None] | None) -> Future:
         if callback is not None:
-            self._runtime.spawn(_call_back, future, callback, name="callback")
+            self._callbacks.add(future, callback)
         return future
 
 
-def _call_back(future: Future, callback: Callable[[Future], None]) -> None:
-    try:
-        future.wait()
-    finally:
-        callback(future)
+def _pushing(kind: int, rate: float | None, scale: float) -> Request:
+    """A push, with numbers that a server takes."""
+    if not isfinite(scale) or (rate is not None and not isfinite(rate)):
+        raise ProtocolError(f"rate={rate} and scale={scale}: both are finite numbers, or rate=None for the rule's own")
+    return Request(kind, rate=nan if rate is None else rate, scale=scale)

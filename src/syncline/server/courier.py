@@ -53,6 +53,7 @@ class Courier:
             self._finish_views(line, request)
         while True:
             with self._lock:
+                line.check()
                 oldest = line.in_the_way()
                 if oldest is None:
                     number = line.next_number()
@@ -65,8 +66,17 @@ class Courier:
                     break
             self.finish(oldest)
         self.bytes_sent += body.numel()
-        line.send(flight)
+        try:
+            line.send(flight)
+        except Exception as error:
+            self._break_off(flight, error)
+            raise
         return flight
+
+    def check(self) -> None:
+        """Refuse to begin what needs all servers, where one has not answered."""
+        for line in self.lines:
+            line.check()
 
     def _finish_views(self, line: Line, request: Request) -> None:
         """Encoded answers tell what changed since the one before, so two about the same keys come one by one."""
@@ -87,19 +97,34 @@ class Courier:
         with flight.lock:
             if flight.settled:
                 return
-            try:
-                reply = flight.line.receive(flight, self.retry, self._ask_again)
-                while reply.status == protocol.NEED_KEYS:
-                    flight.add_keys()
-                    flight.line.send(flight)
-                    reply = flight.line.receive(flight, self.retry, self._ask_again)
-                self._settle(flight, reply)
-                flight.reply = reply
-            except Exception as error:
-                flight.error = error
-            with self._lock:
-                flight.line.finished(flight.request.number)
-            flight.body = flight.body[:0]
+            self._await_answer(flight)
+            flight.line.let_go(flight)
+
+    def _await_answer(self, flight: Flight) -> None:
+        line = flight.line
+        try:
+            if line.broken is not None and not flight.arrived:
+                line.check()
+            reply = line.receive(flight, self.retry, self._ask_again)
+            while reply.status == protocol.NEED_KEYS:
+                line.resend_with_keys(flight)
+                reply = line.receive(flight, self.retry, self._ask_again)
+        except Exception as error:
+            self._break_off(flight, error)
+            return
+        try:
+            self._settle(flight, reply)
+            flight.reply = reply
+        except Exception as error:
+            flight.error = error
+        with self._lock:
+            line.finished(flight.request.number)
+
+    def _break_off(self, flight: Flight, error: Exception) -> None:
+        flight.line.give_up(flight)
+        with self._lock:
+            flight.line.break_off(flight.request.number, error)
+        flight.error = error
 
     def _ask_again(self) -> None:
         """What is waited for may hang on an earlier request that was lost, at this server or another."""

@@ -7,7 +7,9 @@ request ─► known client? new number? ─► earlier ones in? ─► push ─
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -25,19 +27,23 @@ from syncline.server.space import Space
 
 __all__ = ["Answer", "Desk", "Post"]
 
+logger = logging.getLogger("syncline")
+
 MOST_SPACES = 64
 
 
 class Desk:
     """The spaces of one server. Its caller lets one task in at a time, and sends what it answers."""
 
-    def __init__(self, number_of: Callable[[Description], int], pool: Pool | None = None) -> None:
+    def __init__(
+        self, number_of: Callable[[Description], int], pool: Pool | None = None, workers: Collection[int] = ()
+    ) -> None:
         self._pool = pool or Pool()
         self._number_of = number_of
         """This server's number among those of a space."""
         self.spaces: dict[int, Space] = {}
         self._sessions: dict[tuple[int, int], Session] = {}
-        self._boards = Boards()
+        self._boards = Boards(workers)
         self._early: list[tuple[int, Request]] = []
         """Observers of spaces that nobody has described yet."""
         self._lost: set[int] = set()
@@ -55,7 +61,7 @@ class Desk:
     def refuse(self, member: int, request: Request, reason: str) -> Answer:
         """Tell the sender what is wrong; nothing is changed."""
         text = torch.from_numpy(np.frombuffer(reason.encode()[: protocol.INLINE], np.uint8).copy())
-        reply = Reply(protocol.REFUSED, space=request.space, number=request.number, length=text.numel())
+        reply = Reply(protocol.REFUSED, space=request.space, number=request.number, min_clock=-1, length=text.numel())
         return Answer(member, reply, text, request.repeats)
 
     def take(self, member: int, request: Request, body: Tensor) -> list[Answer]:
@@ -80,10 +86,27 @@ class Desk:
         reason = str(error) if isinstance(error, SynclineError) else f"{type(error).__name__}: {error}"
         answer, session = self.refuse(member, request, reason), self._sessions.get((request.space, member))
         if session is not None and session.expects(request.number):
+            if session.worker:
+                self._end_refused_step(session, request)
+                answer = replace(answer, reply=answer.reply._replace(min_clock=session.space.clocks.of[member]))
             session.done(request.number)
             if request.number not in session.answers:
                 session.keep(answer)
         return answer
+
+    @staticmethod
+    def _end_refused_step(session: Session, request: Request) -> None:
+        """A step whose last part is refused is over all the same: other servers may have taken theirs."""
+        space, member, clock = session.space, session.member, request.clock
+        if not request.flags & protocol.TICK or space.clocks.of[member] != clock or space.is_far(clock):
+            return
+        try:
+            if space.is_late(member, clock):
+                space.skip(member)
+            else:
+                space.tick(member, clock)
+        except Exception as error:  # of a user's rule, about what others have pushed: this one is refused already
+            logger.warning("space %r: step %d is not applied: %s", space.description.name, clock, error)
 
     def _take(self, member: int, request: Request, body: Tensor) -> list[Answer]:
         if request.kind == protocol.HELLO:
@@ -150,6 +173,8 @@ class Desk:
         ticks = bool(request.flags & protocol.TICK)
         of_step = ticks or (request.clock >= 0 and session.worker and not request.handler and not request.plane)
         parked.late = of_step and space.is_late(session.member, request.clock)
+        if session.worker and not request.handler and not request.plane:
+            space.begin_step(session.member)
         parked.staleness = space.staleness(session.member) if session.worker else -1
         if not parked.late:
             if of_step:
@@ -178,7 +203,9 @@ class Desk:
             reused = None if space.description.keeps or request.flags & protocol.ENCODED else reused
             values = self._pool.take(4 * request.count) if reused is None else reused
             values.view(torch.float32).copy_(found)
-        space.note_read(session.member)
+        # Looks aside, as an evaluation's or a checkpoint's, wait for no clock: gradients do not come of them.
+        if request.wanted >= 0 or (request.kind == protocol.PUSH_PULL and not request.handler):
+            space.note_read(session.member)
         return self._answer(session, request, values, parked.late, stale, exact)
 
     def _answer(

@@ -26,6 +26,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from syncline.errors import IncompatibleError, ProtocolError
+from syncline.server.protocol import MOST_BYTES
 
 __all__ = ["HEADER_BYTES", "FactorTap", "pack_factors", "pack_range", "pays", "unpack_and_multiply"]
 
@@ -36,13 +37,19 @@ _CRC = struct.Struct("<II")
 HEADER_BYTES = _HEADER.size + _CRC.size
 
 
-def pays(b: int, m: int, n: int) -> bool:
-    """Whether the factors of a batch of b are fewer numbers than an m × n gradient.
+def pays(b: int, m: int, n: int, cuts: Sequence[tuple[int, int]] | None = None) -> bool:
+    """Whether the factors of a batch of b are fewer bytes than an m × n gradient, and none too long for a message.
+
+    `cuts` are the ranges of elements that go by themselves: o goes with each of them.
 
     >>> pays(32, 1024, 1024), pays(1024, 1024, 1024)
     (True, False)
+    >>> pays(400, 1024, 1024), pays(400, 1024, 1024, [(0, 1 << 19), (1 << 19, 1 << 20)])
+    (True, False)
     """
-    return b * (m + n) < m * n
+    ranges = [(0, m * n)] if cuts is None else cuts
+    bodies = [4 * b * (_rows(start % n if n else 0, stop - start, n) + n) for start, stop in ranges]
+    return sum(bodies) < 4 * m * n and HEADER_BYTES + max(bodies, default=0) <= MOST_BYTES
 
 
 def pack_factors(delta: Tensor, o: Tensor, rows: tuple[int, int] | None = None) -> Tensor:

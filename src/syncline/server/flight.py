@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from syncline.errors import PeerLostError, ProtocolError
+from syncline.errors import PeerLostError, ProtocolError, SynclineError
 from syncline.runtime import Lock
 from syncline.server import protocol
 from syncline.server.protocol import REPLY_BYTES, Reply, Request
 from syncline.transports import Handle, Transport
 
 __all__ = ["Flight", "Line"]
+
+
+@runtime_checkable
+class _Polled(Protocol):
+    """A handle that tells without a wait whether its message is here; not every engine's does."""
+
+    def done(self) -> bool: ...
+
+
+def _is_here(handle: Handle | None) -> bool:
+    return isinstance(handle, _Polled) and handle.done()
 
 
 @dataclass(eq=False)
@@ -46,9 +58,25 @@ class Flight:
         return self.reply is not None or self.error is not None
 
     @property
+    def arrived(self) -> bool:
+        """Whether something was answered, as far as the engine can tell without a wait."""
+        return self.settled or (_is_here(self.answer) and (self.data is None or _is_here(self.data)))
+
+    @property
+    def reads(self) -> bool:
+        """Whether its answer may come long after the server has taken it: reads wait for clocks."""
+        return self.request.kind != protocol.PUSH
+
+    @property
     def may_need_keys(self) -> bool:
         """Whether the server may ask for the list that it names."""
         return self.request.flags & (protocol.CACHED | protocol.KEYS) == protocol.CACHED
+
+    def let_go(self) -> None:
+        """It is over: others may still know it, and hold no values by that."""
+        self.body, self.out, self.keys, self.view = self.body[:0], None, None, None
+        self.answer = self.data = None
+        self.sending.clear()
 
     def add_keys(self) -> None:
         """The server has forgotten the list: it goes with the request, under the same number."""
@@ -69,7 +97,13 @@ class Line:
         self.pushed = 0
         """The number of the latest push: reads come after it."""
         self.acked = 0
+        self.ticked = 0
+        """The number of the latest push that ended a step."""
+        self.broken: Exception | None = None
+        """Why nothing is sent here any more: an answer did not come, and may come when nobody expects it."""
         self._done: set[int] = set()
+        self._wire = transport.runtime.lock()
+        """A header and its body go together: another task's body between them would be taken for it."""
         self.under_way: dict[int, Flight] = {}
         self._buffers: dict[int, tuple[Tensor, Any]] = {}
 
@@ -91,6 +125,21 @@ class Line:
             self.acked += 1
             self._done.discard(self.acked)
 
+    def check(self) -> None:
+        """Refuse to send where an answer was lost."""
+        if self.broken is not None:
+            kind = PeerLostError if isinstance(self.broken, PeerLostError) else ProtocolError
+            raise kind(
+                f"server {self.index} (member {self.member}) is not asked any more, as an answer of its is missing: "
+                f"{self.broken}",
+                peer=self.member,
+            )
+
+    def break_off(self, number: int, error: Exception) -> None:
+        """An answer did not come: its number is never acknowledged, so that the server keeps what it may yet send."""
+        self.broken = self.broken or error
+        self.under_way.pop(number, None)
+
     def send(self, flight: Flight) -> None:
         """Send a request, and wait for its answer from now on."""
         slot = flight.request.number % protocol.SLOTS
@@ -101,8 +150,24 @@ class Line:
             flight.data = self.transport.recv(out, self.member, self._lane + protocol.DATA + slot, exact=True)
         self.transmit(flight)
 
+    def resend_with_keys(self, flight: Flight) -> None:
+        """The server has forgotten the list of keys that a request names."""
+        with self._wire:
+            flight.add_keys()
+        self.send(flight)
+
     def transmit(self, flight: Flight) -> None:
         """Put a request on the wire, perhaps once more."""
+        with self._wire:
+            if not flight.settled:
+                self._put_on_wire(flight)
+
+    def let_go(self, flight: Flight) -> None:
+        """A request is over; nobody is sending it once more."""
+        with self._wire:
+            flight.let_go()
+
+    def _put_on_wire(self, flight: Flight) -> None:
         request, transport = flight.request, self.transport
         header = request.pack()
         if request.length <= protocol.INLINE:
@@ -139,9 +204,10 @@ class Line:
             view = self._buffers[slot][1][: flight.answer.nbytes]
             reply = Reply.read(view)
             asked_twice = reply.status == protocol.NEED_KEYS and not flight.may_need_keys
-            if reply.number == flight.request.number and not asked_twice:
+            own = (reply.space, reply.number) == (flight.request.space, flight.request.number)
+            if own and not asked_twice:
                 return self._take_in(flight, reply, view)
-            self._post(flight, slot)  # an answer of long ago, doubled on the way
+            self._post(flight, slot)  # an answer of long ago, doubled on the way, or of a space with the same tags
 
     def _take_in(self, flight: Flight, reply: Reply, view: memoryview) -> Reply:
         inline = reply.length if reply.length <= protocol.INLINE else 0
@@ -151,7 +217,7 @@ class Line:
                 peer=self.member,
             )
         if reply.status in (protocol.REFUSED, protocol.ORPHANED, protocol.NEED_KEYS):
-            self._give_up_data(flight)
+            self.give_up(flight)
             flight.told = bytes(view[REPLY_BYTES:])
         elif flight.out is None:
             flight.told = bytes(view[REPLY_BYTES:])
@@ -191,9 +257,9 @@ class Line:
         return bytes(buffer.numpy())
 
     @staticmethod
-    def _give_up_data(flight: Flight) -> None:
+    def give_up(flight: Flight) -> None:
+        """Take the receive back that an answer's body would land in: its memory is the caller's again."""
         if flight.data is not None:
-            try:
+            with suppress(SynclineError):
                 flight.data.wait(0.0)
-            except PeerLostError:
-                flight.data = None
+            flight.data = None

@@ -37,8 +37,13 @@ class Future:
         self._out = out
 
     def done(self) -> bool:
-        """Whether `wait()` was through already."""
-        return all(flight.settled for flight in self._flights)
+        """Whether every server has answered, as far as that can be told without a wait.
+
+        Then `wait()` returns at once, or when what an answer announces is in. Only `wait()` deals with a server that
+        asks for a list of keys again and with answers that the network doubles. On MPI it is True once `wait()` was
+        through.
+        """
+        return all(flight.arrived for flight in self._flights)
 
     def wait(self) -> Tensor | None:
         """Return when every server has answered; what one refuses is a `ProtocolError`."""
@@ -48,6 +53,11 @@ class Future:
             if flight.error is not None:
                 raise flight.error
         return self._out
+
+    @property
+    def flights(self) -> Sequence[Flight]:
+        """Its parts, one for each piece."""
+        return self._flights
 
     def joined(self, other: Future) -> Future:
         """Both in one: what the other pulled, and its timestamp."""

@@ -71,7 +71,7 @@ class Gathering(Space):
     def may_read(self, wanted: int, worker: int = -1) -> bool:
         if self.description.held:
             return super().may_read(wanted)
-        return self.stopping or worker not in self._away
+        return self.stopping or (worker not in self._away and worker not in self._open)
 
     @property
     def least(self) -> int:

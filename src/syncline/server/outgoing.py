@@ -56,21 +56,22 @@ class Outgoing:
             return keys, values
         if self._kept is None:
             self._kept = torch.zeros(self._numel)
-        if isinstance(keys, Tensor):
-            self._kept[keys] += values
-        else:
-            self._kept[keys[0] : keys[1]] += values
+        where = keys if isinstance(keys, Tensor) else slice(*keys)
+        summed = self._kept[where] + values
+        self.check(summed)  # two finite values may add up to one that is not
+        self._kept[where] = summed
         places = self._filter.choose(self._kept, number)
-        if places is None:
-            places = torch.arange(self._numel)
-        return self._release(self._kept, places)
+        if places is not None and places.numel() < self._numel:
+            return self._release(self._kept, places)
+        chosen = self._kept.clone()  # all of it: no list of keys needs to go
+        self._kept.zero_()
+        return (0, self._numel), chosen
 
-    def rest(self) -> tuple[Span, Tensor] | None:
+    def rest(self) -> tuple[Span, Tensor]:
         """What the filter has held back, all of it."""
-        places = None if self._kept is None else self._kept.nonzero().reshape(-1)
-        if self._kept is None or places is None or not places.numel():
-            return None
-        return self._release(self._kept, places)
+        if self._kept is None:
+            return (0, 0), torch.empty(0)
+        return self._release(self._kept, self._kept.nonzero().reshape(-1))
 
     @staticmethod
     def _release(kept: Tensor, places: Tensor) -> tuple[Span, Tensor]:

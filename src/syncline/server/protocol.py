@@ -147,6 +147,7 @@ class Reply(NamedTuple):
     staleness: int = -1
     """Of what was read or pushed, in steps; −1: not known."""
     min_clock: int = 0
+    """The slowest worker's; where a step came late or is refused, the worker's own; −1: not known."""
     steps: int = 0
     """That all workers together have taken."""
     length: int = 0

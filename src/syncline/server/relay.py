@@ -74,7 +74,7 @@ class Relay:
     def run(self) -> None:
         """The task."""
         try:
-            door = self._door or Client(self._network, self._parent)
+            door = self._door or Client(self._network, self._parent, retry=self._network.transport.retry)
             if self._door is None:
                 door.hello()
             while self._await_sum(door):
@@ -139,7 +139,8 @@ class Relay:
             if last:
                 future.wait()
         self._tell_steps(door)
-        return _tensor(door.pull(None, wanted=wanted, coded=coded))
+        # A read that belongs to a step names a clock, if only the first.
+        return _tensor(door.pull(None, wanted=max(0, wanted), coded=coded))
 
     def _tell_steps(self, door: Client) -> None:
         clocks, late = self._space.clocks.of, self._space.late

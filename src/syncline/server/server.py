@@ -45,7 +45,7 @@ class Server:
         self._runtime = network.transport.runtime
         self._lock = self._runtime.lock()
         self._pool = Pool(self._runtime.lock())
-        self.desk = Desk(lambda description: description.servers.index(network.me), self._pool)
+        self.desk = Desk(lambda found: found.servers.index(network.me), self._pool, network.workers)
         self._changed: Event = self._runtime.event()
         self._closed = False
         self._tasks: list[Task] = []
@@ -170,7 +170,8 @@ class Server:
         space = struct.unpack_from("<I", data, SPACE_AT)[0] if whole else 0
         logger.warning("server %d refuses what member %d sent: %s", self.network.me, member, reason)
         text = torch.from_numpy(np.frombuffer(reason.encode(), np.uint8).copy())
-        self._send(Answer(member, Reply(protocol.REFUSED, space=space, number=number, length=text.numel()), text, True))
+        reply = Reply(protocol.REFUSED, space=space, number=number, min_clock=-1, length=text.numel())
+        self._send(Answer(member, reply, text, True))
 
     def _act(self, deed: Callable[[], list[Answer]]) -> None:
         with self._lock:

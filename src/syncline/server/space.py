@@ -95,6 +95,8 @@ class Space:
         self._held = dict.fromkeys(description.workers, 0)
         """Bytes that are kept of each worker's pushes."""
         self._read_at = dict.fromkeys(description.workers, 0)
+        self._begun: dict[int, int] = {}
+        """How stale the steps are that have begun, by worker: all parts of a step are as stale as its first."""
 
     # Pushing.
 
@@ -113,9 +115,10 @@ class Space:
         """Take an update: apply it, or keep it until its step is closed."""
         held = self.description.held and push.handler is None and push.plane == 0 and worker in self.clocks.of
         if not held or clock < 0:
-            self.apply(push, self.staleness(worker) if self.description.damped else 0)
+            damped = self.description.damped and push.handler is None and push.plane == 0
+            self.apply(push, self.staleness(worker) if damped else 0)
             return
-        if clock < self.round or clock > self.round + AHEAD:
+        if clock < self.round or self.is_far(clock):
             raise ProtocolError(f"a push of step {clock} by worker {worker}, and step {self.round} is open")
         most = MOST_HELD * max(ROOM, 4 * (self.after - self.first))
         if self._held[worker] + push.nbytes > most:
@@ -133,10 +136,15 @@ class Space:
             self.clocks.set(worker, clock)
         self.clocks.check(worker, clock)
 
+    def is_far(self, clock: int) -> bool:
+        """Whether a held step is further ahead than any that is kept."""
+        return self.description.held and clock > self.round + AHEAD
+
     def skip(self, worker: int) -> None:
         """A worker's step came late: it goes on with the one that is open."""
         self.clocks.set(worker, max(self.clocks.of[worker], self.round))
         self.late[worker] = self.late.get(worker, 0) + 1
+        self._begun.pop(worker, None)
 
     def is_late(self, worker: int, clock: int) -> bool:
         """Whether the step of a held push is closed already: a quorum did without it."""
@@ -145,6 +153,7 @@ class Space:
     def tick(self, worker: int, clock: int) -> None:
         """A worker has pushed all of its step. What a rule refuses then is told to who closes the step."""
         self.clocks.tick(worker, clock)
+        self._begun.pop(worker, None)
         if self.description.held:
             self._steps.setdefault(clock, _Step()).ticked.add(worker)
         self.close_rounds()
@@ -170,6 +179,7 @@ class Space:
             for done in range(min(clocks), clock) if self.description.held else ():
                 self._steps.setdefault(done, _Step()).ticked.add(worker)
         self.round = min(clocks) if self.description.held else 0
+        self._begun.clear()
         for worker in self.clocks.of:
             self.note_read(worker)
 
@@ -285,11 +295,18 @@ class Space:
         return FOREVER if self.clocks.live == 0 else self.round
 
     def staleness(self, worker: int) -> int:
-        """Steps of others since a worker has read."""
-        return self._others(worker) - self._read_at[worker] if worker in self._read_at else 0
+        """Steps of others since a worker has read, up to where its own step began."""
+        if worker not in self._read_at:
+            return 0
+        return self._begun.get(worker, self._others(worker) - self._read_at[worker])
+
+    def begin_step(self, worker: int) -> None:
+        """A part of a worker's step comes, perhaps not the first."""
+        if worker in self._read_at:
+            self._begun.setdefault(worker, self.staleness(worker))
 
     def note_read(self, worker: int) -> None:
-        """A worker reads now."""
+        """A worker reads now what its next step begins with."""
         if worker in self._read_at:
             self._read_at[worker] = self._others(worker)
 
@@ -324,7 +341,8 @@ class Space:
             return torch.zeros(count) if rows is None else rows[low:high]
         applier = self._appliers.get((low, high))  # one that is not there has nothing, and a read makes none
         kept = None if applier is None else applier.state_dict().get(name)
-        return torch.zeros(count) if kept is None else kept.to(torch.float32).expand(count).contiguous()
+        # NaN, as zeros are no beginning: NAdam's product begins at 1, Rprop's steps at its rate.
+        return torch.full((count,), math.nan) if kept is None else kept.to(torch.float32).expand(count).contiguous()
 
     def _put_plane(self, number: int, first: int, values: Tensor) -> None:
         name, group = self._plane(number), group_of(self.description.bounds, first)
@@ -335,8 +353,13 @@ class Space:
             return
         loading = self._loading.setdefault((low, high), {})
         loading[name] = values.clone()
-        if len(loading) == len(self._planes):  # a piece's state is taken over when all of it is there
-            self._applier(group, low, high).load_state_dict(self._loading.pop((low, high)))
+        if len(loading) < len(self._planes):  # a piece's state is taken over when all of it is there
+            return
+        state = self._loading.pop((low, high))
+        if not all(bool(each.isnan().all()) for each in state.values()):  # else nobody had pushed to it
+            self._applier(group, low, high).load_state_dict(state)
+        elif (low, high) in self._appliers:
+            self._appliers[low, high].load_state_dict({})
 
 
 def _take_weights(ready: Sequence[tuple[int, list[Push]]]) -> float:

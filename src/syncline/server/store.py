@@ -85,6 +85,7 @@ def open_space(
     `servers` are members of the network that hold its shards (all that serve, if not told), `workers` those with a
     clock (all).
     """
+    _check_filters(filters, rules)
     network = server_network(world)
     host = world.keep("syncline.server", lambda: Server(network).start()) if network.serves else None
     names = world.keep(("spaces", name), _Names)
@@ -118,6 +119,19 @@ def watch_space(network: ServerNetwork, name: str, number: int, servers: Sequenc
     where = tuple(network.servers if servers is None else servers)
     placeholder = Description(name=f"{name} {number}", numel=1, servers=where[:1], workers=network.workers)
     return Client(network, placeholder).observe()
+
+
+def _check_filters(filters: Filter | None, rules: Sequence[str]) -> None:
+    """Refuse a filter that holds values back where the rule cannot take sums of them later, for some keys."""
+    if filters is None or not filters.chooses:
+        return
+    for rule in map(build_rule, rules):
+        if rule.name == "assign" or not rule.elementwise:
+            reason = "takes no lists of keys" if rule.name != "assign" else "replaces values, and sums replace nothing"
+            raise IncompatibleError(
+                f"{filters!r} sends some keys now and sums of the others later, and {rule!r} {reason}: use a rule like "
+                "sgd or adam, or no filter that chooses"
+            )
 
 
 class _Names:

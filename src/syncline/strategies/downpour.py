@@ -130,6 +130,12 @@ class _DownpourRun(ServedRun):
         super().ending()
         self._board.tell_steps(self.exchange.rank, self.stats.steps)
 
+    def shared_state(self) -> dict[str, Any]:
+        """A push that is under way is in no worker's sum any more: the servers are read when all have arrived."""
+        self._settle()
+        self.world.barrier()
+        return super().shared_state()
+
     def local_state(self) -> dict[str, Any]:
         """This replica, and the gradients that wait for the next push."""
         own = {"weights": self.keys.named(self.keys.read(self.model)), "unsent": self.keys.named(self._sum)}
@@ -172,7 +178,9 @@ class _DownpourRun(ServedRun):
         """Ask for the weights, with the latest push in them."""
         after = [future.timestamp for future in self._pushed]
         with self.explained():
-            self._asked = self.client.pull((0, self.keys.trained), self.weights, after=after, coded=self.coded)
+            self._asked = self.client.pull(
+                (0, self.keys.trained), self.weights, wanted=0, after=after, coded=self.coded
+            )
 
     def _land(self) -> None:
         """Go on from the servers' weights."""
@@ -210,5 +218,5 @@ class _DownpourRun(ServedRun):
                     )
                 runtime.sleep(gap)
                 gap = min(2 * gap, LONGEST)
-            self.client.pull((0, self.keys.trained), self.weights).wait()
+            self.client.pull((0, self.keys.trained), self.weights, wanted=0).wait()
         self.install()

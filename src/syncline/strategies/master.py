@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, PeerLostError, SpecError
 from syncline.exchange import Exchange
-from syncline.server import Client, open_space, server_network
+from syncline.server import Client, Future, open_space, server_network
 from syncline.server.filters import Filter
 from syncline.server.rules import Rule, Sgd, TorchRule
 from syncline.server.tree import TreeClient, open_tree
@@ -122,6 +122,7 @@ class MasterRun(ServedRun):
             "codec": None if codec is None else repr(codec),
             "initial": self.keys.read(self.model),
             "seed": self.settings.seed,
+            "retry": network.transport.retry,
         }
         if strategy.masters == 1:
             return open_space(self.world, strategy.name, self.keys.numel, servers=network.servers[:1], **options)
@@ -134,15 +135,12 @@ class MasterRun(ServedRun):
         """Each gradient counts once: the master takes the mean of those that came, or all as they are."""
         return 1.0
 
-    def talk(self) -> None:
-        with self.waiting("push and pull"):
-            futures = self._push_pull() if self._at_once else self._push_then_pull()
-            for future in futures:
-                future.wait()
+    def talk(self) -> list[Future]:
+        futures = super().talk()
         if any(future.late for future in futures):
             self.late_steps += 1
             self.stats.events.count("sl_late_steps")
-        self.stats.read_at(max(0, *(future.staleness for future in futures)))
+        return futures
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         client = self.client

@@ -30,7 +30,7 @@ from syncline.codecs import Codec, PerLayer
 from syncline.codecs.choosing import Chooser
 from syncline.errors import DivergedError, IncompatibleError, PeerLostError, SpecError
 from syncline.exchange import Exchange, plain_name
-from syncline.server import Client, Future, ServerNetwork, open_space
+from syncline.server import Client, Future, ServerNetwork, open_space, server_network
 from syncline.server.filters import Filter, build_filter
 from syncline.server.layout import spans
 from syncline.server.protocol import WINDOW
@@ -40,7 +40,7 @@ from syncline.strategies.base import Run, Settings, Strategy
 from syncline.strategies.board import Board
 from syncline.strategies.served_board import ServedBoard, post_order, watch_board
 from syncline.strategies.served_keys import KeyMap, dense_rows
-from syncline.strategies.served_pushing import Pusher, check_filters, client_filter
+from syncline.strategies.served_pushing import Pusher, borders, check_filters, client_filter
 
 __all__ = ["Plan", "Served", "ServedRun"]
 
@@ -138,12 +138,15 @@ class ServedRun(Run):
     def open_client(self, filters: Filter | None) -> Client:
         """Open the space, together with the other workers."""
         codec, plan = self.exchange.codec, self.plan
+        groups = borders(self.keys, self.model, self.rules, plan.factors)
+        if self.keys.buffers:
+            groups.append((self.keys.trained, build_rule("assign")))
         return open_space(
             self.world,
             self.strategy.name,
             self.keys.numel,
-            rules=[*(repr(rule) for rule in self.rules), *(["assign"] if self.keys.buffers else [])],
-            bounds=self.keys.bounds,
+            rules=[repr(rule) for _, rule in groups],
+            bounds=[first for first, _ in groups],
             held=plan.held,
             quorum=plan.quorum,
             damped=plan.damped,
@@ -151,6 +154,7 @@ class ServedRun(Run):
             filters=client_filter(filters),
             initial=self.keys.read(self.model),
             seed=self.settings.seed,
+            retry=server_network(self.world).transport.retry,
         )
 
     def wanted(self, clock: int) -> int:
@@ -196,13 +200,16 @@ class ServedRun(Run):
             found.append(rate)
         return found
 
-    def talk(self) -> None:
-        """Push this step, end it, and read the weights into `weights`."""
+    def talk(self) -> list[Future]:
+        """Push this step, end it, and read the weights into `weights`; all that was asked for it."""
         with self.waiting("push and pull"):
-            reads = self._push_pull() if self._at_once else self._push_then_pull()
-            for future in reads:
+            pushed, read = self._push_pull() if self._at_once else self._push_then_pull()
+            for future in (*pushed, *read):
                 future.wait()
-        self.stats.read_at(max(0, *(future.staleness for future in reads)))
+        # Who waits for clocks knows how old the read may be; who does not, how old the push was.
+        told = read if self.wanted(self.client.clock) >= 0 else pushed
+        self.stats.read_at(max(0, *(future.staleness for future in told)))
+        return [*pushed, *read]
 
     def install(self) -> None:
         """Put `weights` into the model."""
@@ -315,7 +322,7 @@ class ServedRun(Run):
 
     # Within.
 
-    def _push_pull(self) -> list[Future]:
+    def _push_pull(self) -> tuple[list[Future], list[Future]]:
         scale, rates, wanted = self.scale(), self.rates(), self.wanted(self.client.clock + 1)
         last, futures = len(self.keys.groups) - 1, []
         for number, group in enumerate(self.keys.groups):
@@ -332,16 +339,14 @@ class ServedRun(Run):
                     coded=self.coded,
                 )
             )
-        return futures
+        return futures, futures
 
-    def _push_then_pull(self) -> list[Future]:
-        wanted = self.wanted(self.client.clock + 1)
+    def _push_then_pull(self) -> tuple[list[Future], list[Future]]:
+        wanted = max(0, self.wanted(self.client.clock + 1))  # a read that belongs to a step names a clock
         pushed = self.pusher.push(self.gradients, self.rates(), scale=self.scale(), weight=self.weight)
         after = [pushed[-1].timestamp]
         read = self.client.pull((0, self.keys.trained), self.weights, wanted=wanted, after=after, coded=self.coded)
-        for future in pushed:
-            future.wait()
-        return [read]
+        return pushed, [read]
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:  # the optimizer comes first

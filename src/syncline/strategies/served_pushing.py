@@ -22,7 +22,7 @@ from syncline.server.filters import Cache, Filter
 from syncline.server.rules import Rule
 from syncline.strategies.served_keys import KeyMap
 
-__all__ = ["Pusher", "check_filters", "client_filter"]
+__all__ = ["Pusher", "borders", "check_filters", "client_filter"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Pusher:
             ends = tick and number == len(self._segments) - 1
             rate = rates[segment.group]
             pair = taken.get(segment.weight) if segment.weight is not None else None
-            if pair is not None and pays(pair[0].shape[0], pair[0].shape[1], pair[1].shape[1]):
+            if pair is not None and self._pays(segment, *pair):
                 delta = pair[0] if weight == 1.0 else pair[0] * weight
                 futures.append(
                     self._client.push_factors(
@@ -105,6 +105,10 @@ class Pusher:
         if self._tap is not None:
             self._tap.close()
 
+    def _pays(self, segment: _Segment, delta: Tensor, o: Tensor) -> bool:
+        cuts = self._client.description.layout.cut_range(segment.first, segment.after)
+        return pays(delta.shape[0], delta.shape[1], o.shape[1], [(cut.start, cut.stop) for cut in cuts])
+
     def _chosen(self, segment: _Segment, row: Tensor) -> tuple[tuple[int, int] | Tensor, Tensor]:
         """What goes now: all of it, or what the filter lets through of this and of what it held back before."""
         if self._filter is None or self._kept is None:
@@ -117,6 +121,24 @@ class Pusher:
         waiting[places] = 0.0
         self.bytes_held += 4 * (waiting.numel() - places.numel())
         return places + segment.first, values
+
+
+def borders(keys: KeyMap, model: nn.Module, rules: Sequence[Rule], factors: bool) -> list[tuple[int, Rule]]:
+    """Where groups of keys begin at the servers, and their rules.
+
+    A rule that takes whole pieces keeps its state by them: what is pushed by itself is then a group of its own, so that
+    a checkpoint is cut at the same places.
+    """
+    if not factors:
+        return [(group.first, rules[number]) for number, group in enumerate(keys.groups)]
+    with FactorTap(model) as tap:
+        segments = _segments(keys, tap)
+    first = {group.first for group in keys.groups}
+    return [
+        (segment.first, rules[segment.group])
+        for segment in segments
+        if segment.first in first or not rules[segment.group].elementwise
+    ]
 
 
 def client_filter(filters: Filter | None) -> Filter | None:

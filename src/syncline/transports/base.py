@@ -160,6 +160,11 @@ class Transport(ABC):
         """One memory of `numel` elements that all ranks see, zeroed; made by all ranks together, on one host."""
         return share_memory(self, numel, dtype)
 
+    @property
+    def retry(self) -> float | None:
+        """Seconds after which who has sent a lossy message asks again; None: nothing is lost here."""
+        return None
+
     def combined(self, nbytes: int) -> None:  # noqa: B027 (most transports have nothing to add)
         """Told after `nbytes` were reduced: where time is virtual, this is where it passes."""
 

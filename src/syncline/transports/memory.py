@@ -33,6 +33,10 @@ class MailboxHandle:
         self.source = -1
         self.nbytes = 0
 
+    def done(self) -> bool:
+        """Whether a wait would return at once."""
+        return self._posted.settled
+
     def wait(self, timeout: float | None = None) -> None:
         posted, transport = self._posted, self._transport
         event = None if posted.settled else self._mailbox.event_of(posted)

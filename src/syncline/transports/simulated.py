@@ -23,6 +23,8 @@ __all__ = ["Hub", "Message", "SimulatedTransport", "wide_channel"]
 
 WIDE = ("wide",)
 """The key of the channel that reaches all members of a hub, those beside the world too."""
+RETRY = 0.05
+"""Seconds after which a message is sent again, where the network loses some."""
 
 
 class Message(NamedTuple):
@@ -269,6 +271,10 @@ class SimulatedTransport(Transport):
         if equal or members == tuple(range(len(members))):
             self.network = hub.network
         hub.register(self)
+
+    @property
+    def retry(self) -> float | None:
+        return RETRY if any(isinstance(fault, Drop) for fault in self.hub.faults) else None
 
     def _send(self, data: Tensor, to: int, tag: int, exact: bool, lossy: bool) -> Handle:
         receiver = self.members[to]

@@ -12,6 +12,7 @@ steps (the residual of error feedback, a warm start) lies in its `Part`, and ran
 from __future__ import annotations
 
 import hashlib
+import math
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
@@ -28,7 +29,7 @@ from syncline.specs import Spec
 if TYPE_CHECKING:
     from syncline.codecs.chain import Chain
 
-__all__ = ["Codec", "Draw", "Part", "PayloadCodec", "flat_float32"]
+__all__ = ["Codec", "Draw", "Part", "PayloadCodec", "all_finite", "flat_float32"]
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,7 @@ class PayloadCodec(Codec):
         from syncline.codecs.payload import pack
 
         part = Part(flat_float32(tensor), shape=tuple(tensor.shape), residual=_row(residual, tensor.numel()))
-        if not bool(torch.isfinite(part.flat).all()):
+        if not all_finite(part.flat):
             raise DivergedError(f"{self!r} cannot encode NaN or Inf")
         return pack(self, [part], draw or Draw())
 
@@ -271,6 +272,15 @@ def flat_float32(tensor: Tensor) -> Tensor:
     if not tensor.dtype.is_floating_point:
         raise IncompatibleError(f"codecs are for real floating-point tensors, not {tensor.dtype}; send it as it is")
     return tensor.detach().reshape(-1).to(torch.float32).contiguous()
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether there is no NaN and no Inf. A sum tells in most cases, many times faster than a look at each.
+
+    >>> all_finite(torch.tensor([3e38, 3e38])), all_finite(torch.tensor([1.0, torch.inf]))
+    (True, False)
+    """
+    return math.isfinite(float(values.sum())) or bool(torch.isfinite(values).all())
 
 
 def _digest(text: str) -> int:

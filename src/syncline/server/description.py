@@ -66,8 +66,13 @@ class Description:
     def build_rules(self) -> list[Rule]:
         return [build_rule(spec) for spec in self.rules]
 
-    def build_codec(self) -> Codec | None:
+    @cached_property
+    def _codec(self) -> Codec | None:
         return build_codec(self.codec)
+
+    def build_codec(self) -> Codec | None:
+        """The codec; it has no state, and is read from its spec once."""
+        return self._codec
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), sort_keys=True).encode()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import Codec, Draw
+from syncline.codecs.base import all_finite
 from syncline.errors import DivergedError, ProtocolError
 from syncline.server import protocol
 from syncline.server.filters import Filter
@@ -81,7 +82,7 @@ class Outgoing:
 
     def check(self, values: Tensor) -> None:
         """Refuse what the codec will refuse, before a part of it is on the way."""
-        if self.codec is not None and not bool(torch.isfinite(values).all()):
+        if self.codec is not None and not all_finite(values):
             raise DivergedError(f"values of a push are not finite, and {self.codec!r} cannot carry them")
 
     def encode(self, part: Tensor, cut: Cut, keys: Tensor | None, step: int) -> Tensor:

@@ -189,7 +189,7 @@ def check_store(consistency: str, seed: int) -> Outcome:
     )  # fmt: skip
     opened = all(journal.opened for journal in journals)
     for worker, result in enumerate(run.results):
-        if isinstance(result, BaseException) and opened:
+        if isinstance(result, BaseException) and (opened or not run.killed):
             raise AssertionError(f"worker {worker} (killed: {run.killed}): {result!r}") from result
     assert not opened or all(journal.ended or journal.worker in run.killed for journal in journals)
     ordered = consistency != "quorum"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ def test_a_dedicated_server_beside_a_bare_echo(tmp_path: Path) -> None:
         assert words in printed
 
 
+@pytest.mark.hunt
+@pytest.mark.skipif(not os.environ.get("SYNCLINE_HUNT"), reason="half a minute of processes: SYNCLINE_HUNT=1 runs it")
 def test_co_located_with_several_under_way(tmp_path: Path) -> None:
     printed = bench(tmp_path, "-n", "2", "--servers", "0", "--sizes", "64KB", "--rounds", "2", "--depth", "3")
     found = rows(tmp_path, "server-co-located.json")
@@ -57,6 +60,8 @@ def test_co_located_with_several_under_way(tmp_path: Path) -> None:
     assert "3 under way" in printed
 
 
+@pytest.mark.hunt
+@pytest.mark.skipif(not os.environ.get("SYNCLINE_HUNT"), reason="half a minute of processes: SYNCLINE_HUNT=1 runs it")
 def test_a_sweep_says_how_many_servers(tmp_path: Path) -> None:
     printed = bench(tmp_path, "--sweep", "-n", "1", "--size", "64KB", "--passes", "2", "--rounds", "2")
     document = json.loads((tmp_path / "out" / "sweep.json").read_text())

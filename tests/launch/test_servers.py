@@ -214,6 +214,8 @@ def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.skipif(SSHD is None or not os.access("/run", os.W_OK), reason="needs sshd and the right to start it")
+@pytest.mark.hunt
+@pytest.mark.skipif(not os.environ.get("SYNCLINE_HUNT"), reason="half a minute of processes: SYNCLINE_HUNT=1 runs it")
 def test_servers_on_hosts(runs: Runs, ssh: str) -> None:
     script = Path(runs.script(USE))
     script.write_text(script.read_text().replace('os.environ["HERE"]', repr(str(runs.folder))))

@@ -28,6 +28,12 @@ class Future:
     """Requests under way; `wait()` gives what was pulled.
 
     `timestamp` may be named in a later request's `after`.
+
+    >>> import torch, syncline as sl
+    >>> with sl.init() as world, sl.store(2) as store:
+    ...     first = store.push(None, torch.ones(2))
+    ...     store.pull(after=[first.timestamp]).wait()
+    tensor([1., 1.])
     """
 
     def __init__(self, courier: Courier, timestamp: int, flights: Sequence[Flight], out: Tensor | None = None) -> None:

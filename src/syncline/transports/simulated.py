@@ -213,7 +213,7 @@ class Hub:
 
     def name_lost(self, peer: int | None) -> int | None:
         """The rank to name: the first that anyone named."""
-        if self.lost is None and peer is not None and peer in self.gone:
+        if self.lost is None and peer is not None:
             self.lost = peer
         return self.lost if self.lost is not None else peer
 
@@ -315,7 +315,11 @@ class SimulatedTransport(Transport):
         )
 
     def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:
-        named = self.hub.name_lost(None if peer is None else self.members[peer])
+        rank = None if peer is None else self.members[peer]
+        if rank in self.hub.gone or seconds >= self.timeout:
+            named = self.hub.name_lost(rank)
+        else:  # a wait that was meant to be short: nobody is lost for that
+            named = rank if self.hub.lost is None else self.hub.lost
         since = self.hub.gone.get(-1 if named is None else named)
         gone = f" (gone since t={since:.6g} s)" if since is not None else f" after {seconds:.3g} s"
         whom = "anyone" if named is None else f"rank {named}"

@@ -161,10 +161,10 @@ def _same(one: Any, other: Any) -> bool:
         return True
     if not (isinstance(one, FunctionType) and isinstance(other, FunctionType)) or one.__closure__ or other.__closure__:
         return False
-    first, second = (
-        (each.__code__, each.__code__.co_filename, each.__defaults__, each.__kwdefaults__) for each in (one, other)
-    )
-    return first == second
+    first, second = ((each.__code__, each.__defaults__, each.__kwdefaults__) for each in (one, other))
+    places = {each.__code__.co_filename for each in (one, other)}
+    # A notebook's cell that is run again is a file of another name: "<ipython-input-7>".
+    return first == second and (len(places) == 1 or all(place.startswith("<") for place in places))
 
 
 def _where(function: Any) -> str:

@@ -149,29 +149,12 @@ def test_a_push_that_is_under_way_is_in_a_checkpoint() -> None:
         assert torch.equal(sum((unsent for _, _, unsent in found), -weights), torch.full_like(weights, 9.0))
 
 
-def test_pushes_and_fetches_come_when_they_are_due() -> None:
-    """One worker, whose local rate is 100 times the servers': its own weights tell what came when."""
+def six_steps(strategy: str) -> tuple[list[float], float]:
+    """One worker, whose local rate is 100 times the servers': its weights tell what came when; and theirs at last."""
 
-    def work(world: sl.World) -> list[float]:
+    def work(world: sl.World) -> tuple[list[float], float]:
         model = One()
-        optimizer, run = distributed(model, f"downpour(push=2, fetch=3, {SUM}, prefetch=False)", rate=100.0)
-        seen = []
-        for _ in range(6):
-            optimizer.zero_grad()
-            backward(model(1.0))
-            optimizer.step()
-            seen.append(model.weight.item())
-        run.close()
-        return seen
-
-    #          local   local   fetched: one push of 2      …      fetched: three pushes of 2
-    assert sl.simulate(work, ranks=1).results[0] == [-100.0, -200.0, -2.0, -102.0, -202.0, -6.0]
-
-
-def test_a_prefetch_is_one_step_older() -> None:
-    def work(world: sl.World) -> list[float]:
-        model = One()
-        optimizer, run = distributed(model, f"downpour(push=1, fetch=3, {SUM})", rate=100.0)
+        optimizer, run = distributed(model, strategy, rate=100.0)
         seen = []
         for _ in range(6):
             optimizer.zero_grad()
@@ -180,9 +163,21 @@ def test_a_prefetch_is_one_step_older() -> None:
             seen.append(model.weight.item())
         last = agreed(run).item()
         run.close()
-        return [*seen, last]
+        return seen, last
 
-    assert sl.simulate(work, ranks=1).results[0] == [-100.0, -200.0, -2.0, -102.0, -202.0, -5.0, -6.0]
+    found: tuple[list[float], float] = sl.simulate(work, ranks=1).results[0]
+    return found
+
+
+def test_pushes_and_fetches_come_when_they_are_due() -> None:
+    seen, _ = six_steps(f"downpour(push=2, fetch=3, {SUM}, prefetch=False)")
+    #          local   local   fetched: one push of 2      …      fetched: three pushes of 2
+    assert seen == [-100.0, -200.0, -2.0, -102.0, -202.0, -6.0]
+
+
+def test_a_prefetch_is_one_step_older() -> None:
+    seen, last = six_steps(f"downpour(push=1, fetch=3, {SUM})")
+    assert [*seen, last] == [-100.0, -200.0, -2.0, -102.0, -202.0, -5.0, -6.0]
 
 
 def test_a_prefetch_hides_behind_the_step() -> None:

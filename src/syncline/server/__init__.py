@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from syncline.server.board import Post
 from syncline.server.client import Client, Future, Told
 from syncline.server.handlers import handler
 from syncline.server.network import ServerNetwork, network_of, server_network
@@ -11,6 +12,7 @@ from syncline.server.store import open_space, store, watch_space
 __all__ = [
     "Client",
     "Future",
+    "Post",
     "Server",
     "ServerNetwork",
     "Told",

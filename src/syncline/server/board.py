@@ -33,9 +33,14 @@ MOST_CLOCK = 1 << 48
 
 @dataclass(frozen=True)
 class Post:
-    """Something that was posted on the board."""
+    """A few numbers that somebody left for all to read.
+
+    >>> Post(1, "finished", (2.0, 100.0)).kind
+    'finished'
+    """
 
     number: int
+    """Counts from 1; those of one writer come in the order in which it wrote them."""
     kind: str
     values: tuple[float, ...]
 

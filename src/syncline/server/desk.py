@@ -17,7 +17,7 @@ from torch import Tensor
 
 from syncline.errors import ProtocolError, SynclineError
 from syncline.server import protocol, updates
-from syncline.server.board import Boards, Post
+from syncline.server.board import Boards
 from syncline.server.description import Description
 from syncline.server.gathering import Gathering
 from syncline.server.pool import Pool
@@ -25,7 +25,7 @@ from syncline.server.protocol import Reply, Request
 from syncline.server.sessions import Answer, Parked, Session
 from syncline.server.space import Space
 
-__all__ = ["Answer", "Desk", "Post"]
+__all__ = ["Answer", "Desk"]
 
 logger = logging.getLogger("syncline")
 

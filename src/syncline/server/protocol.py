@@ -120,10 +120,7 @@ class Request(NamedTuple):
     @staticmethod
     def read(data: bytes | memoryview) -> Request:
         """A request, or a `ProtocolError` that says what is wrong with it."""
-        magic, version, *values = _unpack(_REQUEST, data, "request")
-        if magic != b"SLRQ" or version != VERSION:
-            raise ProtocolError(f"what came is no request of version {VERSION} (it begins with {magic!r}, {version})")
-        found = Request(*values)
+        found = Request(*_unpack(_REQUEST, data, b"SLRQ", "request"))
         if found.kind not in KINDS or found.flags & ~ALL_FLAGS:
             raise ProtocolError(f"a request of unknown kind {found.kind} (flags: {found.flags:#x})")
         return found
@@ -159,10 +156,7 @@ class Reply(NamedTuple):
     @staticmethod
     def read(data: bytes | memoryview) -> Reply:
         """A reply, or a `ProtocolError` that says what is wrong with it."""
-        magic, version, *values = _unpack(_REPLY, data, "reply")
-        if magic != b"SLRP" or version != VERSION:
-            raise ProtocolError(f"what came is no reply of version {VERSION} (it begins with {magic!r}, {version})")
-        found = Reply(*values)
+        found = Reply(*_unpack(_REPLY, data, b"SLRP", "reply"))
         if not OK <= found.status <= ORPHANED:
             raise ProtocolError(f"a reply of unknown status {found.status} (flags: {found.flags:#x})")
         return found
@@ -177,9 +171,13 @@ def lane(space: int) -> int:
     return TAGS_EACH * (1 + space % LANES)
 
 
-def _unpack(layout: struct.Struct, data: bytes | memoryview, what: str) -> tuple[Any, ...]:
+def _unpack(layout: struct.Struct, data: bytes | memoryview, magic: bytes, what: str) -> list[Any]:
+    """The fields after magic and version."""
     if len(data) < layout.size + _CRC.size:
         raise ProtocolError(f"a {what} of {len(data)} B is shorter than its header of {layout.size + _CRC.size} B")
     if _CRC.unpack_from(data, layout.size)[0] != zlib.crc32(data[: layout.size]):
         raise ProtocolError(f"a {what}'s checksum does not match its header")
-    return layout.unpack_from(data)
+    found, version, *values = layout.unpack_from(data)
+    if found != magic or version != VERSION:
+        raise ProtocolError(f"what came is no {what} of version {VERSION} (it begins with {found!r}, {version})")
+    return values

@@ -21,9 +21,9 @@ from typing import Any
 from torch import Tensor
 
 from syncline.errors import IncompatibleError
+from syncline.server.board import Post
 from syncline.server.client import Client, Told
 from syncline.server.description import Description
-from syncline.server.desk import Post
 from syncline.server.layout import Keys
 from syncline.server.network import ServerNetwork, server_network
 from syncline.server.server import Server

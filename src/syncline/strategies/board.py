@@ -10,26 +10,13 @@ worker 2 ──┘  post("finished", …)  stop()  finish()  └── nobody wa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import nn
 
+from syncline.server import Post
+
 __all__ = ["Board", "Post"]
-
-
-@dataclass(frozen=True)
-class Post:
-    """A few numbers that somebody left for all to read.
-
-    >>> Post(1, "finished", (2.0, 100.0)).kind
-    'finished'
-    """
-
-    number: int
-    """Counts from 1; those of one writer come in the order in which it wrote them."""
-    kind: str
-    values: tuple[float, ...]
 
 
 class Board(Protocol):

@@ -64,7 +64,7 @@ class ServedBoard:
         self.client.post(kind, values)
 
     def read_posts(self, since: int) -> list[Post]:
-        return [Post(post.number, post.kind, post.values) for post in self.client.read_posts(since)]
+        return self.client.read_posts(since)
 
     def finish(self) -> None:
         if self._finished:

@@ -95,10 +95,22 @@ def simulate(
         kernel.spawn(member, "aside", _start_aside, each, member, hub, timeout)
         for member, each in enumerate(asides, start=ranks)
     ]
-    failed: list[SimulatedTask] = []  # the first whose failure ended the simulation
+    failed = _note_failures(kernel, hub, [*mains, *beside], return_exceptions)
+    kernel.run()
+    tasks = [*failed, *kernel.tasks]
+    _raise_first(kernel, tasks, mains, return_exceptions, f"seed={seed}{', chaos=True' if chaos else ''}")
+    results = tuple(task.error if task.error is not None else task.result for task in mains)
+    return Simulation(results, kernel.now, tuple(hub.messages), tuple(sorted(hub.killed)), seed)
+
+
+def _note_failures(
+    kernel: Kernel, hub: Hub, members: Sequence[SimulatedTask], return_exceptions: bool
+) -> list[SimulatedTask]:
+    """The members that fail, in a list that fills as they do; the first ends the simulation, unless others go on."""
+    failed: list[SimulatedTask] = []
 
     def ended(task: SimulatedTask) -> None:
-        if task.error is None or (task not in mains and task not in beside) or kernel.stopping:
+        if task.error is None or task not in members or kernel.stopping:
             return
         failed.append(task)
         if return_exceptions:
@@ -107,11 +119,7 @@ def simulate(
             kernel.stop()
 
     kernel.on_finish = ended
-    kernel.run()
-    tasks = [*failed, *kernel.tasks]
-    _raise_first(kernel, tasks, mains, return_exceptions, f"seed={seed}{', chaos=True' if chaos else ''}")
-    results = tuple(task.error if task.error is not None else task.result for task in mains)
-    return Simulation(results, kernel.now, tuple(hub.messages), tuple(sorted(hub.killed)), seed)
+    return failed
 
 
 def _start(

@@ -9,16 +9,18 @@ An update is a one at a key that is its own, on each server; so what a read saw 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+import syncline as sl
 from syncline.server import Server, network_of, protocol
 from syncline.server.layout import Layout
 from syncline.server.space import Space
 from syncline.transports import Transport
+from syncline.transports.faults import Fault
 
 ACKED, LATE = "acked", "late"
 
@@ -189,3 +191,26 @@ def check_final(tags: Tags, journals: Sequence[Journal], weights: Tensor) -> Non
             assert not late, (
                 f"server {server} has applied steps {late} of worker {journal.worker}, and called them late"
             )
+
+
+def play(
+    work: Callable[[sl.World], object],
+    journals: Sequence[Journal],
+    servers: Servers,
+    *,
+    faults: Sequence[Fault],
+    seed: int,
+    chaos: bool,
+    timeout: float,
+) -> tuple[sl.Simulation, bool]:
+    """Simulate one case; and whether every worker has come as far as its space. Who was not killed comes to its end."""
+    run = sl.simulate(
+        work, len(journals), faults=faults, seed=seed, chaos=chaos, timeout=timeout, aside=servers.members,
+        return_exceptions=True, network=sl.Network(latency=1e-4, jitter=0.5),
+    )  # fmt: skip
+    opened = all(journal.opened for journal in journals)
+    for worker, result in enumerate(run.results):
+        if isinstance(result, BaseException) and (opened or not run.killed):
+            raise AssertionError(f"worker {worker} (killed: {run.killed}): {result!r}") from result
+    assert not opened or all(journal.ended or journal.worker in run.killed for journal in journals)
+    return run, opened

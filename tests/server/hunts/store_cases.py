@@ -182,16 +182,10 @@ def check_store(consistency: str, seed: int) -> Outcome:
     tags = case.tags
     journals = [Journal(worker) for worker in range(tags.workers)]
     servers = Servers(tags.workers, tags.servers)
-    run = sl.simulate(
-        lambda world: Worker(case, world, journals).run(), tags.workers, faults=case.faults, seed=seed,
-        chaos=case.chaos, timeout=PATIENCE, aside=servers.members, return_exceptions=True,
-        network=sl.Network(latency=1e-4, jitter=0.5),
+    run, opened = harness.play(
+        lambda world: Worker(case, world, journals).run(), journals, servers, faults=case.faults, seed=seed,
+        chaos=case.chaos, timeout=PATIENCE,
     )  # fmt: skip
-    opened = all(journal.opened for journal in journals)
-    for worker, result in enumerate(run.results):
-        if isinstance(result, BaseException) and (opened or not run.killed):
-            raise AssertionError(f"worker {worker} (killed: {run.killed}): {result!r}") from result
-    assert not opened or all(journal.ended or journal.worker in run.killed for journal in journals)
     ordered = consistency != "quorum"
     for journal in journals:
         for read in journal.reads:

@@ -211,16 +211,10 @@ def check_strategy(strategy: str, seed: int) -> Outcome:
     journals = [Journal(worker) for worker in range(tags.workers)]
     servers = Servers(tags.workers, case.servers)
     with whole_updates():
-        run = sl.simulate(
-            lambda world: Worker(case, world, journals).run(), tags.workers, faults=case.faults, seed=seed,
-            chaos=case.chaos, timeout=PATIENCE, aside=servers.members, return_exceptions=True,
-            network=sl.Network(latency=1e-4, jitter=0.5),
+        run, opened = harness.play(
+            lambda world: Worker(case, world, journals).run(), journals, servers, faults=case.faults, seed=seed,
+            chaos=case.chaos, timeout=PATIENCE,
         )  # fmt: skip
-    opened = all(journal.opened for journal in journals)
-    for worker, result in enumerate(run.results):
-        if isinstance(result, BaseException) and (opened or not run.killed):
-            raise AssertionError(f"worker {worker} (killed: {run.killed}): {result!r}") from result
-    assert not opened or all(journal.ended or journal.worker in run.killed for journal in journals)
     for journal in journals:
         for read in journal.reads:
             harness.check_read(tags, read, journal.worker, run.killed, prefix=not case.quorum)

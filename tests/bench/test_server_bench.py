@@ -106,9 +106,9 @@ def test_a_soak_on_the_simulator_passes() -> None:
 def test_a_soak_notices_one_lost_update(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, count = Space.apply, iter(range(10**9))
 
-    def forgetful(self: Space, push: Any, staleness: int = 0) -> None:
+    def forgetful(self: Space, push: Any, *how: Any) -> None:
         if next(count) != 40:
-            whole(self, push, staleness)
+            whole(self, push, *how)
 
     monkeypatch.setattr(Space, "apply", forgetful)
     with pytest.raises(ProtocolError, match="was due"):

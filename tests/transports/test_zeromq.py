@@ -109,7 +109,7 @@ def test_what_a_leaver_sent_is_read_after_its_farewell(here: Here, monkeypatch: 
         reader.send(torch.ones(1), 1)
     buffer = torch.zeros(3)
     receipt = reader.recv(buffer, 1, 5)
-    reader.node._leave()
+    reader.node.crank._leave()
     receipt.wait()
     assert buffer.tolist() == [1, 1, 1]
     with pytest.raises(PeerLostError, match="it has left") as caught:
@@ -143,7 +143,7 @@ def test_news_that_others_have_read_is_not_lost(here: Here, monkeypatch: pytest.
     receipt = waiting.recv(torch.zeros(1), 2, 5)
     here.ranks[1].node.directory.post(Entry("lost", 2, reason="it was seen to end"))
     until(lambda: waiting.present() == (0, 1), "rank 2 is given up")
-    waiting.node._leave()
+    waiting.node.crank._leave()
     with pytest.raises(PeerLostError, match=r"lost rank 2 .*: it was seen to end"):
         receipt.wait()
     with pytest.raises(PeerLostError, match="the others have given this rank up: it was seen to end"):
@@ -199,7 +199,7 @@ def test_closing_tells_the_threads_that_wait(here: Here) -> None:
         words.append(str(caught.value))
 
     tasks = [one.runtime.spawn(wait, source) for source in (None, 0, 2)]
-    until(lambda: one.node._driver == "thread" and len(one.node._waiting) == 2, "all three wait")
+    until(lambda: one.node.crank._driver == "thread" and len(one.node.crank._waiting) == 2, "all three wait")
     one.close()
     assert all(task.join(PATIENCE) for task in tasks)
     assert all("closed" in word for word in words), words
@@ -408,7 +408,7 @@ def test_a_flood_while_nobody_reads(here: Here, monkeypatch: pytest.MonkeyPatch)
         while taken < 4 * HELD and caller.say(bytes(PART_BYTES)):
             taken += 1
     assert taken < 3 * HELD
-    here.ranks[0].node._leave()
+    here.ranks[0].node.crank._leave()
     talk(*here.ranks[:2])
 
 

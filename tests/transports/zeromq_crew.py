@@ -17,7 +17,7 @@ from syncline.environment import Environment, Rendezvous
 from syncline.runtime import RealRuntime
 from syncline.testing.processes import PATIENCE
 from syncline.transports import zeromq
-from syncline.transports.zeromq import ZmqTransport, node
+from syncline.transports.zeromq import ZmqTransport, crank
 from syncline.transports.zeromq.protocol import PART_BYTES
 
 TIMEOUT = 100.0
@@ -175,10 +175,10 @@ def talk(one: ZmqTransport, other: ZmqTransport) -> None:
 
 def seize(rank: ZmqTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     """Be the one who reads a rank's sockets, and do not: until `_leave()`, all that comes lies unread."""
-    monkeypatch.setattr(node, "PAUSE", 0.1)
+    monkeypatch.setattr(crank, "PAUSE", 0.1)
 
     def seized() -> bool:
         rank.node.nudge()
-        return rank.node._take("test")
+        return rank.node.crank.take("test")
 
     until(seized, "the rank's own task steps aside")

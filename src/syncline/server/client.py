@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from math import isfinite, nan
 from typing import Any
 
 import numpy as np
@@ -25,27 +24,12 @@ from syncline.server.filters import Filter
 from syncline.server.flight import Flight, Line
 from syncline.server.future import Future, Told
 from syncline.server.layout import Cut, Keys, read_keys, spans
+from syncline.server.load import Load, pushing
 from syncline.server.network import ServerNetwork
 from syncline.server.outgoing import Outgoing, Span, as_values, length_of, room_for
 from syncline.server.protocol import Reply, Request
 
 __all__ = ["Client", "Future", "Told"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Load:
-    """What one request carries, and how; the same for all its parts."""
-
-    keys: Span
-    values: Tensor | None = None
-    factors: tuple[Tensor, Tensor] | None = None
-    out: Tensor | None = None
-    coded: bool = False
-    """Whether the answer may come in the space's codec."""
-    plain: bool = False
-    """Whether the values go as they are, whatever the codec."""
-    pick: Callable[[int], tuple[Span, Tensor]] | None = None
-    """Where a filter says what goes: by the number of the push, when nothing can refuse it any more."""
 
 
 class Client:
@@ -87,6 +71,8 @@ class Client:
         self._courier = Courier(network.transport, description.mark, description.servers, retry, self._settle)
         self._going = self._runtime.lock()
         self._outgoing = Outgoing(description.numel, description.build_codec(), filters, seed, network.me)
+        self._simple = not (description.codec or description.held or self._outgoing.filters)
+        """Whether a short request needs nothing but its header and its values."""
         self._on_close = on_close
         self._stamp = 0
         self._stamps: dict[int, Sequence[Flight]] = {}
@@ -130,7 +116,7 @@ class Client:
         """
         span = read_keys(keys, self.numel)
         values = as_values(values, length_of(span))
-        request, load = _pushing(protocol.PUSH, rate, scale), _Load(keys=span, values=values)
+        request, load = pushing(protocol.PUSH, rate, scale), Load(keys=span, values=values)
         if handler is None and self._outgoing.filters:  # what is held back goes with pushes of any scale
             values = values if scale == 1.0 else values * scale
             load = replace(load, values=values, pick=partial(self._outgoing.choose, span, values))
@@ -149,7 +135,7 @@ class Client:
     ) -> Future:
         """Read values. With `wanted` it waits until every worker's clock is there; `coded`: by the space's codec."""
         span = read_keys(keys, self.numel)
-        load = _Load(keys=span, out=room_for(span, out), coded=coded)
+        load = Load(keys=span, out=room_for(span, out), coded=coded)
         return self._go(Request(protocol.PULL, wanted=wanted), load, after, callback)
 
     def push_pull(
@@ -170,14 +156,14 @@ class Client:
         """Push, then read the same keys, in one message each way. Filters do not apply: all keys are read."""
         span = read_keys(keys, self.numel)
         values = as_values(values, length_of(span))
-        load = _Load(keys=span, values=values, out=room_for(span, out), coded=coded)
-        request = _pushing(protocol.PUSH_PULL, rate, scale)._replace(wanted=wanted)
+        load = Load(keys=span, values=values, out=room_for(span, out), coded=coded)
+        request = pushing(protocol.PUSH_PULL, rate, scale)._replace(wanted=wanted)
         if not tick or max((len(cuts) for _, cuts in spans(self._cut(span))), default=0) <= protocol.WINDOW:
             return self._go(request, load, after, callback, handler, tick)
         # Reads that wait for this very step would fill the window before its last part is sent.
-        pushing = _Load(keys=span, values=values)
-        pushed = self._go(request._replace(kind=protocol.PUSH, wanted=-1), pushing, after, None, handler, tick)
-        reading = _Load(keys=span, out=load.out, coded=coded)
+        brought = Load(keys=span, values=values)
+        pushed = self._go(request._replace(kind=protocol.PUSH, wanted=-1), brought, after, None, handler, tick)
+        reading = Load(keys=span, out=load.out, coded=coded)
         both = pushed.joined(self._go(Request(protocol.PULL, wanted=wanted), reading, (), None))
         with self._going:
             self._stamps[both.timestamp] = both.flights
@@ -195,8 +181,8 @@ class Client:
     ) -> Future:
         """Push δᵀ · o, a matrix that lies in a row from key `first` on: the servers multiply. No codec, no filter."""
         span = read_keys((first, first + delta.shape[1] * o.shape[1]), self.numel)
-        load = _Load(keys=span, factors=(delta, o))
-        return self._go(_pushing(protocol.PUSH, rate, scale), load, (), None, tick=tick)
+        load = Load(keys=span, factors=(delta, o))
+        return self._go(pushing(protocol.PUSH, rate, scale), load, (), None, tick=tick)
 
     def get(self, keys: Keys = None) -> Tensor:
         """The values, now."""
@@ -214,13 +200,13 @@ class Client:
 
     def _plain(self, keys: Keys, values: Tensor, handler: str, plane: int = 0) -> None:
         span = read_keys(keys, self.numel)
-        load = _Load(keys=span, values=as_values(values, length_of(span)), plain=True)
+        load = Load(keys=span, values=as_values(values, length_of(span)), plain=True)
         self._go(Request(protocol.PUSH, plane=plane), load, (), None, handler).wait()
 
     def flush(self) -> None:
         """Send what filters have held back; it is applied at once, and belongs to no step."""
         if self._outgoing.filters:
-            load = _Load(keys=(0, 0), pick=lambda _: self._outgoing.rest())
+            load = Load(keys=(0, 0), pick=lambda _: self._outgoing.rest())
             self._go(Request(protocol.PUSH), load, (), None, stepless=True).wait()
 
     # The others.
@@ -292,7 +278,7 @@ class Client:
     def read_plane(self, number: int) -> Tensor:
         """One of them, as long as the space; counted from 1."""
         out = torch.empty(self.numel)
-        self._go(Request(protocol.PULL, plane=number), _Load(keys=(0, self.numel), out=out), (), None).wait()
+        self._go(Request(protocol.PULL, plane=number), Load(keys=(0, self.numel), out=out), (), None).wait()
         return out
 
     def write_plane(self, number: int, values: Tensor) -> None:
@@ -329,7 +315,7 @@ class Client:
     def _go(
         self,
         base: Request,
-        load: _Load,
+        load: Load,
         after: Iterable[int],
         callback: Callable[[Future], None] | None,
         handler: str | None = None,
@@ -339,6 +325,11 @@ class Client:
         """Cut a request, send its parts, and count it."""
         if self._closed:
             raise WorldError(f"space {self.description.name!r} is closed here")
+        simple = self._simple and handler is None and not (after or tick or stepless or load.factors or load.pick)
+        if simple and not isinstance(load.keys, Tensor) and 4 * length_of(load.keys) <= protocol.INLINE:
+            owner = self._layout.owner_of(*load.keys)
+            if owner >= 0:
+                return self._called_back(self._go_simply(base, load, *load.keys, owner), callback)
         if load.values is not None and not load.plain and handler is None:
             self._outgoing.check(load.values)
         numbers, everywhere = self._number_of(handler), tick or load.pick is not None
@@ -363,6 +354,20 @@ class Client:
                 self.clock += 1
             future = Future(self._courier, self._stamp, flights, load.out)
         return self._called_back(future, callback)
+
+    def _go_simply(self, base: Request, load: Load, first: int, after: int, owner: int) -> Future:
+        """A short request about keys of one piece, as `_go` would send it."""
+        line, count = self._courier.lines[owner], after - first
+        body = nothing() if load.values is None else load.values.view(torch.uint8)
+        with self._going:
+            self._stamp += 1
+            request = base._replace(seed=self._stamp & 0xFFFFFFFF, after=line.pushed, first=first, count=count)
+            flight = self._courier.launch(line, request, body, load.out)
+            self.bytes_logical += 4 * count * ((load.values is not None) + (load.out is not None))
+            if base.kind != protocol.PULL:
+                line.pushed = flight.request.number
+            self._remember((flight,))
+            return Future(self._courier, self._stamp, (flight,), load.out)
 
     def _remember(self, flights: Sequence[Flight]) -> None:
         """Keep what a later request may name, as long as it is not answered: a window of each server at most."""
@@ -389,7 +394,7 @@ class Client:
         return [flight for flight in earlier if not flight.settled]
 
     def _send_parts(
-        self, index: int, base: Request, load: _Load, cuts: Sequence[Cut], first: int, tick: bool
+        self, index: int, base: Request, load: Load, cuts: Sequence[Cut], first: int, tick: bool
     ) -> list[Flight]:
         """All that goes to one server, after the pushes before it; the last part of a step after all of it."""
         line, flights = self._courier.lines[index], []
@@ -408,7 +413,7 @@ class Client:
             line.ticked = line.pushed if tick else line.ticked
         return flights
 
-    def _send_part(self, line: Line, request: Request, cut: Cut, load: _Load) -> Flight:
+    def _send_part(self, line: Line, request: Request, cut: Cut, load: Load) -> Flight:
         request = request._replace(first=cut.first, count=cut.count)
         own = load.keys[cut.start : cut.stop] if isinstance(load.keys, Tensor) else None
         body: list[Tensor] = []
@@ -482,10 +487,3 @@ class Client:
         if callback is not None:
             self._callbacks.add(future, callback)
         return future
-
-
-def _pushing(kind: int, rate: float | None, scale: float) -> Request:
-    """A push, with numbers that a server takes."""
-    if not isfinite(scale) or (rate is not None and not isfinite(rate)):
-        raise ProtocolError(f"rate={rate} and scale={scale}: both are finite numbers, or rate=None for the rule's own")
-    return Request(kind, rate=nan if rate is None else rate, scale=scale)

@@ -33,22 +33,21 @@ class Clocks:
 
     def __init__(self, workers: Iterable[int]) -> None:
         self.of = dict.fromkeys(workers, 0)
+        self.steps = 0
+        """That all have taken together."""
+        self.least = 0
+        """The slowest's."""
         self._there = set(self.of)
+        self._look()
 
     @property
     def live(self) -> int:
         """Workers that are there and still train."""
         return len(self._there)
 
-    @property
-    def least(self) -> int:
-        """The slowest's."""
-        return min((self.of[worker] for worker in self._there), default=FOREVER)
-
-    @property
-    def steps(self) -> int:
-        """That all have taken together."""
-        return sum(self.of.values())
+    def _look(self) -> None:
+        self.steps = sum(self.of.values())
+        self.least = min((self.of[worker] for worker in self._there), default=FOREVER)
 
     def trains(self, worker: int) -> bool:
         """Whether a worker is there and still trains."""
@@ -65,14 +64,17 @@ class Clocks:
         """A worker has pushed all it had for its step."""
         self.check(worker, clock)
         self.of[worker] = clock + 1
+        self._look()
 
     def set(self, worker: int, clock: int) -> None:
         """A worker goes on from another step: it was late, or comes out of a checkpoint."""
         self.of[worker] = clock
+        self._look()
 
     def leave(self, worker: int) -> bool:
         """A worker is lost, or through; whether it was there."""
         if worker not in self._there:
             return False
         self._there.discard(worker)
+        self._look()
         return True

@@ -48,6 +48,8 @@ class Desk:
         """Observers of spaces that nobody has described yet."""
         self._lost: set[int] = set()
         self._served = False
+        self.gathers = False
+        """Whether a space is a sub-master's, or was."""
         self._leaving = False
         """Whether somebody has left, and a space may be forgotten soon."""
 
@@ -180,7 +182,10 @@ class Desk:
             if of_step:
                 space.expect(session.member, request.clock)
             if request.count:
-                space.push(session.member, request.clock, updates.make_push(session, parked, self._boards.handlers))
+                push = updates.make_push(session, parked, self._boards.handlers)
+                parked.answered = space.push(
+                    session.member, request.clock, push, updates.answers_itself(session, request)
+                )
         parked.pushed = True
         if ticks and parked.late:
             space.skip(session.member)
@@ -195,6 +200,8 @@ class Desk:
             stale = max(0, own - min(space.least, own))
         if request.flags & protocol.ANSWER_ENCODED:
             values, exact = updates.encode_changes(session, request)
+        elif parked.answered:
+            values = parked.body
         elif parked.keys is not None:
             values = space.weights[parked.keys - space.first].view(torch.uint8)
         else:
@@ -230,7 +237,7 @@ class Desk:
     def _review(self) -> list[Answer]:
         """Requests that waited, and may go on now."""
         answers: list[Answer] = []
-        going = True
+        going = any(session.parked for session in self._sessions.values())
         while going:
             going = False
             for session in list(self._sessions.values()):
@@ -310,6 +317,7 @@ class Desk:
         for member in self._lost & set(description.workers):
             space.leave(member)
         self.spaces[description.mark] = space
+        self.gathers |= bool(description.upward)
         self._served = True
         return space
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -15,9 +15,12 @@ from syncline.errors import PeerLostError, ProtocolError, SynclineError
 from syncline.runtime import Lock
 from syncline.server import protocol
 from syncline.server.protocol import REPLY_BYTES, Reply, Request
-from syncline.transports import Handle, Transport
+from syncline.transports import Handle, Taking, Transport
 
 __all__ = ["Flight", "Line"]
+
+MOST_REPLY = REPLY_BYTES + protocol.INLINE
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 @runtime_checkable
@@ -49,7 +52,7 @@ class Flight:
     reply: Reply | None = None
     told: bytes = b""
     error: Exception | None = None
-    answer: Handle | None = None
+    answer: Taking | None = None
     data: Handle | None = None
     sending: list[Handle] = field(default_factory=list)
 
@@ -60,7 +63,9 @@ class Flight:
     @property
     def arrived(self) -> bool:
         """Whether something was answered, as far as the engine can tell without a wait."""
-        return self.settled or (_is_here(self.answer) and (self.data is None or _is_here(self.data)))
+        return self.settled or (
+            self.answer is not None and self.answer.done() and (self.data is None or _is_here(self.data))
+        )
 
     @property
     def reads(self) -> bool:
@@ -74,7 +79,7 @@ class Flight:
 
     def let_go(self) -> None:
         """It is over: others may still know it, and hold no values by that."""
-        self.body, self.out, self.keys, self.view = self.body[:0], None, None, None
+        self.body, self.out, self.keys, self.view = _NOTHING, None, None, None
         self.answer = self.data = None
         self.sending.clear()
 
@@ -105,7 +110,6 @@ class Line:
         self._wire = transport.runtime.lock()
         """A header and its body go together: another task's body between them would be taken for it."""
         self.under_way: dict[int, Flight] = {}
-        self._buffers: dict[int, tuple[Tensor, Any]] = {}
 
     def next_number(self) -> int:
         self.number += 1
@@ -171,19 +175,14 @@ class Line:
         request, transport = flight.request, self.transport
         header = request.pack()
         if request.length <= protocol.INLINE:
-            whole = bytearray(header)
-            whole += flight.body.numpy().data
-            data = torch.frombuffer(whole, dtype=torch.uint8)
-            transport.send(data, self.member, protocol.REQUEST, lossy=request.repeats)
+            body = flight.body.numpy().data
+            transport.tell((header, body), self.member, protocol.REQUEST, lossy=request.repeats)
         else:
-            transport.send(torch.frombuffer(bytearray(header), dtype=torch.uint8), self.member, protocol.REQUEST)
+            transport.tell((header,), self.member, protocol.REQUEST)
             flight.sending.append(transport.send(flight.body, self.member, self._lane + protocol.BODY, exact=True))
 
     def _post(self, flight: Flight, slot: int) -> None:
-        if slot not in self._buffers:
-            buffer = torch.empty(REPLY_BYTES + protocol.INLINE, dtype=torch.uint8)
-            self._buffers[slot] = buffer, buffer.numpy().data
-        flight.answer = self.transport.recv(self._buffers[slot][0], self.member, self._lane + protocol.REPLY + slot)
+        flight.answer = self.transport.take(MOST_REPLY, self.member, self._lane + protocol.REPLY + slot)
 
     def receive(self, flight: Flight, retry: float | None, ask_again: Callable[[], None]) -> Reply:
         """Wait for the answer. Where messages may be lost, `ask_again` is called every `retry` seconds."""
@@ -201,7 +200,7 @@ class Line:
                 self._post(flight, slot)
                 ask_again()
                 continue
-            view = self._buffers[slot][1][: flight.answer.nbytes]
+            view = flight.answer.data
             reply = Reply.read(view)
             asked_twice = reply.status == protocol.NEED_KEYS and not flight.may_need_keys
             own = (reply.space, reply.number) == (flight.request.space, flight.request.number)

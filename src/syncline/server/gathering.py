@@ -42,12 +42,12 @@ class Gathering(Space):
         self._away: set[int] = set()
         """Children whose gradients have not come back as weights."""
 
-    def push(self, worker: int, clock: int, push: Push) -> None:
+    def push(self, worker: int, clock: int, push: Push, answer: bool = False) -> bool:
         gathers = push.handler is None and push.plane == 0 and worker in self.clocks.of
         if self.description.held or not gathers:
-            super().push(worker, clock, push)
-        else:
-            self._open.setdefault(worker, []).append(push)
+            return super().push(worker, clock, push, answer)
+        self._open.setdefault(worker, []).append(push)
+        return False
 
     def tick(self, worker: int, clock: int) -> None:
         super().tick(worker, clock)

@@ -91,6 +91,15 @@ class Layout:
             at, place = end, place + 1
         return found
 
+    def owner_of(self, first: int, after: int) -> int:
+        """Who holds keys that lie in one piece; −1 where they lie in several.
+
+        >>> Layout(10, servers=3).owner_of(4, 7), Layout(10, servers=3).owner_of(3, 5)
+        (1, -1)
+        """
+        place = bisect_right(self.edges, first) - 1
+        return self._owners[place] if first < after <= self.edges[place + 1] else -1
+
     def cut_keys(self, keys: Tensor) -> list[Cut]:
         """A sorted list of keys, cut."""
         places = torch.searchsorted(keys, torch.tensor(self.edges)).tolist()

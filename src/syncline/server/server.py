@@ -1,6 +1,8 @@
-"""The tasks of a server: one for each client, so that a slow one keeps nobody waiting.
+"""A server at work: requests in, answers out, and a slow client keeps nobody waiting.
 
-task of client 2:   recv header ─► recv body, straight into place ─► desk (one at a time) ─► send the answers
+client 2:   header ─► body, straight into place ─► desk (one at a time) ─► send the answers
+
+Where the engine calls whoever listens, nobody waits here at all; elsewhere a task for each client does.
 """
 
 from __future__ import annotations
@@ -8,8 +10,10 @@ from __future__ import annotations
 import logging
 import math
 import struct
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -27,6 +31,7 @@ from syncline.server.network import ServerNetwork
 from syncline.server.pool import Pool
 from syncline.server.protocol import REQUEST_BYTES, Reply, Request
 from syncline.server.relay import Relay
+from syncline.transports import Listening
 
 __all__ = ["Server", "serve"]
 
@@ -34,6 +39,18 @@ logger = logging.getLogger("syncline")
 
 SPACE_AT, NUMBER_AT = 12, 40
 """Where a request's space and number lie in its header."""
+FETCHED = 2
+"""Bodies of one client that are on their way at once: the next comes while one is dealt with."""
+
+
+@dataclass(slots=True)
+class _Coming:
+    """A request whose body is on its way, or behind another's."""
+
+    request: Request
+    reason: str
+    body: Tensor | None
+    under_way: bool = False
 
 
 class Server:
@@ -47,23 +64,39 @@ class Server:
         self._pool = Pool(self._runtime.lock())
         self.desk = Desk(lambda found: found.servers.index(network.me), self._pool, network.workers)
         self._changed: Event = self._runtime.event()
+        self._parting: Event = self._runtime.event()
         self._closed = False
         self._tasks: list[Task] = []
+        self._listening: Listening | None = None
+        self._lines: dict[int, deque[_Coming]] = {}
+        """By client: requests whose bodies are on their way, and what came behind them."""
+        self._parted: set[int] = set()
         self._relays: dict[int, Relay] = {}
         self._doors: dict[int, Client] = {}
 
     def start(self) -> Server:
         """Begin to serve."""
-        # A sub-master is its parent's client; no server is its own, and a task that waits for nobody costs a switch.
-        masters = [each for each in self.network.servers if each != self.network.me] if self.network.dedicated else ()
-        for member in (*self.network.workers, *self.network.evaluators, *masters):
-            self._tasks.append(self._runtime.spawn(self._attend, member, name=f"server-{member}"))
+        if self.network.dedicated:
+            torch.set_num_threads(1)  # adding rows waits for memory; OpenMP's threads would spin between the pieces
+        network, most = self.network, REQUEST_BYTES + protocol.INLINE
+        self._listening = self._transport.listen(protocol.REQUEST, most, self._hear, self._part_from)
+        if self._listening is None:
+            # A sub-master is its parent's client; no server is its own: a task that waits for nobody costs a switch.
+            masters = [each for each in network.servers if each != network.me] if network.dedicated else ()
+            for member in (*network.workers, *network.evaluators, *masters):
+                self._tasks.append(self._runtime.spawn(self._attend, member, name=f"server-{member}"))
         return self
 
     def join(self) -> None:
         """Return when every client has left or is lost."""
         for task in self._tasks[: len(self.network.workers)]:
             task.join()  # without end, as its task waits: a timeout would hide deadlocks from the simulator
+        while self._listening is not None:
+            with self._lock:
+                if self._closed or self._parted.issuperset(self.network.workers):
+                    return
+                self._parting.clear()
+            self._parting.wait(why="the workers to leave")
 
     def wait_left(self, mark: int, timeout: float) -> bool:
         """Wait until everybody has left a space; False when the timeout came first."""
@@ -85,6 +118,9 @@ class Server:
     def close(self) -> None:
         """Serve no more. The network's channel is closed by who made it."""
         self._closed = True
+        if self._listening is not None:
+            self._listening.close()
+            self._parting.set()
         for relay in list(self._relays.values()):
             relay.stop()
 
@@ -111,6 +147,62 @@ class Server:
             if relay.through and mark not in self.desk.spaces:
                 del self._relays[mark]
 
+    # Where the engine calls.
+
+    def _hear(self, member: int, data: memoryview) -> None:
+        """A request has come, without its body where that is long."""
+        if self._closed or member in self._parted:
+            return
+        request, reason = self._read(member, data)
+        if request is None:
+            return
+        line = self._lines.get(member)
+        if line is None:
+            line = self._lines[member] = deque()
+        long = request.length > protocol.INLINE
+        if not line and not reason and not long:  # the short way of nearly all
+            self._act(partial(self.desk.take, member, request, _copied(data)))
+            return
+        line.append(_Coming(request, reason, None if long else _copied(data)))
+        self._go_on(member, line)
+
+    def _go_on(self, member: int, line: deque[_Coming]) -> None:
+        """Deal with what is here, in order, and have the next bodies sent."""
+        while line and line[0].body is not None:
+            coming = line.popleft()
+            if coming.reason:
+                self._reject(member, coming.request, coming.reason)
+            elif coming.body is not None:
+                self._act(partial(self.desk.take, member, coming.request, coming.body))
+        assert self._listening is not None, "it calls us"
+        for coming in list(line)[:FETCHED]:
+            if coming.body is None and not coming.under_way:
+                coming.under_way = True
+                room = self._pool.take(0 if coming.reason else coming.request.length)
+                tag = protocol.lane(coming.request.space) + protocol.BODY
+                self._listening.fetch(room, member, tag, partial(self._filled, member, coming, room))
+
+    def _filled(self, member: int, coming: _Coming, body: Tensor, error: Exception | None) -> None:
+        """A body is here. One that was not wanted was taken off the wire, and nothing is kept of it."""
+        if error is not None and not coming.reason:
+            coming.reason = str(error)
+        coming.body = body
+        if member in self._lines:
+            self._go_on(member, self._lines[member])
+
+    def _part_from(self, member: int) -> None:
+        """A member is lost or has left; all it has sent was heard."""
+        if self._closed:
+            return
+        logger.debug("server %d: member %d is gone", self.network.me, member)
+        self._lines.pop(member, None)
+        with self._lock:
+            self._parted.add(member)
+            self._parting.set()
+        self._act(partial(self.desk.lose, member))
+
+    # Where tasks wait.
+
     def _attend(self, member: int) -> None:
         try:
             self._listen(member)
@@ -125,43 +217,54 @@ class Server:
         view = buffer.numpy().data
         while not self._closed:
             handle = self._transport.recv(buffer, member, protocol.REQUEST)
-            came = 0
             try:
                 handle.wait(math.inf)
-                came = handle.nbytes
-                request = Request.read(view[:came])
             except ProtocolError as error:
-                self._refuse_unread(member, view[:came], str(error))
+                self._refuse_unread(member, view[:0], str(error))
                 continue
-            try:
-                body = self._body(member, request, buffer, came)
-            except ProtocolError as error:
-                self._reject(member, request, str(error))
+            request, reason = self._read(member, view[: handle.nbytes])
+            if request is None:
+                continue
+            if request.length > protocol.INLINE:
+                self._take_long(member, request, reason)
+            elif reason:
+                self._reject(member, request, reason)
             else:
-                if body is not None:
-                    self._act(partial(self.desk.take, member, request, body))
+                self._act(partial(self.desk.take, member, request, _copied(view[: handle.nbytes])))
+
+    def _take_long(self, member: int, request: Request, reason: str) -> None:
+        tag = protocol.lane(request.space) + protocol.BODY
+        if reason:  # a receive without room takes the body off the wire, and keeps nothing of it
+            self._reject(member, request, reason)
+            with suppress(ProtocolError):
+                self._transport.recv(torch.empty(0, dtype=torch.uint8), member, tag).wait(math.inf)
+            return
+        body = self._pool.take(request.length)
+        try:
+            self._transport.recv(body, member, tag, exact=True).wait(math.inf)
+        except ProtocolError as error:
+            self._reject(member, request, str(error))
+        else:
+            self._act(partial(self.desk.take, member, request, body))
+
+    # Both.
+
+    def _read(self, member: int, data: memoryview) -> tuple[Request | None, str]:
+        """A request, and why it is refused; None where who sent it was told that it cannot be read."""
+        try:
+            request = Request.read(data)
+        except ProtocolError as error:
+            self._refuse_unread(member, data, str(error))
+            return None, ""
+        inline, came = request.length if request.length <= protocol.INLINE else 0, len(data) - REQUEST_BYTES
+        if came != inline:
+            told = f"{came} B with a header that says {inline} (of {request.length})"
+            return request._replace(length=0), told  # nothing of it follows
+        return request, self.desk.refuses(member, request) if not inline else ""
 
     def _reject(self, member: int, request: Request, reason: str) -> None:
         logger.warning("server %d refuses what member %d sent: %s", self.network.me, member, reason)
         self._act(partial(self.desk.reject, member, request, reason))
-
-    def _body(self, member: int, request: Request, buffer: Tensor, came: int) -> Tensor | None:
-        """A request's body; None where it is not wanted, a `ProtocolError` where it does not fit its header."""
-        inline = request.length if request.length <= protocol.INLINE else 0
-        if came != REQUEST_BYTES + inline:
-            raise ProtocolError(f"{came - REQUEST_BYTES} B with a header that says {inline} (of {request.length})")
-        if inline or not request.length:
-            return buffer[REQUEST_BYTES:came].clone()
-        lane = protocol.lane(request.space)
-        reason = self.desk.refuses(member, request)
-        if reason:  # a receive without room takes the body off the wire, and keeps nothing of it
-            self._reject(member, request, reason)
-            with suppress(ProtocolError):
-                self._transport.recv(torch.empty(0, dtype=torch.uint8), member, lane + protocol.BODY).wait(math.inf)
-            return None
-        body = self._pool.take(request.length)
-        self._transport.recv(body, member, lane + protocol.BODY, exact=True).wait(math.inf)
-        return body
 
     def _refuse_unread(self, member: int, data: memoryview, reason: str) -> None:
         """A header that cannot be read: tell who sent it, under the number that it seems to have."""
@@ -176,8 +279,10 @@ class Server:
     def _act(self, deed: Callable[[], list[Answer]]) -> None:
         with self._lock:
             answers = deed()
-            self._changed.set()
-            self._see_to_relays()
+            if not self._changed.is_set():
+                self._changed.set()
+            if self.desk.gathers:
+                self._see_to_relays()
         for answer in answers:
             self._send(answer)
 
@@ -186,17 +291,18 @@ class Server:
         header, lane = answer.reply.pack(), protocol.lane(answer.reply.space)
         try:
             if body is None or body.numel() <= protocol.INLINE:
-                whole = bytearray(header)
-                if body is not None:
-                    whole += body.numpy().data
-                data = torch.frombuffer(whole, dtype=torch.uint8)
-                self._transport.send(data, answer.member, lane + protocol.REPLY + slot, lossy=answer.lossy)
+                parts = (header,) if body is None else (header, body.numpy().data)
+                self._transport.tell(parts, answer.member, lane + protocol.REPLY + slot, lossy=answer.lossy)
             else:
-                told = torch.from_numpy(np.frombuffer(bytearray(header), np.uint8))
-                self._transport.send(told, answer.member, lane + protocol.REPLY + slot)
+                self._transport.tell((header,), answer.member, lane + protocol.REPLY + slot)
                 self._transport.send(body, answer.member, lane + protocol.DATA + slot, exact=True)
         except SynclineError as error:  # its own task notices
             logger.debug("server %d could not answer member %d: %s", self.network.me, answer.member, error)
+
+
+def _copied(data: memoryview) -> Tensor:
+    """What follows a header, in memory of its own."""
+    return torch.from_numpy(np.frombuffer(data, np.uint8, -1, REQUEST_BYTES).copy())
 
 
 def serve(network: ServerNetwork) -> None:

@@ -47,6 +47,8 @@ class Parked:
     keys: Tensor | None = None
     """The list that it names, once it was looked up: the server may forget lists meanwhile."""
     pushed: bool = False
+    answered: bool = False
+    """Its body is already what is read."""
     late: bool = False
     staleness: int = -1
 

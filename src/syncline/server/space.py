@@ -32,6 +32,8 @@ AHEAD = 1024
 """Steps that a held push may be ahead of the step that is open: clients wait for reads long before."""
 MOST_HELD = 64
 """How many times the bytes of a shard are kept of one worker's held pushes, at most."""
+BLOCK = 1 << 16
+"""Elements that a rule changes at once."""
 ROOM = 1 << 16
 """Bytes that a shard counts as for that, at least."""
 
@@ -111,13 +113,16 @@ class Space:
         if count and group_of(bounds, first) != group_of(bounds, first + count - 1):
             raise ProtocolError(f"keys {first} to {first + count} lie in two groups (they begin at {list(bounds)})")
 
-    def push(self, worker: int, clock: int, push: Push) -> None:
-        """Take an update: apply it, or keep it until its step is closed."""
-        held = self.description.held and push.handler is None and push.plane == 0 and worker in self.clocks.of
+    def push(self, worker: int, clock: int, push: Push, answer: bool = False) -> bool:
+        """Take an update: apply it, or keep it until its step is closed. Where `answer` is wanted and it is a range
+        that was applied, it becomes what the weights are then; whether it did.
+        """
+        ruled = push.handler is None and push.plane == 0
+        held = self.description.held and ruled and worker in self.clocks.of
         if not held or clock < 0:
-            damped = self.description.damped and push.handler is None and push.plane == 0
-            self.apply(push, self.staleness(worker) if damped else 0)
-            return
+            answer = answer and ruled and push.keys is None
+            self.apply(push, self.staleness(worker) if self.description.damped and ruled else 0, answer)
+            return answer
         if clock < self.round or self.is_far(clock):
             raise ProtocolError(f"a push of step {clock} by worker {worker}, and step {self.round} is open")
         most = MOST_HELD * max(ROOM, 4 * (self.after - self.first))
@@ -128,6 +133,7 @@ class Space:
             )
         self._held[worker] += push.nbytes
         self._steps.setdefault(clock, _Step()).of.setdefault(worker, []).append(push)
+        return False
 
     def expect(self, worker: int, clock: int) -> None:
         """Refuse a step that is not this worker's next. One that came late elsewhere goes on with a later step."""
@@ -213,8 +219,8 @@ class Space:
         needed = max(1, math.ceil(self.description.quorum * self.clocks.live - 1e-9)) if self.clocks.live else 0
         return sum(self.clocks.trains(worker) for worker in step.ticked) >= needed
 
-    def apply(self, push: Push, staleness: int = 0) -> None:
-        """Change the weights."""
+    def apply(self, push: Push, staleness: int = 0, answer: bool = False) -> None:
+        """Change the weights; with `answer` the update becomes what they are then."""
         rate, scale = push.rate, push.scale
         if staleness > 1:
             rate, scale = (None, scale / staleness) if rate is None else (rate / staleness, scale)
@@ -224,7 +230,7 @@ class Space:
         elif push.handler is not None:
             self._handle(push.handler, push, values)
         elif push.keys is None:
-            self._apply_range(push.first, values, rate)
+            self._apply_range(push.first, values, rate, answer)
         else:
             self._apply_keys(push.first, push.keys - self.first, values, rate)
 
@@ -241,15 +247,22 @@ class Space:
         else:
             self._scattered(rule, state, push.keys - self.first, values, push.rate)
 
-    def _apply_range(self, first: int, values: Tensor, rate: float | None) -> None:
+    def _apply_range(self, first: int, values: Tensor, rate: float | None, answer: bool) -> None:
         low, high = first - self.first, first - self.first + values.numel()
         number = group_of(self.description.bounds, first)
-        rule, weights = self._rules[number], self.weights[low:high]
-        if rule.elementwise:
-            state = {name: rows[low:high] for name, rows in self._states[number].items()}
-            _run(rule, weights, values, state, rate)
-        else:
+        rule, rows = self._rules[number], self._states[number]
+        if not rule.elementwise:
             self._applier(number, low, high).apply(values, rate)
+            if answer:
+                values.copy_(self.weights[low:high])
+            return
+        step = max(1, high - low) if isinstance(rule, Handled) else BLOCK  # a user's sees the whole
+        for at in range(low, high, step):  # a block at a time, as it stays in the cache between the passes
+            part = slice(at, min(at + step, high))
+            weights, update = self.weights[part], values[at - low : part.stop - low] if high - low > step else values
+            _run(rule, weights, update, {name: kept[part] for name, kept in rows.items()}, rate)
+            if answer:
+                update.copy_(weights)
 
     def _applier(self, number: int, low: int, high: int) -> Any:
         applier = self._appliers.get((low, high))

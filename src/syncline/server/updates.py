@@ -17,7 +17,7 @@ from syncline.server.protocol import Request
 from syncline.server.sessions import Parked, Session
 from syncline.server.space import Push
 
-__all__ = ["check", "encode_changes", "find_keys", "make_push"]
+__all__ = ["answers_itself", "check", "encode_changes", "find_keys", "make_push"]
 
 LISTED = protocol.KEYS | protocol.CACHED
 ODD = protocol.ENCODED | protocol.FACTORS
@@ -69,6 +69,12 @@ def find_keys(session: Session, parked: Parked) -> bool:
     if request.flags & protocol.CACHED:
         session.remember_list(request.digest, request.first, parked.keys)
     return True
+
+
+def answers_itself(session: Session, request: Request) -> bool:
+    """Whether what is read can take the place of what was pushed: nobody else needs that, nor waits for anything."""
+    plain = request.kind == protocol.PUSH_PULL and request.wanted < 0 and not request.flags & ~protocol.TICK
+    return plain and not session.space.description.keeps
 
 
 def make_push(session: Session, parked: Parked, handlers: list[str]) -> Push:

@@ -52,6 +52,20 @@ def keep_order_and_tags(transport: Transport) -> None:
         assert [buffer.tolist() for buffer in buffers] == [[number, tag] for number in range(5)]
 
 
+def tell_and_take(transport: Transport) -> None:
+    """Short messages from several places, each with memory of its own; one that is too long is refused."""
+    to, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
+    takings = [transport.take(64, source, 21) for _ in range(4)]
+    for number in range(3):
+        transport.tell((bytes([transport.rank, number]), memoryview(bytes(number))), to, 21)
+    transport.tell((bytes(65),), to, 21)
+    for number in range(3):
+        takings[number].wait()
+    assert [bytes(each.data) for each in takings[:3]] == [bytes([source, n]) + bytes(n) for n in range(3)]
+    with pytest.raises(ProtocolError):
+        takings[3].wait()
+
+
 def hear_from_anyone(transport: Transport) -> None:
     """Rank 0 receives from anyone, itself included, and is told from whom and how much; directed ones still work."""
     rank, size = transport.rank, transport.size
@@ -273,6 +287,7 @@ def reach_into_windows(transport: Transport) -> None:
 CASES: tuple[Case, ...] = (
     exchange_with_everyone,
     keep_order_and_tags,
+    tell_and_take,
     hear_from_anyone,
     wake_the_anyone_of_another_task,
     wait_without_end,

@@ -16,7 +16,18 @@ from syncline.runtime import Runtime
 from syncline.transports.network import Network
 from syncline.transports.shared import share_memory
 
-__all__ = ["Handle", "NativeCollectives", "Op", "Transport", "Window", "as_bytes", "bounded", "human"]
+__all__ = [
+    "Handle",
+    "Listening",
+    "NativeCollectives",
+    "Op",
+    "Taking",
+    "Transport",
+    "Window",
+    "as_bytes",
+    "bounded",
+    "human",
+]
 
 Op = Literal["sum", "min", "max", "product"]
 
@@ -43,6 +54,32 @@ class Handle(Protocol):
         `math.inf` is an idle wait: nobody is late, so nothing is said of it, and it ends only when a message comes,
         the peer is lost, or this rank aborts or closes the channel (then with a `SynclineError`).
         """
+        ...
+
+
+class Taking(Protocol):
+    """A short message that is to come; `data` is what came, once waited for."""
+
+    data: memoryview
+
+    def done(self) -> bool:
+        """Whether a wait would return at once, as far as the engine can tell."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> None:
+        """As a handle's."""
+        ...
+
+
+class Listening(Protocol):
+    """A tag whose messages are heard at once, by whoever turns the engine's crank: no task is woken for them."""
+
+    def fetch(self, buffer: Tensor, source: int, tag: int, then: Callable[[Exception | None], None]) -> None:
+        """Receive into `buffer`, exactly; `then` is called when it is filled, or with what went wrong."""
+        ...
+
+    def close(self) -> None:
+        """Hear no more."""
         ...
 
 
@@ -141,6 +178,26 @@ class Transport(ABC):
         self._check(0 if source is None else source, "source", tag)
         return self._recv(as_bytes(buffer), source, tag, exact)
 
+    def tell(self, parts: Sequence[bytes | memoryview], to: int, tag: int = 0, *, lossy: bool = False) -> None:
+        """Send a short message that lies in several places. It is copied: there is nothing to wait for."""
+        whole = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
+        self.send(whole, to, tag, lossy=lossy)
+
+    def take(self, most: int, source: int, tag: int = 0) -> Taking:
+        """Receive a short message of up to `most` bytes, into memory that comes with it."""
+        return _Taking(self, most, source, tag)
+
+    def listen(
+        self, tag: int, most: int, hear: Callable[[int, memoryview], None], lost: Callable[[int], None]
+    ) -> Listening | None:
+        """Have `hear(source, data)` called for each message under a tag, in their order, and `lost(rank)` for each rank
+        that is gone, after all it has sent. None where the engine cannot: then who listens takes a task a source.
+
+        The two are called one at a time, and must not wait. `data` is theirs during the call; of a message that is
+        longer than `most` bytes it is empty.
+        """
+        return None
+
     def split(self, ranks: Sequence[int]) -> Transport | None:
         """An independent channel among `ranks`, in that order; None for a rank that is not among them.
 
@@ -205,6 +262,23 @@ class Transport(ABC):
             raise WorldError(f"{what}={peer} is not a rank: this channel has ranks 0 to {self.size - 1}")
         if not 0 <= tag < TAGS:
             raise WorldError(f"tag={tag} is not between 0 and {TAGS - 1}")
+
+
+class _Taking:
+    """A receive with a buffer of its own."""
+
+    def __init__(self, transport: Transport, most: int, source: int, tag: int) -> None:
+        self._buffer = torch.empty(most, dtype=torch.uint8)
+        self._handle = transport.recv(self._buffer, source, tag)
+        self.data = memoryview(b"")
+
+    def done(self) -> bool:
+        tells = getattr(self._handle, "done", None)
+        return tells is not None and bool(tells())
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._handle.wait(timeout)
+        self.data = self._buffer.numpy().data[: self._handle.nbytes]
 
 
 def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from syncline.errors import ProtocolError
 
-__all__ = ["HEADER_BYTES", "Header"]
+__all__ = ["HEADER_BYTES", "Header", "pack_header"]
 
 MAGIC = b"SYNC"
 VERSION = 1
@@ -50,9 +50,7 @@ class Header(NamedTuple):
 
     def pack(self) -> bytes:
         """The 36 bytes on the wire."""
-        sender, tag, length, number, kind, channel = self
-        fields = _FIELDS.pack(MAGIC, VERSION, kind, 0, sender, tag, length, number, channel)
-        return fields + _CRC.pack(zlib.crc32(fields))
+        return pack_header(*self)
 
     @staticmethod
     def read(data: bytes | memoryview, peer: int, kinds: Container[int] = ONLY_MESSAGES) -> Header:
@@ -76,6 +74,12 @@ class Header(NamedTuple):
         if length > LONGEST:
             raise _refused(peer, f"a length of {length} bytes")
         return Header(sender, tag, length, number, kind, channel)
+
+
+def pack_header(sender: int, tag: int, length: int, number: int, kind: int = MESSAGE, channel: int = 0) -> bytes:
+    """A header on the wire, without the object."""
+    fields = _FIELDS.pack(MAGIC, VERSION, kind, 0, sender, tag, length, number, channel)
+    return fields + _CRC.pack(zlib.crc32(fields))
 
 
 def _refused(peer: int, reason: str) -> ProtocolError:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from syncline.errors import ProtocolError
 from syncline.runtime import Event, Runtime
 from syncline.transports.base import human
 
-__all__ = ["Mailbox", "Posted"]
+__all__ = ["Arrived", "Mailbox", "Posted"]
 
 LIMIT = 1 << 30
 """Bytes that may wait unreceived: more is a leak, and is refused."""
@@ -33,16 +34,25 @@ class Posted:
     """Nobody waits for it any more: what is still on its way must not be written."""
     event: Event | None = None
     """Made when somebody has to wait: most receives find their message there."""
+    most: int = -1
+    """Of a receive without a buffer: how long its message may be. It keeps what came as it came."""
+    content: memoryview | None = None
+    then: Callable[[Posted], None] | None = None
+    """Called when it is settled, under locks: it only notes that."""
 
     def settle(self) -> None:
         """The message is in place, or `error` says why not."""
         self.settled = True
+        if self.then is not None:
+            self.then(self)
         if self.event is not None:
             self.event.set()
 
 
 @dataclass(eq=False, slots=True)
-class _Arrived:
+class Arrived:
+    """A message that has come, or whose sender offers it."""
+
     nbytes: int
     source: int
     tag: int
@@ -58,10 +68,26 @@ class Mailbox:
         self.runtime = runtime
         self._lock = runtime.lock()
         self._posted: list[Posted] = []
-        self._arrived: list[_Arrived] = []
+        self._arrived: list[Arrived] = []
         self._waiting_bytes = 0
         self._changed = runtime.event()  # something was taken or posted: there may be room again
         self._shut: Callable[[Posted], Exception] | None = None
+        self._ears: dict[int, Callable[[Arrived], None]] = {}
+
+    def listen(self, tag: int, ear: Callable[[Arrived], None] | None) -> None:
+        """Give what comes under a tag to an ear, what has come already first; None: to nobody any more.
+
+        It is called under locks, and only notes what it is given.
+        """
+        with self._lock:
+            if ear is None:
+                self._ears.pop(tag, None)
+                return
+            self._ears[tag] = ear
+            for message in [each for each in self._arrived if each.tag == tag]:
+                self._arrived.remove(message)
+                self._waiting_bytes -= 0 if message.data is None else message.nbytes
+                ear(message)
 
     def deliver(
         self, data: Tensor | memoryview, source: int, tag: int, matched: Callable[[], None] | None = None
@@ -69,7 +95,7 @@ class Mailbox:
         """A message is here; `matched` is called when a receive takes it."""
         nbytes = data.numel() if isinstance(data, Tensor) else len(data)
         with self._lock:
-            if self._place(_Arrived(nbytes, source, tag, data, matched or _nothing)):
+            if self._place(Arrived(nbytes, source, tag, data, matched or _nothing)):
                 return
             if self._waiting_bytes + nbytes > LIMIT:
                 self._arrived.pop()
@@ -87,10 +113,14 @@ class Mailbox:
         the message does not fit and the receive was told so.
         """
         with self._lock:
-            self._place(_Arrived(nbytes, source, tag, None, _nothing, accept))
+            self._place(Arrived(nbytes, source, tag, None, _nothing, accept))
 
-    def _place(self, message: _Arrived) -> bool:
-        """Give a message to the first receive that fits, or keep it."""
+    def _place(self, message: Arrived) -> bool:
+        """Give a message to who listens, or to the first receive that fits, or keep it."""
+        ear = self._ears.get(message.tag)
+        if ear is not None:
+            ear(message)
+            return True
         for posted in self._posted:
             if _fits(posted, message):
                 self._posted.remove(posted)
@@ -102,9 +132,14 @@ class Mailbox:
         self._arrived.append(message)
         return False
 
-    def post(self, data: Tensor, wanted: int | None, tag: int, exact: bool) -> Posted:
+    def post(
+        self, data: Tensor, wanted: int | None, tag: int, exact: bool, then: Callable[[Posted], None] | None = None
+    ) -> Posted:
         """Wait for a message: the earliest that fits, now or later."""
-        posted = Posted(data, wanted, tag, exact)
+        return self.add(Posted(data, wanted, tag, exact, then=then))
+
+    def add(self, posted: Posted) -> Posted:
+        """The same, for a receive that was made already."""
         with self._lock:
             if not self._changed.is_set():
                 self._changed.set()
@@ -190,12 +225,12 @@ class Mailbox:
             return None if posted.settled else posted.event
 
 
-def _fits(posted: Posted, message: _Arrived) -> bool:
+def _fits(posted: Posted, message: Arrived) -> bool:
     return posted.tag == message.tag and posted.wanted in (None, message.source)
 
 
-def _hand_over(posted: Posted, message: _Arrived) -> None:
-    length, room = message.nbytes, posted.data.numel()
+def _hand_over(posted: Posted, message: Arrived) -> None:
+    length, room = message.nbytes, posted.data.numel() if posted.most < 0 else posted.most
     posted.source, posted.nbytes = message.source, length
     if length > room or (posted.exact and length < room):
         posted.error = ProtocolError(
@@ -203,6 +238,12 @@ def _hand_over(posted: Posted, message: _Arrived) -> None:
             f"{'exactly' if posted.exact else 'at most'} {human(room)} were due",
             peer=message.source,
         )
+    elif posted.most >= 0:
+        if message.data is None:
+            posted.data = torch.empty(length, dtype=torch.uint8)
+            posted.content = posted.data.numpy().data
+        else:
+            posted.content = message.data.numpy().data if isinstance(message.data, Tensor) else message.data
     elif isinstance(message.data, Tensor):
         posted.data[:length].copy_(message.data)
     elif length and message.data is not None:
@@ -217,7 +258,7 @@ def _hand_over(posted: Posted, message: _Arrived) -> None:
         posted.settle()
 
 
-def _turn_away(message: _Arrived) -> None:
+def _turn_away(message: Arrived) -> None:
     if message.accept is None:
         message.matched()
     else:

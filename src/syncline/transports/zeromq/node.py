@@ -1,29 +1,26 @@
-"""One process's sockets: a ROUTER that hears everyone, a DEALER to each peer, and who turns the crank.
+"""One process's sockets: a ROUTER that hears everyone, a DEALER to each peer.
 
-Whoever waits for a message reads the ROUTER itself, so that a message wakes the thread that wants it and no other on
-the way. When nobody waits, a task of the node's own does it: offers are accepted and bytes flow while the program
-computes. One at a time: a driver. The task steps aside at once when a thread comes to wait, and takes over again some
-milliseconds after the last has left.
+Who reads the ROUTER is the crank's affair.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
 from syncline.errors import PeerLostError, ProtocolError, WorldError
-from syncline.runtime import Event, Runtime
+from syncline.runtime import Runtime
 from syncline.transports.base import human
 from syncline.transports.frames import HEADER_BYTES, Header
 from syncline.transports.mailbox import Posted
 from syncline.transports.zeromq.channels import Channels
+from syncline.transports.zeromq.crank import Crank, Waited
 from syncline.transports.zeromq.directory import Directory, Entry
 from syncline.transports.zeromq.protocol import BYE, KINDS, PART, PART_BYTES, PING, Link
 from syncline.transports.zeromq.security import Guard
@@ -33,8 +30,6 @@ __all__ = ["Node"]
 
 logger = logging.getLogger("syncline")
 
-PAUSE = 0.002
-"""Seconds that the node's own task leaves the sockets to the threads that wait."""
 REVIEW = 0.05
 """Seconds between looks who those are that cannot be told yet."""
 CHORES = 0.25
@@ -46,20 +41,11 @@ GRACE = 0.5
 """Seconds of silence between a broken connection and the verdict: messages and a farewell may still be on the way."""
 HINTED = 2.0
 """Seconds of silence after which a peer is lost that somebody says to be dead."""
-WARN_AFTER = 10.0
-LONGEST = 3600.0  # what an idle wait sleeps at once: no clock counts without end
 LINGER = 5.0
-HELD = 64
+HELD = 32
 """Frames of one connection that libzmq keeps unread: then TCP makes the sender wait."""
 MOST_BANNED = 10_000
 _IDENTITY = struct.Struct("<cI8s")
-
-
-class Waited(Protocol):
-    """What a thread waits for."""
-
-    settled: bool
-    event: Event | None
 
 
 class _Peer:
@@ -80,7 +66,6 @@ class Node:
         self.runtime = runtime
         self.directory = directory
         self.rank = -1
-        self.closed = False
         self.given_up = ""
         self._context: zmq.Context[Any] = zmq.Context()
         self._guard = Guard(self._context, key)
@@ -98,12 +83,9 @@ class Node:
         self._undecided = WaitingRoom()
         self._next_review = 0.0
         self._lock = runtime.lock()
-        self._crank = runtime.lock()
-        self._driver: str = ""
-        self._free = runtime.event()
+        self.crank = Crank(runtime, self._take_in, self.nudge)
+        self._mourners: list[Callable[[int], None]] = []
         self._bell_rope = runtime.lock()
-        self._waiting: dict[int, Waited] = {}
-        self._last_driven = 0.0
         self._bell = self._context.socket(zmq.DEALER)
         self._bell.linger = 0
         self._bell_name = b"bell" + os.urandom(8)  # a stranger who knew it could call the driver as well
@@ -116,11 +98,29 @@ class Node:
 
     def join(self, rank: int) -> None:
         """Enrol under a rank and begin to serve."""
-        self.rank = rank
+        self.rank = self.crank.rank = rank
         self.directory.post(Entry("joined", rank, self.endpoint, self._incarnation.hex()))
         self._task = self.runtime.spawn(self._serve, name="zeromq")
 
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is read or sent here any more."""
+        return self.crank.stopped
+
     # Peers.
+
+    def mourn(self, told: Callable[[int], None]) -> None:
+        """Have a function told of each rank that is gone from now on, under locks: it only notes that."""
+        self._mourners.append(told)
+
+    def unmourn(self, told: Callable[[int], None]) -> None:
+        """Tell it no more."""
+        with suppress(ValueError):
+            self._mourners.remove(told)
+
+    def lost_links(self) -> list[int]:
+        """Ranks that were connected, and from whom nothing comes any more."""
+        return [rank for rank, peer in list(self._peers.items()) if peer.link.gone]
 
     def forget(self, channel: int) -> None:
         """A channel is closed."""
@@ -239,96 +239,14 @@ class Node:
 
     def wait(self, thing: Waited, timeout: float, pending: Callable[[], str]) -> bool:
         """Work until `thing` is settled; False when the timeout came first. A wait without end warns of nothing."""
-        if thing.settled:
-            return True
-        now = self.runtime.now()
-        deadline, warn = now + timeout, now + (WARN_AFTER if timeout < math.inf else math.inf)
-        while not thing.settled:
-            if self.closed:
-                raise WorldError(f"rank {self.rank} has closed its transport while it waited for {pending()}")
-            now = self.runtime.now()
-            if now >= deadline:
-                return False
-            if now >= warn:
-                warn = deadline
-                logger.warning("rank %d has waited %.0f s for %s", self.rank, WARN_AFTER, pending())
-            until = min(deadline, warn)
-            if self._take("thread"):
-                try:
-                    while not (thing.settled or self.closed) and self._left(until):
-                        self._take_in()
-                finally:
-                    self._leave()
-            else:
-                self._wait_for_the_driver(thing, until)
-        return True
-
-    def _left(self, until: float) -> bool:
-        return self.runtime.now() < until
-
-    def _take(self, who: str) -> bool:
-        with self._crank:
-            if self._driver:
-                return False
-            self._driver = who
-            return True
-
-    def _leave(self) -> None:
-        self._last_driven = self.runtime.now()
-        with self._crank:
-            self._driver = ""
-            if not self._free.is_set():  # setting it again would take longer than asking
-                self._free.set()
-            for other in self._waiting.values():  # the next driver; if it has gone, our own task takes over
-                if other.event is not None and not other.settled:
-                    other.event.set()
-                    break
-
-    def _wait_for_the_driver(self, thing: Waited, until: float) -> None:
-        """Another turns the crank: wait until it has settled this, or has left."""
-        with self._crank:
-            background = self._driver == "background"
-            if background:
-                self._free.clear()
-                self.nudge()
-            elif self._driver:
-                thing.event = thing.event or self.runtime.event()
-                thing.event.clear()
-                self._waiting[id(thing)] = thing
-            else:
-                return
-        event = self._free if background else thing.event
-        assert event is not None
-        try:
-            if not thing.settled:
-                event.wait(min(max(0.0, until - self.runtime.now()), LONGEST))
-        finally:
-            with self._crank:
-                self._waiting.pop(id(thing), None)
+        return thing.settled or self.crank.wait(thing, timeout, pending)
 
     def _serve(self) -> None:
         try:
-            self._drive_and_watch()
+            self.crank.turn_where_nobody_waits(self._chores_when_due)
         except Exception as error:
             logger.exception("rank %d can serve no more", self.rank)
             self._give_up(f"its own task has ended: {error!r}")
-
-    def _drive_and_watch(self) -> None:
-        while not self.closed:
-            now = self.runtime.now()
-            if now >= self._next_chores:
-                self._next_chores = now + CHORES
-                self._chores(now)
-            if now - self._last_driven < PAUSE or not self._take("background"):
-                self.runtime.sleep(PAUSE)
-                continue
-            try:
-                if self._take_in():
-                    self._last_driven = self.runtime.now()  # somebody wants to drive
-            finally:
-                with self._crank:
-                    self._driver = ""
-                    self._free.set()
 
     def nudge(self) -> None:
         """Ring: something was settled without the driver, who may be waiting for it."""
@@ -351,11 +269,13 @@ class Node:
             body = frame.buffer
             extra += 1
         if identity == self._bell_name:
+            self.crank.do_deeds()
             return True
         known = identity in self._known
         peer = self._known[identity] if known else self._admit(identity, Heard(content, body, extra))
         if peer is not None:
             self._hear(identity, peer, content, body, extra)
+            self.crank.do_deeds()
         return False
 
     def _hear(self, identity: bytes, peer: _Peer, content: Any, body: Any, extra: int) -> None:
@@ -377,6 +297,11 @@ class Node:
         self._lose(peer.link.peer, str(error), error)
 
     # Who is there.
+
+    def _chores_when_due(self, now: float) -> None:
+        if now >= self._next_chores:
+            self._next_chores = now + CHORES
+            self._chores(now)
 
     def _chores(self, now: float) -> None:
         for entry in self.directory.news():
@@ -438,6 +363,8 @@ class Node:
         if not peer.link.gone:
             peer.link.lose(reason, broken)
             self.channels.fail(lambda posted: broken(posted) if posted.wanted == rank else None)
+            for told in list(self._mourners):
+                told(rank)
             self.nudge()
 
     def lost(self, rank: int | None, reason: str, pending: str, seconds: float) -> PeerLostError:
@@ -464,7 +391,9 @@ class Node:
                 if not self.wait(outgoing, until - self.runtime.now(), pending.format):
                     logger.warning("rank %d leaves, and waits no longer for %s", self.rank, pending)
                     break
-        self._stop_driving()
+        self.crank.stop(LINGER)
+        if self._task is not None:
+            self._task.join(LINGER)
         for peer in self._peers.values():
             if not peer.link.gone:
                 peer.link.tell(BYE)
@@ -483,18 +412,3 @@ class Node:
         self._router.close(0)
         self._guard.close()
         self._context.term()
-
-    def _stop_driving(self) -> None:
-        """Nobody reads the sockets any more: those who wait are told, and this thread is the last driver."""
-        self.closed = True
-        until = self.runtime.now() + LINGER
-        while not self._take("closing") and self._left(until):
-            self.nudge()
-            self.runtime.sleep(PAUSE)
-        with self._crank:
-            self._free.set()
-            for other in self._waiting.values():
-                if other.event is not None:
-                    other.event.set()
-        if self._task is not None:
-            self._task.join(LINGER)

@@ -28,7 +28,7 @@ from torch import Tensor
 from syncline.errors import PeerLostError, ProtocolError
 from syncline.runtime import Event, Runtime
 from syncline.transports.base import human
-from syncline.transports.frames import Header
+from syncline.transports.frames import Header, pack_header
 from syncline.transports.mailbox import Mailbox, Posted
 
 __all__ = ["BYE", "KINDS", "PING", "CrowdedError", "Link", "Outgoing"]
@@ -41,8 +41,8 @@ AT_ONCE = 1 << 16
 ROOM = 1 << 20
 """Bytes of such messages that may wait unreceived at a peer, for each sender."""
 ROOM_MESSAGES = 1024
-PART_BYTES = 1 << 19
-ON_THE_WAY = 8 * PART_BYTES
+PART_BYTES = 1 << 20
+ON_THE_WAY = 4 * PART_BYTES
 """Bytes of a large message that may be under way."""
 MOST_OFFERS = 4096
 """Messages offered to one peer that it has not taken: the next send waits."""
@@ -142,7 +142,7 @@ class Link:
             if at_once:
                 sent[0] += 1
                 sent[1] += nbytes
-                header = Header(self._me, tag, nbytes, number, EAGER, channel).pack()
+                header = pack_header(self._me, tag, nbytes, number, EAGER, channel)
                 try:  # on the way of every small message: suppress() would add about a microsecond
                     self._emit((b"".join((header, data.numpy().data)),))
                     return None
@@ -153,6 +153,25 @@ class Link:
                 with suppress(ConnectionError):  # who keeps watch over the connection tells all the same of its end
                     self._emit((Header(self._me, tag, nbytes, number, OFFER, channel).pack(),))
             return outgoing
+
+    def post(self, channel: int, tag: int, parts: Sequence[Any], nbytes: int) -> bool:
+        """Send a message where it may go at once; whether it did."""
+        with self._lock:
+            if self.deaf:
+                raise ConnectionError(self.deaf)
+            sent, room = self._sent, self._room
+            if nbytes > AT_ONCE or sent[0] >= room[0] or sent[1] + nbytes > room[1]:
+                return False
+            number = self._number
+            self._number = (number + 1) % NUMBERS
+            sent[0] += 1
+            sent[1] += nbytes
+            header = pack_header(self._me, tag, nbytes, number, EAGER, channel)
+            try:
+                self._emit((b"".join((header, *parts)),))
+                return True
+            except ConnectionError:  # who keeps watch over the connection will tell
+                return True
 
     def _crowded(self) -> Exception:
         oldest = next((outgoing for outgoing in self._offers.values() if not outgoing.settled), None)

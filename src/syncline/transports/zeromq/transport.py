@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from syncline.errors import PeerLostError, WorldError
-from syncline.transports.base import Handle, Transport, human
+from syncline.transports.base import Handle, Listening, Taking, Transport, human
 from syncline.transports.mailbox import Mailbox, Posted
 from syncline.transports.memory import Completed, tag_name
+from syncline.transports.zeromq.listening import Ears, ZmqListening
 from syncline.transports.zeromq.node import Node
 from syncline.transports.zeromq.protocol import CrowdedError, Link, Outgoing
 
@@ -21,6 +22,7 @@ __all__ = ["ZmqTransport"]
 
 GIVEN_UP = "the channel was given up"
 LATE = "it has not come within the timeout"
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 SHOWN = 8
 """Ranks that a message names."""
 
@@ -72,9 +74,30 @@ class ZmqTransport(Transport):
                     self.node.abandon(self._number, GIVEN_UP)
                 return outgoing
             except CrowdedError as crowd:
+                if self.node.crank.drives:
+                    raise ConnectionError("it takes nothing of what was sent to it") from None
                 pending = partial(self.to_take, to, data.numel())
                 if not self.node.wait(crowd.oldest, self.timeout, pending):
                     raise self.failure(to, pending(), self.timeout, None) from None
+
+    def tell(self, parts: Sequence[bytes | memoryview], to: int, tag: int = 0, *, lossy: bool = False) -> None:
+        self._check(to, "to", tag)
+        rank = to if self._root else self.members[to]
+        if rank != self.node.rank and not self._aborted:
+            nbytes = sum(map(len, parts))
+            try:
+                if self.node.link(rank).post(self._number, tag, parts, nbytes):
+                    return
+            except PeerLostError:
+                raise
+            except ConnectionError as error:
+                raise self.failure(to, self.to_take(to, nbytes), 0.0, error) from error
+        super().tell(parts, to, tag, lossy=lossy)
+
+    def take(self, most: int, source: int, tag: int = 0) -> Taking:
+        self._check(source, "source", tag)
+        posted = Posted(_NOTHING, source if self._root else self.members[source], tag, False, most=most)
+        return _TakingIn(self, self._mailbox, self._mailbox.add(posted), _NOTHING, source)
 
     def to_take(self, to: int, nbytes: int) -> str:
         """What a sender waits for, in the world's ranks."""
@@ -86,11 +109,19 @@ class ZmqTransport(Transport):
         posted = self._mailbox.post(landing, rank, tag, exact)
         return _Receiving(self, self._mailbox, posted, data, source)
 
+    def listen(
+        self, tag: int, most: int, hear: Callable[[int, memoryview], None], lost: Callable[[int], None]
+    ) -> Listening:
+        return ZmqListening(self.node, self._mailbox, tag, most, Ears(self.place, self._rank_of, hear, lost))
+
     def _check(self, peer: int, what: str, tag: int) -> None:
         if self._root and isinstance(peer, int) and peer >= self.size:
             self.node.directory.find(peer)  # one that has joined; a stranger is refused here
             peer = 0
         super()._check(peer, what, tag)
+
+    def _rank_of(self, place: int) -> int:
+        return place if self._root else self.members[place]
 
     def place(self, rank: int) -> int:
         """A rank of the world as this channel counts."""
@@ -219,5 +250,21 @@ class _Receiving:
 
     def _pending(self) -> str:
         posted = self._posted
+        most = posted.data.numel() if posted.most < 0 else posted.most
         whom = "anyone" if posted.wanted is None else f"rank {posted.wanted}"  # perhaps one that has joined
-        return f"a message from {whom} ({tag_name(posted.tag)}, {human(posted.data.numel())})"
+        return f"a message from {whom} ({tag_name(posted.tag)}, {human(most)})"
+
+
+class _TakingIn(_Receiving):
+    """A short message that keeps the memory it came in."""
+
+    data = memoryview(b"")
+
+    def wait(self, timeout: float | None = None) -> None:
+        posted = self._posted
+        if not posted.settled:
+            self._wait(self._transport.timeout if timeout is None else timeout)
+        if posted.error is not None:
+            raise posted.error
+        assert posted.content is not None, "it has come"
+        self.data = posted.content

@@ -1,0 +1,182 @@
+"""Messages that are heard by whoever turns ZeroMQ's crank: all, in order, before the news of who sent them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from syncline.errors import PeerLostError, WorldError
+from syncline.transports import Listening
+from syncline.transports.zeromq.protocol import AT_ONCE, PART_BYTES, ROOM_MESSAGES
+from tests.transports.zeromq_crew import Here, seize, until
+
+TAG, MOST = 5, 2 * AT_ONCE
+
+
+@pytest.fixture
+def here() -> Iterator[Here]:
+    with Here(3) as world:
+        yield world
+
+
+class Ear:
+    """Keeps what it hears."""
+
+    def __init__(self, world: Here, then: Callable[[int, bytes], None] | None = None) -> None:
+        self.heard: list[tuple[int, bytes]] = []
+        self.lost: list[int] = []
+        self._then = then
+        found = world.ranks[0].listen(TAG, MOST, self.hear, self._lose)
+        assert found is not None
+        self.listening: Listening = found
+
+    def hear(self, source: int, data: memoryview) -> None:
+        self.heard.append((source, bytes(data)))
+        if self._then is not None:
+            self._then(source, bytes(data))
+
+    def _lose(self, rank: int) -> None:
+        self.lost.append(rank)
+
+    def of(self, source: int) -> list[bytes]:
+        return [data for who, data in self.heard if who == source]
+
+
+def word(number: int, length: int = 8) -> bytes:
+    return number.to_bytes(8, "little") + bytes(length - 8)
+
+
+def test_messages_of_all_lengths_come_in_order(here: Here) -> None:
+    """Some go at once, some are offered first; those behind an offered one wait for it."""
+    ear = Ear(here)
+    lengths = [8, AT_ONCE + 8, 8, 8, 2 * AT_ONCE, AT_ONCE + 8, 8]
+    for number in range(70):
+        for rank in here.ranks:
+            rank.tell((word(number), bytes(lengths[number % 7] - 8)), 0, TAG)
+    until(lambda: len(ear.heard) == 3 * 70, "all are heard")
+    for rank in range(3):
+        assert ear.of(rank) == [word(number, lengths[number % 7]) for number in range(70)]
+
+
+def test_more_than_there_is_room_for(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the listener's sockets lie unread, what goes beyond the room is offered, and order is kept."""
+    ear = Ear(here)
+    seize(here.ranks[0], monkeypatch)
+    for number in range(ROOM_MESSAGES + 100):
+        here.ranks[1].tell((word(number),), 0, TAG)
+    assert not ear.heard
+    here.ranks[0].node.crank._leave()
+    until(lambda: len(ear.heard) == ROOM_MESSAGES + 100, "all are heard")
+    assert ear.of(1) == [word(number) for number in range(ROOM_MESSAGES + 100)]
+
+
+def test_what_came_before_anyone_listened(here: Here) -> None:
+    here.ranks[1].tell((word(1),), 0, TAG)
+    here.ranks[1].send(torch.zeros(1, dtype=torch.uint8), 0, TAG + 1).wait()
+    here.ranks[0].recv(torch.zeros(1, dtype=torch.uint8), 1, TAG + 1).wait()  # so the other has come as well
+    ear = Ear(here)
+    until(lambda: ear.heard == [(1, word(1))], "it is heard")
+
+
+def test_one_that_is_too_long_is_nothing(here: Here) -> None:
+    ear = Ear(here)
+    here.ranks[1].send(torch.zeros(MOST + 1, dtype=torch.uint8), 0, TAG).wait()
+    here.ranks[1].tell((word(2),), 0, TAG)
+    until(lambda: ear.heard == [(1, b""), (1, word(2))], "both are heard")
+
+
+def test_an_ear_that_raises_is_asked_again(here: Here) -> None:
+    def refuse(source: int, data: bytes) -> None:
+        raise RuntimeError("a bug of the listener's")
+
+    ear = Ear(here, refuse)
+    for number in range(3):
+        here.ranks[1].tell((word(number),), 0, TAG)
+    until(lambda: len(ear.heard) == 3, "all are heard")
+
+
+def test_a_body_is_fetched_straight_into_place(here: Here) -> None:
+    body, done = torch.zeros(2 * PART_BYTES + 3, dtype=torch.uint8), []
+    sent = torch.randint(0, 256, body.shape, dtype=torch.uint8)
+
+    def fetch(source: int, data: bytes) -> None:
+        ear.listening.fetch(body, source, 9, done.append)
+
+    ear = Ear(here, fetch)
+    here.ranks[2].tell((word(0),), 0, TAG)
+    here.ranks[2].send(sent, 0, 9, exact=True).wait()
+    until(lambda: done == [None], "it is here")
+    assert torch.equal(body, sent)
+
+
+def test_a_body_of_another_length_is_refused(here: Here) -> None:
+    done: list[Any] = []
+
+    def fetch(source: int, data: bytes) -> None:
+        ear.listening.fetch(torch.zeros(8, dtype=torch.uint8), source, 9, done.append)
+
+    ear = Ear(here, fetch)
+    here.ranks[2].tell((word(0),), 0, TAG)
+    here.ranks[2].send(torch.zeros(9, dtype=torch.uint8), 0, 9, exact=True)
+    until(lambda: bool(done), "it is told")
+    assert "exactly" in str(done[0])
+
+
+def test_who_is_gone_is_told_after_all_it_sent(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    ear = Ear(here, lambda source, data: seen.append(len(ear.lost)))
+    seize(here.ranks[0], monkeypatch)
+    for number in range(50):
+        here.ranks[1].tell((word(number),), 0, TAG)
+    here.ranks[1].close()
+    here.ranks[0].node.crank._leave()
+    until(lambda: ear.lost == [1], "its end is told")
+    assert seen == [0] * 50
+    late = Ear(here)
+    until(lambda: late.lost == [1], "who listens later is told as well")
+
+
+def test_a_body_of_one_that_is_gone(here: Here) -> None:
+    done: list[Any] = []
+
+    def fetch(source: int, data: bytes) -> None:
+        ear.listening.fetch(torch.zeros(8, dtype=torch.uint8), source, 9, done.append)
+
+    ear = Ear(here, fetch)
+    here.ranks[1].tell((word(0),), 0, TAG)
+    until(lambda: bool(ear.heard), "it is heard")
+    here.ranks[1].close()
+    until(lambda: bool(done), "it is told")
+    assert isinstance(done[0], PeerLostError)
+    ear.listening.fetch(torch.zeros(8, dtype=torch.uint8), 1, 9, done.append)
+    here.ranks[0].node.nudge()
+    until(lambda: len(done) == 2, "who asks later is told as well")
+    assert isinstance(done[1], PeerLostError)
+
+
+def test_who_hears_must_not_wait(here: Here) -> None:
+    errors: list[str] = []
+
+    def wait(source: int, data: bytes) -> None:
+        try:
+            here.ranks[0].recv(torch.zeros(1), 2, 77).wait()
+        except WorldError as error:
+            errors.append(str(error))
+
+    Ear(here, wait)
+    here.ranks[1].tell((word(0),), 0, TAG)
+    until(lambda: bool(errors), "it is refused")
+    assert "while it deals with a message" in errors[0]
+
+
+def test_nobody_listens_any_more(here: Here) -> None:
+    ear = Ear(here)
+    ear.listening.close()
+    here.ranks[1].tell((word(3),), 0, TAG)
+    taking = here.ranks[0].take(64, 1, TAG)
+    taking.wait()
+    assert bytes(taking.data) == word(3)
+    assert not ear.heard

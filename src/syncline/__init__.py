@@ -36,7 +36,7 @@ from syncline.errors import (
 )
 from syncline.optim import LAMB, LARS, cosine_decay, exponential_decay, scale_lr, step_decay, warmup
 from syncline.server import Client, Future, handler, store
-from syncline.strategies import AllReduce, Bsp, Downpour, Hogwild, Master, Run, Shard, Ssp, Step, Steps, Strategy
+from syncline.strategies import AllReduce, Bsp, Downpour, Hogwild, Local, Master, Run, Shard, Ssp, Step, Steps, Strategy
 from syncline.training import distribute, latest, load, save
 from syncline.transports import Link, Network, faults
 from syncline.world import (
@@ -78,6 +78,7 @@ __all__ = [
     "Hogwild",
     "IncompatibleError",
     "Link",
+    "Local",
     "Lossless",
     "Master",
     "Network",

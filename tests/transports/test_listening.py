@@ -57,8 +57,8 @@ def test_messages_of_all_lengths_come_in_order(here: Here) -> None:
         for rank in here.ranks:
             rank.tell((word(number), bytes(lengths[number % 7] - 8)), 0, TAG)
     until(lambda: len(ear.heard) == 3 * 70, "all are heard")
-    for rank in range(3):
-        assert ear.of(rank) == [word(number, lengths[number % 7]) for number in range(70)]
+    for number in range(3):
+        assert ear.of(number) == [word(n, lengths[n % 7]) for n in range(70)]
 
 
 def test_more_than_there_is_room_for(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +99,8 @@ def test_an_ear_that_raises_is_asked_again(here: Here) -> None:
 
 
 def test_a_body_is_fetched_straight_into_place(here: Here) -> None:
-    body, done = torch.zeros(2 * PART_BYTES + 3, dtype=torch.uint8), []
+    done: list[Any] = []
+    body = torch.zeros(2 * PART_BYTES + 3, dtype=torch.uint8)
     sent = torch.randint(0, 256, body.shape, dtype=torch.uint8)
 
     def fetch(source: int, data: bytes) -> None:

@@ -117,6 +117,25 @@ class Gradients:
             self.weight, self.active, self.careful = weight, True, careful
         return found
 
+    def reduce(self, tensors: Sequence[Tensor], weight: float = 1.0, active: bool = True) -> Round:
+        """Begin to reduce tensors that came from no backward pass: one for each parameter that wants a gradient.
+
+        They may be written to. `weight` is what they count in the mean; `active`: whether this rank has data still.
+        """
+        before = self.weight, self.active
+        self.weight, self.active = weight, active
+        try:
+            found = self._begin(-1)
+            self._round = None
+            wanted = [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
+            for index, tensor in zip(wanted, tensors, strict=True):
+                self.parameters[index].grad = tensor
+                found.arrive(index)
+            found.end()
+        finally:
+            self.weight, self.active = before
+        return found
+
     @property
     def accumulating(self) -> bool:
         """Whether gradients have added up that no step has reduced yet."""
@@ -160,7 +179,7 @@ class Gradients:
         if self._hooks:
             self._lay_out()
         self._order = [numbers[name] for name in layout["order"]]
-        self.observed, self._lay_out_anew = bool(layout["observed"]), bool(layout["anew"])
+        self.observed, self._lay_out_anew = bool(layout["observed"]), bool(layout["anew"]) or not self._hooks
 
     def _label(self, number: int, items: Sequence[int]) -> str:
         """A bucket, for people."""

@@ -6,6 +6,7 @@ from syncline.strategies.bsp import Bsp
 from syncline.strategies.catalog import build_strategy, default_presets, strategy_names
 from syncline.strategies.downpour import Downpour
 from syncline.strategies.hogwild import Hogwild
+from syncline.strategies.local import Local
 from syncline.strategies.master import Master
 from syncline.strategies.reading import Shard, Step, Steps
 from syncline.strategies.ssp import Ssp
@@ -15,6 +16,7 @@ __all__ = [
     "Bsp",
     "Downpour",
     "Hogwild",
+    "Local",
     "Master",
     "Preset",
     "Run",

@@ -8,12 +8,13 @@ from syncline.strategies.base import Preset, Strategy
 from syncline.strategies.bsp import Bsp
 from syncline.strategies.downpour import Downpour
 from syncline.strategies.hogwild import Hogwild
+from syncline.strategies.local import Local
 from syncline.strategies.master import Master
 from syncline.strategies.ssp import Ssp
 
 __all__ = ["build_strategy", "default_presets", "strategy_names"]
 
-STRATEGIES: tuple[type[Strategy], ...] = (AllReduce, Bsp, Ssp, Downpour, Hogwild, Master)
+STRATEGIES: tuple[type[Strategy], ...] = (AllReduce, Bsp, Ssp, Downpour, Hogwild, Master, Local)
 
 
 def build_strategy(spec: str | Strategy) -> Strategy:

@@ -1,0 +1,95 @@
+"""Means over the workers of what lies beside the weights: the same shapes, by the run's collective and codec.
+
+Gradients are reduced while backward runs; differences of weights are not of any backward pass. They go the same way:
+in buckets, encoded, with error feedback by the parameter's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from syncline.exchange import Exchange, Gradients, Round, plain_name
+from syncline.strategies.base import Settings
+
+__all__ = ["Deltas", "trained"]
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that training changes, by name."""
+    return {plain_name(name): each for name, each in model.named_parameters() if each.requires_grad}
+
+
+class Deltas:
+    """Reduces tensors like the model's parameters.
+
+    `begin` and `finish` may stand steps apart: the exchange goes on beside them.
+    """
+
+    def __init__(self, model: nn.Module, exchange: Exchange, settings: Settings) -> None:
+        self._exchange = exchange
+        shadows = {name: nn.Parameter(torch.empty_like(each)) for name, each in trained(model).items()}
+        self._gradients = Gradients(
+            shadows,
+            exchange,
+            _never,
+            bucket_bytes=settings.bucket_bytes,
+            check_finite=settings.check_finite,
+            idle=True,
+            codec=exchange.codec if exchange.size > 1 else None,
+            seed=settings.seed,
+            diagnose=settings.diagnose,
+        )
+
+    def begin(self, tensors: Sequence[Tensor], weight: float = 1.0, active: bool = True) -> Round:
+        """Begin to average tensors, one for each trained parameter; they are scratch from now on."""
+        return self._gradients.reduce(tensors, weight, active)
+
+    def finish(self, begun: Round) -> tuple[list[Tensor], int]:
+        """The means, to be used before the next `begin`; and how many workers are active.
+
+        Where nobody's weight counted the means are nothing.
+        """
+        control = begun.complete()
+        begun.install()
+        means = [self._given(shadow) for shadow in self._gradients.parameters]
+        self._gradients.done(begun)
+        return means, control.active
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._gradients.close()
+
+    def shared_state(self) -> dict[str, Any]:
+        """What the codec has that is the same on all workers, and the order of summation."""
+        coding = self._gradients.coding
+        return {"layout": self._gradients.layout(), **({} if coding is None else {"coding": coding.shared_state()})}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """Take it back."""
+        if "layout" in state:
+            self._gradients.adopt(state["layout"])
+        if self._gradients.coding is not None:
+            self._gradients.coding.load_shared_state(state.get("coding", {}))
+
+    def local_state(self) -> dict[str, Any]:
+        """What the codec has kept back here."""
+        coding = self._gradients.coding
+        return {} if coding is None else coding.state()
+
+    def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take it back, that of workers that are gone too."""
+        if self._gradients.coding is not None:
+            self._gradients.coding.load(states)
+
+    @staticmethod
+    def _given(shadow: nn.Parameter) -> Tensor:
+        found, shadow.grad = shadow.grad, None
+        return torch.zeros_like(shadow) if found is None else found.detach()
+
+
+def _never(begun: Round) -> None:
+    raise AssertionError("no backward pass ends here")

@@ -1,0 +1,212 @@
+"""Workers step alone, and average their weights every so many steps.
+
+w_i ← w_i − η · g_i(w_i), and after every τ steps w_i ← (1/p) Σ w_j::
+
+    step       1    2    3    4    5    6    …         period=2, after=2
+    all        ●    ●                                  the first two average gradients: synchronous
+    each                 ·    ●    ·    ●              then weights, every second step
+
+Local SGD: Stich, Local SGD converges fast and communicates little (2019); post-local: Lin et al., Don't use large
+mini-batches, use local SGD (2020); with a random part of the workers in each round: McMahan et al., Communication-
+efficient learning of deep networks from decentralized data (2017).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from syncline.errors import IncompatibleError, SpecError
+from syncline.exchange import Exchange
+from syncline.strategies.base import Preset, Run, Settings, Strategy
+from syncline.strategies.own import OwnRun, mean_of_all
+
+__all__ = ["Local", "LocalRun"]
+
+KEPT = ("keep", "average", "reset")
+LOOKS = 8
+"""Every so many rounds the workers tell how far apart they were: it takes a small message of its own."""
+
+
+@dataclass(frozen=True, repr=False)
+class Local(Strategy):
+    """Local SGD with a fixed period.
+
+    `after` steps are synchronous first. `state` says what a round does to the optimizer's memory of each parameter:
+    "keep" leaves each worker its own, "average" averages it with the weights, "reset" forgets it. With `fraction` a
+    random part of the workers counts in each round, drawn from `seed`; all take its mean over.
+
+    >>> Local(period=16)
+    local(period=16)
+    """
+
+    period: int = 8
+    after: int = 0
+    state: Literal["keep", "average", "reset"] = "keep"
+    fraction: float = 1.0
+    seed: int = 0
+
+    name: ClassVar[str] = "local"
+    presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="local(period=8)"),)
+
+    def __post_init__(self) -> None:
+        check_count(self.name, "period", self.period, least=1)
+        check_count(self.name, "after", self.after)
+        check_count(self.name, "seed", self.seed)
+        if self.state not in KEPT:
+            raise SpecError(f"local(state={self.state!r}): one of {', '.join(KEPT)}")
+        if isinstance(self.fraction, bool) or not 0.0 < self.fraction <= 1.0:
+            raise SpecError(f"local(fraction={self.fraction!r}): a part of the workers, above 0 and at most 1")
+
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+        return LocalRun(self, model, optimizer, exchange, settings, period=self.period)
+
+
+class LocalRun(OwnRun):
+    """Averages weights; `period` may change from round to round."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        model: nn.Module,
+        optimizer: Optimizer,
+        exchange: Exchange,
+        settings: Settings,
+        *,
+        period: int,
+    ) -> None:
+        super().__init__(strategy, model, optimizer, exchange, settings)
+        self.period = period
+        self._since = 0
+        """Steps since the last round."""
+        self._synchronous_for = int(getattr(strategy, "after", 0))
+        self._state = str(getattr(strategy, "state", "keep"))
+        self._fraction = float(getattr(strategy, "fraction", 1.0))
+        self._seed = int(getattr(strategy, "seed", 0))
+        self._agreed: list[Tensor] | None = None
+        """Where a codec carries differences: what all had after the last round."""
+        if exchange.codec is not None and exchange.size > 1:
+            self._agreed = [weight.clone() for weight in self.weights]
+
+    # Steps.
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether the step that begins averages gradients."""
+        return self.stats.steps < self._synchronous_for
+
+    def before_step(self) -> None:
+        if self.synchronous:
+            given = [
+                torch.zeros_like(weight) if gradient is None else gradient.detach().clone()
+                for weight, gradient in zip(self.weights, self.gradients, strict=True)
+            ]
+            means, _ = self._wait(given)
+            for parameter, mean in zip(self._names.values(), means, strict=True):
+                parameter.grad = mean.clone()
+
+    def after_step(self) -> None:
+        if self.stats.steps <= self._synchronous_for:
+            if self._agreed is not None:
+                self._agreed = [weight.clone() for weight in self.weights]
+            return
+        self._since += 1
+        if self._since >= self.period:
+            self.meet()
+
+    def check_uneven(self) -> None:
+        if self.synchronous:
+            raise IncompatibleError(
+                f"{self.strategy!r} averages gradients in its first {self._synchronous_for} steps, and this data may end earlier "
+                "on some workers than on others: give the loader drop_last=True, or a length that the workers divide"
+            )
+        super().check_uneven()
+
+    # Rounds.
+
+    def meet(self, active: bool = True) -> int:
+        chosen = self._takes_part()
+        if self._agreed is None:
+            means, alive = self._wait([weight.clone() for weight in self.weights], chosen, active)
+        else:
+            given = [weight - before for weight, before in zip(self.weights, self._agreed, strict=True)]
+            moved, alive = self._wait(given, chosen, active)
+            means = [before.add_(mean) for before, mean in zip(self._agreed, moved, strict=True)]
+        if self.rounds % LOOKS == 0:
+            self.note_consensus(means)
+        self.take_over(means)
+        self._see_to_state()
+        self.rounds += 1
+        self._since = 0
+        self.stats.staleness = 0
+        self.met(means)
+        return alive
+
+    def met(self, agreed: Sequence[Tensor]) -> None:
+        """A round is over, and all have these weights."""
+
+    def _wait(self, given: list[Tensor], chosen: bool = True, active: bool = True) -> tuple[list[Tensor], int]:
+        begun = self.deltas.begin(given, 1.0 if chosen else 0.0, active)
+        return self.deltas.finish(begun)
+
+    def _takes_part(self) -> bool:
+        """Whether this worker counts in the round: the same draw everywhere."""
+        if self._fraction == 1.0:
+            return True
+        size = self.exchange.size
+        draw = torch.Generator().manual_seed((self._seed << 32) + self.rounds)
+        order = torch.randperm(size, generator=draw)[: max(1, math.ceil(self._fraction * size - 1e-9))]
+        return bool((order == self.exchange.rank).any())
+
+    def _see_to_state(self) -> None:
+        if self._state == "keep":
+            return
+        remembered = [self.optimizer.state.get(parameter, {}) for parameter in self._names.values()]
+        if self._state == "reset":
+            for memory in remembered:
+                memory.clear()
+            return
+        rows = [
+            memory[key]
+            for parameter, memory in zip(self._names.values(), remembered, strict=True)
+            for key in sorted(memory)
+            if _is_row(memory[key], parameter)
+        ]
+        for row, mean in zip(rows, mean_of_all(self.exchange, rows), strict=True):
+            row.copy_(mean)
+
+    # State.
+
+    def shared_state(self) -> dict[str, Any]:
+        agreed = {} if self._agreed is None else dict(zip(self._names, self._agreed, strict=True))
+        return super().shared_state() | {"period": self.period, "agreed": agreed}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        super().load_shared_state(state)
+        self.period = int(state.get("period", self.period))
+        if self._agreed is not None and state.get("agreed"):
+            for before, name in zip(self._agreed, self._names, strict=True):
+                before.copy_(state["agreed"][name])
+
+    def own_state(self) -> dict[str, Any]:
+        return {"since": self._since}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        self._since = int(state["since"])
+
+
+def check_count(name: str, key: str, value: Any, least: int = 0) -> None:
+    """Refuse what is no whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SpecError(f"{name}({key}={value!r}): a whole number, at least {least}")
+
+
+def _is_row(value: Any, parameter: Tensor) -> bool:
+    """Whether it remembers one number for each of the parameter's."""
+    return isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()

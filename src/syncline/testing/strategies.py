@@ -1,0 +1,244 @@
+"""The contract of strategies: what every way of agreeing must do alike, on simulated workers."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import syncline as sl
+from syncline.errors import PeerLostError
+from syncline.strategies import Run, Strategy, build_strategy
+from syncline.transports import faults
+
+__all__ = ["StrategyContract"]
+
+STEPS = 12
+
+Make = Callable[[Any], Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+}
+
+
+def net() -> nn.Sequential:
+    """A small network, the same each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def flat(model: nn.Module) -> Tensor:
+    """Its parameters in one row."""
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).clone()
+
+
+def batch(worker: int, step: int) -> tuple[Tensor, Tensor]:
+    """What a worker sees in a step."""
+    draw = torch.Generator().manual_seed(1000 * worker + step)
+    return torch.randn(6, 4, generator=draw), torch.randint(0, 2, (6,), generator=draw)
+
+
+def take_step(model: nn.Module, optimizer: Optimizer, worker: int, step: int) -> None:
+    """One step of plain training."""
+    x, y = batch(worker, step)
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+class StrategyContract:
+    """Inherit, and say how to make the strategy."""
+
+    ranks: ClassVar[int] = 3
+    options: ClassVar[dict[str, Any]] = {}
+    """More for `distribute`: a codec, a collective."""
+    optimizers: ClassVar[tuple[str, ...]] = ("sgd", "momentum", "adam")
+    """Those it works with."""
+    as_one: ClassVar[bool] = True
+    """Whether workers with the same data do what one worker does."""
+    exact_resume: ClassVar[bool] = True
+    """Whether a resumed run equals one that was not interrupted, bit for bit."""
+    keeps_own: ClassVar[bool] = False
+    """Whether `close()` leaves each worker its own model."""
+    conserves: ClassVar[bool] = True
+    """Whether, without gradients, exchanges leave `total` as it is."""
+    silent: ClassVar[bool] = False
+    """Whether nothing is sent before the end."""
+
+    @abstractmethod
+    def make(self) -> Strategy:
+        """The strategy."""
+
+    def total(self, run: Run) -> Tensor:
+        """What exchanges conserve, on this worker; its sum over the workers is looked at."""
+        return flat(run.model)
+
+    # Helpers.
+
+    def attach(self, optimizer: str = "sgd", rate: float | None = None) -> tuple[nn.Module, Optimizer, Run]:
+        """A model in training."""
+        model = net()
+        made = OPTIMIZERS[optimizer](model.parameters())
+        if rate is not None:
+            for group in made.param_groups:
+                group["lr"] = rate
+        return model, made, sl.distribute(model, made, self.make(), **self.options)
+
+    def play(self, work: Callable[[sl.World], Any], ranks: int | None = None, **how: Any) -> tuple[Any, ...]:
+        """Run it on simulated workers."""
+        return sl.simulate(work, ranks=ranks or self.ranks, **how).results
+
+    def looks(self, run: Run) -> Tensor:
+        """The agreed model."""
+        with run.agreed():
+            return flat(run.model)
+
+    # The contract.
+
+    def test_its_repr_is_its_spec(self) -> None:
+        strategy = self.make()
+        assert build_strategy(repr(strategy)) == strategy
+
+    def test_one_worker_is_plain_training(self) -> None:
+        for optimizer in self.optimizers:
+
+            def alone(world: sl.World, optimizer: str = optimizer) -> Tensor:
+                model, made, run = self.attach(optimizer)
+                for step in range(STEPS):
+                    take_step(model, made, 0, step)
+                run.close()
+                return flat(model)
+
+            model = net()
+            plain = OPTIMIZERS[optimizer](model.parameters())
+            for step in range(STEPS):
+                take_step(model, plain, 0, step)
+            assert torch.equal(self.play(alone, ranks=1)[0], flat(model)), optimizer
+
+    def test_workers_with_the_same_data_are_as_one(self) -> None:
+        if not self.as_one:
+            pytest.skip("not by its theory")
+
+        def work(world: sl.World) -> Tensor:
+            model, made, run = self.attach("sgd")
+            for step in range(STEPS):
+                take_step(model, made, 0, step)
+            run.close()
+            return flat(model)
+
+        model = net()
+        plain = OPTIMIZERS["sgd"](model.parameters())
+        for step in range(STEPS):
+            take_step(model, plain, 0, step)
+        for found in self.play(work):
+            torch.testing.assert_close(found, flat(model), rtol=1e-5, atol=1e-6)
+
+    def test_exchanges_conserve(self) -> None:
+        if not self.conserves:
+            pytest.skip("it does not claim to")
+
+        def work(world: sl.World) -> tuple[Tensor, Tensor]:
+            model, made, run = self.attach("sgd", rate=0.0)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.1 * (world.rank + 1))
+            world.barrier()
+            before = self.total(run).double()
+            for step in range(STEPS):
+                take_step(model, made, world.rank, step)
+            world.barrier()
+            after = self.total(run).double()
+            run.close()
+            return before, after
+
+        found = self.play(work)
+        before, after = (torch.stack([pair[number] for pair in found]).sum(dim=0) for number in (0, 1))
+        torch.testing.assert_close(before, after, rtol=1e-5, atol=1e-5)
+
+    def test_close_leaves_the_agreed_model_everywhere(self) -> None:
+        def work(world: sl.World) -> tuple[Tensor, Tensor, Tensor]:
+            model, made, run = self.attach("momentum" if "momentum" in self.optimizers else "sgd")
+            for step in range(STEPS + 1):
+                take_step(model, made, world.rank, step)
+            world.barrier()
+            own, shown = flat(model), self.looks(run)
+            assert torch.equal(flat(model), own), "agreed() gives back what each worker had"
+            world.barrier()
+            run.close()
+            return own, shown, flat(model)
+
+        found = self.play(work)
+        for own, shown, left in found:
+            torch.testing.assert_close(shown, found[0][1], rtol=0, atol=0)
+            if self.keeps_own:
+                assert torch.equal(left, own)
+            else:
+                torch.testing.assert_close(left, shown, rtol=0, atol=0)
+
+    def test_a_resumed_run_goes_on_as_if_nothing_had_happened(self, tmp_path: Path) -> None:
+        if not self.exact_resume:
+            pytest.skip("it is not deterministic")
+
+        def work(world: sl.World, first: int, last: int, resume: bool, save: bool) -> Tensor:
+            model, made, run = self.attach("momentum" if "momentum" in self.optimizers else "sgd")
+            if resume:
+                assert sl.load(tmp_path, run=run) is not None
+            for step in range(first, last):
+                take_step(model, made, world.rank, step)
+            if save:
+                sl.save(tmp_path, step=last, run=run)
+            world.barrier()
+            run.close()
+            return flat(model)
+
+        whole = self.play(lambda world: work(world, 0, STEPS, resume=False, save=False))
+        self.play(lambda world: work(world, 0, 7, resume=False, save=True))
+        rest = self.play(lambda world: work(world, 7, STEPS, resume=True, save=False))
+        for one, other in zip(whole, rest, strict=True):
+            assert torch.equal(one, other)
+
+    def test_what_it_tells(self) -> None:
+        def work(world: sl.World) -> tuple[int, int, int, float | None]:
+            model, made, run = self.attach("sgd")
+            for step in range(STEPS):
+                take_step(model, made, world.rank, step)
+            world.barrier()
+            stats = run.stats
+            told = stats.steps, stats.bytes_wire, stats.staleness, stats.consensus
+            run.close()
+            return told
+
+        for steps, sent, staleness, consensus in self.play(work):
+            assert steps == STEPS
+            assert (sent == 0) == self.silent
+            assert staleness >= 0
+            assert consensus is None or consensus >= 0.0
+
+    def test_the_loss_of_a_worker(self) -> None:
+        """Who does not survive it says whom it has lost; who does is tested where servers stand apart."""
+        if self.make().loose or self.silent:
+            pytest.skip("nobody waits for anybody")
+
+        def work(world: sl.World) -> str:
+            model, made, run = self.attach("sgd")
+            try:
+                for step in range(20 * STEPS):
+                    world.compute(0.01)
+                    take_step(model, made, world.rank, step)
+                run.close()
+            except PeerLostError as error:
+                return str(error)
+            return ""
+
+        killed = self.ranks - 1
+        told = self.play(work, faults=[faults.Kill(killed, at=0.5)], return_exceptions=True)
+        assert all(f"rank {killed}" in str(word) for word in told[:killed]), told

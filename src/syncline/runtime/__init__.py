@@ -5,7 +5,7 @@ Everything concurrent in the library goes through this seam, so that the same co
 
 from syncline.runtime.base import Event, Lock, Queue, Runtime, Task
 from syncline.runtime.kernel import Kernel
-from syncline.runtime.real import RealRuntime
+from syncline.runtime.real import RealRuntime, caller
 from syncline.runtime.simulated import SimulatedRuntime
 
-__all__ = ["Event", "Kernel", "Lock", "Queue", "RealRuntime", "Runtime", "SimulatedRuntime", "Task"]
+__all__ = ["Event", "Kernel", "Lock", "Queue", "RealRuntime", "Runtime", "SimulatedRuntime", "Task", "caller"]

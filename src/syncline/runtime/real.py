@@ -12,9 +12,14 @@ from typing import Any
 
 from syncline.runtime.base import Event, Lock, Queue, Task
 
-__all__ = ["RealRuntime"]
+__all__ = ["RealRuntime", "caller"]
 
 logger = logging.getLogger("syncline")
+
+
+def caller() -> int:
+    """The thread that asks, by a number: to tell one's own from another's."""
+    return threading.get_ident()
 
 
 class RealRuntime:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import logging
 import math
-import threading  # noqa: TID251 (only to know which thread asks)
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
 from syncline.errors import WorldError
-from syncline.runtime import Event, Runtime
+from syncline.runtime import Event, Runtime, caller
 
 __all__ = ["Crank", "Waited"]
 
@@ -69,7 +68,7 @@ class Crank:
     @property
     def drives(self) -> bool:
         """Whether the calling thread is the driver: it must not wait for what only a driver can bring."""
-        return bool(self._driver) and self._thread == threading.get_ident()
+        return bool(self._driver) and self._thread == caller()
 
     # Waiting.
 
@@ -106,7 +105,7 @@ class Crank:
             if self._driver:
                 return False
             self._driver = who
-            self._thread = threading.get_ident()
+            self._thread = caller()
             return True
 
     def _leave(self) -> None:

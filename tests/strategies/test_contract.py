@@ -50,3 +50,28 @@ class TestAveragedState(Spec):
 class TestFederated(Spec):
     spec = "local(period=4, fraction=0.5, seed=3)"
     conserves = False  # a part of the workers counts
+
+
+class TestAdaComm(Spec):
+    spec = "adacomm(start=4, interval=4)"
+
+
+class TestDiLoCo(Spec):
+    spec = "diloco(period=4)"
+    as_one = False  # the outer momentum
+    conserves = False
+
+
+class TestOverlappedDiLoCo(Spec):
+    spec = "diloco(period=4, outer_lr=1.0, outer_momentum=0.0, overlap=True, delay=3)"
+
+
+class TestAverage(Spec):
+    spec = "average"
+    silent = True
+
+
+class TestEnsemble(Spec):
+    spec = "ensemble"
+    silent = True
+    keeps_own = True

@@ -86,7 +86,7 @@ class Gradients:
         self._hooks = [_hook(parameter, partial(self._arrived, index)) for index, parameter in watched]
         exchange.team.transport.owing(self._owes)
         if watched:
-            self._lay_out()  # now, when there are no activations in memory yet
+            self.lay_out()  # now, when there are no activations in memory yet
 
     def close(self) -> None:
         """Take the hooks off; gradients stay where they are."""
@@ -177,7 +177,7 @@ class Gradients:
             raise IncompatibleError(f"the state is of another model: it has {strangers[0]}, which this one has not")
         self._order = [numbers[name] for name in layout["used"]]
         if self._hooks:
-            self._lay_out()
+            self.lay_out()
         self._order = [numbers[name] for name in layout["order"]]
         self.observed, self._lay_out_anew = bool(layout["observed"]), bool(layout["anew"]) or not self._hooks
 
@@ -266,7 +266,7 @@ class Gradients:
                 self._latest.land()
             self.coding.step += 1
         if self._lay_out_anew and not self._in_flight:
-            self._lay_out()
+            self.lay_out()
         buckets = self._free.pop() if self._free else self._buckets(self._used)
         self._in_flight += 1
         found = self._round = Round(self, buckets, task)
@@ -274,7 +274,8 @@ class Gradients:
             self._latest = found
         return found
 
-    def _lay_out(self) -> None:
+    def lay_out(self) -> None:
+        """Make the buckets, and choose how each is sent."""
         self._lay_out_anew = False
         self._used = list(self._order)
         self._free = []  # first, so that there is room for the new ones

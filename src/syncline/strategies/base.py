@@ -53,6 +53,8 @@ class Preset:
     """How the rate grows with the workers; None: as for all others."""
     one_host: bool = False
     """Whether all workers must be on one host."""
+    engine: str | None = None
+    """What must carry its bytes, "mpi"; None: any engine does."""
 
 
 class Strategy(ABC):
@@ -210,6 +212,19 @@ class Run(ABC):
             raise SpecError(f"a run of {steps} steps has none to count")
         self.total_steps = steps
 
+    @property
+    def wants_loss(self) -> bool:
+        """Whether the strategy asks for each step's loss, by `note_loss`."""
+        return False
+
+    def note_loss(self, loss: float | torch.Tensor) -> None:  # noqa: B027 (few want it)
+        """Tell this worker's loss of the step at hand, before the optimizer steps, where `wants_loss` says so."""
+
+    @property
+    def members(self) -> int:
+        """Models that the model's forward asks inside `agreed()`, one after the other."""
+        return 1
+
     # Agreeing.
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -239,10 +254,8 @@ class Run(ABC):
                 yield
             return
         named = self._buffers()
-        buffers = list(named.values())
         own = {name: buffer.detach().clone() for name, buffer in named.items()}
-        self._average([buffer for buffer in buffers if buffer.is_floating_point()])
-        spread(self.exchange, [buffer for buffer in buffers if not buffer.is_floating_point()])
+        self._agree_on_buffers()
         self._own = own
         try:
             yield
@@ -422,6 +435,12 @@ class Run(ABC):
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         return {plain_name(name): buffer for name, buffer in self.model.named_buffers()}
+
+    def _agree_on_buffers(self) -> None:
+        """Give every worker the mean of all, or rank 0's where a mean is none. Every worker calls it."""
+        buffers = list(self._buffers().values())
+        self._average([buffer for buffer in buffers if buffer.is_floating_point()])
+        spread(self.exchange, [buffer for buffer in buffers if not buffer.is_floating_point()])
 
     def _average(self, buffers: list[torch.Tensor]) -> None:
         kinds: dict[torch.dtype, list[torch.Tensor]] = {}

@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 from syncline.specs import Registry
+from syncline.strategies.adacomm import AdaComm
 from syncline.strategies.allreduce import AllReduce
 from syncline.strategies.base import Preset, Strategy
 from syncline.strategies.bsp import Bsp
+from syncline.strategies.diloco import DiLoCo
 from syncline.strategies.downpour import Downpour
+from syncline.strategies.easgd import Easgd
+from syncline.strategies.ensemble import Average, Ensemble
+from syncline.strategies.gossip import Gossip
 from syncline.strategies.hogwild import Hogwild
 from syncline.strategies.local import Local
 from syncline.strategies.master import Master
+from syncline.strategies.onesided import OneSided
 from syncline.strategies.ssp import Ssp
 
 __all__ = ["build_strategy", "default_presets", "strategy_names"]
 
-STRATEGIES: tuple[type[Strategy], ...] = (AllReduce, Bsp, Ssp, Downpour, Hogwild, Master, Local)
+STRATEGIES: tuple[type[Strategy], ...] = (
+    AllReduce,
+    Bsp,
+    Ssp,
+    Downpour,
+    Hogwild,
+    Master,
+    Local,
+    AdaComm,
+    DiLoCo,
+    Easgd,
+    Gossip,
+    OneSided,
+    Average,
+    Ensemble,
+)
 
 
 def build_strategy(spec: str | Strategy) -> Strategy:

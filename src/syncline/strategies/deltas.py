@@ -44,6 +44,11 @@ class Deltas:
             diagnose=settings.diagnose,
         )
 
+    def prepare(self) -> None:
+        """Choose now how tensors are sent: that takes seconds, which are none of the first round's."""
+        if self._exchange.size > 1:
+            self._gradients.lay_out()
+
     def begin(self, tensors: Sequence[Tensor], weight: float = 1.0, active: bool = True) -> Round:
         """Begin to average tensors, one for each trained parameter; they are scratch from now on."""
         return self._gradients.reduce(tensors, weight, active)
@@ -58,6 +63,13 @@ class Deltas:
         means = [self._given(shadow) for shadow in self._gradients.parameters]
         self._gradients.done(begun)
         return means, control.active
+
+    def forget(self) -> None:
+        """Drop what the codec has kept back: what comes next is of another kind."""
+        coding = self._gradients.coding
+        if coding is not None:
+            coding.load_shared_state({"step": coding.step})
+            coding.load([])
 
     def close(self) -> None:
         """Let go of it."""

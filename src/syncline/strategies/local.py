@@ -14,6 +14,7 @@ efficient learning of deep networks from decentralized data (2017).
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -26,6 +27,7 @@ from syncline.errors import IncompatibleError, SpecError
 from syncline.exchange import Exchange
 from syncline.strategies.base import Preset, Run, Settings, Strategy
 from syncline.strategies.own import OwnRun, mean_of_all
+from syncline.world import allreduce
 
 __all__ = ["Local", "LocalRun"]
 
@@ -93,6 +95,7 @@ class LocalRun(OwnRun):
         """Where a codec carries differences: what all had after the last round."""
         if exchange.codec is not None and exchange.size > 1:
             self._agreed = [weight.clone() for weight in self.weights]
+        self.deltas.prepare()
 
     # Steps.
 
@@ -109,12 +112,14 @@ class LocalRun(OwnRun):
             ]
             means, _ = self._wait(given)
             for parameter, mean in zip(self._names.values(), means, strict=True):
-                parameter.grad = mean.clone()
+                if parameter.grad is not None or bool(mean.any()):  # what no worker has used stays without one
+                    parameter.grad = mean.clone()
 
     def after_step(self) -> None:
         if self.stats.steps <= self._synchronous_for:
-            if self._agreed is not None:
+            if self._agreed is not None and self.stats.steps == self._synchronous_for:
                 self._agreed = [weight.clone() for weight in self.weights]
+                self.deltas.forget()  # what is left of gradients points the other way than weights, by 1/η as far
             return
         self._since += 1
         if self._since >= self.period:
@@ -123,8 +128,9 @@ class LocalRun(OwnRun):
     def check_uneven(self) -> None:
         if self.synchronous:
             raise IncompatibleError(
-                f"{self.strategy!r} averages gradients in its first {self._synchronous_for} steps, and this data may end earlier "
-                "on some workers than on others: give the loader drop_last=True, or a length that the workers divide"
+                f"{self.strategy!r} averages gradients in its first {self._synchronous_for} steps, and this data may "
+                "end earlier on some workers than on others: give the loader drop_last=True, or a length that the "
+                "workers divide"
             )
         super().check_uneven()
 
@@ -160,9 +166,8 @@ class LocalRun(OwnRun):
         if self._fraction == 1.0:
             return True
         size = self.exchange.size
-        draw = torch.Generator().manual_seed((self._seed << 32) + self.rounds)
-        order = torch.randperm(size, generator=draw)[: max(1, math.ceil(self._fraction * size - 1e-9))]
-        return bool((order == self.exchange.rank).any())
+        count = max(1, math.ceil(self._fraction * size - 1e-9))
+        return self.exchange.rank in random.Random(f"{self._seed}/{self.rounds}").sample(range(size), count)
 
     def _see_to_state(self) -> None:
         if self._state == "keep":
@@ -178,6 +183,11 @@ class LocalRun(OwnRun):
             for key in sorted(memory)
             if _is_row(memory[key], parameter)
         ]
+        counts = allreduce(torch.tensor([len(rows), -len(rows)]), op="max", group=self.exchange.team)
+        if int(counts.sum()) != 0 or not rows:  # a worker that has had no data yet remembers nothing
+            return
+        nbytes = sum(row.nbytes for row in rows)
+        self.stats.sent(nbytes, nbytes)
         for row, mean in zip(rows, mean_of_all(self.exchange, rows), strict=True):
             row.copy_(mean)
 
@@ -185,20 +195,14 @@ class LocalRun(OwnRun):
 
     def shared_state(self) -> dict[str, Any]:
         agreed = {} if self._agreed is None else dict(zip(self._names, self._agreed, strict=True))
-        return super().shared_state() | {"period": self.period, "agreed": agreed}
+        return super().shared_state() | {"period": self.period, "since": self._since, "agreed": agreed}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         super().load_shared_state(state)
-        self.period = int(state.get("period", self.period))
+        self.period, self._since = int(state.get("period", self.period)), int(state.get("since", 0))
         if self._agreed is not None and state.get("agreed"):
             for before, name in zip(self._agreed, self._names, strict=True):
                 before.copy_(state["agreed"][name])
-
-    def own_state(self) -> dict[str, Any]:
-        return {"since": self._since}
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        self._since = int(state["since"])
 
 
 def check_count(name: str, key: str, value: Any, least: int = 0) -> None:

@@ -26,7 +26,7 @@ from syncline.strategies.base import Run, Settings, Strategy
 from syncline.strategies.deltas import Deltas, trained
 from syncline.world import allgather, allreduce
 
-__all__ = ["OwnRun", "mean_of_all"]
+__all__ = ["OwnRun", "mean_of_all", "put_state", "state_of"]
 
 
 class OwnRun(Run):
@@ -44,6 +44,8 @@ class OwnRun(Run):
         self.deltas = Deltas(model, exchange, settings)
         self.rounds = 0
         """Meetings of all workers so far."""
+        self.as_many = True
+        """Whether the checkpoint that was loaded is of as many workers."""
         self._showing = False
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
@@ -145,6 +147,7 @@ class OwnRun(Run):
     def close(self) -> None:
         if not self._closed and self.exchange.size > 1:
             self.take_over(self.model_of_all())
+            self._agree_on_buffers()
         super().close()
 
     def detach(self) -> None:
@@ -156,10 +159,11 @@ class OwnRun(Run):
     # State.
 
     def shared_state(self) -> dict[str, Any]:
-        return {"rounds": self.rounds, "deltas": self.deltas.shared_state()}
+        return {"rounds": self.rounds, "workers": self.exchange.size, "deltas": self.deltas.shared_state()}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         self.rounds = int(state.get("rounds", 0))
+        self.as_many = int(state.get("workers", 0)) == self.exchange.size
         self.deltas.load_shared_state(state.get("deltas", {}))
 
     def local_state(self) -> dict[str, Any]:
@@ -167,21 +171,25 @@ class OwnRun(Run):
             raise IncompatibleError("save a run outside agreed(): inside, a worker's own weights are put aside")
         return {
             "weights": {name: each.detach().clone() for name, each in self._names.items()},
-            "optimizer": _state_of(self.optimizer, self._names),
+            "optimizer": state_of(self.optimizer, self._names),
             "deltas": self.deltas.local_state(),
             "own": self.own_state(),
         }
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """A worker that the checkpoint does not know begins with the model of all, and what all agree on."""
-        if not states:
+        """A worker that the checkpoint does not know begins with the model of all, and what all agree on.
+
+        Where there are more or fewer workers than before, everybody does: the mean of those that are left is another.
+        """
+        if not states or "weights" not in states[0]:  # another strategy's: its workers had nothing of their own
             return
         own = states[0]
-        for name, value in own["weights"].items():
-            self._names[name].detach().copy_(value)
-        _put_state(self.optimizer, self._names, own["optimizer"])
+        put_state(self.optimizer, self._names, own["optimizer"])
         self.deltas.load_local_states([state["deltas"] for state in states])
-        self.load_own_state(own["own"])
+        if self.as_many:
+            for name, value in own["weights"].items():
+                self._names[name].detach().copy_(value)
+            self.load_own_state(own["own"])
 
     # Within.
 
@@ -212,7 +220,7 @@ def mean_of_all(exchange: Exchange, tensors: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def _state_of(optimizer: Optimizer, names: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Any]]:
+def state_of(optimizer: Optimizer, names: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Any]]:
     """What an optimizer remembers of each parameter, by its name."""
     return {
         name: {
@@ -223,7 +231,7 @@ def _state_of(optimizer: Optimizer, names: Mapping[str, nn.Parameter]) -> dict[s
     }
 
 
-def _put_state(optimizer: Optimizer, names: Mapping[str, nn.Parameter], saved: Mapping[str, Mapping[str, Any]]) -> None:
+def put_state(optimizer: Optimizer, names: Mapping[str, nn.Parameter], saved: Mapping[str, Mapping[str, Any]]) -> None:
     """Take it back; what was not remembered then is not now."""
     for name, each in names.items():
         optimizer.state.pop(each, None)

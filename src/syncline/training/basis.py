@@ -80,6 +80,7 @@ class Basis:
         """Forward, backward and update."""
         span = self.events.span
         self.attached.optimizer.zero_grad()
+        parts: list[Tensor] = []
         for micro in batch if isinstance(batch, Step) else (batch,):
             with span("sl_forward_seconds", lane="compute", what="forward"):
                 loss = self.workload.loss(self.attached.replica, micro)
@@ -88,6 +89,9 @@ class Basis:
             with span("sl_backward_seconds", lane="compute", what="backward"):
                 part = batch.part(loss) if isinstance(batch, Step) else loss
                 part.backward()  # type: ignore[no-untyped-call]
+            parts.append(part.detach())
+        if self.attached.wants_loss:
+            self.attached.note_loss(sum(parts[1:], parts[0]))
         with span("sl_update_seconds", lane="compute", what="update"):
             self.attached.optimizer.step()
             if self.scheduler is not None:

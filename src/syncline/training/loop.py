@@ -282,7 +282,7 @@ class _Loop(Basis):
             if self.world.rank != 0:
                 return {}
             if self.pace is not None:
-                self.pace.forward(len(cast(Sized, dataset)))
+                self.pace.forward(self.attached.members * len(cast(Sized, dataset)))
             return self.workload.evaluate(self.attached.model, dataset)
 
     def _from_rank_0(self, numbers: list[float]) -> list[float]:

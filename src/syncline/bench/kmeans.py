@@ -1,0 +1,170 @@
+"""K-means on many workers: what each rank runs for `syncline train kmeans`.
+
+The points are Gaussian blobs, drawn from a seed: a centre each, uniform in a box of side 20, and a deviation of
+`spread` about it. At the true centres the objective, the mean squared distance to the nearest, is dims · spread².
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from syncline.bench.workloads.checks import check_number, check_whole
+from syncline.errors import SpecError, SynclineError
+from syncline.specs import Registry, Spec, nearest, parse
+from syncline.strategies.onesided import KMeans, Solution, aggregate, asgd
+from syncline.strategies.onesided.step import Array
+from syncline.transports.base import human
+from syncline.world import World, init
+
+__all__ = ["Blobs", "KMeansPlan", "build_blobs", "describe", "rank_main", "solve"]
+
+BOX = 10.0
+USUAL = {"rate": 0.3, "rate_end": 0.01}
+"""What suits k-means, where nothing else is said."""
+SOLVERS: dict[str, Callable[..., Solution]] = {"aggregate": aggregate, "allreduce": aggregate, "onesided": asgd}
+"""One all-reduce a round is the aggregation."""
+
+
+@dataclass(frozen=True)
+class Blobs:
+    """A problem. `repr()` is its spec.
+
+    >>> Blobs(points=5000)
+    kmeans(points=5000)
+    >>> Blobs(k=3, dims=2, points=7).draw()[0].shape
+    (7, 2)
+    """
+
+    k: int = 100
+    dims: int = 10
+    points: int = 1_000_000
+    spread: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_whole("kmeans", "points", self.points, 1, 1 << 30)
+        check_whole("kmeans", "k", self.k, 1, self.points)
+        check_whole("kmeans", "dims", self.dims, 1, 4096)
+        check_number("kmeans", "spread", self.spread, 0, 1e6)
+        check_whole("kmeans", "seed", self.seed, 0, (1 << 63) - 1)
+
+    def __repr__(self) -> str:
+        told = {field.name: getattr(self, field.name) for field in fields(self)}
+        return str(Spec("kmeans", (), {field.name: told[field.name] for field in fields(self)
+                                       if told[field.name] != field.default}))  # fmt: skip
+
+    def draw(self) -> tuple[Array, Array]:
+        """Points and true centres, in float32: the same in every process."""
+        random = np.random.default_rng(self.seed)
+        centres = random.uniform(-BOX, BOX, (self.k, self.dims)).astype(np.float32)
+        points = random.standard_normal((self.points, self.dims), np.float32)
+        points *= np.float32(self.spread)
+        points += centres[random.integers(self.k, size=self.points)]
+        return points, centres
+
+
+def build_blobs(spec: str) -> Blobs:
+    """The problem that a spec describes.
+
+    >>> build_blobs("kmeans(k=4, points=100)")
+    kmeans(k=4, points=100)
+    """
+    registry = Registry[Blobs]("workload")
+    registry.add("kmeans", Blobs)
+    return registry.build(spec)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KMeansPlan:
+    """What to solve, and how."""
+
+    problem: str = "kmeans"
+    strategy: str = "onesided"
+    given: dict[str, Any] | None = None
+    """Options that the command line has told beside the strategy."""
+    seed: int = 0
+
+    def as_json(self) -> str:
+        """For the command line of a rank.
+
+        >>> plan = KMeansPlan(strategy="aggregate(iterations=5)")
+        >>> KMeansPlan(**json.loads(plan.as_json())) == plan
+        True
+        """
+        return json.dumps(asdict(self))
+
+    def solver(self) -> tuple[str, Callable[..., Solution], dict[str, Any]]:
+        """The strategy's name, its function, and its options; refused where there is no such.
+
+        >>> KMeansPlan(strategy="onesided(batch=100)", given={"rate": 0.1}).solver()[2]
+        {'rate': 0.1, 'rate_end': 0.01, 'batch': 100, 'seed': 0}
+        """
+        links = parse(self.strategy)
+        if len(links) != 1 or links[0].args or links[0].name not in SOLVERS:
+            raise SpecError(
+                f"--strategy {self.strategy}: k-means is solved by onesided(…) or aggregate(…), options by name; "
+                f"{nearest(links[0].name, sorted(SOLVERS))}"
+            )
+        link, given = links[0], self.given or {}
+        solve = SOLVERS[link.name]
+        usual = USUAL if solve is asgd else {}
+        options = {**usual, **given, **link.kwargs, "seed": self.seed}
+        known = sorted(inspect.signature(solve).parameters)
+        unknown = sorted(options.keys() - set(known))
+        if unknown:
+            raise SpecError(
+                f"--strategy {self.strategy}: {link.name} has no {unknown[0]!r}; {nearest(unknown[0], known)}"
+            )
+        return link.name, solve, options
+
+
+def solve(plan: KMeansPlan, world: World) -> tuple[Solution, float]:
+    """The solution, and the objective at the true centres on this rank's points."""
+    blobs = build_blobs(plan.problem)
+    points, centres = blobs.draw()
+    _, solver, options = plan.solver()
+    own = points[world.rank :: world.size]
+    del points
+    objective = KMeans(blobs.k)
+    found = solver(objective, own, split=False, **options)
+    return found, objective.value(centres.astype(np.float64).reshape(-1), (own,))
+
+
+def describe(plan: KMeansPlan, found: Solution, truth: float, engine: str) -> str:
+    """A few lines for people."""
+    name, efforts = plan.solver()[0], found.efforts
+    steps = [effort.steps for effort in efforts]
+    shown = f"{min(steps)}" if len(set(steps)) == 1 else f"{min(steps)} to {max(steps)}"
+    lines = [
+        f"{plan.problem} by {name} on {len(efforts)} workers ({engine}): {found.value:.5g} a point after "
+        f"{found.seconds:.3g} s (at the true centres {truth:.5g})",
+        f"steps of each worker {shown}, {human(found.sent_bytes)} sent",
+    ]
+    if name == "onesided":
+        told = ", ".join(f"{found.total(key)} {key}" for key in ("sent", "dropped", "accepted", "rejected", "torn"))
+        lines.append(f"states: {told}")
+    return "\n".join(lines)
+
+
+def rank_main(plan: KMeansPlan) -> int:
+    """Solve on this rank; the exit code."""
+    with init() as world:
+        found, truth = solve(plan, world)
+        if world.rank == 0:
+            print(describe(plan, found, truth, world.transport.name), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(rank_main(KMeansPlan(**json.loads(sys.argv[1]))))
+    except SynclineError as error:
+        print(f"syncline train: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)

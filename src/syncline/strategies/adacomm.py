@@ -1,0 +1,210 @@
+"""Local SGD whose period shrinks as the loss does: long at first, when it saves most, short where it costs accuracy.
+
+τ' = ⌈τ₀ · √(F / F₀)⌉ after every interval, with F the mean loss of all workers in it; where that is not below τ it is
+⌈τ/2⌉, and at least 1::
+
+    loss       2     1    .5   .125  .125  .125
+    period     16    12    8     4     2     1
+
+Where the learning rate η has changed, √(η₀·F / (η·F₀)). Wang and Joshi, Adaptive communication strategies to achieve
+the best error-runtime trade-off in local-update SGD (2019).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from syncline.errors import SpecError
+from syncline.exchange import Exchange
+from syncline.strategies.base import Preset, Run, Settings, Strategy
+from syncline.strategies.local import KEPT, LocalRun, check_count
+from syncline.world import allreduce
+
+__all__ = ["AdaComm", "next_period"]
+
+logger = logging.getLogger("syncline")
+
+INTERVAL = 100
+"""Steps, where nobody says anything."""
+
+
+@dataclass(frozen=True, repr=False)
+class AdaComm(Strategy):
+    """Local SGD with a period that begins at `start` and follows the loss down to `least`.
+
+    The period is set anew every `interval` steps (100 by default), or every `seconds` by rank 0's clock; both at the
+    next round. `state` is as in `Local`. The loop behind `syncline train` tells the loss; a script of your own calls
+    `run.note_loss(loss)` after backward.
+
+    >>> AdaComm(start=32, interval=200)
+    adacomm(start=32, interval=200)
+    """
+
+    start: int = 16
+    interval: int | None = None
+    seconds: float | None = None
+    least: int = 1
+    state: Literal["keep", "average", "reset"] = "keep"
+
+    name: ClassVar[str] = "adacomm"
+    presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="adacomm(start=32)"),)
+
+    def __post_init__(self) -> None:
+        check_count(self.name, "start", self.start, least=1)
+        check_count(self.name, "least", self.least, least=1)
+        if self.interval is not None:
+            check_count(self.name, "interval", self.interval, least=1)
+        if self.least > self.start:
+            raise SpecError(f"{self!r}: the period begins at {self.start} and falls: least is at most that")
+        if self.seconds is not None:
+            number = isinstance(self.seconds, (int, float)) and not isinstance(self.seconds, bool)
+            if not number or not 0.0 < self.seconds < float("inf"):
+                raise SpecError(f"adacomm(seconds={self.seconds!r}): a number of seconds above 0")
+            if self.interval is not None:
+                raise SpecError(f"{self!r}: an interval is told in steps or in seconds; leave one of them out")
+        if self.state not in KEPT:
+            raise SpecError(f"adacomm(state={self.state!r}): one of {', '.join(KEPT)}")
+
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+        return _AdaCommRun(self, model, optimizer, exchange, settings, period=self.start)
+
+
+def next_period(start: int, period: int, loss: float, slower: float = 1.0, before: float = 1.0) -> int:
+    """The period after an interval: `loss` is F / F₀, `slower` is η₀ / η now, and `before` what it was an interval ago.
+
+    A smaller rate bears a longer period, so the one before counts at the rate of now: a plateau halves that.
+
+    >>> period, found = 16, []
+    >>> for loss in (2.0, 1.0, 0.5, 0.125, 0.125, 0.125, 0.125):
+    ...     period = next_period(16, period, loss / 2.0) if found else 16
+    ...     found.append(period)
+    >>> found
+    [16, 12, 8, 4, 2, 1, 1]
+    >>> next_period(16, 4, 0.25), next_period(16, 4, 0.25, slower=4.0)      # the rate fell to a quarter: 8 / 2
+    (2, 4)
+    """
+    wanted = math.ceil(start * math.sqrt(slower * loss) - 1e-9)
+    had = period * math.sqrt(slower / before)
+    found = wanted if wanted < had else math.ceil(had / 2)
+    return max(1, min(start, found))
+
+
+class _AdaCommRun(LocalRun):
+    def __init__(
+        self,
+        strategy: AdaComm,
+        model: nn.Module,
+        optimizer: Optimizer,
+        exchange: Exchange,
+        settings: Settings,
+        *,
+        period: int,
+    ) -> None:
+        super().__init__(strategy, model, optimizer, exchange, settings, period=period)
+        self._rule = strategy
+        self._interval = INTERVAL if strategy.interval is None else strategy.interval
+        self._steps = 0
+        """Steps in this interval, by the rounds: the same on every worker."""
+        self._began = self.world.runtime.now()
+        self._sum: Tensor = torch.zeros((), dtype=torch.float64)
+        self._count = 0
+        """Losses told in this interval, on this worker."""
+        self._first: float | None = None
+        """F₀, of the first round."""
+        self._top = 0.0
+        """η₀, the largest rate so far: a warm-up is no reason to meet more often."""
+        self._slower = 1.0
+        self._warned = False
+
+    @property
+    def wants_loss(self) -> bool:
+        return self.exchange.size > 1
+
+    def note_loss(self, loss: float | Tensor) -> None:
+        if isinstance(loss, Tensor):
+            loss = loss.detach().double()
+            self._sum = self._sum.to(loss.device)  # added up where it is: reading it would wait for the device
+        self._sum = self._sum + loss
+        self._count += 1
+
+    def met(self, agreed: Sequence[Tensor]) -> None:
+        self._steps += self.period
+        if (self._first is not None or self._warned) and not self._due():
+            return
+        loss, rate = self._look()
+        if loss is None and self._first is not None:
+            return  # a round without steps, when data has ended: the interval goes on
+        if loss is None or not math.isfinite(loss):
+            self._warn()
+        elif self._first is None:
+            self._first, self._top = loss, rate
+        else:
+            self._top = max(self._top, rate)
+            slower = self._top / rate if rate > 0.0 else self._slower
+            ratio = loss / self._first if self._first > 0.0 else 1.0
+            found = next_period(self._rule.start, self.period, max(0.0, ratio), slower, self._slower)
+            self.period, self._slower = max(self._rule.least, found), slower
+        self._begin_interval()
+
+    def _due(self) -> bool:
+        if self._rule.seconds is None:
+            return self._steps >= self._interval
+        due = self.world.runtime.now() - self._began >= self._rule.seconds
+        return bool(self.exchange.from_root(torch.tensor([due], dtype=torch.uint8)).item())
+
+    def _look(self) -> tuple[float | None, float]:
+        """The mean loss of this interval and the mean rate, over the workers; None where nobody was told a loss."""
+        rate = next((float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group), 0.0)
+        own = torch.tensor([float(self._sum), float(self._count), rate], dtype=torch.float64)
+        total, count, rates = allreduce(own, op="sum", group=self.exchange.team).tolist()
+        self.stats.sent(own.nbytes, own.nbytes)
+        return total / count if count else None, rates / self.exchange.size
+
+    def _begin_interval(self) -> None:
+        self._steps, self._began = 0, self.world.runtime.now()
+        self._sum, self._count = torch.zeros((), dtype=torch.float64), 0
+
+    def _warn(self) -> None:
+        if not self._warned and self.exchange.rank == 0:
+            logger.warning(
+                "%r was told no loss, or none that is finite, and keeps its period of %d: call run.note_loss(loss) "
+                "after backward",
+                self.strategy,
+                self.period,
+            )
+        self._warned = True
+
+    # State.
+
+    def shared_state(self) -> dict[str, Any]:
+        told = {
+            "steps": self._steps,
+            "seconds": self.world.runtime.now() - self._began,
+            "first": self._first,
+            "top": self._top,
+            "slower": self._slower,
+        }
+        return super().shared_state() | {"interval": told}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        super().load_shared_state(state)
+        if "interval" in state:
+            told = state["interval"]
+            self._steps, self._began = int(told["steps"]), self.world.runtime.now() - float(told["seconds"])
+            self._first = None if told["first"] is None else float(told["first"])
+            self._top, self._slower = float(told["top"]), float(told["slower"])
+
+    def own_state(self) -> dict[str, Any]:
+        return {"sum": float(self._sum), "count": self._count}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        self._sum = torch.tensor(float(state["sum"]), dtype=torch.float64)
+        self._count = int(state["count"])

@@ -1,0 +1,5 @@
+"""Elastic averaging: workers that are bound to a centre as if by springs."""
+
+from syncline.strategies.easgd.strategy import Easgd
+
+__all__ = ["Easgd"]

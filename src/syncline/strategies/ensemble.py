@@ -1,0 +1,239 @@
+"""The two ends: workers that do not talk while they train, and what is made of their models then.
+
+`average`: one model, w = (1/p) Σ w_i, whenever somebody asks for it. `ensemble`: p models, and the mean of what they
+predict, P(y|x) = (1/p) Σ softmax(f(x; w_i))::
+
+    worker 0   w0 ─ step ─ step ─ step ─ … ─┐
+    worker 1   w1 ─ step ─ step ─ step ─ … ─┼─ at the end: the mean of weights, or of predictions
+    worker 2   w2 ─ step ─ step ─ step ─ … ─┘
+
+Model averaging once: Zinkevich et al., Parallelized stochastic gradient descent (2010); ensembles: Lakshminarayanan et
+al., Simple and scalable predictive uncertainty estimation using deep ensembles (2017).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import Optimizer
+
+from syncline.errors import IncompatibleError, SpecError
+from syncline.exchange import Exchange, plain_name
+from syncline.strategies.base import Preset, Run, Settings, Strategy
+from syncline.strategies.local import check_count
+from syncline.strategies.own import OwnRun
+from syncline.world import allgather
+
+__all__ = ["Average", "Ensemble", "mean_prediction"]
+
+logger = logging.getLogger("syncline")
+
+MEANS = ("probabilities", "outputs")
+
+
+@dataclass(frozen=True, repr=False)
+class Average(Strategy):
+    """Every worker trains alone; *the* model is the mean of their weights, taken when it is asked for.
+
+    >>> Average()
+    average
+    """
+
+    name: ClassVar[str] = "average"
+    presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="average"),)
+
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+        _refuse_codec(self, exchange)
+        return _AloneRun(self, model, optimizer, exchange, settings)
+
+
+@dataclass(frozen=True, repr=False)
+class Ensemble(Strategy):
+    """Every worker trains a model of its own; inside `agreed()` the model predicts as all of them do, on average.
+
+    With `mean="probabilities"` the model's outputs are logits in their last dimension, and the logarithm of the mean
+    takes their place; with "outputs" they are averaged as they are. With `seed` every worker but the first begins with
+    weights of its own: the modules' `reset_parameters()` draws them.
+
+    >>> Ensemble(seed=1)
+    ensemble(seed=1)
+    """
+
+    mean: Literal["probabilities", "outputs"] = "probabilities"
+    seed: int | None = None
+
+    name: ClassVar[str] = "ensemble"
+    presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="ensemble(seed=0)"),)
+
+    def __post_init__(self) -> None:
+        if self.mean not in MEANS:
+            raise SpecError(f"ensemble(mean={self.mean!r}): one of {', '.join(MEANS)}")
+        if self.seed is not None:
+            check_count(self.name, "seed", self.seed)
+
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+        _refuse_codec(self, exchange)
+        if self.seed is not None and exchange.size > 1:
+            _begin_anew(self, model, exchange.rank)
+        return _EnsembleRun(self, model, optimizer, exchange, settings)
+
+
+def mean_prediction(outputs: Sequence[Tensor], mean: str = "probabilities") -> Tensor:
+    """What several models predict on average, in the form in which one of them would say it.
+
+    >>> sure, unsure = torch.tensor([[0.0, 100.0]]), torch.tensor([[0.0, 0.0]])
+    >>> mean_prediction([sure, unsure]).exp()
+    tensor([[0.2500, 0.7500]])
+    """
+    if mean == "outputs":
+        return torch.stack(list(outputs)).mean(dim=0)
+    rows = torch.stack([output.log_softmax(dim=-1) for output in outputs])
+    return rows.logsumexp(dim=0) - math.log(len(outputs))
+
+
+class _AloneRun(OwnRun):
+    """Steps, and nothing else; the model of all is the mean of weights."""
+
+    def after_step(self) -> None:
+        """Nobody talks."""
+
+    def meet(self, active: bool = True) -> int:
+        return 0
+
+
+class _EnsembleRun(_AloneRun):
+    def __init__(
+        self, strategy: Ensemble, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
+    ) -> None:
+        super().__init__(strategy, model, optimizer, exchange, settings)
+        self._mean = strategy.mean
+        self._asking = False
+        """Whether the members are being asked: they are the model itself, with other weights."""
+
+    @property
+    def members(self) -> int:
+        return self.exchange.size
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Inside, the model holds the first worker's weights, and its forward asks every member.
+
+        Every worker gets all of them, so each may evaluate what it likes, alone or not: p models in memory.
+        """
+        if self._showing or self.exchange.size == 1:
+            yield
+            return
+        held = self._held()
+        own = {name: tensor.clone() for name, tensor in held.items()}
+        members = self._gathered(held)
+        self._note_spread(members)
+        self._own = {plain_name(name): own[name] for name, _ in self.model.named_buffers()}
+        hook = self.model.register_forward_hook(self._ask(members), with_kwargs=True)
+        self._showing = True
+        try:
+            _put(held, members[0])
+            yield
+        finally:
+            hook.remove()
+            self._showing, self._own = False, None
+            _put(held, own)
+
+    def close(self) -> None:
+        """Every worker keeps its own member."""
+        Run.close(self)
+
+    def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Members go on as they were; those that nobody takes over are gone."""
+        if not self.as_many and self.exchange.rank == 0:
+            logger.warning(
+                "the checkpoint is of another number of workers than these %d: members without a worker are left out, "
+                "and workers without a member begin with a copy of the first",
+                self.exchange.size,
+            )
+        self.as_many = True
+        super().load_local_states(states)
+
+    # Within.
+
+    def _held(self) -> dict[str, Tensor]:
+        """All that makes a member: parameters, frozen ones too, and buffers."""
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        return {name: tensor.detach() for name, tensor in named}
+
+    def _gathered(self, held: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """What every worker holds: all tensors of a kind in one go."""
+        members: list[dict[str, Tensor]] = [{} for _ in range(self.exchange.size)]
+        for kind in {tensor.dtype: None for tensor in held.values()}:
+            same = {name: tensor for name, tensor in held.items() if tensor.dtype == kind}
+            flat = torch.cat([tensor.reshape(-1) for tensor in same.values()]).cpu()
+            rows = allgather(flat.view(1, -1), group=self.exchange.team)
+            for member, row in zip(members, rows, strict=True):
+                pieces = torch.split(row, [tensor.numel() for tensor in same.values()])
+                for (name, tensor), piece in zip(same.items(), pieces, strict=True):
+                    member[name] = piece.view(tensor.shape).to(tensor.device, copy=True)
+        return members
+
+    def _note_spread(self, members: Sequence[Mapping[str, Tensor]]) -> None:
+        apart = 0.0
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                rows = torch.stack([member[name] for member in members]).double()
+                apart += float((rows - rows.mean(dim=0)).square().sum()) / len(members)
+        self.stats.consensus = math.sqrt(apart)
+
+    def _ask(self, members: Sequence[dict[str, Tensor]]) -> Any:
+        def forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            if self._asking:
+                return None
+            if not isinstance(output, Tensor):
+                raise IncompatibleError(
+                    f"{self.strategy!r} averages predictions, and the model gives a {type(output).__name__}, not a "
+                    "tensor: take average, or local"
+                )
+            self._asking = True
+            try:
+                others = [functional_call(module, member, args, kwargs) for member in members[1:]]
+            finally:
+                self._asking = False
+            return mean_prediction([output, *others], self._mean)
+
+        return forward
+
+
+def _put(held: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, tensor in held.items():
+        tensor.copy_(values[name])
+
+
+def _refuse_codec(strategy: Strategy, exchange: Exchange) -> None:
+    if exchange.codec is not None:
+        raise IncompatibleError(
+            f"{strategy!r} sends nothing while it trains that {exchange.codec!r} could make smaller: leave the codec "
+            "out, or take local(period=…)"
+        )
+
+
+def _begin_anew(strategy: Ensemble, model: nn.Module, rank: int) -> None:
+    """Draw this worker's first weights; the first worker keeps what it was given."""
+    fresh = [module for module in model.modules() if callable(getattr(module, "reset_parameters", None))]
+    if not fresh:
+        raise IncompatibleError(
+            f"{strategy!r}: no module of the model ({type(model).__name__}) has reset_parameters() to draw new weights "
+            "with; leave the seed out, and all begin with the same"
+        )
+    if rank == 0:
+        return
+    devices = sorted({each.device.index for each in model.parameters() if each.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(random.Random(f"{strategy.seed}/{rank}").getrandbits(32))
+        for module in fresh:
+            module.reset_parameters()  # type: ignore[operator]

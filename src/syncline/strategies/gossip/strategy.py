@@ -1,0 +1,104 @@
+"""Workers mix weights with their neighbours on a graph; nobody knows all of them, and there is no server.
+
+With W as `graphs.py` has it, in rounds that all take together (`synchronous.py`), or two at a time (`pairwise.py`).
+
+D-PSGD: Lian et al., Can decentralized algorithms outperform centralized algorithms? (2017); pairwise: Lian et al.,
+Asynchronous decentralized parallel stochastic gradient descent (2018); with codecs: Koloskova et al. (2019).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from syncline.errors import IncompatibleError, SpecError
+from syncline.exchange import Exchange
+from syncline.strategies.base import Preset, Run, Settings, Strategy
+from syncline.strategies.gossip.graphs import build_graph, check_graph
+from syncline.strategies.gossip.matrices import Matrix
+from syncline.strategies.gossip.pairwise import PairwiseRun
+from syncline.strategies.gossip.synchronous import GossipRun
+from syncline.strategies.local import check_count
+
+__all__ = ["Gossip"]
+
+FORMS = ("after", "beside")
+
+
+@dataclass(frozen=True, repr=False)
+class Gossip(Strategy):
+    """Gossip on a graph: "ring", "torus", "exponential", "complete", edges such as "0-1, 1-2", a matrix or its file.
+
+    Every `period` steps a worker mixes. With `form="after"` neighbours mix what they have after the step, with "beside"
+    what they had before it, while it is computed (D-PSGD). With `pairwise` every worker goes at its own pace and
+    averages with one random neighbour at a time, drawn from `seed`. With a codec compressed differences travel, and
+    `gamma` is how far a round goes; None: what suits the codec.
+
+    >>> Gossip("exponential", period=4)
+    gossip(graph='exponential', period=4)
+    """
+
+    graph: str | Matrix = "ring"
+    form: Literal["after", "beside"] = "after"
+    period: int = 1
+    pairwise: bool = False
+    gamma: float | None = None
+    seed: int = 0
+
+    name: ClassVar[str] = "gossip"
+    presets: ClassVar[tuple[Preset, ...]] = (
+        Preset(spec="gossip"),
+        Preset(spec="gossip(pairwise=True)"),
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "graph", check_graph(self.graph))
+        check_count(self.name, "period", self.period, least=1)
+        check_count(self.name, "seed", self.seed)
+        if self.form not in FORMS:
+            raise SpecError(f"gossip(form={self.form!r}): one of {', '.join(FORMS)}")
+        if not isinstance(self.pairwise, bool):
+            raise SpecError(f"gossip(pairwise={self.pairwise!r}): True or False")
+        if self.gamma is not None and (
+            isinstance(self.gamma, bool) or not isinstance(self.gamma, (int, float)) or not 0 < self.gamma <= 1
+        ):
+            raise SpecError(f"gossip(gamma={self.gamma!r}): above 0 and at most 1, or None for what suits the codec")
+        if self.pairwise and (self.form != "after" or self.gamma is not None):
+            odd = f"form={self.form!r}" if self.form != "after" else f"gamma={self.gamma!r}"
+            raise SpecError(f"gossip(pairwise=True, {odd}): an average of two has one form and no gamma; leave it out")
+
+    @property
+    def loose(self) -> bool:
+        return self.pairwise
+
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+        graph = build_graph(self.graph, exchange.size)
+        codec = exchange.codec
+        if self.pairwise:
+            if codec is not None:
+                raise IncompatibleError(
+                    f"gossip(pairwise=True) averages two workers' weights as they are, and {codec!r} would lose parts "
+                    "that nobody keeps: leave the codec out, or take gossip without pairwise, which sends differences"
+                )
+            return PairwiseRun(
+                self, model, optimizer, exchange, settings, graph=graph, period=self.period, seed=self.seed
+            )
+        if self.gamma is not None and codec is None:
+            raise IncompatibleError(
+                f"gossip(gamma={self.gamma!r}) without a codec: gamma is how far compressed differences go; give "
+                "distribute a codec, or leave gamma out"
+            )
+        return GossipRun(
+            self,
+            model,
+            optimizer,
+            exchange,
+            settings,
+            graph=graph,
+            period=self.period,
+            beside=self.form == "beside",
+            gamma=self.gamma,
+        )

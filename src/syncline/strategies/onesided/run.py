@@ -1,0 +1,231 @@
+"""One worker of a network's training by one-sided SGD."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from syncline.errors import DivergedError, IncompatibleError, PeerLostError
+from syncline.exchange import Exchange, plain_name
+from syncline.strategies.base import Run, Settings
+from syncline.strategies.onesided.core import is_near
+from syncline.strategies.onesided.mailslots import HEADER, Mailslots
+from syncline.strategies.onesided.step import Array, step
+from syncline.strategies.onesided.window_board import PATIENCE, WindowBoard
+from syncline.strategies.own import put_state, state_of
+from syncline.strategies.served_keys import KeyMap
+
+if TYPE_CHECKING:
+    from syncline.strategies.onesided.strategy import OneSided
+
+__all__ = ["OneSidedRun"]
+
+SHORTEST, LONGEST = 1e-3, 0.25
+"""Seconds between two looks at who has finished."""
+
+
+class OneSidedRun(Run):
+    """Its weights are in the model; a copy of them is in a window, where those who want the mean read it."""
+
+    strategy: OneSided
+
+    def __init__(
+        self, strategy: OneSided, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
+    ) -> None:
+        super().__init__(strategy, model, optimizer, exchange, settings)
+        world = exchange.world
+        self.keys = KeyMap.of(model, optimizer)
+        self.slots = Mailslots(world.transport, self.keys.trained, np.float32, strategy.buffers, near=is_near(world))
+        self._window = world.transport.window(self.keys.numel, torch.float32)
+        self._board = WindowBoard(world, self._weights_into)
+        self._before: Tensor | None = None
+        """The weights at the beginning of the step."""
+        self.accepted = self.rejected = 0
+        self._base = 0
+        """Steps before the latest load: the numbers of messages begin anew."""
+        self._as_many = True
+        self._publish()
+        if exchange.size > 1:
+            world.barrier()  # nobody reads what is not there yet
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def board(self) -> WindowBoard:
+        return self._board
+
+    def weigh(self, weight: float, uneven: bool = False) -> None:
+        """Nothing: a worker's step is that of its own batch, whatever its size."""
+
+    def empty_round(self) -> bool:
+        return False
+
+    # Steps.
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.settings.check_finite:
+            self._check_finite()
+        if self.exchange.size > 1:
+            self._before = self._read()
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.stats.steps += 1
+        if self._before is not None:
+            self._meet(self._before.numpy())
+        self._before = None
+        self._publish()
+        self._board.count()
+        if self.exchange.size > 1 and self.stats.steps % self.strategy.every == 0:
+            self._send()
+
+    def _meet(self, before: Array) -> None:
+        """Go towards what others have left, as far as it lies where this step went."""
+        messages = self.slots.collect()
+        if not messages:
+            return
+        move = before - self._read().numpy()
+        after, accepted = step(before, move, self._pull(), messages)
+        self.accepted += sum(accepted)
+        self.rejected += len(accepted) - sum(accepted)
+        if any(accepted):
+            self.keys.write(self.model, torch.from_numpy(after.astype(np.float32, copy=False)))
+        taken = self.stats.steps - self._base
+        for message, good in zip(messages, accepted, strict=True):
+            if good:
+                self.stats.read_at(max(0, taken - message.sequence * self.strategy.every))
+
+    def _send(self) -> None:
+        strategy, exchange, numel = self.strategy, self.exchange, self.keys.trained
+        to, first, count = strategy.draw(exchange.rank, self.stats.steps, exchange.size, numel)
+        if self.slots.post(self._window.local.numpy()[:numel], to, first, count):
+            nbytes = HEADER + 4 * count
+            self.stats.sent(nbytes, nbytes)
+
+    def _pull(self) -> float | Array:
+        """The strategy's, or each group's learning rate."""
+        if self.strategy.pull is not None:
+            return self.strategy.pull
+        groups = self.keys.groups
+        rates = [min(1.0, float(self.optimizer.param_groups[group.number].get("lr", 1.0))) for group in groups]
+        if len(set(rates)) == 1:
+            return rates[0]
+        return np.repeat(np.array(rates, np.float32), [group.after - group.first for group in groups])
+
+    def _read(self) -> Tensor:
+        """This worker's weights as one row, on the CPU."""
+        return torch.cat([each.detach().reshape(-1).to("cpu", torch.float32) for each in self.keys.trains(self.model)])
+
+    def _publish(self) -> None:
+        """Show what this worker has now to those who want the mean."""
+        self._window.local.copy_(self.keys.read(self.model))
+
+    def _check_finite(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            gradient = parameter.grad
+            if gradient is not None and not bool(torch.isfinite(_values(gradient)).all()):
+                raise DivergedError(
+                    f"NaN or Inf in the gradient of {plain_name(name)} on rank {self.world.rank} after "
+                    f"{self.stats.steps} steps: lower the learning rate"
+                )
+
+    # The model of all.
+
+    def _weights_into(self, model: nn.Module) -> None:
+        """The mean of what every worker shows, of those that are there."""
+        rows = []
+        for rank in sorted([self.exchange.rank, *self._board.others()]):
+            row = torch.empty(self.keys.numel)
+            try:
+                self._window.get(row, rank).wait(PATIENCE if rank != self.exchange.rank else None)
+            except PeerLostError:
+                continue
+            rows.append(row.double())
+        mean = torch.stack(rows).mean(dim=0)
+        apart = sum(float((row - mean)[: self.keys.trained].square().sum()) for row in rows)
+        self.stats.consensus = math.sqrt(apart / len(rows))
+        self.keys.write(model, mean.float())
+
+    def close(self) -> None:
+        """Wait until all that live have finished, and take the model of all over."""
+        if self._closed:
+            return
+        self._board.finish()
+        if self.exchange.size > 1:
+            self._await_all()
+            self._weights_into(self.model)
+        super().close()
+        if not self.world.lost:  # freeing is for all together
+            self.slots.close()
+            self._board.release()
+            self._window.close()
+
+    def detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _await_all(self) -> None:
+        runtime, patience = self.world.runtime, self.world.transport.timeout
+        gap, since, before = SHORTEST, runtime.now(), self._board.steps()
+        while True:
+            finished = self._board.finished()
+            late = [rank for rank in self._board.others() if not finished[rank]]
+            if not late:
+                return
+            steps = self._board.steps()
+            if steps != before:
+                since, before = runtime.now(), steps
+            if runtime.now() - since > patience:
+                raise PeerLostError(
+                    f"rank {self.exchange.rank} has closed its run and waited {patience:g} s for rank {late[0]} to, "
+                    f"in which nobody took a step (steps: {steps})",
+                    peer=late[0],
+                    pending="the other workers to finish",
+                    seconds=runtime.now() - since,
+                )
+            runtime.sleep(gap)
+            gap = min(2 * gap, LONGEST)
+
+    # State.
+
+    def shared_state(self) -> dict[str, Any]:
+        return {"workers": self.exchange.size}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        self._as_many = int(state.get("workers", 0)) == self.exchange.size
+        self._base = self.stats.steps
+        self._board.resume(self.stats.steps)
+
+    def local_state(self) -> dict[str, Any]:
+        """This worker's weights, and what its optimizer remembers. States that are on their way are not kept."""
+        if self._own is not None:
+            raise IncompatibleError("save a run outside agreed(): inside, a worker's own weights are put aside")
+        return {
+            "weights": self.keys.named(self._read()),
+            "optimizer": state_of(self.optimizer, self._names()),
+            "accepted": self.accepted,
+            "rejected": self.rejected,
+        }
+
+    def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        if states and "weights" in states[0]:
+            own = states[0]
+            put_state(self.optimizer, self._names(), own["optimizer"])
+            self.accepted, self.rejected = int(own.get("accepted", 0)), int(own.get("rejected", 0))
+            if self._as_many:
+                self.keys.write(self.model, self.keys.joined(dict(own["weights"]), self._read()))
+        self._publish()
+
+    def _names(self) -> dict[str, nn.Parameter]:
+        return {plain_name(name): each for name, each in self.model.named_parameters() if each.requires_grad}
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

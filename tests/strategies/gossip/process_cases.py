@@ -1,0 +1,67 @@
+"""Gossip on real workers; run by mpiexec as a module, or by a pool of processes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+import syncline as sl
+from syncline.strategies.gossip import Gossip, GossipRun, PairwiseRun
+from syncline.testing.functional import world_on
+from syncline.transports import Transport
+from tests.strategies.gossip.cases import begin, row, start, take_step
+
+STEPS = 6
+
+
+def mix(world: sl.World, form: Any, codec: str | None) -> list[list[float]]:
+    """Everybody's weights after each step of this worker, and what is left at the end."""
+    rate = 0.1 if codec is None else 0.0
+    model, optimizer, run = begin(world, Gossip(form=form), rate, codec=codec)
+    assert isinstance(run, GossipRun)
+    seen = []
+    for _ in range(STEPS if codec is None else 40):
+        take_step(model, optimizer)
+        seen.append(row(model).tolist())
+    run.close()
+    return [*seen, row(model).tolist()]
+
+
+def mix_on(transport: Transport, form: str, codec: str | None) -> list[list[float]]:
+    """As `mix`, on the ranks of a pool."""
+    return mix(world_on(transport), form, codec)
+
+
+def pairs(world: sl.World) -> dict[str, Any]:
+    """Average in pairs without gradients: what this worker began and ended with, and what all agree on."""
+    model, optimizer, run = begin(world, Gossip("complete", pairwise=True), 0.0)
+    assert isinstance(run, PairwiseRun)
+    assert run.partners is not None
+    run.absorb()
+    world.barrier()
+    for _ in range(30):
+        take_step(model, optimizer)
+    world.barrier()
+    last = run.partners.weights.tolist()
+    steps = run.board().steps()
+    run.close()
+    told = {"rank": world.rank, "first": start(world.rank), "last": last, "agreed": row(model).tolist()}
+    return {**told, "steps": steps, "sent": run.stats.bytes_wire}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    case, *arguments = sys.argv[1:]
+    with sl.init() as world:
+        if case == "pairs":
+            told = pairs(world)
+        else:
+            told = {"rank": world.rank, "seen": mix(world, arguments[0], arguments[1] if len(arguments) > 1 else None)}
+    print(json.dumps(told) + "\n", end="", flush=True)
+
+
+if __name__ == "__main__":
+    main()

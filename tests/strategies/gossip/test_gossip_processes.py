@@ -1,0 +1,177 @@
+"""Gossip between real processes: on gloo, on ZeroMQ, on MPI."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from syncline.strategies.gossip import build_graph
+from syncline.testing import Pool
+from tests.launch.runs import Runs, wait_for
+from tests.launching import ROOT
+from tests.strategies.gossip.cases import distance, expected, start
+from tests.strategies.gossip.process_cases import STEPS, mix_on
+from tests.transports.test_mpi import PATIENCE, Flavour, both, need, own_environ
+
+WORKERS = 4
+
+
+def check_mix(found: list[list[list[float]]], form: str, codec: str | None) -> None:
+    """`found[rank][step]` are weights; the last of each rank what all agree on."""
+    size = len(found)
+    seen = [torch.tensor([each[step] for each in found], dtype=torch.float64) for step in range(len(found[0]))]
+    assert bool((seen[-1] == seen[-1][0]).all())
+    if codec is None:
+        for one, due in zip(seen, expected(build_graph("ring", size), form, 1, 0.1, STEPS), strict=False):
+            torch.testing.assert_close(one, due, rtol=1e-5, atol=1e-5)
+        return
+    mean = torch.full((6,), sum(map(start, range(size))) / size, dtype=torch.float64)
+    torch.testing.assert_close(seen[-1][0], mean, rtol=1e-4, atol=1e-3)
+    assert distance(seen[-2]) < 0.2 * distance(seen[0])
+
+
+def check_pairs(told: list[dict[str, Any]]) -> None:
+    mean = sum(each["first"] for each in told) / len(told)
+    last = torch.tensor([each["last"] for each in told], dtype=torch.float64)
+    assert last.mean(dim=0).tolist() == pytest.approx([mean] * 6)
+    for each in told:
+        assert each["agreed"] == pytest.approx([mean] * 6)
+        assert each["agreed"] == told[0]["agreed"]
+        assert each["steps"] == [30] * len(told)
+        assert each["sent"] > 0
+
+
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize(("form", "codec"), [("after", None), ("beside", None), ("after", "topk(0.5)")])
+def test_four_processes_mix_on_gloo(gloo: Pool, form: str, codec: str | None) -> None:
+    check_mix(gloo.run(mix_on, WORKERS, form, codec), form, codec)
+
+
+@pytest.mark.xdist_group("zeromq")
+@pytest.mark.parametrize(("form", "codec"), [("beside", None), ("beside", "quantize(4)")])
+def test_four_processes_mix_on_zeromq(zeromq: Pool, form: str, codec: str | None) -> None:
+    check_mix(zeromq.run(mix_on, WORKERS, form, codec), form, codec)
+
+
+def play(flavour: Flavour, *arguments: str) -> list[dict[str, Any]]:
+    """Run a case on two ranks of MPI; what they have told."""
+    need(flavour)
+    told = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "SYNCLINE_TRANSPORT": "mpi"}
+    process = subprocess.Popen(
+        [str(flavour.mpiexec), *flavour.options, "-n", "2", sys.executable, "-m",
+         "tests.strategies.gossip.process_cases", *arguments],
+        env=own_environ() | told | flavour.variables,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=PATIENCE)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == 0, err[-4000:]
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    return sorted(lines, key=lambda line: int(line["rank"]))
+
+
+@pytest.mark.xdist_group("mpi")
+@both
+def test_two_processes_mix_on_mpi(flavour: Flavour) -> None:
+    check_mix([each["seen"] for each in play(flavour, "mix", "beside")], "beside", None)
+
+
+@pytest.mark.xdist_group("mpi")
+@both
+def test_two_processes_average_in_pairs_on_mpi(flavour: Flavour) -> None:
+    check_pairs(play(flavour, "pairs"))
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    made = Runs(tmp_path)
+    yield made
+    made.close()
+
+
+PAIRS = """
+import json, syncline as sl
+from tests.strategies.gossip.process_cases import pairs
+with sl.init() as world:
+    post(f"told{rank}", json.dumps(pairs(world)))
+"""
+
+
+def test_three_processes_average_in_pairs_on_gloo(runs: Runs) -> None:
+    runs.run("run", "-n", "3", runs.script(PAIRS), variables={"PYTHONPATH": str(ROOT)})
+    check_pairs([json.loads(runs.read(f"told{rank}")) for rank in range(3)])
+    wait_for(lambda: not runs.processes(), "no process is left")
+
+
+SLOW = """
+import torch, syncline as sl
+from syncline.strategies.gossip import Gossip
+with sl.init() as world:
+    torch.manual_seed(0)
+    x, truth = torch.randn(64, 4), torch.randn(4, 1)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    run = sl.distribute(model, optimizer, Gossip(pairwise=True))
+    for step in range(300):
+        if rank == 1 and step == 5:
+            post("waits")
+            until("go on")  # its step takes as long as the test likes
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), x @ truth).backward()
+        optimizer.step()
+    post(f"steps{rank}", run.board().steps())
+    run.close()
+    post(f"end{rank}", f"{float((model.weight.detach().T - truth).abs().max()):.6f}")
+"""
+
+
+def test_processes_take_all_their_steps_beside_one_that_stands_still(runs: Runs) -> None:
+    run = runs.start("run", "-n", "3", runs.script(SLOW), variables={"PYTHONPATH": str(ROOT)})
+    runs.read("waits")
+    steps = [json.loads(runs.read(f"steps{rank}")) for rank in (0, 2)]
+    assert all(each[1] <= 6 for each in steps), "worker 1 has stood still all the while"
+    assert steps[0][0] == steps[1][2] == 300
+    runs.post("go on")
+    ends = [runs.read(f"end{rank}") for rank in range(3)]
+    run.finish()
+    assert ends[0] == ends[1] == ends[2]
+    assert float(ends[0]) < 0.01
+    wait_for(lambda: not runs.processes(), "no process is left")
+
+
+KILLED = SLOW.replace(
+    'post("waits")\n            until("go on")  # its step takes as long as the test likes',
+    "import signal; os.kill(os.getpid(), signal.SIGKILL)",
+)
+
+
+def test_processes_go_on_without_one_that_is_killed(runs: Runs) -> None:
+    run = runs.start(
+        "run", "-n", "3", "--on-failure", "continue", runs.script(KILLED), variables={"PYTHONPATH": str(ROOT)}
+    )
+    wait_for(lambda: "SIGKILL" in run.all_err or run.process.exitcode is not None, "rank 1 is killed")
+    ends = [runs.read(f"end{rank}") for rank in (0, 2)]
+    steps = [json.loads(runs.read(f"steps{rank}")) for rank in (0, 2)]
+    run.finish()
+    assert ends[0] == ends[1]
+    assert float(ends[0]) < 0.01
+    assert steps[0][0] == steps[1][2] == 300
+    wait_for(lambda: not runs.processes(), "no process is left")

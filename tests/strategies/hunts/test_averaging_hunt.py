@@ -1,0 +1,54 @@
+"""Averaging loses nothing and leaves all workers alike, whatever is late and whoever runs out of data."""
+
+from __future__ import annotations
+
+import os
+from unittest import mock
+
+import pytest
+
+from syncline.strategies.diloco import _DiLoCoRun
+from syncline.strategies.own import OwnRun
+from syncline.testing.hunting import hunt_cases
+from tests.strategies.hunts.averaging_cases import KINDS, check_averaging
+
+ALL = bool(os.environ.get("SYNCLINE_HUNT"))
+SEEDS = range(1000) if ALL else range(8)
+
+
+@pytest.mark.hunt
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_are_conserved_and_all_are_alike_after_a_round(kind: str) -> None:
+    rounds: list[int] = []
+    hunt_cases(
+        lambda seed: rounds.append(check_averaging(kind, seed)),
+        SEEDS,
+        f"tests.strategies.hunts.averaging_cases.check_averaging({kind!r}, {{seed}})",
+    )
+    assert sum(rounds) >= 2 * len(SEEDS)  # the hunt is about something
+
+
+@pytest.mark.hunt
+def test_the_hunt_sees_a_worker_that_forgets_its_own_steps() -> None:
+    """A planted mistake: the outer weights replace a worker's own, with what it has done since."""
+    with (
+        mock.patch.object(_DiLoCoRun, "_with_own_steps", lambda run, outer: list(outer)),
+        pytest.raises(AssertionError, match=r"seed \d+ breaks it"),
+    ):
+        hunt_cases(lambda seed: check_averaging("overlapped", seed), range(8), "check({seed})")
+
+
+@pytest.mark.hunt
+def test_the_hunt_sees_a_worker_that_keeps_its_own_weights() -> None:
+    """Another: rank 0 does not take over what a round has found."""
+    take_over = OwnRun.take_over
+
+    def plant(run: OwnRun, values: object) -> None:
+        if run.exchange.rank or run._closed:
+            take_over(run, values)  # type: ignore[arg-type]
+
+    with (
+        mock.patch.object(OwnRun, "take_over", plant),
+        pytest.raises(AssertionError, match=r"seed \d+ breaks it"),
+    ):
+        hunt_cases(lambda seed: check_averaging("local", seed), range(8), "check({seed})")

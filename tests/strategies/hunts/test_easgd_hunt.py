@@ -1,0 +1,58 @@
+"""Elastic averaging loses nothing under stragglers, delays, duplicates, losses and killed workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+
+from syncline.strategies.easgd.served import ServedElasticRun
+from syncline.testing.hunting import hunt_cases
+from tests.strategies.hunts.easgd_cases import Outcome, check_served, check_together
+
+ALL = bool(os.environ.get("SYNCLINE_HUNT"))
+SEEDS = range(1000) if ALL else range(12)
+CASES = "tests.strategies.hunts.easgd_cases"
+
+
+@pytest.mark.hunt
+@pytest.mark.parametrize("kind", ["served", "served tree"])
+def test_what_workers_give_the_servers_get(kind: str) -> None:
+    outcomes: list[Outcome] = []
+    how = f"{CASES}.check_served({kind!r}, {{seed}})"
+    hunt_cases(lambda seed: outcomes.append(check_served(kind, seed)), SEEDS, how)
+    # The hunt is about something: workers were killed in the middle of it, and centres moved.
+    assert sum(bool(outcome.killed) and outcome.opened for outcome in outcomes) >= len(SEEDS) // 10
+    assert sum(outcome.moved > 0.1 for outcome in outcomes) >= len(SEEDS) // 3
+
+
+@pytest.mark.hunt
+@pytest.mark.parametrize("kind", ["one", "tree"])
+def test_what_workers_give_each_other_they_get(kind: str) -> None:
+    outcomes: list[Outcome] = []
+    how = f"{CASES}.check_together({kind!r}, {{seed}})"
+    hunt_cases(lambda seed: outcomes.append(check_together(kind, seed)), SEEDS, how)
+    assert sum(outcome.moved > 0.1 for outcome in outcomes) >= len(SEEDS) // 3
+
+
+@contextmanager
+def taken_off_late() -> Iterator[None]:
+    """The planted mistake: a worker reads the centre once more before it takes its part off, and takes another."""
+    trade = ServedElasticRun._trade
+
+    def twice(run: ServedElasticRun) -> list[torch.Tensor]:
+        trade(run)
+        centre = run.client.get((0, run.keys.trained))
+        return run.keys.views((torch.cat([own.reshape(-1) for own in run.own]) - centre) * run.alpha)
+
+    with mock.patch.object(ServedElasticRun, "_trade", twice):
+        yield
+
+
+def test_the_hunt_finds_a_planted_mistake() -> None:
+    with taken_off_late(), pytest.raises(AssertionError, match=r"seed \d+ breaks it: worth .* nowhere"):
+        hunt_cases(lambda seed: check_served("served", seed), range(10), f"{CASES}.check_served('served', {{seed}})")

@@ -41,7 +41,6 @@ def parsed(*arguments: str) -> argparse.Namespace:
         ("--hosts a:2, train.py", SpecError, "'' is not a host"),
         ("-n 3 --hosts a:2,b:2 train.py", SpecError, "takes 4 ranks"),
         ("--hosts a:2 --lab 2@1gbit train.py", IncompatibleError, "--lab makes its own hosts .* with --hosts"),
-        ("--mpi --lab 2@1gbit train.py", IncompatibleError, "with --mpi"),
         ("-n 3 --lab 2@1gbit train.py", SpecError, "-n 3 is not a multiple of the 2 hosts"),
         ("--lab 4 train.py", SpecError, "4@100mbit"),
         ("-n 2 --mpi --on-failure continue train.py", IncompatibleError, "mpiexec ends all workers when one fails"),

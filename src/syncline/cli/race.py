@@ -11,7 +11,8 @@ examples:
   syncline race --resume runs/race-digits-…                     go on where it was stopped
 
 An entry of --entries is written [[entry]], with strategy, codec, collective, learning_rate, scaling, warmup, decay,
-momentum and name, all optional. Ctrl-C ends the race and keeps what is done; the report is written all the same.
+momentum, engine and name, all optional. Ctrl-C ends the race and keeps what is done; the report is
+written all the same.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def _new(arguments: argparse.Namespace) -> tuple[Path, Plan, Workload]:
 def _field(arguments: argparse.Namespace, workload: Workload) -> Field:
     simulated = arguments.simulate is not None
     if arguments.entries is not None:
-        return read_field(arguments.entries, workload, simulated)
+        return read_field(arguments.entries, workload, simulated, one_host=arguments.lab is None)
     return default_field(workload, simulated, one_host=arguments.lab is None)
 
 

@@ -8,6 +8,7 @@ examples:
   syncline run -n 4 --mpi train.py                 by mpiexec
   syncline run -n 4 --servers 2 train.py           two parameter servers beside the workers
   syncline run --lab 4@100mbit train.py            four hosts at 100 Mbit/s, emulated on this machine
+  syncline run --lab 4@100mbit --mpi train.py      the same by mpiexec
 
 Rank 0 writes to the terminal itself; each line of the others begins with its rank. When a rank fails the others are
 ended, its traceback is shown once, and the exit code is its own.
@@ -61,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         address=arguments.address,
         servers=arguments.servers,
         handlers=arguments.handlers,
+        mpi=arguments.mpi,
     )
     ranks: int | None = arguments.ranks
     if arguments.lab is not None:
@@ -114,9 +116,8 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.servers < 0:
         raise SpecError(f"--servers {arguments.servers}: a number of servers cannot be negative")
     ways = {"--hosts": arguments.hosts is not None, "--lab": arguments.lab is not None, "--mpi": arguments.mpi}
-    if ways["--lab"] and (ways["--hosts"] or ways["--mpi"]):
-        other = "--hosts" if ways["--hosts"] else "--mpi"
-        raise IncompatibleError(f"--lab makes its own hosts and cannot be used with {other}; leave one out")
+    if ways["--lab"] and ways["--hosts"]:
+        raise IncompatibleError("--lab makes its own hosts and cannot be used with --hosts; leave one out")
     if ways["--mpi"] and arguments.hosts == SLURM:
         raise IncompatibleError("--hosts slurm lets srun start the workers, --mpi mpiexec; leave one out")
     if ways["--mpi"] or arguments.hosts == SLURM:

@@ -7,6 +7,7 @@ examples:
   syncline train digits -n 4 --strategy "allreduce(delay=1)" --collective ring
   syncline train fashion --lab 4@100mbit --codec "topk(0.01)|quantize(4)"
   syncline train digits --lab 4@100mbit --trace                 on four emulated hosts; a trace of every rank
+  syncline train digits --lab 4@100mbit --mpi                   the same by mpiexec, on MPI
   syncline train digits -n 2 --out runs/a --resume auto         go on with runs/a, or begin it
   syncline train workload.py -n 2                               a workload of your own: see syncline new
   syncline train digits -n 4 --strategy hogwild --pace 0.001 --slow rank=2,factor=4      one of four is slow
@@ -29,6 +30,7 @@ from typing import Any
 
 from syncline.bench.train import TrainPlan
 from syncline.bench.workloads import ScriptWorkload, build
+from syncline.cli.train_kmeans import is_kmeans, train_kmeans
 from syncline.codecs import build_codec
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
 from syncline.exchange import check_wire
@@ -107,6 +109,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="when a worker fails: stop the others (the default), or let them go on without it",
     )
     where.add_argument("--lab", metavar="4@100mbit", help="on so many emulated hosts at that rate")
+    where.add_argument("--mpi", action="store_true", help="let mpiexec start the workers, and MPI carry the bytes")
     where.add_argument(
         "--pace", type=float, metavar="SECONDS", help="a worker also sleeps so long for each sample: a stand-in"
     )
@@ -122,6 +125,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train; the exit code."""
+    if is_kmeans(arguments.workload):
+        return train_kmeans(arguments)
     job_place = _place(arguments)
     _check_company(arguments)
     workload = build(arguments.workload)
@@ -152,6 +157,7 @@ def run(arguments: argparse.Namespace) -> int:
         evaluators=int(wants_evaluator(build_strategy(settings.strategy))),
         servers=arguments.servers,
         policy=arguments.on_failure,
+        mpi=arguments.mpi,
     )
     return _launch(arguments, job, job_place)
 
@@ -160,6 +166,8 @@ def _place(arguments: argparse.Namespace) -> tuple[tuple[Host, ...], int]:
     """The hosts, where there are any, and the number of workers."""
     if arguments.lab and arguments.hosts:
         raise IncompatibleError("--lab makes its own hosts and cannot be used with --hosts; leave one out")
+    if arguments.mpi and arguments.hosts:
+        raise IncompatibleError("--mpi trains here or in a --lab, not on --hosts; leave one out")
     if arguments.ranks is not None and arguments.ranks < 1:
         raise SpecError(f"-n {arguments.ranks}: a run takes at least one worker")
     if arguments.hosts:
@@ -173,11 +181,13 @@ def _check_company(arguments: argparse.Namespace) -> None:
     strategy, servers = build_strategy(arguments.strategy), arguments.servers
     if servers < 0:
         raise SpecError(f"--servers {servers}: a number of servers cannot be negative")
-    served = isinstance(strategy, Served)
+    served = isinstance(strategy, Served) and strategy.loose
     if servers and not served:
         raise IncompatibleError(f"--servers {servers}: {strategy!r} asks no servers; leave it out, or take bsp, ssp, …")
     if arguments.on_failure == "stop":
         return
+    if arguments.mpi:
+        raise IncompatibleError("--on-failure continue: mpiexec ends all workers when one fails; leave it out")
     if not strategy.loose:
         raise IncompatibleError(
             f"--on-failure continue: every step of {strategy!r} needs all workers; leave it out, or take a strategy "

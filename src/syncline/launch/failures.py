@@ -24,6 +24,8 @@ class Report:
     """The error says that somebody else is gone."""
     shown: bool = False
     """The script has shown its traceback itself."""
+    rank: int | None = None
+    """Who says it, where that cannot be told from the program: mpiexec stands for all of its ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +117,14 @@ def _report(found: Mapping[str, Any]) -> Report:
     message = found.get("traceback", found.get("message", ""))
     text = str(message.get("message", "")) if isinstance(message, dict) else str(message)
     lines = text.strip().splitlines()
+    rank = found.get("rank")
     return Report(
         summary=str(found.get("summary", lines[-1] if lines else "")),
         traceback=text,
         time=float(found.get("time", 0.0)),
         consequence=bool(found.get("consequence", False)),
         shown=bool(found.get("shown", False)),
+        rank=rank if isinstance(rank, int) else None,
     )
 
 

@@ -32,12 +32,17 @@ def run_in_lab(job: Job, hosts: int, rate: str, ranks: int | None = None) -> int
             file=sys.stderr,
             flush=True,
         )
-        places, store, address = meet_in_lab(lab, ranks, job.address)
+        places, store, address = meet_in_lab(lab, ranks, job.address, mpi=job.mpi)
         return run_placed(job, places, store, address)
 
 
-def meet_in_lab(lab: Lab, ranks: int, address: str | None = None) -> tuple[list[Place], TCPStore, str]:
-    """Places for so many ranks, a fresh store for them, and its address. With fewer ranks than hosts the first ones."""
+def meet_in_lab(
+    lab: Lab, ranks: int, address: str | None = None, *, mpi: bool = False
+) -> tuple[list[Place], TCPStore, str]:
+    """Places for so many ranks, a fresh store for them, and its address. With fewer ranks than hosts the first ones.
+
+    `mpi`: places that mpiexec can reach too.
+    """
     hosts = lab.hosts[:ranks]
     first = hosts[0]
     meeting = address or first.address
@@ -45,7 +50,8 @@ def meet_in_lab(lab: Lab, ranks: int, address: str | None = None) -> tuple[list[
     with _unresolved_names():
         store = first.call(lambda: serve_store(meeting, ranks))
     common = {"SYNCLINE_LAB": f"{len(lab.hosts)}@{lab.rate}", "SYNCLINE_KEY": network_key()}
-    return [_place(host, ranks // len(hosts), common) for host in hosts], store, meeting
+    door = lab.door if mpi else ""
+    return [_place(host, ranks // len(hosts), common, door) for host in hosts], store, meeting
 
 
 @contextlib.contextmanager
@@ -67,11 +73,19 @@ def _measured(lab: Lab) -> str:
     return "not measured" if lab.measured is None else f"measured {lab.measured / 1e6:.1f} Mbit/s"
 
 
-def _place(host: LabHost, slots: int, common: Mapping[str, str]) -> Place:
+def _place(host: LabHost, slots: int, common: Mapping[str, str], door: str) -> Place:
     names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     variables = {**dict.fromkeys(names, host.interface), **common}
     # All hosts share this machine's cores: more threads would only make them wait for each other.
     variables["OMP_NUM_THREADS"] = "1"
     # Nobody answers for names in the lab, and c10d warns of each address that it cannot name.
     variables["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
-    return Place(name=host.name, slots=slots, enter=host.enter, variables=variables)
+    return Place(
+        name=host.name,
+        slots=slots,
+        enter=host.enter,
+        variables=variables,
+        address=host.address,
+        interface=host.interface,
+        door=door,
+    )

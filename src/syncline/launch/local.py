@@ -139,7 +139,9 @@ def _exit_code(context: PContext) -> int:
 
 
 def _ended(program: Program, code: int, report: Report | None) -> Ended:
-    return Ended(name=program.name, rank=program.rank, code=code, report=report if code > 0 else None)
+    known = report if code > 0 else None
+    name = program.name if known is None or known.rank is None else f"rank {known.rank}"
+    return Ended(name=name, rank=program.rank, code=code, report=known)
 
 
 def _signal_group(pid: int, number: int) -> None:

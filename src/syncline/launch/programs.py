@@ -52,6 +52,10 @@ class Place:
     slots: int
     enter: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
+    address: str = ""
+    interface: str = ""
+    door: str = ""
+    """A program that is called as ssh is and runs a command at that address; for mpiexec in the lab."""
 
 
 def lay_out(

@@ -15,6 +15,7 @@ from syncline.launch.crew import Crew, Several
 from syncline.launch.failures import Ended
 from syncline.launch.hosts import HERE, Host
 from syncline.launch.local import LocalCrew
+from syncline.launch.mpi_layout import lay_out_mpi
 from syncline.launch.output import Output
 from syncline.launch.programs import EVALUATOR, Place, Program, lay_out, lay_out_evaluator, lay_out_servers
 from syncline.launch.remote import RemoteCrew, Share
@@ -52,6 +53,8 @@ class Job:
     """1: the target is started once more, to evaluate beside the ranks (SYNCLINE_ROLE=evaluator)."""
     handlers: str = ""
     """Modules, separated by commas, that register handlers for the servers."""
+    mpi: bool = False
+    """Whether mpiexec starts the ranks, here or in the lab, and MPI carries their bytes."""
     plain_rank: int | None = 0
     """The rank whose output is passed on untouched; None: every line has its rank."""
 
@@ -134,10 +137,14 @@ def hand_over(command: Sequence[str], variables: Mapping[str, str]) -> int:
 
 def _lay_out(job: Job, places: Sequence[Place], common: Mapping[str, str]) -> list[list[Program]]:
     workers = sum(place.slots for place in places)
-    told = company(workers, servers=job.servers, evaluators=job.evaluators, hosts=len(places), handlers=job.handlers)
+    # Nobody beside the ranks and the servers joins MPI's world: there rank 0 evaluates.
+    evaluators = 0 if job.mpi else job.evaluators
+    told = company(workers, servers=job.servers, evaluators=evaluators, hosts=len(places), handlers=job.handlers)
     told |= common
+    if job.mpi:
+        return lay_out_mpi(places, job.target, told, job.servers, job.server, plain=job.plain_rank is not None)
     parts = [lay_out_servers(places, job.server, told, job.servers), lay_out(places, job.target, told, job.plain_rank)]
-    if job.evaluators:
+    if evaluators:
         parts.append(lay_out_evaluator(places, job.target, told))
     return [[program for programs in place for program in programs] for place in zip(*parts, strict=True)]
 
@@ -157,7 +164,7 @@ def _supervisor(
     say: Callable[[str], None],
     tick: Tick | None = None,
 ) -> Supervisor:
-    ranks = sum(place.slots for place in places)
+    ranks = 1 if job.mpi else sum(place.slots for place in places)  # mpiexec stands for all of them
     finishing = (EVALUATOR,) if job.evaluators else ()
     return Supervisor(crew, board, ranks, policy=job.policy, say=say, tick=tick, finishing=finishing)
 

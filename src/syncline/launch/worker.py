@@ -9,6 +9,7 @@ It is started by its path and imports the standard library alone: a script that 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.abc
 import importlib.machinery
@@ -39,6 +40,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     if arguments[0] == "--exec":
         _become(arguments[1:])
+    end_with_mpiexec()
     ours = sys.modules["__main__"]  # held until the end: this code is in it
     try:
         module, code = load(arguments)
@@ -60,6 +62,17 @@ def end_with_the_supervisor() -> None:
     if supervisor and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != int(supervisor):  # it ended before we asked
+            os._exit(1)
+
+
+def end_with_mpiexec() -> None:
+    """Ask the same for the process manager that has started this rank, where a supervisor watches mpiexec.
+
+    Only that one hears of mpiexec's end; a rank that computes does not hear of its.
+    """
+    if os.environ.pop("SYNCLINE_MPIEXEC", "") and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == 1:
             os._exit(1)
 
 
@@ -137,7 +150,7 @@ def report(error: BaseException, error_file: str) -> None:
     if shown:  # the script shows its errors in its own way
         sys.excepthook(type(error), error, trace)
     if not error_file or not _write(error_file, error, text, shown):
-        rank = next((os.environ[name] for name in RANKS if name in os.environ), None)
+        rank = _rank()
         if not shown:
             print(f"rank {rank} failed:\n{text}" if rank else text, end="", file=sys.stderr, flush=True)
     _abort_mpi()
@@ -153,13 +166,25 @@ def _write(error_file: str, error: BaseException, text: str, shown: bool) -> boo
         "consequence": is_consequence(error),
         "shown": shown,
     }
+    # All ranks of a supervised mpiexec have one file. The first of them is told of; the others may be its victims.
+    shared = "RANK" not in os.environ and os.environ.get("SYNCLINE_TRANSPORT") == "mpi"
+    part = f"{error_file}.part{os.getpid()}"
     try:
-        with open(f"{error_file}.part", "w") as file:
-            json.dump(content, file)
-        os.replace(f"{error_file}.part", error_file)
+        with open(part, "w") as file:
+            json.dump({**content, "rank": int(_rank() or 0)} if shared else content, file)
+        if shared:
+            with contextlib.suppress(FileExistsError):
+                os.link(part, error_file)
+            os.unlink(part)
+        else:
+            os.replace(part, error_file)
     except OSError:
         return False
     return True
+
+
+def _rank() -> str | None:
+    return next((os.environ[name] for name in RANKS if name in os.environ), None)
 
 
 def is_consequence(error: BaseException) -> bool:

@@ -190,6 +190,7 @@ def _play(case: Case, seed: int, steps: int, rate: float = 1.0) -> list[Journal]
         assert isinstance(run, PairwiseRun)
         journal = journals[world.rank]
         run.absorb()  # where everybody begins is part of the sum
+        world.barrier()  # nobody averages with weights that do not begin where they should: what is added later adds up
         for step in range(steps):
             if case.doomed == world.rank and step >= case.doom:
                 kill_soon(world)

@@ -12,8 +12,10 @@ from syncline.bench.race.reading import RanRun
 
 __all__ = ["check", "looked"]
 
-BY_SIZE = ("engine", "launcher", "device", "threads", "hosts", "lab")
+BY_SIZE = ("device", "threads", "hosts", "lab")
 """Of the world: the same for all runs on as many workers."""
+BY_ENGINE = ("engine", "launcher")
+"""And these for all of them whose entries were planned for the same engine."""
 USABLE = "cores usable"
 """Of the machine, by rank 0: its share is larger where fewer share it."""
 SAME = "run all entries on the same machine, with the same software, in one race"
@@ -34,6 +36,7 @@ def check(case: Case) -> Iterator[Note]:
             yield from _compare(
                 f"{section}, {field}", [(run.folder, _section(run.system, section), field) for run in known]
             )
+    planned = {entry.name: entry.engine for entry in case.plan.entries}
     for size in sorted({run.workers for run in known}):
         runs = [run for run in known if run.workers == size]
         yield from _compare(USABLE, [(run.folder, _section(run.system, "machine"), USABLE) for run in runs])
@@ -41,6 +44,12 @@ def check(case: Case) -> Iterator[Note]:
             yield from _compare(
                 f"{field} of {size} workers", [(run.folder, _section(run.system, "world"), field) for run in runs]
             )
+        for engine in sorted(set(planned.values()), key=str):
+            alike = [run for run in runs if planned.get(run.entry) == engine]
+            for field in BY_ENGINE:
+                yield from _compare(
+                    f"{field} of {size} workers", [(run.folder, _section(run.system, "world"), field) for run in alike]
+                )
     yield from _race(case, known)
     yield from _place(case, known)
 
@@ -73,6 +82,10 @@ def _place(case: Case, known: list[RanRun]) -> Iterator[Note]:
         world = _section(run.system, "world")
         if world.get("size") != run.workers:
             yield Note(f"{run.folder} is counted with {run.workers} workers, and ran on {world.get('size')}", SAME)
+            return
+        asked = next((entry.engine for entry in case.plan.entries if entry.name == run.entry), None)
+        if asked is not None and world.get("engine") != asked:
+            yield Note(f"{run.folder} ran on engine {world.get('engine')!r}; its entry asks for {asked!r}", SAME)
             return
         if (world.get("engine") == "simulated") != (kind == "simulated") or (kind == "lab" and not world.get("lab")):
             yield Note(

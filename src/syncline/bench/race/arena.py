@@ -54,12 +54,12 @@ class ProcessArena:
     def run(self, entrant: Entrant, workers: int, tick: Tick) -> Result:
         target = ("-m", "syncline.bench.race.entrant", entrant.as_json())
         evaluators = int(wants_evaluator(build_entrant(entrant.settings.strategy)))
-        job = Job(target=target, plain_rank=None, evaluators=evaluators)
+        job = Job(target=target, plain_rank=None, evaluators=evaluators, mpi=entrant.engine == "mpi")
         if self._lab is None:
             places, address = [local_place(workers)], LOOPBACK
             store = serve_store(address, workers)
         else:
-            places, store, address = meet_in_lab(self._lab, workers)
+            places, store, address = meet_in_lab(self._lab, workers, mpi=job.mpi)
         with open(Path(entrant.folder, "output.txt"), "wb") as log:
             ending = run_quietly(job, places, store, address, log, tick)
         return _result(ending)

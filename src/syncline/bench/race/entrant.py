@@ -31,6 +31,8 @@ class Entrant:
     seconds_a_sample: float | None = None
     slow: tuple[Slow, ...] = ()
     """Workers that are slow on purpose."""
+    engine: str | None = None
+    """"mpi": mpiexec starts its ranks."""
 
     def as_json(self) -> str:
         return json.dumps(asdict(self))
@@ -81,6 +83,8 @@ def rank_main(text: str) -> int:
 
 if __name__ == "__main__":
     code = rank_main(sys.argv[1])
+    if "mpi4py.MPI" in sys.modules:
+        sys.exit(code)  # MPI has an end of its own, at which all ranks meet
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # all is written: taking torch apart would keep the next run waiting for seconds

@@ -10,6 +10,10 @@ else's way by the baselines' catalog. `--entries` names others in a TOML file::
 
     [[entry]]
     strategy = "ddp(hook='fp16')"
+
+    [[entry]]
+    strategy = "allreduce"
+    engine = "mpi"
 """
 
 from __future__ import annotations
@@ -19,13 +23,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from syncline.bench.baselines import availability, baseline_names, build_baseline, default_baselines, uninvited
 from syncline.bench.race.plan import Entry
 from syncline.codecs import build_codec
-from syncline.errors import IncompatibleError, SpecError, SynclineError
+from syncline.errors import IncompatibleError, SpecError, SynclineError, UnsupportedError
 from syncline.exchange import check_wire
+from syncline.launch.mpi import why_no_mpi
 from syncline.specs import nearest, parse
 from syncline.strategies import Preset, Strategy, build_strategy, default_presets, strategy_names
 from syncline.training.distribute import momentum_of
@@ -50,6 +55,7 @@ SCALING = "sqrt"
 
 GIVEN = frozenset(field.name for field in fields(Entry)) - {"baseline", "rate_from"}
 """What an entry of a file may say."""
+MPI = "mpi"
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,13 @@ def default_field(workload: Workload, simulated: bool = False, one_host: bool = 
     found += [Entry(name=spec, codec=spec, learning_rate=rate, scaling=SCALING, rate_from="preset") for spec in CODECS]
     apart = [preset.spec for preset in default_presets() if preset.one_host and not here]
     skipped = dict.fromkeys(apart, "its workers share the memory of one host")
+    lab = not one_host and not simulated
+    no_mpi = why_no_mpi(lab) if any(entry.engine for entry in found) else None
+    if simulated:  # whose ranks have windows of their own
+        found = [replace(entry, engine=None) for entry in found]
+    elif no_mpi is not None:
+        skipped |= {entry.name: f"it runs on MPI, and {no_mpi}" for entry in found if entry.engine}
+        found = [entry for entry in found if not entry.engine]
     for spec in default_baselines():
         reason = "it runs on real processes alone" if simulated else availability(spec) or uninvited(spec)
         if reason is None:
@@ -122,11 +135,12 @@ def _preset(preset: Preset, rate: float, usual: _Momentum) -> Entry:
         learning_rate=rate * factor,
         scaling=preset.scaling or SCALING,
         momentum=preset.momentum if capped else None,
+        engine=_engine(preset.engine),
         rate_from="preset",
     )
 
 
-def read_field(path: Path, workload: Workload, simulated: bool = False) -> Field:
+def read_field(path: Path, workload: Workload, simulated: bool = False, one_host: bool = True) -> Field:
     """The entries of a TOML file. What cannot be is refused here, with the entry's name."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -147,6 +161,11 @@ def read_field(path: Path, workload: Workload, simulated: bool = False) -> Field
             raise IncompatibleError(
                 f"{path}: {real[0]} runs on real processes alone; leave it out, or leave --simulate out"
             )
+        return Field(tuple(replace(entry, engine=None) for entry in entries), {})
+    on_mpi = [entry.name for entry in entries if entry.engine]
+    no_mpi = why_no_mpi(lab=not one_host) if on_mpi else None
+    if no_mpi is not None:
+        raise UnsupportedError(f"{path}: {on_mpi[0]} runs on MPI, and {no_mpi}; or leave the entry out")
     return Field(tuple(entries), {})
 
 
@@ -165,7 +184,7 @@ def _entry(table: Mapping[str, Any], where: str, workload: Workload) -> Entry:
     strategy, codec = table.get("strategy", "allreduce"), table.get("codec")
     name = table.get("name") or " + ".join(
         part for part in (strategy if strategy != "allreduce" or not codec else "", codec) if part
-    )
+    ) + (" on mpi" if "engine" in table else "")
     own_rate = "learning_rate" in table
     # Whatever shapes the steps was chosen by somebody, as a rate would have been.
     given = own_rate or bool({"scaling", "warmup", "decay", "momentum"} & set(table))
@@ -175,6 +194,7 @@ def _entry(table: Mapping[str, Any], where: str, workload: Workload) -> Entry:
             "scaling": "none" if own_rate else SCALING,
             **table,
             "name": name,
+            "engine": _engine(table.get("engine"), where),
             "rate_from": "given" if given else "preset",
         }
     )
@@ -185,12 +205,18 @@ def _entry(table: Mapping[str, Any], where: str, workload: Workload) -> Entry:
 
 
 def _fitted(entry: Entry, usual: _Momentum) -> Entry:
-    """The entry, built once to see that it can be; with the momentum that its codec leaves to the optimizer."""
-    build_entrant(entry.strategy)
+    """The entry, built once to see that it can be; with the momentum that its codec leaves to the optimizer.
+
+    A strategy whose presets name an engine runs on that engine, however it is spelt.
+    """
+    strategy = build_entrant(entry.strategy)
+    needed = next((preset.engine for preset in strategy.presets if preset.engine), None)
     codec = build_codec(entry.codec)
     baseline = is_baseline(entry.strategy)
     if baseline and codec is not None:
         raise IncompatibleError(f"{entry.strategy} has no codecs of ours; leave {entry.codec!r} out")
+    if baseline and entry.engine:
+        raise IncompatibleError(f"{entry.strategy} runs on torch.distributed alone; leave engine out")
     if not baseline:
         check_wire(entry.collective, codec)
     momentum = entry.momentum
@@ -201,4 +227,10 @@ def _fitted(entry: Entry, usual: _Momentum) -> Entry:
             if momentum is not None or not usual.free:
                 raise
             momentum = 0.0
-    return replace(entry, momentum=momentum, baseline=baseline)
+    return replace(entry, momentum=momentum, baseline=baseline, engine=entry.engine or _engine(needed))
+
+
+def _engine(name: str | None, where: str = "preset") -> Literal["mpi"] | None:
+    if name not in (None, MPI):
+        raise SpecError(f'{where}: engine = {name!r} is not known to a race; write "mpi", or leave it out')
+    return None if name is None else "mpi"

@@ -41,6 +41,8 @@ class Entry:
     warmup: float = 0.0
     decay: str = "none"
     momentum: float | None = None
+    engine: Literal["mpi"] | None = None
+    """What starts its workers and carries their bytes: mpiexec and MPI, or, as a rule, ourselves and gloo."""
     baseline: bool = False
     """Somebody else's, to compare with."""
     rate_from: Literal["workload", "preset", "given", "tuned"] = "workload"

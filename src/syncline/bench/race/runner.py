@@ -109,6 +109,7 @@ class Runner:
             settings=self._plan.settings(run),
             folder=str(folder.absolute()),
             seconds_a_sample=self._plan.seconds_a_sample,
+            engine=run.entry.engine,
         )
         self._watcher.begun(run, folder, number, total)
         start = time.monotonic()

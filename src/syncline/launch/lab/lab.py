@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from syncline.errors import SpecError, WorldError
+from syncline.launch.lab.door import Door
 from syncline.launch.lab.echo import check as echo
 from syncline.launch.lab.namespaces import Namespace, require_tools
 from syncline.launch.lab.shaping import SYSCTLS, WINDOW, Shape, parse_rate
@@ -66,6 +67,7 @@ class Lab:
         shape = parse_rate(rate)
         require_tools()
         self._namespaces: list[Namespace] = []
+        self._door: Door | None = None
         try:
             self.hosts = self._build(hosts, shape)
             if check and hosts > 1:
@@ -93,8 +95,18 @@ class Lab:
         self._namespaces.append(made)
         return made
 
+    @property
+    def door(self) -> str:
+        """The path of a program that is called as ssh is and runs a command in the host of that address."""
+        if self._door is None:
+            self._door = Door({host.address: host.enter for host in self.hosts})
+        return self._door.path
+
     def close(self) -> None:
         """Let go of all hosts; processes that still run inside keep theirs until they end."""
+        if self._door is not None:
+            self._door.close()
+            self._door = None
         for namespace in self._namespaces:
             namespace.close()
 

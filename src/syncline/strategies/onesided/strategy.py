@@ -43,8 +43,7 @@ class OneSided(Strategy):
     seed: int = 0
 
     name: ClassVar[str] = "onesided"
-    presets: ClassVar[tuple[Preset, ...]] = ()
-    """None by default: a race runs on engines without windows."""
+    presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="onesided(pull=0.5)", engine="mpi"),)
 
     def __post_init__(self) -> None:
         for key, least in (("buffers", 1), ("every", 1), ("seed", 0)):

@@ -39,7 +39,7 @@ from syncline.launch.in_lab import run_in_lab
 from syncline.launch.lab import parse_lab
 from syncline.launch.machine import warn_if_crowded
 from syncline.launch.start import Job, run_here, run_on_hosts
-from syncline.strategies import build_strategy
+from syncline.strategies import Gossip, build_strategy
 from syncline.strategies.served import Served
 from syncline.training.checkpoint import latest
 from syncline.training.checkpoint.manifest import MANIFEST
@@ -182,13 +182,14 @@ def _check_company(arguments: argparse.Namespace) -> None:
     if servers < 0:
         raise SpecError(f"--servers {servers}: a number of servers cannot be negative")
     served = isinstance(strategy, Served) and strategy.loose
-    if servers and not served:
+    talks = isinstance(strategy, Gossip) and strategy.pairwise  # its board may outlive worker 0 there
+    if servers and not (served or talks):
         raise IncompatibleError(f"--servers {servers}: {strategy!r} asks no servers; leave it out, or take bsp, ssp, …")
     if arguments.on_failure == "stop":
         return
     if arguments.mpi:
         raise IncompatibleError("--on-failure continue: mpiexec ends all workers when one fails; leave it out")
-    if not strategy.loose:
+    if not strategy.survives:
         raise IncompatibleError(
             f"--on-failure continue: every step of {strategy!r} needs all workers; leave it out, or take a strategy "
             "whose workers go at their own pace, such as ssp with --servers 1"

@@ -78,6 +78,11 @@ class Strategy(ABC):
         """Whether its workers go at their own pace, and a process beside them may look at the weights (`observe`)."""
         return False
 
+    @property
+    def survives(self) -> bool:
+        """Whether the others go on when a worker is lost and nobody ends them (`--on-failure continue`)."""
+        return self.loose
+
     def observe(self, model: nn.Module, network: Any) -> Board | None:
         """A door for a process that takes no steps, such as an evaluator, on the network of the servers.
 

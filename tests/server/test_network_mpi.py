@@ -12,7 +12,7 @@ import pytest
 
 from syncline.launch.local import WORKER
 from tests.launching import ROOT
-from tests.transports.test_mpi import PATIENCE, Flavour, both, need, own_environ
+from tests.transports.test_mpi import PATIENCE, Flavour, need, one_or_both, own_environ
 
 pytestmark = pytest.mark.xdist_group("mpi")
 
@@ -59,25 +59,25 @@ def mpiexec(flavour: Flavour, script: str, servers: int) -> tuple[int, list[str]
     return process.returncode, sorted(out.split("\n"))[1:], out + err
 
 
-@both
+@one_or_both
 def test_servers_beside_the_workers(flavour: Flavour) -> None:
     code, said, all_said = mpiexec(flavour, USE, servers=2)
     assert (code, said) == (0, ["0 2 2000 3000", "1 2 2001 3001"]), all_said
 
 
-@both
+@one_or_both
 def test_servers_that_nobody_uses_end_with_the_workers(flavour: Flavour) -> None:
     code, said, all_said = mpiexec(flavour, NOT_USE, servers=1)
     assert (code, said) == (0, ["0 2", "1 2"]), all_said
 
 
-@both
+@one_or_both
 def test_workers_serve_each_other(flavour: Flavour) -> None:
     code, said, all_said = mpiexec(flavour, USE, servers=0)
     assert (code, said) == (0, ["0 2 0 1000", "1 2 1 1001"]), all_said
 
 
-@both
+@one_or_both
 def test_another_number_of_processes_is_refused(flavour: Flavour) -> None:
     script = NOT_USE.replace("import", "import os; os.environ['SYNCLINE_WORKERS'] = '3'\nimport", 1)
     code, _, all_said = mpiexec(flavour, script, servers=1)

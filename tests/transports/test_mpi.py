@@ -68,6 +68,9 @@ OPEN_MPI = Flavour(
 )
 FLAVOURS = (MPICH, OPEN_MPI)
 both = pytest.mark.parametrize("flavour", FLAVOURS, ids=lambda flavour: flavour.name.replace(" ", ""))
+chosen = FLAVOURS if os.environ.get("SYNCLINE_HUNT") else FLAVOURS[:1]
+one_or_both = pytest.mark.parametrize("flavour", chosen, ids=lambda flavour: flavour.name.replace(" ", ""))
+"""For what is built on the transport, which has its contract tested on both."""
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.launching import ROOT
-from tests.transports.test_mpi import PATIENCE, Flavour, both, need, own_environ
+from tests.transports.test_mpi import PATIENCE, Flavour, both, need, one_or_both, own_environ
 
 pytestmark = pytest.mark.xdist_group("mpi")
 
@@ -52,7 +52,7 @@ def test_a_state_is_accepted_while_its_target_computes(flavour: Flavour) -> None
     assert first["placed"] < second["ended"], "nor did the sender wait for the target"
 
 
-@both
+@one_or_both
 def test_a_half_written_state_is_never_taken(flavour: Flavour) -> None:
     (told,) = play(flavour, "torn")
     assert told["whole"] >= 5
@@ -61,7 +61,7 @@ def test_a_half_written_state_is_never_taken(flavour: Flavour) -> None:
     assert told["again"] == 0
 
 
-@both
+@one_or_both
 def test_k_means_on_processes(flavour: Flavour) -> None:
     results = play(flavour, "solve")
     assert len(results) == 2
@@ -71,7 +71,7 @@ def test_k_means_on_processes(flavour: Flavour) -> None:
     assert results[0]["accepted"] > 0
 
 
-@both
+@one_or_both
 def test_a_network_on_processes(flavour: Flavour) -> None:
     results = play(flavour, "learn")
     assert sorted(each["rank"] for each in results) == [0, 1]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import syncline as sl
 from syncline.strategies.gossip import Gossip, PairwiseRun
-from syncline.strategies.gossip.letters import AVERAGE, HEADER_BYTES, OK, Letter
+from syncline.strategies.gossip.letters import AVERAGE, HEADER_BYTES, OK, READ, Letter
 from syncline.strategies.gossip.partners import comes_before, mean_of
 from syncline.testing import hunt
 from syncline.training.loop import train
@@ -55,6 +55,52 @@ def test_an_average_is_the_mean_of_two() -> None:
         assert torch.equal(weights, torch.full((6,), -0.5, dtype=torch.float64)), "of 1 and −2"
         assert torch.equal(left, weights)
         assert consensus is None or consensus == pytest.approx(1.5 * 6**0.5)
+
+
+def test_two_tasks_ask_at_once() -> None:
+    """An evaluation reads while an average is being asked for: each gets its own answer."""
+
+    def work(world: sl.World) -> tuple[int, int, list[int]]:
+        _, _, run = begin(world, PAIRS, 0.0)
+        partners = pairwise(run).partners
+        assert partners is not None
+        world.barrier()
+        numbers = []
+        if world.rank == 0:
+            receive = partners._channel.recv
+            between: list[Any] = []
+
+            def recv(*what: Any, **how: Any) -> Any:
+                if not between:
+                    between.append(None)
+                    between[0] = partners._ask(1, READ, None)
+                return receive(*what, **how)
+
+            partners._channel.recv = recv  # type: ignore[method-assign]
+            first = partners._ask(1, AVERAGE, partners.weights)
+            numbers = [first.wait().number, between[0].wait().number]
+        world.barrier()
+        run.close()
+        return len(partners.lost), partners.asked, numbers
+
+    assert sl.simulate(work, 2).results == ((0, 2, [1, 2]), (0, 0, []))
+
+
+def test_one_that_was_given_up_and_lives_is_told_of_the_end() -> None:
+    def work(world: sl.World) -> tuple[bool, float]:
+        _, _, run = begin(world, PAIRS, 0.0)
+        partners = pairwise(run).partners
+        assert partners is not None
+        world.barrier()
+        if world.rank == 0:
+            partners._forget(1, "a mistake")
+        begun = world.runtime.now()
+        run.close()
+        return 1 in partners.lost, world.runtime.now() - begun
+
+    for rank, (gave_up, seconds) in enumerate(sl.simulate(work, 2).results):
+        assert gave_up == (rank == 0)
+        assert seconds < 1.0, "nobody waits for the timeout"
 
 
 def test_nobody_asks_somebody_that_may_wait_for_it() -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -71,6 +72,7 @@ class Partners:
         self._runtime = channel.runtime
         self.held = self._runtime.lock()
         self._reading = self._runtime.lock()
+        self._counting = self._runtime.lock()
         self._done: set[int] = set()
         self._finals: dict[int, Tensor] = {}
         self._news = self._runtime.event()
@@ -135,17 +137,22 @@ class Partners:
         self._channel.close()
 
     def _ask(self, peer: int, kind: int, row: Tensor | None) -> _Asked:
-        self.asked += 1
+        with self._counting:  # a task that reads and one that averages ask at once
+            self.asked += 1
+            number = self.asked
         answer = room_for(self.weights if kind == AVERAGE else self.state)
         receiving = self._channel.recv(answer, peer, ANSWERS[kind])
-        letter = Letter.write(kind, self.asked, row)
+        letter = Letter.write(kind, number, row)
         sending = self._channel.send(letter, peer, ASKING)
         if row is not None:
             self._stats.sent(row.nbytes, row.nbytes)
-        return _Asked(peer, self.asked, receiving, sending, answer, letter)
+        return _Asked(peer, number, receiving, sending, answer, letter)
 
     def _tell(self, kind: int, row: Tensor | None) -> None:
         letter = Letter.write(kind, 0, row)
+        for peer in [peer for peer in self.lost if self._channel.members[peer] not in self._channel.lost()]:
+            with suppress(SynclineError):  # one that was given up and lives after all: it must not wait for us
+                self._channel.send(letter, peer, ASKING)
         for peer in self.others():
             try:
                 self._channel.send(letter, peer, ASKING).wait()

@@ -49,7 +49,10 @@ class Gossip(Strategy):
     seed: int = 0
 
     name: ClassVar[str] = "gossip"
-    presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="gossip"),)
+    presets: ClassVar[tuple[Preset, ...]] = (
+        Preset(spec="gossip"),
+        Preset(spec="gossip(pairwise=True)"),
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "graph", check_graph(self.graph))

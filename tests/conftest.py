@@ -5,10 +5,12 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from syncline.testing import Pool
+from tests.launch.runs import Runs
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +25,26 @@ def zeromq() -> Iterator[Pool]:
     """Nine processes joined by ZeroMQ. Tests that use it share a worker: `pytest.mark.xdist_group("zeromq")`."""
     with Pool(9, engine="zeromq") as pool:
         yield pool
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    """A folder for runs of the real command, swept at the end."""
+    made = Runs(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let `xdist_group` hold: xdist 3.8 writes the group where pytest 9.2 no longer looks for a test's name.
+
+    Without it every group is spread over all workers, and each of them starts the pools that were to be shared.
+    """
+    for item in items:
+        named = vars(item).get("_nodeid")
+        if named is not None and named != item.nodeid:
+            item._id = type(item._id).parse(named)
 
 
 def pytest_configure() -> None:

@@ -16,6 +16,8 @@ from syncline.codecs.catalog import build_codec, codec_names
 from syncline.errors import SpecError
 from syncline.specs import parse
 
+pytestmark = pytest.mark.xdist_group("codecs")  # they share a fixture that takes long
+
 SMALL = ["quantize(4)", "topk(0.1)", "cast('fp16')", "powersgd(2)", "lossless", "topk(0.1)|quantize(4)"]
 
 

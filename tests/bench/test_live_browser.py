@@ -13,6 +13,8 @@ import pytest
 
 from tests.bench.live_logs import GrowingRun, end_race, growing_race, serving
 
+pytestmark = pytest.mark.xdist_group("browser")  # they share a fixture that takes long
+
 pytest.importorskip("plotly", reason="the live view draws with plotly: pip install 'syncline[view]'")
 playwright = pytest.importorskip("playwright.sync_api", reason="the browser is driven by playwright")
 PATIENCE = 30_000

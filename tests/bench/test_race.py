@@ -26,6 +26,8 @@ from syncline.bench.workloads import build
 from syncline.errors import IncompatibleError, ProtocolError, SpecError, WorldError
 from tests.bench.racing import NETWORK, PLAN, WORKLOAD, Silent, make_race
 
+pytestmark = pytest.mark.xdist_group("race")  # they share a fixture that takes long
+
 
 @pytest.fixture(scope="module")
 def raced(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -111,14 +110,12 @@ learning_rate = 1e30
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> Iterator[Runs]:
+def runs(runs: Runs) -> Runs:
     try:
         Lab(1, "open", check=False).close()
     except WorldError as error:
         pytest.skip(str(error))
-    made = Runs(tmp_path)
-    yield made
-    made.close()
+    return runs
 
 
 @pytest.mark.skipif(why_no_mpi(lab=True) is not None, reason=f"no MPICH here: {why_no_mpi(lab=True)}")

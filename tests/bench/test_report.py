@@ -27,6 +27,8 @@ from syncline.errors import ProtocolError, SpecError
 from tests.bench.racing import make_race, reseal
 from tests.bench.report_races import Hand, analysed, seeds, write_race
 
+pytestmark = pytest.mark.xdist_group("report")  # they share a fixture that takes long
+
 HOSTILE = "<script>alert(1)</script>"
 
 

@@ -14,6 +14,8 @@ from syncline.bench.race.plan import Entry
 from syncline.bench.report import write_report
 from tests.bench.report_races import Hand, seeds, write_race
 
+pytestmark = pytest.mark.xdist_group("browser")  # they share a fixture that takes long
+
 NAMES = ("ddp", "allreduce", "topk(0.01)|quantize(4)", "quantize(8)", *(f"local({number})" for number in range(8)))
 
 TEXTS = """() => {

@@ -362,13 +362,6 @@ def test_a_run_that_goes_on_with_another_script_says_so(
     assert "a goes on with other settings than it began with: a script of SHA-256" in caplog.text
 
 
-@pytest.fixture
-def runs(tmp_path: Path) -> Iterator[Runs]:
-    made = Runs(tmp_path)
-    yield made
-    made.close()
-
-
 @pytest.mark.xdist_group("launch")
 def test_two_real_workers(runs: Runs) -> None:
     """As a user does it: write the template, train it by a path that is relative to where they are."""

@@ -23,6 +23,8 @@ from syncline.errors import ProtocolError, SynclineError, UnsupportedError
 from syncline.testing.workloads import WorkloadContract
 from syncline.training.workload import Workload
 
+pytestmark = pytest.mark.xdist_group("fashion")  # they share a fixture that takes long
+
 
 def idx(values: torch.Tensor) -> bytes:
     header = struct.pack(f">HBB{values.dim()}I", 0, 8, values.dim(), *values.shape)

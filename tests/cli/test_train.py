@@ -207,7 +207,7 @@ def evaluations(folder: Path) -> list[float]:
 def test_a_killed_worker_does_not_end_the_run(runs: Runs) -> None:
     """Its clock holds nobody back, the others reach the target, and log and exit code tell of it."""
     options = ["--strategy", "ssp(slack=3)", "--servers", "1", "--on-failure", "continue", "--out", "a"]
-    run = runs.start("train", "digits", "-n", "4", *options, "--pace", "0.003", "--target", "0.9", "--epochs", "60")
+    run = runs.start("train", "digits", "-n", "3", *options, "--pace", "0.003", "--target", "0.9", "--epochs", "60")
     folder = runs.folder / "a"
     wait_for(lambda: evaluations(folder) or run.process.exitcode is not None, run.describe())
     os.kill(rank_process(runs, 2), signal.SIGKILL)
@@ -217,7 +217,7 @@ def test_a_killed_worker_does_not_end_the_run(runs: Runs) -> None:
     found = {line["key"]: line for line in read_log(folder)}
     assert found["sl_lost"]["value"] == {"2": "it was killed by signal 9 (SIGKILL)"}
     steps = found["sl_steps"]["value"]
-    assert steps[2] + 3 < min(steps[0], steps[1], steps[3]), "the others went on beyond its slack"
+    assert steps[2] + 3 < min(steps[0], steps[1]), "the others went on beyond its slack"
     assert evaluations(folder)[-1] >= 0.9
     assert found["run_stop"]["metadata"]["status"] == "success"
     assert found["run_stop"]["metadata"]["stopped_by"] == "target"
@@ -253,8 +253,9 @@ def test_ctrl_c_and_go_on(runs: Runs) -> None:
     assert step is not None
     assert read_log(folder)[-1]["metadata"] == {"status": "aborted", "stopped_by": "signal", "step": step}
     epochs = str(step // 8 + 2)
-    ended(runs.run(*common, "a", "--epochs", epochs, "--resume", "auto"), 0)
+    resumed = runs.start(*common, "a", "--epochs", epochs, "--resume", "auto")
     ended(runs.run(*common, "b", "--epochs", epochs), 0)
+    ended(resumed.finish(), 0)
     assert [line["value"] for line in read_log(folder) if line["key"] == "sl_resumed"] == [step]
     assert latest(folder / "checkpoints") == latest(runs.folder / "b" / "checkpoints") == 8 * int(epochs)
     assert weights(folder) == weights(runs.folder / "b") != {}

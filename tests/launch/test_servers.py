@@ -32,14 +32,6 @@ with sl.init() as world:
 """
 
 
-def test_workers_reach_servers_of_their_own(runs: Runs) -> None:
-    run = runs.run(runs.script(USE), job=ECHO, **HERE)
-    assert run.code == 0, run.describe()
-    assert sorted(run.out.splitlines()) == ["2 (2, 3) True 2000 3000", "[1] 2 (2, 3) True 2001 3001"]
-    assert run.err == ""
-    runs.assert_nothing_left()
-
-
 def test_servers_that_nobody_uses_end_quietly(runs: Runs) -> None:
     """The real ones: they wait for workers that never come."""
     script = runs.script("import syncline as sl\nwith sl.init() as world: say(world.size)")
@@ -135,12 +127,21 @@ def test_workers_hear_of_a_killed_server(runs: Runs) -> None:
     runs.assert_nothing_left()
 
 
-def test_a_module_of_handlers_is_imported_by_the_servers(runs: Runs) -> None:
+def test_workers_reach_servers_of_their_own_which_import_a_module_of_handlers(runs: Runs) -> None:
     (runs.folder / "my_handlers.py").write_text("print('imported by', __import__('os').environ['SYNCLINE_ROLE'])")
     run = runs.run(runs.script(USE), job={**ECHO, "handlers": "my_handlers"}, **HERE)
     assert run.code == 0, run.describe()
-    said = [line for line in run.out.splitlines() if "imported" in line]
-    assert sorted(said) == ["[server 0] imported by server", "[server 1] imported by server"]
+    assert sorted(run.out.splitlines()) == [
+        "2 (2, 3) True 2000 3000",
+        "[1] 2 (2, 3) True 2001 3001",
+        "[server 0] imported by server",
+        "[server 1] imported by server",
+    ]
+    assert run.err == ""
+    runs.assert_nothing_left()
+
+
+def test_handlers_that_are_not_there_are_named(runs: Runs) -> None:
     run = runs.run("run", "-n", "1", "--servers", "1", "--handlers", "no_such_module", runs.script("until('never')"))
     assert run.code == 1, run.describe()
     assert "SYNCLINE_HANDLERS=no_such_module: there is no module 'no_such_module'" in run.err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,14 +68,10 @@ with sl.init() as world:
 """
 
 
-def test_kill_9_of_one_of_three_and_the_others_finish(tmp_path: Path) -> None:
-    runs = Runs(tmp_path)
-    try:
-        run_ = runs.run("run", "-n", "3", "--servers", "1", "--on-failure", "continue", runs.script(SCRIPT))
-        assert run_.out.count("sum [70.0, 70.0]") == 2, run_.describe()
-        runs.assert_nothing_left()
-    finally:
-        runs.close()
+def test_kill_9_of_one_of_three_and_the_others_finish(runs: Runs) -> None:
+    run_ = runs.run("run", "-n", "3", "--servers", "1", "--on-failure", "continue", runs.script(SCRIPT))
+    assert run_.out.count("sum [70.0, 70.0]") == 2, run_.describe()
+    runs.assert_nothing_left()
 
 
 def test_what_a_server_keeps_of_one_client_is_bounded() -> None:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import sys
-from contextlib import suppress
 
 import pytest
 
 from syncline.launch.local import WORKER
-from tests.launching import ROOT
-from tests.transports.test_mpi import PATIENCE, Flavour, need, one_or_both, own_environ
+from tests.mpi import Flavour, mpiexec, one_or_both
 
 pytestmark = pytest.mark.xdist_group("mpi")
 
@@ -33,53 +28,35 @@ with sl.init() as world:
 """
 
 
-def mpiexec(flavour: Flavour, script: str, servers: int) -> tuple[int, list[str], str]:
+def serve(flavour: Flavour, script: str, servers: int) -> tuple[int, list[str], str]:
     """Two workers, and so many servers; the exit code, what was printed, and that with what else was said."""
-    need(flavour)
     told = {"SYNCLINE_WORKERS": "2", "SYNCLINE_SERVERS": str(servers), "SYNCLINE_TRANSPORT": "mpi"}
-    environ = own_environ() | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **told, **flavour.variables}
-    command = [str(flavour.mpiexec), *flavour.options, "-n", "2", sys.executable, "-c", script]
-    if servers:
-        command += [":", "-n", str(servers), sys.executable, str(WORKER), "-m", "tests.server.echo_server"]
-    process = subprocess.Popen(
-        command,
-        env=environ,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=PATIENCE)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return process.returncode, sorted(out.split("\n"))[1:], out + err
+    beside = [":", "-n", str(servers), sys.executable, str(WORKER), "-m", "tests.server.echo_server"]
+    ended = mpiexec(flavour, "-c", script, *(beside if servers else ()), variables=told)
+    return ended.code, sorted(ended.out.split("\n"))[1:], ended.out + ended.err
 
 
 @one_or_both
 def test_servers_beside_the_workers(flavour: Flavour) -> None:
-    code, said, all_said = mpiexec(flavour, USE, servers=2)
+    code, said, all_said = serve(flavour, USE, servers=2)
     assert (code, said) == (0, ["0 2 2000 3000", "1 2 2001 3001"]), all_said
 
 
 @one_or_both
 def test_servers_that_nobody_uses_end_with_the_workers(flavour: Flavour) -> None:
-    code, said, all_said = mpiexec(flavour, NOT_USE, servers=1)
+    code, said, all_said = serve(flavour, NOT_USE, servers=1)
     assert (code, said) == (0, ["0 2", "1 2"]), all_said
 
 
 @one_or_both
 def test_workers_serve_each_other(flavour: Flavour) -> None:
-    code, said, all_said = mpiexec(flavour, USE, servers=0)
+    code, said, all_said = serve(flavour, USE, servers=0)
     assert (code, said) == (0, ["0 2 0 1000", "1 2 1 1001"]), all_said
 
 
 @one_or_both
 def test_another_number_of_processes_is_refused(flavour: Flavour) -> None:
     script = NOT_USE.replace("import", "import os; os.environ['SYNCLINE_WORKERS'] = '3'\nimport", 1)
-    code, _, all_said = mpiexec(flavour, script, servers=1)
+    code, _, all_said = serve(flavour, script, servers=1)
     assert code != 0
     assert "SYNCLINE_WORKERS=3 and SYNCLINE_SERVERS=1, but MPI has 3 processes" in all_said

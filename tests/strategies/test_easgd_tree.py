@@ -159,18 +159,24 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], codec: str | None,
         sl.simulate(work, ranks=3)
 
 
+def traded(world: sl.World, strategy: Easgd, times: int) -> tuple[Bowl, Any]:
+    """A worker that begins at 1 and trades so often, without gradients; all others have done so too."""
+    model = Bowl()
+    optimizer, run = distributed(model, strategy, 0.0)
+    with torch.no_grad():
+        model.x.fill_(1.0)
+    for _ in range(times):
+        step(model, optimizer)
+    run.board().finish()
+    world.barrier()
+    return model, run
+
+
 def test_at_the_servers_it_does_what_one_does_by_hand() -> None:
     """Two groups of one; the first trades twice: d = .5, D = .45 · .5, d = .5 (.5 − .275), D = .45 (.3875 − .225)."""
 
     def work(world: sl.World) -> tuple[float, float, float]:
-        model = Bowl()
-        optimizer, run = distributed(model, Easgd(period=1, alpha=0.5, sync=False, centres=2), 0.0)
-        with torch.no_grad():
-            model.x.fill_(1.0)
-        for _ in range(2 if world.rank == 0 else 0):
-            step(model, optimizer)
-        run.board().finish()
-        world.barrier()
+        model, run = traded(world, Easgd(period=1, alpha=0.5, sync=False, centres=2), 2 if world.rank == 0 else 0)
         found = model.x.item(), run.near.get().item(), shown(run).item()
         run.close()
         assert model.x.item() == found[2], "close() leaves the root"
@@ -187,14 +193,7 @@ def test_at_the_servers_a_group_is_tied_to_the_root_without_its_first() -> None:
     """The first worker of a group of two takes no steps: the other climbs in every second of its own exchanges."""
 
     def work(world: sl.World) -> float:
-        model = Bowl()
-        optimizer, run = distributed(model, Easgd(period=1, sync=False, centres=2), 0.0)
-        with torch.no_grad():
-            model.x.fill_(1.0)
-        for _ in range(4 if world.rank == 1 else 0):
-            step(model, optimizer)
-        run.board().finish()
-        world.barrier()
+        _, run = traded(world, Easgd(period=1, sync=False, centres=2), 4 if world.rank == 1 else 0)
         found = shown(run).item()
         run.close()
         return found

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -345,13 +344,6 @@ def test_shared_memory_on_zeromq(zeromq: Pool) -> None:
 def test_different_sizes_are_refused_on_all_ranks(gloo: Pool) -> None:
     for told in gloo.run(ask_for_different_sizes, 3):
         assert told.startswith("UnsupportedError: rank 1 does not see the memory of rank 0 (")
-
-
-@pytest.fixture
-def runs(tmp_path: Path) -> Iterator[Runs]:
-    made = Runs(tmp_path)
-    yield made
-    made.close()
 
 
 KILLED = """

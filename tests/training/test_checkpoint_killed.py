@@ -24,6 +24,8 @@ from syncline.training.checkpoint import load, save
 from syncline.training.checkpoint.folder import entries
 from tests.launching import finish, start, torch_variables
 
+pytestmark = pytest.mark.xdist_group("killed")  # they share a fixture that takes long
+
 logger = logging.getLogger("syncline")
 
 HUNT = bool(os.environ.get("SYNCLINE_HUNT"))

@@ -19,6 +19,8 @@ from syncline.training.settings import Settings
 from syncline.world import World, current_world
 from tests.training.tiny import Tiny
 
+pytestmark = pytest.mark.xdist_group("resume")  # they share a fixture that takes long
+
 HOW = Settings(epochs=3, scaling="sqrt", warmup=1.5, decay="cosine", collective="ring", checkpoint_every=3)
 
 

@@ -1,20 +1,12 @@
-"""The MPI transport on MPICH and on Open MPI, started by their own mpiexec.
-
-MPICH comes with the development environment. Open MPI cannot live beside it and has a folder of its own, `.openmpi`:
-mpi4py loads whichever library MPI4PY_LIBMPI names.
-"""
+"""The MPI transport on MPICH and on Open MPI, started by their own mpiexec."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,54 +19,14 @@ from syncline.errors import UnsupportedError
 from syncline.testing import TransportContract
 from syncline.testing.transports import Case
 from syncline.transports.mpi import connect
-from tests.launching import ROOT
+from tests.mpi import MPICH, OPEN_MPI, Flavour, both, collect, mpiexec, need, one_or_both
 from tests.transports import mpi_cases
 
 pytestmark = pytest.mark.xdist_group("mpi")
 
-PATIENCE = 240
-BIN = Path(sys.executable).parent
-OPENMPI = ROOT / ".openmpi"
-
-
-@dataclass(frozen=True)
-class Flavour:
-    """An MPI: its launcher, and the library that mpi4py is to load."""
-
-    name: str
-    mpiexec: Path
-    ranks: int
-    """The largest world of the contract."""
-    options: tuple[str, ...] = ()
-    variables: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def installed(self) -> bool:
-        return self.mpiexec.exists()
-
-
-MPICH = Flavour("MPICH", BIN / "mpiexec", 9)
-OPEN_MPI = Flavour(
-    "Open MPI",
-    OPENMPI / "bin" / "mpiexec",
-    5,  # each rank takes seconds to start; MPICH has the larger ones
-    ("--oversubscribe", "--bind-to", "none"),
-    {
-        "MPI4PY_LIBMPI": str(OPENMPI / "lib" / "libmpi.so.40"),
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_osc": "^ucx",  # it finds no network here, and says so each time
-    },
-)
-FLAVOURS = (MPICH, OPEN_MPI)
-both = pytest.mark.parametrize("flavour", FLAVOURS, ids=lambda flavour: flavour.name.replace(" ", ""))
-chosen = FLAVOURS if os.environ.get("SYNCLINE_HUNT") else FLAVOURS[:1]
-one_or_both = pytest.mark.parametrize("flavour", chosen, ids=lambda flavour: flavour.name.replace(" ", ""))
-"""For what is built on the transport, which has its contract tested on both."""
-
 
 @dataclass
-class Ended:
+class Told:
     """How a job ended: mpiexec's code, what it printed, what each rank wrote."""
 
     code: int
@@ -82,60 +34,28 @@ class Ended:
     ranks: list[list[dict[str, Any]]]
 
 
-def need(flavour: Flavour) -> None:
-    if not flavour.installed:
-        pytest.skip(f"{flavour.name} is not installed: no {flavour.mpiexec}")
-
-
-def own_environ() -> dict[str, str]:
-    """This process's variables, without a launcher's."""
-    foreign = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "MPI4PY_", "PRTE_")
-    return {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-
-
-def mpiexec(launcher: Flavour, job: str, ranks: int, folder: Path, library: Flavour | None = None) -> Ended:
-    """Run a job of mpi_cases.py to its end; nothing of it is left behind."""
-    need(launcher)
-    need(library or launcher)
-    environ = own_environ() | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **launcher.variables}
-    if library is not None:
-        environ.pop("MPI4PY_LIBMPI", None)
-        environ |= {name: value for name, value in library.variables.items() if name == "MPI4PY_LIBMPI"}
-    script = ("-m", "tests.transports.mpi_cases", job, str(folder))
-    process = subprocess.Popen(
-        [str(launcher.mpiexec), *launcher.options, "-n", str(ranks), sys.executable, *script],
-        env=environ,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, _ = process.communicate(timeout=PATIENCE)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def run_job(launcher: Flavour, job: str, ranks: int, folder: Path, library: Flavour | None = None) -> Told:
+    """Run a job of mpi_cases.py to its end."""
+    ended = mpiexec(launcher, "-m", "tests.transports.mpi_cases", job, str(folder), ranks=ranks, library=library)
     files = [folder / f"{rank}.jsonl" for rank in range(ranks)]
     lines = [file.read_text().splitlines() if file.exists() else [] for file in files]
-    return Ended(process.returncode, out, [[json.loads(line) for line in each] for each in lines])
+    return Told(ended.code, ended.out + ended.err, [[json.loads(line) for line in each] for each in lines])
 
 
 @pytest.fixture(scope="module")
-def contract(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Flavour], Ended]:
+def contract(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Flavour], Told]:
     """One job for each MPI runs every case on every size: starting its ranks takes longer than all of them."""
-    ended: dict[str, Ended] = {}
+    ended: dict[str, Told] = {}
 
-    def run(flavour: Flavour) -> Ended:
+    def run(flavour: Flavour) -> Told:
         if flavour.name not in ended:
-            ended[flavour.name] = mpiexec(flavour, "contract", flavour.ranks, tmp_path_factory.mktemp("contract"))
+            ended[flavour.name] = run_job(flavour, "contract", flavour.ranks, tmp_path_factory.mktemp("contract"))
         return ended[flavour.name]
 
     return run
 
 
-def check(ended: Ended, case: Callable[..., Any], size: int) -> None:
+def check(ended: Told, case: Callable[..., Any], size: int) -> None:
     """Each rank of a channel of that size has run the case to its end."""
     for rank, lines in enumerate(ended.ranks[:size]):
         found = [line for line in lines if (line.get("case"), line.get("size")) == (case.__name__, size)]
@@ -149,7 +69,7 @@ class OnMpi(TransportContract):
     flavour: Flavour
 
     @pytest.fixture(autouse=True)
-    def _ended(self, contract: Callable[[Flavour], Ended]) -> None:
+    def _ended(self, contract: Callable[[Flavour], Told]) -> None:
         self.ended = contract(self.flavour)
 
     def run(self, case: Case, size: int) -> None:
@@ -232,15 +152,15 @@ def test_a_put_lands_while_its_target_computes_on_the_simulator() -> None:
 @both
 def test_an_uncaught_exception_ends_the_whole_job(flavour: Flavour, tmp_path: Path) -> None:
     """The other waits ten minutes for the failed rank; mpiexec ends it long before, with the traceback shown."""
-    ended = mpiexec(flavour, "raises", 2, tmp_path)
+    ended = run_job(flavour, "raises", 2, tmp_path)
     assert ended.code != 0
     assert "ValueError: rank 1 fails on purpose" in ended.out
     assert all("closed" not in line for lines in ended.ranks for line in lines)
 
 
-@both
+@one_or_both
 def test_a_lost_peer_is_named_and_the_job_ends(flavour: Flavour, tmp_path: Path) -> None:
-    ended = mpiexec(flavour, "loses", 2, tmp_path)
+    ended = run_job(flavour, "loses", 2, tmp_path)
     assert ended.code != 0
     (lost,) = ended.ranks[0]
     assert lost["peer"] == 1
@@ -248,10 +168,10 @@ def test_a_lost_peer_is_named_and_the_job_ends(flavour: Flavour, tmp_path: Path)
     assert "rank 0 lost rank 1 after" in lost["message"]
 
 
-@both
+@one_or_both
 def test_a_long_wait_says_for_whom_and_an_early_exit_ends_the_job(flavour: Flavour, tmp_path: Path) -> None:
     """Nobody is told of a sys.exit(3): the rank that made it waits for the others at its end, and says so."""
-    ended = mpiexec(flavour, "leaves", 2, tmp_path)
+    ended = run_job(flavour, "leaves", 2, tmp_path)
     assert ended.code != 0
     assert re.search(r"rank 0 has waited \d s for a message from rank 1 \(tag 4, 4 B\)\n", ended.out), ended.out
     assert re.search(r"rank 0 has waited \d s for allreduce of float32\[3\] among 2 ranks\n", ended.out)
@@ -262,15 +182,15 @@ def test_a_long_wait_says_for_whom_and_an_early_exit_ends_the_job(flavour: Flavo
 @both
 def test_a_failing_exit_from_a_world_ends_the_job_with_its_code(flavour: Flavour, tmp_path: Path) -> None:
     """The other rank waits for it in a collective for a minute; the world's end has seen the exit."""
-    ended = mpiexec(flavour, "exits", 2, tmp_path)
+    ended = run_job(flavour, "exits", 2, tmp_path)
     assert ended.code == 3, ended.out
     assert "PeerLostError" not in ended.out
 
 
-@both
+@one_or_both
 def test_a_rank_that_nobody_joins_can_end(flavour: Flavour, tmp_path: Path) -> None:
     """The other one has started MPI and waits for ever: MPI's own end would too."""
-    ended = mpiexec(flavour, "late", 2, tmp_path)
+    ended = run_job(flavour, "late", 2, tmp_path)
     assert ended.code != 0
     (refusal,) = ended.ranks[0]
     assert "rank 0 of 2 has waited 0.2 s for the others to join" in refusal["refused"]
@@ -281,7 +201,7 @@ def test_a_rank_that_nobody_joins_can_end(flavour: Flavour, tmp_path: Path) -> N
 @pytest.mark.parametrize(("launcher", "library"), [(MPICH, OPEN_MPI), (OPEN_MPI, MPICH)], ids=["MPICH", "OpenMPI"])
 def test_two_mpis_at_once_are_refused(launcher: Flavour, library: Flavour, tmp_path: Path) -> None:
     """By name, before the library starts: MPICH's would end the process there."""
-    ended = mpiexec(launcher, "joins", 2, tmp_path, library)
+    ended = run_job(launcher, "joins", 2, tmp_path, library)
     assert ended.code != 0
     for lines in ended.ranks:
         (refusal,) = lines
@@ -303,35 +223,28 @@ ALONE: dict[str, tuple[str, dict[str, str]]] = {
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Told]:
     """Plain python, no mpiexec: how each of ALONE ended, and under "" what they have in common."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "alone.json").write_text(json.dumps([(name, *each) for name, each in ALONE.items()]))
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tests.transports.mpi_cases", "alone", str(folder)],
-        env=own_environ() | {"OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    ended = {"": Ended(done.returncode, done.stdout + done.stderr, [])}
+    done = collect([sys.executable, "-W", "error", "-m", "tests.transports.mpi_cases", "alone", str(folder)], {})
+    ended = {"": Told(done.code, done.out + done.err, [])}
     for name in ALONE:
         code, out = folder / f"{name}.code", folder / f"{name}.out"
-        assert code.exists(), f"{name} was not run: {done.stdout + done.stderr}"
-        ended[name] = Ended(int(code.read_text()), out.read_text(), [])
+        assert code.exists(), f"{name} was not run: {done}"
+        ended[name] = Told(int(code.read_text()), out.read_text(), [])
     return ended
 
 
 @both
-def test_plain_python_is_a_world_of_one(flavour: Flavour, alone: dict[str, Ended]) -> None:
+def test_plain_python_is_a_world_of_one(flavour: Flavour, alone: dict[str, Told]) -> None:
     need(flavour)
     ended = alone[flavour.name]
     assert ended.code == 0, ended.out
     assert "0 1 [1.0, 1.0]" in ended.out
 
 
-def test_a_launcher_that_is_not_for_mpi_is_told_how(alone: dict[str, Ended]) -> None:
+def test_a_launcher_that_is_not_for_mpi_is_told_how(alone: dict[str, Told]) -> None:
     need(MPICH)
     ended = alone["torchrun"]
     assert ended.code == 1
@@ -339,14 +252,14 @@ def test_a_launcher_that_is_not_for_mpi_is_told_how(alone: dict[str, Ended]) -> 
     assert "mpiexec -n 2" in ended.out
 
 
-def test_no_mpi_library_is_a_sentence(alone: dict[str, Ended]) -> None:
+def test_no_mpi_library_is_a_sentence(alone: dict[str, Told]) -> None:
     ended = alone["no library"]
     assert ended.code == 1
     assert "UnsupportedError: mpi4py found no MPI library it can use" in ended.out
     assert "pip install 'syncline[mpi]'" in ended.out
 
 
-def test_less_thread_support_is_refused(alone: dict[str, Ended]) -> None:
+def test_less_thread_support_is_refused(alone: dict[str, Told]) -> None:
     need(MPICH)
     ended = alone["one thread"]
     assert ended.code == 1
@@ -354,14 +267,14 @@ def test_less_thread_support_is_refused(alone: dict[str, Ended]) -> None:
     assert "THREAD_MULTIPLE" in ended.out
 
 
-def test_a_finalised_mpi_is_refused(alone: dict[str, Ended]) -> None:
+def test_a_finalised_mpi_is_refused(alone: dict[str, Told]) -> None:
     need(MPICH)
     ended = alone["finalised"]
     assert ended.code == 1
     assert "WorldError: MPI was finalised in this process" in ended.out
 
 
-def test_importing_the_transport_starts_no_mpi(alone: dict[str, Ended]) -> None:
+def test_importing_the_transport_starts_no_mpi(alone: dict[str, Told]) -> None:
     assert alone[""].code == 0, alone[""].out
     assert alone[""].out == "False\n"
 

@@ -66,6 +66,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "workload", metavar="WORKLOAD|script.py", help="what to train: digits, \"digits(model='cnn')\", …, or your own"
     )
     parser.add_argument("-n", type=int, dest="ranks", help="workers; default 1, in a lab one for each host")
+    _configure_training(parser, usual)
+    files = parser.add_argument_group("files")
+    files.add_argument("--out", type=Path, metavar="FOLDER", help="the run's folder; default runs/WORKLOAD-time")
+    files.add_argument("--resume", metavar="auto|FOLDER", help="go on from the newest checkpoint in --out, or there")
+    files.add_argument(
+        "--checkpoint-every", type=int, metavar="STEPS", help="0: never; default: between epochs now and then"
+    )
+    files.add_argument("--trace", action="store_true", help="a trace of each rank, for ui.perfetto.dev")
+    files.add_argument("--tensorboard", action="store_true", help="scalars for TensorBoard")
+    _configure_place(parser)
+
+
+def _configure_training(parser: argparse.ArgumentParser, usual: Settings) -> None:
+    """Say how the workers agree, and what they do."""
     how = parser.add_argument_group("how the workers agree")
     how.add_argument("--strategy", default=usual.strategy, help="allreduce, allreduce(delay=1), …; default allreduce")
     how.add_argument("--codec", help="how gradients look on the wire; default: as they are")
@@ -92,14 +106,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--momentum", type=float, help="the optimizer's; 0 for a codec that brings its own")
     what.add_argument("--seed", type=int, default=usual.seed, help="of weights, order and dropout; default 0")
     what.add_argument("--no-check-finite", dest="check_finite", action="store_false", help="let NaN and Inf pass")
-    files = parser.add_argument_group("files")
-    files.add_argument("--out", type=Path, metavar="FOLDER", help="the run's folder; default runs/WORKLOAD-time")
-    files.add_argument("--resume", metavar="auto|FOLDER", help="go on from the newest checkpoint in --out, or there")
-    files.add_argument(
-        "--checkpoint-every", type=int, metavar="STEPS", help="0: never; default: between epochs now and then"
-    )
-    files.add_argument("--trace", action="store_true", help="a trace of each rank, for ui.perfetto.dev")
-    files.add_argument("--tensorboard", action="store_true", help="scalars for TensorBoard")
+
+
+def _configure_place(parser: argparse.ArgumentParser) -> None:
+    """Say where it runs, beside what, and who is slow there."""
     where = parser.add_argument_group("where")
     where.add_argument("--servers", type=int, default=0, metavar="S", help="parameter servers beside the workers")
     where.add_argument(

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from syncline.errors import IncompatibleError, SpecError
 from syncline.exchange import Exchange, Gradients, Round, plain_name
 from syncline.strategies.base import Preset, Run, Settings, Strategy
+from syncline.strategies.deltas import coding_here, coding_of_all, load_coding_of_all
 
 __all__ = ["AllReduce"]
 
@@ -134,27 +135,21 @@ class _AllReduceRun(Run):
         if self._gradients.accumulating:
             logger.warning("gradients that have added up under no_sync() are not part of the state: save after a step")
         waiting = [self._named(found) for found in self._waiting]
-        coding = self._gradients.coding
-        told = {} if coding is None else {"coding": coding.shared_state()}
-        return {"rounds": self._rounds, "waiting": waiting, "layout": self._gradients.layout(), **told}
+        return {"rounds": self._rounds, "waiting": waiting, **coding_of_all(self._gradients)}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         self._rounds = int(state.get("rounds", 0))
-        if self._gradients.coding is not None:
-            self._gradients.coding.load_shared_state(state.get("coding", {}))
         if len(state.get("waiting", [])) > self._delay:
             raise IncompatibleError(
                 f"the checkpoint holds {len(state['waiting'])} steps of gradients on their way, and {self.strategy!r} "
                 f"keeps {self._delay}: resume with the strategy that was saved"
             )
-        if "layout" in state:
-            self._gradients.adopt(state["layout"])
+        load_coding_of_all(self._gradients, state)
         parameters = {plain_name(name): parameter for name, parameter in self.model.named_parameters()}
         self._waiting = deque(_Restored(parameters, gradients) for gradients in state.get("waiting", []))
 
     def local_state(self) -> dict[str, Any]:
-        coding = self._gradients.coding
-        return {} if coding is None else coding.state()
+        return coding_here(self._gradients)
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         if self._gradients.coding is not None:

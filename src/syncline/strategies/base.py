@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from syncline.data import Cursor, MicroBatches, Sharded
-from syncline.errors import IncompatibleError, SpecError
+from syncline.errors import DivergedError, IncompatibleError, SpecError
 from syncline.exchange import BUCKET_BYTES, Exchange, Stats, check_same, plain_name, share_tree, spread
 from syncline.specs import Spec
 from syncline.strategies.board import Board
 from syncline.strategies.reading import Shard, Steps
 from syncline.world import World, allgather, allreduce
 
-__all__ = ["Preset", "Run", "Settings", "Strategy"]
+__all__ = ["Preset", "Run", "Settings", "Strategy", "check_gradients"]
 
 R = TypeVar("R", Sharded, MicroBatches)
 
@@ -457,3 +457,17 @@ class Run(ABC):
             for buffer in group:
                 buffer.copy_(flat[offset : offset + buffer.numel()].view(buffer.shape))
                 offset += buffer.numel()
+
+
+def check_gradients(run: Run) -> None:
+    """Raise where this worker's gradients are not finite, and say whose: nobody else looks at them before its step."""
+    for name, parameter in run.model.named_parameters():
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        if not bool(torch.isfinite(values).all()):
+            raise DivergedError(
+                f"NaN or Inf in the gradient of {plain_name(name)} on rank {run.world.rank} after "
+                f"{run.stats.steps} steps: lower the learning rate"
+            )

@@ -15,12 +15,31 @@ from torch import Tensor, nn
 from syncline.exchange import Exchange, Gradients, Round, plain_name
 from syncline.strategies.base import Settings
 
-__all__ = ["Deltas", "trained"]
+__all__ = ["Deltas", "coding_here", "coding_of_all", "load_coding_of_all", "trained"]
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that training changes, by name."""
     return {plain_name(name): each for name, each in model.named_parameters() if each.requires_grad}
+
+
+def coding_of_all(gradients: Gradients) -> dict[str, Any]:
+    """What the codec has that is the same on all workers, and the order of summation."""
+    coding = gradients.coding
+    return {"layout": gradients.layout(), **({} if coding is None else {"coding": coding.shared_state()})}
+
+
+def load_coding_of_all(gradients: Gradients, state: Mapping[str, Any]) -> None:
+    """Take it back."""
+    if "layout" in state:
+        gradients.adopt(state["layout"])
+    if gradients.coding is not None:
+        gradients.coding.load_shared_state(state.get("coding", {}))
+
+
+def coding_here(gradients: Gradients) -> dict[str, Any]:
+    """What the codec has kept back on this worker."""
+    return {} if gradients.coding is None else gradients.coding.state()
 
 
 class Deltas:
@@ -77,20 +96,15 @@ class Deltas:
 
     def shared_state(self) -> dict[str, Any]:
         """What the codec has that is the same on all workers, and the order of summation."""
-        coding = self._gradients.coding
-        return {"layout": self._gradients.layout(), **({} if coding is None else {"coding": coding.shared_state()})}
+        return coding_of_all(self._gradients)
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         """Take it back."""
-        if "layout" in state:
-            self._gradients.adopt(state["layout"])
-        if self._gradients.coding is not None:
-            self._gradients.coding.load_shared_state(state.get("coding", {}))
+        load_coding_of_all(self._gradients, state)
 
     def local_state(self) -> dict[str, Any]:
         """What the codec has kept back here."""
-        coding = self._gradients.coding
-        return {} if coding is None else coding.state()
+        return coding_here(self._gradients)
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Take it back, that of workers that are gone too."""

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.errors import DivergedError, IncompatibleError
+from syncline.errors import IncompatibleError
 from syncline.exchange import Exchange, check_same, plain_name
-from syncline.strategies.base import Preset, Run, Settings, Strategy
+from syncline.strategies.base import Preset, Run, Settings, Strategy, check_gradients
 from syncline.strategies.shared_board import SharedBoard
 from syncline.world import World, barrier
 
@@ -139,13 +139,7 @@ class _HogwildRun(Run):
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What is not finite must not come into the memory of all."""
-        for name, parameter in self.model.named_parameters():
-            gradient = parameter.grad
-            if gradient is not None and not bool(torch.isfinite(_values(gradient)).all()):
-                raise DivergedError(
-                    f"NaN or Inf in the gradient of {plain_name(name)} on rank {self.world.rank} after "
-                    f"{self.stats.steps} steps: lower the learning rate"
-                )
+        check_gradients(self)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         total = self._board.count()
@@ -200,7 +194,3 @@ def _buffer_homes(model: nn.Module) -> dict[str, tuple[dict[str, Tensor | None],
         path, _, key = name.rpartition(".")
         homes[plain_name(name)] = (model.get_submodule(path)._buffers, key)
     return homes
-
-
-def _values(gradient: Tensor) -> Tensor:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient

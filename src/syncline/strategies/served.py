@@ -28,15 +28,15 @@ from torch.optim import Optimizer
 
 from syncline.codecs import Codec, PerLayer
 from syncline.codecs.choosing import Chooser
-from syncline.errors import DivergedError, IncompatibleError, PeerLostError, SpecError
-from syncline.exchange import Exchange, plain_name
+from syncline.errors import IncompatibleError, PeerLostError, SpecError
+from syncline.exchange import Exchange
 from syncline.server import Client, Future, ServerNetwork, open_space, server_network
 from syncline.server.filters import Filter, build_filter
 from syncline.server.layout import spans
 from syncline.server.protocol import WINDOW
 from syncline.server.rules import Handled, Rule, build_rule, rule_of
 from syncline.specs import parse
-from syncline.strategies.base import Run, Settings, Strategy
+from syncline.strategies.base import Run, Settings, Strategy, check_gradients
 from syncline.strategies.board import Board
 from syncline.strategies.served_board import ServedBoard, post_order, watch_board
 from syncline.strategies.served_keys import KeyMap, dense_rows
@@ -355,7 +355,7 @@ class ServedRun(Run):
                 "backward() and then step()"
             )
         if self.settings.check_finite:
-            self._check_finite()
+            check_gradients(self)
         dense_rows(self.parameters, self._gradient_views)
         if self.weight != 1.0:
             self.gradients.mul_(self.weight)
@@ -371,18 +371,6 @@ class ServedRun(Run):
         if self.keys.buffers and self.stats.steps % BUFFERS_EVERY == 0:
             with self.explained():
                 self.put_buffers()
-
-    def _check_finite(self) -> None:
-        for name, parameter in self.model.named_parameters():
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            values = gradient.coalesce().values() if gradient.is_sparse else gradient
-            if not bool(torch.isfinite(values).all()):
-                raise DivergedError(
-                    f"NaN or Inf in the gradient of {plain_name(name)} on rank {self.world.rank} after "
-                    f"{self.stats.steps} steps: lower the learning rate"
-                )
 
     def _explain(self, peer: int) -> str:
         network, client = self.client.network, self.client

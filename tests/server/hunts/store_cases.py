@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -174,6 +175,12 @@ class Outcome:
     """Whether all workers had the space: a kill before that ends the others as well, by their barrier."""
     killed: tuple[int, ...]
     reads: int
+
+
+def check_eventful(outcomes: Sequence[Outcome]) -> None:
+    """The hunt was about something: workers were killed in the middle of it, and there was much to read."""
+    assert sum(bool(outcome.killed) and outcome.opened for outcome in outcomes) >= len(outcomes) // 10
+    assert sum(outcome.reads for outcome in outcomes) >= 4 * len(outcomes)
 
 
 def check_store(consistency: str, seed: int) -> Outcome:

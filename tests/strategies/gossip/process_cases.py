@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 import torch
@@ -44,6 +43,7 @@ def pairs(world: sl.World) -> dict[str, Any]:
     world.barrier()
     for _ in range(30):
         take_step(model, optimizer)
+    run.board().settle()  # a step's count may be on its way when the step is over
     world.barrier()
     last = run.partners.weights.tolist()
     steps = run.board().steps()
@@ -53,13 +53,12 @@ def pairs(world: sl.World) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Mix and average in pairs, one after the other."""
     torch.set_num_threads(1)
-    case, *arguments = sys.argv[1:]
     with sl.init() as world:
-        if case == "pairs":
-            told = pairs(world)
-        else:
-            told = {"rank": world.rank, "seen": mix(world, arguments[0], arguments[1] if len(arguments) > 1 else None)}
+        told = {"rank": world.rank, "seen": mix(world, "beside", None)}
+        world.barrier()
+        told["pairs"] = pairs(world)
     print(json.dumps(told) + "\n", end="", flush=True)
 
 

@@ -3,13 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +12,9 @@ from syncline.strategies.gossip import build_graph
 from syncline.testing import Pool
 from tests.launch.runs import Runs, wait_for
 from tests.launching import ROOT
+from tests.mpi import Flavour, one_or_both, play
 from tests.strategies.gossip.cases import distance, expected, start
 from tests.strategies.gossip.process_cases import STEPS, mix_on
-from tests.transports.test_mpi import PATIENCE, Flavour, need, one_or_both, own_environ
 
 WORKERS = 4
 
@@ -63,48 +56,12 @@ def test_four_processes_mix_on_zeromq(zeromq: Pool, form: str, codec: str | None
     check_mix(zeromq.run(mix_on, WORKERS, form, codec), form, codec)
 
 
-def play(flavour: Flavour, *arguments: str) -> list[dict[str, Any]]:
-    """Run a case on two ranks of MPI; what they have told."""
-    need(flavour)
-    told = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "SYNCLINE_TRANSPORT": "mpi"}
-    process = subprocess.Popen(
-        [str(flavour.mpiexec), *flavour.options, "-n", "2", sys.executable, "-m",
-         "tests.strategies.gossip.process_cases", *arguments],
-        env=own_environ() | told | flavour.variables,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        out, err = process.communicate(timeout=PATIENCE)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    assert process.returncode == 0, err[-4000:]
-    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    return sorted(lines, key=lambda line: int(line["rank"]))
-
-
 @pytest.mark.xdist_group("mpi")
 @one_or_both
-def test_two_processes_mix_on_mpi(flavour: Flavour) -> None:
-    check_mix([each["seen"] for each in play(flavour, "mix", "beside")], "beside", None)
-
-
-@pytest.mark.xdist_group("mpi")
-@one_or_both
-def test_two_processes_average_in_pairs_on_mpi(flavour: Flavour) -> None:
-    check_pairs(play(flavour, "pairs"))
-
-
-@pytest.fixture
-def runs(tmp_path: Path) -> Iterator[Runs]:
-    made = Runs(tmp_path)
-    yield made
-    made.close()
+def test_two_processes_mix_and_average_in_pairs_on_mpi(flavour: Flavour) -> None:
+    told = play(flavour, "tests.strategies.gossip.process_cases")
+    check_mix([each["seen"] for each in told], "beside", None)
+    check_pairs([each["pairs"] for each in told])
 
 
 PAIRS = """

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from unittest import mock
 
 import pytest
 
 from syncline.strategies.diloco import _DiLoCoRun
 from syncline.strategies.own import OwnRun
-from syncline.testing.hunting import hunt_cases
+from tests.hunting import hunted, seeds
 from tests.strategies.hunts.averaging_cases import KINDS, check_averaging
 
-ALL = bool(os.environ.get("SYNCLINE_HUNT"))
-SEEDS = range(1000) if ALL else range(8)
+SEEDS = seeds(8)
 
 
 @pytest.mark.hunt
 @pytest.mark.parametrize("kind", KINDS)
 def test_sums_are_conserved_and_all_are_alike_after_a_round(kind: str) -> None:
-    rounds: list[int] = []
-    hunt_cases(
-        lambda seed: rounds.append(check_averaging(kind, seed)),
-        SEEDS,
-        f"tests.strategies.hunts.averaging_cases.check_averaging({kind!r}, {{seed}})",
-    )
-    assert sum(rounds) >= 2 * len(SEEDS)  # the hunt is about something
+    assert sum(hunted(check_averaging, SEEDS, kind)) >= 2 * len(SEEDS)  # rounds: the hunt is about something
 
 
 @pytest.mark.hunt
@@ -35,7 +27,7 @@ def test_the_hunt_sees_a_worker_that_forgets_its_own_steps() -> None:
         mock.patch.object(_DiLoCoRun, "_with_own_steps", lambda run, outer: list(outer)),
         pytest.raises(AssertionError, match=r"seed \d+ breaks it"),
     ):
-        hunt_cases(lambda seed: check_averaging("overlapped", seed), range(8), "check({seed})")
+        hunted(check_averaging, range(8), "overlapped")
 
 
 @pytest.mark.hunt
@@ -51,4 +43,4 @@ def test_the_hunt_sees_a_worker_that_keeps_its_own_weights() -> None:
         mock.patch.object(OwnRun, "take_over", plant),
         pytest.raises(AssertionError, match=r"seed \d+ breaks it"),
     ):
-        hunt_cases(lambda seed: check_averaging("local", seed), range(8), "check({seed})")
+        hunted(check_averaging, range(8), "local")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -11,20 +10,16 @@ import pytest
 import torch
 
 from syncline.strategies.easgd.served import ServedElasticRun
-from syncline.testing.hunting import hunt_cases
-from tests.strategies.hunts.easgd_cases import Outcome, check_served, check_together
+from tests.hunting import hunted, seeds
+from tests.strategies.hunts.easgd_cases import check_served, check_together
 
-ALL = bool(os.environ.get("SYNCLINE_HUNT"))
-SEEDS = range(1000) if ALL else range(12)
-CASES = "tests.strategies.hunts.easgd_cases"
+SEEDS = seeds(12)
 
 
 @pytest.mark.hunt
 @pytest.mark.parametrize("kind", ["served", "served tree"])
 def test_what_workers_give_the_servers_get(kind: str) -> None:
-    outcomes: list[Outcome] = []
-    how = f"{CASES}.check_served({kind!r}, {{seed}})"
-    hunt_cases(lambda seed: outcomes.append(check_served(kind, seed)), SEEDS, how)
+    outcomes = hunted(check_served, SEEDS, kind)
     # The hunt is about something: workers were killed in the middle of it, and centres moved.
     assert sum(bool(outcome.killed) and outcome.opened for outcome in outcomes) >= len(SEEDS) // 10
     assert sum(outcome.moved > 0.1 for outcome in outcomes) >= len(SEEDS) // 3
@@ -33,10 +28,7 @@ def test_what_workers_give_the_servers_get(kind: str) -> None:
 @pytest.mark.hunt
 @pytest.mark.parametrize("kind", ["one", "tree"])
 def test_what_workers_give_each_other_they_get(kind: str) -> None:
-    outcomes: list[Outcome] = []
-    how = f"{CASES}.check_together({kind!r}, {{seed}})"
-    hunt_cases(lambda seed: outcomes.append(check_together(kind, seed)), SEEDS, how)
-    assert sum(outcome.moved > 0.1 for outcome in outcomes) >= len(SEEDS) // 3
+    assert sum(outcome.moved > 0.1 for outcome in hunted(check_together, SEEDS, kind)) >= len(SEEDS) // 3
 
 
 @contextmanager
@@ -55,4 +47,4 @@ def taken_off_late() -> Iterator[None]:
 
 def test_the_hunt_finds_a_planted_mistake() -> None:
     with taken_off_late(), pytest.raises(AssertionError, match=r"seed \d+ breaks it: worth .* nowhere"):
-        hunt_cases(lambda seed: check_served("served", seed), range(10), f"{CASES}.check_served('served', {{seed}})")
+        hunted(check_served, range(10), "served")

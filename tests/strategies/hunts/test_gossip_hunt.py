@@ -2,47 +2,37 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from unittest import mock
 
 import pytest
 
 from syncline.strategies.gossip.partners import Partners
-from syncline.testing.hunting import hunt_cases
+from tests.hunting import hunted, seeds
 from tests.strategies.hunts.gossip_cases import check_choco, check_killed, check_mixing, check_pairs
 
-ALL = bool(os.environ.get("SYNCLINE_HUNT"))
-SEEDS = range(1000) if ALL else range(25)
-
-
-def hunted(check: Callable[[int], float]) -> list[float]:
-    found: list[float] = []
-    replay = f"tests.strategies.hunts.gossip_cases.{check.__name__}({{seed}})"
-    hunt_cases(lambda seed: found.append(check(seed)), SEEDS, replay)
-    return found
+SEEDS = seeds(25)
 
 
 @pytest.mark.hunt
 def test_mixing_is_what_the_equations_say_and_contracts_as_the_gap_promises() -> None:
-    left = hunted(check_mixing)
+    left = hunted(check_mixing, SEEDS)
     assert sum(each < 0.9 for each in left) >= len(SEEDS) // 5, "workers came together"
 
 
 @pytest.mark.hunt
 def test_compressed_differences_keep_the_mean_and_everybodys_beliefs() -> None:
-    left = hunted(check_choco)
+    left = hunted(check_choco, SEEDS)
     assert sorted(left)[len(left) // 2] < 0.7
 
 
 @pytest.mark.hunt
 def test_averages_of_two_conserve_the_sum() -> None:
-    assert sum(hunted(check_pairs)) >= 4 * len(SEEDS)
+    assert sum(hunted(check_pairs, SEEDS)) >= 4 * len(SEEDS)
 
 
 @pytest.mark.hunt
 def test_a_killed_worker_leaves_the_others_whole() -> None:
-    assert sum(hunted(check_killed)) >= len(SEEDS) // 2
+    assert sum(hunted(check_killed, SEEDS)) >= len(SEEDS) // 2
 
 
 def test_the_hunt_finds_an_average_that_is_not_atomic() -> None:
@@ -56,4 +46,4 @@ def test_the_hunt_finds_an_average_that_is_not_atomic() -> None:
         return 0.0
 
     with mock.patch.object(Partners, "average", careless), pytest.raises(AssertionError, match=r"seed \d+ breaks it"):
-        hunt_cases(check_pairs, range(60), "check_pairs({seed})")
+        hunted(check_pairs, range(60))

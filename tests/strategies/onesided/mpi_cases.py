@@ -24,8 +24,8 @@ PATIENCE = 60.0
 LARGE = 1 << 20
 
 
-def tell(**told: Any) -> None:
-    print(json.dumps(told) + "\n", end="", flush=True)
+def tell(case: str, **told: Any) -> None:
+    print(json.dumps({"case": case, **told}) + "\n", end="", flush=True)
 
 
 def deaf(world: sl.World) -> None:
@@ -36,7 +36,7 @@ def deaf(world: sl.World) -> None:
         world.transport.recv(token, 1).wait()
         slots.post(np.ones(1000), to=1)
         slots.settle()
-        tell(rank=0, placed=time.monotonic())
+        tell("deaf", rank=0, placed=time.monotonic())
     else:
         memory, matrix = slots._slots, np.eye(64)
         world.transport.send(token, 0).wait()
@@ -48,7 +48,8 @@ def deaf(world: sl.World) -> None:
                 seen = time.monotonic()
         ended = time.monotonic()
         after, accepted = step(np.zeros(1000), np.full(1000, -0.1), 0.1, slots.collect())
-        tell(rank=1, seen=seen, ended=ended, accepted=accepted, after=[float(after.min()), float(after.max())])
+        found = [float(after.min()), float(after.max())]
+        tell("deaf", rank=1, seen=seen, ended=ended, accepted=accepted, after=found)
     slots.close()
 
 
@@ -70,7 +71,7 @@ def torn(world: sl.World) -> None:
                 again += message.sequence <= latest
                 latest = message.sequence
         slots.post(np.zeros(LARGE), to=0)
-        tell(whole=whole, torn=slots.counts.torn, mixed=mixed, again=again)
+        tell("torn", whole=whole, torn=slots.counts.torn, mixed=mixed, again=again)
     slots.close()
 
 
@@ -81,7 +82,7 @@ def solve(world: sl.World) -> None:
     points = centres[random.integers(3, size=30_000)] + random.normal(size=(30_000, 2))
     found = asgd(KMeans(3), points, rate=0.3, rate_end=0.02, batch=50, part=0.5, epochs=2)
     counts = {name: found.total(name) for name in ("steps", "sent", "accepted", "rejected")}
-    tell(rank=world.rank, value=found.value, state=found.state.tolist(), **counts)
+    tell("solve", rank=world.rank, value=found.value, state=found.state.tolist(), **counts)
 
 
 def learn(world: sl.World) -> None:
@@ -89,9 +90,11 @@ def learn(world: sl.World) -> None:
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings(strategy=OneSided(pull=0.5), epochs=6, checkpoint_every=0)  # type: ignore[arg-type]
         outcome = train(build("digits"), settings, world=world, folder=folder)
-    tell(rank=world.rank, test=outcome.test, steps=outcome.steps, reason=outcome.stopped_by)
+    tell("learn", rank=world.rank, test=outcome.test, steps=outcome.steps, reason=outcome.stopped_by)
 
 
 if __name__ == "__main__":
     with sl.init() as world:
-        {"deaf": deaf, "torn": torn, "solve": solve, "learn": learn}[sys.argv[1]](world)
+        for case in sys.argv[1:]:
+            {"deaf": deaf, "torn": torn, "solve": solve, "learn": learn}[case](world)
+            world.barrier()

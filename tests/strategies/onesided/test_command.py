@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import signal
-import subprocess
 import sys
-from contextlib import suppress
 
 import pytest
 
@@ -16,8 +12,8 @@ import syncline as sl
 from syncline.bench.kmeans import Blobs, KMeansPlan, build_blobs, describe, solve
 from syncline.cli import train
 from syncline.cli.train_kmeans import is_kmeans, train_kmeans
-from tests.launching import ROOT, finish, start
-from tests.transports.test_mpi import MPICH, PATIENCE, need, own_environ
+from tests.launching import finish, start
+from tests.mpi import MPICH, collect, need
 
 SMALL = "kmeans(k=5, dims=3, points=20000)"
 
@@ -29,25 +25,11 @@ def parsed(*words: str) -> argparse.Namespace:
 
 
 def through_mpi(*command: str) -> str:
-    """Run to the end; what was said. Nothing is left behind."""
+    """Run to the end, which is a good one; what was said."""
     need(MPICH)
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        env=own_environ() | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, _ = process.communicate(timeout=PATIENCE)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    assert process.returncode == 0, out
-    return out
+    ended = collect([sys.executable, *command], {})
+    assert ended.code == 0, ended
+    return ended.out + ended.err
 
 
 @pytest.mark.parametrize(

@@ -2,49 +2,35 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.launching import ROOT
-from tests.transports.test_mpi import PATIENCE, Flavour, both, need, one_or_both, own_environ
+from tests.mpi import Flavour, one_or_both, play
 
 pytestmark = pytest.mark.xdist_group("mpi")
 
-
-def play(flavour: Flavour, case: str, ranks: int = 2) -> list[dict[str, Any]]:
-    """Run a case of mpi_cases.py; what its ranks have told."""
-    need(flavour)
-    told = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "SYNCLINE_TRANSPORT": "mpi"}
-    process = subprocess.Popen(
-        [str(flavour.mpiexec), *flavour.options, "-n", str(ranks), sys.executable, "-m",
-         "tests.strategies.onesided.mpi_cases", case],
-        env=own_environ() | told | flavour.variables,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        out, err = process.communicate(timeout=PATIENCE)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    assert process.returncode == 0, err[-4000:]
-    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+Lines = list[dict[str, Any]]
+Told = Callable[[Flavour, str], Lines]
 
 
-@both
-def test_a_state_is_accepted_while_its_target_computes(flavour: Flavour) -> None:
-    first, second = sorted(play(flavour, "deaf"), key=lambda line: int(line["rank"]))
+@pytest.fixture(scope="module")
+def told() -> Told:
+    """What the ranks told of a case. One job for each MPI plays them all: starting it takes longer than they do."""
+    found: dict[str, Lines] = {}
+
+    def of(flavour: Flavour, case: str) -> Lines:
+        if flavour.name not in found:
+            found[flavour.name] = play(flavour, "tests.strategies.onesided.mpi_cases", "deaf", "torn", "solve", "learn")
+        return [line for line in found[flavour.name] if line["case"] == case]
+
+    return of
+
+
+@one_or_both
+def test_a_state_is_accepted_while_its_target_computes(flavour: Flavour, told: Told) -> None:
+    first, second = told(flavour, "deaf")
     assert second["seen"] is not None, "it came while no library was called"
     assert second["seen"] < second["ended"]
     assert second["accepted"] == [True]
@@ -53,17 +39,17 @@ def test_a_state_is_accepted_while_its_target_computes(flavour: Flavour) -> None
 
 
 @one_or_both
-def test_a_half_written_state_is_never_taken(flavour: Flavour) -> None:
-    (told,) = play(flavour, "torn")
-    assert told["whole"] >= 5
-    assert told["torn"] >= 3, "it was met"
-    assert told["mixed"] == 0
-    assert told["again"] == 0
+def test_a_half_written_state_is_never_taken(flavour: Flavour, told: Told) -> None:
+    (seen,) = told(flavour, "torn")
+    assert seen["whole"] >= 5
+    assert seen["torn"] >= 3, "it was met"
+    assert seen["mixed"] == 0
+    assert seen["again"] == 0
 
 
 @one_or_both
-def test_k_means_on_processes(flavour: Flavour) -> None:
-    results = play(flavour, "solve")
+def test_k_means_on_processes(flavour: Flavour, told: Told) -> None:
+    results = told(flavour, "solve")
     assert len(results) == 2
     assert results[0] | {"rank": 0} == results[1] | {"rank": 0}, "all have the same"
     assert results[0]["value"] == pytest.approx(2.0, rel=0.03)
@@ -72,9 +58,9 @@ def test_k_means_on_processes(flavour: Flavour) -> None:
 
 
 @one_or_both
-def test_a_network_on_processes(flavour: Flavour) -> None:
-    results = play(flavour, "learn")
-    assert sorted(each["rank"] for each in results) == [0, 1]
+def test_a_network_on_processes(flavour: Flavour, told: Told) -> None:
+    results = told(flavour, "learn")
+    assert [each["rank"] for each in results] == [0, 1]
     for each in results:
         assert each["test"] > 0.75
         assert (each["steps"], each["reason"]) == (6 * 17, "epochs")

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.errors import DivergedError, IncompatibleError, PeerLostError
+from syncline.errors import IncompatibleError, PeerLostError
 from syncline.exchange import Exchange, plain_name
-from syncline.strategies.base import Run, Settings
+from syncline.strategies.base import Run, Settings, check_gradients
 from syncline.strategies.onesided.core import is_near
 from syncline.strategies.onesided.mailslots import HEADER, Mailslots
 from syncline.strategies.onesided.step import Array, step
@@ -71,7 +71,7 @@ class OneSidedRun(Run):
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.settings.check_finite:
-            self._check_finite()
+            check_gradients(self)
         if self.exchange.size > 1:
             self._before = self._read()
 
@@ -125,15 +125,6 @@ class OneSidedRun(Run):
     def _publish(self) -> None:
         """Show what this worker has now to those who want the mean."""
         self._window.local.copy_(self.keys.read(self.model))
-
-    def _check_finite(self) -> None:
-        for name, parameter in self.model.named_parameters():
-            gradient = parameter.grad
-            if gradient is not None and not bool(torch.isfinite(_values(gradient)).all()):
-                raise DivergedError(
-                    f"NaN or Inf in the gradient of {plain_name(name)} on rank {self.world.rank} after "
-                    f"{self.stats.steps} steps: lower the learning rate"
-                )
 
     # The model of all.
 
@@ -225,7 +216,3 @@ class OneSidedRun(Run):
 
     def _names(self) -> dict[str, nn.Parameter]:
         return {plain_name(name): each for name, each in self.model.named_parameters() if each.requires_grad}
-
-
-def _values(gradient: Tensor) -> Tensor:
-    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -1,4 +1,4 @@
-"""Who trains side by side in `syncline bench step`: ours with each codec, DistributedDataParallel, compute alone."""
+"""Who trains side by side in `syncline bench step`: ours with each codec, DistributedDataParallel and others."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from syncline.exchange import WAYS
 from syncline.strategies import Run
 from syncline.training.distribute import distribute
 
-__all__ = ["ALONE", "BASELINES", "DENSE", "OURS", "Contender", "agree", "used", "wire"]
+__all__ = ["ALONE", "BASELINES", "DDPS", "DENSE", "HOROVOD", "OURS", "Contender", "agree", "used", "wire"]
 
 OURS = "syncline"
 """Our contender's name where no codec is asked for."""
 DENSE = "none"
 """Ours without a codec, where others have one."""
-BASELINES = ("ddp", "ddp-fp16")
+DDPS = frozenset({"ddp", "ddp-fp16"})
 """DistributedDataParallel as it is, and with torch's hook that halves what travels."""
+HOROVOD = "hvd"
+"""The same step written as for Horovod, by its door."""
+BASELINES = ("ddp", "ddp-fp16", HOROVOD)
 ALONE = "alone"
 """The same step on the same crowded cores, with nothing exchanged: what no codec can be faster than."""
 MOMENTUM = 0.9
@@ -38,12 +41,18 @@ class Contender:
         self.name = name
         self.inner = self.model = model
         codec = None if name in (OURS, DENSE, ALONE, *BASELINES) else build_codec(name)
+        self.optimizer: torch.optim.Optimizer
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=_momentum(codec))
         self.run: Run | None = None
-        if name in BASELINES:
+        if name in DDPS:
             from syncline.bench.baselines import ddp
 
             self.model = ddp(model, broadcast_buffers, half=name == "ddp-fp16")
+        elif name == HOROVOD:
+            import syncline.compat.horovod.torch as hvd
+
+            hvd.init()
+            self.optimizer = hvd.DistributedOptimizer(self.optimizer, named_parameters=model.named_parameters())
         elif name != ALONE:
             collective = wire(options["collective"], dense=name == DENSE)
             self.run = distribute(model, self.optimizer, codec=codec, **{**options, "collective": collective})

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from syncline.bench.calm import calm
-from syncline.bench.contenders import ALONE, BASELINES, DENSE, OURS, Contender, agree, used
+from syncline.bench.contenders import ALONE, DDPS, DENSE, HOROVOD, OURS, Contender, agree, used
 from syncline.bench.link import check_link
 from syncline.bench.overlap import Overlap
 from syncline.bench.stats import ratios, summarize
@@ -91,7 +91,7 @@ def measure(plan: StepPlan) -> None:
     """Run the plan on this rank; rank 0 writes what came of it."""
     lab = os.environ.get("SYNCLINE_LAB", "")
     with init(transport="torch_dist") as world, calm(), ExitStack() as stack:
-        if (plan.only or plan.against[0]) in BASELINES:
+        if not DDPS.isdisjoint([plan.only] if plan.only else plan.against):
             from syncline.bench.baselines import process_group
 
             stack.enter_context(process_group(world))
@@ -139,7 +139,7 @@ class _Race:
         row["ranks_agree"] = {
             kind: agree(self.signals.channel, list(self.contenders[kind].inner.parameters())) for kind in self.plan.ours
         }
-        row["same_bits"] = self._as_ddp()
+        row["same_bits"] = self._as_theirs()
         first = self.contenders[self.plan.ours[0]].run
         row["config"] = None if first is None else first.config
         for contender in self.contenders.values():
@@ -180,13 +180,15 @@ class _Race:
                 self.turn(number, overlap)
         return None if overlap is None else overlap.summary()
 
-    def _as_ddp(self) -> bool | None:
-        """Whether ours without a codec ended with the bits of DistributedDataParallel; None where one is missing."""
+    def _as_theirs(self) -> bool | None:
+        """Whether ours without a codec ended with the bits of the baselines; None where there are none to compare."""
         dense = next((kind for kind in (OURS, DENSE) if kind in self.contenders), None)
-        if dense is None or "ddp" not in self.contenders:
+        theirs = [kind for kind in ("ddp", HOROVOD) if kind in self.contenders]
+        if dense is None or not theirs:
             return None
-        pairs = zip(self.contenders[dense].inner.parameters(), self.contenders["ddp"].inner.parameters(), strict=True)
-        return all(torch.equal(one, other) for one, other in pairs)
+        own = list(self.contenders[dense].inner.parameters())
+        others = [self.contenders[kind].inner.parameters() for kind in theirs]
+        return all(torch.equal(one, two) for other in others for one, two in zip(own, other, strict=True))
 
     def _longest(self, seconds: list[float]) -> list[float]:
         table = torch.tensor(seconds, dtype=torch.float64)

@@ -100,7 +100,11 @@ def _bits(row: dict[str, Any]) -> str:
         return "DIFFER between the ranks"
     if row["same_bits"] is None:
         return "the same bits on all ranks"
-    return "the same bits" if row["same_bits"] else "the same bits on all ranks; they differ from ddp's in rounding"
+    return (
+        "the same bits"
+        if row["same_bits"]
+        else "the same bits on all ranks; they differ from the baseline's in rounding"
+    )
 
 
 def _ms(summary: Summary) -> str:

@@ -17,6 +17,8 @@ examples:
   syncline bench server --sweep -n 4 --size 40MB               how many servers this cluster wants
   syncline bench server --soak 10                              ten minutes of requests, every answer checked
   syncline bench stragglers -n 4                               bsp, ssp and downpour where some workers are slow
+  syncline bench negotiation -n 4                              what Horovod's matching by name costs a step
+  syncline bench step -n 2 --against hvd                       the same step written for Horovod
 
 Medians with 95 % intervals of the median; ratios are paired within rounds. A table goes to the terminal, and the
 samples with a picture to runs/bench-… (or --out).
@@ -30,7 +32,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from syncline.bench import collectives, network, teams
+from syncline.bench import collectives, negotiation, network, teams
 from syncline.bench.collectives_report import plot, table
 from syncline.bench.sizes import parse_sizes
 from syncline.cli import bench_codecs, bench_server, bench_step, bench_stragglers
@@ -70,9 +72,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     bench_server.configure(sixth)
     seventh = what.add_parser("stragglers", help="strategies where some workers are slow", allow_abbrev=False)
     bench_stragglers.configure(seventh)
-    for command in (first, second, fourth):
+    eighth = what.add_parser("negotiation", help="what Horovod's matching by name costs", allow_abbrev=False)
+    eighth.add_argument("--tensors", type=int, default=100, help="named tensors in a step; default 100")
+    eighth.add_argument("--numel", type=int, default=1000, help="numbers in each; default 1000")
+    eighth.add_argument("--rounds", type=int, default=200, help="turns of each; default 200")
+    for command in (first, second, fourth, eighth):
         add_places(command)
-    for command in (first, second, third, fourth, fifth, sixth, seventh):
+    for command in (first, second, third, fourth, fifth, sixth, seventh, eighth):
         command.add_argument("--out", type=Path, help="folder for the samples and the picture")
 
 
@@ -104,6 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(network.describe(document))
     elif arguments.what == "teams":
         print(f"{teams.describe(document)}\n\nwritten: {result}")
+    elif arguments.what == "negotiation":
+        print(f"{negotiation.describe(document)}\n\nwritten: {result}")
     else:
         print(table(document))
         try:
@@ -129,6 +137,10 @@ def _plan(arguments: argparse.Namespace, out: str) -> dict[str, object]:
         sizes, pauses = _pair("--megabytes", arguments.megabytes), _pair("--compute", arguments.compute)
         collective, turns = arguments.collective, arguments.rounds
         return asdict(teams.TeamsPlan(out, sizes, pauses, turns=turns, collective=collective))
+    if arguments.what == "negotiation":
+        if arguments.tensors < 1 or arguments.numel < 1:
+            raise SpecError(f"--tensors {arguments.tensors} --numel {arguments.numel}: at least one of each")
+        return asdict(negotiation.NegotiationPlan(out, arguments.tensors, arguments.numel, arguments.rounds))
     if arguments.what == "network":
         return asdict(
             network.NetworkPlan(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from syncline.errors import SynclineError
 
 __all__ = ["main"]
 
-COMMANDS = ("run", "train", "race", "report", "lint", "watch", "new", "lab", "bench", "env")
+COMMANDS = ("run", "horovodrun", "train", "race", "report", "lint", "watch", "new", "lab", "bench", "env")
 """Each is a module of this package with `HELP`, `configure(parser)` and `run(arguments) -> exit code`."""
 
 
@@ -37,7 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         module.configure(command)
         command.set_defaults(run=module.run)
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        known = commands.choices[arguments.command]._option_string_actions
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown[0], known)}")
     try:
         return int(arguments.run(arguments))
     except SynclineError as error:
@@ -48,6 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # nobody reads any more: | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python complains when it flushes at exit
         return 141
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    """The option that may have been meant.
+
+    >>> _hint("--strategi", ["--strategy", "--codec"])
+    "; did you mean '--strategy'?"
+    """
+    close = difflib.get_close_matches(name.partition("=")[0], list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 if __name__ == "__main__":

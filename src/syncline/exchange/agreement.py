@@ -32,23 +32,24 @@ def check_same(exchange: Exchange, what: str, mine: Mapping[str, str]) -> None:
     everything = allgather(torch.frombuffer(bytearray(text), dtype=torch.uint8), group=exchange.team)
     parts = torch.split(everything, lengths)
     tables = [dict(json.loads(bytes(part.tolist()))) for part in parts]
-    for rank, table in enumerate(tables):
-        difference = _difference(tables[0], table, rank)
+    ranks = exchange.team.ranks
+    for rank, table in zip(ranks, tables, strict=True):
+        difference = _difference(tables[0], table, ranks[0], rank)
         if difference:
             raise IncompatibleError(f"the ranks hold different {what}: {difference}")
     orders = [list(table) for table in tables]
-    rank = next((rank for rank, order in enumerate(orders) if order != orders[0]), 0)
+    rank = next((rank for rank, order in zip(ranks, orders, strict=True) if order != orders[0]), ranks[0])
     raise IncompatibleError(f"the ranks hold different {what}: rank {rank} has the same entries in another order")
 
 
-def _difference(first: Mapping[str, str], other: Mapping[str, str], rank: int) -> str:
+def _difference(first: Mapping[str, str], other: Mapping[str, str], root: int, rank: int) -> str:
     for name in first:
         if name not in other:
-            return f"{name} is {first[name]} on rank 0 and missing on rank {rank}"
+            return f"{name} is {first[name]} on rank {root} and missing on rank {rank}"
         if first[name] != other[name]:
-            return f"{name} is {first[name]} on rank 0 and {other[name]} on rank {rank}"
+            return f"{name} is {first[name]} on rank {root} and {other[name]} on rank {rank}"
     extra = next((name for name in other if name not in first), None)
-    return "" if extra is None else f"{extra} is {other[extra]} on rank {rank} and missing on rank 0"
+    return "" if extra is None else f"{extra} is {other[extra]} on rank {rank} and missing on rank {root}"
 
 
 def spread(exchange: Exchange, tensors: Sequence[Tensor], root: int = 0) -> None:

@@ -14,7 +14,7 @@ from syncline.costs import AUTO
 from syncline.exchange.stats import Stats
 from syncline.exchange.ways import Ways
 from syncline.transports import Handle
-from syncline.world import Pending, World, allreduce, broadcast
+from syncline.world import Pending, Team, World, allreduce, broadcast
 
 __all__ = ["Exchange", "Reduction"]
 
@@ -37,15 +37,16 @@ class Reduction(Protocol):
 class Exchange:
     """World, team and collective of one run. Reductions start in the same order on every rank."""
 
-    def __init__(self, world: World, collective: str, codec: Codec | None = None) -> None:
+    def __init__(self, world: World, collective: str, codec: Codec | None = None, team: Team | None = None) -> None:
+        """`team`: one of some ranks, made for this exchange alone; None: all ranks, on a new one."""
         self.world = world
         self.codec = codec
         self.ways = Ways(collective, codec)
         """How payloads that do not sum on the wire are reduced."""
         told = self.ways.told is not None or collective in (NATIVE, AUTO)
         self.collective = collective if told else build("allreduce", collective).spec
-        self.team = world.team()
-        self.stats = Stats(world.events, world.runtime.lock(), alone=world.size == 1)
+        self.team = world.team() if team is None else team
+        self.stats = Stats(world.events, world.runtime.lock(), alone=self.team.size == 1)
         self._schedules: dict[str, Schedule] = {}
 
     @property

@@ -25,7 +25,7 @@ from syncline.exchange.control import Control, UsualControl
 from syncline.exchange.diagnosis import Diagnosis
 from syncline.exchange.exchange import Exchange
 from syncline.exchange.pays import coded_seconds, dense_seconds, judge
-from syncline.exchange.rounds import Round
+from syncline.exchange.rounds import Round, Scaling
 from syncline.world import allgather
 
 __all__ = ["Gradients", "plain_name"]
@@ -52,6 +52,9 @@ class Gradients:
         codec: Codec | None = None,
         seed: int = 0,
         diagnose: int = 0,
+        opens: Callable[[int], bool] | None = None,
+        lenient: bool = False,
+        scaling: Scaling | None = None,
     ) -> None:
         self.names = [plain_name(name) for name in parameters]
         self.parameters = list(parameters.values())
@@ -59,6 +62,13 @@ class Gradients:
         self.coding = (
             None if codec is None else Coding(codec, self.names, self.parameters, exchange.rank, exchange.size, seed)
         )
+        self.lenient = lenient
+        """Whether a rank that lacks a gradient which others have adds zeros; else that is refused."""
+        self.scaling = scaling
+        self._opens = opens
+        """Asked at the first gradient of a pass, that of this parameter: whether the pass is reduced, or adds up."""
+        self._adding = -1
+        """The pass that adds up."""
         self._diagnose = diagnose
         self._judged = False
         self.check_finite = check_finite
@@ -81,7 +91,8 @@ class Gradients:
         self._round: Round | None = None
         self._latest: Round | None = None
         self._paused = False
-        self._accumulated: set[int] = set()
+        self._accumulated: dict[int, int] = {}
+        """Parameters that have got gradients which nobody has reduced yet, and how many."""
         watched = [] if idle else list(enumerate(self.parameters))  # idle: one worker has nobody to agree with
         self._hooks = [_hook(parameter, partial(self._arrived, index)) for index, parameter in watched]
         exchange.team.transport.owing(self._owes)
@@ -104,10 +115,10 @@ class Gradients:
         finally:
             self._paused = before
 
-    def empty_round(self) -> Round:
-        """Take part in the others' reductions with nothing to add."""
+    def empty_round(self, weighing: float = 0.0) -> Round:
+        """Take part in the others' reductions with nothing to add; with a weight, as zeros that count in the mean."""
         weight, careful = self.weight, self.careful
-        self.weight, self.active, self.careful = 0.0, False, True  # the answer decides whether to go on
+        self.weight, self.active, self.careful = weighing, False, True  # the answer decides whether to go on
         try:
             found = self._begin(-1)
             self._round = None
@@ -136,14 +147,28 @@ class Gradients:
             self.weight, self.active = before
         return found
 
+    def reduce_now(self) -> Round:
+        """Begin to reduce the gradients that are there, outside of a backward pass."""
+        found = self._begin(-1)
+        self._round = None
+        for index, parameter in enumerate(self.parameters):
+            if parameter.requires_grad and parameter.grad is not None:
+                found.arrive(index)
+        found.end()
+        return found
+
     @property
     def accumulating(self) -> bool:
         """Whether gradients have added up that no step has reduced yet."""
         return bool(self._accumulated)
 
+    def accumulated(self, index: int) -> int:
+        """How many gradients of a parameter have added up that no step has reduced yet."""
+        return self._accumulated.get(index, 0)
+
     def take_accumulated(self) -> set[int]:
-        """The parameters that got a gradient under `paused`, once."""
-        taken, self._accumulated = self._accumulated, set()
+        """The parameters that got a gradient in passes that add up, once."""
+        taken, self._accumulated = set(self._accumulated), {}
         return taken
 
     def done(self, finished: Round) -> None:
@@ -193,6 +218,8 @@ class Gradients:
             told = self._gather_text(", ".join(name for bad, name in suspects if bad))
             who = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
             raise DivergedError(f"NaN or Inf in the gradients of {who or 'some rank'}")
+        if self.lenient:
+            return
         counts = [dense + sparse for dense, sparse in zip(control.dense, control.sparse, strict=True)]
         partial_use = [index for index, count in enumerate(counts) if 0 < count < control.active]
         if partial_use:
@@ -237,10 +264,10 @@ class Gradients:
 
     def _arrived_first(self, index: int, found: Round | None) -> None:
         """The first gradient of a pass, one of an accumulation, or one too many."""
-        if self._paused:
-            self._accumulated.add(index)
-            return
         task = torch._C._current_graph_task_id()
+        if self._paused or task == self._adding:
+            self._accumulated[index] = self._accumulated.get(index, 0) + 1
+            return
         if found is not None:
             if found.task == task:
                 raise IncompatibleError(
@@ -248,6 +275,11 @@ class Gradients:
                     "use use_reentrant=False, or wrap the first backward in run.no_sync()"
                 )
             self._in_flight -= 1  # the pass before was broken off by an error
+            self._round = None
+        if self._opens is not None and not self._opens(index):
+            self._adding = task
+            self._accumulated[index] = self._accumulated.get(index, 0) + 1
+            return
         found = self._begin(task)
         Variable._execution_engine.queue_callback(self._backward_is_over)
         found.arrive(index)

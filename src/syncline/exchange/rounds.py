@@ -8,6 +8,7 @@ complete()                 wait; now every rank holds the same bits
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,12 +28,20 @@ from syncline.exchange.sparse import sum_sparse
 if TYPE_CHECKING:
     from syncline.exchange.gradients import Gradients
 
-__all__ = ["Round"]
+__all__ = ["Round", "Scaling"]
 
 AT_ONCE = 1 << 19
 """Bytes of gradients that may wait to be put into their buckets: while they do, they are in memory twice."""
 NEVER = 1 << 62
 """What is missing of those that have no bucket."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What gradients are multiplied with before they are summed and after it, in place of 1/ranks before it."""
+
+    before: float
+    after: float = 1.0
 
 
 class Round:
@@ -46,7 +55,10 @@ class Round:
         self.control: Control | None = None
         self._gradients = gradients
         self._exchange = gradients.exchange
-        self._scale = gradients.weight / gradients.exchange.size
+        told, size = gradients.scaling, gradients.exchange.size
+        self._scale = gradients.weight / size if told is None else gradients.weight * told.before
+        self._after = 1.0 if told is None else told.after
+        self._after_coded = 1.0 if told is None else told.before * told.after * size  # a codec's sum is a mean already
         self.arrived = [False] * len(gradients.parameters)
         self._queue: list[int] = []
         """Gradients that are there and not yet in their buckets."""
@@ -131,15 +143,24 @@ class Round:
         rescale = size / control.weight if control.weight > 0 and control.weight != size else 1.0
         for bucket in self.buckets.buckets:
             if bucket.codec is not None:
-                self._finish_coded(bucket, rescale, poisoned=control.not_finite > 0)
-            elif rescale != 1.0:
-                self._data(bucket).mul_(rescale)
+                self._finish_coded(bucket, rescale * self._after_coded, poisoned=control.not_finite > 0)
+            elif rescale * self._after != 1.0:
+                self._data(bucket).mul_(rescale * self._after)
         for index, gradient in self._kept.items():
             if not control.dense[index]:  # else this rank had nothing to add, and the others' mean counts
                 self.buckets.views[index].copy_(gradient)
         if any(control.sparse) or self.buckets.outside:
-            self._sum_the_others(control, self._scale * rescale)
+            self._sum_the_others(control, self._scale * self._after * rescale)
+        if self._gradients.lenient and self._gradients.active and self._lacks:
+            for index in self.buckets.home:
+                if not self.arrived[index] and control.dense[index]:
+                    self._gradients.parameters[index].grad = self._gradient(index)
         return control
+
+    @property
+    def _lacks(self) -> bool:
+        """Whether a gradient that others may have has not come here."""
+        return len(self.arrivals) < len(self.arrived) and not all(self.arrived[index] for index in self.buckets.home)
 
     def _read_control(self) -> Control:
         """What the ranks told. On a GPU that would be a wait for the device: where nothing hangs on it, it is read
@@ -147,6 +168,7 @@ class Round:
         """
         gradients, numbers = self._gradients, self.buckets.control
         needed = gradients.careful or self._coding is not None or not gradients.observed
+        needed = needed or (gradients.lenient and self._lacks)  # others may have what must be put in place here
         if numbers.is_cuda and not (needed or self.buckets.outside):
             gradients.read_later(numbers, self._suspects, self.arrived)
             return gradients.usual.control

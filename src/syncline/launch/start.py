@@ -6,13 +6,14 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from torch._C._distributed_c10d import TCPStore
 
 from syncline.launch.crew import Crew, Several
 from syncline.launch.failures import Ended
+from syncline.launch.horovod import tell_horovods
 from syncline.launch.hosts import HERE, Host
 from syncline.launch.local import LocalCrew
 from syncline.launch.mpi_layout import lay_out_mpi
@@ -57,6 +58,10 @@ class Job:
     """Whether mpiexec starts the ranks, here or in the lab, and MPI carries their bytes."""
     plain_rank: int | None = 0
     """The rank whose output is passed on untouched; None: every line has its rank."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """What every process is told beside where and who it is."""
+    horovod: bool = False
+    """Whether the ranks are told who they are in Horovod's words too."""
 
 
 def run_here(job: Job, ranks: int) -> int:
@@ -140,10 +145,11 @@ def _lay_out(job: Job, places: Sequence[Place], common: Mapping[str, str]) -> li
     # Nobody beside the ranks and the servers joins MPI's world: there rank 0 evaluates.
     evaluators = 0 if job.mpi else job.evaluators
     told = company(workers, servers=job.servers, evaluators=evaluators, hosts=len(places), handlers=job.handlers)
-    told |= common
+    told = {**told, **job.variables, **common}
     if job.mpi:
         return lay_out_mpi(places, job.target, told, job.servers, job.server, plain=job.plain_rank is not None)
-    parts = [lay_out_servers(places, job.server, told, job.servers), lay_out(places, job.target, told, job.plain_rank)]
+    ranks = lay_out(places, job.target, told, job.plain_rank)
+    parts = [lay_out_servers(places, job.server, told, job.servers), tell_horovods(ranks) if job.horovod else ranks]
     if evaluators:
         parts.append(lay_out_evaluator(places, job.target, told))
     return [[program for programs in place for program in programs] for place in zip(*parts, strict=True)]

@@ -10,9 +10,14 @@ from syncline.launch.machine import cores
 
 __all__ = ["carried", "common_variables", "company", "network_key", "threads_each"]
 
-CARRIED = ("OMP_", "MKL_", "NCCL_", "GLOO_", "TP_", "TORCH_", "CUDA_", "UCX_", "PYTHON", "SYNCLINE_")
+CARRIED = ("OMP_", "MKL_", "NCCL_", "GLOO_", "TP_", "TORCH_", "CUDA_", "UCX_", "PYTHON", "SYNCLINE_", "HOROVOD_")
 """What goes along to other hosts, by the beginning of its name: their own environment has the rest."""
-SUPERVISORS_OWN = ("SYNCLINE_SSH", "SYNCLINE_SUPERVISOR", "SYNCLINE_KEY")
+SUPERVISORS_OWN = (
+    *("SYNCLINE_SSH", "SYNCLINE_SUPERVISOR", "SYNCLINE_KEY"),
+    # Of a run that this one may be started in.
+    *("HOROVOD_RANK", "HOROVOD_LOCAL_RANK", "HOROVOD_CROSS_RANK"),
+    *("HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_SIZE"),
+)
 
 
 def common_variables(address: str, port: int) -> dict[str, str]:

@@ -307,7 +307,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
         )
     if tensor.dtype == torch.uint8 and tensor.dim() == 1:
         return tensor
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() <= 1:  # torch calls one element contiguous whatever its stride, and then refuses to view it
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
 
 
 def bounded(patience: float) -> float | None:

@@ -128,6 +128,21 @@ class World:
         self._teams.append(team)
         return team
 
+    def twin(self, team: Team) -> Team:
+        """Another channel for the ranks of a team. Its members call it, in the same order; nobody else need know.
+
+        >>> import torch, syncline as sl
+        >>> def pair(world):
+        ...     team = world.team([0, 1])
+        ...     return sl.allreduce(torch.ones(1), op="sum", group=world.twin(team)) if team.member else None
+        >>> sl.simulate(pair, ranks=3).results
+        (tensor([2.]), tensor([2.]), None)
+        """
+        hosts = tuple(self._host_numbers[rank] for rank in team.ranks)
+        twin = Team(self, team.ranks, team.transport.split(range(team.size)), hosts, self._lanes)
+        self._teams.append(twin)
+        return twin
+
     def keep(self, key: Hashable, make: Callable[[], K]) -> K:
         """What belongs to this world, one for each key: made by the first call, closed when the world is left.
 

@@ -257,10 +257,11 @@ class TorchTransport(Transport):
         """Break every wait on this channel, here and at the peers: gloo does so when one wait times out."""
         self._aborted = True
         self._mailbox.fail(no_more)
-        if self.size > 1 and self.groups.cpu is not None:
-            peer = (self.rank + 1) % self.size
-            with suppress(RuntimeError):
-                self.groups.cpu.recv([torch.empty(1)], peer, ABORT).wait(timedelta(milliseconds=1))
+        # A peer that has left breaks its own pair at once and no other wait: only one that times out breaks them all.
+        for peer in range(self.size):
+            if peer != self.rank and self.groups.cpu is not None:
+                with suppress(RuntimeError):
+                    self.groups.cpu.recv([torch.empty(1)], peer, ABORT).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         if self._closed:

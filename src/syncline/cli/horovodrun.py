@@ -1,0 +1,278 @@
+"""Run a script in horovodrun's words, on the machinery of `syncline run`.
+
+examples:
+  syncline horovodrun -np 4 python train.py                        four workers here
+  syncline horovodrun -np 4 -H localhost:4 python train.py         the same
+  syncline horovodrun -np 8 -H a:4,b:4 python -u train.py          over ssh; every host has the same paths
+  syncline horovodrun -np 8 --hostfile hosts -p 2222 python -m package.train
+  syncline horovodrun -np 2 --timeline-filename t.json --fusion-threshold-mb 32 python train.py
+  syncline horovodrun --check-build
+
+Output, exit code and Ctrl-C are those of `syncline run`. The script changes one line: import
+syncline.compat.horovod.torch as hvd. Workers find HOROVOD_RANK, HOROVOD_SIZE and their kin, except with --mpi.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import shlex
+from collections.abc import Iterator
+
+import torch
+
+import syncline
+from syncline.compat.horovod.settings import PREFIX, read
+from syncline.errors import IncompatibleError, SpecError, UnsupportedError
+from syncline.launch.horovod import parse_command, place_ranks, read_hostfile
+from syncline.launch.hosts import HERE, Host
+from syncline.launch.machine import warn_if_crowded
+from syncline.launch.mpi import mpi_command, why_no_mpi
+from syncline.launch.ssh import ssh_command
+from syncline.launch.start import Job, hand_over, run_here, run_on_hosts
+from syncline.launch.variables import company, network_key, threads_each
+
+__all__ = ["HELP", "configure", "run"]
+
+HELP = "run a script in horovodrun's words"
+
+logger = logging.getLogger("syncline")
+
+VALUES = (
+    ("--cycle-time-ms", "CYCLE_TIME", "MS", "how long requests are gathered before others are told"),
+    ("--cache-capacity", "CACHE_CAPACITY", "N", "how many requests are remembered; 0: none"),
+    ("--timeline-filename", "TIMELINE", "FILE", "write a Chrome trace; {rank} in the name: one for each rank"),
+    ("--stall-check-warning-time-seconds", "STALL_CHECK_TIME_SECONDS", "S", "report who is missing after that"),
+    ("--stall-check-shutdown-time-seconds", "STALL_SHUTDOWN_TIME_SECONDS", "S", "and fail after that"),
+    ("--log-level", "LOG_LEVEL", "LEVEL", "trace, debug, info, warning, error or fatal"),
+)
+"""Flags that become variables: the flag, the variable's name without HOROVOD_, what it takes and means."""
+SWITCHES = (
+    ("--hierarchical-allreduce", "HIERARCHICAL_ALLREDUCE", "1"),
+    ("--no-hierarchical-allreduce", "HIERARCHICAL_ALLREDUCE", "0"),
+    ("--timeline-mark-cycles", "TIMELINE_MARK_CYCLES", "1"),
+    ("--no-timeline-mark-cycles", "TIMELINE_MARK_CYCLES", "0"),
+    ("--no-stall-check", "STALL_CHECK_DISABLE", "1"),
+    ("--stall-check", "STALL_CHECK_DISABLE", "0"),
+)
+IDLE = {
+    "--start-timeout": 1,
+    "--elastic-timeout": 1,
+    "--reset-limit": 1,
+    "--slots-per-host": 1,
+    "--blacklist-cooldown-range": 2,
+    "--hierarchical-allgather": 0,
+    "--no-hierarchical-allgather": 0,
+    "--autotune": 0,
+    "--no-autotune": 0,
+    "--autotune-log-file": 1,
+    "--autotune-warmup-samples": 1,
+    "--autotune-steps-per-sample": 1,
+    "--autotune-bayes-opt-max-samples": 1,
+    "--autotune-gaussian-process-noise": 1,
+    "--mpi-threads-disable": 0,
+    "--no-mpi-threads-disable": 0,
+    "--num-nccl-streams": 1,
+    "--ccl-bgt-affinity": 1,
+    "--thread-affinity": 1,
+    "--gloo-timeout-seconds": 1,
+    "--prefix-output-with-timestamp": 0,
+    "--log-with-timestamp": 0,
+    "--log-without-timestamp": 0,
+    "--log-hide-timestamp": 0,
+    "--no-log-hide-timestamp": 0,
+}
+"""Flags of horovodrun that do nothing here, and how many values each takes."""
+REFUSED = {
+    "--output-filename": "output goes to the terminal, each line with its rank; write it to a file with > FILE",
+    "--config-file": "YAML is not read here; give its settings as flags or as HOROVOD_* variables",
+    "--host-discovery-script": "the hosts of a run are fixed when it is started; name them with -H",
+    "--jsrun": "LSF's jsrun is not supported; use -H with ssh, --mpi, or syncline run --hosts slurm",
+}
+"""Flags of horovodrun that ask for what there is not, and what to do instead."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Say what this command takes."""
+    parser.add_argument("-v", "--version", action="version", version=f"syncline {syncline.__version__}")
+    parser.add_argument("-np", "--num-proc", type=int, dest="ranks", metavar="N", help="workers; -H may give it too")
+    parser.add_argument("-cb", "--check-build", action="store_true", help="say what is built in, and run nothing")
+    parser.add_argument("--verbose", action="store_true", help="say more of what the launcher does")
+    parser.add_argument("--disable-cache", action="store_true", help="nothing is cached between runs: as always")
+    hosts = parser.add_argument_group("hosts").add_mutually_exclusive_group()
+    hosts.add_argument("-H", "--hosts", metavar="a:2,b:2", help="hosts and their slots; the first are filled first")
+    hosts.add_argument("-hostfile", "--hostfile", metavar="FILE", help="the same as lines: a slots=2")
+    ssh = parser.add_argument_group("ssh and the network")
+    ssh.add_argument("-p", "--ssh-port", type=int, metavar="PORT", help="ssh's port on all hosts")
+    ssh.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="ssh's private key")
+    ssh.add_argument(
+        *("--network-interfaces", "--network-interface", "--nics"),
+        action="append",
+        dest="nics",
+        metavar="eth0,…",
+        help="the network interfaces to use",
+    )
+    ssh.add_argument("--tcp", action="store_true", help="no InfiniBand for NCCL")
+    engine = parser.add_argument_group("engine")
+    engine.add_argument("--gloo", action="store_true", help="gloo, or NCCL between GPUs: as always without --mpi")
+    engine.add_argument("--mpi", action="store_true", help="let mpiexec start the workers, and MPI carry the bytes")
+    engine.add_argument("--mpi-args", metavar='="…"', default="", help="more options for mpiexec")
+    engine.add_argument("--binding-args", metavar='="…"', default="", help="more options for mpiexec")
+    elastic = parser.add_argument_group("elastic", "the number of workers is fixed: these must equal -np")
+    elastic.add_argument("--min-np", "--min-num-proc", type=int, dest="min_np", metavar="N")
+    elastic.add_argument("--max-np", "--max-num-proc", type=int, dest="max_np", metavar="N")
+    _configure_tuning(parser)
+    parser.add_argument("command_line", nargs=argparse.REMAINDER, metavar="python train.py args…", help="what to run")
+
+
+def _configure_tuning(parser: argparse.ArgumentParser) -> None:
+    tuning = parser.add_argument_group("tuning", "each sets a variable, HOROVOD_…")
+    tuning.add_argument(
+        "--fusion-threshold-mb",
+        type=_in_bytes,
+        dest=PREFIX + "FUSION_THRESHOLD",
+        metavar="MB",
+        help="at most so much is reduced as one; 0: each tensor alone",
+    )
+    for flag, name, metavar, text in VALUES:
+        tuning.add_argument(flag, dest=PREFIX + name, metavar=metavar, help=text)
+    for flag, name, value in SWITCHES:
+        tuning.add_argument(flag, dest=PREFIX + name, action="store_const", const=value)
+    idle = parser.add_argument_group("without effect here", "horovodrun has them; one line says that they do nothing")
+    for flag, count in IDLE.items():
+        names = ("-prefix-timestamp", flag) if flag == "--prefix-output-with-timestamp" else (flag,)
+        values: dict[str, object] = {"nargs": count, "metavar": "X"} if count else {"action": "store_true"}
+        idle.add_argument(*names, dest=flag, **values)  # type: ignore[arg-type]
+    refused = parser.add_argument_group("refused", "horovodrun has them; what to do instead is said")
+    for flag in REFUSED:
+        kind: dict[str, object] = {"action": "store_true"} if flag == "--jsrun" else {"metavar": "X"}
+        refused.add_argument(flag, dest=flag, **kind)  # type: ignore[arg-type]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run it; the exit code."""
+    if arguments.check_build:
+        print(_what_is_built_in())
+        return 0
+    if arguments.verbose:
+        logger.setLevel(logging.INFO)
+    _check(arguments)
+    words = arguments.command_line
+    command = parse_command(words[1:] if words[:1] == ["--"] else words)
+    hosts = _hosts(arguments)
+    _check_elastic(arguments, sum(host.slots for host in hosts))
+    variables = {**command.variables, **_variables(arguments)}
+    read({**os.environ, **variables})  # a value that cannot be read is refused here, not on every rank
+    _name_the_idle(arguments)
+    job = Job(target=command.target, mpi=arguments.mpi, variables=variables, horovod=True)
+    if arguments.mpi:
+        return _run_mpi(job, hosts, shlex.split(f"{arguments.mpi_args} {arguments.binding_args}"))
+    warn_if_crowded(sum(host.slots for host in hosts if host.name == HERE))
+    if [host.name for host in hosts] == [HERE]:
+        return run_here(job, hosts[0].slots)
+    with _ssh_options(arguments.ssh_port, arguments.ssh_identity_file):
+        return run_on_hosts(job, hosts)
+
+
+def _hosts(arguments: argparse.Namespace) -> tuple[Host, ...]:
+    ranks: int | None = arguments.ranks
+    if arguments.hostfile is not None:
+        return place_ranks(read_hostfile(arguments.hostfile), ranks)
+    if arguments.hosts is not None:
+        return place_ranks(arguments.hosts, ranks)
+    if ranks is None:
+        raise SpecError("how many workers? Give -np N, or hosts with their slots as -H a:2,b:2")
+    return (Host(HERE, ranks),)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse what cannot be, and what cannot be together."""
+    given = vars(arguments)
+    for flag, instead in REFUSED.items():
+        if given[flag] not in (None, False):
+            raise UnsupportedError(f"{flag}: {instead}")
+    if arguments.ranks is not None and arguments.ranks < 1:
+        raise SpecError(f"-np {arguments.ranks}: a run takes at least one worker")
+    if arguments.mpi and arguments.gloo:
+        raise IncompatibleError("--gloo and --mpi: one engine carries the bytes; leave one out")
+    if arguments.mpi and (arguments.ssh_port is not None or arguments.ssh_identity_file is not None):
+        raise IncompatibleError("-p and -i are for ssh, and with --mpi mpiexec calls it; set them in ~/.ssh/config")
+    if not arguments.mpi and (arguments.mpi_args or arguments.binding_args):
+        raise IncompatibleError("--mpi-args and --binding-args are for mpiexec; add --mpi, or leave them out")
+
+
+def _check_elastic(arguments: argparse.Namespace, ranks: int) -> None:
+    for flag, count in (("--min-np", arguments.min_np), ("--max-np", arguments.max_np)):
+        if count is not None and count != ranks:
+            raise UnsupportedError(
+                f"{flag} {count} with {ranks} worker{'s' * (ranks > 1)}: their number is fixed, none is added and none "
+                f"replaced; leave {flag} out"
+            )
+
+
+def _variables(arguments: argparse.Namespace) -> dict[str, str]:
+    """What the flags ask for, as variables."""
+    told = {name: value for name, value in vars(arguments).items() if name.startswith(PREFIX) and value is not None}
+    if arguments.nics:
+        told |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), ",".join(arguments.nics))
+    if arguments.tcp:
+        told["NCCL_IB_DISABLE"] = "1"
+    return told
+
+
+def _name_the_idle(arguments: argparse.Namespace) -> None:
+    given = vars(arguments)
+    idle = [flag for flag in IDLE if given[flag] not in (None, False)]
+    if idle:
+        logger.warning("without effect here: %s", ", ".join(idle))
+
+
+def _run_mpi(job: Job, hosts: tuple[Host, ...], options: list[str]) -> int:
+    ranks = sum(host.slots for host in hosts)
+    elsewhere = () if [host.name for host in hosts] == [HERE] else hosts
+    told = company(ranks, hosts=len(hosts))
+    variables = {"SYNCLINE_TRANSPORT": "mpi", "PYTHONUNBUFFERED": "1", **told, **job.variables}
+    if elsewhere:
+        variables["SYNCLINE_KEY"] = network_key()
+    variables |= threads_each(max(host.slots for host in hosts))
+    environ = {**os.environ, **variables}
+    return hand_over(mpi_command(job.target, ranks, elsewhere, environ, options=options), variables)
+
+
+@contextlib.contextmanager
+def _ssh_options(port: int | None, key: str | None) -> Iterator[None]:
+    """Have ssh called with these, while it lasts."""
+    before = os.environ.get("SYNCLINE_SSH")
+    options = [*(["-p", str(port)] if port is not None else []), *(["-i", key] if key is not None else [])]
+    os.environ["SYNCLINE_SSH"] = shlex.join([*ssh_command(), *options])
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["SYNCLINE_SSH"]
+        else:
+            os.environ["SYNCLINE_SSH"] = before
+
+
+def _in_bytes(text: str) -> str:
+    try:
+        return str(int(text) << 20)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of MB") from None
+
+
+def _what_is_built_in() -> str:
+    engines = getattr(torch._C, "_distributed_c10d", None)
+    mpi = why_no_mpi() is None
+    gloo, nccl = hasattr(engines, "ProcessGroupGloo"), hasattr(engines, "ProcessGroupNCCL")
+    groups = {
+        "Available Frameworks": {"TensorFlow": False, "PyTorch": True, "MXNet": False},
+        "Available Controllers": {"MPI": mpi, "Gloo": gloo},
+        "Available Tensor Operations": {"NCCL": nccl, "DDL": False, "CCL": False, "MPI": mpi, "Gloo": gloo},
+    }
+    lines = [f"Syncline v{syncline.__version__} in the place of Horovod:"]
+    for title, found in groups.items():
+        lines += ["", f"{title}:", *(f"    [{'X' if there else ' '}] {name}" for name, there in found.items())]
+    return "\n".join(lines)

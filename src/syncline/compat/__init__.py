@@ -1,0 +1,1 @@
+"""Doors for scripts that were written for others."""

@@ -1,0 +1,486 @@
+"""One process set on one rank: takes requests by name, tells the coordinator, runs what all ranks have asked for.
+
+```text
+threads of the user    submit ─┐                                       ┌─► handle is done
+                               ▼                                       │
+this rank              what is to be told ── one message ──►  coordinator (rank 0 of the set): a table
+                                                                       │
+executor task          runs, in the order of the answers  ◄── one ─────┘
+```
+
+A message goes when somebody waits, or a cycle after the first request of it. It is short: a bit for each operation
+that was carried out like this before, and in full what is new.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.compat.horovod.errors import HorovodInternalError
+from syncline.compat.horovod.handles import Pending
+from syncline.compat.horovod.negotiation import Answer, Table, bits
+from syncline.compat.horovod.operations import Group, carry_out, group_plans
+from syncline.compat.horovod.requests import Failed, Plan, Reader, Request, Writer
+from syncline.compat.horovod.settings import Settings
+from syncline.compat.horovod.timeline import Timeline
+from syncline.errors import ProtocolError, SynclineError
+from syncline.runtime import Queue, Task
+from syncline.transports import Transport
+from syncline.world import Team
+
+__all__ = ["Engine"]
+
+logger = logging.getLogger("syncline")
+
+HEADER = struct.Struct("<II")
+"""How many bytes follow in a message of their own, and what kind of message it is."""
+NEWS, FAREWELL = 0, 1
+MOST = 64 << 20
+"""Bytes of requests in full that one message may have."""
+TAG = 1
+LINE = 1 << 16
+GROUPINGS = 256
+"""Answers whose groups and buffers are kept for the next time."""
+LEAVING = 5.0
+"""Seconds that the tasks may take to end."""
+FAREWELLS = 1.0
+"""Seconds that a farewell may take: who does not hear it learns from the closed channel."""
+ROOM = 64 << 20
+"""Bytes of buffers that are kept with the groupings."""
+
+
+class Engine:
+    """Negotiates and carries out the operations of one process set."""
+
+    def __init__(
+        self, team: Team, control: Transport | None, settings: Settings, timeline: Callable[[], Timeline | None]
+    ) -> None:
+        self.team = team
+        self._control = control
+        self._settings = settings
+        self._timeline = timeline
+        runtime = self._runtime = team.world.runtime
+        self._lock = runtime.lock()
+        self._sending = runtime.lock()
+        self._tabling = runtime.lock()
+        self._dirty = runtime.event()
+        self._mine: dict[str, Pending] = {}
+        self._known: dict[str, tuple[int, Request]] = {}
+        self._plans: dict[int, Plan] = {}
+        self._mask = 0
+        self._requests: list[Request] = []
+        self._refused: dict[str, str] = {}
+        """What has failed before this rank asked for it."""
+        self._groupings: dict[int, list[Group]] = {}
+        self._held_bytes = 0
+        self._over = ""
+        self._left = False
+        self._counts: dict[str, int] = {}
+        self._idle = True
+        self._mask_bytes = (settings.cache_capacity + 7) // 8
+        self._table = Table(team.size, settings.cache_capacity, team.ranks) if team.rank == 0 else None
+        self._answers: Queue[Answer | None] = runtime.queue(LINE)
+        self._tasks: list[Task] = []
+        if control is not None:
+            self._tasks = [
+                runtime.spawn(self._serve, name="hvd-executor"),
+                runtime.spawn(self._tend, name="hvd-cycle"),
+                *(
+                    runtime.spawn(self._hear, source, name=f"hvd-hears-{source}")
+                    for source in (range(1, team.size) if team.rank == 0 else ())
+                ),
+            ]
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which an operation that not all have asked for is given up."""
+        return self._settings.stall_shutdown or self.team.world.transport.timeout
+
+    # What the user's threads call.
+
+    def unnamed(self, kind: str) -> str:
+        """The name of an operation that was given none: they are matched in the order in which they are asked for."""
+        with self._lock:
+            number = self._counts.get(kind, 0)
+            self._counts[kind] = number + 1
+        return f"{kind}.noname.{number}"
+
+    def known(self, name: str) -> Request | None:
+        """How this rank asked for an operation the last time, where it has a number."""
+        found = self._known.get(name)
+        return None if found is None else found[1]
+
+    def submit(self, pending: Pending) -> None:
+        """Ask for an operation; its end is told by `pending`."""
+        request = pending.request
+        name = request.name
+        if self._timeline() is not None:
+            pending.asked_at = self._runtime.now()
+        with self._lock:
+            if self._over:
+                raise HorovodInternalError(self._over)
+            if name in self._refused:
+                raise HorovodInternalError(f"{request.kind} '{request.label}' has failed: {self._refused.pop(name)}")
+            if name in self._mine:
+                raise HorovodInternalError(
+                    f"Duplicate tensor name {request.label}: {request.kind} with this name is still in flight; "
+                    "wait for it with synchronize(), or give each its own name"
+                )
+            self._mine[name] = pending
+            known = self._known.get(name)
+            if known is not None and (known[1] is request or known[1] == request):
+                self._mask |= 1 << known[0]
+            else:
+                self._requests.append(request)
+        if self._control is None:
+            self._alone()
+        elif not self._dirty.is_set():
+            self._dirty.set()
+
+    def wait(self, pending: Pending) -> Any:
+        """What came of an operation; whatever this rank has not told yet is told first."""
+        if not pending.done():
+            self.flush()
+        return pending.wait(2 * self.patience + LEAVING)
+
+    def flush(self) -> None:
+        """Tell the coordinator what was asked for since the last time."""
+        with self._sending:
+            with self._lock:
+                mask, requests = self._mask, self._requests
+                self._mask, self._requests = 0, []
+            if not mask and not requests:
+                return
+            try:
+                if self._table is not None:
+                    self._enter(0, mask, requests)
+                else:
+                    self._tell(0, NEWS, mask, _packed(requests))
+            except SynclineError as error:
+                self._break(f"the coordinator cannot be told: {error}", error)
+
+    def close(self) -> None:
+        """Leave: what was asked for and not answered fails. Others may go on with what does not need this rank."""
+        with self._lock:
+            first, self._left = not self._left, True
+            self._over = self._over or "Horovod has been shut down"
+        if self._control is None or not first:
+            return
+        self._say_farewell()
+        self._dirty.set()
+        self._answers.put(None)
+        self._control.close()
+        self._fail_all(HorovodInternalError("Horovod has been shut down"))
+        for task in self._tasks:
+            task.join(LEAVING)
+
+    # The coordinator.
+
+    def _enter(self, rank: int, mask: int, requests: Sequence[Request]) -> None:
+        """Put requests on the table, and tell all what has become possible."""
+        table = self._table
+        assert table is not None, "this is the coordinator"
+        with self._tabling:
+            table.ask(rank, mask, requests, self._runtime.now())
+            self._announce(table.settle())
+            if table.waiting and self._idle:
+                self._idle = False
+                self._dirty.set()
+
+    def _announce(self, answer: Answer) -> None:
+        if not answer:
+            return
+        for rank in range(1, self.team.size):
+            try:
+                self._tell(rank, NEWS, answer.mask, _packed_answer(answer))
+            except SynclineError as error:
+                logger.debug("rank %d cannot be told: %s", rank, error)
+        self._answers.put(answer)
+
+    def _hear(self, source: int) -> None:
+        """Take the requests of one rank until it leaves."""
+        table = self._table
+        assert table is not None, "this is the coordinator"
+        why = f"rank {self.team.ranks[source]} has shut down"
+        try:
+            while True:
+                kind, mask, body = self._take(source)
+                if kind == FAREWELL:
+                    break
+                if not table.known(mask):
+                    raise ProtocolError(f"rank {source} asks for operations without a number", peer=source)
+                self._enter(source, mask, _requests(body, source))
+        except SynclineError as error:
+            if self._over:
+                return
+            why = f"rank {self.team.ranks[source]} is lost: {error}"
+        with self._tabling:
+            table.leave(source, why)
+            self._announce(table.settle())
+
+    def _tend(self) -> None:
+        """Send what nobody has sent for a cycle; on the coordinator, look after what stalls."""
+        patience: float | None = None
+        warned: set[str] = set()
+        while not self._over:
+            if not self._dirty.wait(patience):
+                patience = self._look_for_stalls(warned)
+                continue
+            self._dirty.clear()
+            if self._over:
+                return
+            if self._mask or self._requests:
+                self._runtime.sleep(self._settings.cycle_seconds)
+                timeline = self._timeline()
+                if timeline is not None:
+                    timeline.cycle(self._runtime.now())
+                self.flush()
+            if self._table is not None and patience is None and not self._idle:
+                patience = self._between_looks()
+
+    def _look_for_stalls(self, warned: set[str]) -> float | None:
+        """Warn of what waits long, give up what waits too long; how long to sleep until the next look."""
+        table, settings = self._table, self._settings
+        assert table is not None, "this is the coordinator"
+        limit = settings.stall_warning if settings.stall_check else math.inf
+        with self._tabling:
+            if not table.waiting:
+                self._idle = True
+                warned.clear()
+                return None
+            now = self._runtime.now()
+            stalled = table.stalled(now, min(limit, self.patience))
+            late = [found for found in stalled if found.seconds >= self.patience]
+            self._announce(Answer(failures=[table.give_up(found) for found in late]))
+        news = [found for found in stalled if found.seconds >= limit and found.name not in warned]
+        if news:
+            warned.update(found.name for found in news)
+            called = self.team.ranks
+            told = "; ".join(f"{each.name} ({_ranks([called[r] for r in each.missing])} missing)" for each in news)
+            logger.warning(
+                "stalled for %.3g s or more: one or more tensors were submitted by some ranks only: %s",
+                min(found.seconds for found in news),
+                told,
+            )
+        return self._between_looks()
+
+    def _between_looks(self) -> float:
+        warning = self._settings.stall_warning if self._settings.stall_check else math.inf
+        return max(0.01, min(warning, self.patience) / 4)
+
+    # What all ranks run.
+
+    def _serve(self) -> None:
+        """Carry out the answers as they come."""
+        try:
+            with torch.no_grad():  # for this task alone
+                while (answer := self._next_answer()) is not None:
+                    self._carry_out(answer)
+        except SynclineError as error:
+            if not self._over:
+                self._break(str(error), error)
+        except Exception as error:
+            self._break(f"{type(error).__name__}: {error}", error)
+
+    def _next_answer(self) -> Answer | None:
+        if self._table is not None:
+            return self._answers.get()
+        kind, mask, body = self._take(0)
+        if kind == FAREWELL:
+            self._break(f"Horovod has been shut down on rank {self.team.ranks[0]}, the coordinator", None)
+            return None
+        return _answer(mask, body)
+
+    def _alone(self) -> None:
+        """A world of one has nobody to ask."""
+        table = self._table
+        assert table is not None, "the only rank is the coordinator"
+        with self._lock:
+            mask, requests = self._mask, self._requests
+            self._mask, self._requests = 0, []
+        with self._tabling:
+            table.ask(0, mask, requests, 0.0)
+            answer = table.settle()
+        with torch.no_grad():
+            self._carry_out(answer)
+
+    def _carry_out(self, answer: Answer) -> None:
+        for failure in answer.failures:
+            self._fail(failure)
+        groups = self._groups_of(answer)
+        for group in groups:
+            asked = self._claim(group)
+            start = self._runtime.now()
+            try:
+                results = carry_out(self.team, group, asked, self._settings.hierarchical_allreduce)
+            except Exception as error:
+                problem = HorovodInternalError(f"{group.plans[0].request.name}: {error}")
+                problem.__cause__ = error
+                for pending in asked:
+                    if pending is not None:
+                        pending.settle(error=problem)
+                raise
+            self._note(group, asked, start)
+            if group.plans[0].request.kind == "join":  # until now some ranks have asked for more than others
+                with self._lock:
+                    self._counts.clear()
+            for pending, result in zip(asked, results, strict=True):
+                if pending is not None:
+                    pending.settle(result)
+
+    def _groups_of(self, answer: Answer) -> list[Group]:
+        """The groups in which an answer is carried out; those of known operations are kept, with their buffers."""
+        fresh = [plan for plan in answer.plans if plan.number >= 0]
+        if fresh:
+            self._groupings.clear()
+            self._held_bytes = 0
+            self._plans.update((plan.number, plan) for plan in fresh)
+        known = self._groupings.get(answer.mask) if answer.mask else []
+        most = self._settings.fusion_bytes
+        if known is None:
+            known = group_plans([self._plans[number] for number in bits(answer.mask)], most)
+            size = sum(group.nbytes for group in known)
+            if len(self._groupings) < GROUPINGS and self._held_bytes + size <= ROOM:
+                self._groupings[answer.mask] = known
+                self._held_bytes += size
+        return [*known, *group_plans(answer.plans, most)]
+
+    def _claim(self, group: Group) -> list[Pending | None]:
+        """This rank's part of a group; from now on the names may be used again."""
+        asked = []
+        with self._lock:
+            for plan in group.plans:
+                name = plan.request.name
+                pending = self._mine.pop(name, None)
+                asked.append(pending)
+                if plan.number < 0 or pending is None:
+                    continue
+                known = self._known.get(name)
+                if known is None or known[1] is not pending.request:
+                    self._known[name] = (plan.number, pending.request)
+        return asked
+
+    def _note(self, group: Group, asked: Sequence[Pending | None], start: float) -> None:
+        timeline = self._timeline()
+        if timeline is None:
+            return
+        stop = self._runtime.now()
+        for plan, pending in zip(group.plans, asked, strict=True):
+            request = plan.request
+            if pending is not None:
+                timeline.negotiating(request.name, request.kind, pending.asked_at, start)
+            timeline.running(request.name, request.kind, self.team.transport.name, start, stop)
+
+    def _fail(self, failure: Failed) -> None:
+        with self._lock:
+            pending = self._mine.pop(failure.name, None)
+            if pending is None:
+                if self.team.rank in failure.late:
+                    self._refused[failure.name] = failure.why
+                return
+        request = pending.request
+        pending.settle(error=HorovodInternalError(f"{request.kind} '{request.label}': {failure.why}"))
+
+    def _break(self, why: str, cause: BaseException | None) -> None:
+        """Nothing can be carried out any more."""
+        with self._lock:
+            self._over = self._over or why
+        problem = HorovodInternalError(why)
+        problem.__cause__ = cause
+        self._fail_all(problem)
+        self._dirty.set()
+
+    def _fail_all(self, problem: HorovodInternalError) -> None:
+        with self._lock:
+            left, self._mine = list(self._mine.values()), {}
+        for pending in left:
+            pending.settle(error=problem)
+
+    def _say_farewell(self) -> None:
+        table = self._table
+        others = [0] if table is None else [rank for rank in range(1, self.team.size) if rank not in table.gone]
+        with self._sending:
+            for rank in others:
+                try:
+                    self._tell(rank, FAREWELL, 0, b"", wait=True)
+                except SynclineError as error:
+                    logger.debug("no farewell to rank %d: %s", rank, error)
+
+    # Messages.
+
+    def _tell(self, to: int, kind: int, mask: int, body: bytes | bytearray, wait: bool = False) -> None:
+        assert self._control is not None, "there is somebody to tell"
+        head = HEADER.pack(len(body), kind) + mask.to_bytes(self._mask_bytes, "little")
+        handles = [self._control.send(_tensor(head), to, TAG, exact=True)]
+        if body:
+            handles.append(self._control.send(_tensor(body), to, TAG, exact=True))
+        if wait:
+            for handle in handles:
+                handle.wait(FAREWELLS)
+
+    def _take(self, source: int) -> tuple[int, int, bytes]:
+        """The next message of a rank."""
+        assert self._control is not None, "there is somebody to hear"
+        head = torch.empty(HEADER.size + self._mask_bytes, dtype=torch.uint8)
+        self._control.recv(head, source, TAG, exact=True).wait(math.inf)
+        raw = head.numpy().tobytes()
+        length, kind = HEADER.unpack_from(raw)
+        if length > MOST or kind > FAREWELL:
+            raise ProtocolError(f"rank {source} announces {length} bytes of kind {kind}", peer=source)
+        body = torch.empty(length, dtype=torch.uint8)
+        if length:
+            self._control.recv(body, source, TAG, exact=True).wait()
+        return kind, int.from_bytes(raw[HEADER.size :], "little"), body.numpy().tobytes()
+
+
+_COUNTS = struct.Struct("<II")
+
+
+def _tensor(data: bytes | bytearray) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _packed(requests: Sequence[Request]) -> bytearray:
+    writer = Writer()
+    for request in requests:
+        request.pack(writer)
+    return writer.data
+
+
+def _requests(body: bytes, source: int) -> list[Request]:
+    reader, found = Reader(body, source), []
+    while reader.left():
+        found.append(Request.read(reader))
+    return found
+
+
+def _packed_answer(answer: Answer) -> bytearray:
+    writer = Writer()
+    if answer.plans or answer.failures:
+        writer.put(_COUNTS, len(answer.plans), len(answer.failures))
+        for plan in answer.plans:
+            plan.pack(writer)
+        for failure in answer.failures:
+            failure.pack(writer)
+    return writer.data
+
+
+def _answer(mask: int, body: bytes) -> Answer:
+    answer = Answer(mask)
+    if body:
+        reader = Reader(body, 0)
+        plans, failures = reader.take(_COUNTS)
+        answer.plans = [Plan.read(reader) for _ in range(plans)]
+        answer.failures = [Failed.read(reader) for _ in range(failures)]
+    return answer
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"

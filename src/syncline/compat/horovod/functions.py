@@ -1,0 +1,147 @@
+"""Giving all ranks one rank's parameters, optimizer state or objects; gathering objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from syncline.compat.horovod.context import context
+from syncline.compat.horovod.objects import pack, unpack
+from syncline.compat.horovod.ops import allgather_async, broadcast_async_, synchronize
+from syncline.compat.horovod.process_sets import ProcessSet, global_process_set
+from syncline.errors import IncompatibleError
+
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
+) -> None:
+    """Give every rank the root's values, in place.
+
+    `params` is a state dict, `model.named_parameters()`, or a list of tensors, in the same order on every rank. What
+    a state dict holds beside tensors is left alone.
+
+    >>> import syncline as sl
+    >>> import syncline.compat.horovod.torch as hvd
+    >>> def same(world):
+    ...     hvd.init()
+    ...     weights = {"w": torch.tensor([float(hvd.rank())])}
+    ...     hvd.broadcast_parameters(weights, root_rank=1)
+    ...     return weights["w"].item()
+    >>> sl.simulate(same, ranks=3).results
+    (1.0, 1.0, 1.0)
+    """
+    context()  # before anything else: without one, that is what is wrong
+    handles = [
+        broadcast_async_(tensor.detach(), root_rank, name, process_set)
+        for name, tensor in _pairs(params)
+        if isinstance(tensor, Tensor)
+    ]
+    for handle in handles:
+        synchronize(handle)
+
+
+def _pairs(params: Any) -> list[tuple[str | None, Any]]:
+    if isinstance(params, Mapping):
+        return [(str(name), params[name]) for name in sorted(params)]
+    if isinstance(params, (str, bytes, Tensor)) or not isinstance(params, Iterable):
+        raise IncompatibleError(
+            f"broadcast_parameters takes a state dict, named_parameters() or a list of tensors, not "
+            f"{type(params).__name__}"
+        )
+    pairs = [each if isinstance(each, tuple) else (None, each) for each in params]
+    strange = next((pair for pair in pairs if len(pair) != 2 or not isinstance(pair[0], (str, type(None)))), None)
+    if strange is not None:
+        raise IncompatibleError(f"broadcast_parameters: {strange!r:.80} is no pair of a name and a tensor")
+    return pairs
+
+
+def broadcast_optimizer_state(
+    optimizer: Optimizer, root_rank: int, process_set: ProcessSet = global_process_set
+) -> None:
+    """Give every rank the root's optimizer state: learning rates and other options, momenta, counts.
+
+    It works whatever the other ranks' optimizers hold, nothing included, and for L-BFGS too.
+    """
+    mine = context().world.rank == root_rank
+    state = broadcast_object(optimizer.state_dict() if mine else None, root_rank, process_set=process_set)
+    if not mine:
+        optimizer.load_state_dict(state)
+
+
+def broadcast_object(
+    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """The root's object, on every rank.
+
+    It is plain: None, numbers, str, bytes, lists, tuples, sets, dicts, tensors, NumPy arrays. Nothing is unpickled, so
+    that other objects are refused, on every rank. Tensors arrive on the CPU.
+
+    >>> import syncline as sl
+    >>> import syncline.compat.horovod.torch as hvd
+    >>> def resume(world):
+    ...     hvd.init()
+    ...     return hvd.broadcast_object({"epoch": 3} if hvd.rank() == 0 else None, root_rank=0)
+    >>> sl.simulate(resume, ranks=2).results
+    ({'epoch': 3}, {'epoch': 3})
+    """
+    mine = context().world.rank == root_rank
+    data = _bytes(pack(obj)) if mine else torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor([data.numel()], dtype=torch.int64)
+    synchronize(broadcast_async_(length, root_rank, _named(name, "length"), process_set))
+    if not mine:
+        data = torch.empty(int(length), dtype=torch.uint8)
+    synchronize(broadcast_async_(data, root_rank, _named(name, "object"), process_set))
+    found = unpack(data.numpy().tobytes(), root_rank)
+    return obj if mine else found  # unpacked on the root too: what cannot be sent is refused there as well
+
+
+def broadcast_object_fn(
+    root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Callable[[Any], Any]:
+    """`broadcast_object` for one root, as a function of the object."""
+
+    def broadcast(obj: Any = None) -> Any:
+        return broadcast_object(obj, root_rank, name, process_set)
+
+    return broadcast
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Every rank's object, in the order of ranks; plain ones, as for `broadcast_object`.
+
+    >>> import syncline as sl
+    >>> import syncline.compat.horovod.torch as hvd
+    >>> def gather(world):
+    ...     hvd.init()
+    ...     return hvd.allgather_object(("rank", hvd.rank()))
+    >>> sl.simulate(gather, ranks=2).results[0]
+    [('rank', 0), ('rank', 1)]
+    """
+    data = _bytes(pack(obj))
+    length = torch.tensor([data.numel()], dtype=torch.int64)
+    lengths = synchronize(allgather_async(length, _named(name, "lengths"), process_set)).tolist()
+    gathered = synchronize(allgather_async(data, _named(name, "objects"), process_set))
+    parts = torch.split(gathered, lengths)
+    ranks = process_set.ranks or []
+    return [unpack(part.numpy().tobytes(), rank) for rank, part in zip(ranks, parts, strict=True)]
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _named(name: str | None, what: str) -> str | None:
+    """Without a name it is one of the unnamed operations, which match in the order in which they are asked for."""
+    return None if name is None else f"{name}.{what}"

@@ -1,0 +1,285 @@
+"""The coordinator's table: which rank has asked for what, and what all have asked for. It sends nothing itself.
+
+An operation that was carried out once has a number, and a rank that asks for the very same again sets one bit:
+
+```text
+            number   0 1 2 3
+rank 0 asks          1 1 0 1
+rank 1 asks          1 0 1 1
+all have asked for   1 0 0 1      carried out in the order of the numbers
+```
+
+What is new, or looks different on some rank this time, is asked for in full, and compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from syncline.compat.horovod.requests import Failed, Plan, Request, disagreement
+
+__all__ = ["Answer", "Stalled", "Table", "bits"]
+
+UNNAMED = ".noname."
+"""Stands in the names of operations to which the user has given none: each comes but once."""
+
+
+def bits(mask: int) -> Iterator[int]:
+    """The numbers of the bits that are set, from the lowest.
+
+    >>> list(bits(0b1001))
+    [0, 3]
+    """
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+@dataclass
+class Answer:
+    """What the ranks are told to do: known operations, then new ones; and what fails."""
+
+    mask: int = 0
+    plans: list[Plan] = field(default_factory=list)
+    failures: list[Failed] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.mask or self.plans or self.failures)
+
+
+@dataclass(frozen=True)
+class Stalled:
+    """An operation that some ranks wait for."""
+
+    name: str
+    seconds: float
+    missing: tuple[int, ...]
+
+
+@dataclass
+class _Entry:
+    """An operation that has a number: how each rank asked for it."""
+
+    requests: dict[int, Request]
+    plan: Plan
+
+
+class Table:
+    """Who has asked for what, among `size` ranks; up to `capacity` operations are remembered by number.
+
+    >>> from syncline.compat.horovod.requests import Request
+    >>> table = Table(size=2, capacity=8)
+    >>> table.ask(0, 0, [Request("barrier", "barrier.b")], now=0.0)
+    >>> bool(table.settle())
+    False
+    >>> table.ask(1, 0, [Request("barrier", "barrier.b")], now=0.1)
+    >>> table.settle().plans[0].number
+    0
+    >>> for rank in range(2):
+    ...     table.ask(rank, 0b1, [], now=0.2)
+    >>> table.settle().mask
+    1
+    """
+
+    def __init__(self, size: int, capacity: int, ranks: Sequence[int] | None = None) -> None:
+        self.size = size
+        self._ranks = range(size) if ranks is None else ranks
+        """How the members of a process set are called."""
+        self._capacity = capacity
+        self._masks = [0] * size
+        self._entries: list[_Entry] = []
+        self._numbers: dict[str, int] = {}
+        self._asked: dict[str, dict[int, Request]] = {}
+        """In full, by name and rank."""
+        self._since: dict[str, float] = {}
+        self._batches: list[tuple[float, int]] = []
+        """Since when the bits of a mask are set."""
+        self._touched: dict[str, None] = {}
+        self._joined: dict[int, Request] = {}
+        self.gone: dict[int, str] = {}
+        """Who has left, and how."""
+
+    def ask(self, rank: int, mask: int, requests: Sequence[Request], now: float) -> None:
+        """A rank asks for known operations by their bits, and for others in full."""
+        if mask:
+            for number in bits(mask & self._in_full()) if self._asked else ():
+                mask ^= 1 << number
+                self._ask_in_full(rank, self._entries[number].requests[rank], now)
+            fresh = mask
+            for other in self._masks:
+                fresh &= ~other
+            if fresh:
+                self._batches.append((now, fresh))
+            self._masks[rank] |= mask
+        for request in requests:
+            self._ask_in_full(rank, request, now)
+
+    def leave(self, rank: int, why: str) -> None:
+        """A rank asks for nothing more."""
+        self.gone[rank] = why
+
+    def known(self, mask: int) -> bool:
+        """Whether all bits of a mask have a meaning."""
+        return mask >> len(self._entries) == 0
+
+    def settle(self) -> Answer:
+        """What can be carried out now, or never; it is taken off the table."""
+        answer = Answer()
+        self._settle_masks(answer)
+        touched, self._touched = self._touched, {}
+        for name in list(self._asked) if self.gone or self._joined else touched:
+            self._settle_one(name, answer)
+        if len(self._joined) == self.size:
+            last = next(reversed(self._joined))
+            answer.plans.append(Plan(self._joined[last], rows=((last,),)))
+            self._joined = {}
+        return answer
+
+    @property
+    def waiting(self) -> bool:
+        """Whether some rank has asked for something that others have not."""
+        return bool(self._asked or self._batches or self._joined)
+
+    def stalled(self, now: float, limit: float) -> list[Stalled]:
+        """What has been asked for at least `limit` seconds ago, and by whom not."""
+        found = []
+        for name, asked in self._asked.items():
+            if now - self._since[name] >= limit:
+                found.append(Stalled(name, now - self._since[name], self._without(asked)))
+        for since, mask in self._batches:
+            if now - since >= limit:
+                for number in bits(mask):
+                    asked_by = [rank for rank, other in enumerate(self._masks) if other >> number & 1]
+                    name = self._entries[number].plan.request.name
+                    found.append(Stalled(name, now - since, self._without(asked_by)))
+        return found
+
+    def give_up(self, stalled: Stalled) -> Failed:
+        """Take an operation off the table that will not come about."""
+        self._forget(stalled.name)
+        missing = [self._ranks[rank] for rank in stalled.missing]
+        who = f"rank{'s' * (len(missing) != 1)} {', '.join(map(str, missing))}"
+        return Failed(stalled.name, f"stalled for {stalled.seconds:.3g} s: not submitted by {who}", stalled.missing)
+
+    # Within.
+
+    def _in_full(self) -> int:
+        """The bits of operations that some rank has asked for in full."""
+        mask = 0
+        for name in self._asked:
+            if name in self._numbers:
+                mask |= 1 << self._numbers[name]
+        return mask
+
+    def _ask_in_full(self, rank: int, request: Request, now: float) -> None:
+        if request.kind == "join":
+            self._joined[rank] = request
+            return
+        name = request.name
+        asked = self._asked.setdefault(name, {})
+        number = self._numbers.get(name)
+        if number is not None:  # who has set its bit has asked for what it was the last time
+            for other, mask in enumerate(self._masks):
+                if mask >> number & 1:
+                    asked[other] = self._entries[number].requests[other]
+            self._clear(1 << number)
+        asked[rank] = request
+        self._since.setdefault(name, now)
+        self._touched[name] = None
+
+    def _settle_masks(self, answer: Answer) -> None:
+        if not self._batches:
+            return
+        ready = self._masks[0]
+        for mask in self._masks:
+            ready &= mask
+        if self._joined or self.gone:
+            ready |= self._settle_without(answer, ready)
+        if ready:
+            answer.mask = ready
+            self._clear(ready)
+
+    def _settle_without(self, answer: Answer, ready: int) -> int:
+        """Known operations that some ranks will not ask for: sums go without them, the others fail."""
+        union = 0
+        for mask in self._masks:
+            union |= mask
+        here = union & ~ready
+        for rank, mask in enumerate(self._masks):
+            if rank not in self._joined and rank not in self.gone:
+                here &= mask
+        sums = 0
+        for number in bits(here):
+            request = self._entries[number].plan.request
+            why = self._why_not(request, [rank for rank in self.gone if not self._masks[rank] >> number & 1])
+            if why:
+                answer.failures.append(Failed(request.name, why))
+                self._clear(1 << number)
+            else:
+                sums |= 1 << number
+        return sums
+
+    def _settle_one(self, name: str, answer: Answer) -> None:
+        asked = self._asked.get(name)
+        if asked is None:
+            return
+        absent = [rank for rank in range(self.size) if rank not in asked]
+        if any(rank not in self._joined and rank not in self.gone for rank in absent):
+            return
+        first = asked[min(asked)]
+        self._forget(name)
+        why = disagreement(dict(sorted(asked.items())), self._ranks) or (
+            self._why_not(first, [r for r in absent if r in self.gone]) if absent else ""
+        )
+        if why:
+            answer.failures.append(Failed(name, why if absent else f"the ranks differ in {why}"))
+            return
+        answer.plans.append(self._remember(asked, first))
+
+    def _why_not(self, request: Request, gone: Sequence[int]) -> str:
+        if gone:
+            return "; ".join(self.gone[rank] for rank in gone)
+        if request.kind != "allreduce" or request.op not in ("sum", "average", "adasum"):
+            what = request.kind if request.kind != "allreduce" else f"{request.kind} with op {request.op}"
+            return f"{what} is not possible after ranks {sorted(self._joined)} have joined: they have nothing to give"
+        return ""
+
+    def _remember(self, asked: dict[int, Request], first: Request) -> Plan:
+        name = first.name
+        number = self._numbers.get(name, -1)
+        everybody = len(asked) == self.size
+        if number < 0 and everybody and UNNAMED not in name and len(self._entries) < self._capacity:
+            number = self._numbers[name] = len(self._entries)
+            self._entries.append(_Entry({}, Plan(first)))
+        if not everybody:
+            number = -1  # what those who have joined would ask for is not known
+        plan = Plan(first, number, _rows(asked, self.size))
+        if number >= 0:
+            self._entries[number] = _Entry(dict(asked), plan)
+        return plan
+
+    def _clear(self, mask: int) -> None:
+        self._masks = [other & ~mask for other in self._masks]
+        self._batches = [(since, rest) for since, old in self._batches if (rest := old & ~mask)]
+
+    def _forget(self, name: str) -> None:
+        self._asked.pop(name, None)
+        self._since.pop(name, None)
+        number = self._numbers.get(name)
+        if number is not None:
+            self._clear(1 << number)
+
+    def _without(self, asked: object) -> tuple[int, ...]:
+        return tuple(r for r in range(self.size) if r not in asked and r not in self._joined)  # type: ignore[operator]
+
+
+def _rows(asked: dict[int, Request], size: int) -> tuple[tuple[int, ...], ...]:
+    """What each rank brings, where ranks may bring different amounts."""
+    first = asked[min(asked)]
+    if first.kind == "allgather":
+        return tuple(tuple(part.shape[0] if part.shape else 1 for part in asked[rank].parts) for rank in range(size))
+    if first.kind == "alltoall":
+        return tuple(asked[rank].splits for rank in range(size))
+    return ()

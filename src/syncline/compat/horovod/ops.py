@@ -1,0 +1,403 @@
+"""The operations as Horovod names them. An asynchronous one gives a handle; `synchronize(handle)` its result."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.compat.horovod.basics import ReduceOp
+from syncline.compat.horovod.context import context
+from syncline.compat.horovod.engine import Engine
+from syncline.compat.horovod.handles import Pending
+from syncline.compat.horovod.process_sets import ProcessSet, global_process_set
+from syncline.compat.horovod.requests import DTYPES, Part, Request
+from syncline.errors import IncompatibleError
+
+__all__ = [
+    "allgather_async",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall_async",
+    "barrier",
+    "broadcast_async",
+    "broadcast_async_",
+    "chosen_op",
+    "grouped_allgather_async",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter_async",
+    "join",
+    "poll",
+    "reducescatter_async",
+    "sparse_allreduce_async",
+    "synchronize",
+]
+
+POLLING = 1e-4
+"""Seconds that a poll in vain gives to those who work."""
+_OP_NAMES = {op: op.name.lower() for op in ReduceOp}
+AVERAGE = "average"
+
+
+def chosen_op(op: int | None, average: bool | None) -> ReduceOp:
+    """The reduction that the arguments ask for: `op`, or Horovod's old `average`; the average without either."""
+    if average is not None:
+        if op is not None:
+            raise IncompatibleError(f"op={op} and average={average} both say how to reduce: leave average out")
+        warnings.warn("average is deprecated: use op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=3)
+        return ReduceOp.Average if average else ReduceOp.Sum
+    try:
+        return ReduceOp.Average if op is None else ReduceOp(op)
+    except ValueError:
+        raise IncompatibleError(f"op={op!r} is none of hvd.{', hvd.'.join(ReduceOp.__members__)}") from None
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin to combine a tensor over all ranks; the tensor itself stays as it is."""
+    told = _Told("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set)
+    return told.reduce([tensor], None, single=True)
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As `allreduce_async`, in place."""
+    again = _again(tensor, name, op, prescale_factor, postscale_factor, process_set) if average is None else None
+    if again is not None:
+        return again
+    told = _Told("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set)
+    return told.reduce([tensor], [tensor], single=True)
+
+
+def _again(
+    tensor: Tensor, name: str | None, op: int | None, before: float, after: float, process_set: ProcessSet
+) -> int | None:
+    """The short way for a sum in place that this rank asks for exactly as the last time; None where it does not."""
+    here = context()
+    engine = here.engine_of(process_set)
+    known = None if engine is None or name is None else engine.known(f"allreduce.{name}")
+    if known is None or len(known.parts) != 1 or not isinstance(tensor, Tensor):
+        return None
+    (part,) = known.parts
+    if (
+        part.dtype is not tensor.dtype
+        or part.shape != tensor.shape
+        or known.op != (AVERAGE if op is None else _OP_NAMES.get(op))  # type: ignore[call-overload]
+        or known.before != before
+        or known.after != after
+        or known.device != tensor.device.type
+        or tensor.layout is not torch.strided
+    ):
+        return None
+    tensors = [tensor]
+    pending = Pending(here.world.runtime, known, tensors, tensors)
+    pending.finish = _first
+    engine.submit(pending)  # type: ignore[union-attr]
+    return here.handles.add((engine, pending))
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin to combine several tensors, all or none of them; the result is a list."""
+    told = _Told("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set)
+    return told.reduce(_several(tensors), None)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As `grouped_allreduce_async`, in place."""
+    told = _Told("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set)
+    found = _several(tensors)
+    return told.reduce(found, found)
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str | None = None, op: int | None = None, process_set: ProcessSet = global_process_set
+) -> Callable[[], Tensor]:
+    """Begin to combine a sparse tensor, by gathering what all ranks have; call what is returned for the result."""
+    chosen = chosen_op(op, None)
+    if chosen not in (ReduceOp.Average, ReduceOp.Sum):
+        raise IncompatibleError(f"sparse tensors are averaged or summed, not combined by {chosen.name}")
+    if not isinstance(tensor, Tensor) or not tensor.is_sparse:
+        raise IncompatibleError("sparse_allreduce_async takes a sparse COO tensor; for others there is allreduce_async")
+    own = tensor.detach().coalesce()
+    indices = own.indices().t().contiguous()
+    names = (None, None) if name is None else (f"{name}.indices", f"{name}.values")
+    rows = allgather_async(indices, names[0], process_set)
+    values = allgather_async(own.values(), names[1], process_set)
+
+    def result() -> Tensor:
+        gathered: Tensor = synchronize(values)
+        places: Tensor = synchronize(rows)
+        if chosen == ReduceOp.Average:
+            gathered = gathered / process_set.size()
+        return torch.sparse_coo_tensor(places.t(), gathered.to(own.dtype), own.shape, check_invariants=False)
+
+    return result
+
+
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+    """Begin to join all ranks' tensors along the first dimension, which may differ between them."""
+    return _Told("allgather", name, process_set=process_set).gather([tensor], single=True)
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """As `allgather_async` for several tensors, all or none of them."""
+    return _Told("allgather", name, process_set=process_set).gather(_several(tensors))
+
+
+def broadcast_async(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Begin to give all ranks the root's tensor; this rank's own stays as it is."""
+    return _Told("broadcast", name, process_set=process_set).spread(tensor, _like(tensor), root_rank)
+
+
+def broadcast_async_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """As `broadcast_async`, in place."""
+    return _Told("broadcast", name, process_set=process_set).spread(tensor, tensor, root_rank)
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin to send rows to each rank: `splits` says how many, equal parts without it.
+
+    The result is what came from all ranks; where `splits` was given, with the number of rows that came from each.
+    """
+    return _Told("alltoall", name, process_set=process_set).trade(tensor, splits)
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: int | None = None,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Begin to combine a tensor and leave each rank with its rows; the first ranks have one more if need be."""
+    told = _Told("reducescatter", name, chosen_op(op, None), prescale_factor, postscale_factor, process_set)
+    return told.scatter([tensor], single=True)
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: int | None = None,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """As `reducescatter_async` for several tensors, all or none of them."""
+    told = _Told("reducescatter", name, chosen_op(op, None), prescale_factor, postscale_factor, process_set)
+    return told.scatter(_several(tensors))
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return when every rank of the set has called it."""
+    synchronize(_Told("barrier", None, process_set=process_set).submit([], []))
+
+
+def join(device: int = -1) -> int:
+    """This rank has no more data: it takes part in the others' sums with zeros until all have joined.
+
+    Returns the rank that joined last. Averages still divide by the number of all ranks. `device` has no effect.
+    """
+    here = context()
+    handle = _Told("join", None).submit([], [])
+    here.handles.peek(handle)[0].flush()
+    if len(here.optimizers) == 1:
+        here.optimizers[0].join_rounds()
+    else:
+        runtime = here.world.runtime
+        tasks = [runtime.spawn(each.join_rounds, name="hvd-joined") for each in here.optimizers]
+        for task in tasks:
+            task.join()
+    return int(synchronize(handle))
+
+
+def poll(handle: int) -> bool:
+    """Whether `synchronize` would return at once."""
+    here = context()
+    engine, pending = here.handles.peek(handle)
+    if pending.done():
+        return True
+    engine.flush()
+    here.world.runtime.sleep(POLLING)  # whoever polls in a loop must not starve those he waits for
+    return bool(pending.done())
+
+
+def synchronize(handle: int) -> Any:
+    """Wait for an operation; its result. A handle is waited for once."""
+    engine, pending = context().handles.take(handle)
+    return engine.wait(pending)
+
+
+def _first(found: Any) -> Any:
+    return found[0]
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(_dense(tensor), memory_format=torch.contiguous_format, requires_grad=False)
+
+
+def _several(tensors: Sequence[Tensor]) -> list[Tensor]:
+    found = list(tensors) if isinstance(tensors, (list, tuple)) else None
+    if not found:
+        raise IncompatibleError(f"a group is a list of tensors, at least one; not {tensors!r:.60}")
+    return found
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        raise IncompatibleError(f"a tensor is needed, not {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise IncompatibleError(f"this tensor is {tensor.layout}: use sparse_allreduce_async, or tensor.to_dense()")
+    if tensor.dtype not in DTYPES:
+        raise IncompatibleError(f"Tensor type {tensor.dtype} is not supported.")
+    return tensor
+
+
+class _Told:
+    """What a call says beside its tensors."""
+
+    __slots__ = ("_after", "_before", "_kind", "_name", "_op", "_set")
+
+    def __init__(
+        self,
+        kind: str,
+        name: str | None,
+        op: ReduceOp | None = None,
+        before: float = 1.0,
+        after: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        self._kind = kind
+        self._name = name
+        self._op = op
+        self._before = before
+        self._after = after
+        self._set = process_set
+
+    def reduce(self, tensors: list[Tensor], outputs: list[Tensor] | None, single: bool = False) -> int:
+        for tensor in tensors:
+            if _dense(tensor).dtype == torch.bool:
+                raise IncompatibleError("Tensor type torch.bool is not supported by allreduce; cast it to uint8")
+        if self._op == ReduceOp.Adasum:
+            size = self._set.size()
+            if size & (size - 1):
+                raise IncompatibleError(f"Adasum combines pairs of ranks: it needs a power of two of them, not {size}")
+            if not all(tensor.dtype.is_floating_point for tensor in tensors):
+                raise IncompatibleError("Adasum combines floating-point tensors")
+        return self.submit(tensors, [_like(tensor) for tensor in tensors] if outputs is None else outputs, single)
+
+    def gather(self, tensors: list[Tensor], single: bool = False) -> int:
+        for tensor in tensors:
+            _dense(tensor)
+        return self.submit(tensors, [], single)
+
+    def spread(self, tensor: Tensor, output: Tensor, root: int) -> int:
+        _dense(tensor)
+        context().check_set(self._set)
+        ranks = self._set.ranks or []
+        if root not in ranks:
+            raise IncompatibleError(f"root_rank={root} is not among the ranks {ranks} of this process set")
+        return self.submit([tensor], [output], single=True, root=ranks.index(root))
+
+    def trade(self, tensor: Tensor, splits: Tensor | Sequence[int] | None) -> int:
+        size, rows = self._set.size(), tensor.shape[0] if _dense(tensor).dim() else -1
+        if rows < 0:
+            raise IncompatibleError("alltoall needs a first dimension to share out; this tensor has none")
+        counts = [rows // size] * size if splits is None else [int(count) for count in splits]
+        if splits is None and rows % size:
+            raise IncompatibleError(f"alltoall: {rows} rows do not divide among {size} ranks; give splits")
+        if len(counts) != size or min(counts) < 0 or sum(counts) != rows:
+            raise IncompatibleError(
+                f"alltoall: splits {counts} must be {size} numbers, none negative, that add up to {rows} rows"
+            )
+        finish = _first if splits is None else None
+        return self.submit([tensor], [], splits=tuple(counts), finish=finish)
+
+    def scatter(self, tensors: list[Tensor], single: bool = False) -> int:
+        if self._op not in (ReduceOp.Average, ReduceOp.Sum):
+            raise IncompatibleError("reducescatter averages or sums")
+        for tensor in tensors:
+            if _dense(tensor).dtype == torch.bool:
+                raise IncompatibleError("Tensor type torch.bool is not supported by reducescatter; cast it to uint8")
+            if tensor.dim() == 0:
+                raise IncompatibleError("reducescatter needs a first dimension to share out; this tensor has none")
+        return self.submit(tensors, [], single)
+
+    def submit(
+        self,
+        tensors: list[Tensor],
+        outputs: list[Tensor],
+        single: bool = False,
+        root: int = -1,
+        splits: tuple[int, ...] = (),
+        finish: Callable[[Any], Any] | None = None,
+    ) -> int:
+        here = context()
+        engine: Engine = here.engine(self._set)
+        kind = self._kind
+        name = engine.unnamed(kind) if self._name is None else f"{kind}.{self._name}"
+        op = "none" if self._op is None else _OP_NAMES[self._op]
+        device = tensors[0].device.type if tensors else "cpu"
+        known = engine.known(name)
+        if (
+            known is not None
+            and (known.op, known.root, known.splits) == (op, root, splits)
+            and (known.before, known.after, known.device) == (self._before, self._after, device)
+            and len(known.parts) == len(tensors)
+            and all(p.dtype is t.dtype and p.shape == t.shape for p, t in zip(known.parts, tensors, strict=True))
+        ):
+            request = known
+        else:
+            parts = tuple([Part(tensor.dtype, tuple(tensor.shape)) for tensor in tensors])
+            request = Request(kind, name, parts, op, root, self._before, self._after, device, splits)
+        pending = Pending(here.world.runtime, request, tensors, outputs)
+        if kind == "join":
+            pending.action = lambda plan: plan.rows[0][0]
+        pending.finish = _first if single else finish
+        engine.submit(pending)
+        return here.handles.add((engine, pending))

@@ -1,0 +1,107 @@
+"""Process sets: some of the ranks, which do operations among themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from syncline.errors import IncompatibleError
+
+if TYPE_CHECKING:
+    from syncline.compat.horovod.context import Context
+
+__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
+
+
+class ProcessSet:
+    """Some of the ranks; `hvd.init(process_sets=[…])` or `hvd.add_process_set` makes it usable.
+
+    >>> ProcessSet([2, 0]).ranks
+    [0, 2]
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        try:
+            found = sorted(ranks)
+        except TypeError:
+            found = ["?"]  # type: ignore[list-item]
+        if any(not isinstance(rank, int) or isinstance(rank, bool) for rank in found):
+            raise IncompatibleError(f"a process set is made of a list of ranks, not of {ranks!r}")
+        if len(set(found)) != len(found):
+            raise IncompatibleError(f"a process set has each rank once: {found}")
+        self._ranks: list[int] | None = found
+        self.process_set_id: int | None = None
+
+    @property
+    def ranks(self) -> list[int] | None:
+        """Its members; None once it was removed."""
+        return self._ranks
+
+    def invalidate(self) -> None:
+        """It was removed."""
+        self._ranks = self.process_set_id = None
+
+    def included(self) -> bool:
+        """Whether this rank is a member."""
+        return self._context().engine_of(self) is not None
+
+    def rank(self) -> int:
+        """This rank's place among the members."""
+        return self._context().engine(self).team.rank
+
+    def size(self) -> int:
+        """How many members there are."""
+        self._context().check_set(self)
+        return len(self.ranks or ())
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+    @staticmethod
+    def _context() -> Context:
+        from syncline.compat.horovod.context import context
+
+        return context()
+
+
+class _GlobalSet(ProcessSet):
+    """All ranks, whatever world this is asked in."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.process_set_id = 0
+
+    @property
+    def ranks(self) -> list[int]:
+        from syncline.compat.horovod.context import is_initialized
+
+        return list(range(self._context().world.size)) if is_initialized() else []
+
+    def invalidate(self) -> None:
+        raise AssertionError("the global process set stays")
+
+
+global_process_set = _GlobalSet()
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Make a set usable after `init()`. Every rank calls it with the same ranks, members or not.
+
+    >>> import torch, syncline as sl
+    >>> import syncline.compat.horovod.torch as hvd
+    >>> def pair(world):
+    ...     hvd.init()
+    ...     last = hvd.add_process_set([1, 2])
+    ...     return hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=last) if last.included() else None
+    >>> sl.simulate(pair, ranks=3).results
+    (None, tensor([2.]), tensor([2.]))
+    """
+    wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    return wanted._context().add(wanted)
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Give a set up; False for the global one. Every rank calls it, after the set's operations have ended."""
+    if process_set.process_set_id == 0:
+        return False
+    return process_set._context().remove(process_set)

@@ -1,0 +1,237 @@
+"""The gradients of one `DistributedOptimizer`: reduced during backward, by the machinery of `sl.distribute`.
+
+```text
+backward 1 … n−1      gradients add up on this rank           n = backward_passes_per_step
+backward n            reduced while it runs; complete when it returns
+step()                reduces here what no backward has: a rank's passes were fewer, or gradients were set by hand
+```
+
+Every rank reduces once a step, in its backward or in `step()`. A pass whose gradients went to another optimizer too
+(a generator's loss goes through the discriminator) may have been meant for that one: when that one steps, the pass no
+longer counts here, and `zero_grad()` may drop what it brought.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn import Parameter
+
+from syncline.codecs import Codec
+from syncline.compat.horovod.context import Context
+from syncline.compat.horovod.errors import HorovodInternalError
+from syncline.compat.horovod.parameters import PassesError, after_gradient, describe
+from syncline.compat.horovod.process_sets import ProcessSet
+from syncline.errors import PeerLostError
+from syncline.exchange import BUCKET_BYTES, Exchange, Gradients, Round, check_same
+from syncline.exchange.rounds import Scaling
+
+__all__ = ["Reducer"]
+
+
+class Reducer:
+    """Hooks on an optimizer's parameters, and who has stepped with what came of them."""
+
+    run = None
+    """The run of a strategy: here there is none."""
+
+    def __init__(
+        self,
+        held: Context,
+        named: Mapping[str, Parameter],
+        *,
+        mean: bool,
+        predivide: float,
+        codec: Codec | None,
+        passes: int,
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+    ) -> None:
+        self.context = held
+        self.passes = passes
+        self._mean = mean
+        self._predivide = predivide
+        self._dense = sparse_as_dense
+        self._set = process_set
+        self._open: set[int] = set()
+        """Backward passes that have brought gradients since the last step or `synchronize()`."""
+        self._past: set[int] = set()
+        """Those before `synchronize()`, since the last step."""
+        self._settled: set[int] = set()
+        """Those of them that another optimizer has stepped with."""
+        self._reduced: set[int] = set()
+        self._rounds = 0
+        self._stepping = False
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._exchange: Exchange | None = None
+        self._gradients: Gradients | None = None
+        self.watched = {id(parameter) for parameter in named.values()}
+        self._take_over()
+        if process_set.included():
+            self._attach(named, codec)
+        held.optimizers.append(self)
+
+    # What the optimizer asks.
+
+    def synchronize(self) -> None:
+        """Reduce what no backward pass has reduced."""
+        if self._gradients is not None and (not self._rounds or self._gradients.accumulating):
+            found = self._gradients.reduce_now()
+            self._complete(found)
+        self._past |= self._open
+        self._open.clear()
+        self._reduced.clear()
+
+    def zero(self) -> None:
+        """The gradients are about to be dropped: refused where nobody has stepped with them."""
+        if not self._stepping:
+            elsewhere = {number for other in self._others() for number in other._open | other._past}
+            if self._open - self._settled - elsewhere:
+                raise PassesError(
+                    "optimizer.zero_grad() after loss.backward() and before optimizer.step() or "
+                    "optimizer.synchronize() would drop gradients that were reduced: call it before backward(), or "
+                    "after step()"
+                )
+        self.forget()
+
+    def stepped(self) -> None:
+        """The optimizer has stepped: the passes before count no more, here or elsewhere."""
+        for other in self._others():
+            other._settled |= (self._open | self._past) & other._open
+        self.forget(keep_sums=True)
+
+    def forget(self, keep_sums: bool = False) -> None:
+        """Begin a step anew; `keep_sums`: gradients that have added up are still to be reduced."""
+        for numbers in (self._open, self._past, self._settled, self._reduced):
+            numbers.clear()
+        self._rounds = 0
+        if self._gradients is not None and not keep_sums:
+            self._gradients.take_accumulated()
+
+    def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Reduces the gradients of each evaluation; its loss, which line searches go by, is the mean of the ranks'."""
+
+        def evaluate() -> Any:
+            loss = closure()
+            self.synchronize()
+            self._rounds = 0
+            if loss is None or self._exchange is None or self._exchange.size == 1:
+                return loss
+            told = loss.detach() if isinstance(loss, Tensor) else loss
+            mean = self._exchange.mean(float(told))
+            return torch.full_like(told, mean) if isinstance(told, Tensor) else mean
+
+        return evaluate
+
+    def stepping(self, now: bool) -> None:
+        """Within `step()`, a closure may drop gradients and make new ones as it likes."""
+        self._stepping = now
+
+    def join_rounds(self) -> None:
+        """Take part in the others' reductions with zeros until nobody has gradients any more."""
+        active = 0 if self._gradients is None or self._exchange is None or self._exchange.size == 1 else 1
+        while active and self._gradients is not None:
+            found = self._gradients.empty_round(weighing=1.0)
+            active = found.complete().active
+            self._gradients.done(found)
+
+    def close(self) -> None:
+        """Take the hooks off; gradients stay where they are."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self._gradients is not None:
+            self._gradients.close()
+            self._gradients = None
+        if self._exchange is not None and not self._exchange.world.closed:
+            self._exchange.close()
+        self._exchange = None
+        if self in self.context.optimizers:
+            self.context.optimizers.remove(self)
+
+    # Within.
+
+    def _take_over(self) -> None:
+        """One optimizer at a time reduces a gradient: the last that was made."""
+        for other in self._others():
+            if other.watched & self.watched:
+                other.close()
+
+    def _others(self) -> list[Reducer]:
+        return [other for other in self.context.optimizers if isinstance(other, Reducer) and other is not self]
+
+    def _attach(self, named: Mapping[str, Parameter], codec: Codec | None) -> None:
+        world = self.context.world
+        team = None if self._set.process_set_id == 0 else self.context.data_team(self._set)
+        exchange = self._exchange = Exchange(world, "auto", codec, team)
+        names = sorted(named)
+        check_same(exchange, "parameters", describe(names, [named[name] for name in names]))
+        told = {"op": "Average" if self._mean else "Sum", "gradient_predivide_factor": repr(self._predivide)}
+        told |= {"compression": repr(codec), "sparse_as_dense": repr(self._dense)}
+        check_same(exchange, "settings of DistributedOptimizer", told)
+        places = {name: place for place, name in enumerate(names)}
+        mine = torch.tensor([places[name] for name in named], dtype=torch.int64)
+        order = exchange.from_root(mine).tolist()  # the first rank's: a script's order is the model's as a rule
+        ordered = {names[place]: named[names[place]] for place in order}
+        if self._dense:  # before the hooks that reduce, so that those find it done
+            self._hooks = [
+                after_gradient(parameter, _densify) for parameter in ordered.values() if parameter.requires_grad
+            ]
+        self._gradients = Gradients(
+            ordered,
+            exchange,
+            self._after_backward,
+            bucket_bytes=BUCKET_BYTES,
+            idle=exchange.size == 1 and codec is None,
+            codec=codec,
+            opens=self._opens,
+            lenient=True,
+            scaling=self._scaling(exchange.size),
+        )
+        if exchange.size == 1 and codec is None:
+            self._gradients = None
+
+    def _scaling(self, size: int) -> Scaling | None:
+        if not self._mean:
+            return Scaling(1.0)
+        return None if self._predivide == 1.0 else Scaling(1.0 / self._predivide, self._predivide / size)
+
+    def _opens(self, index: int) -> bool:
+        """The first gradient of a pass: whether the pass is the last before a step, and so is reduced."""
+        assert self._gradients is not None, "its hook has called"
+        task = torch._C._current_graph_task_id()
+        if self._open and self._open <= self._settled:
+            self.forget()
+        if index in self._reduced:
+            raise PassesError(
+                f"{self._gradients.names[index]} got gradients in more than backward_passes_per_step={self.passes} "
+                "backward passes before optimizer.step(): make backward_passes_per_step larger to add them up, or call "
+                "optimizer.step() after each"
+            )
+        self._open.add(task)
+        return self._gradients.accumulated(index) + 1 >= self.passes
+
+    def _after_backward(self, found: Round) -> None:
+        # Not here: another optimizer of the same pass must begin its last reductions before this one waits.
+        queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+        queue(partial(self._complete, found))
+
+    def _complete(self, found: Round) -> None:
+        assert self._gradients is not None, "it has begun the round"
+        try:
+            found.complete()
+        except PeerLostError as error:
+            raise HorovodInternalError(f"the gradients could not be reduced: {error}") from error
+        self._gradients.done(found)
+        self._reduced.update(found.arrivals)
+        self._rounds += 1
+
+
+def _densify(parameter: Tensor) -> None:
+    if parameter.grad is not None and parameter.grad.layout != torch.strided:
+        parameter.grad = parameter.grad.to_dense()

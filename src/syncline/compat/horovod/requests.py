@@ -1,0 +1,257 @@
+"""What a rank tells about an operation it asks for, and the bytes that say so.
+
+```text
+request   kind u8 │ op u8 │ device u8 │ parts u16 │ root i32 │ before f64 │ after f64 │ name │ parts │ splits
+name      u16 length, utf-8
+part      dtype u8 │ dimensions u8 │ i64 each
+splits    u32 count, i64 each
+```
+
+An answer is a plan: the request of one rank that all have agreed to, and how many rows each rank brings.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from syncline.errors import ProtocolError
+
+__all__ = ["DTYPES", "KINDS", "OPS", "Failed", "Part", "Plan", "Reader", "Request", "Writer", "disagreement"]
+
+KINDS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join", "add", "remove", "team")
+OPS = ("none", "average", "sum", "adasum", "min", "max", "product")
+DEVICES = ("cpu", "cuda")
+DTYPES = (
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.bool,
+)
+_NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
+_HEAD = struct.Struct("<BBBHidd")
+MOST_DIMENSIONS = 64
+MOST_PARTS = 1 << 16
+MOST_NAME = 4096
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of an operation."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Request:
+    """An operation as one rank asks for it. A group has several parts."""
+
+    kind: str
+    name: str
+    parts: tuple[Part, ...] = ()
+    op: str = "none"
+    root: int = -1
+    before: float = 1.0
+    after: float = 1.0
+    device: str = "cpu"
+    splits: tuple[int, ...] = ()
+    """Of an all-to-all, the rows for each rank; of a process set that is added, its ranks."""
+
+    def pack(self, into: Writer) -> None:
+        into.put(
+            _HEAD,
+            KINDS.index(self.kind),
+            OPS.index(self.op),
+            DEVICES.index(self.device),
+            len(self.parts),
+            self.root,
+            self.before,
+            self.after,
+        )
+        into.text(self.name)
+        for part in self.parts:
+            into.put(_TWO, _NUMBER[part.dtype], len(part.shape))
+            into.numbers(part.shape)
+        into.put(_LONG, len(self.splits))
+        into.numbers(self.splits)
+
+    @classmethod
+    def read(cls, source: Reader) -> Request:
+        kind, op, device, count, root, before, after = source.take(_HEAD)
+        name = source.text()
+        parts = []
+        for _ in range(count):
+            dtype, dimensions = source.take(_TWO)
+            if dtype >= len(DTYPES) or dimensions > MOST_DIMENSIONS:
+                raise source.wrong(f"a tensor of dtype number {dtype} with {dimensions} dimensions")
+            parts.append(Part(DTYPES[dtype], source.numbers(dimensions)))
+        (length,) = source.take(_LONG)
+        splits = source.numbers(length)
+        if kind >= len(KINDS) or op >= len(OPS) or device >= len(DEVICES):
+            raise source.wrong(f"a request of kind {kind}, op {op}, device {device}")
+        return cls(KINDS[kind], name, tuple(parts), OPS[op], root, before, after, DEVICES[device], splits)
+
+    @property
+    def label(self) -> str:
+        """The name as the user gave it."""
+        return self.name.split(".", 1)[-1]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all ranks carry out."""
+
+    request: Request
+    number: int = -1
+    """Under which it is known from now on; -1: it is not kept."""
+    rows: tuple[tuple[int, ...], ...] = ()
+    """Of each rank: the first dimension of each part, or the rows it sends to each rank."""
+
+    def pack(self, into: Writer) -> None:
+        into.put(_NUMBERED, self.number, len(self.rows))
+        self.request.pack(into)
+        for row in self.rows:
+            into.put(_LONG, len(row))
+            into.numbers(row)
+
+    @classmethod
+    def read(cls, source: Reader) -> Plan:
+        number, ranks = source.take(_NUMBERED)
+        request = Request.read(source)
+        return cls(request, number, tuple(source.numbers(source.take(_LONG)[0]) for _ in range(ranks)))
+
+
+@dataclass(frozen=True)
+class Failed:
+    """An operation that cannot be carried out, and why."""
+
+    name: str
+    why: str
+    late: tuple[int, ...] = ()
+    """Ranks that have not asked for it yet: they are told when they do."""
+
+    def pack(self, into: Writer) -> None:
+        into.text(self.name)
+        into.text(self.why)
+        into.put(_LONG, len(self.late))
+        into.numbers(self.late)
+
+    @classmethod
+    def read(cls, source: Reader) -> Failed:
+        return cls(source.text(), source.text(), source.numbers(source.take(_LONG)[0]))
+
+
+_TWO = struct.Struct("<BB")
+_LONG = struct.Struct("<I")
+_SHORT = struct.Struct("<H")
+_NUMBERED = struct.Struct("<iI")
+
+
+class Writer:
+    """Bytes that grow.
+
+    >>> writer = Writer()
+    >>> Request("allreduce", "allreduce.w", (Part(torch.float32, (2, 3)),), op="sum").pack(writer)
+    >>> Request.read(Reader(writer.data, peer=0)).parts[0].shape
+    (2, 3)
+    """
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def put(self, layout: struct.Struct, *values: float) -> None:
+        self.data += layout.pack(*values)
+
+    def text(self, text: str) -> None:
+        encoded = text.encode()[:MOST_NAME]
+        self.data += _SHORT.pack(len(encoded)) + encoded
+
+    def numbers(self, numbers: Sequence[int]) -> None:
+        self.data += struct.pack(f"<{len(numbers)}q", *numbers)
+
+
+class Reader:
+    """Takes bytes apart; what is short or strange is a `ProtocolError` that names the peer."""
+
+    def __init__(self, data: bytes | bytearray | memoryview, peer: int) -> None:
+        self._data = memoryview(data)
+        self._at = 0
+        self._peer = peer
+
+    def left(self) -> int:
+        return len(self._data) - self._at
+
+    def take(self, layout: struct.Struct) -> tuple[int, ...]:
+        return layout.unpack(self._cut(layout.size))
+
+    def text(self) -> str:
+        (length,) = self.take(_SHORT)
+        return bytes(self._cut(length)).decode(errors="replace")
+
+    def numbers(self, count: int) -> tuple[int, ...]:
+        return struct.unpack(f"<{count}q", self._cut(8 * count))
+
+    def wrong(self, what: str) -> ProtocolError:
+        return ProtocolError(f"rank {self._peer} sent what cannot be read: {what}", peer=self._peer)
+
+    def _cut(self, nbytes: int) -> memoryview:
+        if nbytes > self.left():
+            raise self.wrong(f"{nbytes} bytes are missing at {self._at} of {len(self._data)}")
+        self._at += nbytes
+        return self._data[self._at - nbytes : self._at]
+
+
+def disagreement(requests: dict[int, Request], ranks: Sequence[int] | None = None) -> str:
+    """The first thing in which ranks differ that they must agree on; empty where they agree. `ranks`: a set's members.
+
+    >>> one = Request("allreduce", "allreduce.w", (Part(torch.float32, (2,)),), op="sum")
+    >>> disagreement({0: one, 1: Request("allreduce", "allreduce.w", one.parts, op="min")})
+    'op: sum on rank 0, min on rank 1'
+    """
+    named = range(max(requests) + 1) if ranks is None else ranks
+    looks = {named[rank]: _essentials(request, named) for rank, request in requests.items()}
+    first = next(iter(looks))
+    for what in looks[first]:
+        groups: dict[str, list[int]] = {}
+        for rank, look in looks.items():
+            groups.setdefault(look[what], []).append(rank)
+        if len(groups) > 1:
+            told = (
+                f"{text} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for text, ranks in groups.items()
+            )
+            return f"{what}: {', '.join(told)}"
+    return ""
+
+
+def _essentials(request: Request, ranks: Sequence[int]) -> dict[str, str]:
+    """What must be the same everywhere, as people say it."""
+    free = request.kind in ("allgather", "alltoall")
+    shapes = [list(part.shape[1:]) if free else list(part.shape) for part in request.parts]
+    told = {
+        "kind": request.kind,
+        "number of tensors": str(len(request.parts)),
+        "dtype": ", ".join(str(part.dtype).removeprefix("torch.") for part in request.parts),
+        "dimensions": ", ".join(str(len(part.shape)) for part in request.parts),
+        "shape beyond the first dimension" if free else "shape": ", ".join(map(str, shapes)),
+        "op": request.op,
+        "root rank": str(ranks[request.root] if 0 <= request.root < len(ranks) else request.root),
+        "prescale_factor": repr(request.before),
+        "postscale_factor": repr(request.after),
+        "device": request.device,
+    }
+    if request.kind in ("add", "remove"):
+        told["ranks"] = str(list(request.splits))
+    return told

@@ -1,0 +1,170 @@
+"""Horovod's timeline: a Chrome trace with one row for each tensor's name.
+
+```text
+grad.weight   ├ NEGOTIATE_ALLREDUCE ┤├──────── ALLREDUCE ────────┤
+                  · 0      · 1   · 2  ├ MEMCPY ┤├ SUM ┤├ MEMCPY ┤
+grad.bias     ├─ NEGOTIATE_ALLREDUCE ─┤├─── ALLREDUCE ───┤
+```
+
+The file is the array form of the trace event format, whose closing bracket may be missing: what a killed run has
+flushed can be opened.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from syncline.events.trace import FLUSH, LIMIT
+from syncline.runtime import Lock
+
+__all__ = ["Timeline"]
+
+logger = logging.getLogger("syncline")
+
+RANK = "{rank}"
+PATIENCE = 1.0
+"""Seconds after which what is there is flushed, however little: somebody may want to look while the run goes on."""
+
+
+class Timeline:
+    """Spans of negotiation and of operations, by name. Rank 0 writes, or every rank where the path holds `{rank}`.
+
+    `now` is the clock that the spans are told by; its reading at the beginning is 0 in the trace. After `limit` events
+    the rest is only counted. A file that cannot be written costs a warning, not the training.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "timeline.json"
+    >>> timeline = Timeline(path, rank=0, now=lambda: 10.0)
+    >>> timeline.negotiating("grad", "allreduce", 10.0, 10.5)
+    >>> timeline.running("grad", "allreduce", "SUM", 10.5, 10.75)
+    >>> timeline.close()
+    >>> [(span["name"], span["ts"], span["dur"]) for span in json.loads(path.read_text()) if span["ph"] == "X"]
+    [('NEGOTIATE_ALLREDUCE', 0.0, 500000.0), ('ALLREDUCE', 500000.0, 250000.0), ('SUM', 500000.0, 250000.0)]
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        rank: int,
+        now: Callable[[], float],
+        lock: Lock | None = None,
+        mark_cycles: bool = False,
+        limit: int = LIMIT,
+    ) -> None:
+        self.path = Path(str(path).replace(RANK, str(rank)))
+        self.mark_cycles = mark_cycles
+        self._now = now
+        self._lock: Lock = nullcontext() if lock is None else lock
+        self._zero = self._flushed = now()
+        self._left = limit
+        self._dropped = 0
+        self._rows: dict[str, int] = {}
+        self._waiting: list[str] = []
+        self._first = True
+        self._file: TextIO | None = None
+        if rank == 0 or RANK in str(path):
+            self._open(rank)
+
+    @property
+    def active(self) -> bool:
+        """Whether this rank writes."""
+        return self._file is not None
+
+    def negotiating(
+        self, name: str, kind: str, start: float, stop: float, ready: Sequence[tuple[int, float]] = ()
+    ) -> None:
+        """From the first rank's request for an operation to the last's; `ready` tells when each of them came."""
+        with self._lock:
+            self._span(name, f"NEGOTIATE_{kind.upper()}", start, stop)
+            for rank, at in ready:
+                self._span(name, str(rank), at, at)
+
+    def running(self, name: str, kind: str, activity: str, start: float, stop: float) -> None:
+        """The operation itself; `activity` is what was done for it meanwhile ("": nothing worth a span)."""
+        with self._lock:
+            self._span(name, kind.upper(), start, stop)
+            if activity:
+                self._span(name, activity, start, stop)
+
+    def cycle(self, at: float) -> None:
+        """The beginning of a cycle; written where `mark_cycles` asks for it."""
+        if self.mark_cycles:
+            with self._lock:
+                self._add({"name": "CYCLE_START", "ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": self._micros(at)})
+
+    def close(self) -> None:
+        """Write what is left and the closing bracket. A second call does nothing."""
+        with self._lock:
+            if self._file is None:
+                return
+            if self._dropped:
+                # Past the limit, on purpose: it says that there is one.
+                told = {"labels": f"{self._dropped} more events were dropped"}
+                self._waiting.append(json.dumps({"name": "process_labels", "ph": "M", "pid": 0, "args": told}))
+            self._flush("\n]\n")
+            if self._file is not None:
+                self._file.close()
+            self._file = None
+
+    def _open(self, rank: int) -> None:
+        try:
+            self._file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115 (held open)
+        except OSError as error:
+            self._give_up(error)
+            return
+        began = {"name": f"rank {rank}", "start_time_since_epoch_in_micros": time.time_ns() // 1000}
+        self._waiting.append(json.dumps({"name": "process_name", "ph": "M", "pid": 0, "args": began}))
+        self._flush("", before="[")
+
+    def _span(self, name: str, what: str, start: float, stop: float) -> None:
+        if self._file is None:
+            return
+        row = self._rows.get(name)
+        if row is None and self._left > 0:
+            row = self._rows[name] = 1 + len(self._rows)
+            self._add({"name": "process_name", "ph": "M", "pid": row, "args": {"name": name}})
+            self._add({"name": "process_sort_index", "ph": "M", "pid": row, "args": {"sort_index": row}})
+        length = round(1e6 * (stop - start), 3)
+        self._add({"name": what, "ph": "X", "pid": row, "tid": 0, "ts": self._micros(start), "dur": length})
+
+    def _micros(self, at: float) -> float:
+        return round(1e6 * (at - self._zero), 3)
+
+    def _add(self, line: dict[str, Any]) -> None:
+        if self._file is None:
+            return
+        if self._left <= 0:
+            self._dropped += 1
+            return
+        self._left -= 1
+        self._waiting.append(json.dumps(line))
+        if len(self._waiting) >= FLUSH or self._now() - self._flushed > PATIENCE:
+            self._flush("")
+
+    def _flush(self, after: str, before: str = "") -> None:
+        # A comma before each line but the first, not after: whatever is cut off, the lines before it are whole.
+        assert self._file is not None
+        self._flushed = self._now()
+        lines = ",\n".join(self._waiting)
+        begin = "" if not lines else "\n" if self._first else ",\n"
+        self._first = self._first and not lines
+        self._waiting.clear()
+        try:
+            self._file.write(before + begin + lines + after)
+            self._file.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        logger.warning("the timeline %s cannot be written: %s; training goes on without", self.path, error.strerror)
+        if self._file is not None:
+            with suppress(OSError):  # what could not be written still cannot be
+                self._file.close()
+        self._file = None

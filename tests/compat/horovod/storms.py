@@ -1,0 +1,118 @@
+"""Many named operations at once: drawn by a seed, submitted in another order on every rank, by several tasks."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import syncline as sl
+import syncline.compat.horovod.torch as hvd
+from syncline import faults
+
+THREADS = 3
+KINDS = ("sum", "average", "max", "grouped", "allgather", "broadcast", "alltoall", "reducescatter")
+
+
+def own(rank: int, number: int, rows: int) -> Tensor:
+    """What a rank brings to an operation."""
+    return torch.arange(rows * 2, dtype=torch.float64).view(rows, 2) + 100.0 * rank + number
+
+
+def submit(kind: str, number: int, rank: int, size: int, name: str) -> int:
+    """Ask for one operation; its handle."""
+    rows = number % 5 + 1
+    x = own(rank, number, rows)
+    if kind == "sum":
+        return hvd.allreduce_async(x, name=name, op=hvd.Sum)
+    if kind == "average":
+        return hvd.allreduce_async_(x, name=name)
+    if kind == "max":
+        return hvd.allreduce_async(x.long(), name=name, op=hvd.Max)
+    if kind == "grouped":
+        return hvd.grouped_allreduce_async([x, x + 1], name=name, op=hvd.Sum)
+    if kind == "allgather":
+        return hvd.allgather_async(own(rank, number, rows + rank), name=name)
+    if kind == "broadcast":
+        return hvd.broadcast_async(x, root_rank=number % size, name=name)
+    if kind == "alltoall":
+        return hvd.alltoall_async(own(rank, number, size), name=name)
+    return hvd.reducescatter_async(own(rank, number, rows + size), name=name, op=hvd.Sum)
+
+
+def expected(kind: str, number: int, rank: int, size: int) -> Any:
+    """What comes of it on a rank, worked out without any exchange."""
+    rows = number % 5 + 1
+    everybody = torch.stack([own(other, number, rows) for other in range(size)])
+    if kind == "sum":
+        return everybody.sum(0)
+    if kind == "average":
+        return everybody.sum(0) * (1 / size)
+    if kind == "max":
+        return everybody.long().amax(0)
+    if kind == "grouped":
+        return [everybody.sum(0), (everybody + 1).sum(0)]
+    if kind == "allgather":
+        return torch.cat([own(other, number, rows + other) for other in range(size)])
+    if kind == "broadcast":
+        return everybody[number % size]
+    if kind == "alltoall":
+        return torch.stack([own(other, number, size)[rank] for other in range(size)])
+    whole = torch.stack([own(other, number, rows + size) for other in range(size)]).sum(0)
+    share, extra = divmod(len(whole), size)
+    start = rank * share + min(rank, extra)
+    return whole[start : start + share + (rank < extra)]
+
+
+def same(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, list):
+        return len(found) == len(wanted) and all(map(same, found, wanted))
+    return found.dtype == wanted.dtype and found.shape == wanted.shape and torch.allclose(found, wanted)
+
+
+def storm(world: sl.World, seed: int, count: int, rounds: int) -> int:
+    """Submit `count` operations from three tasks in this rank's own order, `rounds` times; how many were right."""
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    kinds = random.Random(seed).choices(KINDS, k=count)
+    right = [0] * THREADS
+
+    def work(thread: int, mine: list[int], order: random.Random) -> None:
+        handles = {}
+        for number in mine:
+            handles[number] = submit(kinds[number], number, rank, size, f"op{number}")
+            if order.random() < 0.1:
+                world.runtime.sleep(order.random() * 1e-3)
+        order.shuffle(mine)
+        for number in mine:
+            found = hvd.synchronize(handles[number])
+            assert same(found, expected(kinds[number], number, rank, size)), (kinds[number], number, rank, found)
+            right[thread] += 1
+
+    own_order = random.Random(seed * 1000 + rank)
+    for _ in range(rounds):
+        numbers = list(range(count))
+        own_order.shuffle(numbers)
+        tasks = [
+            world.runtime.spawn(work, thread, numbers[thread::THREADS], random.Random(own_order.random()))
+            for thread in range(THREADS)
+        ]
+        for task in tasks:
+            assert task.join(60), "a thread has not ended"
+    hvd.shutdown()
+    return sum(right)
+
+
+def check_storm(seed: int, count: int = 60, rounds: int = 2) -> None:
+    """A storm on four simulated ranks with delays, in whatever order."""
+    draw = random.Random(seed)
+    drawn: list[faults.Fault] = [faults.Delay(draw.random() * 0.01)] if draw.random() < 0.5 else []
+    drawn += [faults.Slow(draw.randrange(4), draw.uniform(2, 20))] if draw.random() < 0.5 else []
+
+    def fn(world: sl.World) -> int:
+        return storm(world, seed, count, rounds)
+
+    found = sl.simulate(fn, ranks=4, seed=seed, chaos=True, faults=drawn, timeout=1000.0)
+    assert found.results == (count * rounds,) * 4

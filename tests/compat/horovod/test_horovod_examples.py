@@ -1,0 +1,88 @@
+"""The examples for Horovod's users: they learn, on one worker and on two, and all workers end with the same weights."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.launch.runs import Runs
+from tests.launching import ROOT, finish, start
+
+EXAMPLES = ROOT / "examples"
+
+
+def alone(script: str, *arguments: str) -> str:
+    """What it prints under plain Python."""
+    (ended,) = finish([start([str(EXAMPLES / script), *arguments], {})])
+    assert ended.code == 0, ended.err
+    return ended.out.strip()
+
+
+def together(runs: Runs, script: str, *arguments: str) -> str:
+    """What it prints on two workers."""
+    return finished(runs, "run", "-n", "2", str(EXAMPLES / script), *arguments)
+
+
+def finished(runs: Runs, *arguments: str) -> str:
+    run = runs.run(*arguments)
+    assert run.code == 0, run.describe()
+    return run.out.strip()
+
+
+def numbers(line: str, pattern: str) -> list[float]:
+    found = re.search(pattern, line)
+    assert found is not None, line
+    return [float(number) for number in found.groups()]
+
+
+def check_digits(line: str, workers: int) -> None:
+    assert re.fullmatch(rf"workers: {workers}; .*; weights [0-9a-f]{{8}}, the same", line), line
+    loss, accuracy = numbers(line, r"test loss ([\d.]+), accuracy ([\d.]+);")
+    assert loss < 1.0  # ln 10 = 2.3 to begin with
+    assert accuracy > 0.8
+
+
+def test_digits_with_both_give_the_same_bits(runs: Runs) -> None:
+    theirs, ours = together(runs, "horovod_mnist.py"), together(runs, "distribute_mnist.py")
+    check_digits(theirs, workers=2)
+    assert theirs == ours  # the loss, the accuracy and the checksum of all weights
+
+
+def test_digits_on_one_worker() -> None:
+    theirs, ours = alone("horovod_mnist.py"), alone("distribute_mnist.py")
+    check_digits(theirs, workers=1)
+    assert theirs == ours
+
+
+def test_a_sparse_embedding_travels_as_rows_or_as_a_table(runs: Runs) -> None:
+    sparse, dense = together(runs, "horovod_embedding.py"), together(runs, "horovod_embedding.py", "--sparse-as-dense")
+    first, last, accuracy, rows = numbers(
+        sparse, r"workers: 2; loss ([\d.]+) to ([\d.]+), accuracy ([\d.]+); rows of the last gradient: (\d+); "
+    )
+    assert last < 0.6 * first
+    assert accuracy > 0.8
+    assert 64 * 8 < rows <= 2 * 64 * 8  # more than one worker's words, at most both
+    assert "gradient: 10000;" in dense
+    assert sparse.endswith("weights the same")
+    assert dense.endswith("weights the same")
+    told = r"loss ([\d.]+) to ([\d.]+), accuracy ([\d.]+);"
+    assert numbers(dense, told) == pytest.approx(numbers(sparse, told), abs=2e-3)  # sums in another order
+
+
+def test_a_sparse_embedding_on_one_worker() -> None:
+    line = alone("horovod_embedding.py")
+    first, last = numbers(line, r"workers: 1; loss ([\d.]+) to ([\d.]+),")
+    assert last < 0.6 * first
+
+
+def test_a_gan_by_horovodruns_words(runs: Runs) -> None:
+    script = str(EXAMPLES / "horovod_gan.py")
+    line = finished(runs, "horovodrun", "-np", "2", "-H", "localhost:2", "python", script)
+    first, last = numbers(line, r"workers: 2; distance ([\d.]+) to ([\d.]+); weights the same")
+    assert last < 0.3 * first
+
+
+def test_a_gan_on_one_worker() -> None:
+    first, last = numbers(alone("horovod_gan.py"), r"workers: 1; distance ([\d.]+) to ([\d.]+); weights the same")
+    assert last < 0.3 * first

@@ -1,0 +1,150 @@
+"""The coordinator's table, without any exchange."""
+
+from __future__ import annotations
+
+import torch
+
+from syncline.compat.horovod.negotiation import Table
+from syncline.compat.horovod.requests import Part, Request
+
+
+def summed(name: str, *shape: int, op: str = "sum") -> Request:
+    return Request("allreduce", f"allreduce.{name}", (Part(torch.float32, shape),), op)
+
+
+def gathered(name: str, rows: int) -> Request:
+    return Request("allgather", f"allgather.{name}", (Part(torch.float32, (rows, 2)),))
+
+
+def ask_all(table: Table, requests: list[Request]) -> None:
+    for rank, request in enumerate(requests):
+        table.ask(rank, 0, [request], 0.0)
+
+
+def test_an_operation_is_ready_when_the_last_rank_has_asked() -> None:
+    table = Table(3, 8)
+    for rank in (2, 0):
+        table.ask(rank, 0, [summed("w", 4)], 0.0)
+        assert not table.settle()
+    table.ask(1, 0, [summed("w", 4)], 0.0)
+    (plan,) = table.settle().plans
+    assert plan.request.name == "allreduce.w"
+    assert plan.number == 0
+    assert not table.waiting
+
+
+def test_known_ones_are_asked_for_by_bits_and_come_in_the_order_of_their_numbers() -> None:
+    table = Table(2, 8)
+    for name in "abc":
+        ask_all(table, [summed(name, 2), summed(name, 2)])
+    assert [plan.number for plan in table.settle().plans] == [0, 1, 2]
+    table.ask(0, 0b101, [], 0.0)
+    table.ask(1, 0b110, [], 0.0)
+    assert table.settle().mask == 0b100
+    table.ask(1, 0b001, [], 0.0)
+    assert table.settle().mask == 0b001
+    table.ask(0, 0b010, [], 0.0)
+    assert table.settle().mask == 0b010
+    assert not table.waiting
+
+
+def test_a_bit_means_what_was_asked_for_the_last_time() -> None:
+    """One rank asks as before, the other for another number of rows: both orders of arrival."""
+    for bit_first in (True, False):
+        table = Table(2, 8)
+        ask_all(table, [gathered("g", 3), gathered("g", 4)])
+        assert table.settle().plans[0].rows == ((3,), (4,))
+        if bit_first:
+            table.ask(0, 0b1, [], 0.0)
+            table.ask(1, 0, [gathered("g", 9)], 0.0)
+        else:
+            table.ask(1, 0, [gathered("g", 9)], 0.0)
+            table.ask(0, 0b1, [], 0.0)
+        (plan,) = table.settle().plans
+        assert plan.rows == ((3,), (9,))
+        assert plan.number == 0
+        table.ask(0, 0b1, [], 0.0)
+        table.ask(1, 0b1, [], 0.0)
+        assert table.settle().mask == 1
+
+
+def test_a_changed_shape_on_one_rank_is_a_mismatch_though_the_other_set_a_bit() -> None:
+    table = Table(2, 8)
+    ask_all(table, [summed("w", 4), summed("w", 4)])
+    table.settle()
+    table.ask(0, 0b1, [], 0.0)
+    table.ask(1, 0, [summed("w", 5)], 0.0)
+    (failure,) = table.settle().failures
+    assert failure.why == "the ranks differ in shape: [4] on rank 0, [5] on rank 1"
+    assert not table.waiting
+
+
+def test_what_differs_is_named_with_its_ranks() -> None:
+    table = Table(3, 8)
+    ask_all(table, [summed("w", 4), summed("w", 4, op="min"), summed("w", 4)])
+    assert table.settle().failures[0].why == "the ranks differ in op: sum on ranks 0, 2, min on rank 1"
+
+
+def test_unnamed_ones_and_those_beyond_the_capacity_get_no_number() -> None:
+    table = Table(2, 1)
+    for name in ("noname.0", "a", "b"):
+        ask_all(table, [summed(name, 2), summed(name, 2)])
+    assert [plan.number for plan in table.settle().plans] == [-1, 0, -1]
+
+
+def test_a_rank_that_has_joined_takes_part_in_sums_known_or_new() -> None:
+    table = Table(2, 8)
+    ask_all(table, [summed("a", 2), summed("a", 2)])
+    table.settle()
+    table.ask(1, 0, [Request("join", "join.noname.0")], 0.0)
+    assert not table.settle()
+    table.ask(0, 0b1, [summed("new", 3)], 0.0)
+    answer = table.settle()
+    assert answer.mask == 0b1
+    assert [plan.number for plan in answer.plans] == [-1]
+    table.ask(0, 0, [gathered("g", 1)], 0.0)
+    assert "after ranks [1] have joined" in table.settle().failures[0].why
+    table.ask(0, 0, [Request("join", "join.noname.0")], 0.0)
+    (plan,) = table.settle().plans
+    assert plan.rows == ((0,),)
+    assert not table.waiting
+
+
+def test_known_gathers_fail_after_a_join_but_not_if_they_were_asked_for_before() -> None:
+    table = Table(2, 8)
+    ask_all(table, [gathered("g", 1), gathered("g", 1)])
+    table.settle()
+    table.ask(1, 0b1, [Request("join", "join.noname.0")], 0.0)
+    table.ask(0, 0b1, [], 0.0)
+    assert table.settle().mask == 0b1
+    table.ask(0, 0b1, [], 0.0)
+    assert "after ranks [1] have joined" in table.settle().failures[0].why
+
+
+def test_who_has_left_is_named_to_those_who_ask() -> None:
+    table = Table(3, 8)
+    ask_all(table, [summed("a", 2)] * 3)
+    table.settle()
+    table.ask(0, 0b1, [summed("b", 2)], 0.0)
+    table.leave(2, "rank 2 has shut down")
+    assert not table.settle(), "rank 1 may still ask for them"
+    table.ask(1, 0b1, [summed("b", 2)], 0.0)
+    assert {failure.name for failure in table.settle().failures} == {"allreduce.a", "allreduce.b"}
+
+
+def test_what_stalls_is_told_with_the_ranks_that_miss_and_may_be_given_up() -> None:
+    table = Table(3, 8)
+    ask_all(table, [summed("a", 2)] * 3)
+    table.settle()
+    table.ask(0, 0b1, [], 10.0)
+    table.ask(1, 0, [summed("b", 2)], 12.0)
+    assert table.stalled(12.0, 5.0) == []
+    found = {stalled.name: stalled for stalled in table.stalled(20.0, 5.0)}
+    assert found["allreduce.a"].missing == (1, 2)
+    assert found["allreduce.a"].seconds == 10.0
+    assert found["allreduce.b"].missing == (0, 2)
+    failure = table.give_up(found["allreduce.a"])
+    assert failure.why == "stalled for 10 s: not submitted by ranks 1, 2"
+    assert failure.late == (1, 2)
+    table.give_up(found["allreduce.b"])
+    assert not table.waiting

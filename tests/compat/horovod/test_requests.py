@@ -1,0 +1,65 @@
+"""Requests and answers as bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syncline.compat.horovod.requests import DTYPES, KINDS, OPS, Failed, Part, Plan, Reader, Request, Writer
+from syncline.errors import ProtocolError
+
+numbers = st.integers(0, 2**62)
+parts = st.builds(Part, st.sampled_from(DTYPES), st.lists(numbers, max_size=4).map(tuple))
+requests = st.builds(
+    Request,
+    st.sampled_from(KINDS),
+    st.text(max_size=40),
+    st.lists(parts, max_size=3).map(tuple),
+    st.sampled_from(OPS),
+    st.integers(-1, 1000),
+    st.floats(allow_nan=False),
+    st.floats(allow_nan=False),
+    st.sampled_from(["cpu", "cuda"]),
+    st.lists(numbers, max_size=5).map(tuple),
+)
+plans = st.builds(Plan, requests, st.integers(-1, 5000), st.lists(st.lists(numbers).map(tuple), max_size=4).map(tuple))
+
+
+@given(plans)
+def test_what_is_packed_is_read_again(plan: Plan) -> None:
+    writer = Writer()
+    plan.pack(writer)
+    Failed("a", "b", (1, 2)).pack(writer)
+    reader = Reader(writer.data, peer=3)
+    assert Plan.read(reader) == plan
+    assert Failed.read(reader) == Failed("a", "b", (1, 2))
+    assert reader.left() == 0
+
+
+@given(requests, st.data())
+def test_what_is_cut_or_changed_is_refused_or_read_but_never_breaks(request: Request, data: st.DataObject) -> None:
+    writer = Writer()
+    request.pack(writer)
+    raw = bytearray(writer.data)
+    if data.draw(st.booleans()):
+        raw = raw[: data.draw(st.integers(0, len(raw) - 1))]
+    else:
+        place = data.draw(st.integers(0, len(raw) - 1))
+        raw[place] = data.draw(st.integers(0, 255))
+    found: object
+    try:
+        found = Request.read(Reader(raw, peer=3))
+    except ProtocolError as error:
+        found = error.peer
+    assert isinstance(found, Request) or found == 3
+
+
+def test_a_length_that_lies_is_refused_before_anything_is_made_of_it() -> None:
+    with pytest.raises(ProtocolError, match="rank 5 sent what cannot be read"):
+        Reader(b"\x01\x02", peer=5).numbers(1 << 40)
+
+
+def test_dtypes_keep_their_numbers() -> None:
+    assert DTYPES[7] is torch.float32

@@ -21,13 +21,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from syncline.compat.horovod.errors import HorovodInternalError
 from syncline.compat.horovod.handles import Pending
+from syncline.compat.horovod.messages import as_tensor, pack_answer, pack_requests, read_answer, read_requests
 from syncline.compat.horovod.negotiation import Answer, Table, bits
 from syncline.compat.horovod.operations import Group, carry_out, group_plans
-from syncline.compat.horovod.requests import Failed, Plan, Reader, Request, Writer
+from syncline.compat.horovod.requests import Failed, Plan, Request
 from syncline.compat.horovod.settings import Settings
 from syncline.compat.horovod.timeline import Timeline
 from syncline.errors import ProtocolError, SynclineError
@@ -50,6 +50,9 @@ GROUPINGS = 256
 """Answers whose groups and buffers are kept for the next time."""
 LEAVING = 5.0
 """Seconds that the tasks may take to end."""
+AT_EASE = 16
+EASE = 0.02
+"""Seconds after which what was not sent is looked for, where nobody is woken for it."""
 FAREWELLS = 1.0
 """Seconds that a farewell may take: who does not hear it learns from the closed channel."""
 ROOM = 64 << 20
@@ -82,6 +85,8 @@ class Engine:
         self._held_bytes = 0
         self._over = ""
         self._left = False
+        self._unwatched = 0
+        """How often in a row those who wait have sent everything: then nobody need be woken at every request."""
         self._counts: dict[str, int] = {}
         self._idle = True
         self._mask_bytes = (settings.cache_capacity + 7) // 8
@@ -141,7 +146,7 @@ class Engine:
                 self._requests.append(request)
         if self._control is None:
             self._alone()
-        elif not self._dirty.is_set():
+        elif self._unwatched < AT_EASE and not self._dirty.is_set():
             self._dirty.set()
 
     def wait(self, pending: Pending) -> Any:
@@ -150,19 +155,20 @@ class Engine:
             self.flush()
         return pending.wait(2 * self.patience + LEAVING)
 
-    def flush(self) -> None:
-        """Tell the coordinator what was asked for since the last time."""
+    def flush(self, waited: bool = True) -> None:
+        """Tell the coordinator what was asked for since the last time; `waited`: because somebody waits for it."""
         with self._sending:
             with self._lock:
                 mask, requests = self._mask, self._requests
                 self._mask, self._requests = 0, []
             if not mask and not requests:
                 return
+            self._unwatched = self._unwatched + 1 if waited else 0
             try:
                 if self._table is not None:
                     self._enter(0, mask, requests)
                 else:
-                    self._tell(0, NEWS, mask, _packed(requests))
+                    self._tell(0, NEWS, mask, pack_requests(requests))
             except SynclineError as error:
                 self._break(f"the coordinator cannot be told: {error}", error)
 
@@ -199,7 +205,7 @@ class Engine:
             return
         for rank in range(1, self.team.size):
             try:
-                self._tell(rank, NEWS, answer.mask, _packed_answer(answer))
+                self._tell(rank, NEWS, answer.mask, pack_answer(answer))
             except SynclineError as error:
                 logger.debug("rank %d cannot be told: %s", rank, error)
         self._answers.put(answer)
@@ -216,7 +222,7 @@ class Engine:
                     break
                 if not table.known(mask):
                     raise ProtocolError(f"rank {source} asks for operations without a number", peer=source)
-                self._enter(source, mask, _requests(body, source))
+                self._enter(source, mask, read_requests(body, source))
         except SynclineError as error:
             if self._over:
                 return
@@ -230,8 +236,13 @@ class Engine:
         patience: float | None = None
         warned: set[str] = set()
         while not self._over:
-            if not self._dirty.wait(patience):
-                patience = self._look_for_stalls(warned)
+            before = self._unwatched
+            if not self._dirty.wait(EASE if before >= AT_EASE else patience):
+                if before >= AT_EASE and (before == self._unwatched or self._mask or self._requests):
+                    self._unwatched = 0  # from now on each request wakes this task again
+                    self.flush(waited=False)
+                if self._table is not None:
+                    patience = self._look_for_stalls(warned)
                 continue
             self._dirty.clear()
             if self._over:
@@ -241,7 +252,7 @@ class Engine:
                 timeline = self._timeline()
                 if timeline is not None:
                     timeline.cycle(self._runtime.now())
-                self.flush()
+                self.flush(waited=False)
             if self._table is not None and patience is None and not self._idle:
                 patience = self._between_looks()
 
@@ -296,7 +307,7 @@ class Engine:
         if kind == FAREWELL:
             self._break(f"Horovod has been shut down on rank {self.team.ranks[0]}, the coordinator", None)
             return None
-        return _answer(mask, body)
+        return read_answer(mask, body)
 
     def _alone(self) -> None:
         """A world of one has nobody to ask."""
@@ -418,9 +429,9 @@ class Engine:
     def _tell(self, to: int, kind: int, mask: int, body: bytes | bytearray, wait: bool = False) -> None:
         assert self._control is not None, "there is somebody to tell"
         head = HEADER.pack(len(body), kind) + mask.to_bytes(self._mask_bytes, "little")
-        handles = [self._control.send(_tensor(head), to, TAG, exact=True)]
+        handles = [self._control.send(as_tensor(head), to, TAG, exact=True)]
         if body:
-            handles.append(self._control.send(_tensor(body), to, TAG, exact=True))
+            handles.append(self._control.send(as_tensor(body), to, TAG, exact=True))
         if wait:
             for handle in handles:
                 handle.wait(FAREWELLS)
@@ -434,52 +445,12 @@ class Engine:
         length, kind = HEADER.unpack_from(raw)
         if length > MOST or kind > FAREWELL:
             raise ProtocolError(f"rank {source} announces {length} bytes of kind {kind}", peer=source)
+        mask = int.from_bytes(raw[HEADER.size :], "little")
+        if not length:
+            return kind, mask, b""
         body = torch.empty(length, dtype=torch.uint8)
-        if length:
-            self._control.recv(body, source, TAG, exact=True).wait()
-        return kind, int.from_bytes(raw[HEADER.size :], "little"), body.numpy().tobytes()
-
-
-_COUNTS = struct.Struct("<II")
-
-
-def _tensor(data: bytes | bytearray) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _packed(requests: Sequence[Request]) -> bytearray:
-    writer = Writer()
-    for request in requests:
-        request.pack(writer)
-    return writer.data
-
-
-def _requests(body: bytes, source: int) -> list[Request]:
-    reader, found = Reader(body, source), []
-    while reader.left():
-        found.append(Request.read(reader))
-    return found
-
-
-def _packed_answer(answer: Answer) -> bytearray:
-    writer = Writer()
-    if answer.plans or answer.failures:
-        writer.put(_COUNTS, len(answer.plans), len(answer.failures))
-        for plan in answer.plans:
-            plan.pack(writer)
-        for failure in answer.failures:
-            failure.pack(writer)
-    return writer.data
-
-
-def _answer(mask: int, body: bytes) -> Answer:
-    answer = Answer(mask)
-    if body:
-        reader = Reader(body, 0)
-        plans, failures = reader.take(_COUNTS)
-        answer.plans = [Plan.read(reader) for _ in range(plans)]
-        answer.failures = [Failed.read(reader) for _ in range(failures)]
-    return answer
+        self._control.recv(body, source, TAG, exact=True).wait()
+        return kind, mask, body.numpy().tobytes()
 
 
 def _ranks(ranks: Sequence[int]) -> str:

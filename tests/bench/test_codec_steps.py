@@ -250,4 +250,4 @@ def test_the_table_says_when_ranks_differ() -> None:
     assert "parameters after it: DIFFER between the ranks" in step_table(broken)
     row["ranks_agree"] = {"syncline": True}
     row["same_bits"] = False
-    assert "differ from ddp's in rounding" in step_table(broken)
+    assert "differ from the baseline's in rounding" in step_table(broken)

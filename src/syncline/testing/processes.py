@@ -5,16 +5,19 @@ The pool talks to its own children over pipes of `multiprocessing`; nothing of t
 
 from __future__ import annotations
 
+import contextvars
 import importlib
 import multiprocessing
 import os
 import socket
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
+from syncline.errors import SynclineError
 from syncline.transports import Transport
 
 __all__ = ["Pool", "free_port"]
@@ -97,16 +100,35 @@ def _work(pipe: Connection, engine: str, rank: int, size: int, port: int, timeou
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     everyone: Transport = connect(detect(), timeout)
     channels: dict[int, Transport | None] = {}
+    before = contextvars.copy_context()
     while True:
         try:
             fn, members, args = pipe.recv()
         except EOFError:
             break
+        _let_go(before)
+        before = contextvars.copy_context()  # of its own: a world that a case makes current is not the next one's
         try:
             if members not in channels:
                 channels[members] = everyone.split(range(members))
             channel = channels[members]
-            pipe.send((None if channel is None else fn(channel, *args), ""))
+            pipe.send((None if channel is None else before.run(fn, channel, *args), ""))
         except BaseException:
             pipe.send((None, traceback.format_exc()))
     everyone.close()
+
+
+def _let_go(context: contextvars.Context) -> None:
+    """Close the channels that the case before has left open, now that all ranks are through with it.
+
+    gloo's threads look for news a hundred times a second each, and a pool lives long.
+    """
+    from syncline.world import current_world
+
+    with suppress(SynclineError):
+        world = context.run(current_world)
+        world._close_kept()
+        while len(world._teams) > 1:
+            team = world._teams.pop()
+            if team.member:
+                team.release()

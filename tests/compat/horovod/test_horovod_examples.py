@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from tests.hunting import only_hunting
 from tests.launch.runs import Runs
 from tests.launching import ROOT, finish, start
 
@@ -49,6 +50,7 @@ def test_digits_with_both_give_the_same_bits(runs: Runs) -> None:
     assert theirs == ours  # the loss, the accuracy and the checksum of all weights
 
 
+@only_hunting
 def test_digits_on_one_worker() -> None:
     theirs, ours = alone("horovod_mnist.py"), alone("distribute_mnist.py")
     check_digits(theirs, workers=1)
@@ -70,6 +72,7 @@ def test_a_sparse_embedding_travels_as_rows_or_as_a_table(runs: Runs) -> None:
     assert numbers(dense, told) == pytest.approx(numbers(sparse, told), abs=2e-3)  # sums in another order
 
 
+@only_hunting
 def test_a_sparse_embedding_on_one_worker() -> None:
     line = alone("horovod_embedding.py")
     first, last = numbers(line, r"workers: 1; loss ([\d.]+) to ([\d.]+),")

@@ -41,7 +41,7 @@ PLAIN: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("obj", PLAIN, ids=lambda obj: repr(obj)[:30].encode("ascii", "replace").decode())
+@pytest.mark.parametrize("obj", PLAIN, ids=[f"{type(obj).__name__}-{number}" for number, obj in enumerate(PLAIN)])
 def test_plain_objects_come_back(obj: Any) -> None:
     found = unpack(pack(obj), 0)
     assert found == obj

@@ -131,10 +131,10 @@ def adasum_optimizer(
     """The optimizer, as one whose steps are combined by Adasum."""
     if process_set.process_set_id != 0:
         raise UnsupportedError(f"op=Adasum on {process_set!r}: it works on the global process set")
+    compressor = _compressor(compression)
     size = process_set.size()
     if size & (size - 1):
         raise IncompatibleError(f"Adasum combines pairs of ranks: it needs a power of two of them, not {size}")
-    compressor = _compressor(compression)
     made = below(AdasumOptimizer, optimizer)
     made._origin = optimizer
     made._deltas = _Deltas(named, compressor, passes, process_set)

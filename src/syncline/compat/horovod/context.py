@@ -127,6 +127,7 @@ class Context:
             _, engine = self._engines.popitem()
             if engine is not None:
                 engine.close()
+                engine.team.close()
         self.stop_timeline()
 
     # Within.

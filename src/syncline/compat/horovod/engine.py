@@ -53,8 +53,6 @@ LEAVING = 5.0
 AT_EASE = 16
 EASE = 0.02
 """Seconds after which what was not sent is looked for, where nobody is woken for it."""
-FAREWELLS = 1.0
-"""Seconds that a farewell may take: who does not hear it learns from the closed channel."""
 ROOM = 64 << 20
 """Bytes of buffers that are kept with the groupings."""
 
@@ -85,6 +83,10 @@ class Engine:
         self._held_bytes = 0
         self._over = ""
         self._left = False
+        self._deserted = False
+        """Whether the coordinator has left."""
+        self._parted: set[int] = set()
+        """To whom this rank has said farewell."""
         self._unwatched = 0
         """How often in a row those who wait have sent everything: then nobody need be woken at every request."""
         self._counts: dict[str, int] = {}
@@ -93,15 +95,15 @@ class Engine:
         self._table = Table(team.size, settings.cache_capacity, team.ranks) if team.rank == 0 else None
         self._answers: Queue[Answer | None] = runtime.queue(LINE)
         self._tasks: list[Task] = []
+        self._listeners: list[Task] = []
         if control is not None:
-            self._tasks = [
-                runtime.spawn(self._serve, name="hvd-executor"),
-                runtime.spawn(self._tend, name="hvd-cycle"),
-                *(
-                    runtime.spawn(self._hear, source, name=f"hvd-hears-{source}")
-                    for source in (range(1, team.size) if team.rank == 0 else ())
-                ),
+            executor = runtime.spawn(self._serve, name="hvd-executor")
+            hearers = [
+                runtime.spawn(self._hear, source, name=f"hvd-hears-{source}")
+                for source in (range(1, team.size) if team.rank == 0 else ())
             ]
+            self._tasks = [executor, runtime.spawn(self._tend, name="hvd-cycle"), *hearers]
+            self._listeners = hearers or [executor]
 
     @property
     def patience(self) -> float:
@@ -168,7 +170,7 @@ class Engine:
                 if self._table is not None:
                     self._enter(0, mask, requests)
                 else:
-                    self._tell(0, NEWS, mask, pack_requests(requests))
+                    self._tell((0,), NEWS, mask, pack_requests(requests))
             except SynclineError as error:
                 self._break(f"the coordinator cannot be told: {error}", error)
 
@@ -179,7 +181,10 @@ class Engine:
             self._over = self._over or "Horovod has been shut down"
         if self._control is None or not first:
             return
-        self._say_farewell()
+        for rank in self._others():
+            self._part_from(rank)
+        for task in self._listeners:  # until the others have answered: then nobody waits on this channel any more
+            task.join(LEAVING)
         self._dirty.set()
         self._answers.put(None)
         self._control.close()
@@ -203,11 +208,7 @@ class Engine:
     def _announce(self, answer: Answer) -> None:
         if not answer:
             return
-        for rank in range(1, self.team.size):
-            try:
-                self._tell(rank, NEWS, answer.mask, pack_answer(answer))
-            except SynclineError as error:
-                logger.debug("rank %d cannot be told: %s", rank, error)
+        self._tell(self._others(), NEWS, answer.mask, pack_answer(answer))
         self._answers.put(answer)
 
     def _hear(self, source: int) -> None:
@@ -219,6 +220,7 @@ class Engine:
             while True:
                 kind, mask, body = self._take(source)
                 if kind == FAREWELL:
+                    self._part_from(source)
                     break
                 if not table.known(mask):
                     raise ProtocolError(f"rank {source} asks for operations without a number", peer=source)
@@ -305,6 +307,8 @@ class Engine:
             return self._answers.get()
         kind, mask, body = self._take(0)
         if kind == FAREWELL:
+            self._part_from(0)
+            self._deserted = True
             self._break(f"Horovod has been shut down on rank {self.team.ranks[0]}, the coordinator", None)
             return None
         return read_answer(mask, body)
@@ -414,27 +418,38 @@ class Engine:
         for pending in left:
             pending.settle(error=problem)
 
-    def _say_farewell(self) -> None:
-        table = self._table
-        others = [0] if table is None else [rank for rank in range(1, self.team.size) if rank not in table.gone]
-        with self._sending:
-            for rank in others:
-                try:
-                    self._tell(rank, FAREWELL, 0, b"", wait=True)
-                except SynclineError as error:
-                    logger.debug("no farewell to rank %d: %s", rank, error)
+    def _others(self) -> list[int]:
+        """Whom this rank tells things: the coordinator, or all who have not left it."""
+        if self._table is None:
+            return [] if self._deserted else [0]
+        return [rank for rank in range(1, self.team.size) if rank not in self._table.gone]
+
+    def _part_from(self, rank: int) -> None:
+        """Say farewell, once; it is answered by another."""
+        with self._lock:
+            said = rank in self._parted
+            self._parted.add(rank)
+        if not said:
+            with self._sending:
+                self._tell([rank], FAREWELL, 0, b"")
 
     # Messages.
 
-    def _tell(self, to: int, kind: int, mask: int, body: bytes | bytearray, wait: bool = False) -> None:
+    def _tell(self, to: Sequence[int], kind: int, mask: int, body: bytes | bytearray) -> None:
+        """Send one message to each; who has gone himself need not hear a farewell."""
         assert self._control is not None, "there is somebody to tell"
-        head = HEADER.pack(len(body), kind) + mask.to_bytes(self._mask_bytes, "little")
-        handles = [self._control.send(as_tensor(head), to, TAG, exact=True)]
+        leaving = kind == FAREWELL
+        parts = [as_tensor(HEADER.pack(len(body), kind) + mask.to_bytes(self._mask_bytes, "little"))]
         if body:
-            handles.append(self._control.send(as_tensor(body), to, TAG, exact=True))
-        if wait:
-            for handle in handles:
-                handle.wait(FAREWELLS)
+            parts.append(as_tensor(body))
+        for rank in to:
+            try:
+                for part in parts:
+                    self._control.send(part, rank, TAG, exact=True, lossy=leaving)
+            except SynclineError as error:
+                if self._table is None and not leaving:
+                    raise
+                logger.debug("rank %d cannot be told: %s", rank, error)
 
     def _take(self, source: int) -> tuple[int, int, bytes]:
         """The next message of a rank."""

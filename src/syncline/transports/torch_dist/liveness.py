@@ -39,6 +39,8 @@ class Verdict:
 
     rank: int | None
     reason: str
+    alive: bool = False
+    """Whether it beats: then it is late, or has closed a channel."""
 
 
 @dataclass(eq=False)
@@ -164,12 +166,17 @@ class Liveness:
         own = {} if found is None or found.rank is None else {found.rank: found.reason}
         return {**own, **self.dead}
 
-    def blame(self, channel: str, members: Sequence[int], peer: int | None, broken: bool) -> Verdict:
+    def blame(
+        self, channel: str, members: Sequence[int], peer: int | None, broken: bool, idle: bool = False
+    ) -> Verdict:
         """Who is lost. The first rank to find out posts it; all others repeat it.
 
-        `broken` says that a connection broke, so that somebody must be gone; otherwise a timeout passed.
+        `broken` says that a connection broke, so that somebody must be gone; otherwise a timeout passed. Who ends an
+        `idle` wait and is alive has only closed that channel: nobody was late, and nobody is lost.
         """
         verdict = self._read_lost() or self._look(channel, members, peer, broken)
+        if idle and verdict.alive:
+            return verdict
         if verdict.rank is not None:
             verdict = self._post(verdict)
         if self._host_rank == self.rank:
@@ -223,9 +230,9 @@ class Liveness:
             return Verdict(left[0], "it has closed its world and left")
         late = self._late(channel, members)
         if late and not broken:
-            return Verdict(late[0], f"it is alive but has not entered this operation{self._busy(late[0])}")
+            return Verdict(late[0], f"it is alive but has not entered this operation{self._busy(late[0])}", alive=True)
         if peer is not None:
-            return Verdict(peer, "it is alive but did not answer")
+            return Verdict(peer, "it is alive but did not answer", alive=True)
         return Verdict(None, "all ranks are alive and in the operation")
 
     def _store_is_gone(self) -> Verdict:

@@ -89,22 +89,27 @@ class TorchTransport(Transport):
             return Completed(data.numel())
         data = data.cpu()  # the same tensor where it is on the CPU already
         if exact:
-            return self.post_send(data, to, EXACT + tag)
+            return self.post_send(data, to, EXACT + tag, lossy)
         number = next(self._numbers) % TAGS
         header = Header(self.rank, tag, data.numel(), number).pack()
-        first = self.post_send(torch.frombuffer(bytearray(header), dtype=torch.uint8), to, HEADER + tag)
-        return _Both(first, self.post_send(data, to, BODY + number)) if data.numel() else first
+        first = self.post_send(torch.frombuffer(bytearray(header), dtype=torch.uint8), to, HEADER + tag, lossy)
+        return _Both(first, self.post_send(data, to, BODY + number, lossy)) if data.numel() else first
 
-    def post_send(self, data: Tensor, to: int, engine_tag: int) -> WorkHandle:
-        """Hand bytes to the engine."""
+    def post_send(self, data: Tensor, to: int, engine_tag: int, lossy: bool = False) -> Handle:
+        """Hand bytes to the engine. Of a lossy message that cannot be sent nobody is told, and nobody blamed."""
         pending = f"rank {self.members[to]} to take {human(data.numel())}"
-        while len(self.dropped) > MOST_DROPPED or sum(handle.nbytes for handle in self.dropped) > MOST_DROPPED_BYTES:
+        large = data.numel() > MOST_DROPPED_BYTES // MOST_DROPPED  # as many small ones cannot be too much
+        while len(self.dropped) > MOST_DROPPED or (
+            large and sum(handle.nbytes for handle in self.dropped) > MOST_DROPPED_BYTES
+        ):
             self.dropped.popleft().wait()  # long done, as a rule: the engine does not tell without a wait
         try:
             work = self.groups.cpu.send([data], to, engine_tag)
         except RuntimeError as error:
+            if lossy:
+                return Completed(data.numel())
             raise self.failure(to, pending, 0.0, error) from error
-        return WorkHandle(self, work, data, to, pending, outlives=True)
+        return WorkHandle(self, work, data, to, pending, outlives=True, lossy=lossy)
 
     # Receiving.
 
@@ -233,7 +238,9 @@ class TorchTransport(Transport):
     def lost(self) -> dict[int, str]:
         return self.liveness.lost()
 
-    def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:
+    def failure(
+        self, peer: int | None, pending: str, seconds: float, cause: BaseException | None, idle: bool = False
+    ) -> Exception:
         told = str(cause).lower()
         timed_out = "timed out" in told or "timeout" in told
         verdict = self.liveness.blame(
@@ -241,6 +248,7 @@ class TorchTransport(Transport):
             self.members,
             None if peer is None else self.members[peer],
             broken=cause is not None and not timed_out,
+            idle=idle,
         )
         if verdict.rank == self.members[self.rank]:
             verdict = Verdict(verdict.rank, "the others have given this rank up")

@@ -31,6 +31,7 @@ class WorkHandle:
         pending: str,
         copy_to: Tensor | None = None,
         outlives: bool = False,
+        lossy: bool = False,
     ) -> None:
         self.work = work
         self.source = -1 if peer is None else peer
@@ -42,6 +43,7 @@ class WorkHandle:
         self._copy_to = copy_to
         self._done = False
         self._outlives = outlives
+        self._lossy = lossy
 
     def __del__(self) -> None:
         if self._outlives and not self._done:
@@ -66,11 +68,15 @@ class WorkHandle:
             problem = error
         finally:
             over()
+        if problem is not None and self._lossy:
+            self._done = True
+            return
         if problem is not None and transport.has_ended:
             raise WorldError(f"this rank has closed the channel while it waited for {self._pending}") from problem
         if problem is not None:
             seconds = transport.runtime.now() - start
-            raise transport.failure(self._peer, self._pending, seconds, problem) from problem
+            idle = timeout == math.inf
+            raise transport.failure(self._peer, self._pending, seconds, problem, idle) from problem
         if self._copy_to is not None:
             self._copy_to.copy_(self._buffer)
         self._done = True

@@ -9,6 +9,7 @@ import pytest
 
 from syncline.bench.collectives_report import plot, table
 from syncline.cli.main import main
+from tests.hunting import only_hunting
 from tests.launching import finish, start
 
 pytestmark = pytest.mark.xdist_group("launch")
@@ -39,6 +40,7 @@ def test_collectives_side_by_side(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "out" / "collectives.svg").read_text()
 
 
+@only_hunting
 def test_a_size_that_takes_too_long_is_left_out_and_said_so(tmp_path: Path) -> None:
     printed = bench(tmp_path, "collectives", "-n", "2", "--sizes", "4KB,64MB", "--rounds", "6", "--budget", "0.05")
     assert "left out: gloo at 64MB" in printed
@@ -58,11 +60,14 @@ def test_network(tmp_path: Path) -> None:
 
 def test_steps_beside_ddp(tmp_path: Path) -> None:
     printed = bench(
-        tmp_path, "step", "--models", "mlp", "--rounds", "2", "--turns", "3", "--memory-runs", "1", "--trace"
+        tmp_path,
+        *("step", "--models", "mlp", "--rounds", "2", "--turns", "3", "--memory-runs", "1", "--trace"),
+        *("--against", "ddp,hvd"),
     )
     document = json.loads((tmp_path / "out" / "step.json").read_text())
     (row,) = document["results"]
     assert len(row["seconds"]["syncline"]) == len(row["seconds"]["ddp"]) == 6
+    assert len(row["seconds"]["hvd"]) == 6
     assert row["same_bits"], "two ranks add two numbers: there is one way"
     assert 0 < row["overlap"]["share"] <= 1
     assert {found["contender"] for found in document["memory"]} == {"syncline", "ddp"}
@@ -74,6 +79,7 @@ def test_steps_beside_ddp(tmp_path: Path) -> None:
         assert any("bucket" in event["name"] for event in events), events[:5]
 
 
+@only_hunting
 def test_two_models_on_their_teams(tmp_path: Path) -> None:
     printed = bench(tmp_path, "teams", "--rounds", "3", "--megabytes", "0.1,0.05", "--compute", "2,1")
     document = json.loads((tmp_path / "out" / "teams.json").read_text())
@@ -81,9 +87,19 @@ def test_two_models_on_their_teams(tmp_path: Path) -> None:
     assert "both ÷ sum of the two" in printed
 
 
+def test_the_price_of_names(tmp_path: Path) -> None:
+    printed = bench(tmp_path, "negotiation", "--rounds", "4", "--tensors", "5", "--numel", "10")
+    document = json.loads((tmp_path / "out" / "negotiation.json").read_text())
+    assert {len(own) for own in document["seconds"].values()} == {4}
+    assert document["negotiation"]["median"] > 0, "what is run was asked for before"
+    assert "what names cost" in printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (["negotiation", "--tensors", "0"], "at least one of each"),
+        (["negotiation", "--hosts", "a:1,b:1"], "one clock"),
         (["step", "--models", "resnte"], "did you mean 'resnet'"),
         (["step", "--turns", "0"], "--turns 0"),
         (["step", "--strategy", "alreduce"], "allreduce"),

@@ -18,6 +18,7 @@ from syncline.bench.server.soak import SPACES, Patient, checkpoint
 from syncline.cli.main import main
 from syncline.errors import ProtocolError
 from syncline.server.space import Space
+from tests.hunting import only_hunting
 from tests.launching import finish, start
 
 pytestmark = pytest.mark.xdist_group("launch")
@@ -76,6 +77,7 @@ def test_a_sweep_that_cannot_tell_says_so() -> None:
     assert "2 servers takes 3.18 times as long" in told
 
 
+@only_hunting
 def test_a_soak_of_five_seconds(tmp_path: Path) -> None:
     printed = bench(tmp_path, "--soak", "0.084", "-n", "2", "--servers", "1")
     document = json.loads((tmp_path / "out" / "soak.json").read_text())

@@ -14,6 +14,7 @@ import pytest
 
 from syncline.errors import WorldError
 from syncline.launch.lab import Lab
+from tests.hunting import only_hunting
 from tests.launch.runs import Runs
 from tests.launch.sshd import SSHD, ssh_server
 from tests.launching import ROOT
@@ -32,6 +33,7 @@ with sl.init() as world:
 """
 
 
+@only_hunting
 def test_servers_that_nobody_uses_end_quietly(runs: Runs) -> None:
     """The real ones: they wait for workers that never come."""
     script = runs.script("import syncline as sl\nwith sl.init() as world: say(world.size)")
@@ -54,6 +56,7 @@ with sl.init() as world, sl.store(1000) as space:
 """
 
 
+@only_hunting
 def test_the_real_servers_keep_what_workers_push(runs: Runs) -> None:
     run = runs.run("run", "-n", "2", "--servers", "2", runs.script(STORE))
     assert run.code == 0, run.describe()

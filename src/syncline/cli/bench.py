@@ -140,6 +140,8 @@ def _plan(arguments: argparse.Namespace, out: str) -> dict[str, object]:
     if arguments.what == "negotiation":
         if arguments.tensors < 1 or arguments.numel < 1:
             raise SpecError(f"--tensors {arguments.tensors} --numel {arguments.numel}: at least one of each")
+        if arguments.hosts:
+            raise IncompatibleError(f"--hosts {arguments.hosts}: negotiation is told by one clock, of one host")
         return asdict(negotiation.NegotiationPlan(out, arguments.tensors, arguments.numel, arguments.rounds))
     if arguments.what == "network":
         return asdict(

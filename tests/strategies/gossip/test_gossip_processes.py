@@ -10,6 +10,7 @@ import torch
 
 from syncline.strategies.gossip import build_graph
 from syncline.testing import Pool
+from tests.hunting import only_hunting
 from tests.launch.runs import Runs, wait_for
 from tests.launching import ROOT
 from tests.mpi import Flavour, one_or_both, play
@@ -52,6 +53,7 @@ def test_four_processes_mix_on_gloo(gloo: Pool, form: str, codec: str | None) ->
 
 @pytest.mark.xdist_group("zeromq")
 @pytest.mark.parametrize(("form", "codec"), [("after", "quantize(4)")])
+@only_hunting
 def test_four_processes_mix_on_zeromq(zeromq: Pool, form: str, codec: str | None) -> None:
     check_mix(zeromq.run(mix_on, WORKERS, form, codec), form, codec)
 
@@ -72,6 +74,7 @@ with sl.init() as world:
 """
 
 
+@only_hunting
 def test_three_processes_average_in_pairs_on_gloo(runs: Runs) -> None:
     runs.run("run", "-n", "3", runs.script(PAIRS), variables={"PYTHONPATH": str(ROOT)})
     check_pairs([json.loads(runs.read(f"told{rank}")) for rank in range(3)])

@@ -155,6 +155,25 @@ def test_the_state_of_a_distributed_optimizer_while_only_the_root_has_one() -> N
     assert all(torch.equal(found, results[0]) for found in results)
 
 
+def test_the_state_is_sent_again_after_a_new_init() -> None:
+    """The root loads nothing, and yet must meet those who do."""
+
+    def case(world: sl.World) -> float:
+        init()
+        model = mlp()
+        optimizer = wrapped(model, torch.optim.SGD(model.parameters(), lr=0.1 + world.rank, momentum=0.9))
+        optimizer.zero_grad()
+        backward(loss_of(model, 0, world.rank))
+        optimizer.step()
+        shutdown()
+        init()
+        broadcast_optimizer_state(optimizer, root_rank=0)
+        broadcast_object(None, root_rank=0)
+        return float(optimizer.param_groups[0]["lr"])
+
+    assert sl.simulate(case, ranks=3).results == (0.1, 0.1, 0.1)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_objects(ranks: int) -> None:
     root = ranks // 2

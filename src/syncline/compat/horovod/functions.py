@@ -74,6 +74,9 @@ def broadcast_optimizer_state(
 
     It works whatever the other ranks' optimizers hold, nothing included, and for L-BFGS too.
     """
+    meet = getattr(optimizer, "_current", None)  # a DistributedOptimizer's, which stands on this module
+    if meet is not None:
+        meet()  # after a new init() its ranks meet first: the root, which loads nothing, too
     mine = context().world.rank == root_rank
     state = broadcast_object(optimizer.state_dict() if mine else None, root_rank, process_set=process_set)
     if not mine:

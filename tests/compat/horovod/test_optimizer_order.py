@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import syncline as sl
 from syncline.compat.horovod.basics import Sum
 from syncline.compat.horovod.context import init, shutdown
+from syncline.compat.horovod.ops import join
 from syncline.compat.horovod.optimizer import DistributedOptimizer
 from syncline.testing import Pool
 from tests.compat.horovod.training import assert_same, batch, expected, gradients, loss_of, wrapped
@@ -339,3 +340,26 @@ def test_the_last_optimizer_of_a_model_is_the_one_that_reduces() -> None:
 
     for found in sl.simulate(case, ranks=2).results:
         assert_same(found, expected(2, mlp, one_step, total=True))
+
+
+def test_a_closure_goes_on_beside_a_rank_that_has_joined() -> None:
+    """Its loss is that of the gradients: the sum over those with data, divided by all."""
+
+    def case(world: sl.World) -> float:
+        init()
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(torch.tensor([[4.0]])).sum()
+            backward(loss)
+            return loss
+
+        losses = [float(optimizer.step(closure)) for _ in range(1 if world.rank == 1 else 3)]
+        join()
+        return losses[-1]
+
+    assert sl.simulate(case, ranks=2).results == (2.0, 4.0)

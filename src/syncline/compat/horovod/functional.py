@@ -84,7 +84,7 @@ def grouped_allreduce(
 ) -> list[Tensor]:
     """Combine several tensors, all or none of them. Differentiable."""
     chosen = chosen_op(op, average)
-    packed = [compression.compress(tensor) for tensor in ops._several(tensors)]
+    packed = [compression.compress(tensor) for tensor in ops.several(tensors)]
     told = (name, chosen, prescale_factor, postscale_factor, process_set)
     combined = _Allreduce.apply(told, True, *(tensor for tensor, _ in packed))  # type: ignore[no-untyped-call]
     return [compression.decompress(tensor, way) for tensor, (_, way) in zip(combined, packed, strict=True)]
@@ -115,7 +115,7 @@ def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
     """As `allgather` for several tensors, all or none of them. Differentiable."""
-    return list(_Allgather.apply(name, process_set, True, *ops._several(tensors)))  # type: ignore[no-untyped-call]
+    return list(_Allgather.apply(name, process_set, True, *ops.several(tensors)))  # type: ignore[no-untyped-call]
 
 
 def broadcast(
@@ -178,7 +178,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """As `reducescatter` for several tensors, all or none of them. Differentiable."""
-    packed = [compression.compress(tensor) for tensor in ops._several(tensors)]
+    packed = [compression.compress(tensor) for tensor in ops.several(tensors)]
     told = (name, chosen_op(op, None), process_set, prescale_factor, postscale_factor)
     parts = _Reducescatter.apply(told, True, *(tensor for tensor, _ in packed))  # type: ignore[no-untyped-call]
     return [compression.decompress(part, way) for part, (_, way) in zip(parts, packed, strict=True)]

@@ -33,6 +33,7 @@ __all__ = [
     "join",
     "poll",
     "reducescatter_async",
+    "several",
     "sparse_allreduce_async",
     "synchronize",
 ]
@@ -125,7 +126,7 @@ def grouped_allreduce_async(
 ) -> int:
     """Begin to combine several tensors, all or none of them; the result is a list."""
     told = _Told("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set)
-    return told.reduce(_several(tensors), None)
+    return told.reduce(several(tensors), None)
 
 
 def grouped_allreduce_async_(
@@ -139,7 +140,7 @@ def grouped_allreduce_async_(
 ) -> int:
     """As `grouped_allreduce_async`, in place."""
     told = _Told("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set)
-    found = _several(tensors)
+    found = several(tensors)
     return told.reduce(found, found)
 
 
@@ -177,7 +178,7 @@ def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """As `allgather_async` for several tensors, all or none of them."""
-    return _Told("allgather", name, process_set=process_set).gather(_several(tensors))
+    return _Told("allgather", name, process_set=process_set).gather(several(tensors))
 
 
 def broadcast_async(
@@ -230,7 +231,7 @@ def grouped_reducescatter_async(
 ) -> int:
     """As `reducescatter_async` for several tensors, all or none of them."""
     told = _Told("reducescatter", name, chosen_op(op, None), prescale_factor, postscale_factor, process_set)
-    return told.scatter(_several(tensors))
+    return told.scatter(several(tensors))
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -281,7 +282,8 @@ def _like(tensor: Tensor) -> Tensor:
     return torch.empty_like(_dense(tensor), memory_format=torch.contiguous_format, requires_grad=False)
 
 
-def _several(tensors: Sequence[Tensor]) -> list[Tensor]:
+def several(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of a group."""
     found = list(tensors) if isinstance(tensors, (list, tuple)) else None
     if not found:
         raise IncompatibleError(f"a group is a list of tensors, at least one; not {tensors!r:.60}")

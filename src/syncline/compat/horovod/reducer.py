@@ -23,6 +23,8 @@ from torch.autograd import Variable
 from torch.nn import Parameter
 
 from syncline.codecs import Codec
+from syncline.compat.horovod import ops
+from syncline.compat.horovod.basics import Sum
 from syncline.compat.horovod.context import Context
 from syncline.compat.horovod.errors import HorovodInternalError
 from syncline.compat.horovod.parameters import PassesError, after_gradient, describe
@@ -70,6 +72,7 @@ class Reducer:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._exchange: Exchange | None = None
         self._gradients: Gradients | None = None
+        self._loss_name = f"the loss of {min(named, default='')}"
         self.watched = {id(parameter) for parameter in named.values()}
         self._take_over()
         if process_set.included():
@@ -114,7 +117,10 @@ class Reducer:
             self._gradients.take_accumulated()
 
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Reduces the gradients of each evaluation; its loss, which line searches go by, is the mean of the ranks'."""
+        """Reduces the gradients of each evaluation; its loss, which line searches go by, is the mean of the ranks'.
+
+        It is summed by name, so that ranks which have joined take part: with zeros, as in the gradients.
+        """
 
         def evaluate() -> Any:
             loss = closure()
@@ -123,7 +129,9 @@ class Reducer:
             if loss is None or self._exchange is None or self._exchange.size == 1:
                 return loss
             told = loss.detach() if isinstance(loss, Tensor) else loss
-            mean = self._exchange.mean(float(told))
+            total = torch.tensor([float(told)], dtype=torch.float64)
+            handle = ops.allreduce_async_(total, name=self._loss_name, op=Sum, process_set=self._set)
+            mean = float(ops.synchronize(handle)) / self._exchange.size
             return torch.full_like(told, mean) if isinstance(told, Tensor) else mean
 
         return evaluate

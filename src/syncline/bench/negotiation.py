@@ -53,7 +53,7 @@ def measure(plan: NegotiationPlan) -> None:
         native = team.transport.native
         assert native is not None, "gloo has an all-reduce of its own"
         watch = _Watch(world.runtime.now)
-        context().timeline = watch  # type: ignore[assignment]  # it is told the same
+        context().timeline = watch
 
         def named() -> None:
             watch.begin()

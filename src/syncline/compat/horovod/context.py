@@ -16,7 +16,7 @@ from syncline.compat.horovod.handles import Handles, Pending
 from syncline.compat.horovod.process_sets import ProcessSet, global_process_set
 from syncline.compat.horovod.requests import Plan, Request
 from syncline.compat.horovod.settings import LEVELS, Settings, read, without_effect
-from syncline.compat.horovod.timeline import Timeline
+from syncline.compat.horovod.timeline import Timeline, Watcher
 from syncline.errors import IncompatibleError, WorldError
 from syncline.world import Team, World, broadcast, current_world
 from syncline.world import init as init_world
@@ -48,7 +48,7 @@ class Context:
         self.world = world
         self.owns = owns
         self.optimizers: list[Joinable] = []
-        self.timeline: Timeline | None = None
+        self.timeline: Watcher | None = None
         self.handles = Handles(world.runtime.lock())
         first = world.team()
         self.settings = _agreed(settings, first)

@@ -29,7 +29,7 @@ from syncline.compat.horovod.negotiation import Answer, Table, bits
 from syncline.compat.horovod.operations import Group, carry_out, group_plans
 from syncline.compat.horovod.requests import Failed, Plan, Request
 from syncline.compat.horovod.settings import Settings
-from syncline.compat.horovod.timeline import Timeline
+from syncline.compat.horovod.timeline import Watcher
 from syncline.errors import ProtocolError, SynclineError
 from syncline.runtime import Queue, Task
 from syncline.transports import Transport
@@ -61,7 +61,7 @@ class Engine:
     """Negotiates and carries out the operations of one process set."""
 
     def __init__(
-        self, team: Team, control: Transport | None, settings: Settings, timeline: Callable[[], Timeline | None]
+        self, team: Team, control: Transport | None, settings: Settings, timeline: Callable[[], Watcher | None]
     ) -> None:
         self.team = team
         self._control = control

@@ -18,18 +18,27 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from syncline.events.trace import FLUSH, LIMIT
 from syncline.runtime import Lock
 
-__all__ = ["Timeline"]
+__all__ = ["Timeline", "Watcher"]
 
 logger = logging.getLogger("syncline")
 
 RANK = "{rank}"
 PATIENCE = 1.0
 """Seconds after which what is there is flushed, however little: somebody may want to look while the run goes on."""
+
+
+class Watcher(Protocol):
+    """Who is told when operations are negotiated and carried out."""
+
+    def negotiating(self, name: str, kind: str, start: float, stop: float) -> None: ...
+    def running(self, name: str, kind: str, activity: str, start: float, stop: float) -> None: ...
+    def cycle(self, at: float) -> None: ...
+    def close(self) -> None: ...
 
 
 class Timeline:

@@ -149,7 +149,7 @@ def test_a_part_of_a_step_is_read_with_the_rest() -> None:
 
 def bring(space: Gathering, worker: int, clock: int, value: float) -> None:
     space.push(worker, clock, Push(0, torch.full((2,), value)))
-    space.tick(worker, clock)
+    space.tick(worker, clock, weight=1.0)
 
 
 def test_a_step_goes_up_when_all_have_pushed_it() -> None:

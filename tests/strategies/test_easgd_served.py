@@ -259,7 +259,8 @@ def test_who_only_watches_finds_the_centre() -> None:
         world.barrier()
         found = shown(run).item()
         run.board().post("done", [found])
-        world.barrier()
+        while not any(post.kind == "seen" for post in run.board().read_posts(0)):
+            world.runtime.sleep(0.01)
         run.close()
         return found
 
@@ -274,6 +275,7 @@ def test_who_only_watches_finds_the_centre() -> None:
             transport.runtime.sleep(0.01)
         board.weights_into(model)
         seen.append(model.x.item())
+        board.post("seen", [])
         board.close()
 
     aside: list[Any] = [*servers(2, 1, evaluators=1), Aside(watch, "evaluator")]

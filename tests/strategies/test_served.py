@@ -296,6 +296,7 @@ def test_a_resumed_run_equals_one_that_went_on(optimizer: str, strategy: str) ->
         run = distributed(fresh, own, strategy)
         run.load_state_dict(state)
         assert run.board().steps() == [4, 4]
+        world.barrier()
         train(run, own, range(4, 10))
         run.close()
         return flat(fresh)

@@ -65,10 +65,11 @@ class Stats:
         return self._seconds * self._rounds / self._watched if self._watched else self._seconds
 
     def sent(self, logical: int, wire: int) -> None:
-        """A reduction of so many bytes begins."""
+        """A reduction of so many bytes begins; tasks that send beside each other may tell of theirs at once."""
         wire = 0 if self.alone else wire
-        self.bytes_logical += logical
-        self.bytes_wire += wire
+        with self.lock:
+            self.bytes_logical += logical
+            self.bytes_wire += wire
         self.events.count("sl_comm_bytes_logical", logical)
         self.events.count("sl_comm_bytes_wire", wire)
 

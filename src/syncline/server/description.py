@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from syncline.codecs import Codec, build_codec
 from syncline.errors import ProtocolError, SynclineError
@@ -14,11 +18,12 @@ from syncline.server.layout import Layout
 from syncline.server.protocol import PIECE
 from syncline.server.rules import Rule, build_rule
 
-__all__ = ["Description"]
+__all__ = ["Description", "pack_starts"]
 
 LONGEST = 1 << 15
 MOST_KEYS = 1 << 40
 MOST_PIECES = 1 << 20
+MOST_PARAMETERS = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,8 @@ class Description:
     """Whether a held step is divided by the gradients in it: the scale of a push is how many it adds up then."""
     upward: str = ""
     """Of a sub-master: its parent's space, described as JSON; sums go there, in place of a rule."""
+    parameters: str = ""
+    """Where each parameter begins, packed by `pack_starts`: a step may leave whole parameters out."""
 
     @cached_property
     def mark(self) -> int:
@@ -58,6 +65,11 @@ class Description:
     def keeps(self) -> bool:
         """Whether what is pushed is kept beyond its request."""
         return self.held or bool(self.upward)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The keys at which a parameter begins, where that was told."""
+        return _unpack_starts(self.parameters, self.numel)
 
     @cached_property
     def layout(self) -> Layout:
@@ -98,6 +110,7 @@ class Description:
                 piece=_whole(found["piece"], 1, PIECE),
                 mean=bool(found["mean"]),
                 upward=_text(found["upward"], LONGEST),
+                parameters=_text(found["parameters"], LONGEST),
             )
             made.check()
         except SynclineError:
@@ -118,10 +131,38 @@ class Description:
             raise ProtocolError(f"quorum={self.quorum}: a fraction of the workers, above 0 and at most 1")
         self.build_rules()
         self.build_codec()
+        if not self.starts and self.parameters:
+            raise ProtocolError("a space whose parameters begin nowhere")
         if self.upward:
             parent = Description.from_json(self.upward.encode())
             if (parent.numel, parent.bounds) != (self.numel, self.bounds):
                 raise ProtocolError(f"a sub-master of {self.numel} keys, below a parent of {parent.numel}")
+
+
+def pack_starts(starts: Sequence[int]) -> str:
+    """Where parameters begin, as text: models repeat their layers, so that it is short.
+
+    >>> _unpack_starts(pack_starts([0, 4, 6]), numel=9)
+    (0, 4, 6)
+    """
+    return base64.b64encode(zlib.compress(np.diff(starts, prepend=0).astype("<u8").tobytes())).decode()
+
+
+def _unpack_starts(text: str, numel: int) -> tuple[int, ...]:
+    if not text:
+        return ()
+    try:
+        packed = zlib.decompressobj()
+        data = packed.decompress(base64.b64decode(text, validate=True), 8 * MOST_PARAMETERS)
+        steps = np.frombuffer(data, "<u8")
+    except (ValueError, zlib.error) as error:
+        raise ProtocolError(f"the places of parameters cannot be read: {error}") from None
+    if packed.unconsumed_tail or not steps.size or int(steps.max()) >= numel:
+        raise ProtocolError(f"the places of more than {MOST_PARAMETERS} parameters, or outside of {numel} keys")
+    starts = np.cumsum(steps)
+    if starts[0] != 0 or (steps[1:] == 0).any() or int(starts[-1]) >= numel:
+        raise ProtocolError(f"parameters begin at ascending keys, from 0 on and below {numel}")
+    return tuple(int(each) for each in starts)
 
 
 def _text(found: Any, most: int = 4096) -> str:

@@ -190,7 +190,7 @@ class Desk:
         if ticks and parked.late:
             space.skip(session.member)
         elif ticks:
-            space.tick(session.member, request.clock)
+            space.tick(session.member, request.clock, request.scale)
 
     def _read(self, session: Session, parked: Parked) -> Answer:
         request, space = parked.request, session.space

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 
 from syncline.errors import IncompatibleError, ProtocolError
 from syncline.server.protocol import MOST_BYTES
+from syncline.world.hooks import ModuleHook
 
 __all__ = ["HEADER_BYTES", "FactorTap", "pack_factors", "pack_range", "pays", "unpack_and_multiply"]
 
@@ -175,7 +176,8 @@ class FactorTap:
                 layer = self._layers[id(weight)] = _Layer(names[id(weight)], weight)
                 self._handles.append(weight.register_post_accumulate_grad_hook(layer.settle))  # type: ignore[no-untyped-call]
             # First of all hooks: one that changes the output would change what δ is the gradient of.
-            self._handles.append(module.register_forward_hook(layer.forward, prepend=True, with_kwargs=True))
+            hook = ModuleHook(layer.forward)
+            self._handles.append(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
 
     @property
     def names(self) -> list[str]:

@@ -24,9 +24,11 @@ __all__ = ["Gathering", "Sum"]
 
 @dataclass
 class Sum:
-    """What goes to the parent at once. `scale` of its pushes is how many gradients they add up, where that counts."""
+    """What goes to the parent at once."""
 
     pushes: list[Push]
+    weight: float = 1.0
+    """How many gradients it adds up, where that counts: the scale of its pushes."""
 
 
 class Gathering(Space):
@@ -49,8 +51,8 @@ class Gathering(Space):
         self._open.setdefault(worker, []).append(push)
         return False
 
-    def tick(self, worker: int, clock: int) -> None:
-        super().tick(worker, clock)
+    def tick(self, worker: int, clock: int, weight: float = 0.0) -> None:
+        super().tick(worker, clock, weight)
         pushes = self._open.pop(worker, [])
         if pushes:
             self._came.append((worker, pushes))
@@ -66,7 +68,7 @@ class Gathering(Space):
         if self.description.mean:
             for push in pushes:
                 push.scale = weight
-        self.sums.append(Sum(pushes))
+        self.sums.append(Sum(pushes, weight))
 
     def may_read(self, wanted: int, worker: int = -1) -> bool:
         if self.description.held:

@@ -113,8 +113,7 @@ class Relay:
         """Push a sum, and read what the parent makes of it."""
         wanted = door.clock + 1 if door.description.held else -1
         coded = door.description.codec is not None
-        dense = all(push.keys is None for push in found.pushes)
-        if not dense or not found.pushes or len(found.pushes) > protocol.WINDOW // 2:
+        if not self._whole(found) or len(found.pushes) > protocol.WINDOW // 2:
             return [(0, self._push_then_pull(door, found, wanted, coded))]
         futures: list[tuple[int, Future]] = []
         for number, push in enumerate(found.pushes):
@@ -127,11 +126,21 @@ class Relay:
         self._tell_steps(door)
         return [(first, _tensor(future)) for first, future in futures]
 
+    def _whole(self, found: Sum) -> bool:
+        """Whether a sum is about all parameters, so that its answers are all that the children read."""
+        parent, at = self._parent, 0
+        for push in found.pushes:
+            if push.keys is not None or push.first != at:
+                return False
+            at += push.count
+        # Behind the parameters may lie buffers, which nobody pushes in a step.
+        return at == (parent.bounds[-1] if parent.rules[-1] == "assign" else parent.numel)
+
     def _push_then_pull(self, door: Client, found: Sum, wanted: int, coded: bool) -> Tensor:
         """So many pieces that reads which wait would fill the window before the last of them ends the step."""
         pushes = found.pushes
         if not pushes:  # a step without values: its clock advances all the same
-            door.push((0, 0), torch.empty(0), tick=True).wait()
+            door.push((0, 0), torch.empty(0), scale=found.weight, tick=True).wait()
         for number, push in enumerate(pushes):
             keys = (push.first, push.first + push.count) if push.keys is None else push.keys
             last = number == len(pushes) - 1

@@ -70,6 +70,8 @@ class Session:
     """What the client has, where answers are encoded: they tell what changed."""
     seen: Tensor | None = None
     """Which keys of it are the client's already."""
+    edition: int = 0
+    """Of the space's weights, to which the view belongs."""
     lists: OrderedDict[int, tuple[int, Tensor]] = field(default_factory=OrderedDict)
     """Lists of keys by their digest, each with the first key of its piece."""
     list_bytes: int = 0

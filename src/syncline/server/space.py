@@ -11,6 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from syncline.errors import ProtocolError
 from syncline.server.clocks import FOREVER, Clocks
 from syncline.server.description import Description
 from syncline.server.layout import group_of
-from syncline.server.rules import Rule, build_rule
+from syncline.server.rules import Rule, Sgd, TorchRule, build_rule
 from syncline.server.rules.handled import Handled
 
 __all__ = ["Push", "Space", "add_up"]
@@ -67,6 +68,8 @@ class _Step:
     of: dict[int, list[Push]] = field(default_factory=dict)
     ticked: set[int] = field(default_factory=set)
     """Who has pushed all of it."""
+    weights: dict[int, float] = field(default_factory=dict)
+    """How many gradients each brings, of which some may lie on other servers."""
 
 
 class Space:
@@ -96,6 +99,8 @@ class Space:
         self._steps: dict[int, _Step] = {}
         self._held = dict.fromkeys(description.workers, 0)
         """Bytes that are kept of each worker's pushes."""
+        self.edition = 0
+        """Counts how often the weights were replaced: what clients have of them is worth nothing then."""
         self._read_at = dict.fromkeys(description.workers, 0)
         self._begun: dict[int, int] = {}
         """How stale the steps are that have begun, by worker: all parts of a step are as stale as its first."""
@@ -156,12 +161,16 @@ class Space:
         """Whether the step of a held push is closed already: a quorum did without it."""
         return self.description.held and worker in self.clocks.of and 0 <= clock < self.round
 
-    def tick(self, worker: int, clock: int) -> None:
-        """A worker has pushed all of its step. What a rule refuses then is told to who closes the step."""
+    def tick(self, worker: int, clock: int, weight: float = 0.0) -> None:
+        """A worker has pushed all of its step, which counts as `weight` gradients in a mean. What a rule refuses then
+        is told to who closes the step.
+        """
         self.clocks.tick(worker, clock)
         self._begun.pop(worker, None)
         if self.description.held:
-            self._steps.setdefault(clock, _Step()).ticked.add(worker)
+            step = self._steps.setdefault(clock, _Step())
+            step.ticked.add(worker)
+            step.weights[worker] = weight
         self.close_rounds()
 
     def leave(self, worker: int) -> bool:
@@ -178,6 +187,7 @@ class Space:
         """Go on from a checkpoint: one clock for each worker, in their order."""
         if self.description.held and max(clocks) - min(clocks) > AHEAD:
             raise ProtocolError(f"clocks from {min(clocks)} to {max(clocks)}, and {AHEAD} steps apart are the most")
+        self.edition += 1
         self._steps.clear()
         self._held = dict.fromkeys(self._held, 0)
         for worker, clock in zip(sorted(self.clocks.of), clocks, strict=True):
@@ -198,7 +208,12 @@ class Space:
             for worker, pushes in step.of.items():
                 self._held[worker] -= sum(push.nbytes for push in pushes)
             ready = [(worker, pushes) for worker, pushes in sorted(step.of.items()) if worker in step.ticked]
-            weight = _take_weights(ready) if self.description.mean else 1.0
+            weight = 1.0
+            if self.description.mean:
+                weight = sum(step.weights.values())
+                for _, pushes in ready:
+                    for push in pushes:
+                        push.scale = 1.0
             total = add_up([pushes for _, pushes in ready], self.description.layout.edges)
             self.round += 1
             self.settle(total, weight)
@@ -252,7 +267,8 @@ class Space:
         number = group_of(self.description.bounds, first)
         rule, rows = self._rules[number], self._states[number]
         if not rule.elementwise:
-            self._applier(number, low, high).apply(values, rate)
+            piece = self._piece_of(low, high)
+            self._applier(number, *piece).apply(values, rate, low - piece[0])
             if answer:
                 values.copy_(self.weights[low:high])
             return
@@ -264,6 +280,14 @@ class Space:
             if answer:
                 update.copy_(weights)
 
+    def _piece_of(self, low: int, high: int) -> tuple[int, int]:
+        """What an optimizer holds at once: the piece in which a range lies; the range where no parameters are told."""
+        if not self.description.starts:
+            return low, high
+        edges = self.description.layout.edges
+        at = bisect_right(edges, low + self.first) - 1
+        return edges[at] - self.first, edges[at + 1] - self.first
+
     def _applier(self, number: int, low: int, high: int) -> Any:
         applier = self._appliers.get((low, high))
         if applier is None:
@@ -274,8 +298,22 @@ class Space:
                     f"across {clash[0] + self.first} to {clash[1] + self.first}; push the same ranges each time, or "
                     "use a rule like sgd or adam"
                 )
-            applier = self._appliers[low, high] = self._rules[number].open(self.weights[low:high])
+            starts = [start - self.first - low for start in self.description.starts]
+            applier = self._appliers[low, high] = self._rules[number].open(self.weights[low:high], starts)
         return applier
+
+    def use_rules(self, specs: Sequence[str]) -> None:
+        """Go on with other settings of the rules, such as a momentum that a schedule has changed; state stays."""
+        rules = [build_rule(spec) for spec in specs]
+        for old, new in zip(self._rules, rules, strict=True):
+            if old != new and not (isinstance(new, TorchRule) and _optimizer_of(old) == new.optimizer):
+                raise ProtocolError(f"{new!r} in place of {old!r}: only the settings of an optimizer may change")
+        bounds = self.description.bounds
+        for (low, _), applier in self._appliers.items():
+            new = rules[group_of(bounds, low + self.first)]
+            if isinstance(new, TorchRule):
+                applier.use(new)
+        self._rules = rules
 
     def _apply_keys(self, first: int, places: Tensor, values: Tensor, rate: float | None) -> None:
         number = group_of(self.description.bounds, first)
@@ -375,13 +413,9 @@ class Space:
             self._appliers[low, high].load_state_dict({})
 
 
-def _take_weights(ready: Sequence[tuple[int, list[Push]]]) -> float:
-    """How many gradients the workers bring together, where a push's scale says how many it adds up."""
-    weight = sum(pushes[0].scale for _, pushes in ready)
-    for _, pushes in ready:
-        for push in pushes:
-            push.scale = 1.0
-    return weight
+def _optimizer_of(rule: Rule) -> str | None:
+    """The optimizer of torch whose steps a rule takes."""
+    return "SGD" if isinstance(rule, Sgd) else rule.optimizer if isinstance(rule, TorchRule) else None
 
 
 def _run(rule: Rule, weights: Tensor, values: Tensor, state: dict[str, Tensor], rate: float | None) -> None:
@@ -407,9 +441,26 @@ def add_up(workers: Sequence[list[Push]], edges: Sequence[int] = ()) -> list[Pus
     cuts = [[(push.first, push.count, push.keys is None) for push in pushes] for pushes in workers]
     if not workers:
         return []
-    if all(cut == cuts[0] for cut in cuts) and all(dense for _, _, dense in cuts[0]):
+    dense = all(is_range for cut in cuts for _, _, is_range in cut)
+    if dense and all(cut == cuts[0] for cut in cuts):
         return [_sum_dense([pushes[number] for pushes in workers]) for number in range(len(cuts[0]))]
-    return _sum_sparse([push for pushes in workers for push in pushes], edges)
+    everything = [push for pushes in workers for push in pushes]
+    return _sum_ranges(everything) if dense else _sum_sparse(everything, edges)
+
+
+def _sum_ranges(pushes: Sequence[Push]) -> list[Push]:
+    """Ranges that differ, as a worker leaves out the parameters of which it has no gradient: cut alike, then added."""
+    marks = sorted({mark for push in pushes for mark in (push.first, push.first + push.count)})
+    found = []
+    for first, after in pairwise(marks):
+        parts = [
+            Push(first, push.values[first - push.first : after - push.first], rate=push.rate, scale=push.scale)
+            for push in pushes
+            if push.first <= first and after <= push.first + push.count
+        ]
+        if parts:
+            found.append(_sum_dense(parts))
+    return found
 
 
 def _sum_dense(pushes: Sequence[Push]) -> Push:

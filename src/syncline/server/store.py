@@ -10,7 +10,7 @@ from torch import Tensor
 from syncline.codecs import Codec, build_codec
 from syncline.errors import IncompatibleError, SpecError
 from syncline.server.client import Client
-from syncline.server.description import Description
+from syncline.server.description import Description, pack_starts
 from syncline.server.filters import Filter, build_filter
 from syncline.server.network import ServerNetwork, server_network
 from syncline.server.protocol import PIECE
@@ -74,6 +74,7 @@ def open_space(
     workers: Sequence[int] | None = None,
     mean: bool = False,
     upward: str = "",
+    parameters: Sequence[int] = (),
     piece: int = PIECE,
     initial: Tensor | None = None,
     retry: float | None = None,
@@ -103,6 +104,7 @@ def open_space(
         piece=piece,
         mean=mean,
         upward=upward,
+        parameters=pack_starts(parameters) if parameters else "",
     )
     client = kind(
         network, description, filters=filters, retry=retry, seed=seed, on_close=_leaving(host, description, network)

@@ -96,6 +96,11 @@ class TreeClient(Client):
     def steps(self) -> list[int]:
         return self.top.steps()
 
+    def applied(self) -> bool:
+        """The sub-masters have carried their last sums to the root, and finished there."""
+        self.top.control({"do": "steps"})
+        return self.top.told.live == 0
+
     def stop(self) -> None:
         self.top.stop()
         super().stop()
@@ -117,6 +122,8 @@ class TreeClient(Client):
 
     def control(self, asked: dict[str, Any], everywhere: bool = False) -> Any:
         """Clocks out of a checkpoint are those of the whole tree: the root hears of them, the group takes its own."""
+        if asked.get("do") == "rules":  # a sub-master applies none
+            return self.top.control(asked, everywhere=True)
         if asked.get("do") == "clocks":
             below = zip(self.network.workers, asked["clocks"], strict=False)
             return self.top.control({"do": "below", "below": {str(worker): [int(at), 0] for worker, at in below}})

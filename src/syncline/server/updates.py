@@ -101,7 +101,8 @@ def encode_changes(session: Session, request: Request) -> tuple[Tensor, bool]:
     """
     space, codec = session.space, session.space.description.build_codec()
     assert codec is not None, "checked"
-    if session.view is None:
+    if session.view is None or session.edition != space.edition:
+        session.edition = space.edition
         session.view = torch.zeros_like(space.weights)
         session.seen = torch.zeros(space.weights.numel(), dtype=torch.bool)
     assert session.seen is not None, "made with the view"

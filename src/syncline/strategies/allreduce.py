@@ -50,6 +50,7 @@ class AllReduce(Strategy):
     steps: int | None = None
 
     name: ClassVar[str] = "allreduce"
+    several_optimizers: ClassVar[bool] = True
     # Staleness acts as momentum (Mitliagkas et al. 2016), so that less of it is left for the optimizer.
     presets: ClassVar[tuple[Preset, ...]] = (
         Preset(spec="allreduce"),
@@ -65,6 +66,11 @@ class AllReduce(Strategy):
             raise SpecError(f"allreduce(steps={self.steps!r}): a number of steps, at least one")
         if self.delay == 0 and (self.warmup or self.cooldown):
             raise SpecError(f"{self!r}: without a delay every step is synchronous; leave warmup and cooldown out")
+
+    @property
+    def state_format(self) -> str:
+        """A delay keeps gradients on their way."""
+        return f"allreduce(delay={self.delay})" if self.delay else "allreduce"
 
     def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
         return _AllReduceRun(self, model, optimizer, exchange, settings)
@@ -87,6 +93,7 @@ class _AllReduceRun(Run):
         self.total_steps = strategy.steps
         self._rounds = 0
         self._waiting: deque[_Gradients] = deque()
+        self._known = {id(parameter) for parameter in model.parameters()}  # frozen ones may be trained later
         self._gradients = Gradients(
             dict(model.named_parameters()),
             exchange,
@@ -128,6 +135,12 @@ class _AllReduceRun(Run):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    def restart(self) -> None:
+        self._rounds, self._waiting = 0, deque()
+        if self._gradients.coding is not None:
+            self._gradients.coding.load_shared_state({})
+            self._gradients.coding.load([])
 
     def shared_state(self) -> dict[str, Any]:
         """Gradients that are still on their way are waited for: a resumed run applies them as this one would."""

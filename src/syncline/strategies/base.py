@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,14 +16,18 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from syncline.data import Cursor, MicroBatches, Sharded
-from syncline.errors import DivergedError, IncompatibleError, SpecError
+from syncline.errors import DivergedError, IncompatibleError, PeerLostError, SpecError
 from syncline.exchange import BUCKET_BYTES, Exchange, Stats, check_same, plain_name, share_tree, spread
 from syncline.specs import Spec
-from syncline.strategies.board import Board
+from syncline.strategies.board import Board, Rendezvous
 from syncline.strategies.reading import Shard, Steps
-from syncline.world import World, allgather, allreduce
+from syncline.strategies.watch import ModelWatch
+from syncline.strategies.wrappers import refuse_wrapper_around
+from syncline.world import World, allgather, allreduce, barrier
 
-__all__ = ["Preset", "Run", "Settings", "Strategy", "check_gradients"]
+__all__ = ["Preset", "Run", "Settings", "Strategy", "check_gradients", "mean_of_all", "wide_dtype"]
+
+logger = logging.getLogger("syncline")
 
 R = TypeVar("R", Sharded, MicroBatches)
 
@@ -38,6 +43,8 @@ class Settings:
     """Of the codec's random bits."""
     diagnose: int = 0
     """Every so many steps, what the codec does to each layer goes into the run log; 0: never."""
+    more_optimizers: tuple[Optimizer, ...] = ()
+    """Those after the first, where a model has several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +75,21 @@ class Strategy(ABC):
     name: ClassVar[str]
     presets: ClassVar[tuple[Preset, ...]] = ()
     """What takes part in a race by default."""
+    several_optimizers: ClassVar[bool] = False
+    """Whether several optimizers may train one model."""
 
     @abstractmethod
     def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
         """Begin to keep the ranks' models together, by hooks on the model and the optimizer."""
+
+    @property
+    def state_format(self) -> str:
+        """Names the layout of the state that its runs save.
+
+        A run takes a state of its own format back as it was. From another it takes the model and the optimizer's state,
+        and its own state starts fresh.
+        """
+        return self.name
 
     @property
     def loose(self) -> bool:
@@ -119,12 +137,19 @@ class Run(ABC):
         self.optimizer = optimizer
         self.exchange = exchange
         self.settings = settings
-        exchange.world.trainings += 1
+        self.optimizers = (optimizer, *settings.more_optimizers)
         self.total_steps: int | None = None
         self._readers: dict[str, tuple[Any, Sharded | MicroBatches]] = {}
         self._cursors: dict[str, Mapping[str, Any]] = {}
         self._own: dict[str, torch.Tensor] | None = None
-        """This worker's buffers while the model holds the agreed ones."""
+        """This worker's own tensors while the model holds the agreed ones; None outside `agreed()`."""
+        self._rendezvous: Rendezvous | None = None
+        self._known = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+        reloaded = self._reload if self.copies_weights and exchange.size > 1 else None
+        self._watch = ModelWatch(model, self.optimizers, self.synchronises, reloaded)
+        self._checked_wrapper = False
+        # Before the strategy's own hook: what that sees has been checked.
+        self._step_hooks = [each.register_step_pre_hook(self._begin_step) for each in self.optimizers]
         self.kept: dict[str, Any] = {}
         """Plain values that a loose run's loop has checkpoints keep for this worker alone."""
         self._closed = False
@@ -171,6 +196,20 @@ class Run(ABC):
             "check_finite": self.settings.check_finite,
         }
 
+    @property
+    def copies_weights(self) -> bool:
+        """Whether the strategy holds weights beside the model's, at servers or as centres: a load must reach them."""
+        return False
+
+    @property
+    def first_exchange(self) -> int | None:
+        """The step after which workers communicate for the first time; None: by design they never do in training."""
+        return 1
+
+    def synchronises(self, parameter: nn.Parameter) -> bool:
+        """Whether the strategy keeps a parameter together on all workers."""
+        return id(parameter) in self._known
+
     def predict(self) -> dict[str, float] | None:
         """What `costs` expects of a step on this network: seconds of communication and of the codec.
 
@@ -212,10 +251,13 @@ class Run(ABC):
         return Steps(self, self._reader(MicroBatches, data, name, options))
 
     def expect(self, steps: int) -> None:
-        """Tell how many steps there will be, where the strategy wants to know (`cooldown`)."""
+        """Tell how many steps there will be: a strategy may need it (`cooldown`), and one that would never communicate
+        in so few says so now.
+        """
         if steps < 1:
             raise SpecError(f"a run of {steps} steps has none to count")
         self.total_steps = steps
+        self._warn_of_silence(steps, "is going to take")
 
     @property
     def wants_loss(self) -> bool:
@@ -246,53 +288,58 @@ class Run(ABC):
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Inside, the model holds what all workers agree on: batch norm's running statistics are averaged.
+        """Inside, the model holds the same weights and buffers on every worker: evaluate and save there.
 
-        Every worker enters it, but in a loose run: there any worker may alone, and finds the board's weights. What each
-        had itself is back afterwards.
+        Every worker enters it. What each had itself is back afterwards.
         """
         if self._own is not None or (self.exchange.size == 1 and not self.loose):
             yield
             return
-        if self.loose:
-            with self._from_board():
-                yield
-            return
-        named = self._buffers()
-        own = {name: buffer.detach().clone() for name, buffer in named.items()}
-        self._agree_on_buffers()
-        self._own = own
+        self._watch.take_loaded()
+        held = self.shown_tensors()
+        self._own = {name: tensor.clone() for name, tensor in held.items()}
         try:
+            with torch.no_grad():
+                self.show_agreed()
             yield
         finally:
-            self._own = None
-            for name, buffer in named.items():
-                buffer.detach().copy_(own[name])
+            own, self._own = self._own, None
+            for name, tensor in held.items():
+                tensor.copy_(own[name])
 
-    @contextmanager
-    def _from_board(self) -> Iterator[None]:
+    def shown_tensors(self) -> dict[str, torch.Tensor]:
+        """What `show_agreed` changes in the model, by name: the buffers, and the weights where those differ."""
+        weights = self.model.named_parameters() if self.loose else ()
+        return {plain_name(name): each.detach() for name, each in (*weights, *self.model.named_buffers())}
+
+    def show_agreed(self) -> None:
+        """Put into the model what all workers agree on. Every worker calls it."""
         board = self.board()
         if board is None:
-            yield
+            self._agree_on_buffers()
             return
-        held = [tensor.detach() for tensor in (*self.model.parameters(), *self.model.buffers())]
-        own = [tensor.clone() for tensor in held]
-        self._own = {name: buffer.detach().clone() for name, buffer in self._buffers().items()}
-        try:
-            board.weights_into(self.model)
-            yield
-        finally:
-            self._own = None
-            for tensor, before in zip(held, own, strict=True):
-                tensor.copy_(before)
+        self.wait_for_all("enter agreed()")  # nobody steps from now on
+        board.weights_into(self.model)
+        self.wait_for_all("read the weights")
+
+    def wait_for_all(self, what: str) -> None:
+        """Wait for the other workers of an asynchronous run. `what`: what all of them do, for messages."""
+        self._meetings().meet(what)
+
+    def _meetings(self) -> Rendezvous:
+        if self._rendezvous is None:
+            board = self.board()
+            assert board is not None, "every asynchronous run has one"
+            self._rendezvous = Rendezvous(self.world, board)
+        return self._rendezvous
 
     def check_uneven(self) -> None:
         """Before an epoch in which workers may run out at different times: what would part them is refused."""
         if self.loose:
             return
-        if self.world.trainings > 1:
+        if len(self.world.runs) > 1:
             raise IncompatibleError(
-                f"{self.world.trainings} runs train in this world, and this data may end earlier on some workers than "
+                f"{len(self.world.runs)} runs train in this world, and this data may end earlier on some workers than "
                 "on others, who would wait in the other runs: give the loader drop_last=True, or a length that the "
                 "workers divide"
             )
@@ -312,7 +359,7 @@ class Run(ABC):
         root = table.index(min(table))
         self._check_rates(max(table) - missed)
         spread(self.exchange, [parameter.detach() for parameter in self.model.parameters()], root)
-        for holder in (self.optimizer, *self.settings.schedulers):
+        for holder in (*self.optimizers, *self.settings.schedulers):
             state = share_tree(self.exchange, holder.state_dict(), root)
             if missed > table[root]:
                 holder.load_state_dict(state)
@@ -322,7 +369,8 @@ class Run(ABC):
     def note_rates(self) -> None:
         """Remember the learning rates at a reduction, while workers may miss some."""
         if self._rates is not None:
-            self._rates.append([float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group])
+            groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+            self._rates.append([float(group["lr"]) for group in groups if "lr" in group])
 
     def _check_rates(self, later: int) -> None:
         """The last reduction with all workers, `later` before this one's last, met the same rates everywhere."""
@@ -338,38 +386,76 @@ class Run(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """`shared` is the same on every worker, `local` this worker's own; tensors and plain values only."""
-        buffers = self._own or {name: buffer.detach().clone() for name, buffer in self._buffers().items()}
+        if self._own is None:
+            self._watch.take_loaded()
+        own = self._own or {}
+        buffers = {name: own.get(name, buffer.detach()).clone() for name, buffer in self._buffers().items()}
         cursors = self._cursors | {key: reader.cursor.state_dict() for key, (_, reader) in self._readers.items()}
         # At its own pace each worker stands somewhere else.
         place = {"cursors": cursors, "steps": self.stats.steps, "kept": dict(self.kept)}
         return {
             "shared": {
                 "strategy": repr(self.strategy),
+                "format": self.strategy.state_format,
                 "collectives": self.exchange.choices,
                 "cursors": cursors,
                 "steps": self.stats.steps,
                 "state": self.shared_state(),
+                **({"optimizers": [each.state_dict() for each in more]} if (more := self.optimizers[1:]) else {}),
             },
             "local": {"buffers": buffers, "strategy": self.local_state(), **({"place": place} if self.loose else {})},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a run was; `local` is None where the checkpoint has none for this worker."""
+        """Go on where a run was; `local` is None where the checkpoint has none for this worker.
+
+        The model and the optimizer hold their states already. Of another strategy's checkpoint these are all that is
+        taken over: the strategy's own state starts fresh.
+        """
         shared, local = state["shared"], state["local"]
+        self._watch.forget_loads()
         self.exchange.adopt(dict(shared["collectives"]))
-        place = shared if local is None or "place" not in local else local["place"]
+        # At its own pace each worker stands somewhere else; workers in step stand where rank 0 did.
+        place = local["place"] if self.loose and local is not None and "place" in local else shared
         self._cursors = dict(place["cursors"])
         for key, (_, reader) in self._readers.items():
             self._restore(key, reader.cursor)
         self.stats.steps = int(place["steps"])
         self.kept = dict(place.get("kept", {}))
-        self.load_shared_state(shared["state"])
-        self.load_local_states([] if local is None else [local["strategy"], *state.get("others", [])])
+        for optimizer, saved in zip(self.optimizers[1:], shared.get("optimizers", []), strict=False):
+            optimizer.load_state_dict(saved)
+        if self._is_own_format(shared):
+            self.load_shared_state(shared["state"])
+            self.load_local_states([] if local is None else [local["strategy"], *state.get("others", [])])
+        else:
+            if self.exchange.rank == 0:
+                logger.warning(
+                    "the checkpoint is of strategy %s: %r takes over its model and the optimizer's state, and starts "
+                    "its own state fresh",
+                    shared["strategy"],
+                    self.strategy,
+                )
+            self.restart()
+            self.resume_steps()
         if local is not None:
             buffers = self._buffers()
             for name, saved in local["buffers"].items():
                 if name in buffers:
                     buffers[name].detach().copy_(saved)
+
+    def restart(self) -> None:  # noqa: B027 (some have nothing)
+        """Start the strategy's own state fresh, from what the model and the optimizer hold: the same on every worker.
+
+        Every worker calls it, after another strategy's checkpoint or a state was loaded.
+        """
+
+    def resume_steps(self) -> None:  # noqa: B027 (some count nowhere else)
+        """The count of steps is a checkpoint's of another strategy: whoever else counts them goes on from there."""
+
+    def _is_own_format(self, shared: Mapping[str, Any]) -> bool:
+        """Whether a checkpoint's strategy saves its state as this one does. Older checkpoints tell the spec alone."""
+        spec, own = str(shared["strategy"]), self.strategy
+        return bool(shared.get("format", spec.partition("(")[0]) == own.state_format or spec == repr(own))
 
     def shared_state(self) -> dict[str, Any]:
         """What the strategy itself must remember."""
@@ -386,12 +472,48 @@ class Run(ABC):
         """Take it back: this worker's own, and those of workers that are no more and that this one takes over."""
 
     def close(self) -> None:
-        """Take the hooks off and let go of the team. Every worker closes."""
-        if not self._closed:
-            self._closed = True
-            self.detach()
-            self.world.trainings -= 1
-            self.exchange.close()
+        """End the run: every worker holds the final model then. Every worker closes; a second call does nothing."""
+        if self._closed:
+            return
+        self._warn_of_silence(self.stats.steps, "has taken")
+        if self.exchange.size > 1 or self.loose:
+            self._watch.take_loaded()
+            with torch.no_grad():
+                self.finish()
+        self._release()
+        self.exchange.close()
+
+    def finish(self) -> None:
+        """Leave the final model on this worker, the same on all of them. Every worker calls it."""
+        board = self.board()
+        if board is None:
+            self.show_agreed()
+            return
+        board.finish()
+        self._meetings().close()
+        self.read_final()
+
+    def read_final(self) -> None:
+        """Of an asynchronous run, when nobody takes a step any more: put the final weights into the model."""
+        board = self.board()
+        assert board is not None, "every asynchronous run has one"
+        board.weights_into(self.model)
+
+    def close_at_exit(self) -> None:
+        """The process ends without `close()`: end the run where other workers still need this process."""
+        if self.loose:
+            self.close()
+
+    def _release(self) -> None:
+        """Take the hooks off; the run is over on this worker."""
+        self._closed = True
+        self.detach()
+        self._watch.close()
+        for hook in self._step_hooks:
+            hook.remove()
+        self._step_hooks = []
+        if self in self.world.runs:
+            self.world.runs.remove(self)
 
     @abstractmethod
     def detach(self) -> None:
@@ -406,11 +528,50 @@ class Run(ABC):
         if error is None:
             self.close()
         elif not self._closed:
-            self._closed = True
-            self.detach()
-            self.world.trainings -= 1
+            self._release()
 
     # Within.
+
+    def _begin_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before every step of an optimizer, and before the strategy's own hook."""
+        if self not in self.world.runs:  # it could not be made: what is wrong was raised
+            return
+        if not self._checked_wrapper:
+            self._checked_wrapper = True
+            if self.replica is self.model:
+                refuse_wrapper_around(self.model)
+        self._watch.check_parameters()
+        self._watch.take_loaded()
+
+    def _reload(self) -> None:
+        """A state was loaded into the model or the optimizer: start from it, together with the other workers."""
+        if self.loose:
+            self.wait_for_all("load a state into the model after sl.distribute")
+        else:
+            try:
+                barrier(self.world.everyone)
+            except PeerLostError as error:
+                raise PeerLostError(
+                    f"{error}; rank {self.world.rank} has loaded a state into the model after sl.distribute, and waits "
+                    "for the other ranks to do the same",
+                    peer=error.peer,
+                    pending=error.pending,
+                    seconds=error.seconds,
+                ) from error
+        self.restart()
+
+    def _warn_of_silence(self, steps: int, what: str) -> None:
+        """Say so where workers never communicate in so many steps."""
+        first = self.first_exchange
+        if first is not None and 0 < steps < first and self.exchange.size > 1 and self.exchange.rank == 0:
+            logger.warning(
+                "%r communicates for the first time after step %d, and this run %s %d: until the end every worker "
+                "trains on its own data alone; give a shorter period, or train longer",
+                self.strategy,
+                first,
+                what,
+                steps,
+            )
 
     def _reader(self, kind: type[R], data: Any, name: str | None, options: dict[str, Any]) -> R:
         key = self._key(data, name)
@@ -447,16 +608,33 @@ class Run(ABC):
         self._average([buffer for buffer in buffers if buffer.is_floating_point()])
         spread(self.exchange, [buffer for buffer in buffers if not buffer.is_floating_point()])
 
-    def _average(self, buffers: list[torch.Tensor]) -> None:
-        kinds: dict[torch.dtype, list[torch.Tensor]] = {}
-        for buffer in buffers:
-            kinds.setdefault(buffer.dtype, []).append(buffer.detach())
-        for group in kinds.values():
-            flat = allreduce(torch.cat([buffer.reshape(-1) for buffer in group]).cpu(), group=self.exchange.team)
-            offset = 0
-            for buffer in group:
-                buffer.copy_(flat[offset : offset + buffer.numel()].view(buffer.shape))
-                offset += buffer.numel()
+    def _average(self, tensors: list[torch.Tensor]) -> None:
+        for tensor, mean in zip(tensors, mean_of_all(self.exchange, tensors), strict=True):
+            tensor.detach().copy_(mean)
+
+
+def mean_of_all(exchange: Exchange, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The mean of each tensor over the workers, without a codec. Every worker calls it.
+
+    Half precision is summed in float32: the mean of equal tensors is that tensor.
+    """
+    found = [tensor.detach().clone() for tensor in tensors]
+    if exchange.size == 1:
+        return found
+    kinds: dict[torch.dtype, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        kinds.setdefault(wide_dtype(tensor.dtype), []).append(number)
+    for dtype, numbers in kinds.items():
+        flat = torch.cat([found[number].reshape(-1).to("cpu", dtype) for number in numbers])
+        mean = allreduce(flat, op="mean", group=exchange.team)
+        for number, part in zip(numbers, mean.split([tensors[number].numel() for number in numbers]), strict=True):
+            found[number].copy_(part.view(tensors[number].shape))
+    return found
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32 in place of half precision: sums and small steps are not lost to rounding."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def check_gradients(run: Run) -> None:

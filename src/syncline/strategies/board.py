@@ -9,14 +9,19 @@ worker 2 ──┘  post("finished", …)  stop()  finish()  └── nobody wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import nn
 
+from syncline.errors import IncompatibleError, PeerLostError
 from syncline.server import Post
+from syncline.world import World
 
-__all__ = ["Board", "Post"]
+__all__ = ["Board", "Post", "Rendezvous"]
+
+POLL_SECONDS = (1e-3, 0.25)
+"""Seconds between two looks at the board: the first gap, and the longest."""
 
 
 class Board(Protocol):
@@ -53,3 +58,79 @@ class Board(Protocol):
     def close(self) -> None:
         """Let go of it."""
         ...
+
+
+class Rendezvous:
+    """Workers of an asynchronous run wait for each other, by posts: no collective that a lost worker would break.
+
+    ```text
+    worker 0   meet("agreed") ── waits ──┐ both go on
+    worker 1                  meet("agreed")            worker 2 is lost: nobody waits for it
+    ```
+    """
+
+    MET, CLOSED = "met", "closed"
+
+    def __init__(self, world: World, board: Board) -> None:
+        self._world = world
+        self._board = board
+        self._number = 0
+        self._seen = 0
+        self._met: dict[int, int] = {}
+        """How often each worker has come to a meeting."""
+        self._closed: set[int] = set()
+
+    def meet(self, what: str) -> None:
+        """Return when every worker that lives has called it as often as this one. `what`: what they do, in messages."""
+        self._number += 1
+        self._board.post(self.MET, [self._world.rank, self._number])
+        self._wait(what, lambda rank: self._met.get(rank, 0) >= self._number)
+
+    def close(self) -> None:
+        """Return when every worker that lives has called it: nobody takes a step any more."""
+        self._closed.add(self._world.rank)
+        self._board.post(self.CLOSED, [self._world.rank])
+        self._wait("close their runs", lambda rank: rank in self._closed)
+
+    def _missing(self, there: Callable[[int], bool]) -> list[int]:
+        while True:
+            posts = self._board.read_posts(self._seen)
+            for post in posts:
+                self._seen = max(self._seen, post.number)
+                if post.kind == self.MET:
+                    rank, number = int(post.values[0]), int(post.values[1])
+                    self._met[rank] = max(self._met.get(rank, 0), number)
+                elif post.kind == self.CLOSED:
+                    self._closed.add(int(post.values[0]))
+            if not posts:
+                break
+        world = self._world
+        others = [rank for rank in range(world.size) if rank != world.rank and rank not in world.lost]
+        return [rank for rank in others if not there(rank)]
+
+    def _wait(self, what: str, there: Callable[[int], bool]) -> None:
+        """As long as anybody takes steps or says something, the others are waited for."""
+        runtime, timeout, rank = self._world.runtime, self._world.transport.timeout, self._world.rank
+        gap, longest = POLL_SECONDS
+        since, known = runtime.now(), (self._seen, [0])
+        while missing := self._missing(there):
+            gone = [each for each in missing if each in self._closed]
+            if gone and rank not in self._closed:
+                raise IncompatibleError(
+                    f"rank {rank} waits for all workers to {what}, and rank {gone[0]} has closed its run: every worker "
+                    "does so, as often as the others"
+                )
+            now = (self._seen, self._board.steps())
+            if now != known:
+                since, known = runtime.now(), now
+            waited = runtime.now() - since
+            if waited > timeout:
+                raise PeerLostError(
+                    f"rank {rank} has waited {waited:.0f} s for ranks {missing} to {what}, in which nobody took a step "
+                    f"(steps: {now[1]}): every worker does so",
+                    peer=missing[0],
+                    pending=f"ranks {missing} to {what}",
+                    seconds=waited,
+                )
+            runtime.sleep(gap)
+            gap = min(2 * gap, longest)

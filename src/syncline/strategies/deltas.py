@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.exchange import Exchange, Gradients, Round, plain_name
-from syncline.strategies.base import Settings
+from syncline.strategies.base import Settings, wide_dtype
 
 __all__ = ["Deltas", "coding_here", "coding_of_all", "load_coding_of_all", "trained"]
 
@@ -48,9 +48,14 @@ class Deltas:
     `begin` and `finish` may stand steps apart: the exchange goes on beside them.
     """
 
-    def __init__(self, model: nn.Module, exchange: Exchange, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, exchange: Exchange, settings: Settings, wide: bool = False) -> None:
+        """`wide`: the tensors are float32 where the model is in half precision."""
         self._exchange = exchange
-        shadows = {name: nn.Parameter(torch.empty_like(each)) for name, each in trained(model).items()}
+        # Parameters of their own, for their gradients; the memory is the model's.
+        shadows = {
+            name: nn.Parameter(each.detach().to(wide_dtype(each.dtype)) if wide else each.detach())
+            for name, each in trained(model).items()
+        }
         self._gradients = Gradients(
             shadows,
             exchange,

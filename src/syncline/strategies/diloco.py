@@ -23,13 +23,11 @@ from torch.optim import Optimizer
 
 from syncline.errors import SpecError
 from syncline.exchange import Exchange, Round
-from syncline.strategies.base import Preset, Run, Settings, Strategy
+from syncline.strategies.base import Preset, Run, Settings, Strategy, mean_of_all, wide_dtype
 from syncline.strategies.local import LOOKS, check_count
-from syncline.strategies.own import OwnRun, mean_of_all
+from syncline.strategies.own import AveragingRun
 
 __all__ = ["DiLoCo", "nesterov"]
-
-HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,7 +84,7 @@ def nesterov(weight: Tensor, velocity: Tensor, moved: Tensor, rate: float, momen
     return weight - rate * (moved + momentum * velocity), velocity
 
 
-class _DiLoCoRun(OwnRun):
+class _DiLoCoRun(AveragingRun):
     def __init__(
         self, strategy: DiLoCo, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
     ) -> None:
@@ -105,6 +103,14 @@ class _DiLoCoRun(OwnRun):
         """The mean, once it was waited for: an evaluation or a checkpoint may do so before it is due."""
         self._alive = 0
         self.deltas.prepare()
+
+    @property
+    def first_exchange(self) -> int | None:
+        return self._rule.period
+
+    @property
+    def copies_weights(self) -> bool:
+        return True
 
     # Steps and rounds.
 
@@ -178,9 +184,17 @@ class _DiLoCoRun(OwnRun):
             return mean_of_all(self.exchange, self.weights)
         stepped = [outer for outer, _ in self._stepped(self._arrive())]
         own = self._with_own_steps(stepped)
-        return mean_of_all(self.exchange, [value.to(had.dtype) for value, had in zip(own, self.weights, strict=True)])
+        return mean_of_all(self.exchange, own)
 
     # State.
+
+    def restart(self) -> None:
+        super().restart()
+        if self._flight is not None:
+            self._arrive()
+        self._since, self._sent, self._moved = 0, [], None
+        self._outer = [_precise(weight) for weight in self.weights] if self.exchange.size > 1 else []
+        self._velocity = [torch.zeros_like(weight) for weight in self._outer]
 
     def shared_state(self) -> dict[str, Any]:
         moved = self._arrive() if self._under_way else []
@@ -197,7 +211,7 @@ class _DiLoCoRun(OwnRun):
         if self.exchange.size == 1:
             return
         outer, velocity = state.get("outer"), state.get("velocity")
-        if not outer or not velocity:  # of one worker, or another strategy: the model was loaded before
+        if not outer or not velocity:  # of one worker: the model was loaded before
             self._outer = [_precise(weight) for weight in self.weights]
             self._velocity, self._since = [torch.zeros_like(weight) for weight in self._outer], 0
             return
@@ -225,7 +239,7 @@ class _DiLoCoRun(OwnRun):
 
 def _precise(weight: Tensor) -> Tensor:
     """A copy in which small steps are not lost to rounding."""
-    return weight.to(torch.float32, copy=True) if weight.dtype in HALVES else weight.clone()
+    return weight.to(wide_dtype(weight.dtype), copy=True)
 
 
 def _is_number(value: Any) -> bool:

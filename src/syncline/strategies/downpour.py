@@ -29,6 +29,7 @@ from syncline.exchange import Exchange
 from syncline.server import Future
 from syncline.strategies.base import Preset, Run, Settings
 from syncline.strategies.served import Plan, Served, ServedRun
+from syncline.world.hooks import ModuleHook
 
 __all__ = ["Downpour"]
 
@@ -73,6 +74,10 @@ class Downpour(Served):
     def stride(self) -> int:
         return self.push
 
+    @property
+    def state_format(self) -> str:
+        return f"downpour({self.rule})"
+
     def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
         plan = Plan(rule=self.rule, lr=self.lr, filters=self.filters, stride=self.push)
         return _DownpourRun(self, model, optimizer, exchange, settings, plan)
@@ -97,18 +102,25 @@ class _DownpourRun(ServedRun):
         """The row of the latest push, which may be under way."""
         self._unsent = 0
         """Steps in `_sum`."""
+        self._without: set[int] | None = None
+        """Numbers of the parameters that had no gradient in any of these; None: there is no step yet."""
         self._pushed: list[Future] = []
         self._asked: Future | None = None
         if strategy.warmup and exchange.rank > 0:
-            self._hooks.append(model.register_forward_pre_hook(self._await_warmth))
+            self._hooks.append(model.register_forward_pre_hook(ModuleHook(self._await_warmth)))
 
     def scale(self) -> float:
         """Each gradient counts whole."""
         return 1.0
 
+    @property
+    def first_exchange(self) -> int | None:
+        return self.strategy.push
+
     def before_step(self) -> None:
         self._sum.add_(self.gradients)
         self._unsent += 1
+        self._without = set(self.absent) if self._without is None else self._without & set(self.absent)
 
     def after_step(self) -> None:
         taken, fetch = self.stats.steps, self.strategy.fetch
@@ -130,10 +142,21 @@ class _DownpourRun(ServedRun):
         super().ending()
         self._board.tell_steps(self.exchange.rank, self.stats.steps)
 
+    def settle_pushes(self) -> None:
+        self._settle()
+        if self._asked is not None:
+            self._asked.wait()
+            self._asked = None
+
+    def restart(self) -> None:
+        super().restart()
+        self._sum.zero_()
+        self._unsent, self._without = 0, None
+
     def shared_state(self) -> dict[str, Any]:
         """A push that is under way is in no worker's sum any more: the servers are read when all have arrived."""
         self._settle()
-        self.world.barrier()
+        self.wait_for_all("save the weights")
         return super().shared_state()
 
     def local_state(self) -> dict[str, Any]:
@@ -144,6 +167,7 @@ class _DownpourRun(ServedRun):
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         super().load_local_states(states)
         self._sum.zero_()
+        self._unsent, self._without = 0, None
         for state in states:  # what workers that are no more have left is pushed by who takes over
             self._sum.add_(self.keys.joined(dict(state["unsent"]), torch.zeros(self.keys.trained)))
             self._unsent += int(state["steps_unsent"])
@@ -159,9 +183,9 @@ class _DownpourRun(ServedRun):
                 self._settle()
         self._settle()
         self._sum, self._spare = self._spare.zero_(), self._sum
-        self._unsent = 0
+        absent, self._without, self._unsent = sorted(self._without or ()), None, 0
         with self.explained():
-            self._pushed = self.pusher.push(self._spare, self.rates(), scale=self.scale())
+            self._pushed = self.pusher.push(self._spare, self.rates(), scale=self.scale(), absent=absent)
         self.count()
 
     def _settle(self) -> None:

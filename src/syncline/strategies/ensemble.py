@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -32,6 +32,7 @@ from syncline.strategies.base import Preset, Run, Settings, Strategy
 from syncline.strategies.local import check_count
 from syncline.strategies.own import OwnRun
 from syncline.world import allgather
+from syncline.world.hooks import ModuleHook
 
 __all__ = ["Average", "Ensemble", "mean_prediction"]
 
@@ -103,6 +104,10 @@ def mean_prediction(outputs: Sequence[Tensor], mean: str = "probabilities") -> T
 class _AloneRun(OwnRun):
     """Steps, and nothing else; the model of all is the mean of weights."""
 
+    @property
+    def first_exchange(self) -> int | None:
+        return None
+
     def after_step(self) -> None:
         """Nobody talks."""
 
@@ -118,6 +123,8 @@ class _EnsembleRun(_AloneRun):
         self._mean = strategy.mean
         self._asking = False
         """Whether the members are being asked: they are the model itself, with other weights."""
+        self._others: list[dict[str, Tensor]] = []
+        """The other workers' members, inside `agreed()`."""
 
     @property
     def members(self) -> int:
@@ -127,29 +134,33 @@ class _EnsembleRun(_AloneRun):
     def agreed(self) -> Iterator[None]:
         """Inside, the model holds the first worker's weights, and its forward asks every member.
 
-        Every worker gets all of them, so each may evaluate what it likes, alone or not: p models in memory.
+        Every worker enters it and gets all of them: p models in memory.
         """
-        if self._showing or self.exchange.size == 1:
+        if self._own is not None or self.exchange.size == 1:
             yield
             return
-        held = self._held()
-        own = {name: tensor.clone() for name, tensor in held.items()}
-        members = self._gathered(held)
-        self._note_spread(members)
-        self._own = {plain_name(name): own[name] for name, _ in self.model.named_buffers()}
-        hook = self.model.register_forward_hook(self._ask(members), with_kwargs=True)
-        self._showing = True
-        try:
-            _put(held, members[0])
-            yield
-        finally:
-            hook.remove()
-            self._showing, self._own = False, None
-            _put(held, own)
+        with super().agreed():
+            hook = self.model.register_forward_hook(ModuleHook(self._ask), with_kwargs=True)
+            try:
+                yield
+            finally:
+                hook.remove()
+                self._others = []
 
-    def close(self) -> None:
-        """Every worker keeps its own member."""
-        Run.close(self)
+    def shown_tensors(self) -> dict[str, Tensor]:
+        """All that makes a member: parameters, frozen ones too, and buffers."""
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        return {plain_name(name): tensor.detach() for name, tensor in named}
+
+    def show_agreed(self) -> None:
+        held = {name: each.detach() for name, each in (*self.model.named_parameters(), *self.model.named_buffers())}
+        first, *self._others = self._gathered(held)
+        self._note_spread([first, *self._others])
+        for name, tensor in held.items():
+            tensor.copy_(first[name])
+
+    def finish(self) -> None:
+        """Every worker keeps its own member: there is no one model."""
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Members go on as they were; those that nobody takes over are gone."""
@@ -163,11 +174,6 @@ class _EnsembleRun(_AloneRun):
         super().load_local_states(states)
 
     # Within.
-
-    def _held(self) -> dict[str, Tensor]:
-        """All that makes a member: parameters, frozen ones too, and buffers."""
-        named = (*self.model.named_parameters(), *self.model.named_buffers())
-        return {name: tensor.detach() for name, tensor in named}
 
     def _gathered(self, held: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """What every worker holds: all tensors of a kind in one go."""
@@ -190,28 +196,21 @@ class _EnsembleRun(_AloneRun):
                 apart += float((rows - rows.mean(dim=0)).square().sum()) / len(members)
         self.stats.consensus = math.sqrt(apart)
 
-    def _ask(self, members: Sequence[dict[str, Tensor]]) -> Any:
-        def forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            if self._asking:
-                return None
-            if not isinstance(output, Tensor):
-                raise IncompatibleError(
-                    f"{self.strategy!r} averages predictions, and the model gives a {type(output).__name__}, not a "
-                    "tensor: take average, or local"
-                )
-            self._asking = True
-            try:
-                others = [functional_call(module, member, args, kwargs) for member in members[1:]]
-            finally:
-                self._asking = False
-            return mean_prediction([output, *others], self._mean)
-
-        return forward
-
-
-def _put(held: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    for name, tensor in held.items():
-        tensor.copy_(values[name])
+    def _ask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """What all members predict on average, where the first one gives `output`."""
+        if self._asking:
+            return None
+        if not isinstance(output, Tensor):
+            raise IncompatibleError(
+                f"{self.strategy!r} averages predictions, and the model gives a {type(output).__name__}, not a "
+                "tensor: take average, or local"
+            )
+        self._asking = True
+        try:
+            others = [functional_call(module, member, args, kwargs) for member in self._others]
+        finally:
+            self._asking = False
+        return mean_prediction([output, *others], self._mean)
 
 
 def _refuse_codec(strategy: Strategy, exchange: Exchange) -> None:
@@ -224,16 +223,32 @@ def _refuse_codec(strategy: Strategy, exchange: Exchange) -> None:
 
 def _begin_anew(strategy: Ensemble, model: nn.Module, rank: int) -> None:
     """Draw this worker's first weights; the first worker keeps what it was given."""
-    fresh = [module for module in model.modules() if callable(getattr(module, "reset_parameters", None))]
-    if not fresh:
+    fresh = [(module, reset) for module in model.modules() if (reset := _reset_of(module)) is not None]
+    covered = {id(parameter) for module, _ in fresh for parameter in module.parameters(recurse=False)}
+    alike = [plain_name(name) for name, parameter in model.named_parameters() if id(parameter) not in covered]
+    if not covered:
         raise IncompatibleError(
             f"{strategy!r}: no module of the model ({type(model).__name__}) has reset_parameters() to draw new weights "
             "with; leave the seed out, and all begin with the same"
+        )
+    if alike and rank == 0:
+        shown = ", ".join(alike[:5]) + (f" and {len(alike) - 5} more" if len(alike) > 5 else "")
+        logger.warning(
+            "%r draws new weights by reset_parameters(), and the modules of %s have none: these begin alike on every "
+            "worker",
+            strategy,
+            shown,
         )
     if rank == 0:
         return
     devices = sorted({each.device.index for each in model.parameters() if each.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(random.Random(f"{strategy.seed}/{rank}").getrandbits(32))
-        for module in fresh:
-            module.reset_parameters()  # type: ignore[operator]
+        for _, reset in fresh:
+            reset()
+
+
+def _reset_of(module: nn.Module) -> Callable[[], None] | None:
+    """What draws a module's own weights anew; attention's has an underscore before it."""
+    found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return found if callable(found) else None

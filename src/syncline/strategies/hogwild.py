@@ -71,6 +71,7 @@ class _HogwildRun(Run):
         self, strategy: Hogwild, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
+        self._known = {id(parameter) for parameter in model.parameters()}  # frozen ones are shared too
         self._buffer_homes = _buffer_homes(model)
         own = {
             plain_name(name): tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -104,28 +105,41 @@ class _HogwildRun(Run):
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Inside, the model has the buffers of rank 0. The weights are the shared ones, inside and outside.
-
-        No worker waits for another here: they change while others train.
-        """
-        if self._own is not None or self.exchange.rank == 0:
-            yield
-            return
-        buffers = self._buffers()
-        self._own = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-        for name, buffer in buffers.items():
-            buffer.detach().copy_(self._shared[name])
+        """Inside, the model holds a copy of the shared weights, and rank 0's buffers: others may train on meanwhile."""
+        shared = [(parameter, parameter.data) for parameter in self.model.parameters()]
         try:
-            yield
+            with super().agreed():
+                yield
         finally:
-            own, self._own = self._own, None
-            for name, buffer in buffers.items():
-                buffer.detach().copy_(own[name])
+            for parameter, data in shared:
+                parameter.data = data
 
-    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+    def show_agreed(self) -> None:
+        self.wait_for_all("enter agreed()")  # nobody steps from now on
+        self._take_shared()
+        self.wait_for_all("copy the weights")
+
+    def shown_tensors(self) -> dict[str, Tensor]:
+        """The weights are shared: `agreed()` puts them aside itself."""
+        return {name: buffer.detach() for name, buffer in self._buffers().items()}
+
+    def read_final(self) -> None:
+        self._take_shared()
+
+    def _take_shared(self) -> None:
+        """Hold the weights of all in memory of this worker's own."""
+        for name, buffer in self._buffers().items():
+            buffer.detach().copy_(self._shared[name])
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.clone()
+
+    def resume_steps(self) -> None:
         """The weights are the model's own; each worker counts on from its own steps."""
         self._board.resume(self.stats.steps)
         self._total = None
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        self.resume_steps()
 
     def detach(self) -> None:
         self._board.finish()
@@ -133,7 +147,7 @@ class _HogwildRun(Run):
             hook.remove()
         self._hooks = []
         for parameter in self.model.parameters():
-            parameter.data = parameter.data.clone()  # whoever still trains does not change it any more
+            parameter.data = parameter.data.clone()  # after an error the others may still train
 
     # Within.
 

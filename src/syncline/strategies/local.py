@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -24,9 +25,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SpecError
-from syncline.exchange import Exchange
-from syncline.strategies.base import Preset, Run, Settings, Strategy
-from syncline.strategies.own import OwnRun, mean_of_all
+from syncline.exchange import Exchange, Gradients, Round
+from syncline.strategies.base import Preset, Run, Settings, Strategy, mean_of_all, wide_dtype
+from syncline.strategies.deltas import coding_here, coding_of_all, load_coding_of_all
+from syncline.strategies.own import AveragingRun
 from syncline.world import allreduce
 
 __all__ = ["Local", "LocalRun"]
@@ -70,8 +72,12 @@ class Local(Strategy):
         return LocalRun(self, model, optimizer, exchange, settings, period=self.period)
 
 
-class LocalRun(OwnRun):
-    """Averages weights; `period` may change from round to round."""
+class LocalRun(AveragingRun):
+    """Averages weights; `period` may change from round to round.
+
+    Codecs carry differences to the weights that all had after the last round, and so does half precision: the mean of
+    weights would be rounded in every round, however close they are.
+    """
 
     def __init__(
         self,
@@ -92,38 +98,81 @@ class LocalRun(OwnRun):
         self._fraction = float(getattr(strategy, "fraction", 1.0))
         self._seed = int(getattr(strategy, "seed", 0))
         self._agreed: list[Tensor] | None = None
-        """Where a codec carries differences: what all had after the last round."""
-        if exchange.codec is not None and exchange.size > 1:
+        """Where rounds carry differences: what all had after the last round."""
+        halves = any(wide_dtype(weight.dtype) != weight.dtype for weight in self.weights)
+        if (exchange.codec is not None or halves) and exchange.size > 1:
             self._agreed = [weight.clone() for weight in self.weights]
+        self._reducer: Gradients | None = None
+        """Reduces the gradients of the first steps."""
+        if self._synchronous_for and exchange.size > 1:
+            self._reducer = self._make_gradients()
         self.deltas.prepare()
 
+    def _make_gradients(self) -> Gradients:
+        settings = self.settings
+        return Gradients(
+            dict(self.model.named_parameters()),
+            self.exchange,
+            self._reduced,
+            bucket_bytes=settings.bucket_bytes,
+            check_finite=settings.check_finite,
+            codec=self.exchange.codec,
+            seed=settings.seed,
+            diagnose=settings.diagnose,
+        )
+
     # Steps.
+
+    @property
+    def first_exchange(self) -> int | None:
+        return 1 if self._synchronous_for else self.period
+
+    @property
+    def copies_weights(self) -> bool:
+        return True
 
     @property
     def synchronous(self) -> bool:
         """Whether the step that begins averages gradients."""
         return self.stats.steps < self._synchronous_for
 
-    def before_step(self) -> None:
-        if self.synchronous:
-            given = [
-                torch.zeros_like(weight) if gradient is None else gradient.detach().clone()
-                for weight, gradient in zip(self.weights, self.gradients, strict=True)
-            ]
-            means, _ = self._wait(given)
-            for parameter, mean in zip(self._names.values(), means, strict=True):
-                if parameter.grad is not None or bool(mean.any()):  # what no worker has used stays without one
-                    parameter.grad = mean.clone()
+    def weigh(self, weight: float, uneven: bool = False) -> None:
+        """Counts in the first steps alone: later a worker's step is that of its own batch, whatever its size."""
+        if self._reducer is not None:
+            self._reducer.weight, self._reducer.careful = weight, uneven
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._reducer is None else self._reducer.paused()
+
+    def _reduced(self, found: Round) -> None:
+        """A backward pass of the first steps is over: its gradients are the mean from now on."""
+        assert self._reducer is not None, "it has called"
+        found.complete()
+        self._reducer.done(found)
+
+    def check_closure(self, closure: Any) -> None:
+        if self.synchronous and closure is not None:
+            raise IncompatibleError(
+                f"{self.strategy!r} averages gradients in its first {self._synchronous_for} steps, and there a "
+                "closure's loss would be this worker's alone: call backward() and then step(), or leave `after` out"
+            )
 
     def after_step(self) -> None:
         if self.stats.steps <= self._synchronous_for:
-            if self._agreed is not None and self.stats.steps == self._synchronous_for:
-                self._agreed = [weight.clone() for weight in self.weights]
-                self.deltas.forget()  # what is left of gradients points the other way than weights, by 1/η as far
+            if self.stats.steps == self._synchronous_for:
+                self._end_synchronous()
             return
         self._since += 1
         if self._since >= self.period:
             self.meet()
+
+    def _end_synchronous(self) -> None:
+        """From now on each worker steps on its own gradients."""
+        if self._reducer is not None:
+            self._reducer.close()
+            self._reducer = None
+        if self._agreed is not None:
+            self._agreed = [weight.clone() for weight in self.weights]
 
     def check_uneven(self) -> None:
         if self.synchronous:
@@ -191,18 +240,54 @@ class LocalRun(OwnRun):
         for row, mean in zip(rows, mean_of_all(self.exchange, rows), strict=True):
             row.copy_(mean)
 
+    def detach(self) -> None:
+        super().detach()
+        if self._reducer is not None:
+            self._reducer.close()
+
     # State.
+
+    def restart(self) -> None:
+        super().restart()
+        self._since = 0
+        self._choose_phase()
+        if self._agreed is not None:
+            self._agreed = [weight.clone() for weight in self.weights]
+        if self._reducer is not None and self._reducer.coding is not None:
+            self._reducer.coding.load([])
+
+    def _choose_phase(self) -> None:
+        """The steps that are behind may be more than the first ones, or fewer again."""
+        if not self.synchronous and self._reducer is not None:
+            self._end_synchronous()
+        elif self.synchronous and self._reducer is None and self.exchange.size > 1:
+            self._reducer = self._make_gradients()
 
     def shared_state(self) -> dict[str, Any]:
         agreed = {} if self._agreed is None else dict(zip(self._names, self._agreed, strict=True))
-        return super().shared_state() | {"period": self.period, "since": self._since, "agreed": agreed}
+        first = {} if self._reducer is None else {"first": coding_of_all(self._reducer)}
+        return super().shared_state() | {"period": self.period, "since": self._since, "agreed": agreed, **first}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         super().load_shared_state(state)
         self.period, self._since = int(state.get("period", self.period)), int(state.get("since", 0))
-        if self._agreed is not None and state.get("agreed"):
+        self._choose_phase()
+        if self._reducer is not None:
+            load_coding_of_all(self._reducer, state.get("first", {}))
+        if self._agreed is not None:
+            saved = state.get("agreed") or dict(zip(self._names, self.weights, strict=True))
             for before, name in zip(self._agreed, self._names, strict=True):
-                before.copy_(state["agreed"][name])
+                before.copy_(saved[name])
+
+    def local_state(self) -> dict[str, Any]:
+        return {**super().local_state(), **({} if self._reducer is None else {"first": coding_here(self._reducer)})}
+
+    def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        super().load_local_states(states)
+        if self._reducer is not None and self._reducer.coding is not None:
+            self._reducer.coding.load([state.get("first", {}) for state in states])
+            if not all("first" in state for state in states):  # older: what gradients had left was kept with the rest
+                self.deltas.forget()
 
 
 def check_count(name: str, key: str, value: Any, least: int = 0) -> None:

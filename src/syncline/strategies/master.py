@@ -20,7 +20,7 @@ Chen et al.: Revisiting distributed synchronous SGD (2016), for the fraction; An
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -108,13 +108,10 @@ class MasterRun(ServedRun):
 
     def open_client(self, filters: Filter | None) -> Client:
         strategy, network, codec = self.strategy, server_network(self.world), self.exchange.codec
-        if strategy.correct_momentum:
-            # In a tree the root takes turns with sub-masters, not with workers.
-            peers = len(network.workers) if strategy.masters == 1 else strategy.masters
-            self.rules = [_lowered(rule, peers) for rule in self.rules]
         options: dict[str, Any] = {
-            "rules": [*(repr(rule) for rule in self.rules), *(["assign"] if self.keys.buffers else [])],
+            "rules": [*(repr(rule) for rule in self.rules), *self._buffer_rule],
             "bounds": self.keys.bounds,
+            "parameters": self.keys.starts,
             "held": strategy.sync,
             "mean": strategy.sync,
             "quorum": strategy.fraction,
@@ -128,12 +125,19 @@ class MasterRun(ServedRun):
             return open_space(self.world, strategy.name, self.keys.numel, servers=network.servers[:1], **options)
         return open_tree(self.world, strategy.name, self.keys.numel, strategy.masters, **options)
 
+    def adapted(self, rules: list[Rule]) -> list[Rule]:
+        if not self.strategy.correct_momentum:
+            return rules
+        # In a tree the root takes turns with sub-masters, not with workers.
+        peers = self.world.size if self.strategy.masters == 1 else self.strategy.masters
+        return [_lowered(rule, peers) for rule in rules]
+
     def wanted(self, clock: int) -> int:
         return clock if self.strategy.sync else -1
 
     def scale(self) -> float:
-        """Each gradient counts once: the master takes the mean of those that came, or all as they are."""
-        return 1.0
+        """The master takes the mean of those that came, or each gradient as it is."""
+        return self.weight if self.strategy.sync else 1.0
 
     def talk(self) -> list[Future]:
         futures = super().talk()
@@ -142,19 +146,11 @@ class MasterRun(ServedRun):
             self.stats.events.count("sl_late_steps")
         return futures
 
-    def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        client = self.client
-        if not isinstance(client, TreeClient) or "weights" not in state:
-            super().load_shared_state(state)
-            return
-        clocks, workers = [int(clock) for clock in state["clocks"]], client.network.workers
-        if len(clocks) != len(workers):
-            clocks = [max(clocks, default=0)] * len(workers)
-        if self.exchange.rank == 0:
-            self._put_back(state, clocks)
-        client.set_clocks(clocks)
-        self.world.barrier()
-        self.keys.write(self.model, client.get((0, self.keys.trained)))
+    def set_clocks(self, clocks: list[int]) -> None:
+        super().set_clocks(clocks)
+        if isinstance(self.client, TreeClient):
+            self.client.set_clocks(clocks)
+            self.wait_for_all("set the clocks of their groups")
 
     @contextmanager
     def explained(self) -> Iterator[None]:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +20,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError
-from syncline.exchange import Exchange, share_tree
-from syncline.strategies.base import Run, Settings, Strategy
+from syncline.exchange import Exchange, share_tree, spread
+from syncline.strategies.base import Run, Settings, Strategy, mean_of_all
 from syncline.strategies.deltas import Deltas, trained
-from syncline.world import allgather, allreduce
+from syncline.strategies.scaler import refuse_skipped_steps
+from syncline.world import allgather
 
-__all__ = ["OwnRun", "mean_of_all", "put_state", "state_of"]
+__all__ = ["AveragingRun", "OwnRun", "put_state", "state_of"]
 
 
 class OwnRun(Run):
@@ -41,18 +41,19 @@ class OwnRun(Run):
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
         self._names = trained(model)
-        self.deltas = Deltas(model, exchange, settings)
         self.rounds = 0
         """Meetings of all workers so far."""
         self.as_many = True
         """Whether the checkpoint that was loaded is of as many workers."""
-        self._showing = False
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
         ]
 
     # What a strategy says.
+
+    def check_closure(self, closure: Any) -> None:
+        """Refuse a closure given to `optimizer.step()`, where the strategy cannot do with one; None: there is none."""
 
     def before_step(self) -> None:
         """The gradients are there, and nothing is applied yet."""
@@ -123,56 +124,42 @@ class OwnRun(Run):
                 scheduler.load_state_dict(state)
             self.stats.steps = table[root]
 
-    @contextmanager
-    def agreed(self) -> Iterator[None]:
-        if self._showing or self.exchange.size == 1:
-            yield
-            return
-        shown = self.model_of_all()
-        own = [weight.clone() for weight in self.weights]
-        self._showing = True
-        try:
-            self.take_over(shown)
-            with super().agreed():
-                yield
-        finally:
-            self._showing = False
-            self.take_over(own)
+    def shown_tensors(self) -> dict[str, Tensor]:
+        return {**super().shown_tensors(), **{name: each.detach() for name, each in self._names.items()}}
+
+    def show_agreed(self) -> None:
+        self.take_over(self.model_of_all())
+        super().show_agreed()
 
     def take_over(self, values: Sequence[Tensor]) -> None:
         """Make these the worker's weights."""
         for weight, value in zip(self.weights, values, strict=True):
             weight.copy_(value)
 
-    def close(self) -> None:
-        if not self._closed and self.exchange.size > 1:
-            self.take_over(self.model_of_all())
-            self._agree_on_buffers()
-        super().close()
-
     def detach(self) -> None:
-        self.deltas.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     # State.
 
+    def restart(self) -> None:
+        self.rounds, self.as_many = 0, True
+        spread(self.exchange, self.weights)
+
     def shared_state(self) -> dict[str, Any]:
-        return {"rounds": self.rounds, "workers": self.exchange.size, "deltas": self.deltas.shared_state()}
+        return {"rounds": self.rounds, "workers": self.exchange.size}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         self.rounds = int(state.get("rounds", 0))
         self.as_many = int(state.get("workers", 0)) == self.exchange.size
-        self.deltas.load_shared_state(state.get("deltas", {}))
 
     def local_state(self) -> dict[str, Any]:
-        if self._showing:
+        if self._own is not None:
             raise IncompatibleError("save a run outside agreed(): inside, a worker's own weights are put aside")
         return {
             "weights": {name: each.detach().clone() for name, each in self._names.items()},
             "optimizer": state_of(self.optimizer, self._names),
-            "deltas": self.deltas.local_state(),
             "own": self.own_state(),
         }
 
@@ -181,11 +168,10 @@ class OwnRun(Run):
 
         Where there are more or fewer workers than before, everybody does: the mean of those that are left is another.
         """
-        if not states or "weights" not in states[0]:  # another strategy's: its workers had nothing of their own
+        if not states:
             return
         own = states[0]
         put_state(self.optimizer, self._names, own["optimizer"])
-        self.deltas.load_local_states([state["deltas"] for state in states])
         if self.as_many:
             for name, value in own["weights"].items():
                 self._names[name].detach().copy_(value)
@@ -195,6 +181,9 @@ class OwnRun(Run):
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.exchange.size > 1:
+            if self.first_exchange is not None:
+                refuse_skipped_steps(self.strategy, optimizer)
+            self.check_closure(kwargs.get("closure", args[1] if len(args) > 1 else None))  # the optimizer comes first
             self.before_step()
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -204,20 +193,36 @@ class OwnRun(Run):
                 self.after_step()
 
 
-def mean_of_all(exchange: Exchange, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The mean of each tensor over the workers, exactly as sent: no codec. Every worker calls it."""
-    if exchange.size == 1:
-        return [tensor.clone() for tensor in tensors]
-    kinds: dict[torch.dtype, list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        kinds.setdefault(tensor.dtype, []).append(number)
-    found = list(tensors)
-    for numbers in kinds.values():
-        flat = torch.cat([tensors[number].detach().reshape(-1) for number in numbers]).cpu()
-        mean = allreduce(flat, op="mean", group=exchange.team)
-        for number, part in zip(numbers, mean.split([tensors[number].numel() for number in numbers]), strict=True):
-            found[number] = part.view(tensors[number].shape).to(tensors[number].device)
-    return found
+class AveragingRun(OwnRun):
+    """One whose rounds are all-reductions, by the run's collective and codec."""
+
+    def __init__(
+        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
+    ) -> None:
+        super().__init__(strategy, model, optimizer, exchange, settings)
+        self.deltas = Deltas(model, exchange, settings)
+
+    def detach(self) -> None:
+        super().detach()
+        self.deltas.close()
+
+    def restart(self) -> None:
+        super().restart()
+        self.deltas.forget()
+
+    def shared_state(self) -> dict[str, Any]:
+        return {**super().shared_state(), "deltas": self.deltas.shared_state()}
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        super().load_shared_state(state)
+        self.deltas.load_shared_state(state.get("deltas", {}))
+
+    def local_state(self) -> dict[str, Any]:
+        return {**super().local_state(), "deltas": self.deltas.local_state()}
+
+    def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        super().load_local_states(states)
+        self.deltas.load_local_states([state["deltas"] for state in states])
 
 
 def state_of(optimizer: Optimizer, names: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Any]]:

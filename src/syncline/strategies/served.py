@@ -34,13 +34,15 @@ from syncline.server import Client, Future, ServerNetwork, open_space, server_ne
 from syncline.server.filters import Filter, build_filter
 from syncline.server.layout import spans
 from syncline.server.protocol import WINDOW
-from syncline.server.rules import Handled, Rule, build_rule, rule_of
+from syncline.server.rules import Handled, Rule, Sgd, build_rule, rule_of, torch_rule
 from syncline.specs import parse
 from syncline.strategies.base import Run, Settings, Strategy, check_gradients
-from syncline.strategies.board import Board
+from syncline.strategies.board import POLL_SECONDS, Board
+from syncline.strategies.scaler import scale_of_gradients
 from syncline.strategies.served_board import ServedBoard, post_order, watch_board
 from syncline.strategies.served_keys import KeyMap, dense_rows
 from syncline.strategies.served_pushing import Pusher, borders, check_filters, client_filter
+from syncline.strategies.served_state import read_optimizer, settings_of, write_optimizer
 
 __all__ = ["Plan", "Served", "ServedRun"]
 
@@ -75,6 +77,12 @@ class Served(Strategy):
         return True
 
     @property
+    def state_format(self) -> str:
+        """Strategies that keep the same rule's state at the servers read each other's."""
+        rule = getattr(self, "rule", None)
+        return "server" if rule is None else f"server({rule})"
+
+    @property
     def stride(self) -> int:
         """Steps that a tick of a worker's clock stands for."""
         return 1
@@ -107,19 +115,25 @@ class ServedRun(Run):
         super().__init__(strategy, model, optimizer, exchange, settings)
         self.plan = plan
         self.keys = KeyMap.of(model, optimizer)
-        self.rules = _rules(self.keys, optimizer, plan)
+        self.rules = self._first_rules()
+        self._settings = settings_of(optimizer)
         self._own_rates = plan.rule is not None and _tells_rate(plan.rule)
         self._base_rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
-        filters = None if plan.filters is None else build_filter(plan.filters)
+        filters = self._filters = None if plan.filters is None else build_filter(plan.filters)
         check_filters(filters, plan.factors, self.rules)
         check_codec(exchange.codec)
         self.parameters = self.keys.trains(model)
+        self._known = {id(parameter) for parameter in self.parameters}
+        self.absent: list[int] = []
+        """Numbers of the parameters that have no gradient in this step."""
         self.gradients = torch.zeros(self.keys.trained)
         """A row of this step's gradients, times this worker's weight."""
         self.weights = torch.empty(self.keys.trained)
         self._gradient_views = self.keys.views(self.gradients)
         self._weight_views = self.keys.views(self.weights)
         self.weight = 1.0
+        self._multiplier = 1.0
+        """What this step's gradients are multiplied with: the worker's weight, over a GradScaler's scale."""
         self._stashed: list[Tensor | None] | None = None
         self._counted = (0, 0)
         self.client = self.open_client(filters)
@@ -132,6 +146,12 @@ class ServedRun(Run):
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
         ]
+
+    def _first_rules(self) -> list[Rule]:
+        if self.plan.rule is not None:
+            return [build_rule(self.plan.rule)] * len(self.keys.groups)
+        found = self.adapted(rule_of(self.optimizer))
+        return [found[group.number] for group in self.keys.groups]
 
     # What a strategy may say otherwise.
 
@@ -147,7 +167,9 @@ class ServedRun(Run):
             self.keys.numel,
             rules=[repr(rule) for _, rule in groups],
             bounds=[first for first, _ in groups],
+            parameters=self.keys.starts if plan.rule is None else (),
             held=plan.held,
+            mean=plan.held,
             quorum=plan.quorum,
             damped=plan.damped,
             codec=None if codec is None else repr(codec),
@@ -162,8 +184,13 @@ class ServedRun(Run):
         return clock
 
     def scale(self) -> float:
-        """What the servers multiply a push, or the sum of a step's, with: the mean over who still trains."""
-        return 1.0 / max(1, self.client.told.live)
+        """What the servers multiply a push with: the mean over the workers that still train. Of a synchronous step they
+        take the mean themselves, and this is what the worker's batch counts in it.
+        """
+        return self.weight if self.plan.held else 1.0 / max(1, self.client.told.live)
+
+    def settle_pushes(self) -> None:
+        """Wait until what this worker has sent is at the servers."""
 
     def before_step(self) -> None:
         """The gradients are in `gradients`: push them, and have the model hold the servers' weights."""
@@ -203,7 +230,7 @@ class ServedRun(Run):
     def talk(self) -> list[Future]:
         """Push this step, end it, and read the weights into `weights`; all that was asked for it."""
         with self.waiting("push and pull"):
-            pushed, read = self._push_pull() if self._at_once else self._push_then_pull()
+            pushed, read = self._push_pull() if self._at_once and not self.absent else self._push_then_pull()
             for future in (*pushed, *read):
                 future.wait()
         # Who waits for clocks knows how old the read may be; who does not, how old the push was.
@@ -215,6 +242,30 @@ class ServedRun(Run):
         """Put `weights` into the model."""
         with torch.no_grad():
             torch._foreach_copy_([parameter.detach() for parameter in self.parameters], self._weight_views)
+
+    def tell_settings(self) -> None:
+        """Tell the servers the optimizer's settings where a schedule has changed one; rates go with each push."""
+        told, before = settings_of(self.optimizer), self._settings
+        if self.plan.rule is not None or told == before:
+            return
+        self._settings = told
+        fresh = self.adapted(rule_of(self.optimizer))
+        for number, group in enumerate(self.keys.groups):
+            if told[group.number] != before[group.number]:
+                self.rules[number] = _of_torch(fresh[group.number])
+        check_filters(self._filters, self.plan.factors, self.rules)
+        if self._speaks():
+            specs = [repr(rule) for _, rule in borders(self.keys, self.model, self.rules, self.plan.factors)]
+            with self.explained():
+                self.client.control({"do": "rules", "rules": [*specs, *self._buffer_rule]}, everywhere=True)
+
+    def adapted(self, rules: list[Rule]) -> list[Rule]:
+        """The rules that take the place of the optimizer's own."""
+        return rules
+
+    @property
+    def _buffer_rule(self) -> list[str]:
+        return ["assign"] if self.keys.buffers else []
 
     def put_buffers(self) -> None:
         """The lowest worker that lives tells the servers its buffers."""
@@ -268,26 +319,95 @@ class ServedRun(Run):
     def empty_round(self) -> bool:
         return False
 
+    # The agreed model.
+
+    def show_agreed(self) -> None:
+        with self.explained():
+            self.settle_pushes()
+            self.put_buffers()
+            super().show_agreed()
+
+    def finish(self) -> None:
+        with self.explained():
+            super().finish()
+
+    def read_final(self) -> None:
+        """Nobody pushes any more: take the weights, the buffers and the optimizer's state over."""
+        gap, longest = POLL_SECONDS
+        until = self.world.runtime.now() + self.world.transport.timeout
+        while not self.client.applied():
+            if self.world.runtime.now() > until:
+                raise PeerLostError(
+                    f"rank {self.world.rank} has waited {self.world.transport.timeout:g} s for the sub-masters to "
+                    "bring their last sums to the root",
+                    pending="the last sums",
+                )
+            self.world.runtime.sleep(gap)
+            gap = min(2 * gap, longest)
+        super().read_final()
+        self._read_planes()
+
+    # State.
+
+    @property
+    def copies_weights(self) -> bool:
+        return True
+
+    def restart(self) -> None:
+        """The weights of the model, and the optimizer's state, go to the servers."""
+        self.settle_pushes()
+        self.wait_for_all("start from the loaded weights")
+        if self.exchange.rank == 0:
+            self.client.put(None, self.keys.read(self.model))
+            self._write_planes(read_optimizer(self.optimizer, self.keys, self.parameters, self.rules))
+        for row in (self.pusher.kept, self.client.residual):
+            if row is not None:
+                row.zero_()
+        self.set_clocks([self.client.clock] * self.exchange.size)
+
+    def resume_steps(self) -> None:
+        self.set_clocks([self.stats.steps // self.plan.stride] * self.exchange.size)
+
+    def set_clocks(self, clocks: list[int]) -> None:
+        """Have every worker's clock stand there. Every worker calls it; nobody has anything under way."""
+        self.wait_for_all("set the clocks")
+        if self.exchange.rank == 0:
+            self.client.control({"do": "clocks", "clocks": clocks}, everywhere=True)
+        self.wait_for_all("go on from these clocks")
+        self.client.clock = clocks[self.exchange.rank]
+
+    def _read_planes(self) -> dict[str, Tensor]:
+        """What the rules remember, by its name; the optimizer has it too then."""
+        names = self.client.planes()
+        planes = {name: self.client.read_plane(number) for number, name in enumerate(names, 1)}
+        if self.plan.rule is None:
+            write_optimizer(self.optimizer, self.keys, self.parameters, self.rules, planes)
+        return planes
+
+    def _write_planes(self, planes: Mapping[str, Tensor]) -> None:
+        for number, name in enumerate(self.client.planes(sorted(planes)), 1):
+            self.client.write_plane(number, planes[name])
+
     def shared_state(self) -> dict[str, Any]:
         """What the servers hold: weights, what the rules remember, and the clocks."""
         client, keys = self.client, self.keys
-        planes = client.planes()
         return {
             "weights": keys.named(client.get()),
-            "planes": {name: keys.named(client.read_plane(number)) for number, name in enumerate(planes, 1)},
+            "planes": {name: keys.named(row) for name, row in self._read_planes().items()},
             "clocks": client.steps(),
         }
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        if "weights" in state:
-            clocks = [int(clock) for clock in state["clocks"]]
-            workers = self.client.description.workers
-            if len(clocks) != len(workers):
-                clocks = [max(clocks, default=0)] * len(workers)
-            if self.exchange.rank == 0:
-                self._put_back(state, clocks)
-            self.world.barrier()
-            self.client.clock = clocks[workers.index(self.client.network.me)]
+        clocks = [int(clock) for clock in state["clocks"]]
+        if len(clocks) != self.exchange.size:
+            clocks = [max(clocks, default=0)] * self.exchange.size
+        if self.exchange.rank == 0:
+            keys = self.keys
+            self.client.put(None, keys.joined(dict(state["weights"]), self.client.get()))
+            self._write_planes(
+                {name: keys.joined(dict(row), torch.zeros(keys.numel)) for name, row in state["planes"].items()}
+            )
+        self.set_clocks(clocks)
         self.keys.write(self.model, self.client.get((0, self.keys.trained)))
 
     def local_state(self) -> dict[str, Any]:
@@ -309,7 +429,6 @@ class ServedRun(Run):
     def close(self) -> None:
         if self._closed:
             return
-        self._board.finish()
         super().close()
         with self.explained():
             self.client.close()
@@ -343,7 +462,9 @@ class ServedRun(Run):
 
     def _push_then_pull(self) -> tuple[list[Future], list[Future]]:
         wanted = max(0, self.wanted(self.client.clock + 1))  # a read that belongs to a step names a clock
-        pushed = self.pusher.push(self.gradients, self.rates(), scale=self.scale(), weight=self.weight)
+        pushed = self.pusher.push(
+            self.gradients, self.rates(), scale=self.scale(), weight=self._multiplier, absent=self.absent
+        )
         after = [pushed[-1].timestamp]
         read = self.client.pull((0, self.keys.trained), self.weights, wanted=wanted, after=after, coded=self.coded)
         return pushed, [read]
@@ -356,9 +477,15 @@ class ServedRun(Run):
             )
         if self.settings.check_finite:
             check_gradients(self)
-        dense_rows(self.parameters, self._gradient_views)
-        if self.weight != 1.0:
-            self.gradients.mul_(self.weight)
+        scale = scale_of_gradients(optimizer)
+        self.absent = dense_rows(self.parameters, self._gradient_views)
+        if scale is None:  # a GradScaler has found a gradient that is not finite
+            self.absent = list(range(len(self.parameters)))
+            self.gradients.zero_()
+        elif scale != self.weight:
+            self.gradients.mul_(self.weight / scale)
+        self._multiplier = self.weight / (scale or 1.0)
+        self.tell_settings()
         self.before_step()
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -392,15 +519,6 @@ class ServedRun(Run):
         gone = transport.lost()
         return self.client.network.me == next(each for each in workers if transport.members[each] not in gone)
 
-    def _put_back(self, state: Mapping[str, Any], clocks: list[int]) -> None:
-        """Fill the servers from a checkpoint; the weights that it lacks stay."""
-        client, keys = self.client, self.keys
-        client.put(None, keys.joined(dict(state["weights"]), client.get()))
-        names = client.planes(sorted(state["planes"]))
-        for number, name in enumerate(names, 1):
-            client.write_plane(number, keys.joined(dict(state["planes"][name]), torch.zeros(keys.numel)))
-        client.control({"do": "clocks", "clocks": clocks}, everywhere=True)
-
 
 def check_codec(codec: Codec | None) -> None:
     """Refuse a codec that needs more than a piece of a row."""
@@ -419,11 +537,9 @@ def check_codec(codec: Codec | None) -> None:
         )
 
 
-def _rules(keys: KeyMap, optimizer: Optimizer, plan: Plan) -> list[Rule]:
-    if plan.rule is not None:
-        return [build_rule(plan.rule)] * len(keys.groups)
-    found = rule_of(optimizer)
-    return [found[group.number] for group in keys.groups]
+def _of_torch(rule: Rule) -> Rule:
+    """An optimizer's rule in the form whose settings may change."""
+    return torch_rule("SGD", lr=rule.lr) if isinstance(rule, Sgd) else rule
 
 
 def _tells_rate(spec: str) -> bool:

@@ -1,9 +1,12 @@
 """Where each tensor of a model lies among the keys of the servers.
 
 ```text
-keys     │ group 0            │ group 1   │ buffers        │        one group of keys for each of the optimizer's
-         │ fc1.weight fc1.bias │ fc2.weight │ bn.running_mean │      that has parameters to train, then float buffers
+keys   │ group 0             │ group 1    │ buffers                                  │
+       │ fc1.weight fc1.bias │ fc2.weight │ bn.running_mean │ bn.num_batches_tracked │
 ```
+
+One group of keys for each of the optimizer's that has parameters to train, then the buffers. Keys are float32: of a
+buffer that float32 does not hold exactly, such as a counter, each byte is a key.
 """
 
 from __future__ import annotations
@@ -22,6 +25,10 @@ from syncline.exchange import plain_name
 __all__ = ["Field", "Group", "KeyMap", "dense_rows"]
 
 
+EXACT = (torch.float32, torch.float16, torch.bfloat16)
+"""What a key of float32 holds without loss."""
+
+
 @dataclass(frozen=True)
 class Field:
     """A tensor's place."""
@@ -29,10 +36,26 @@ class Field:
     name: str
     first: int
     shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def in_bytes(self) -> bool:
+        """Whether each byte of the tensor is a key."""
+        return self.dtype not in EXACT
 
     @property
     def after(self) -> int:
-        return self.first + math.prod(self.shape)
+        return self.first + math.prod(self.shape) * (self.dtype.itemsize if self.in_bytes else 1)
+
+    def write(self, tensor: Tensor) -> Tensor:
+        """A tensor as keys."""
+        flat = tensor.detach().reshape(-1).cpu()
+        return (flat.contiguous().view(torch.uint8) if self.in_bytes else flat).to(torch.float32)
+
+    def read(self, row: Tensor) -> Tensor:
+        """The tensor that lies in a row of all keys."""
+        found = row[self.first : self.after]
+        return (found.to(torch.uint8).view(self.dtype) if self.in_bytes else found).view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -52,9 +75,9 @@ class KeyMap:
     >>> model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
     >>> keys = KeyMap.of(model, torch.optim.SGD(model.parameters(), lr=0.1))
     >>> keys.trained, keys.numel, keys.bounds
-    (5, 7, (0, 5))
+    (5, 15, (0, 5))
     >>> [field.name for field in keys.buffers]
-    ['1.running_mean', '1.running_var']
+    ['1.running_mean', '1.running_var', '1.num_batches_tracked']
     """
 
     parameters: tuple[Field, ...]
@@ -93,8 +116,15 @@ class KeyMap:
                 f"the servers hold parameter {max(order)} of a model, and this one has {len(named)}: build the same "
                 "model here as on the workers"
             )
+        for name, parameter in (named[at] for at in order):
+            if parameter.dtype not in EXACT:
+                raise IncompatibleError(
+                    f"{name} is {str(parameter.dtype).removeprefix('torch.')}, and this strategy keeps weights in "
+                    "float32, which would round them: give a model in float32 or less, or take strategy allreduce"
+                )
         parameters = _lay_out((named[at] for at in order), 0)
-        buffers = [(plain_name(name), buffer) for name, buffer in model.named_buffers() if buffer.is_floating_point()]
+        buffers = [(plain_name(name), buffer) for name, buffer in model.named_buffers()]
+        buffers.sort(key=lambda pair: pair[1].dtype not in EXACT)  # those in bytes last
         after = parameters[-1].after if parameters else 0
         return KeyMap(parameters, _lay_out(buffers, after), tuple(groups), tuple(order))
 
@@ -104,8 +134,19 @@ class KeyMap:
         return self.parameters[-1].after
 
     @property
+    def averaged(self) -> int:
+        """Keys of which a mean over workers makes sense; those of buffers in bytes follow."""
+        return next((field.first for field in self.buffers if field.in_bytes), self.numel)
+
+    @property
     def numel(self) -> int:
         return self.buffers[-1].after if self.buffers else self.trained
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where each parameter begins, and the buffers."""
+        fields = [field for field in self.parameters if field.after > field.first]
+        return (*(field.first for field in fields), *((self.trained,) if self.buffers else ()))
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -119,35 +160,31 @@ class KeyMap:
 
     def read(self, model: nn.Module) -> Tensor:
         """What a model holds, as a row."""
-        return torch.cat([self._row(tensor) for _, tensor in self._tensors(model)])
+        return torch.cat([field.write(tensor) for field, tensor in self._tensors(model)])
 
     def read_buffers(self, model: nn.Module) -> Tensor:
         """Its buffers alone."""
         found = dict(model.named_buffers())
         named = {plain_name(name): buffer for name, buffer in found.items()}
-        return torch.cat([self._row(named[field.name]) for field in self.buffers])
+        return torch.cat([field.write(named[field.name]) for field in self.buffers])
 
     def write(self, model: nn.Module, row: Tensor) -> None:
         """Fill a model; a row without buffers leaves them as they are."""
         with torch.no_grad():
             for field, tensor in self._tensors(model):
                 if field.after <= row.numel():
-                    tensor.detach().copy_(row[field.first : field.after].view(field.shape))
+                    tensor.detach().copy_(field.read(row))
 
     def named(self, row: Tensor) -> dict[str, Tensor]:
         """A row, cut up by the names of parameters and buffers."""
         fields = (*self.parameters, *self.buffers)
-        return {
-            field.name: row[field.first : field.after].view(field.shape).clone()
-            for field in fields
-            if field.after <= row.numel()
-        }
+        return {field.name: field.read(row).clone() for field in fields if field.after <= row.numel()}
 
     def joined(self, named: dict[str, Tensor], row: Tensor) -> Tensor:
         """The other way round: what is named goes into the row, the rest stays."""
         for field in (*self.parameters, *self.buffers):
             if field.name in named and field.after <= row.numel():
-                row[field.first : field.after] = named[field.name].reshape(-1).to(row)
+                row[field.first : field.after] = field.write(named[field.name]).to(row)
         return row
 
     def views(self, row: Tensor) -> list[Tensor]:
@@ -159,29 +196,29 @@ class KeyMap:
         own: list[tuple[Field, Tensor]] = list(zip(self.parameters, self.trains(model), strict=True))
         return own + [(field, buffers[field.name]) for field in self.buffers]
 
-    @staticmethod
-    def _row(tensor: Tensor) -> Tensor:
-        return tensor.detach().reshape(-1).to("cpu", torch.float32)
-
 
 def _lay_out(named: Iterable[tuple[str, Tensor]], at: int) -> tuple[Field, ...]:
     fields: list[Field] = []
     for name, tensor in named:
-        if tensor.is_complex():
-            raise IncompatibleError(f"{name} is complex, and servers hold float32: view it as real numbers")
-        fields.append(Field(name, at, tuple(tensor.shape)))
+        fields.append(Field(name, at, tuple(tensor.shape), tensor.dtype))
         at = fields[-1].after
     return tuple(fields)
 
 
-def dense_rows(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> None:
-    """Write gradients into their places: zeros where there is none, and sparse ones made dense."""
-    there, gradients = [], []
-    for parameter, view in zip(parameters, views, strict=True):
+def dense_rows(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> list[int]:
+    """Write gradients into their places: zeros where there is none, and sparse ones made dense.
+
+    The numbers of the parameters that have none.
+    """
+    there, gradients, absent = [], [], []
+    for number, (parameter, view) in enumerate(zip(parameters, views, strict=True)):
         if parameter.grad is None:
             view.zero_()
+            absent.append(number)
         else:
             gradient = parameter.grad.detach()
             gradients.append(gradient.to_dense() if gradient.is_sparse else gradient)
             there.append(view)
-    torch._foreach_copy_(there, gradients)
+    if there:
+        torch._foreach_copy_(there, gradients)
+    return absent

@@ -9,7 +9,7 @@ segments   │ δ, o or as it is  │    as it is                      │     a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -62,16 +62,30 @@ class Pusher:
         return self._kept
 
     def push(
-        self, row: Tensor, rates: Sequence[float | None], *, scale: float, weight: float = 1.0, tick: bool = True
+        self,
+        row: Tensor,
+        rates: Sequence[float | None],
+        *,
+        scale: float,
+        weight: float = 1.0,
+        tick: bool = True,
+        absent: Sequence[int] = (),
     ) -> list[Future]:
-        """Send a row of gradients that are multiplied by `weight` already; with `tick` they are all of a step."""
+        """Send a row of gradients that are multiplied by `weight` already; with `tick` they are all of a step.
+
+        The `absent` parameters, by number, have no gradient: the servers leave them, and what the rule remembers of
+        them, as they are.
+        """
         self._number += 1
         if self._kept is not None:
             self._kept.add_(row)
         taken = {} if self._tap is None else {plain_name(name): pair for name, pair in self._tap.take().items()}
+        segments = self._without(absent) if absent and self._kept is None else self._segments
+        if not segments and tick:
+            return [self._client.push((0, 0), torch.empty(0), scale=0.0, tick=True)]
         futures = []
-        for number, segment in enumerate(self._segments):
-            ends = tick and number == len(self._segments) - 1
+        for number, segment in enumerate(segments):
+            ends = tick and number == len(segments) - 1
             rate = rates[segment.group]
             pair = taken.get(segment.weight) if segment.weight is not None else None
             if pair is not None and self._pays(segment, *pair):
@@ -85,6 +99,24 @@ class Pusher:
             keys, values = self._chosen(segment, row)
             futures.append(self._client.push(keys, values, rate=rate, scale=scale, tick=ends))
         return futures
+
+    def _without(self, absent: Sequence[int]) -> list[_Segment]:
+        """The segments without some parameters."""
+        holes = [
+            (self._keys.parameters[number].first, self._keys.parameters[number].after) for number in sorted(absent)
+        ]
+        found: list[_Segment] = []
+        holes.sort()
+        for segment in self._segments:
+            at = segment.first
+            for first, after in holes:
+                if segment.first <= first < segment.after:
+                    if at < first:
+                        found.append(replace(segment, first=at, after=first))
+                    at = max(at, after)
+            if at < segment.after:
+                found.append(replace(segment, first=at))
+        return found
 
     def flush(self, rates: Sequence[float | None], *, scale: float) -> list[Future]:
         """Send what a filter has held back."""

@@ -12,14 +12,15 @@ from syncline.codecs import Codec, build_codec
 from syncline.errors import IncompatibleError, SpecError
 from syncline.exchange import BUCKET_BYTES, Exchange, check_same, spread
 from syncline.strategies import Run, Settings, Strategy, build_strategy
-from syncline.world import current_world
+from syncline.strategies.wrappers import refuse_wrapped
+from syncline.world import World, current_world
 
 __all__ = ["distribute", "momentum_of"]
 
 
 def distribute(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     strategy: str | Strategy = "allreduce",
     codec: str | Codec | None = None,
     collective: str = "auto",
@@ -41,7 +42,8 @@ def distribute(
     with a codec whose payloads do not sum on the wire "gather", "split" and others.
     With `check_finite` NaN or Inf in a gradient raises `DivergedError` that names rank and parameter; leave it off with
     a GradScaler, which wants to see them. `schedulers` are learning-rate schedulers stepped after every batch: a worker
-    that runs out of data before the others gets their state.
+    that runs out of data before the others gets their state. Several optimizers of one model are given as a list, with
+    strategy allreduce.
 
     >>> import torch, syncline as sl
     >>> def train(world):
@@ -60,29 +62,61 @@ def distribute(
     if diagnose < 0:
         raise SpecError(f"diagnose={diagnose}: a number of steps; 0 for never")
     way = build_strategy(strategy)
-    _check_ownership(model, optimizer)
+    optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    _check_model(model, world)
+    _check_optimizers(model, optimizers, way)
     settings = Settings(
         bucket_bytes=BUCKET_BYTES if bucket_bytes is None else bucket_bytes,
         check_finite=check_finite,
         schedulers=tuple(schedulers),
         seed=seed,
         diagnose=diagnose,
+        more_optimizers=optimizers[1:],
     )
     if coder is not None:
-        coder.check(momentum_of(optimizer))
+        coder.check(max(map(momentum_of, optimizers)))
     exchange = Exchange(world, collective, coder)
     check_same(exchange, "models", _describe_model(model))
-    check_same(exchange, "optimizers", _describe_optimizer(optimizer))
+    for each in optimizers:
+        check_same(exchange, "optimizers", _describe_optimizer(each))
     told = {"strategy": repr(way), "collective": exchange.collective, "codec": repr(coder), **_told(settings)}
     check_same(exchange, "settings", told)
     spread(exchange, [*model.parameters(), *model.buffers()])
-    return way.attach(model, optimizer, exchange, settings)
+    run = way.attach(model, optimizers[0], exchange, settings)
+    world.runs.append(run)
+    return run
+
+
+def _check_model(model: nn.Module, world: World) -> None:
+    """Refuse a model that somebody synchronises already."""
+    if not any(True for _ in model.parameters()):
+        raise IncompatibleError(f"the model ({type(model).__name__}) has no parameters to train")
+    refuse_wrapped(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for run in world.runs:
+        shared = [names[id(each)] for each in run.model.parameters() if id(each) in names]
+        if shared:
+            raise IncompatibleError(
+                f"{shared[0]} (and {len(shared) - 1} more of {len(names)} parameters) is synchronised by another run "
+                f"of sl.distribute already ({run.strategy!r}), and would be averaged twice: close that run first, or "
+                "give several optimizers of one model at once, as sl.distribute(model, [first, second])"
+            )
+
+
+def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy) -> None:
+    if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
+        raise IncompatibleError(f"sl.distribute takes an optimizer, or a list of them, not {optimizers!r:.80}")
+    if len(optimizers) > 1 and not strategy.several_optimizers:
+        raise IncompatibleError(
+            f"{strategy!r} takes one optimizer, and there are {len(optimizers)}: give one with several parameter "
+            "groups, or take strategy allreduce"
+        )
+    for optimizer in optimizers:
+        _check_ownership(model, optimizer)
 
 
 def _check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
     owned = {id(parameter) for parameter in model.parameters()}
-    if not owned:
-        raise IncompatibleError(f"the model ({type(model).__name__}) has no parameters to train")
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     strangers = [tuple(parameter.shape) for parameter in held if id(parameter) not in owned]
     if strangers:

@@ -7,6 +7,7 @@ import contextvars
 import importlib
 import logging
 import os
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -49,6 +50,28 @@ class Closeable(Protocol):
         ...
 
 
+class OpenRun(Protocol):
+    """A run of `sl.distribute` that is not closed yet, as far as the world must know it."""
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """What it trains."""
+        ...
+
+    @property
+    def strategy(self) -> object:
+        """How its workers synchronise."""
+        ...
+
+    def close(self) -> None:
+        """End the run. Every rank calls it."""
+        ...
+
+    def close_at_exit(self) -> None:
+        """The process ends without `close()`: end the run where the other ranks still need this one."""
+        ...
+
+
 K = TypeVar("K", bound=Closeable)
 
 
@@ -73,8 +96,8 @@ class World:
         self.check = check
         self.closed = False
         self.claimed = False
-        self.trainings = 0
-        """Runs that `sl.distribute` has made here and that are not closed."""
+        self.runs: list[OpenRun] = []
+        """Runs that `sl.distribute` has made here and that are not closed, in the order in which they were made."""
         self.hosts = tuple(hosts)
         self.events = Recorder(transport.runtime.now, lock=transport.runtime.lock())
         self._transport = transport
@@ -188,17 +211,30 @@ class World:
         return self
 
     def close(self) -> None:
-        """Leave the world, after the asynchronous calls that are under way. A second call does nothing; a forgotten
-        one is made up for at exit.
+        """Close the runs that are still open, then leave the world after the asynchronous calls that are under way.
+
+        Every rank calls it. A second call does nothing; a forgotten one is made up for at exit.
         """
         if self.closed:
             return
+        for run in list(self.runs):
+            run.close()
         for team in self._teams:
             team.drain()
         self._leave()
 
+    def _leave_at_exit(self) -> None:
+        """The process ends: end the runs that other ranks still need, unless an error ends it."""
+        if getattr(sys, "last_value", None) is None:
+            for run in list(self.runs):
+                try:
+                    run.close_at_exit()
+                except SynclineError as error:
+                    logger.warning("rank %d leaves, and its run did not end in order: %s", self.rank, error)
+        self._leave()
+
     def _leave(self) -> None:
-        """Leave at once, whatever is still under way: at exit, or after an error."""
+        """Leave at once, whatever is still under way: after an error, or at the end of the process."""
         if self.closed:
             return
         self.closed = True
@@ -213,7 +249,7 @@ class World:
         self._transport.close()
         if self in _of_process:
             _of_process.remove(self)
-            atexit.unregister(self._leave)
+            atexit.unregister(self._leave_at_exit)
 
     def _close_kept(self) -> None:
         """The last made first: it may stand on an earlier one. One that fails keeps nobody from leaving."""
@@ -279,7 +315,7 @@ def init(transport: str | Transport | None = None, timeout: float = DEFAULT_TIME
         environment = replace(environment, local_rank=mine.index(environment.rank), local_size=len(mine))
     world = World(environment, engine, hosts, check, lanes)
     _of_process.append(world)
-    atexit.register(world._leave)
+    atexit.register(world._leave_at_exit)
     logger.info("%r", world)
     return world
 

@@ -199,6 +199,7 @@ def whole_updates() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(ServedRun, "talk", listen))
         stack.enter_context(mock.patch.object(ServedRun, "scale", return_value=1.0))
+        stack.enter_context(mock.patch("syncline.strategies.served.open_space", without_mean))
         stack.enter_context(mock.patch("syncline.strategies.master.open_space", without_mean))
         stack.enter_context(mock.patch("syncline.server.tree.open_space", without_mean))
         yield

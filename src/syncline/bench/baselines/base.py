@@ -97,8 +97,6 @@ class ForeignRun(Run):
         self.gradient_bytes = sum(parameter.numel() * parameter.element_size() for parameter in self.trained)
         self._hooks: list[Any] = [optimizer.register_step_post_hook(self._after_step)]
         self.now = exchange.world.runtime.now
-        self._weights: list[Tensor] | None = None
-        """This worker's own while the model holds the mean."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -118,24 +116,20 @@ class ForeignRun(Run):
         """Epochs in which a rank may have nothing are refused; at the end of the others there is nothing to do."""
         return False
 
-    @contextmanager
-    def agreed(self) -> Iterator[None]:
-        """Inside, the model holds the mean of all workers' batch norms, and of their weights where those differ."""
-        with super().agreed():
-            if not self.parts or self._weights is not None or self.exchange.size == 1:
-                yield
-                return
-            self._weights = [parameter.detach().clone() for parameter in self.trained]
-            self._average([parameter.detach() for parameter in self.trained])
-            pairs = zip(self.trained, self._weights, strict=True)
-            apart = sum(float((mean.detach() - own).double().square().sum()) for mean, own in pairs)
-            self.stats.consensus = math.sqrt(self.exchange.mean(apart))
-            try:
-                yield
-            finally:
-                for parameter, own in zip(self.trained, self._weights, strict=True):
-                    parameter.detach().copy_(own)
-                self._weights = None
+    def shown_tensors(self) -> dict[str, Tensor]:
+        """Batch norms, and the weights where those differ."""
+        weights = {name: each.detach() for name, each in self.model.named_parameters() if each.requires_grad}
+        return {**super().shown_tensors(), **(weights if self.parts else {})}
+
+    def show_agreed(self) -> None:
+        super().show_agreed()
+        if not self.parts:
+            return
+        own = [parameter.detach().clone() for parameter in self.trained]
+        self._average([parameter.detach() for parameter in self.trained])
+        pairs = zip(self.trained, own, strict=True)
+        apart = sum(float((mean.detach() - before).double().square().sum()) for mean, before in pairs)
+        self.stats.consensus = math.sqrt(self.exchange.mean(apart))
 
     def check_uneven(self) -> None:
         """Refuse an epoch in which a rank may run out of data, with a batch that would do."""

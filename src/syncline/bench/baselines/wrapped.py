@@ -46,8 +46,7 @@ class WrappedRun(ForeignRun):
         try:
             self._wrapped = self._wrap()
         except BaseException:
-            self.detach()
-            self.world.trainings -= 1
+            self._release()
             raise
         self._hooks += [
             parameter.register_post_accumulate_grad_hook(self._gradient_ready)  # type: ignore[no-untyped-call]

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC
+from collections.abc import Sequence
 from dataclasses import MISSING, fields
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -26,8 +27,14 @@ __all__ = ["Applier", "Rule"]
 class Applier(Protocol):
     """A rule at work on one piece of the weights, where the rule is not elementwise."""
 
-    def apply(self, update: Tensor, rate: float | None = None) -> None:
-        """Change the piece in place; `update` is as long as the piece, and may be used as scratch."""
+    def apply(self, update: Tensor, rate: float | None = None, first: int = 0) -> None:
+        """Change the piece in place, or whole parameters of it from element `first` on. `update` may be used as
+        scratch.
+        """
+        ...
+
+    def use(self, rule: Any) -> None:
+        """Go on with other settings of the same optimizer."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -66,8 +73,11 @@ class Rule(ABC):
         """
         raise AssertionError(f"{self!r} is not elementwise: open() it for each piece")
 
-    def open(self, weights: Tensor) -> Applier:
-        """Where it is not elementwise: begin with a piece, a row of float32 that is changed in place from now on."""
+    def open(self, weights: Tensor, starts: Sequence[int] = ()) -> Applier:
+        """Where it is not elementwise: begin with a piece, a row of float32 that is changed in place from now on.
+
+        `starts` are the elements at which another parameter begins: a step may leave some parameters out.
+        """
         raise AssertionError(f"{self!r} is elementwise: apply() it")
 
     def pick(self, rate: float | None, own: float) -> float:

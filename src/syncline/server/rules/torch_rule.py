@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.errors import IncompatibleError, SpecError
+from syncline.errors import IncompatibleError, ProtocolError, SpecError
 from syncline.server.rules.base import Rule
 from syncline.server.rules.sgd import Sgd
 from syncline.specs import Spec, nearest
@@ -70,10 +72,10 @@ class TorchRule(Rule):
         except (TypeError, ValueError, RuntimeError) as error:
             raise SpecError(f"{self!r}: {error}; write {self.optimizer}{_signature(self.optimizer)}") from None
 
-    def make(self, weights: Tensor) -> Optimizer:
+    def make(self, *weights: Tensor) -> Optimizer:
         """A fresh optimizer of these weights, which it changes in place."""
         kind: Callable[..., Optimizer] = getattr(torch.optim, self.optimizer)
-        return kind([nn.Parameter(weights, requires_grad=False)], **dict(self.options))
+        return kind([nn.Parameter(each, requires_grad=False) for each in weights], **dict(self.options))
 
     @cached_property
     def slots(self) -> dict[str, bool]:
@@ -82,58 +84,126 @@ class TorchRule(Rule):
         probe.apply(torch.zeros(2))
         return {name: each.dim() > 0 for name, each in probe.state_dict().items()}
 
-    def open(self, weights: Tensor) -> _Piece:
+    def open(self, weights: Tensor, starts: Sequence[int] = ()) -> _Piece:
         if weights.dtype != torch.float32 or weights.dim() != 1 or not weights.is_contiguous():
             raise IncompatibleError(f"{self!r} works on a row of float32, not {weights.dtype}{list(weights.shape)}")
-        return _Piece(self, weights)
+        return _Piece(self, weights, starts)
 
     def __repr__(self) -> str:
         return str(Spec(self.name, (self.optimizer,), dict(self.options)))
 
 
 class _Piece:
-    """An optimizer at work on one piece."""
+    """An optimizer at work on one piece. It has one parameter, the piece, until a step leaves out parameters of the
+    model that lie in it: then it has these.
+    """
 
-    def __init__(self, rule: TorchRule, weights: Tensor) -> None:
+    def __init__(self, rule: TorchRule, weights: Tensor, starts: Sequence[int] = ()) -> None:
         self.rule = rule
+        self._weights = weights
+        self._edges = [0, *(start for start in starts if 0 < start < weights.numel()), weights.numel()]
+        self._spans = [(0, weights.numel())]
         self._optimizer = rule.make(weights)
-        self._group: dict[str, Any] = self._optimizer.param_groups[0]
-        self._parameter: nn.Parameter = self._group["params"][0]
         self._rate = float(self._group["lr"])
 
-    def apply(self, update: Tensor, rate: float | None = None) -> None:
+    @property
+    def _group(self) -> dict[str, Any]:
+        return self._optimizer.param_groups[0]
+
+    @property
+    def _parts(self) -> list[tuple[tuple[int, int], nn.Parameter]]:
+        return list(zip(self._spans, self._group["params"], strict=True))
+
+    def apply(self, update: Tensor, rate: float | None = None, first: int = 0) -> None:
+        after = first + update.numel()
+        if (first, after) != (0, self._weights.numel()):
+            if first not in self._edges or after not in self._edges:
+                raise ProtocolError(
+                    f"{self.rule!r} takes whole parameters: elements {first} to {after} of a piece in which they begin "
+                    f"at {self._edges[:-1]}"
+                )
+            self._split()
         self._group["lr"] = self.rule.pick(rate, self._rate)
-        self._parameter.grad = update
+        for (start, stop), parameter in self._parts:
+            if first <= start and stop <= after:
+                parameter.grad = update[start - first : stop - first]
         self._optimizer.step()
-        self._parameter.grad = None
+        self._optimizer.zero_grad()
+
+    def use(self, rule: TorchRule) -> None:
+        fresh = rule.make(torch.zeros(1)).param_groups[0]
+        self._group.update({name: value for name, value in fresh.items() if name != "params"})
+        self.rule, self._rate = rule, float(fresh["lr"])
 
     def state_dict(self) -> dict[str, Tensor]:
-        state = self._optimizer.state[self._parameter]
-        return {name: each.clone() for name, each in state.items() if isinstance(each, Tensor)}
+        states = [self._optimizer.state[parameter] for _, parameter in self._parts]
+        names = dict.fromkeys(name for state in states for name, each in state.items() if isinstance(each, Tensor))
+        if len(states) == 1:
+            return {name: states[0][name].clone() for name in names}
+        rows = {}
+        for name in names:
+            parts = [
+                _row_of(state.get(name), stop - start) for (start, stop), state in zip(self._spans, states, strict=True)
+            ]
+            rows[name] = torch.cat(parts)
+        return rows
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        if not state:
-            fresh = self.rule.make(self._parameter.detach())
-            self._optimizer.state[self._parameter] = next(iter(fresh.state.values()), {})
-            return
         slots = self.rule.slots
-        if not slots.keys() <= state.keys():
+        if state and not slots.keys() <= state.keys():
             raise IncompatibleError(f"{self.rule!r} keeps {sorted(slots)}, and what is to be loaded {sorted(state)}")
-        self._optimizer.state[self._parameter] = {
-            name: self._slot(name, state[name], elementwise) for name, elementwise in slots.items()
-        }
+        rows = {name: each.expand(self._weights.shape) if each.dim() == 0 else each for name, each in state.items()}
+        if state and not self._fits_one(rows):
+            self._split()
+        for (start, stop), parameter in self._parts:
+            part = {name: self._slot(name, rows[name], start, stop) for name in slots} if state else {}
+            empty = not part or all(bool(each.isnan().all()) for each in part.values())
+            self._optimizer.state[parameter] = self._fresh(parameter) if empty else part
 
-    def _slot(self, name: str, saved: Tensor, elementwise: bool) -> Tensor:
-        """A tensor of the state, as it is to be; a single number may come as a row of it, one for each weight."""
-        row = saved.shape == self._parameter.shape
-        fits = row if elementwise else saved.dim() == 0 or (row and bool((saved == saved[:1]).all()))
-        if not fits or saved.dtype != torch.float32:
-            due = list(self._parameter.shape) if elementwise else "of one value"
+    def _fresh(self, parameter: nn.Parameter) -> dict[str, Any]:
+        return dict(next(iter(self.rule.make(parameter.detach()).state.values()), {}))
+
+    def _split(self) -> None:
+        """Have a parameter for each of the model's, with its part of the state."""
+        if len(self._spans) > 1 or len(self._edges) == 2:
+            return
+        state, rate = self.state_dict(), self._group["lr"]
+        self._spans = list(pairwise(self._edges))
+        self._optimizer = self.rule.make(*(self._weights[start:stop] for start, stop in self._spans))
+        self._group["lr"] = rate
+        if state:
+            self.load_state_dict(state)
+
+    def _fits_one(self, rows: dict[str, Tensor]) -> bool:
+        """Whether one parameter may hold the state: all of the piece has some, and the same single numbers."""
+        slots = self.rule.slots
+        single = all(
+            slots[name] or _is_one_value(rows[name]) for name in slots if rows[name].shape == self._weights.shape
+        )
+        return single and not any(bool(rows[name].isnan().any()) for name in slots)
+
+    def _slot(self, name: str, saved: Tensor, start: int, stop: int) -> Tensor:
+        """A tensor of the state, as it is to be; a single number comes as a row of it, one for each weight."""
+        elementwise, row = self.rule.slots[name], saved.shape == self._weights.shape
+        part = saved[start:stop] if row else saved
+        if not row or saved.dtype != torch.float32 or not (elementwise or _is_one_value(part)):
+            due = list(self._weights.shape) if elementwise else "of one value"
             raise IncompatibleError(
                 f"{name} of {self.rule!r} is float32 {due} here, not {saved.dtype}{list(saved.shape)}: it was saved of "
                 "other pieces"
             )
-        return saved.clone() if elementwise else saved.reshape(-1)[0].clone()
+        return part.clone() if elementwise else part[0].clone()
+
+
+def _is_one_value(row: Tensor) -> bool:
+    return bool((row == row[:1]).all()) or bool(row.isnan().all())
+
+
+def _row_of(state: Any, numel: int) -> Tensor:
+    """A slot of the state as a row; NaN where there is none yet, as zeros are no beginning."""
+    if not isinstance(state, Tensor):
+        return torch.full((numel,), math.nan)
+    return state.to(torch.float32).expand(numel) if state.dim() == 0 else state.clone()
 
 
 def torch_rule(optimizer: str, **options: Any) -> TorchRule:

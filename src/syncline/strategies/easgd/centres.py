@@ -14,6 +14,7 @@ from torch import Tensor
 
 from syncline.errors import IncompatibleError
 from syncline.exchange import Exchange, Round
+from syncline.strategies.base import wide_dtype
 from syncline.strategies.deltas import Deltas
 
 __all__ = ["SHARE", "Centre", "pull_of"]
@@ -45,8 +46,8 @@ class Centre:
     """
 
     def __init__(self, weights: Mapping[str, Tensor], exchange: Exchange, deltas: Deltas, alpha: float) -> None:
-        self.values = [weight.detach().clone() for weight in weights.values()]
-        """The centre that this worker is tied to."""
+        self.values = [weight.detach().to(wide_dtype(weight.dtype), copy=True) for weight in weights.values()]
+        """The centre that this worker is tied to, at least in float32: it moves by small parts of the way."""
         self.alpha = alpha
         self._names = list(weights)
         self._exchange = exchange
@@ -71,7 +72,7 @@ class Centre:
 
     def begin(self, own: Sequence[Tensor], active: bool) -> None:
         """Tell how far this worker's weights are away."""
-        self._away = [weight - value for weight, value in zip(own, self.values, strict=True)]
+        self._away = [(weight - value).to(weight.dtype) for weight, value in zip(own, self.values, strict=True)]
         self._begun = self._deltas.begin([each.clone() for each in self._away], 1.0, active)
 
     def finish(self, number: int) -> tuple[list[Tensor], int]:
@@ -111,7 +112,8 @@ class Centre:
 
     def _settle(self, means: list[Tensor]) -> list[Tensor]:
         """Move the centre by what was reduced; what this worker gave. What a codec has kept back comes to it later."""
-        torch._foreach_add_(self.values, means, alpha=self.alpha * self._exchange.size)
+        moves = [mean.to(value.dtype) for mean, value in zip(means, self.values, strict=True)]
+        torch._foreach_add_(self.values, moves, alpha=self.alpha * self._exchange.size)
         given, self._away = self._away, []
         torch._foreach_mul_(given, self.alpha)
         return given

@@ -22,7 +22,7 @@ from syncline.strategies.base import Settings, Strategy
 from syncline.strategies.easgd.ahead import Ahead
 from syncline.strategies.easgd.centres import Centre
 from syncline.strategies.easgd.tree import CentreTree
-from syncline.strategies.own import OwnRun
+from syncline.strategies.own import AveragingRun
 
 __all__ = ["ElasticRun"]
 
@@ -30,7 +30,7 @@ LOOKS = 8
 """Every so many rounds the workers tell how far apart they are: it takes a small message of its own."""
 
 
-class ElasticRun(OwnRun):
+class ElasticRun(AveragingRun):
     """Every worker holds a copy of the centre."""
 
     def __init__(
@@ -59,6 +59,14 @@ class ElasticRun(OwnRun):
         else:
             self.centre = Centre(self._names, exchange, self.deltas, alpha)
         self.deltas.prepare()
+
+    @property
+    def first_exchange(self) -> int | None:
+        return self.period
+
+    @property
+    def copies_weights(self) -> bool:
+        return True
 
     # Steps.
 
@@ -94,17 +102,22 @@ class ElasticRun(OwnRun):
 
     # State.
 
+    def restart(self) -> None:
+        """The centre is what every worker has."""
+        super().restart()
+        self._since = 0
+        self.centre.start(self.weights)
+        if self.ahead is not None:
+            self.ahead.rest(self.weights)
+
     def shared_state(self) -> dict[str, Any]:
         return {**super().shared_state(), **self.centre.shared_state()}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         """A worker that the checkpoint does not know begins at the centre."""
         super().load_shared_state(state)
-        if "centre" in state:
-            self.centre.load_shared_state(state)
-            self.take_over(self.centre.root)
-        else:  # of another strategy: all have the same weights
-            self.centre.start(self.weights)
+        self.centre.load_shared_state(state)
+        self.take_over(self.centre.root)
         if self.ahead is not None:
             self.ahead.rest(self.weights)
 

@@ -106,22 +106,26 @@ class ServedElasticRun(ServedRun):
         super().ending()
         self._board.tell_steps(self.exchange.rank, self.stats.steps)
 
-    def close(self) -> None:
-        """Leave with the centre, as it is when this worker ends."""
-        if not self._closed:
-            self._board.finish()
-            if self.exchange.size > 1:
-                with self.explained():
-                    self._board.weights_into(self.model)
-        super().close()
+    @property
+    def first_exchange(self) -> int | None:
+        return self.period
+
+    def settle_pushes(self) -> None:
+        self._settle()
 
     # State.
 
     def shared_state(self) -> dict[str, Any]:
         """A push that is under way is off this worker's weights already: the servers are read when all have arrived."""
         self._settle()
-        self.world.barrier()
+        self.wait_for_all("save the weights")
         return super().shared_state()
+
+    def restart(self) -> None:
+        super().restart()
+        self._since, self._back = 0, None
+        if self.ahead is not None:
+            self.ahead.rest([each.detach() for each in self.parameters])
 
     def local_state(self) -> dict[str, Any]:
         ahead = {} if self.ahead is None else {"x": self.ahead.state()}
@@ -138,7 +142,7 @@ class ServedElasticRun(ServedRun):
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         super().load_local_states(states)
-        if not states or "weights" not in states[0]:  # another strategy's: its workers had nothing of their own
+        if not states:
             return
         own = states[0]
         for field, each in zip(self.keys.parameters, self.parameters, strict=True):

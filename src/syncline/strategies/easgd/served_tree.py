@@ -55,7 +55,7 @@ class ServedTreeRun(ServedElasticRun):
         self._trades = 0
         self._up = torch.zeros(self.keys.trained)
         """What is on its way from the group's centre to the root."""
-        self._known = True
+        self._known_groups = True
         self._counted_near = (0, 0)
         network, codec = server_network(self.world), exchange.codec
         members = [network.workers[rank] for rank in self._group]
@@ -117,7 +117,7 @@ class ServedTreeRun(ServedElasticRun):
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         super().load_shared_state(state)
-        self._known = state.get("groups") == self.groups
+        self._known_groups = state.get("groups") == self.groups
 
     def local_state(self) -> dict[str, Any]:
         residual = self._near.residual
@@ -125,19 +125,30 @@ class ServedTreeRun(ServedElasticRun):
         group = self.keys.named(self._near.get())
         return {**super().local_state(), **kept, "group": group, "trades": self._trades}
 
+    def restart(self) -> None:
+        super().restart()
+        self._trades = 0
+        if self._near.residual is not None:
+            self._near.residual.zero_()
+        self._put_near(self.keys.read(self.model))
+
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Groups that are others than before begin at the root's centre."""
         super().load_local_states(states)
-        own = states[0] if states and self._known and "group" in states[0] else None
+        own = states[0] if states and self._known_groups and "group" in states[0] else None
         row = self.client.get((0, self.keys.trained))
         if own is not None:
             row = self.keys.joined(dict(own["group"]), row)
             self._trades = int(own["trades"])
             if self._near.residual is not None and "near" in own:
                 self._near.residual.copy_(self.keys.joined(dict(own["near"]), torch.zeros(self.keys.trained)))
+        self._put_near(row)
+
+    def _put_near(self, row: Tensor) -> None:
+        """Set the centre of the group."""
         if self.exchange.rank == self._group[0]:
-            self._near.put(None, row)
-        self.world.barrier()
+            self._near.put(None, row[: self.keys.trained])
+        self.wait_for_all("set the centres of the groups")
 
 
 def _found(future: Future) -> Tensor:

@@ -92,6 +92,10 @@ class Easgd(Served):
     def stride(self) -> int:
         return self.period
 
+    @property
+    def state_format(self) -> str:
+        return "easgd" if self.sync else "easgd(sync=False)"
+
     def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
         check_momentum(self, self.momentum, optimizer)
         groups = groups_of(exchange.world, self.centres)

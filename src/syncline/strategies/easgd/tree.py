@@ -91,7 +91,7 @@ class CentreTree(Centre):
         self._beta = SHARE / len(self.groups)
         self._root_every = root_every
         above = PartExchange(exchange, top) if top.member else None
-        self._leading = None if above is None else Deltas(model, above, settings)
+        self._leading = None if above is None else Deltas(model, above, settings, wide=True)
         """Among the first workers of the groups, by whom the root is reached."""
         if self._leading is not None:
             self._leading.prepare()

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from typing import Any
 
@@ -33,6 +34,7 @@ from syncline.strategies.gossip.pair_board import PairBoard, open_board
 from syncline.strategies.gossip.partners import Partners, comes_before, mean_of
 from syncline.strategies.own import put_state, state_of
 from syncline.transports import Transport
+from syncline.world.hooks import ModuleHook
 
 __all__ = ["PairwiseRun"]
 
@@ -65,7 +67,10 @@ class PairwiseRun(Run):
         """Changes by others when the snapshot was taken."""
         self._kept = torch.empty(0)
         self._snapshot = _row_like(list(self._names.values()))
-        state = torch.cat([self._snapshot, _row_like(self._shown_buffers(model)).to(self._snapshot.dtype)])
+        self._narrow = any(each.dtype != self._snapshot.dtype for each in self._names.values())
+        """Whether the model holds the weights with less precision than they are averaged with."""
+        buffers = _row_like(self._shown_buffers(model)).to(self._snapshot.dtype)
+        state = torch.cat([self._snapshot, buffers, _bytes_of(self._other_buffers(model)).to(buffers.dtype)])
         self.partners: Partners | None = None
         if exchange.size > 1:
             self.partners = Partners(_channel(exchange), state, self._snapshot.numel(), exchange.stats)
@@ -74,7 +79,7 @@ class PairwiseRun(Run):
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
-            model.register_forward_pre_hook(self._forward),
+            model.register_forward_pre_hook(ModuleHook(self._forward)),
         ]
 
     def board(self) -> PairBoard:
@@ -175,17 +180,27 @@ class PairwiseRun(Run):
         with torch.no_grad(), partners.held:
             _read(parameters, self._now)
             changed = partners.changes - self._seen
-            if changed:
+            if changed or self._narrow:
                 weights.add_(self._now.sub_(self._snapshot))
                 torch._foreach_copy_([each.detach() for each in parameters], _views(weights, parameters))
             else:
                 weights.copy_(self._now)
-            self._snapshot.copy_(weights)
+            _read(parameters, self._snapshot)
             self._seen = partners.changes
             _read(self._shown_buffers(self.model), partners.state[weights.numel() :])
+            others = _bytes_of(self._other_buffers(self.model))
+            partners.state[partners.state.numel() - others.numel() :] = others
         self.stats.read_at(changed)
 
     # The model of all.
+
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        if self._own is None:
+            self._watch.take_loaded()
+            self._settle()
+        with super().agreed():
+            yield
 
     def _weights_into(self, model: nn.Module) -> None:
         """The mean of what everybody has now, as each tells it; of those that are there."""
@@ -197,28 +212,41 @@ class PairwiseRun(Run):
                     tensor.detach().copy_(own[name].detach())
             return
         rows = list(partners.read_all().values())
-        self._write(model, mean_of(rows))
+        self._write(model, rows)
         weights = [row[: partners.weights.numel()].double() for row in rows]
         mean = reduce(torch.add, weights) / len(weights)
         self.stats.consensus = math.sqrt(sum(float((row - mean).square().sum()) for row in weights) / len(weights))
 
-    def _write(self, model: nn.Module, row: Tensor) -> None:
+    def _write(self, model: nn.Module, rows: Sequence[Tensor]) -> None:
+        """Fill a model with the mean of all rows; of buffers that have none, with those of the lowest rank."""
         tensors = [*trained(model).values(), *self._shown_buffers(model)]
         with torch.no_grad():
-            torch._foreach_copy_([tensor.detach() for tensor in tensors], _views(row, tensors))
+            torch._foreach_copy_([tensor.detach() for tensor in tensors], _views(mean_of(rows), tensors))
+            at = sum(tensor.numel() for tensor in tensors)
+            for buffer in self._other_buffers(model):
+                after = at + buffer.numel() * buffer.dtype.itemsize
+                buffer.copy_(rows[0][at:after].to(torch.uint8).view(buffer.dtype).view(buffer.shape))
+                at = after
 
     @staticmethod
     def _shown_buffers(model: nn.Module) -> list[Tensor]:
         return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
 
-    def close(self) -> None:
-        if self._closed:
-            return
+    @staticmethod
+    def _other_buffers(model: nn.Module) -> list[Tensor]:
+        """Buffers of which there is no mean, such as counters."""
+        return [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
+
+    def finish(self) -> None:
         self._settle()
         self.absorb()
         self._board.finish()
         if self.partners is not None:
-            self._write(self.model, mean_of(list(self.partners.part(self._board.steps).values())))
+            self._write(self.model, list(self.partners.part(self._board.steps).values()))
+
+    def close(self) -> None:
+        if self._closed:
+            return
         super().close()
         self._board.client.close()
 
@@ -235,11 +263,11 @@ class PairwiseRun(Run):
         """Rows of one moment: nobody averages between the two barriers."""
         self._settle()
         self.absorb()
-        self.world.barrier()
+        self.wait_for_all("save their weights")
         if self.partners is not None:
             self._kept = self.partners.weights.clone()
         clocks = self._board.steps()
-        self.world.barrier()
+        self.wait_for_all("go on from a checkpoint")
         return {"clocks": clocks, "workers": self.exchange.size}
 
     def local_state(self) -> dict[str, Any]:
@@ -252,34 +280,58 @@ class PairwiseRun(Run):
             "drawn": self._drawn,
         }
 
-    def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        client, size = self._board.client, self.exchange.size
+    @property
+    def first_exchange(self) -> int | None:
+        return self._period
+
+    @property
+    def copies_weights(self) -> bool:
+        return True
+
+    def restart(self) -> None:
         self._settle()
-        self._as_many = int(state.get("workers", 0)) == size
-        clocks = [int(clock) for clock in state.get("clocks", [])]
-        clocks = clocks if len(clocks) == size else [max(clocks, default=self.stats.steps)] * size
-        self._board.settle()
-        self.world.barrier()
-        if self.exchange.rank == 0:
-            client.control({"do": "clocks", "clocks": clocks}, everywhere=True)
-        self.world.barrier()
-        client.clock = clocks[self.exchange.rank]
+        self._take_model()
+
+    def resume_steps(self) -> None:
+        self._set_clocks([self.stats.steps] * self.exchange.size)
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        self._settle()
+        self._as_many = int(state["workers"]) == self.exchange.size
+        clocks = [int(clock) for clock in state["clocks"]]
+        if len(clocks) != self.exchange.size:
+            clocks = [max(clocks, default=self.stats.steps)] * self.exchange.size
+        self._set_clocks(clocks)
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        if states and "weights" in states[0]:
+        if states:
             own = states[0]
             put_state(self.optimizer, self._names, own["optimizer"])
             self._drawn = int(own["drawn"])
             if self._as_many:
                 for name, value in own["weights"].items():
                     self._names[name].detach().copy_(value)
+        self._take_model()
+
+    def _take_model(self) -> None:
+        """The weights are what the model holds. Nobody averages with weights that are not there yet."""
         partners = self.partners
         if partners is not None:
+            self.wait_for_all("load their weights")
             with partners.held:
                 _read(list(self._names.values()), partners.weights)
                 self._snapshot.copy_(partners.weights)
                 self._seen = partners.changes
-        self.world.barrier()  # nobody averages with weights that are not there yet
+            self.wait_for_all("begin with their weights")
+
+    def _set_clocks(self, clocks: list[int]) -> None:
+        client = self._board.client
+        self._board.settle()
+        self.wait_for_all("set the clocks")
+        if self.exchange.rank == 0:
+            client.control({"do": "clocks", "clocks": clocks}, everywhere=True)
+        self.wait_for_all("go on from these clocks")
+        client.clock = clocks[self.exchange.rank]
 
     def _named(self, row: Tensor) -> list[tuple[str, Tensor]]:
         return list(zip(self._names, _views(row, list(self._names.values())), strict=True))
@@ -300,6 +352,12 @@ def _row_like(tensors: Sequence[Tensor]) -> Tensor:
     if dtype.is_complex:
         raise IncompatibleError("gossip averages real numbers, and a parameter is complex: view it as real numbers")
     return torch.cat([torch.empty(0, dtype=dtype), *(each.detach().reshape(-1).to("cpu", dtype) for each in tensors)])
+
+
+def _bytes_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors as one row of bytes."""
+    rows = [each.detach().reshape(-1).cpu().contiguous().view(torch.uint8) for each in tensors]
+    return torch.cat([torch.empty(0, dtype=torch.uint8), *rows])
 
 
 def _views(row: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

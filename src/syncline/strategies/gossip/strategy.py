@@ -74,6 +74,10 @@ class Gossip(Strategy):
     def loose(self) -> bool:
         return self.pairwise
 
+    @property
+    def state_format(self) -> str:
+        return "gossip(pairwise=True)" if self.pairwise else "gossip"
+
     def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
         graph = build_graph(self.graph, exchange.size)
         codec = exchange.codec

@@ -80,6 +80,14 @@ class GossipRun(OwnRun):
         paced = {} if self._pace is None else {"gossip_scale": self._pace.scale, "gossip_gamma": self._pace.gamma}
         return {**super().config, "spectral_gap": self.graph.gap, **paced}
 
+    @property
+    def first_exchange(self) -> int | None:
+        return self._period
+
+    @property
+    def copies_weights(self) -> bool:
+        return self.exchange.codec is not None
+
     # Steps and rounds.
 
     def after_step(self) -> None:
@@ -142,10 +150,9 @@ class GossipRun(OwnRun):
         self._uneven = False
         self._since = 0  # steps of a period that not all have taken: begin another together
 
-    def close(self) -> None:
-        if not self._closed:
-            self._drop()
-        super().close()
+    def finish(self) -> None:
+        self._drop()
+        super().finish()
 
     def _drop(self) -> None:
         """End a round that is under way without it: the mean is the same."""
@@ -159,6 +166,13 @@ class GossipRun(OwnRun):
             self._neighbours.close()
 
     # State.
+
+    def restart(self) -> None:
+        self._drop()
+        super().restart()
+        self._since, self._resumes, self._hat = 0, False, None
+        if isinstance(self._mixing, Choco):
+            self._mixing.exchange_hats(self._mixing.begin_anew(self.weights))
 
     def shared_state(self) -> dict[str, Any]:
         own: dict[str, Any] = {"since": self._since, "under_way": self._under_way}

@@ -41,6 +41,7 @@ class OneSidedRun(Run):
         super().__init__(strategy, model, optimizer, exchange, settings)
         world = exchange.world
         self.keys = KeyMap.of(model, optimizer)
+        self._known = {id(parameter) for parameter in self.keys.trains(model)}
         self.slots = Mailslots(world.transport, self.keys.trained, np.float32, strategy.buffers, near=is_near(world))
         self._window = world.transport.window(self.keys.numel, torch.float32)
         self._board = WindowBoard(world, self._weights_into)
@@ -139,18 +140,26 @@ class OneSidedRun(Run):
                 continue
             rows.append(row.double())
         mean = torch.stack(rows).mean(dim=0)
+        mean[self.keys.averaged :] = rows[0][self.keys.averaged :]
         apart = sum(float((row - mean)[: self.keys.trained].square().sum()) for row in rows)
         self.stats.consensus = math.sqrt(apart / len(rows))
         self.keys.write(model, mean.float())
 
+    def show_agreed(self) -> None:
+        self._publish()
+        super().show_agreed()
+
+    def finish(self) -> None:
+        self._publish()
+        super().finish()
+
+    def read_final(self) -> None:
+        super().read_final()
+        self._board.part()
+
     def close(self) -> None:
-        """Wait until all that live have finished, and take the model of all over."""
         if self._closed:
             return
-        self._board.finish()
-        if self.exchange.size > 1:
-            self._await_all()
-            self._weights_into(self.model)
         super().close()
         if not self.world.lost:  # freeing is for all together
             self.slots.close()
@@ -162,37 +171,33 @@ class OneSidedRun(Run):
             hook.remove()
         self._hooks = []
 
-    def _await_all(self) -> None:
-        runtime, patience = self.world.runtime, self.world.transport.timeout
-        gap, since, before = SHORTEST, runtime.now(), self._board.steps()
-        while True:
-            finished = self._board.finished()
-            late = [rank for rank in self._board.others() if not finished[rank]]
-            if not late:
-                return
-            steps = self._board.steps()
-            if steps != before:
-                since, before = runtime.now(), steps
-            if runtime.now() - since > patience:
-                raise PeerLostError(
-                    f"rank {self.exchange.rank} has closed its run and waited {patience:g} s for rank {late[0]} to, "
-                    f"in which nobody took a step (steps: {steps})",
-                    peer=late[0],
-                    pending="the other workers to finish",
-                    seconds=runtime.now() - since,
-                )
-            runtime.sleep(gap)
-            gap = min(2 * gap, LONGEST)
-
     # State.
+
+    @property
+    def first_exchange(self) -> int | None:
+        return self.strategy.every
+
+    @property
+    def copies_weights(self) -> bool:
+        return True
+
+    def restart(self) -> None:
+        """States that others have sent belong to other weights."""
+        self.wait_for_all("start from the loaded weights")
+        self.slots.collect()
+        self._publish()
+        self.wait_for_all("show the loaded weights")
+
+    def resume_steps(self) -> None:
+        self._base = self.stats.steps
+        self._board.resume(self.stats.steps)
 
     def shared_state(self) -> dict[str, Any]:
         return {"workers": self.exchange.size}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         self._as_many = int(state.get("workers", 0)) == self.exchange.size
-        self._base = self.stats.steps
-        self._board.resume(self.stats.steps)
+        self.resume_steps()
 
     def local_state(self) -> dict[str, Any]:
         """This worker's weights, and what its optimizer remembers. States that are on their way are not kept."""

@@ -8,6 +8,7 @@ The layout is that of `SharedBoard`, which reads and writes it; here the others'
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,11 +16,13 @@ from torch import nn
 
 from syncline.errors import PeerLostError
 from syncline.runtime import Lock
-from syncline.strategies.board import Post
-from syncline.strategies.shared_board import ENTRY_WORDS, HEAD, MOST_POSTS, SharedBoard
+from syncline.strategies.board import POLL_SECONDS, Post
+from syncline.strategies.shared_board import ENTRY_WORDS, HEAD, MOST_POSTS, PARTED, SharedBoard
 from syncline.world import World
 
 __all__ = ["WindowBoard"]
+
+logger = logging.getLogger("syncline")
 
 STOP, WRITTEN = 0, 1
 """Words of the head: somebody wants all to stop, and how many posts this worker has written."""
@@ -76,6 +79,26 @@ class WindowBoard:
     def read_posts(self, since: int) -> list[Post]:
         self._fetch(posts=True)
         return self._board.read_posts(since)
+
+    def part(self) -> None:
+        """Wait until the others need this worker's memory no more: who cannot be reached has left already."""
+        self._board.part()
+        runtime, (gap, longest) = self._world.runtime, POLL_SECONDS
+        until = runtime.now() + self._world.transport.timeout
+        while (waiting := [rank for rank in self.others() if not self._has_parted(rank)]) and runtime.now() < until:
+            runtime.sleep(gap)
+            gap = min(2 * gap, longest)
+        if waiting:
+            logger.warning("rank %d leaves while ranks %s may still read its weights", self._world.rank, waiting)
+
+    def _has_parted(self, rank: int) -> bool:
+        place = HEAD + self._world.size + rank
+        try:
+            with self._lock:
+                self._fetch_from(rank, posts=False)
+        except PeerLostError:
+            return True
+        return int(self._words[place]) == PARTED
 
     def stop(self) -> None:
         for rank in self.others():

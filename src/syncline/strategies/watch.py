@@ -1,0 +1,117 @@
+"""Watches the user's model and optimizers for what a strategy must know of: new parameters, and states loaded by hand.
+
+`model.load_state_dict()` after `sl.distribute` changes the weights behind the strategy's back: servers, centres and
+outer weights would still hold the old ones. The next step, or whatever needs the weights before it, starts from the
+loaded ones on every worker. Weights that were loaded and put back, as for an evaluation, are no reason to start anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from syncline.errors import IncompatibleError
+from syncline.exchange import plain_name
+from syncline.world.hooks import ModuleHook
+
+__all__ = ["ModelWatch"]
+
+
+class ModelWatch:
+    """`synchronises` says whether the strategy knows a parameter. `reloaded` is called before the first step after a
+    load, on every worker; None where a strategy keeps no copy of the weights elsewhere.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        synchronises: Callable[[nn.Parameter], bool],
+        reloaded: Callable[[], None] | None,
+    ) -> None:
+        self._model = model
+        self._optimizers = tuple(optimizers)
+        self._synchronises = synchronises
+        self._reloaded = reloaded
+        self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        self._count = self._count_parameters()
+        self._loads = 0
+        """Loads into the model since the latest step, and whether the optimizer's state was loaded."""
+        self._optimizer_loaded = False
+        self._before: list[Tensor] = []
+        """The weights before the first of these loads."""
+        self._hooks: list[Any] = []
+        if reloaded is not None:
+            self._hooks = [
+                model.register_load_state_dict_pre_hook(ModuleHook(self._loading)),  # type: ignore[no-untyped-call]
+                model.register_load_state_dict_post_hook(ModuleHook(self._loaded)),  # type: ignore[no-untyped-call]
+                *(each.register_load_state_dict_post_hook(self._loaded_optimizer) for each in optimizers),
+            ]
+
+    def check_parameters(self) -> None:
+        """Refuse parameters that an optimizer trains and the strategy does not synchronise."""
+        count = self._count_parameters()
+        if count == self._count and not any(parameter.requires_grad for parameter in self._frozen):
+            return
+        names = {id(each): plain_name(name) for name, each in self._model.named_parameters()}
+        for optimizer in self._optimizers:
+            for number, group in enumerate(optimizer.param_groups):
+                for each in group["params"]:
+                    if each.requires_grad and not self._synchronises(each):
+                        self._refuse(names.get(id(each)), each, number)
+        self._count = count
+        self._frozen = [parameter for parameter in self._model.parameters() if not parameter.requires_grad]
+
+    def take_loaded(self) -> None:
+        """Start from a state that was loaded since the latest step, if one was."""
+        if not self._loads and not self._optimizer_loaded:
+            return
+        put_back = self._loads > 1 and not self._optimizer_loaded and self._is_as_before()
+        self.forget_loads()
+        if not put_back and self._reloaded is not None:
+            self._reloaded()
+
+    def forget_loads(self) -> None:
+        """The run has taken over what was loaded."""
+        self._loads, self._optimizer_loaded, self._before = 0, False, []
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _count_parameters(self) -> int:
+        return sum(len(group["params"]) for optimizer in self._optimizers for group in optimizer.param_groups)
+
+    def _is_as_before(self) -> bool:
+        now = [parameter.detach() for parameter in self._model.parameters()]
+        return all(torch.equal(one, other) for one, other in zip(now, self._before, strict=True))
+
+    def _loading(self, module: nn.Module, *args: Any) -> None:
+        if not self._loads:
+            self._before = [parameter.detach().clone() for parameter in self._model.parameters()]
+
+    def _loaded(self, module: nn.Module, keys: Any) -> None:
+        self._loads += 1
+
+    def _loaded_optimizer(self, optimizer: Optimizer) -> None:
+        self._optimizer_loaded = True
+
+    def _refuse(self, name: str | None, parameter: nn.Parameter, group: int) -> None:
+        shape = list(parameter.shape)
+        if name is None:
+            raise IncompatibleError(
+                f"parameter group {group} of the optimizer has got a parameter of shape {shape} that the model did not "
+                "have when sl.distribute was called, so that the workers would train it apart: add it to the model "
+                "before, or close the run and call sl.distribute again"
+            )
+        raise IncompatibleError(
+            f"{name} (shape {shape}, parameter group {group}) is trained now and was not when sl.distribute was "
+            "called, so that this strategy does not synchronise it: let it require a gradient and belong to the "
+            "optimizer before, or close the run and call sl.distribute again"
+        )

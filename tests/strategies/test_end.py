@@ -1,0 +1,140 @@
+"""The end of a run: one final model on every worker, for every strategy, however the script ends."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import syncline as sl
+from syncline.errors import IncompatibleError, PeerLostError
+from tests.strategies.every import EVERY, play, whole
+
+ONE_MODEL = [spec for spec in EVERY if spec != "ensemble"]
+
+
+def net() -> nn.Module:
+    """With a batch norm, whose statistics and counter differ between workers."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def train(world: sl.World, run: Any, steps: int, first: int = 0) -> None:
+    """Workers of different speed, on different data."""
+    for step in range(first, first + steps):
+        world.compute(0.01 * (1 + world.rank))
+        draw = torch.Generator().manual_seed(100 * world.rank + step)
+        run.optimizer.zero_grad()
+        run.model(torch.randn(4, 3, generator=draw)).square().sum().backward()
+        run.optimizer.step()
+
+
+def begin(spec: str, rate: float = 0.01) -> Any:
+    model = net()
+    return sl.distribute(model, torch.optim.SGD(model.parameters(), lr=rate), strategy=spec)
+
+
+@pytest.mark.parametrize("spec", ONE_MODEL)
+def test_close_leaves_one_model_on_every_worker(spec: str) -> None:
+    def work(world: sl.World) -> Tensor:
+        run = begin(spec)
+        train(world, run, 5 + world.rank if run.loose else 5)
+        run.close()
+        return whole(run.model)
+
+    first, *others = play(work, ranks=3)
+    assert all(torch.equal(first, other) for other in others)
+    assert bool(torch.isfinite(first).all())
+
+
+@pytest.mark.parametrize("spec", EVERY)
+def test_agreed_shows_one_model_and_gives_back_each_workers_own(spec: str) -> None:
+    def work(world: sl.World) -> tuple[Tensor, Tensor, Tensor]:
+        run = begin(spec)
+        train(world, run, 5)
+        before = whole(run.model)
+        with run.agreed():
+            shown = whole(run.model)
+        after = whole(run.model)
+        train(world, run, 2, first=5)
+        run.close()
+        return before, shown, after
+
+    found = play(work, ranks=3)
+    assert all(torch.equal(shown, found[0][1]) for _, shown, _ in found)
+    if spec not in ("hogwild", "gossip(pairwise=True)"):  # there others change a worker's weights at any time
+        assert all(torch.equal(before, after) for before, _, after in found)
+
+
+@pytest.mark.parametrize("spec", ONE_MODEL)
+def test_agreed_shows_the_batch_norms_of_the_first_steps(spec: str) -> None:
+    def work(world: sl.World) -> float:
+        run = begin(spec)
+        train(world, run, 2)
+        with run.agreed():
+            shown = float(run.model[1].running_var.sum())
+        run.close()
+        return shown
+
+    shown = play(work)
+    assert shown[0] == shown[1] != 4.0  # what batch norms begin with
+
+
+@pytest.mark.parametrize("spec", ["bsp", "downpour", "ssp(slack=3)", "gossip(pairwise=True)", "onesided", "local"])
+def test_leaving_the_world_closes_its_runs(spec: str) -> None:
+    def work(world: sl.World) -> Tensor:
+        with sl.init():
+            run = begin(spec)
+            train(world, run, 3 + world.rank)
+        return whole(run.model)
+
+    first, second = play(work)
+    assert torch.equal(first, second)
+
+
+def test_a_worker_that_closes_while_another_enters_agreed_is_named() -> None:
+    def work(world: sl.World) -> None:
+        run = begin("downpour")
+        train(world, run, 1)
+        if world.rank == 0:
+            with run.agreed():
+                pass
+        run.close()
+
+    found = sl.simulate(work, ranks=2, return_exceptions=True).results
+    assert isinstance(found[0], IncompatibleError)
+    assert "rank 1 has closed its run" in str(found[0])
+    assert isinstance(found[1], PeerLostError)
+
+
+@pytest.mark.parametrize("spec", ["diloco(period=100)", "local(period=16)", "easgd(period=9)", "gossip(period=9)"])
+def test_training_that_never_communicates_says_so(spec: str, caplog: pytest.LogCaptureFixture) -> None:
+    def work(world: sl.World) -> Tensor:
+        run = begin(spec)
+        run.expect(5)
+        train(world, run, 5)
+        run.close()
+        return whole(run.model)
+
+    with caplog.at_level(logging.WARNING, "syncline"):
+        first, second = play(work)
+    told = [record.getMessage() for record in caplog.records if "for the first time" in record.getMessage()]
+    assert len(told) == 2  # before the first step, and at the end
+    assert "is going to take 5" in told[0]
+    assert "has taken 5" in told[1]
+    assert torch.equal(first, second)
+
+
+def test_average_and_ensemble_are_silent_by_design(caplog: pytest.LogCaptureFixture) -> None:
+    def work(world: sl.World) -> None:
+        for spec in ("average", "ensemble"):
+            run = begin(spec)
+            train(world, run, 2)
+            run.close()
+
+    with caplog.at_level(logging.WARNING, "syncline"):
+        play(work)
+    assert not caplog.records

@@ -203,3 +203,81 @@ def _diagnosed(world: sl.World, beside: bool) -> Any:
 def test_momentum_without_a_residual_is_refused_in_a_chain_too() -> None:
     with pytest.raises(sl.SpecError, match="lives in the residual"):
         sl.TopK(0.01, momentum=0.9) | sl.Quantize(4, feedback=False)
+
+
+LARGE = [
+    "topk(0.01)",
+    "topk(0.01)|quantize(4)",
+    "topk(0.01, momentum=0.9)|quantize(4)",
+    "topk(0.01, momentum=0.9, masking=True)",
+    "topk(0.01, clip=1.0)",
+    "topk(16, bucket=512)",
+    "threshold(0.01)",
+    "randomk(0.1)|cast('fp16')",
+    "onebit",
+    "ternary(clip=2.5)",
+    "quantize(4)",
+    "cast('fp16', feedback=True)",
+    "powersgd(2)",
+    "powersgd(2)|cast('bf16')",
+    "lossless",
+]
+
+
+@pytest.mark.parametrize("codec", LARGE)
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_one_nan_reaches_all_ranks_and_no_residual(codec: str, bad: float) -> None:
+    """Of more than 8,192 elements: that is where the fused top-k begins to take samples."""
+
+    def case(world: sl.World) -> list[bool]:
+        model = nn.ParameterList([nn.Parameter(torch.zeros(90, 100))])
+        run = sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.0), codec=codec)
+        draw, finite = torch.Generator().manual_seed(world.rank), []
+        for number in range(4):
+            model.zero_grad()
+            values, before = torch.randn(90, 100, generator=draw), _state_bits(run)
+            if number == 2 and world.rank == 1:
+                values[77, 77] = bad
+            backward((model[0] * values).sum())
+            assert model[0].grad is not None
+            finite.append(bool(torch.isfinite(model[0].grad).all()))
+            assert finite[-1] or bool(torch.isnan(model[0].grad).all())
+            assert finite[-1] or world.rank == 0 or _state_bits(run) == before
+            assert bool(torch.isfinite(left_of(run)).all())
+        return finite
+
+    assert sl.simulate(case, ranks=2).results == ([True, True, False, True],) * 2
+
+
+def _state_bits(run: sl.Run) -> list[tuple[str, list[float]]]:
+    """What this rank alone remembers of its gradients."""
+    state = run.state_dict()["local"]["strategy"]
+    rows = {**state["residuals"], **{f"{name}'s": memory["velocity"] for name, memory in state["memories"].items()}}
+    return [(name, row.tolist()) for name, row in sorted(rows.items())]
+
+
+@pytest.mark.parametrize(
+    ("codec", "way"),
+    [
+        ("topk(0.01)", "gather"),
+        ("topk(0.01, momentum=0.9)|quantize(4)", "gather"),
+        ("topk(0.01, momentum=0.9)|quantize(4)", "sparse_doubling"),
+        ("topk(0.01)", "sparse_split"),
+        ("topk(0.01)", "sparse_split_dense(bits=4)"),
+        ("onebit", "split"),
+        ("powersgd(2)", "auto"),
+    ],
+)
+def test_check_finite_names_one_nan_among_many(codec: str, way: str) -> None:
+    def case(world: sl.World) -> str:
+        model = nn.ParameterList([nn.Parameter(torch.zeros(90, 100))])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        sl.distribute(model, optimizer, codec=codec, collective=way, check_finite=True)
+        values = torch.randn(90, 100, generator=torch.Generator().manual_seed(world.rank))
+        values[77, 77] = float("nan") if world.rank == 1 else 1.0
+        with pytest.raises(sl.DivergedError) as caught:
+            backward((model[0] * values).sum())
+        return str(caught.value)
+
+    words = sl.simulate(case, ranks=2).results
+    assert words[0] == words[1] == "NaN or Inf in the gradients of rank 1: 0"

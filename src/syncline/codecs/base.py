@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from syncline.errors import DivergedError, IncompatibleError, ProtocolError, SpecError
+from syncline.errors import IncompatibleError, ProtocolError, SpecError
 from syncline.specs import Spec
 
 if TYPE_CHECKING:
@@ -81,6 +81,12 @@ class Part:
     @property
     def numel(self) -> int:
         return self.flat.numel()
+
+    def drop_nonfinite_state(self) -> None:
+        """Set NaN and Inf to 0 in the residual and the memory: there they would spoil every later step."""
+        for kept in (self.residual, *self.memory.values()):
+            if kept is not None:
+                kept.nan_to_num_(0.0, 0.0, 0.0)
 
 
 class Codec(ABC):
@@ -199,7 +205,10 @@ class PayloadCodec(Codec):
 
     @property
     def notices(self) -> bool:
-        """Whether `write` meets NaN and Inf with a `DivergedError` and then leaves a residual that is finite."""
+        """Whether `write` finds NaN and Inf in a part by itself, at no cost, and changes nothing but the body then.
+
+        Every other codec is given finite parts only: `pack_into` looks first.
+        """
         return False
 
     @abstractmethod
@@ -238,8 +247,6 @@ class PayloadCodec(Codec):
         from syncline.codecs.payload import pack
 
         part = Part(flat_float32(tensor), shape=tuple(tensor.shape), residual=_row(residual, tensor.numel()))
-        if not all_finite(part.flat):
-            raise DivergedError(f"{self!r} cannot encode NaN or Inf")
         return pack(self, [part], draw or Draw())
 
     def decode(self, payload: Tensor, out: Tensor, accumulate: bool = False, step: int = 0) -> Tensor:

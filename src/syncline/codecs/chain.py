@@ -146,7 +146,7 @@ class Chain(PayloadCodec):
         return Lossless.most_bytes(self.first.body_bytes(numel, step))
 
     def write(self, part: Part, body: Tensor, draw: Draw) -> int:
-        if isinstance(self.first, TopK) and isinstance(self.rest, Quantize) and self.first.at_once(part.flat):
+        if isinstance(self.first, TopK) and isinstance(self.rest, Quantize) and self.first.at_once(part):
             return self.first.write_at_once(part, body, draw, self.rest)
         if isinstance(self.first, SparseCodec):
             return self.first.write(part, body, draw, self.rest)

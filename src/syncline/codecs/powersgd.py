@@ -32,6 +32,8 @@ ROWS = struct.Struct("<I")
 BLOCK = 1 << 17
 """Elements that are multiplied at once: so many stay in the cache between one column and the next."""
 MOST = torch.finfo(torch.float32).max
+NEGLIGIBLE = 1e31
+"""Less than half a step between the largest float32 and the one below: nothing overflows by adding so little."""
 DEPENDENT = 1e-12
 """A column of which less than this is left after the others were taken out of it is one of them."""
 
@@ -199,7 +201,7 @@ class _Wanted:
         """Leave in the residual what P Qᵀ does not say; nobody else computes it, so any order of additions will do."""
         if self.part.residual is None:
             return
-        if _overflows(p, q):
+        if _reach(p, q) >= NEGLIGIBLE:
             self.keep(_product(p, q))
         else:
             self.matrix.addmm_(p, q.T, alpha=-1)
@@ -294,7 +296,7 @@ def _product(p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
     What is projected may be larger than what was given; past the range of float32 it is cut off there.
     """
     whole = p.new_empty(len(p), len(q)) if out is None else out.view(len(p), len(q))
-    if _overflows(p, q):
+    if _reach(p, q) >= MOST:
         exact = (p.double().unsqueeze(1) * q.double()).sum(dim=2)
         return whole.copy_(exact.clamp_(-MOST, MOST))
     left, right = p.T.contiguous(), q.T.contiguous()
@@ -313,9 +315,9 @@ def _product(p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
     return whole
 
 
-def _overflows(p: Tensor, q: Tensor) -> bool:
-    """Whether a term of P Qᵀ, or a sum of some, may be past the range of float32."""
-    return bool((p.abs().amax(dim=0).double() * q.abs().amax(dim=0).double()).sum() >= MOST)
+def _reach(p: Tensor, q: Tensor) -> float:
+    """A magnitude that no term of P Qᵀ, nor a sum of some, exceeds."""
+    return float((p.abs().amax(dim=0).double() * q.abs().amax(dim=0).double()).sum())
 
 
 def _down(columns: Tensor) -> Tensor:

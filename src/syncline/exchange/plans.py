@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import Codec, Draw, Part, PayloadCodec
+from syncline.errors import DivergedError
 from syncline.exchange.coded import Work
 from syncline.exchange.coding import Coding
 from syncline.exchange.compressed import gather, settle, split
@@ -110,9 +111,14 @@ def _scale(parts: Sequence[Part], scale: float) -> None:
 def _summed(codec: Codec, parts: Sequence[Part], draw: Draw, size: int, control: Tensor | None) -> Work:
     """The codec's own rounds; the control numbers beside the first, for half precision could not count them."""
     first = True
-    for tensor in codec.rounds(parts, draw, size):
-        if first and control is not None:
-            yield Sum(tensor), Sum(control)
-        else:
-            yield Sum(tensor)
-        first = False
+    try:
+        for tensor in codec.rounds(parts, draw, size):
+            if first and control is not None:
+                yield Sum(tensor), Sum(control)
+            else:
+                yield Sum(tensor)
+            first = False
+    except DivergedError:
+        for part in parts:
+            part.drop_nonfinite_state()
+        raise

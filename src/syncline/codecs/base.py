@@ -146,8 +146,31 @@ class Codec(ABC):
         """The codec for one parameter; None where it goes as it is. Choosing a codec is itself a codec."""
         return self
 
+    def leaves(self) -> list[Codec]:
+        """The codecs that a parameter may get: this one, or all that it chooses from."""
+        return [self]
+
+    @property
+    def gradient_options(self) -> tuple[str, ...]:
+        """Its options, as they are written, that have a meaning only where gradients are all-reduced."""
+        return ()
+
+    @property
+    def parameter_options(self) -> tuple[str, ...]:
+        """Its options, as they are written, that have a meaning only where a part is a whole parameter."""
+        return ()
+
     def check(self, momentum: float) -> None:  # noqa: B027 (most have nothing against it)
         """Refuse an optimizer that cannot work with this codec; `momentum` is the largest it uses."""
+
+    def check_beyond_allreduce(self, user: str) -> None:
+        """Refuse options that have a meaning only where gradients are all-reduced; `user` does something else."""
+        for leaf in self.leaves():
+            for option in leaf.gradient_options:
+                raise IncompatibleError(
+                    f"{user} cannot use {leaf!r}: {option} is for strategy allreduce alone, where what is encoded is "
+                    f"a parameter's gradient and all workers sum it; leave {option} out, or take strategy allreduce"
+                )
 
     @abstractmethod
     def max_bytes(self, numel: int) -> int:

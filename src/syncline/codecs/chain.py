@@ -115,6 +115,14 @@ class Chain(PayloadCodec):
     def notices(self) -> bool:
         return isinstance(self.first, PayloadCodec) and self.first.notices
 
+    @property
+    def gradient_options(self) -> tuple[str, ...]:
+        return tuple(option for link in self.links for option in link.gradient_options)
+
+    @property
+    def parameter_options(self) -> tuple[str, ...]:
+        return tuple(option for link in self.links for option in link.parameter_options)
+
     def check(self, momentum: float) -> None:
         for link in self.links:
             link.check(momentum)

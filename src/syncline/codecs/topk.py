@@ -100,6 +100,15 @@ class TopK(SparseCodec):
                 "give the optimizer momentum=0"
             )
 
+    @property
+    def gradient_options(self) -> tuple[str, ...]:
+        told = (("momentum", self.momentum), ("masking", self.masking), ("clip", self.clip))
+        return tuple(f"{name}={value!r}" for name, value in told if value)
+
+    @property
+    def parameter_options(self) -> tuple[str, ...]:
+        return (f"whole={self.whole}",) if self.whole else ()
+
     def most(self, numel: int, step: int = 0) -> int:
         if numel <= self.whole:
             return numel

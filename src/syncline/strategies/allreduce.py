@@ -50,6 +50,7 @@ class AllReduce(Strategy):
     steps: int | None = None
 
     name: ClassVar[str] = "allreduce"
+    reduces_gradients: ClassVar[bool] = True
     # Staleness acts as momentum (Mitliagkas et al. 2016), so that less of it is left for the optimizer.
     presets: ClassVar[tuple[Preset, ...]] = (
         Preset(spec="allreduce"),

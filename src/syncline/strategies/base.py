@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from syncline.codecs import Codec
 from syncline.data import Cursor, MicroBatches, Sharded
 from syncline.errors import DivergedError, IncompatibleError, SpecError
 from syncline.exchange import BUCKET_BYTES, Exchange, Stats, check_same, plain_name, share_tree, spread
@@ -68,6 +69,13 @@ class Strategy(ABC):
     name: ClassVar[str]
     presets: ClassVar[tuple[Preset, ...]] = ()
     """What takes part in a race by default."""
+    reduces_gradients: ClassVar[bool] = False
+    """Whether all that a codec encodes are gradients that the workers all-reduce."""
+
+    def check_codec(self, codec: Codec) -> None:
+        """Refuse a codec with options that this strategy cannot obey. Called before anything is sent."""
+        if not self.reduces_gradients:
+            codec.check_beyond_allreduce(repr(self))
 
     @abstractmethod
     def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:

@@ -70,6 +70,7 @@ def distribute(
     )
     if coder is not None:
         coder.check(momentum_of(optimizer))
+        way.check_codec(coder)
     exchange = Exchange(world, collective, coder)
     check_same(exchange, "models", _describe_model(model))
     check_same(exchange, "optimizers", _describe_optimizer(optimizer))

@@ -138,7 +138,7 @@ class _Layout:
         chosen: dict[PayloadCodec, list[int]] = {}
         for number, (name, weight) in enumerate(weights.items()):
             picked = codec.pick(name, weight.numel()) or Raw()
-            if not isinstance(picked, PayloadCodec):
+            if not isinstance(picked, PayloadCodec) or picked.lingers:
                 raise IncompatibleError(
                     f"gossip sends what {picked!r} makes of one worker's weights, and that one sums among all workers: "
                     "take a codec such as topk(0.01) or quantize(4), or strategy allreduce"

@@ -130,7 +130,7 @@ class Chain(PayloadCodec):
     def rounds(self, parts: Sequence[Part], draw: Draw, size: int) -> Generator[Tensor, None, None]:
         assert isinstance(self.first, (PowerSGD, RandomK)), "only these sum"
         assert isinstance(self.rest, Cast), "in half precision"
-        return self.first.rounds(parts, draw, size, wire=self.rest.dtype)
+        return self.first.rounds(parts, draw, size, wire=self.rest.dtype, stochastic=self.rest.stochastic)
 
     # A tensor alone has no half factors to be summed: it is powersgd's own payload.
 
@@ -161,7 +161,8 @@ class Chain(PayloadCodec):
         assert isinstance(self.first, PayloadCodec), "a chain that sums has no bodies"
         inner = torch.zeros(self.first.body_bytes(part.numel, draw.step), dtype=torch.uint8, device=body.device)
         used = self.first.write(part, inner, draw)
-        return Lossless.compress(inner[:used], body, width=1)
+        assert isinstance(self.rest, Lossless), "nothing else follows"
+        return Lossless.compress(inner[:used], body, width=1, level=self.rest.level)
 
     def read_all(self, rows: Tensor, out: Tensor, scale: float) -> None:
         if not isinstance(self.first, SparseCodec):

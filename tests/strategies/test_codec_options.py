@@ -34,12 +34,12 @@ GRADIENT_OPTIONS = {
 }
 
 
-def attach(strategy: str, codec: str, ranks: int = 2) -> None:
+def attach(strategy: str, codec: str | None, dtype: torch.dtype = torch.float32) -> None:
     def case(world: sl.World) -> None:
-        model = nn.Linear(6, 5)
+        model = nn.Linear(6, 5, dtype=dtype)
         sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, codec=codec).close()
 
-    sl.simulate(case, ranks=ranks)
+    sl.simulate(case, ranks=2)
 
 
 @pytest.mark.parametrize("strategy", ELSEWHERE)
@@ -84,6 +84,28 @@ def test_gossip_refuses_sums_over_all_workers(codec: str) -> None:
 def test_a_tree_refuses_a_shared_warm_start(codec: str) -> None:
     with pytest.raises(sl.IncompatibleError, match="warm start"):
         attach("easgd(centres=2)", codec)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "codec", "words"),
+    [
+        ("allreduce", "lossless", "rounded to float32"),
+        ("local", "topk(0.5)", "rounded to float32"),
+        ("diloco", "by_size(10, None, 'quantize(4)')", "rounded to float32"),
+        ("easgd", "onebit", "rounded to float32"),
+        ("bsp", None, "servers hold float32"),
+        ("easgd(sync=False)", None, "servers hold float32"),
+        ("allreduce", None, ""),
+        ("gossip", "lossless", ""),  # keeps all digits
+    ],
+)
+def test_rounding_of_double_precision_is_told_once(
+    strategy: str, codec: str | None, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    attach(strategy, codec)
+    assert caplog.text == ""
+    attach(strategy, codec, dtype=torch.float64)
+    assert [words in record.message for record in caplog.records] == ([True] if words else [])
 
 
 def test_a_store_refuses_options_for_gradients() -> None:

@@ -16,6 +16,7 @@ __all__ = ["Coding"]
 
 logger = logging.getLogger("syncline")
 
+DOUBLE = (torch.float64, torch.complex128)
 ALIKE = "q"
 """What is the same on every rank, and must be: a warm start."""
 
@@ -40,6 +41,11 @@ class Coding:
         self._seed = seed
         self._residuals: dict[str, Tensor] = {}
         self._memories: dict[str, dict[str, Tensor]] = {}
+        self._double = [
+            name
+            for name, parameter, picked in zip(names, parameters, self.picked, strict=True)
+            if picked is not None and parameter.dtype in DOUBLE
+        ]
 
     @property
     def lingers(self) -> bool:
@@ -50,6 +56,15 @@ class Coding:
     def draw(self) -> Draw:
         """This step's random bits."""
         return Draw(self._seed, self.step, self._rank)
+
+    def warn_of_rounding(self) -> None:
+        """Log on rank 0 that parameters of double precision are sent as float32."""
+        if self._double and self._rank == 0:
+            logger.warning(
+                "%d parameters are of double precision (the first is %s), and codecs encode float32: what %r sends of "
+                "them is rounded to float32; leave the codec out to keep all digits",
+                *(len(self._double), self._double[0], self.codec),
+            )
 
     def part(self, index: int, flat: Tensor, present: bool) -> Part:
         """A gradient for the codec. One that is not there adds nothing, and leaves the residual for another step."""

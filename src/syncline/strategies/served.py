@@ -113,6 +113,12 @@ class ServedRun(Run):
         check_filters(filters, plan.factors, self.rules)
         check_codec(exchange.codec)
         self.parameters = self.keys.trains(model)
+        if exchange.rank == 0 and any(each.dtype == torch.float64 for each in self.parameters):
+            logger.warning(
+                "parameters of double precision, and servers hold float32: %r rounds the weights to float32; a strategy "
+                "without servers, such as allreduce or local, keeps all digits",
+                strategy,
+            )
         self.gradients = torch.zeros(self.keys.trained)
         """A row of this step's gradients, times this worker's weight."""
         self.weights = torch.empty(self.keys.trained)

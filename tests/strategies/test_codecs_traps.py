@@ -291,3 +291,71 @@ def test_check_finite_names_one_nan_among_many(codec: str, way: str) -> None:
 
     words = sl.simulate(case, ranks=2).results
     assert words[0] == words[1] == "NaN or Inf in the gradients of rank 1: 0"
+
+
+@pytest.mark.parametrize("codec", ["topk(0.5, momentum=0.9)", "by_size(2, None, 'topk(0.5, momentum=0.9)|quantize(4)')"])
+@pytest.mark.parametrize(("strategy", "passes"), [("allreduce", 2), ("allreduce(delay=1)", 3)])
+def test_a_second_backward_of_a_step_is_refused_with_momentum(codec: str, strategy: str, passes: int) -> None:
+    def case(world: sl.World) -> None:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run = sl.distribute(model, optimizer, strategy, codec=codec)
+        for _ in range(passes):
+            backward(model(torch.ones(2, 6)).sum())  # all but the last belong under no_sync()
+        run.close()
+
+    with pytest.raises(sl.IncompatibleError, match=r"second backward pass .* run\.no_sync\(\)"):
+        sl.simulate(case, ranks=2)
+
+
+@pytest.mark.parametrize("none", [True, False])
+def test_momentum_counts_the_backward_passes_of_a_step_once(none: bool) -> None:
+    """With all elements sent, the codec's momentum is the optimizer's: also where passes add up and steps are skipped.
+
+    A gradient that is set to zero in place is not taken for one that adds up.
+    """
+
+    def case(world: sl.World, codec: str | None) -> Tensor:
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0 if codec else 0.9)
+        run = sl.distribute(model, optimizer, codec=codec)
+        for number in range(6):
+            optimizer.zero_grad(set_to_none=none)
+            with run.no_sync():
+                backward(model(torch.ones(2, 6) + world.rank).square().sum() / 50)
+            backward(model(torch.ones(2, 6) * number).square().sum() / 50)
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=none)
+        backward(model(torch.ones(2, 6)).sum())  # of a step that is skipped, as a GradScaler does
+        optimizer.zero_grad(set_to_none=none)
+        backward(model(torch.ones(2, 6)).sum())
+        return flat(model)
+
+    plain = sl.simulate(lambda world: case(world, None), ranks=2).results[0]
+    coded = sl.simulate(lambda world: case(world, "topk(1.0, momentum=0.9)"), ranks=2).results[0]
+    torch.testing.assert_close(coded, plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad_ranks", [(1,), (0, 1)])
+@pytest.mark.parametrize("codec", ["powersgd(2)", "powersgd(2)|cast('bf16')"])
+def test_powersgd_recovers_after_nan(bad_ranks: tuple[int, ...], codec: str) -> None:
+    """After it the ranks agree to the bit, and a gradient of low rank arrives as if nothing had been."""
+
+    def case(world: sl.World) -> tuple[Tensor, dict[str, Tensor]]:
+        model = nn.ParameterList([nn.Parameter(torch.zeros(12, 10))])
+        run = sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.0), codec=codec)
+        left, right = torch.arange(1.0, 13.0), torch.linspace(-1, 1, 10)
+        for number in range(4):
+            model.zero_grad()
+            bad = float("nan") if number == 1 and world.rank in bad_ranks else 1.0
+            backward((model[0] * torch.outer(left, right) * (1 + world.rank) * bad).sum())
+        assert model[0].grad is not None
+        warm: dict[str, Tensor] = run.state_dict()["shared"]["state"]["coding"]["warm"]
+        return model[0].grad.clone(), warm
+
+    (first, warm), (second, warm_too) = sl.simulate(case, ranks=2).results
+    assert torch.equal(first, second)
+    assert torch.equal(warm["0"], warm_too["0"])
+    assert bool(torch.isfinite(warm["0"]).all())
+    whole = 1.5 * torch.outer(torch.arange(1.0, 13.0), torch.linspace(-1, 1, 10))
+    torch.testing.assert_close(first, whole, rtol=0.02, atol=0.05)

@@ -151,6 +151,11 @@ class Codec(ABC):
         return [self]
 
     @property
+    def counts_steps(self) -> bool:
+        """Whether each gradient must be a whole step's: one that contains an earlier reduced one would count twice."""
+        return False
+
+    @property
     def gradient_options(self) -> tuple[str, ...]:
         """Its options, as they are written, that have a meaning only where gradients are all-reduced."""
         return ()

@@ -116,6 +116,10 @@ class Chain(PayloadCodec):
         return isinstance(self.first, PayloadCodec) and self.first.notices
 
     @property
+    def counts_steps(self) -> bool:
+        return any(link.counts_steps for link in self.links)
+
+    @property
     def gradient_options(self) -> tuple[str, ...]:
         return tuple(option for link in self.links for option in link.gradient_options)
 

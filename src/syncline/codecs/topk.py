@@ -101,6 +101,10 @@ class TopK(SparseCodec):
             )
 
     @property
+    def counts_steps(self) -> bool:
+        return bool(self.momentum)
+
+    @property
     def gradient_options(self) -> tuple[str, ...]:
         told = (("momentum", self.momentum), ("masking", self.masking), ("clip", self.clip))
         return tuple(f"{name}={value!r}" for name, value in told if value)

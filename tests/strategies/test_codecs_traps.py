@@ -359,3 +359,22 @@ def test_powersgd_recovers_after_nan(bad_ranks: tuple[int, ...], codec: str) -> 
     assert bool(torch.isfinite(warm["0"]).all())
     whole = 1.5 * torch.outer(torch.arange(1.0, 13.0), torch.linspace(-1, 1, 10))
     torch.testing.assert_close(first, whole, rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize("strategy", ["bsp", "ssp(slack=1)", "master(sync=False)"])
+@pytest.mark.parametrize("codec", ["quantize(4)", "topk(0.1)"])
+def test_workers_see_weights_that_overflow_at_the_servers(strategy: str, codec: str) -> None:
+    def case(world: sl.World) -> list[bool]:
+        model = nn.ParameterList([nn.Parameter(torch.ones(50))])
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e30)
+        run = sl.distribute(model, optimizer, strategy, codec=codec)
+        finite = []
+        for rate in (1.0, 1e20, 1.0):
+            model[0].grad = torch.full((50,), rate)
+            optimizer.step()
+            finite.append(bool(torch.isfinite(model[0]).all()))
+        run.close()
+        return finite
+
+    for finite in sl.simulate(case, ranks=2).results:
+        assert not finite[-1]

@@ -293,7 +293,9 @@ def test_check_finite_names_one_nan_among_many(codec: str, way: str) -> None:
     assert words[0] == words[1] == "NaN or Inf in the gradients of rank 1: 0"
 
 
-@pytest.mark.parametrize("codec", ["topk(0.5, momentum=0.9)", "by_size(2, None, 'topk(0.5, momentum=0.9)|quantize(4)')"])
+@pytest.mark.parametrize(
+    "codec", ["topk(0.5, momentum=0.9)", "by_size(2, None, 'topk(0.5, momentum=0.9)|quantize(4)')"]
+)
 @pytest.mark.parametrize(("strategy", "passes"), [("allreduce", 2), ("allreduce(delay=1)", 3)])
 def test_a_second_backward_of_a_step_is_refused_with_momentum(codec: str, strategy: str, passes: int) -> None:
     def case(world: sl.World) -> None:
@@ -378,3 +380,26 @@ def test_workers_see_weights_that_overflow_at_the_servers(strategy: str, codec: 
 
     for finite in sl.simulate(case, ranks=2).results:
         assert not finite[-1]
+
+
+@pytest.mark.parametrize("codec", ["topk(0.2)", "onebit", "powersgd(1)", "randomk(0.3)|cast('bf16')"])
+def test_two_backward_passes_of_a_step_lose_nothing(codec: str) -> None:
+    def case(world: sl.World) -> tuple[Tensor, Tensor, Tensor]:
+        model = nn.ParameterList([nn.Parameter(torch.zeros(6, 5))])
+        run = sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.0), codec=codec)
+        draw = torch.Generator().manual_seed(world.rank)
+        made, applied = torch.zeros(6, 5), torch.zeros(6, 5)
+        for _ in range(5):
+            model.zero_grad()
+            for _ in range(2):
+                values = torch.randn(6, 5, generator=draw)
+                made += values
+                backward((model[0] * values).sum())
+            assert model[0].grad is not None
+            applied += model[0].grad
+        return made, applied, left_of(run).view(6, 5)
+
+    made, applied, left = (
+        torch.stack(each).mean(dim=0) for each in zip(*sl.simulate(case, ranks=2).results, strict=True)
+    )
+    torch.testing.assert_close(applied + left, made, rtol=0, atol=0.05)

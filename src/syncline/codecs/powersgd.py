@@ -238,13 +238,14 @@ class _Sent:
         self.shapes = [each.tensor.shape for each in pieces]
         # Half precision has no range to spare for numbers made smaller against an overflow of float32.
         self.shrunk = [each.shrunk if wire == torch.float16 else 1.0 for each in pieces]
-        rows = zip((each.tensor.reshape(-1) for each in pieces), self.shrunk, strict=True)
-        self.flat = torch.cat([row if factor == 1.0 else row / factor for row, factor in rows])
+        flats = zip((each.tensor.reshape(-1) for each in pieces), self.shrunk, strict=True)
+        self.flat = torch.cat([row if factor == 1.0 else row / factor for row, factor in flats])
         if wire != torch.float32:  # past its range the sum would be Inf; what is cut off stays in the residual
             whole, self.flat = self.flat, torch.empty_like(self.flat, dtype=wire)
             lengths = [shape.numel() for shape in self.shapes]
-            for each, row, halves in zip(pieces, whole.split(lengths), self.flat.split(lengths), strict=True):
-                round_to_half(row, halves, each.draw, size, stochastic)
+            rows, halves = (torch.split_with_sizes(each, lengths) for each in (whole, self.flat))
+            for each, row, half in zip(pieces, rows, halves, strict=True):
+                round_to_half(row, half, each.draw, size, stochastic)
         self.own = self._cut(self.flat.clone())
 
     def pieces(self) -> list[Tensor]:

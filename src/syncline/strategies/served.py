@@ -115,8 +115,8 @@ class ServedRun(Run):
         self.parameters = self.keys.trains(model)
         if exchange.rank == 0 and any(each.dtype == torch.float64 for each in self.parameters):
             logger.warning(
-                "parameters of double precision, and servers hold float32: %r rounds the weights to float32; a strategy "
-                "without servers, such as allreduce or local, keeps all digits",
+                "parameters of double precision, and servers hold float32: %r rounds the weights to float32; a "
+                "strategy without servers, such as allreduce or local, keeps all digits",
                 strategy,
             )
         self.gradients = torch.zeros(self.keys.trained)
@@ -418,7 +418,7 @@ def check_codec(codec: Codec | None) -> None:
         )
     for option in codec.parameter_options:
         raise IncompatibleError(
-            f"{codec!r}: {option} is about the sizes of parameters, and servers hold one row of keys: leave {option} out"
+            f"{codec!r}: {option} is about the sizes of parameters, and servers hold one row of keys: leave it out"
         )
     if codec.lingers:
         raise IncompatibleError(

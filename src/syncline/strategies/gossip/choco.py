@@ -6,9 +6,9 @@ Everybody keeps x̂_i, what all believe that worker i has, for itself and for it
     x̂_j ← x̂_j + s·q_j                          alike at j and at all its neighbours: they decode the same bytes
     x_i ← x_i + γ Σ_j W_ij (x̂_j − x̂_i)         the mean stays, whatever C has done to q
 
-What C leaves out of q stays in x_i − x̂_i and is in the next q: no other error feedback is needed. The same holds for what
-float32, which codecs encode, leaves out of a difference of double precision. s and γ follow from
-how much of a random row survives C, δ = ⟨x, Cx⟩² / (‖x‖²‖Cx‖²). s = ⟨x, Cx⟩ / ‖Cx‖² makes s·C a contraction, also where
+What C leaves out of q stays in x_i − x̂_i and is in the next q: no other error feedback is needed. The same holds for
+what float32, which codecs encode, leaves out of a difference of double precision. s and γ follow from how much of a
+random row survives C, δ = ⟨x, Cx⟩² / (‖x‖²‖Cx‖²). s = ⟨x, Cx⟩ / ‖Cx‖² makes s·C a contraction, also where
 C is unbiased and noisy; γ = δ (1 + δ) / 2 unless it is told, which of some rules tried came together fastest.
 
 Koloskova, Stich, Jaggi: Decentralized stochastic optimization and gossip algorithms with compressed communication

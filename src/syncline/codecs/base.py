@@ -233,9 +233,9 @@ class PayloadCodec(Codec):
 
     @property
     def notices(self) -> bool:
-        """Whether `write` finds NaN and Inf in a part by itself, at no cost, and changes nothing but the body then.
+        """Whether `write` finds NaN and Inf in a part by itself, at no cost.
 
-        Every other codec is given finite parts only: `pack_into` looks first.
+        Every other codec, and one that has a residual to spoil, is given finite parts only: `pack_into` looks first.
         """
         return False
 

@@ -25,7 +25,7 @@ class DenseCodec(PayloadCodec):
 
     @property
     def notices(self) -> bool:
-        return not self.keeps_residual
+        return True
 
     def write(self, part: Part, body: Tensor, draw: Draw) -> int:
         if not self.encode_body(part, body, draw):

@@ -66,7 +66,7 @@ def pack_into(
         first = at if fixed else at + LENGTH
         body, own = whole[first : first + most], draw.of(part.name, part.start)
         try:
-            if not codec.notices and not all_finite(part.flat):
+            if not (codec.notices and part.residual is None) and not all_finite(part.flat):
                 raise DivergedError(f"{codec!r} cannot encode {part.name or 'a tensor'}: it holds NaN or Inf")
             used = codec.write(part, body, own)
         except DivergedError:

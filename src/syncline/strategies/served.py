@@ -413,8 +413,8 @@ def check_codec(codec: Codec | None) -> None:
         return
     if isinstance(codec, Chooser):
         raise IncompatibleError(
-            f"{codec!r} chooses by the names or sizes of parameters, and servers hold one row of keys: give one codec "
-            "for all"
+            f"{codec!r} chooses by the names of parameters or by their sizes, and servers hold one row of keys: give "
+            "one codec for all"
         )
     for option in codec.parameter_options:
         raise IncompatibleError(

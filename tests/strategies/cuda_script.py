@@ -28,7 +28,7 @@ def alone(size: int, steps: int) -> list[torch.Tensor]:
 
 def with_codecs(world: sl.World, together: bool) -> None:
     """Every codec trains on the GPU, and all ranks agree; NaN is told in the step it comes in."""
-    summing = ["cast('fp16')", "randomk(0.2)", "powersgd(2)"]
+    summing = ["cast('fp16')", "randomk(0.2)", "powersgd(2)", "powersgd(2)|cast('bf16', stochastic=True)"]
     payloads = [
         "quantize(4)",
         "onebit",

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from syncline.errors import DivergedError, IncompatibleError, ProtocolError, SpecError
+from syncline.errors import IncompatibleError, ProtocolError, SpecError
 from syncline.specs import Spec
 
 if TYPE_CHECKING:
@@ -81,6 +81,12 @@ class Part:
     @property
     def numel(self) -> int:
         return self.flat.numel()
+
+    def drop_nonfinite_state(self) -> None:
+        """Set NaN and Inf to 0 in the residual and the memory: there they would spoil every later step."""
+        for kept in (self.residual, *self.memory.values()):
+            if kept is not None:
+                kept.nan_to_num_(0.0, 0.0, 0.0)
 
 
 class Codec(ABC):
@@ -140,8 +146,36 @@ class Codec(ABC):
         """The codec for one parameter; None where it goes as it is. Choosing a codec is itself a codec."""
         return self
 
+    def leaves(self) -> list[Codec]:
+        """The codecs that a parameter may get: this one, or all that it chooses from."""
+        return [self]
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether each gradient must be a whole step's: one that contains an earlier reduced one would count twice."""
+        return False
+
+    @property
+    def gradient_options(self) -> tuple[str, ...]:
+        """Its options, as they are written, that have a meaning only where gradients are all-reduced."""
+        return ()
+
+    @property
+    def parameter_options(self) -> tuple[str, ...]:
+        """Its options, as they are written, that have a meaning only where a part is a whole parameter."""
+        return ()
+
     def check(self, momentum: float) -> None:  # noqa: B027 (most have nothing against it)
         """Refuse an optimizer that cannot work with this codec; `momentum` is the largest it uses."""
+
+    def check_beyond_allreduce(self, user: str) -> None:
+        """Refuse options that have a meaning only where gradients are all-reduced; `user` does something else."""
+        for leaf in self.leaves():
+            for option in leaf.gradient_options:
+                raise IncompatibleError(
+                    f"{user} cannot use {leaf!r}: {option} is for strategy allreduce alone, where what is encoded is "
+                    f"a parameter's gradient and all workers sum it; leave {option} out, or take strategy allreduce"
+                )
 
     @abstractmethod
     def max_bytes(self, numel: int) -> int:
@@ -199,7 +233,10 @@ class PayloadCodec(Codec):
 
     @property
     def notices(self) -> bool:
-        """Whether `write` meets NaN and Inf with a `DivergedError` and then leaves a residual that is finite."""
+        """Whether `write` finds NaN and Inf in a part by itself, at no cost.
+
+        Every other codec, and one that has a residual to spoil, is given finite parts only: `pack_into` looks first.
+        """
         return False
 
     @abstractmethod
@@ -238,8 +275,6 @@ class PayloadCodec(Codec):
         from syncline.codecs.payload import pack
 
         part = Part(flat_float32(tensor), shape=tuple(tensor.shape), residual=_row(residual, tensor.numel()))
-        if not all_finite(part.flat):
-            raise DivergedError(f"{self!r} cannot encode NaN or Inf")
         return pack(self, [part], draw or Draw())
 
     def decode(self, payload: Tensor, out: Tensor, accumulate: bool = False, step: int = 0) -> Tensor:

@@ -22,7 +22,7 @@ from syncline.codecs.base import Draw, Part, PayloadCodec
 from syncline.codecs.kernels import dense
 from syncline.errors import DivergedError, ProtocolError, SpecError
 
-__all__ = ["Cast"]
+__all__ = ["Cast", "round_to_half"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,13 +110,21 @@ class Cast(PayloadCodec):
     def _round(self, part: Part, halves: Tensor, draw: Draw, size: int = 1) -> None:
         """Round a part, with its residual, to half precision; no value beyond what `size` ranks can add up."""
         values = part.flat if part.residual is None else part.residual.add_(part.flat)
-        limit, bits = _limit(self.dtype, size)
-        if self.stochastic:
-            dense.cast_stochastic(values, halves, limit=bits, start=draw.start, key=draw.key)
-        else:
-            halves.copy_(values.clamp(-limit, limit))
+        round_to_half(values, halves, draw, size, self.stochastic)
         if part.residual is not None and not _finite(part.residual.sub_(halves)):
             raise DivergedError(f"{self!r}: the residual and the gradient of {part.name!r} add up to Inf or NaN")
+
+
+def round_to_half(values: Tensor, halves: Tensor, draw: Draw, size: int, stochastic: bool) -> None:
+    """Round a row to half precision: to the nearest or at random, and to no value beyond what `size` ranks can add up.
+
+    Random bits are those of `draw`, from its start on.
+    """
+    limit, bits = _limit(halves.dtype, size)
+    if stochastic:
+        dense.cast_stochastic(values, halves, limit=bits, start=draw.start, key=draw.key)
+    else:
+        halves.copy_(values.clamp(-limit, limit))
 
 
 def _finite(values: Tensor) -> bool:

@@ -115,6 +115,18 @@ class Chain(PayloadCodec):
     def notices(self) -> bool:
         return isinstance(self.first, PayloadCodec) and self.first.notices
 
+    @property
+    def counts_steps(self) -> bool:
+        return any(link.counts_steps for link in self.links)
+
+    @property
+    def gradient_options(self) -> tuple[str, ...]:
+        return tuple(option for link in self.links for option in link.gradient_options)
+
+    @property
+    def parameter_options(self) -> tuple[str, ...]:
+        return tuple(option for link in self.links for option in link.parameter_options)
+
     def check(self, momentum: float) -> None:
         for link in self.links:
             link.check(momentum)
@@ -122,7 +134,7 @@ class Chain(PayloadCodec):
     def rounds(self, parts: Sequence[Part], draw: Draw, size: int) -> Generator[Tensor, None, None]:
         assert isinstance(self.first, (PowerSGD, RandomK)), "only these sum"
         assert isinstance(self.rest, Cast), "in half precision"
-        return self.first.rounds(parts, draw, size, wire=self.rest.dtype)
+        return self.first.rounds(parts, draw, size, wire=self.rest.dtype, stochastic=self.rest.stochastic)
 
     # A tensor alone has no half factors to be summed: it is powersgd's own payload.
 
@@ -146,14 +158,15 @@ class Chain(PayloadCodec):
         return Lossless.most_bytes(self.first.body_bytes(numel, step))
 
     def write(self, part: Part, body: Tensor, draw: Draw) -> int:
-        if isinstance(self.first, TopK) and isinstance(self.rest, Quantize) and self.first.at_once(part.flat):
+        if isinstance(self.first, TopK) and isinstance(self.rest, Quantize) and self.first.at_once(part):
             return self.first.write_at_once(part, body, draw, self.rest)
         if isinstance(self.first, SparseCodec):
             return self.first.write(part, body, draw, self.rest)
         assert isinstance(self.first, PayloadCodec), "a chain that sums has no bodies"
         inner = torch.zeros(self.first.body_bytes(part.numel, draw.step), dtype=torch.uint8, device=body.device)
         used = self.first.write(part, inner, draw)
-        return Lossless.compress(inner[:used], body, width=1)
+        assert isinstance(self.rest, Lossless), "nothing else follows"
+        return Lossless.compress(inner[:used], body, width=1, level=self.rest.level)
 
     def read_all(self, rows: Tensor, out: Tensor, scale: float) -> None:
         if not isinstance(self.first, SparseCodec):

@@ -38,6 +38,9 @@ class Chooser(Codec):
         found = self.choose(name, numel)
         return None if found is None else found.pick(name, numel)
 
+    def leaves(self) -> list[Codec]:
+        return [leaf for each in self._codecs() for leaf in each.leaves()]
+
     @property
     def biased(self) -> bool:
         return any(each.biased for each in self._codecs())
@@ -49,6 +52,10 @@ class Chooser(Codec):
     @property
     def sums(self) -> bool:
         return any(each.sums for each in self._codecs())
+
+    @property
+    def lingers(self) -> bool:
+        return any(each.lingers for each in self._codecs())
 
     @property
     def keeps_residual(self) -> bool:

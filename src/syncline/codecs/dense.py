@@ -25,10 +25,12 @@ class DenseCodec(PayloadCodec):
 
     @property
     def notices(self) -> bool:
-        return not self.keeps_residual
+        return True
 
     def write(self, part: Part, body: Tensor, draw: Draw) -> int:
         if not self.encode_body(part, body, draw):
+            if part.residual is None:
+                raise DivergedError(f"{self!r} cannot encode {part.name or 'a tensor'}: it holds NaN or Inf")
             raise DivergedError(f"{self!r}: the residual and the gradient of {part.name!r} add up to Inf or NaN")
         return body.numel()
 

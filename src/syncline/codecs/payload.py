@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import Draw, Part, PayloadCodec
+from syncline.codecs.base import Draw, Part, PayloadCodec, all_finite
 from syncline.errors import DivergedError, ProtocolError
 
 __all__ = ["HEADER", "most_bytes", "pack", "pack_into", "unpack", "unpack_all"]
@@ -42,11 +42,13 @@ def _lengths(codec: PayloadCodec, sizes: Sequence[int], step: int) -> tuple[int,
     return _bodies(codec, tuple(sizes), min(step, codec.settled))
 
 
-def pack(codec: PayloadCodec, parts: Sequence[Part], draw: Draw) -> Tensor:
-    """Encode the parts of a bucket."""
+def pack(
+    codec: PayloadCodec, parts: Sequence[Part], draw: Draw, broken: Callable[[Part], None] | None = None
+) -> Tensor:
+    """Encode the parts of a bucket; `broken` as for `pack_into`."""
     device = parts[0].flat.device if parts else torch.device("cpu")
     whole = torch.zeros(most_bytes(codec, [p.numel for p in parts], draw.step), dtype=torch.uint8, device=device)
-    return whole[: pack_into(codec, parts, draw, whole)]
+    return whole[: pack_into(codec, parts, draw, whole, broken)]
 
 
 def pack_into(
@@ -54,7 +56,8 @@ def pack_into(
 ) -> int:
     """Encode the parts of a bucket into `whole`, zeroed and of `most_bytes`; how many bytes were used.
 
-    A part that holds NaN or Inf is an error or, where somebody wants to know of it, `broken`: then zeros go instead.
+    A part that holds NaN or Inf is an error or, where there is a callback for it, `broken`: then zeros go instead. What
+    the codec remembers of that part stays as it was. Where finite values overflow with it, it stays finite.
     """
     elements = sum(part.numel for part in parts)
     _put(whole, 0, HEADER.pack(MAGIC, VERSION, codec.kind, codec.mark, elements))
@@ -63,13 +66,14 @@ def pack_into(
         first = at if fixed else at + LENGTH
         body, own = whole[first : first + most], draw.of(part.name, part.start)
         try:
+            if not (codec.notices and part.residual is None) and not all_finite(part.flat):
+                raise DivergedError(f"{codec!r} cannot encode {part.name or 'a tensor'}: it holds NaN or Inf")
             used = codec.write(part, body, own)
         except DivergedError:
+            part.drop_nonfinite_state()
             if broken is None:
                 raise
             broken(part)
-            if part.residual is not None:
-                part.residual.nan_to_num_(0.0, 0.0, 0.0)
             used = codec.write(Part(part.flat.zero_(), part.name, part.start, part.shape), body.zero_(), own)
         if not fixed:
             _put(whole, at, struct.pack("<I", used))

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from syncline.codecs.base import Codec, Draw, Part, PayloadCodec
+from syncline.codecs.cast import round_to_half
 from syncline.codecs.kernels.dispatch import fused
 from syncline.codecs.payload import most_bytes
 from syncline.errors import DivergedError, ProtocolError, SpecError
@@ -32,6 +33,8 @@ ROWS = struct.Struct("<I")
 BLOCK = 1 << 17
 """Elements that are multiplied at once: so many stay in the cache between one column and the next."""
 MOST = torch.finfo(torch.float32).max
+NEGLIGIBLE = 1e31
+"""Less than half a step between the largest float32 and the one below: nothing overflows by adding so little."""
 DEPENDENT = 1e-12
 """A column of which less than this is left after the others were taken out of it is one of them."""
 
@@ -81,9 +84,17 @@ class PowerSGD(Codec):
         return _Factors(self).decode(payload, out, accumulate, step)
 
     def rounds(
-        self, parts: Sequence[Part], draw: Draw, size: int, wire: torch.dtype = torch.float32
+        self,
+        parts: Sequence[Part],
+        draw: Draw,
+        size: int,
+        wire: torch.dtype = torch.float32,
+        stochastic: bool = False,
     ) -> Generator[Tensor, None, None]:
-        """Two rounds for the whole bucket, one where it has no matrix; everything travels as `wire`."""
+        """Two rounds for the whole bucket, one where it has no matrix; everything travels as `wire`.
+
+        With `stochastic` values are rounded to half precision at random, so that the mean is right.
+        """
         if not parts:
             return
         bucket = [_Wanted(part, self.rank) for part in parts]
@@ -91,8 +102,9 @@ class PowerSGD(Codec):
         matrices = [each for each in bucket if each.rows]
         for each in matrices:
             each.start(self.rank, draw)
-        first = [(each.matrix @ each.q, _shrink(len(each.q))) for each in matrices]
-        sent = _Sent(first + [(each.values, 1.0) for each in dense], size, wire)
+        first = [_Piece(each.matrix @ each.q, _shrink(len(each.q)), draw.of(each.part.name)) for each in matrices]
+        first += [_Piece(each.values, 1.0, draw.of(each.part.name, each.part.start)) for each in dense]
+        sent = _Sent(first, size, wire, stochastic)
         yield sent.flat
         summed = sent.pieces()
         own = sent.own
@@ -102,8 +114,11 @@ class PowerSGD(Codec):
         if not matrices:
             return
         ps = [_orthonormal(whole) for whole in summed[: len(matrices)]]
-        second = [(each.matrix.T @ _down(p), _shrink(len(p))) for each, p in zip(matrices, ps, strict=True)]
-        sent = _Sent(second, size, wire)
+        second = [
+            _Piece(each.matrix.T @ _down(p), _shrink(len(p)), draw.of(each.part.name, p.numel()))  # not the bits of P
+            for each, p in zip(matrices, ps, strict=True)
+        ]
+        sent = _Sent(second, size, wire, stochastic)
         yield sent.flat
         for each, p, whole, mine in zip(matrices, ps, sent.pieces(), sent.own, strict=True):
             each.keep_less(_up(p), mine)
@@ -199,26 +214,38 @@ class _Wanted:
         """Leave in the residual what P Qᵀ does not say; nobody else computes it, so any order of additions will do."""
         if self.part.residual is None:
             return
-        if _overflows(p, q):
+        if _reach(p, q) >= NEGLIGIBLE:
             self.keep(_product(p, q))
         else:
             self.matrix.addmm_(p, q.T, alpha=-1)
 
 
-class _Sent:
-    """Tensors in one row, to be summed on the wire, each with the factor by which it was made smaller."""
+@dataclass(frozen=True)
+class _Piece:
+    """A tensor to be summed on the wire."""
 
-    def __init__(self, pieces: Sequence[tuple[Tensor, float]], size: int, wire: torch.dtype) -> None:
-        self.shapes = [each.shape for each, _ in pieces]
+    tensor: Tensor
+    shrunk: float
+    """The factor by which it was made smaller."""
+    draw: Draw
+    """The random bits that it is rounded with."""
+
+
+class _Sent:
+    """Pieces in one row, to be summed on the wire."""
+
+    def __init__(self, pieces: Sequence[_Piece], size: int, wire: torch.dtype, stochastic: bool) -> None:
+        self.shapes = [each.tensor.shape for each in pieces]
         # Half precision has no range to spare for numbers made smaller against an overflow of float32.
-        self.shrunk = [factor if wire == torch.float16 else 1.0 for _, factor in pieces]
-        rows = zip((each.reshape(-1) for each, _ in pieces), self.shrunk, strict=True)
-        whole = torch.cat([row if factor == 1.0 else row / factor for row, factor in rows])
+        self.shrunk = [each.shrunk if wire == torch.float16 else 1.0 for each in pieces]
+        flats = zip((each.tensor.reshape(-1) for each in pieces), self.shrunk, strict=True)
+        self.flat = torch.cat([row if factor == 1.0 else row / factor for row, factor in flats])
         if wire != torch.float32:  # past its range the sum would be Inf; what is cut off stays in the residual
-            info = torch.finfo(wire)
-            most = info.max / size / (1 + info.eps) ** size  # every addition may round up
-            whole.clamp_(-most, most)
-        self.flat = whole.to(wire)
+            whole, self.flat = self.flat, torch.empty_like(self.flat, dtype=wire)
+            lengths = [shape.numel() for shape in self.shapes]
+            rows, halves = (torch.split_with_sizes(each, lengths) for each in (whole, self.flat))
+            for each, row, half in zip(pieces, rows, halves, strict=True):
+                round_to_half(row, half, each.draw, size, stochastic)
         self.own = self._cut(self.flat.clone())
 
     def pieces(self) -> list[Tensor]:
@@ -294,7 +321,7 @@ def _product(p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
     What is projected may be larger than what was given; past the range of float32 it is cut off there.
     """
     whole = p.new_empty(len(p), len(q)) if out is None else out.view(len(p), len(q))
-    if _overflows(p, q):
+    if _reach(p, q) >= MOST:
         exact = (p.double().unsqueeze(1) * q.double()).sum(dim=2)
         return whole.copy_(exact.clamp_(-MOST, MOST))
     left, right = p.T.contiguous(), q.T.contiguous()
@@ -313,9 +340,9 @@ def _product(p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
     return whole
 
 
-def _overflows(p: Tensor, q: Tensor) -> bool:
-    """Whether a term of P Qᵀ, or a sum of some, may be past the range of float32."""
-    return bool((p.abs().amax(dim=0).double() * q.abs().amax(dim=0).double()).sum() >= MOST)
+def _reach(p: Tensor, q: Tensor) -> float:
+    """A magnitude that no term of P Qᵀ, nor a sum of some, exceeds."""
+    return float((p.abs().amax(dim=0).double() * q.abs().amax(dim=0).double()).sum())
 
 
 def _down(columns: Tensor) -> Tensor:

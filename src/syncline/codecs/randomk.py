@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from syncline.codecs.base import Draw, Part
+from syncline.codecs.cast import round_to_half
 from syncline.codecs.kernels.random_bits import MASK, random_bits
 from syncline.codecs.kernels.sparse import kernels
 from syncline.codecs.sparse import SparseCodec, get_u32, index_dtype, put_u32
@@ -73,19 +74,29 @@ class RandomK(SparseCodec):
         return indices, values
 
     def rounds(
-        self, parts: Sequence[Part], draw: Draw, size: int, wire: torch.dtype = torch.float32
+        self,
+        parts: Sequence[Part],
+        draw: Draw,
+        size: int,
+        wire: torch.dtype = torch.float32,
+        stochastic: bool = False,
     ) -> Generator[Tensor, None, None]:
-        """One round: the drawn values of all parts, as `wire`. What that type cannot say stays in the residual."""
+        """One round: the drawn values of all parts, as `wire`. What that type cannot say stays in the residual.
+
+        With `stochastic` values are rounded to half precision at random, so that the mean is right.
+        """
         if not parts:
             return
-        chosen = [self.select(part, draw.of(part.name, part.start)) for part in parts]
-        info = torch.finfo(wire)
-        most = info.max / size / (1 + info.eps) ** size  # so that the sum is finite too, however each addition rounds
+        draws = [draw.of(part.name, part.start) for part in parts]
+        chosen = [self.select(part, own) for part, own in zip(parts, draws, strict=True)]
         flat = torch.cat([values for _, values in chosen])
-        flat = flat if wire == torch.float32 else flat.clamp(-most, most).to(wire)
+        flat = flat if wire == torch.float32 else torch.empty_like(flat, dtype=wire)
         pieces = torch.split_with_sizes(flat, [values.numel() for _, values in chosen])
-        for part, (indices, values), piece in zip(parts, chosen, pieces, strict=True):
-            if part.residual is not None and wire != torch.float32:
+        for part, own, (indices, values), piece in zip(parts, draws, chosen, pieces, strict=True):
+            if wire == torch.float32:
+                continue
+            round_to_half(values, piece, own, size, stochastic)
+            if part.residual is not None:
                 unsaid = values - piece.to(torch.float32)
                 kernels(unsaid).scatter(part.residual, indices, unsaid, accumulate=False)
         yield flat

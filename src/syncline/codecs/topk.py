@@ -93,16 +93,25 @@ class TopK(SparseCodec):
     def settled(self) -> int:
         return self.warmup
 
-    @property
-    def notices(self) -> bool:
-        return self.clip is None and not self.masking  # NaN is among the largest; but its norm would be NaN too
-
     def check(self, momentum: float) -> None:
         if self.momentum and momentum:
             raise IncompatibleError(
                 f"{self!r} applies momentum before it chooses, and the optimizer applies {momentum} again; "
                 "give the optimizer momentum=0"
             )
+
+    @property
+    def counts_steps(self) -> bool:
+        return bool(self.momentum)
+
+    @property
+    def gradient_options(self) -> tuple[str, ...]:
+        told = (("momentum", self.momentum), ("masking", self.masking), ("clip", self.clip))
+        return tuple(f"{name}={value!r}" for name, value in told if value)
+
+    @property
+    def parameter_options(self) -> tuple[str, ...]:
+        return (f"whole={self.whole}",) if self.whole else ()
 
     def most(self, numel: int, step: int = 0) -> int:
         if numel <= self.whole:
@@ -128,10 +137,10 @@ class TopK(SparseCodec):
             run.scatter(flat, indices, torch.zeros_like(values), accumulate=False)
         return indices, values
 
-    def at_once(self, flat: Tensor) -> bool:
+    def at_once(self, part: Part) -> bool:
         """Whether one kernel can choose and quantise."""
-        simple = self.bucket is None and not (self.momentum and (self.masking or self.feedback is False))
-        return simple and fused(flat) and 0 < flat.numel() < 2**31
+        simple = self.bucket is None and not (self.momentum and (self.masking or part.residual is None))
+        return simple and fused(part.flat) and 0 < part.numel < 2**31
 
     def write_at_once(self, part: Part, body: Tensor, draw: Draw, values: Quantize) -> int:
         """As `write`, where `at_once` says so."""
@@ -143,9 +152,7 @@ class TopK(SparseCodec):
         plan = layout(part.numel, k)
         moving = (draw.start, draw.key, velocity, self.momentum)
         if write_largest(flat, part.residual, body, k, plan, how, *moving) == NOT_FINITE:
-            raise DivergedError(
-                f"{self!r}: {part.name or 'a tensor'} holds NaN or Inf, with what was left unsent of it"
-            )
+            raise DivergedError(f"{self!r}: {part.name or 'a tensor'} and what was left unsent of it add up to Inf")
         return body.numel()
 
     def _moved(self, part: Part) -> Tensor:
@@ -162,7 +169,7 @@ class TopK(SparseCodec):
             velocity = part.memory["velocity"]
             kernels(chosen).scatter(part.residual, indices, chosen, accumulate=False)
             part.residual.sub_(velocity).nan_to_num_(0.0, 0.0, 0.0)
-            velocity.sub_(part.flat).div_(self.momentum).nan_to_num_(0.0, 0.0, 0.0)
+            velocity.sub_(self._clipped(part.flat)).div_(self.momentum).nan_to_num_(0.0, 0.0, 0.0)
 
     def _of(self, size: int, step: int) -> int:
         """How many of so many are kept in a step."""

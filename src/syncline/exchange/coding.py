@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ __all__ = ["Coding"]
 
 logger = logging.getLogger("syncline")
 
+DOUBLE = (torch.float64, torch.complex128)
 ALIKE = "q"
 """What is the same on every rank, and must be: a warm start."""
 
@@ -40,6 +42,13 @@ class Coding:
         self._seed = seed
         self._residuals: dict[str, Tensor] = {}
         self._memories: dict[str, dict[str, Tensor]] = {}
+        self._reduced: dict[int, tuple[Callable[[], Tensor | None], int, int]] = {}
+        """The latest reduced gradients of codecs that count steps: which, its version, and after how many steps."""
+        self._double = [
+            name
+            for name, parameter, picked in zip(names, parameters, self.picked, strict=True)
+            if picked is not None and parameter.dtype in DOUBLE
+        ]
 
     @property
     def lingers(self) -> bool:
@@ -50,6 +59,15 @@ class Coding:
     def draw(self) -> Draw:
         """This step's random bits."""
         return Draw(self._seed, self.step, self._rank)
+
+    def warn_of_rounding(self) -> None:
+        """Log on rank 0 that parameters of double precision are sent as float32."""
+        if self._double and self._rank == 0:
+            logger.warning(
+                "%d parameters are of double precision (the first is %s), and codecs encode float32: what %r sends of "
+                "them is rounded to float32; leave the codec out to keep all digits",
+                *(len(self._double), self._double[0], self.codec),
+            )
 
     def part(self, index: int, flat: Tensor, present: bool) -> Part:
         """A gradient for the codec. One that is not there adds nothing, and leaves the residual for another step."""
@@ -63,6 +81,26 @@ class Coding:
         # What the sums decide is the same on every rank, also on those that had nothing to add.
         memory = self._memories.setdefault(name, {}) if present or codec.sums else {}
         return Part(flat, name, shape=self._shapes[index], residual=residual, memory=memory)
+
+    def note_reduced(self, index: int, gradient: Tensor, steps: int) -> None:
+        """A parameter's gradient holds its mean over the ranks now, after so many steps of the optimizer."""
+        codec = self.picked[index]
+        if codec is not None and codec.counts_steps:
+            self._reduced[index] = (weakref.ref(gradient), gradient._version, steps)
+
+    def check_whole_step(self, index: int, gradient: Tensor, steps: int) -> None:
+        """Refuse a gradient to which a pass has added since it was reduced, with no step between.
+
+        The codec would take the mean that it contains for a gradient, and apply its momentum to it again.
+        """
+        before, version, then = self._reduced.get(index, (lambda: None, 0, 0))
+        # Adding is one change in place; a gradient that was set to zero, clipped or unscaled has had another.
+        if before() is gradient and gradient._version == version + 1 and steps == then:
+            raise IncompatibleError(
+                f"{self._names[index]} got its gradient in a second backward pass before optimizer.step(), and "
+                f"{self.picked[index]!r} takes every pass for a step of its momentum: wrap all backward passes of a "
+                "step but the last in run.no_sync(), or give the momentum to the optimizer"
+            )
 
     def shared_state(self) -> dict[str, Any]:
         """What is the same on every rank."""

@@ -322,8 +322,9 @@ class Gradients:
             if bucket.codec is not None
         ]
         self.exchange.prepare_coded([(codec, [p.numel() for p in parameters]) for codec, parameters in coded])
-        if coded and not self._judged:
+        if self.coding is not None and coded and not self._judged:
             self._judged = True
+            self.coding.warn_of_rounding()
             word = judge(self.exchange, coded)
             if word is not None and self.exchange.rank == 0:
                 logger.warning("%s", word)

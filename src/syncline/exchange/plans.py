@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import Codec, Draw, Part, PayloadCodec
+from syncline.errors import DivergedError
 from syncline.exchange.coded import Work
 from syncline.exchange.coding import Coding
 from syncline.exchange.compressed import gather, settle, split
@@ -34,7 +35,7 @@ def work_for(
 ) -> Work:
     """What makes means of the parts over the ranks, in place. `control` is summed: by itself, or told as bytes[p, n].
 
-    `before` looks for NaN and Inf, and writes the control numbers, when the work begins.
+    `before` learns of NaN and Inf, and writes the control numbers, when the work begins.
     """
     size = exchange.size
     if codec.sums and exchange.ways.told is None:
@@ -45,19 +46,19 @@ def work_for(
         return None
     assert isinstance(codec, PayloadCodec), f"{codec!r} gives bytes"
     way = exchange.ways.way(codec, [part.numel for part in parts])
-    noticed = way.name == "gather" and codec.notices and not parts[0].flat.is_cuda
     if way.name not in OWNED:
         settle(coding.owned, parts, [])  # what the owners of a run before had left
-    if noticed:
-        before.write_control()
+    device = parts[0].flat.device
+    if way.name == "split" or (control is not None and control.device != device):
+        before.check(parts, whole=True)
     else:
-        before.check(parts, whole=way.name != "gather")
+        before.write_control()  # and again, where encoding finds NaN or Inf
     extra = torch.empty(0, dtype=torch.uint8) if control is None else control.view(torch.uint8)
-    extra = extra.to(parts[0].flat.device)
+    extra = extra.to(device)
     if way.name == "gather":
         told = yield from gather(codec, parts, draw, size, extra, scale=1 / size, broken=before.broken)
         return told
-    told = yield from _by(way, codec, parts, draw, exchange, extra, coding)
+    told = yield from _by(way, codec, parts, draw, exchange, extra, coding, before)
     _scale(parts, 1 / size)
     return told
 
@@ -68,7 +69,7 @@ class Guard(Protocol):
     def check(self, parts: Sequence[Part], whole: bool = False) -> None:
         """Look for them in parts that are about to be encoded; then write the control numbers, if this is the time.
 
-        `whole`: in what the residuals make of them, too.
+        `whole`: in what the residuals make of them, too. A part that holds one becomes zeros without a state.
         """
         ...
 
@@ -89,15 +90,17 @@ def _by(
     exchange: Exchange,
     extra: Tensor,
     coding: Coding,
+    before: Guard,
 ) -> Work:
     size, rank = exchange.size, exchange.rank
     if way.name == "split":
         return split(codec, parts, draw, size, rank, extra, coding.owned)
+    told = (codec, parts, draw, size, rank, extra)
     if way.name == "sparse_doubling":
-        return sparse_doubling(codec, parts, draw, size, rank, extra)
+        return sparse_doubling(*told, broken=before.broken)
     if way.name == "sparse_split":
-        return sparse_split(codec, parts, draw, size, rank, extra)
-    return sparse_split_dense(codec, parts, draw, size, rank, extra, coding.owned, way.quantize)
+        return sparse_split(*told, broken=before.broken)
+    return sparse_split_dense(*told, coding.owned, way.quantize, broken=before.broken)
 
 
 def _scale(parts: Sequence[Part], scale: float) -> None:
@@ -108,9 +111,14 @@ def _scale(parts: Sequence[Part], scale: float) -> None:
 def _summed(codec: Codec, parts: Sequence[Part], draw: Draw, size: int, control: Tensor | None) -> Work:
     """The codec's own rounds; the control numbers beside the first, for half precision could not count them."""
     first = True
-    for tensor in codec.rounds(parts, draw, size):
-        if first and control is not None:
-            yield Sum(tensor), Sum(control)
-        else:
-            yield Sum(tensor)
-        first = False
+    try:
+        for tensor in codec.rounds(parts, draw, size):
+            if first and control is not None:
+                yield Sum(tensor), Sum(control)
+            else:
+                yield Sum(tensor)
+            first = False
+    except DivergedError:
+        for part in parts:
+            part.drop_nonfinite_state()
+        raise

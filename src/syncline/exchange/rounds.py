@@ -267,6 +267,8 @@ class Round:
                 gradient.fill_(float("nan"))
             elif rescale != 1.0:
                 gradient.mul_(rescale)
+            assert self._coding is not None, "there is a codec"
+            self._coding.note_reduced(index, self._large[index], self._exchange.stats.steps)
 
     def _collect(self) -> None:
         """Put what has come into the buckets: many small gradients in one go, for each call has its price."""
@@ -300,6 +302,8 @@ class Round:
 
     def _take(self, index: int, gradient: Tensor) -> None:
         """A large gradient is reduced where it lies, unless autograd may still read that memory for another one."""
+        if self._coding is not None:
+            self._coding.check_whole_step(index, gradient, self._exchange.stats.steps)
         if not (gradient.is_contiguous() and owns_memory(gradient)):
             gradient = gradient.clone(memory_format=torch.contiguous_format)
             self._gradients.parameters[index].grad = gradient

@@ -26,7 +26,7 @@ Learning", SC 2019.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -48,6 +48,8 @@ from syncline.exchange.requests import IDLE, Gather, Reduction, Scatter, Swap
 
 __all__ = ["selector", "sparse_doubling", "sparse_split", "sparse_split_dense", "stream_bytes"]
 
+Broken: TypeAlias = Callable[[Part], None]
+"""Told of a part that holds NaN or Inf; zeros go in its place."""
 Held: TypeAlias = Stream | Tensor | None
 """What a rank has of a sum: a stream, or a dense row. None: it is lost, for float32 cannot hold it; all hear of it."""
 
@@ -58,13 +60,21 @@ NOT_WORTH_A_ROUND = 16 << 10
 
 
 def sparse_doubling(
-    codec: PayloadCodec, parts: Sequence[Part], draw: Draw, size: int, rank: int, extra: Tensor
+    codec: PayloadCodec,
+    parts: Sequence[Part],
+    draw: Draw,
+    size: int,
+    rank: int,
+    extra: Tensor,
+    *,
+    broken: Broken | None = None,
 ) -> Reduction[Tensor]:
     """Sum what the ranks choose, in place, in log₂p rounds (two more where p is no power of two); for small data.
 
-    Returns everyone's `extra`, as bytes[p, n].
+    Returns everyone's `extra`, as bytes[p, n]. `broken` is called with each part that cannot be encoded, and may still
+    change `extra`.
     """
-    chosen = _Selection(codec, parts, draw)
+    chosen = _Selection(codec, parts, draw, broken)
     power = largest_power_of_two(size)
     partner = rank + power if rank < power else rank - power
     control = torch.zeros(size, extra.numel(), dtype=torch.uint8, device=extra.device)
@@ -100,10 +110,17 @@ def sparse_doubling(
 
 
 def sparse_split(
-    codec: PayloadCodec, parts: Sequence[Part], draw: Draw, size: int, rank: int, extra: Tensor
+    codec: PayloadCodec,
+    parts: Sequence[Part],
+    draw: Draw,
+    size: int,
+    rank: int,
+    extra: Tensor,
+    *,
+    broken: Broken | None = None,
 ) -> Reduction[Tensor]:
     """Sum what the ranks choose, in place: each rank sums its shard, and the sums travel sparse. Returns the extras."""
-    chosen = _Selection(codec, parts, draw)
+    chosen = _Selection(codec, parts, draw, broken)
     pieces = shards(parts, size)
     sizes = [sum(piece.numel for piece in shard) for shard in pieces]
     held, counts, extras = yield from _to_owners(chosen, sizes, size, rank, extra)
@@ -134,6 +151,8 @@ def sparse_split_dense(
     extra: Tensor,
     owner_residuals: OwnerResiduals,
     quantize: PayloadCodec | None = None,
+    *,
+    broken: Broken | None = None,
 ) -> Reduction[Tensor]:
     """Sum what the ranks choose, in place: each rank sums its shard, and the sums travel dense, coded by `quantize`.
 
@@ -141,7 +160,7 @@ def sparse_split_dense(
     """
     pieces = shards(parts, size)
     settle(owner_residuals, parts, pieces[rank])
-    chosen = _Selection(codec, parts, draw)
+    chosen = _Selection(codec, parts, draw, broken)
     sizes = [sum(piece.numel for piece in shard) for shard in pieces]
     held, _, extras = yield from _to_owners(chosen, sizes, size, rank, extra)
     if held is None:
@@ -177,12 +196,12 @@ def stream_bytes(numel: int, count: int) -> int:
 class _Selection:
     """What this rank has chosen of a bucket: its payload, and what that says, as one stream over all parts."""
 
-    def __init__(self, codec: PayloadCodec, parts: Sequence[Part], draw: Draw) -> None:
+    def __init__(self, codec: PayloadCodec, parts: Sequence[Part], draw: Draw, broken: Broken | None) -> None:
         self.codec, self.step = codec, draw.step
         self.first, self.values = selector(codec)
         self.sizes = [part.numel for part in parts]
         self.total = sum(self.sizes)
-        self.payload = pack(codec, parts, draw)
+        self.payload = pack(codec, parts, draw, broken)
         self.stream = self.read(self.payload)
 
     def room(self, ranks: int, control: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from syncline.codecs import Chain, Chooser, Codec, PayloadCodec, PowerSGD, Quantize, SparseCodec
+from syncline.codecs import Chain, Codec, PayloadCodec, PowerSGD, Quantize, SparseCodec
 from syncline.collectives import NATIVE, build
 from syncline.costs import AUTO
 from syncline.errors import IncompatibleError, SpecError
@@ -104,20 +104,13 @@ def _told(collective: str) -> Way | None:
     return registry.build(collective)
 
 
-def _leaves(codec: Codec) -> list[Codec]:
-    """The codecs that may be picked."""
-    if not isinstance(codec, Chooser):
-        return [codec]
-    return [leaf for choice in codec.choices() if choice is not None for leaf in _leaves(choice)]
-
-
 def _check_schedule(collective: str, codec: Codec | None) -> None:
     """A schedule of all-reduce adds tensors up on their way."""
     try:
         build("allreduce", collective)
     except SpecError as error:
         raise SpecError(f"{error}; with a codec also {', '.join(map(repr, WAYS))}") from None
-    stubborn = [] if codec is None else [leaf for leaf in _leaves(codec) if not leaf.sums]
+    stubborn = [] if codec is None else [leaf for leaf in codec.leaves() if not leaf.sums]
     if stubborn:
         raise IncompatibleError(
             f"collective={collective!r} adds up on the wire, and payloads of {stubborn[0]!r} cannot be added: use "
@@ -126,7 +119,7 @@ def _check_schedule(collective: str, codec: Codec | None) -> None:
 
 
 def _check_way(way: Way, codec: Codec) -> None:
-    for leaf in _leaves(codec):
+    for leaf in codec.leaves():
         if not isinstance(leaf, PayloadCodec) or isinstance(getattr(leaf, "first", None), PowerSGD):
             raise IncompatibleError(f"collective={way!r} is for payloads, and {leaf!r} sums on the wire: use 'auto'")
         if way.name not in DENSE_CODES and not is_sparse(leaf):

@@ -47,6 +47,8 @@ def store(
     if not isinstance(numel, int) or numel < 1:
         raise SpecError(f"store({numel!r}): a number of keys, at least one")
     coder = build_codec(codec)
+    if coder is not None:
+        coder.check_beyond_allreduce("a store")
     return open_space(
         world,
         "store",

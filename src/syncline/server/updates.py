@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import Draw
-from syncline.errors import ProtocolError
+from syncline.errors import DivergedError, ProtocolError
 from syncline.server import protocol
 from syncline.server.factors import unpack_and_multiply
 from syncline.server.layout import check_keys
@@ -97,7 +97,8 @@ def make_push(session: Session, parked: Parked, handlers: list[str]) -> Push:
 def encode_changes(session: Session, request: Request) -> tuple[Tensor, bool]:
     """What changed since the client's view, encoded: what the codec loses stays in the difference.
 
-    What the client sees for the first time is exact; whether this is.
+    What the client sees for the first time is exact, and what holds NaN or Inf, which codecs cannot encode; whether
+    this is.
     """
     space, codec = session.space, session.space.description.build_codec()
     assert codec is not None, "checked"
@@ -108,10 +109,13 @@ def encode_changes(session: Session, request: Request) -> tuple[Tensor, bool]:
     assert session.seen is not None, "made with the view"
     low, high = request.first - space.first, request.first - space.first + request.count
     weights, view, seen = space.weights[low:high], session.view[low:high], session.seen[low:high]
-    if not bool(seen.all()):
-        seen.fill_(True)
-        view.copy_(weights)
-        return weights.clone().view(torch.uint8), True
-    payload = codec.encode(weights - view, Draw(0, request.seed, session.member, start=request.first))
-    codec.decode(payload, view, accumulate=True, step=request.seed)
-    return payload, False
+    if bool(seen.all()):
+        try:
+            payload = codec.encode(weights - view, Draw(0, request.seed, session.member, start=request.first))
+            codec.decode(payload, view, accumulate=True, step=request.seed)
+            return payload, False
+        except DivergedError:
+            pass  # the workers see what they would see without a codec
+    seen.fill_(True)
+    view.copy_(weights)
+    return weights.clone().view(torch.uint8), True

@@ -51,6 +51,7 @@ class AllReduce(Strategy):
 
     name: ClassVar[str] = "allreduce"
     several_optimizers: ClassVar[bool] = True
+    reduces_gradients: ClassVar[bool] = True
     # Staleness acts as momentum (Mitliagkas et al. 2016), so that less of it is left for the optimizer.
     presets: ClassVar[tuple[Preset, ...]] = (
         Preset(spec="allreduce"),

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from syncline.codecs import Codec
 from syncline.data import Cursor, MicroBatches, Sharded
 from syncline.errors import DivergedError, IncompatibleError, PeerLostError, SpecError
 from syncline.exchange import BUCKET_BYTES, Exchange, Stats, check_same, plain_name, share_tree, spread
@@ -77,6 +78,13 @@ class Strategy(ABC):
     """What takes part in a race by default."""
     several_optimizers: ClassVar[bool] = False
     """Whether several optimizers may train one model."""
+    reduces_gradients: ClassVar[bool] = False
+    """Whether all that a codec encodes are gradients that the workers all-reduce."""
+
+    def check_codec(self, codec: Codec) -> None:
+        """Refuse a codec with options that this strategy cannot obey. Called before anything is sent."""
+        if not self.reduces_gradients:
+            codec.check_beyond_allreduce(repr(self))
 
     @abstractmethod
     def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.codecs import Codec, PerLayer
-from syncline.codecs.choosing import Chooser
+from syncline.codecs import Chooser, Codec
 from syncline.errors import IncompatibleError, PeerLostError, SpecError
 from syncline.exchange import Exchange
 from syncline.server import Client, Future, ServerNetwork, open_space, server_network
@@ -524,13 +523,16 @@ def check_codec(codec: Codec | None) -> None:
     """Refuse a codec that needs more than a piece of a row."""
     if codec is None:
         return
-    if isinstance(codec, PerLayer):
+    if isinstance(codec, Chooser):
         raise IncompatibleError(
-            f"{codec!r} chooses by the names of parameters, and servers hold one row of keys without names: give one "
-            "codec for all"
+            f"{codec!r} chooses by the names of parameters or by their sizes, and servers hold one row of keys: give "
+            "one codec for all"
         )
-    parts = [each for each in codec.choices() if each is not None] if isinstance(codec, Chooser) else [codec]
-    if any(part.lingers for part in parts):
+    for option in codec.parameter_options:
+        raise IncompatibleError(
+            f"{codec!r}: {option} is about the sizes of parameters, and servers hold one row of keys: leave it out"
+        )
+    if codec.lingers:
         raise IncompatibleError(
             f"{codec!r} sums whole matrices among the workers, and servers hold one row of keys: give a codec that "
             "works on any piece, such as quantize(4) or topk(0.01), or factors=True, or take strategy allreduce"

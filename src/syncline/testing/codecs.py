@@ -176,11 +176,15 @@ class CodecContract:
 
     @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), float("-inf")])
     def test_what_is_no_number_is_refused(self, codec: Codec, wrong: float) -> None:
-        for at in (0, 1199):
-            sent = _normal((30, 40), 6)
+        for shape, at in (((30, 40), 0), ((30, 40), 1199), ((90, 100), 7777)):
+            sent, residual = _normal(shape, 6), _normal((_numel(shape),), 7)
+            kept = residual.clone()
             sent.view(-1)[at] = wrong
             with pytest.raises(DivergedError, match="NaN or Inf"):
                 codec.encode(sent)
+            with pytest.raises(DivergedError):
+                codec.encode(sent, residual=residual)
+            assert torch.equal(residual, kept), "what was left unsent has changed"
 
     @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64], ids=str)
     def test_what_is_not_real_is_refused(self, codec: Codec, dtype: torch.dtype) -> None:

@@ -75,6 +75,7 @@ def distribute(
     )
     if coder is not None:
         coder.check(max(map(momentum_of, optimizers)))
+        way.check_codec(coder)
     exchange = Exchange(world, collective, coder)
     check_same(exchange, "models", _describe_model(model))
     for each in optimizers:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import syncline as sl
+import syncline.compat.horovod.torch as hvd
 from syncline.compat.horovod.compression import Compression, Compressor, FP16Compressor, codec_of
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
 
@@ -56,6 +57,18 @@ def test_codecs_by_spec_and_by_object() -> None:
 def test_a_wrong_codec_is_refused_at_once() -> None:
     with pytest.raises(SpecError, match="quantise"):
         Compression.codec("quantise(4)")
+
+
+@pytest.mark.parametrize("strategy", [None, "allreduce"])
+def test_momentum_twice_is_refused(strategy: str | None) -> None:
+    def case(world: sl.World) -> None:
+        hvd.init()
+        model = torch.nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        hvd.DistributedOptimizer(optimizer, compression="topk(0.5, momentum=0.9)", strategy=strategy)
+
+    with pytest.raises(IncompatibleError, match=r"the optimizer applies 0\.9 again"):
+        sl.simulate(case, ranks=2)
 
 
 class Signs(Compressor):

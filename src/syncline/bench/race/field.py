@@ -219,6 +219,8 @@ def _fitted(entry: Entry, usual: _Momentum) -> Entry:
         raise IncompatibleError(f"{entry.strategy} runs on torch.distributed alone; leave engine out")
     if not baseline:
         check_wire(entry.collective, codec)
+        if codec is not None:
+            strategy.check_codec(codec)
     momentum = entry.momentum
     if codec is not None:
         try:

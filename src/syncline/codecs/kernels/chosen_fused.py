@@ -1,6 +1,7 @@
 """Chosen elements with quantised values in one call: many small parts and many ranks' payloads cost little Python.
 
-The loops are those of `sparse_fused` and `dense_fused`, so the bits are too.
+The loops are those of `sparse_fused` and `dense_fused`, so the bits are too. numba compiles them into the code that it
+keeps on disk for this file, and compiles again only when this file changes: change it with them.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ def write_largest(
     momentum: float = 0.0,
 ) -> int:
     """Choose, write count, indices and values, and leave in the residual what they do not say; 0 or `NOT_FINITE`.
+
+    A velocity needs a residual.
 
     `quantizer` is bits, bucket, whether the norm is Euclid's, and whether rounding is stochastic.
     """

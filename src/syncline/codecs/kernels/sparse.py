@@ -12,7 +12,10 @@ __all__ = ["SparseKernels", "kernels"]
 
 
 class SparseKernels(Protocol):
-    """What both modules have. Indices are sorted. A `residual` becomes residual + flat, with 0 where it was chosen."""
+    """What both modules have. Indices are sorted. A `residual` becomes residual + flat, with 0 where it was chosen.
+
+    NaN counts as larger than every number, so that the caller finds it among the chosen values.
+    """
 
     def largest(self, flat: Tensor, residual: Tensor | None, k: int) -> tuple[Tensor, Tensor]: ...
     def largest_of_buckets(

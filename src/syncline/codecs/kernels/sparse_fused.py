@@ -46,7 +46,7 @@ def largest_of_buckets(flat: Tensor, residual: Tensor | None, k: int, bucket: in
 
 
 def at_least(flat: Tensor, residual: Tensor | None, threshold: float) -> tuple[Tensor, Tensor]:
-    """All of at least this magnitude, in order."""
+    """All of at least this magnitude, and NaN, in order."""
     total, added = _arrays(flat, residual)
     limit, both = np.float32(threshold), residual is not None
     found, values = _room(flat.numel(), flat.numel() // 16 + 8)
@@ -109,7 +109,7 @@ def _room(numel: int, count: int) -> tuple[Tensor, Tensor]:
 
 @jit
 def _gather(added: Any, total: Any, both: bool, threshold: Any, found: Any, velocity: Any, momentum: Any) -> int:
-    """Add, and note who reaches the threshold: in order, up to 8 less than there is room for.
+    """Add, and note what reaches the threshold: in order, up to 8 less than there is room for. NaN counts as larger.
 
     With a velocity that is what is added, once momentum times it and `added` have become the new one.
     Comparing a stretch into bytes is vectorised; then eight of them are looked at as one word, and most are 0.
@@ -126,7 +126,7 @@ def _gather(added: Any, total: Any, both: bool, threshold: Any, found: Any, velo
             for i in range(here.size):
                 here[i] = here[i] + more[i]
         for i in range(here.size):
-            hits[i] = np.uint8(abs(here[i]) >= threshold)
+            hits[i] = np.uint8(not (abs(here[i]) < threshold))  # `>=` would leave NaN out
         for i in range(here.size, STRETCH):
             hits[i] = 0
         for word in range(words.size):
@@ -148,7 +148,7 @@ def _moved(added: Any, velocity: Any, momentum: Any) -> Any:
 def _count(total: Any, threshold: Any) -> int:
     count = 0
     for i in range(total.size):
-        count += np.int64(abs(total[i]) >= threshold)
+        count += np.int64(not (abs(total[i]) < threshold))
     return count
 
 

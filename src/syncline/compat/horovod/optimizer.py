@@ -21,6 +21,7 @@ from syncline.compat.horovod.process_sets import ProcessSet, global_process_set
 from syncline.compat.horovod.reducer import Reducer
 from syncline.errors import IncompatibleError
 from syncline.strategies import Run, Strategy
+from syncline.training.distribute import momentum_of
 
 __all__ = ["Distributed", "DistributedOptimizer"]
 
@@ -190,9 +191,12 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     named = named_of(optimizer, named_parameters)
     if op == Adasum and process_set.size() > 1:
         return adasum_optimizer(optimizer, named, compression, passes, process_set)
+    codec = codec_of(compression)
+    if codec is not None:
+        codec.check(momentum_of(optimizer))
     made = below(Distributed, optimizer)
     made._origin = optimizer
-    told: dict[str, Any] = {"named": named, "codec": codec_of(compression), "passes": passes}
+    told: dict[str, Any] = {"named": named, "codec": codec, "passes": passes}
     if strategy is None:
         told |= {"mean": op == Average, "predivide": gradient_predivide_factor}
         told |= {"sparse_as_dense": sparse_as_dense, "process_set": process_set}

@@ -6,8 +6,9 @@ Everybody keeps x̂_i, what all believe that worker i has, for itself and for it
     x̂_j ← x̂_j + s·q_j                          alike at j and at all its neighbours: they decode the same bytes
     x_i ← x_i + γ Σ_j W_ij (x̂_j − x̂_i)         the mean stays, whatever C has done to q
 
-What C leaves out of q stays in x_i − x̂_i and is in the next q: no other error feedback is needed. s and γ follow from
-how much of a random row survives C, δ = ⟨x, Cx⟩² / (‖x‖²‖Cx‖²). s = ⟨x, Cx⟩ / ‖Cx‖² makes s·C a contraction, also where
+What C leaves out of q stays in x_i − x̂_i and is in the next q: no other error feedback is needed. The same holds for
+what float32, which codecs encode, leaves out of a difference of double precision. s and γ follow from how much of a
+random row survives C, δ = ⟨x, Cx⟩² / (‖x‖²‖Cx‖²). s = ⟨x, Cx⟩ / ‖Cx‖² makes s·C a contraction, also where
 C is unbiased and noisy; γ = δ (1 + δ) / 2 unless it is told, which of some rules tried came together fastest.
 
 Koloskova, Stich, Jaggi: Decentralized stochastic optimization and gossip algorithms with compressed communication
@@ -70,12 +71,13 @@ class Choco:
         """What the neighbours believe of this worker, as a row."""
         self._hats = {source: self.hat.clone() for source in neighbours.sources}
         self._scratch = torch.empty_like(self.hat)
+        self._decoded = self._scratch.float()  # itself, where it is that
 
     def begin(self, weights: Sequence[Tensor], number: int) -> None:
         neighbours, layout = self._neighbours, self._layout
         neighbours.begin()
         self._number = number
-        news = layout.read(weights).sub_(self.hat)
+        news = layout.read(weights).sub_(self.hat).float()
         if not all_finite(news):
             raise DivergedError(
                 f"the weights of rank {self._rank} are not finite in round {number}, and {self._codec!r} cannot carry "
@@ -92,7 +94,7 @@ class Choco:
         draw = Draw(self._seed, number, self._rank)
         self._payloads = [pack(piece.codec, layout.parts(piece, news), draw) for piece in layout.pieces]
         for tag, (piece, payload) in enumerate(zip(layout.pieces, self._payloads, strict=True)):
-            neighbours.send(payload, tag, 4 * layout.numel(piece), exact=False)
+            neighbours.send(payload, tag, self.hat.element_size() * layout.numel(piece), exact=False)
 
     def finish(self) -> list[Tensor]:
         self._neighbours.wait([handle for coming in self._coming.values() for handle, _ in coming])
@@ -123,22 +125,24 @@ class Choco:
     def _believe(self, hat: Tensor, payloads: Sequence[Tensor], sender: str) -> None:
         """What the payloads say, added to an estimate."""
         for piece, payload in zip(self._layout.pieces, payloads, strict=True):
-            rows = [part.flat for part in self._layout.parts(piece, self._scratch)]
+            rows = [part.flat for part in self._layout.parts(piece, self._decoded)]
             unpack(piece.codec, payload, rows, accumulate=False, sender=sender, step=self._number)
-        hat.add_(self._scratch, alpha=self.pace.scale)
+        hat.add_(self._decoded, alpha=self.pace.scale)
 
 
 class _Layout:
-    """Parameters in one row of float32, and which codec carries which."""
+    """Parameters in one row, and which codec carries which. The row is float64 where a parameter is, else float32."""
 
     def __init__(self, weights: Mapping[str, Tensor], codec: Codec) -> None:
         self._names = list(weights)
         self._shapes = [tuple(weight.shape) for weight in weights.values()]
         self._sizes = [weight.numel() for weight in weights.values()]
+        double = any(weight.dtype == torch.float64 for weight in weights.values())
+        self._dtype = torch.float64 if double else torch.float32
         chosen: dict[PayloadCodec, list[int]] = {}
         for number, (name, weight) in enumerate(weights.items()):
             picked = codec.pick(name, weight.numel()) or Raw()
-            if not isinstance(picked, PayloadCodec):
+            if not isinstance(picked, PayloadCodec) or picked.lingers:
                 raise IncompatibleError(
                     f"gossip sends what {picked!r} makes of one worker's weights, and that one sums among all workers: "
                     "take a codec such as topk(0.01) or quantize(4), or strategy allreduce"
@@ -158,7 +162,7 @@ class _Layout:
         return most_bytes(piece.codec, [self._sizes[number] for number in piece.numbers], step)
 
     def read(self, weights: Sequence[Tensor]) -> Tensor:
-        return torch.cat([weight.detach().reshape(-1).to("cpu", torch.float32) for weight in weights])
+        return torch.cat([weight.detach().reshape(-1).to("cpu", self._dtype) for weight in weights])
 
     def parts(self, piece: _Piece, row: Tensor) -> list[Part]:
         split = torch.split_with_sizes(row, self._sizes)

@@ -20,6 +20,7 @@ from syncline.exchange import BUCKET_BYTES, Exchange, Stats, check_same, plain_n
 from syncline.specs import Spec
 from syncline.strategies.board import Board
 from syncline.strategies.reading import Shard, Steps
+from syncline.strategies.schedulers import Schedulers
 from syncline.world import World, allgather, allreduce
 
 __all__ = ["Preset", "Run", "Settings", "Strategy", "check_gradients"]
@@ -130,6 +131,10 @@ class Run(ABC):
         self._closed = False
         self._rates: list[list[float]] | None = None
         """At the reductions of an epoch in which workers may run out of data."""
+        self._reductions = 0
+        self.schedulers = Schedulers(optimizer, settings.schedulers)
+        self.weighed = (1.0, False)
+        """What `weigh` was told last."""
 
     @property
     def world(self) -> World:
@@ -178,6 +183,11 @@ class Run(ABC):
         """
         return None
 
+    @property
+    def work(self) -> int:
+        """Grows with every reduction and every step: what was read at the same count was not trained on."""
+        return self.stats.steps + self._reductions
+
     # Data.
 
     def shard(
@@ -189,6 +199,7 @@ class Run(ABC):
         drop_last: bool | None = None,
         batch: int | None = None,
         name: str | None = None,
+        pad: bool = True,
     ) -> Shard:
         """This worker's share of a DataLoader, a Dataset (with `batch`) or any iterable of batches, on its device.
 
@@ -196,9 +207,12 @@ class Run(ABC):
         workers. The loader's batch size is each worker's. A worker that runs out of data before the others takes part
         in their steps with nothing to add, and the mean is over those who still have some. With `split=False` the
         data is this worker's own already. `name` keeps the place of several iterables apart in checkpoints.
+
+        With `pad=False` nothing is trained on it: for evaluation. Each worker reads its share, every sample once in
+        all, and may have a batch fewer than others, or none. No worker waits for another.
         """
-        options = {"seed": seed, "split": split, "drop_last": drop_last, "batch": batch}
-        return Shard(self, self._reader(Sharded, data, name, options))
+        options = {"seed": seed, "split": split, "drop_last": drop_last, "batch": batch, "pad": pad}
+        return Shard(self, self._reader(Sharded, data, name, options), pad)
 
     def steps(
         self, data: Any, *, global_batch: int, micro_batch: int | None = None, seed: int = 0, name: str | None = None
@@ -251,6 +265,7 @@ class Run(ABC):
         Every worker enters it, but in a loose run: there any worker may alone, and finds the board's weights. What each
         had itself is back afterwards.
         """
+        self.world.finish_left()
         if self._own is not None or (self.exchange.size == 1 and not self.loose):
             yield
             return
@@ -288,6 +303,7 @@ class Run(ABC):
 
     def check_uneven(self) -> None:
         """Before an epoch in which workers may run out at different times: what would part them is refused."""
+        self.schedulers.begin_epoch()
         if self.loose:
             return
         if self.world.trainings > 1:
@@ -296,7 +312,7 @@ class Run(ABC):
                 "on others, who would wait in the other runs: give the loader drop_last=True, or a length that the "
                 "workers divide"
             )
-        self._rates = []
+        self._rates = [] if self._rates is None else self._rates
 
     def settle_uneven(self) -> None:
         """This worker has run out of data: go along with the others until all have, then catch up with them."""
@@ -312,7 +328,7 @@ class Run(ABC):
         root = table.index(min(table))
         self._check_rates(max(table) - missed)
         spread(self.exchange, [parameter.detach() for parameter in self.model.parameters()], root)
-        for holder in (self.optimizer, *self.settings.schedulers):
+        for holder in (self.optimizer, *self.schedulers.known):
             state = share_tree(self.exchange, holder.state_dict(), root)
             if missed > table[root]:
                 holder.load_state_dict(state)
@@ -320,7 +336,8 @@ class Run(ABC):
             self.stats.steps += missed
 
     def note_rates(self) -> None:
-        """Remember the learning rates at a reduction, while workers may miss some."""
+        """Count a reduction, and remember its learning rates while workers may miss some."""
+        self._reductions += 1
         if self._rates is not None:
             self._rates.append([float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group])
 
@@ -329,8 +346,9 @@ class Run(ABC):
         rates, self._rates = self._rates or [], None
         found = rates[len(rates) - 1 - later] if len(rates) > later else []
         what = (
-            "learning rates (a scheduler or GradScaler that is stepped after every batch must be named in "
-            "distribute(schedulers=[…]): a worker that runs out of data misses its steps)"
+            "learning rates (a schedule that is none of PyTorch's and is stepped after every batch must be named in "
+            "distribute(schedulers=[…]), with state_dict() and load_state_dict(), as a GradScaler must: a worker that "
+            "runs out of data misses its steps)"
         )
         check_same(self.exchange, what, {f"group {number}": repr(rate) for number, rate in enumerate(found)})
 
@@ -338,6 +356,7 @@ class Run(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """`shared` is the same on every worker, `local` this worker's own; tensors and plain values only."""
+        self.world.finish_left()
         buffers = self._own or {name: buffer.detach().clone() for name, buffer in self._buffers().items()}
         cursors = self._cursors | {key: reader.cursor.state_dict() for key, (_, reader) in self._readers.items()}
         # At its own pace each worker stands somewhere else.
@@ -388,6 +407,7 @@ class Run(ABC):
     def close(self) -> None:
         """Take the hooks off and let go of the team. Every worker closes."""
         if not self._closed:
+            self.world.finish_left()
             self._closed = True
             self.detach()
             self.world.trainings -= 1
@@ -417,11 +437,11 @@ class Run(ABC):
         known = self._readers.get(key)
         if known is not None and known[0] is data and isinstance(known[1], kind):
             return known[1]
-        reader = kind(data, rank=self.exchange.rank, size=self.exchange.size, cursor=Cursor(), **options)
-        if known is not None:  # fresh batches under the same name: the place goes on
-            reader.cursor.load_state_dict(known[1].cursor.state_dict())
-        else:
-            self._restore(key, reader.cursor)
+        # Fresh batches under the same name: the epochs go on.
+        cursor = Cursor() if known is None else known[1].cursor
+        reader = kind(data, rank=self.exchange.rank, size=self.exchange.size, cursor=cursor, **options)
+        if known is None:
+            self._restore(key, cursor)
         self._readers[key] = (data, reader)
         return reader
 

@@ -129,6 +129,7 @@ class _EnsembleRun(_AloneRun):
 
         Every worker gets all of them, so each may evaluate what it likes, alone or not: p models in memory.
         """
+        self.world.finish_left()
         if self._showing or self.exchange.size == 1:
             yield
             return

@@ -160,6 +160,7 @@ class Team:
 
         One thread at a time: with two, the ranks could run them in different orders and mix what they send.
         """
+        self.world.finish_left()
         runtime = self.transport.runtime
         with self._guard:
             if self._calling:

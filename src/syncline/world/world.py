@@ -83,6 +83,8 @@ class World:
         self._lanes = lanes
         self.everyone = Team(self, range(self.size), transport, self._host_numbers, lanes)
         self._teams = [self.everyone]
+        self.left: list[Callable[[], None]] = []
+        """What ends an epoch that a loop has left before its end, while other ranks wait for this one to end it."""
         self._kept: dict[Hashable, Closeable] = {}
         self._keeping = transport.runtime.lock()
 
@@ -163,6 +165,11 @@ class World:
             with self._keeping:
                 self._kept[key] = kept
         return cast(K, kept)
+
+    def finish_left(self) -> None:
+        """End the epochs that were left: before anything that all ranks do together."""
+        while self.left:
+            self.left.pop()()
 
     def barrier(self, group: Team | None = None) -> None:
         """Return when every rank has called it."""

@@ -144,6 +144,7 @@ class GossipRun(OwnRun):
 
     def close(self) -> None:
         if not self._closed:
+            self.world.finish_left()
             self._drop()
         super().close()
 

@@ -298,3 +298,15 @@ def test_persistent_processes_live_on_from_epoch_to_epoch() -> None:
     epochs = [{name for piece in sharded for name in flat(piece.batch)} for _ in range(2)]
     assert len(epochs[0]) == 2
     assert epochs[0] == epochs[1]
+
+
+def test_processes_that_live_on_serve_one_loop_at_a_time() -> None:
+    data: DataLoader[Any] = DataLoader(Numbers(8), batch_size=2, num_workers=1, persistent_workers=True)
+    sharded = Sharded(data, rank=0, size=1)
+    held = iter(sharded)
+    assert flat(next(held).batch) == [0, 1]
+    assert [flat(piece.batch) for piece in sharded] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    second = iter(sharded)
+    assert flat(next(second).batch) == [0, 1]
+    with pytest.raises(IncompatibleError, match="persistent_workers"):
+        next(held)

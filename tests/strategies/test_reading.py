@@ -161,6 +161,20 @@ def test_a_loop_left_early_begins_a_fresh_epoch() -> None:
         assert len({tuple(epoch) for epoch in epochs}) == 6
 
 
+def test_a_loader_made_anew_for_each_epoch_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    data = Numbers(6)
+    with sl.init():
+        run = Trainer().run
+        for _ in range(3):
+            list(run.shard(DataLoader(data, batch_size=2, shuffle=True), name="train"))
+        list(run.shard(DataLoader(data, batch_size=2), pad=False))
+        assert not caplog.messages
+        for _ in range(3):
+            list(run.shard(DataLoader(data, batch_size=2, shuffle=True)))
+        assert [message.count("the same order") for message in caplog.messages] == [1]
+        run.close()
+
+
 def test_it_has_the_attributes_of_its_loader() -> None:
     with sl.init():
         run = Trainer().run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from syncline.data import Cursor, MicroBatches, Sharded
 from syncline.errors import DivergedError, IncompatibleError, SpecError
@@ -24,6 +25,8 @@ from syncline.strategies.schedulers import Schedulers
 from syncline.world import World, allgather, allreduce
 
 __all__ = ["Preset", "Run", "Settings", "Strategy", "check_gradients"]
+
+logger = logging.getLogger("syncline")
 
 R = TypeVar("R", Sharded, MicroBatches)
 
@@ -442,6 +445,7 @@ class Run(ABC):
         reader = kind(data, rank=self.exchange.rank, size=self.exchange.size, cursor=cursor, **options)
         if known is None:
             self._restore(key, cursor)
+            self._warn_of_another(data)
         self._readers[key] = (data, reader)
         return reader
 
@@ -453,6 +457,17 @@ class Run(ABC):
             return "iterable"
         found = next((key for key, (known, _) in self._readers.items() if known is data), None)
         return found if found is not None else f"data{len([k for k in self._readers if k.startswith('data')])}"
+
+    def _warn_of_another(self, data: Any) -> None:
+        """Tell of a second loader that shuffles the same dataset: a loop that makes one for each epoch, as a rule."""
+        shuffled = [each for each, _ in self._readers.values() if isinstance(each, DataLoader)]
+        if self.world.rank == 0 and isinstance(data, DataLoader) and type(data.sampler) is RandomSampler:
+            others = [each for each in shuffled if each.dataset is data.dataset and type(each.sampler) is RandomSampler]
+            if len(others) == 1:
+                logger.warning(
+                    "run.shard was given a second DataLoader that shuffles the same dataset: it begins with epoch 0 "
+                    'and so with the same order. Make the loader once, or pass name="train" with each'
+                )
 
     def _restore(self, key: str, cursor: Cursor) -> None:
         if key in self._cursors:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from syncline.data import Cursor, MicroBatches, Sharded
 from syncline.errors import DivergedError, IncompatibleError, SpecError
-from syncline.exchange import BUCKET_BYTES, Exchange, Stats, check_same, plain_name, share_tree, spread
+from syncline.exchange import BUCKET_BYTES, Exchange, Stats, as_table, check_same, plain_name, share_tree, spread
 from syncline.specs import Spec
 from syncline.strategies.board import Board
 from syncline.strategies.reading import Shard, Steps
@@ -419,6 +419,24 @@ class Run(ABC):
     @abstractmethod
     def detach(self) -> None:
         """Take the hooks off."""
+
+    def _describe(self) -> dict[str, str]:
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        team = self.exchange.team
+        return {
+            "strategy": repr(self.strategy),
+            "codec": f"codec {self.exchange.codec!r}",
+            "collective": f"collective {self.exchange.collective}",
+            "rank": f"rank {self.world.rank} of {team.size}",
+            "model": f"{parameters} parameters",
+        }
+
+    def __repr__(self) -> str:
+        told = [*self._describe().values(), self.stats.describe()["steps"], *(["closed"] if self._closed else [])]
+        return f"Run({', '.join(told)})"
+
+    def _repr_html_(self) -> str:
+        return as_table(self._describe() | self.stats.describe())
 
     def __enter__(self) -> Run:
         return self

@@ -39,6 +39,11 @@ class _Epochs(Generic[R]):
         steps = self._reader.steps
         return len(self._reader) if steps is None or not self._pad else steps
 
+    def __repr__(self) -> str:
+        steps = self._reader.steps
+        length = "length unknown" if steps is None else f"{len(self)} steps an epoch"
+        return f"{type(self).__name__}(epoch {self.epoch}, {length})"
+
     def _pieces(self) -> Iterator[Any]:
         run, reader = self._run, self._reader
         run.world.finish_left()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +14,11 @@ from syncline.codecs import Codec, build_codec
 from syncline.errors import IncompatibleError, SpecError
 from syncline.exchange import BUCKET_BYTES, Exchange, check_same, spread
 from syncline.strategies import Run, Settings, Strategy, build_strategy
-from syncline.world import current_world
+from syncline.world import World, current_world
 
 __all__ = ["distribute", "momentum_of"]
+
+logger = logging.getLogger("syncline")
 
 
 def distribute(
@@ -76,6 +80,7 @@ def distribute(
     told = {"strategy": repr(way), "collective": exchange.collective, "codec": repr(coder), **_told(settings)}
     check_same(exchange, "settings", told)
     spread(exchange, [*model.parameters(), *model.buffers()])
+    _warn_of_local_norms(model, world)
     return way.attach(model, optimizer, exchange, settings)
 
 
@@ -89,6 +94,19 @@ def _check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
         raise IncompatibleError(
             f"the optimizer holds {len(strangers)} of {len(held)} parameters that are not the model's (the first has "
             f"shape {strangers[0]}): make it from model.parameters() after the model is on its device"
+        )
+
+
+def _warn_of_local_norms(model: nn.Module, world: World) -> None:
+    """Tell of SyncBatchNorm without torch.distributed's default group: it then normalises each worker's own batch."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if not names or world.size == 1 or world.rank != 0:
+        return
+    if not importlib.import_module("syncline.transports.torch_dist.default_group").has_default_group():
+        logger.warning(
+            "SyncBatchNorm (%s) stays local to each worker, because torch.distributed has no default process group: "
+            "call sl.init(process_group=True), or take BatchNorm, whose statistics run.agreed() averages",
+            ", ".join(names[:3]) + (", …" if len(names) > 3 else ""),
         )
 
 

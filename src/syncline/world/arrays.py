@@ -64,8 +64,8 @@ def import_dlpack(x: Any) -> Tensor:
     """
     if _is_traced(x):
         raise IncompatibleError(
-            f"a {type(x).__name__} of JAX has no values while a function is traced (inside jit, grad or vmap): call the "
-            "collective outside of it, or inside through jax.experimental.io_callback(function, result_shape, x, "
+            f"a {type(x).__name__} of JAX has no values while a function is traced (inside jit, grad or vmap): call "
+            "the collective outside of it, or inside through jax.experimental.io_callback(function, result_shape, x, "
             "ordered=True), which runs it with the values"
         )
     try:

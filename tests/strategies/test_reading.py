@@ -264,6 +264,38 @@ def test_loops_that_stop_early_on_uneven_data_do_not_part_the_workers(strategy: 
     assert first[2] == second[2] or then is None, "counted alike"
 
 
+def test_leaving_an_epoch_while_all_have_data_is_no_meeting() -> None:
+    """A run that is stopped there and saved is as it was."""
+
+    def train(world: sl.World, limit: int) -> float:
+        trainer = Trainer("local(period=100)")
+        for batch in islice(trainer.run.shard(DataLoader(Numbers(5), batch_size=1)), limit):
+            trainer.step(batch)
+        trainer.run.state_dict()
+        return float(trainer.model.weight.detach())
+
+    def weights(limit: int) -> set[float]:
+        return set(sl.simulate(lambda world: train(world, limit), ranks=2).results)
+
+    assert len(weights(2)) == 2
+    assert len(weights(3)) == 1, "rank 1 has run out, and meets the other"
+
+
+def test_a_run_that_an_error_has_ended_is_not_waited_for() -> None:
+    def fail(trainer: Trainer) -> None:
+        with trainer.run:
+            for batch in trainer.run.shard([torch.ones(1, 1)] * 3, split=False):
+                trainer.step(batch)
+                raise RuntimeError("of mine")
+
+    def train(world: sl.World) -> float:
+        with pytest.raises(RuntimeError, match="of mine"):
+            fail(Trainer())
+        return float(sl.allreduce(torch.ones(1), op="sum"))
+
+    assert sl.simulate(train, ranks=2).results == (2.0, 2.0)
+
+
 @pytest.mark.parametrize("strategy", [*SYNCHRONOUS, "bsp", "ssp(slack=1)"])
 @pytest.mark.parametrize("kind", ["batch", "sequence", "epoch"])
 def test_schedulers_need_no_naming_on_uneven_data(strategy: str, kind: str) -> None:

@@ -1,6 +1,9 @@
-"""What a run and its counts say of themselves when they are printed."""
+"""What a run and its counts say of themselves when they are printed, and what becomes of a run that is copied."""
 
 from __future__ import annotations
+
+import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,3 +55,33 @@ def test_runs_and_counts_are_readable() -> None:
         assert repr(run).endswith("1 step, closed)")
 
     sl.simulate(train, ranks=2)
+
+
+class Wrapped(nn.Module):
+    """A module that keeps its run, as frameworks' modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(self.inner.parameters(), lr=0.1)
+        self.run = sl.distribute(self.inner, optimizer)
+        self.world = self.run.world
+
+
+def test_a_module_that_keeps_its_run_can_be_copied_and_saved(tmp_path: Path) -> None:
+    def keep(world: sl.World) -> None:
+        module = Wrapped()
+        for made in (copy.deepcopy(module), copy.copy(module)):
+            assert made.run is module.run
+            assert made.world is world
+        file = tmp_path / f"{world.rank}.pt"
+        del module.world
+        torch.save(module, file)
+        loaded = torch.load(file, weights_only=False)
+        assert loaded.run is None
+        assert torch.equal(loaded.inner.weight, module.inner.weight)
+        with pytest.raises(TypeError, match=r"world.*cannot be pickled.*world\.rank"):
+            torch.save(world, file)
+        module.run.close()
+
+    sl.simulate(keep, ranks=2)

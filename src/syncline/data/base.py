@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from syncline.data.cursor import Place
 
-__all__ = ["Piece", "Source"]
+__all__ = ["Counts", "Piece", "Source"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,14 @@ class Piece:
     """Samples of this batch, where they can be counted."""
     total: float | None = None
     """The weights of all ranks in this step, summed, where that is known without asking them."""
+
+
+class Counts(NamedTuple):
+    """How many pieces ranks have in the rest of an epoch. The first rank has the most, the last one the fewest."""
+
+    most: int
+    own: int
+    fewest: int
 
 
 class Source(ABC):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from syncline.data.base import Counts
 from syncline.data.cursor import Cursor, Place
 from syncline.data.indexed import check_length, check_place, skip
 from syncline.data.plan import Deal, count_pieces, cut, deal, ends_unevenly, mixed
@@ -117,10 +118,11 @@ class MicroBatches:
         """How many steps a whole epoch has, the same on every rank; None where that shows only at the end."""
         return self._count(0)
 
-    def missed(self, place: Place) -> int:
-        """How many steps the others take after this rank's last one, in an epoch read from `place` on; 0: unknown."""
-        all_, own = (self._count(rank, place.samples) for rank in (0, self._part.rank))
-        return 0 if all_ is None or own is None else all_ - own
+    def counts(self, place: Place) -> Counts | None:
+        """Who has how many steps in an epoch read from `place` on, where that is known."""
+        ranks = (0, self._part.rank, self._part.size - 1)
+        most, own, fewest = (self._count(rank, place.samples) for rank in ranks)
+        return None if most is None or own is None or fewest is None else Counts(most, own, fewest)
 
     def __len__(self) -> int:
         """How many steps this rank has in a whole epoch."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from syncline.data.base import Piece, Source
+from syncline.data.base import Counts, Piece, Source
 from syncline.data.cursor import Cursor, Place
 from syncline.data.indexed import Batches, Samples, check_length
 from syncline.data.plan import Part, mixed
@@ -52,6 +52,7 @@ class Sharded:
     ) -> None:
         self.cursor = Cursor() if cursor is None else cursor
         self._split = split
+        self._size = size
         self._rank = rank if split else 0
         self._pad = pad
         loader = as_loader(data, batch, shuffle)
@@ -77,10 +78,13 @@ class Sharded:
         """How many steps a whole epoch has, the same on every rank; None where that shows only at the end."""
         return self._source.pieces(0)
 
-    def missed(self, place: Place) -> int:
-        """How many steps the others take after this rank's last one, in an epoch read from `place` on; 0: unknown."""
-        all_, own = (self._source.pieces(rank, place.samples) for rank in (0, self._rank))
-        return 0 if all_ is None or own is None else all_ - own
+    def counts(self, place: Place) -> Counts | None:
+        """Who has how many pieces in an epoch read from `place` on, where that is known of all ranks."""
+        ranks = (0, self._rank, self._size - 1)
+        most, own, fewest = (self._source.pieces(rank, place.samples) for rank in ranks)
+        if most is None or own is None or fewest is None or not self._split:
+            return None
+        return Counts(most, own, fewest)
 
     def __len__(self) -> int:
         """How many pieces this rank has in a whole epoch."""

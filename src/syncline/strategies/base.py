@@ -317,6 +317,16 @@ class Run(ABC):
             )
         self._rates = [] if self._rates is None else self._rates
 
+    def leave_uneven(self, somebody_ran_out: bool) -> None:
+        """This worker's loop has left such an epoch before its end.
+
+        Workers that have run out wait for it. They are told before the next thing that all do together, not here.
+        """
+        if somebody_ran_out and not self.loose:
+            self.world.left.append(self.settle_uneven)
+        else:  # all have left it after the same step
+            self._rates = None
+
     def settle_uneven(self) -> None:
         """This worker has run out of data: go along with the others until all have, then catch up with them."""
         if self.loose:
@@ -438,6 +448,17 @@ class Run(ABC):
     def _repr_html_(self) -> str:
         return as_table(self._describe() | self.stats.describe())
 
+    def __copy__(self) -> Run:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Run:
+        """The same run: a copy of a module that keeps its run, such as an average of weights, takes no steps itself."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Nothing of it: a module that keeps its run can be saved whole, and has none where it is loaded."""
+        return _no_run, ()
+
     def __enter__(self) -> Run:
         return self
 
@@ -448,6 +469,8 @@ class Run(ABC):
             self.close()
         elif not self._closed:
             self._closed = True
+            if self.settle_uneven in self.world.left:
+                self.world.left.remove(self.settle_uneven)
             self.detach()
             self.world.trainings -= 1
 
@@ -510,6 +533,11 @@ class Run(ABC):
             for buffer in group:
                 buffer.copy_(flat[offset : offset + buffer.numel()].view(buffer.shape))
                 offset += buffer.numel()
+
+
+def _no_run() -> None:
+    """What a saved run is where it is loaded."""
+    return
 
 
 def check_gradients(run: Run) -> None:

@@ -49,7 +49,7 @@ class _Epochs(Generic[R]):
         run.world.finish_left()
         begun, before, taken = run.work, run.weighed, run.stats.steps
         place = reader.begin(begun)
-        missed, handed, ended = reader.missed(place), 0, False
+        counts, handed, ended = reader.counts(place), 0, False
         uneven = self._pad and reader.uneven and run.exchange.size > 1
         if uneven:
             run.check_uneven()
@@ -63,12 +63,12 @@ class _Epochs(Generic[R]):
             trained = run.work != begun
             self._weigh(*((1.0, False) if ended or trained else before))
             reader.cursor.leave(place, run.work)
-            if uneven and trained and not ended and not run.loose:
-                run.world.left.append(run.settle_uneven)
+            if uneven and trained and not ended:
+                run.leave_uneven(somebody_ran_out=counts is None or handed > counts.fewest)
         if uneven and (trained or not handed):
             run.settle_uneven()
-            if run.loose and run.stats.steps - taken == handed:
-                run.schedulers.step_missed(handed, missed)
+            if run.loose and counts is not None and run.stats.steps - taken == handed:
+                run.schedulers.step_missed(handed, counts.most - counts.own)
 
     def _weigh(self, weight: float, uneven: bool) -> None:
         if self._pad:

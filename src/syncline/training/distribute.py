@@ -44,8 +44,9 @@ def distribute(
     `collective` is "auto" (chosen now, for this network and these sizes), "native" (the engine's own) or a schedule;
     with a codec whose payloads do not sum on the wire "gather", "split" and others.
     With `check_finite` NaN or Inf in a gradient raises `DivergedError` that names rank and parameter; leave it off with
-    a GradScaler, which wants to see them. `schedulers` are learning-rate schedulers stepped after every batch: a worker
-    that runs out of data before the others gets their state.
+    a GradScaler, which wants to see them. A worker that runs out of data before the others gets the state of what is
+    stepped after every batch: of PyTorch's own learning-rate schedulers, which are found by themselves, and of those
+    that `schedulers` names: schedules of your own and a GradScaler.
 
     >>> import torch, syncline as sl
     >>> def train(world):

@@ -273,6 +273,18 @@ class World:
             except SynclineError as error:
                 logger.warning("rank %d leaves, and %s did not close: %s", self.rank, key, error)
 
+    def __copy__(self) -> World:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> World:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError(
+            "a world holds connections to the other ranks and cannot be pickled: pass on what is needed of it, such as "
+            "world.rank, or leave it out of what is saved or sent to other processes"
+        )
+
     def __enter__(self) -> World:
         return self
 

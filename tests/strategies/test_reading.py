@@ -291,6 +291,7 @@ def test_a_run_that_an_error_has_ended_is_not_waited_for() -> None:
     def train(world: sl.World) -> float:
         with pytest.raises(RuntimeError, match="of mine"):
             fail(Trainer())
+        assert not world.left
         return float(sl.allreduce(torch.ones(1), op="sum"))
 
     assert sl.simulate(train, ranks=2).results == (2.0, 2.0)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DistributedSampler
 
 import syncline as sl
@@ -46,7 +47,7 @@ def test_without_it_there_is_none_and_it_can_be_had_later() -> None:
 
 
 def test_a_group_of_the_scripts_own_stays() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     with sl.init(process_group=True):
         pass
     assert dist.is_initialized()

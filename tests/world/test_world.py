@@ -28,7 +28,7 @@ def test_a_second_init_gives_the_same_world_and_close_makes_room() -> None:
     for asked in ({"timeout": 61.0}, {"transport": "zeromq"}, {"check": True}, {"transport": SingleTransport()}):
         (name,) = asked
         with pytest.raises(sl.WorldError, match=rf"has a world already, with {name}=.*close\(\)"):
-            sl.init(**asked)  # type: ignore[arg-type]
+            sl.init(**asked)
     first.close()
     first.close()
     with pytest.raises(sl.WorldError, match="no world yet"):

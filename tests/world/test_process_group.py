@@ -16,6 +16,8 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DistributedSampler
 
 import syncline as sl
+from syncline.environment import Environment
+from syncline.transports.torch_dist.default_group import DefaultGroup
 from tests.launching import launch, torch_variables
 
 
@@ -126,3 +128,10 @@ def test_two_processes(tmp_path: Path) -> None:
         share = [0, 2] if rank == 0 else [1, 3]
         assert one.out == f"{rank} 3.0 {share} False\n" * 2 + "done\n", one
         assert one.code == 0, one
+
+
+def test_a_group_of_other_ranks_is_refused() -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    with pytest.raises(sl.WorldError, match=r"rank 0 of 1, and in this world it is rank 1 of 2.*init_process_group"):
+        DefaultGroup(Environment(source="a test", rank=1, size=2, local_rank=1, local_size=2), timeout=5)
+    dist.destroy_process_group()

@@ -118,6 +118,13 @@ def read(data: Any, rank: int = 0, size: int = 1, cursor: Cursor | None = None, 
     return [flat(piece.batch) for piece in Sharded(data, rank=rank, size=size, cursor=cursor, **options)]
 
 
+def resumed(cursor: Cursor) -> Cursor:
+    """A cursor that goes on where another one stands, as after a checkpoint."""
+    found = Cursor()
+    found.load_state_dict(cursor.state_dict())
+    return found
+
+
 def merged(shares: list[list[list[int]]]) -> list[int]:
     """The global order again, from all ranks' batches: step by step, every k-th from each rank."""
     found: list[int] = []
@@ -130,9 +137,7 @@ def merged(shares: list[list[list[int]]]) -> list[int]:
 
 def together(data: Any, size: int, cursor: Cursor | None = None, **options: Any) -> list[int]:
     """What all ranks together read, in the global order."""
-    places = [Cursor() for _ in range(size)]
-    for place in places:
-        place.load_state_dict((cursor or Cursor()).state_dict())
+    places = [resumed(cursor or Cursor()) for _ in range(size)]
     return merged([read(data, rank, size, places[rank], **options) for rank in range(size)])
 
 

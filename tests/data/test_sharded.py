@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import syncline as sl
 from syncline.data import Cursor, Sharded
 from syncline.errors import IncompatibleError, SpecError
-from tests.data.cases import Buckets, Counting, Numbers, Several, flat, joined, merged, read, together
+from tests.data.cases import Buckets, Counting, Numbers, Several, flat, joined, merged, read, resumed, together
 
 
 def loader(length: int, batch: int, **options: Any) -> DataLoader[Any]:
@@ -131,11 +131,62 @@ def test_an_interrupted_loop_does_what_the_uninterrupted_one_does(stop: int) -> 
     assert log[:stop] + rest == log
 
 
-def test_a_loop_left_in_the_middle_goes_on_there() -> None:
-    sharded = Sharded(loader(6, 2), rank=0, size=1)
-    assert flat(next(iter(sharded)).batch) == [0, 1]
+def test_each_iteration_is_a_fresh_epoch() -> None:
+    """Also after a loop that was left in the middle, and after one that stopped at the last batch."""
+    sharded = Sharded(loader(6, 2, shuffle=True), rank=0, size=1)
+    epochs = [read(loader(6, 2, shuffle=True), cursor=Cursor(epoch=epoch)) for epoch in range(4)]
+    assert flat(next(iter(sharded)).batch) == epochs[0][0]
+    assert [flat(piece.batch) for piece in sharded] == epochs[1]
+    held = iter(sharded)
+    assert [flat(next(held).batch) for _ in range(3)] == epochs[2]
+    assert (sharded.cursor.epoch, sharded.cursor.next_epoch) == (2, 3)
+    assert [flat(piece.batch) for piece in sharded] == epochs[3]
+    assert [flat(piece.batch) for piece in held] == [], "the other loop does not disturb it"
+    assert sharded.cursor.state_dict() == {"epoch": 4, "samples": 0, "streams": []}
+
+
+def test_a_resume_goes_on_once() -> None:
+    sharded = Sharded(loader(6, 2), rank=0, size=1, cursor=resumed(Cursor(samples=2)))
     assert [flat(piece.batch) for piece in sharded] == [[2, 3], [4, 5]]
     assert [flat(piece.batch) for piece in sharded] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_a_look_is_undone() -> None:
+    """Nothing was trained between the beginning of the loop and its end: the next one reads the same."""
+    cursor = resumed(Cursor(epoch=3, samples=4))
+    sharded = Sharded(loader(6, 2), rank=0, size=1, cursor=cursor)
+    held = sharded.read(sharded.begin(work=7))
+    assert flat(next(held).batch) == [4, 5]
+    outer = sharded.begin(work=7)
+    assert [flat(piece.batch) for piece in sharded.read(outer)] == [[4, 5]]
+    assert cursor.state_dict() == {"epoch": 4, "samples": 0, "streams": []}
+
+    outer = sharded.begin(work=7)
+    batches = sharded.read(outer)
+    next(batches)
+    inner = sharded.begin(work=8)  # in the body of the outer loop, which has trained
+    next(sharded.read(inner))
+    cursor.leave(inner, work=8)
+    assert cursor.state_dict() == {"epoch": 4, "samples": 2, "streams": []}
+    assert [flat(piece.batch) for piece in batches] == [[2, 3], [4, 5]]
+    assert cursor.epoch == 5
+
+
+def test_a_loop_that_began_before_a_load_does_not_move_the_cursor() -> None:
+    sharded = Sharded(loader(6, 2), rank=0, size=1)
+    before = iter(sharded)
+    next(before)
+    sharded.cursor.load_state_dict({"epoch": 5, "samples": 2})
+    list(before)
+    assert sharded.cursor.state_dict() == {"epoch": 5, "samples": 2, "streams": []}
+    assert [flat(piece.batch) for piece in sharded] == [[2, 3], [4, 5]]
+
+
+def test_an_iterator_is_read_on() -> None:
+    sharded = Sharded(iter([[0], [1], [2], [3]]), rank=0, size=1)
+    assert next(iter(sharded)).batch == [0]
+    assert [piece.batch for piece in sharded] == [[1], [2], [3]]
+    assert sharded.cursor.epoch == 1
 
 
 def test_uneven_stays_what_it_is_through_an_epoch() -> None:

@@ -30,6 +30,7 @@ from tests.data.cases import (
     flat,
     joined,
     read,
+    resumed,
     states,
     together,
 )
@@ -105,7 +106,7 @@ def test_a_batch_sampler_resumes_on_another_number_of_ranks() -> None:
     place = sharded.cursor.state_dict()
     assert place["samples"] == sum(map(len, whole[:3]))
     assert not Sharded(data, rank=0, size=7).uneven
-    assert Sharded(data, rank=0, size=7, cursor=sharded.cursor).uneven
+    assert Sharded(data, rank=0, size=7, cursor=resumed(sharded.cursor)).uneven
     for rank in (0, 1):
         cursor = Cursor()
         cursor.load_state_dict(place)
@@ -169,7 +170,7 @@ def test_streams_of_several_processes_resume_with_the_right_one(size: int, steps
         for _, _piece in zip(range(steps), sharded, strict=False):
             pass
         assert sharded.cursor.samples == 2 * size * steps
-        assert read(data, rank, size, sharded.cursor) == whole[steps:]
+        assert read(data, rank, size, resumed(sharded.cursor)) == whole[steps:]
 
 
 def test_streams_of_several_processes_resume_on_another_number_of_ranks() -> None:
@@ -180,12 +181,10 @@ def test_streams_of_several_processes_resume_on_another_number_of_ranks() -> Non
         for _, piece in zip(range(3), sharded, strict=False):
             seen += flat(piece.batch)
     for rank in range(2):
-        cursor = Cursor()
-        cursor.load_state_dict(sharded.cursor.state_dict())
-        seen += joined(read(data, rank, 2, cursor))
+        seen += joined(read(data, rank, 2, resumed(sharded.cursor)))
     assert sorted(seen) == list(range(60))
     with pytest.raises(IncompatibleError, match=r"2 loader processes read, and now num_workers=0"):
-        read(DataLoader(Counting(60), batch_size=2), cursor=sharded.cursor)
+        read(DataLoader(Counting(60), batch_size=2), cursor=resumed(sharded.cursor))
 
 
 @pytest.mark.parametrize("sized", [True, False])
@@ -299,3 +298,15 @@ def test_persistent_processes_live_on_from_epoch_to_epoch() -> None:
     epochs = [{name for piece in sharded for name in flat(piece.batch)} for _ in range(2)]
     assert len(epochs[0]) == 2
     assert epochs[0] == epochs[1]
+
+
+def test_processes_that_live_on_serve_one_loop_at_a_time() -> None:
+    data: DataLoader[Any] = DataLoader(Numbers(8), batch_size=2, num_workers=1, persistent_workers=True)
+    sharded = Sharded(data, rank=0, size=1)
+    held = iter(sharded)
+    assert flat(next(held).batch) == [0, 1]
+    assert [flat(piece.batch) for piece in sharded] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    second = iter(sharded)
+    assert flat(next(second).batch) == [0, 1]
+    with pytest.raises(IncompatibleError, match="persistent_workers"):
+        next(held)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -142,19 +143,21 @@ def test_a_compiled_model_takes_the_state_of_a_plain_one() -> None:
 def test_what_would_part_the_workers_on_uneven_data_is_refused() -> None:
     batches = [torch.ones(1, 1)] * 4
 
-    def rates(world: sl.World) -> None:
+    def rates(world: sl.World, strategy: str) -> None:
         model = nn.Linear(1, 1)
-        run, optimizer = attach(model)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)  # not in schedulers=
+        run, optimizer = attach(model, strategy=strategy)
+        steps = 0
         for _ in range(3):
             for x in run.shard(batches[world.rank :], split=False, name="own"):
                 optimizer.zero_grad()
                 backward(model(x).sum())
                 optimizer.step()
-                scheduler.step()
+                steps += 1
+                optimizer.param_groups[0]["lr"] = 0.5**steps  # a schedule that nobody knows
 
-    with pytest.raises(sl.IncompatibleError, match="schedulers="):
-        sl.simulate(rates, ranks=2)
+    for strategy in ("allreduce", "local(period=2)", "gossip"):
+        with pytest.raises(sl.IncompatibleError, match="schedulers="):
+            sl.simulate(partial(rates, strategy=strategy), ranks=2)
 
     def two(world: sl.World) -> None:
         run, _ = attach(nn.Linear(1, 1))

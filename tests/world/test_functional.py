@@ -163,3 +163,40 @@ def test_close_waits_for_asynchronous_calls() -> None:
         return [one.wait().item() for one in pending]
 
     assert sl.simulate(script, 3).results == ([3.0] * 20,) * 3
+
+
+class Tracer:
+    """As JAX's: it has an array's methods, and no values."""
+
+    __module__ = "jax._src.core"
+
+    def __array_namespace__(self) -> Any:
+        raise AttributeError("'Traced<float32[3]>' is not concrete")
+
+    __dlpack__ = __array_namespace__
+
+
+class Borrowed:
+    """An array on a device that torch does not know."""
+
+    def __dlpack__(self, **_: Any) -> Any:
+        raise BufferError("not on this device")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (99, 0)
+
+
+@pytest.mark.parametrize(
+    "call", [sl.allreduce, sl.allgather, lambda x: sl.send(x, to=0), lambda x: sl.recv(x, source=0)]
+)
+def test_arrays_without_values_are_refused_in_words(call: Any) -> None:
+    with sl.init():
+        with pytest.raises(sl.IncompatibleError, match=r"DynamicTracer of JAX.*io_callback"):
+            call(type("DynamicTracer", (Tracer,), {})())
+        with pytest.raises(sl.IncompatibleError, match="Borrowed cannot be read through DLPack"):
+            call(Borrowed())
+
+
+def test_a_meta_tensor_is_refused() -> None:
+    with sl.init(), pytest.raises(sl.IncompatibleError, match="meta device has no data"):
+        sl.allreduce(torch.zeros(2, device="meta"))

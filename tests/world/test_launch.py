@@ -308,7 +308,13 @@ def test_ranks_that_differ_are_named_and_nothing_aborts() -> None:
 
 
 def test_nothing_listens_to_the_outside() -> None:
-    script = "import syncline as sl\nworld = sl.init(timeout=60)\nteam = world.team()\nprint('up', flush=True)\ninput()"
+    script = (
+        "import syncline as sl\n"
+        "world = sl.init(timeout=60, process_group=True)\n"
+        "team = world.team()\n"
+        "print('up', flush=True)\n"
+        "input()"
+    )
     variables = torch_variables(2)
     processes = [
         subprocess.Popen(

@@ -21,17 +21,23 @@ def test_alone() -> None:
         world.compute(0.0)
 
 
-def test_a_second_init_is_refused_and_close_makes_room() -> None:
-    first = sl.init()
-    with pytest.raises(sl.WorldError, match=r"has a world already.*close\(\)"):
-        sl.init()
+def test_a_second_init_gives_the_same_world_and_close_makes_room() -> None:
+    first = sl.init(timeout=60)
+    assert sl.init() is first
+    assert sl.init("single", timeout=60) is first
+    for asked in ({"timeout": 61.0}, {"transport": "zeromq"}, {"check": True}, {"transport": SingleTransport()}):
+        (name,) = asked
+        with pytest.raises(sl.WorldError, match=rf"has a world already, with {name}=.*close\(\)"):
+            sl.init(**asked)
     first.close()
     first.close()
     with pytest.raises(sl.WorldError, match="no world yet"):
         sl.allreduce(torch.zeros(1))
     with pytest.raises(sl.WorldError, match="closed"):
         first.team()
-    sl.init().close()
+    second = sl.init()
+    assert second is not first
+    second.close()
 
 
 def test_init_refuses_what_it_does_not_know() -> None:
@@ -62,10 +68,10 @@ def test_init_on_a_simulated_rank_gives_that_rank_once() -> None:
     assert sl.simulate(again, 2).results == ((True, 3.0, 2),) * 2
 
     def twice(world: sl.World) -> None:
-        sl.init()
-        sl.init()
+        assert sl.init(timeout=5.0) is sl.init() is world
+        sl.init(timeout=6.0)
 
-    with pytest.raises(sl.WorldError, match="init already"):
+    with pytest.raises(sl.WorldError, match=r"with timeout=5\.0, and now timeout=6\.0"):
         sl.simulate(twice, 1)
 
 

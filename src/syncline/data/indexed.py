@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from syncline.data.base import Piece, Source
-from syncline.data.cursor import Cursor
+from syncline.data.cursor import Place
 from syncline.data.plan import Deal, Part, Take, count_pieces, deal, deal_batches, ends_unevenly, mixed
 from syncline.data.reading import Lot, Reader
 from syncline.data.samplers import Order, order_of
@@ -28,24 +28,27 @@ class Samples(Source):
         self._part = part
         self._drop_last = loader.drop_last if drop_last is None else drop_last
         self._order = order_of(loader, part.seed)
-        check_length(self._order.length, part.size, self.batch * part.size, self._drop_last)
+        if not part.may_be_empty:
+            check_length(self._order.length, part.size, self.batch * part.size, self._drop_last)
         self._reader: Reader[Deal] = Reader(loader)
 
-    def read(self, cursor: Cursor) -> Iterator[Piece]:
-        take = self._order.begin(cursor.epoch)
-        check_place(cursor, self._order)
-        skip(take, cursor.samples)
-        deals = deal(take, self._part, self.batch * self._part.size, self._drop_last, cursor.samples)
-        yield from read_deals(self._reader, deals, self._part, self.batch, cursor)
+    def read(self, place: Place) -> Iterator[Piece]:
+        take = self._order.begin(place.epoch)
+        check_place(place, self._order)
+        skip(take, place.samples)
+        deals = deal(take, self._part, self.batch * self._part.size, self._drop_last, place.samples)
+        yield from read_deals(self._reader, deals, self._part, self.batch, place)
 
     def uneven(self, start: int) -> bool:
         length = self._order.length
         batch, size = self.batch * self._part.size, self._part.size
         return length is None or ends_unevenly(max(length - start, 0), batch, size, self._drop_last)
 
-    def pieces(self, rank: int) -> int | None:
+    def pieces(self, rank: int, start: int = 0) -> int | None:
         length = self._order.length
-        return None if length is None else count_pieces(length, self.batch * self._part.size, rank, self._drop_last)
+        if length is None:
+            return None
+        return count_pieces(max(length - start, 0), self.batch * self._part.size, rank, self._drop_last)
 
 
 class Batches(Source):
@@ -58,41 +61,44 @@ class Batches(Source):
         self._part = part
         self._drop_last = bool(drop_last)
         self._order = order_of(loader, part.seed)
-        check_length(self._order.length, part.size, part.size, self._drop_last, "batches")
+        if not part.may_be_empty:
+            check_length(self._order.length, part.size, part.size, self._drop_last, "batches")
         self._reader: Reader[Deal] = Reader(loader)
 
-    def read(self, cursor: Cursor) -> Iterator[Piece]:
-        take = self._order.begin(cursor.epoch)
+    def read(self, place: Place) -> Iterator[Piece]:
+        take = self._order.begin(place.epoch)
         batches = chain.from_iterable(iter(partial(take, 1), []))
         first = list(islice(batches, 1))  # the epoch's own, which all ranks know, also those that resume
         usual = self._usual or max([1, *map(len, first)])
         batches = chain(first, batches)
         passed = 0
-        while passed < cursor.samples and (gone := list(islice(batches, 1))):
+        while passed < place.samples and (gone := list(islice(batches, 1))):
             passed += len(gone[0])
-        deals = deal_batches(lambda count: list(islice(batches, count)), self._part, self._drop_last, cursor.samples)
-        yield from read_deals(self._reader, deals, self._part, usual, cursor)
+        deals = deal_batches(lambda count: list(islice(batches, count)), self._part, self._drop_last, place.samples)
+        yield from read_deals(self._reader, deals, self._part, usual, place)
 
     def uneven(self, start: int) -> bool:
         # How many batches the samples before `start` were shows only when they are drawn.
         length = self._order.length
         return length is None or (not self._drop_last and (start > 0 or length % self._part.size != 0))
 
-    def pieces(self, rank: int) -> int | None:
+    def pieces(self, rank: int, start: int = 0) -> int | None:
         length = self._order.length
-        return None if length is None else count_pieces(length, self._part.size, rank, self._drop_last)
+        if length is None or start > 0:
+            return None
+        return count_pieces(length, self._part.size, rank, self._drop_last)
 
 
-def read_deals(reader: Reader[Deal], deals: Iterator[Deal], part: Part, batch: int, cursor: Cursor) -> Iterator[Piece]:
-    """The pieces of a rank's deals; the cursor moves before each is handed out."""
+def read_deals(reader: Reader[Deal], deals: Iterator[Deal], part: Part, batch: int, place: Place) -> Iterator[Piece]:
+    """The pieces of a rank's deals; the place moves before each is handed out."""
 
     def lots() -> Iterator[Lot[Deal]]:
         for each in deals:
             yield each, each.indices, (part.seed, epoch, each.start, part.who)
 
-    epoch = cursor.epoch
+    epoch = place.epoch
     for each, data in reader.read(lots(), mixed(part.seed, epoch, part.who)):
-        cursor.advance(each.samples)
+        place.advance(each.samples)
         count = len(each.indices)
         yield Piece(data, count / batch, each.last, count, each.samples / batch)
 
@@ -119,10 +125,10 @@ def check_length(length: int | None, size: int, batch: int, drop_last: bool, wha
         )
 
 
-def check_place(cursor: Cursor, order: Order) -> None:
+def check_place(place: Place, order: Order) -> None:
     """Refuse a place behind the end: it was taken in other data."""
-    if order.length is not None and cursor.samples > order.length:
+    if order.length is not None and place.samples > order.length:
         raise IncompatibleError(
-            f"the run stands at sample {cursor.samples} of epoch {cursor.epoch}, but an epoch of this data has "
+            f"the run stands at sample {place.samples} of epoch {place.epoch}, but an epoch of this data has "
             f"{order.length}: it was saved with other data"
         )

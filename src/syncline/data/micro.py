@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from syncline.data.cursor import Cursor
+from syncline.data.base import Counts
+from syncline.data.cursor import Cursor, Place
 from syncline.data.indexed import check_length, check_place, skip
 from syncline.data.plan import Deal, count_pieces, cut, deal, ends_unevenly, mixed
 from syncline.data.reading import Lot, Reader
@@ -101,7 +102,6 @@ class MicroBatches:
         self._order = order_of(loader, seed)
         check_length(self._order.length, size, global_batch, self._drop_last)
         self._reader: Reader[Note] = Reader(loader)
-        self._start: int | None = None
 
     @property
     def uneven(self) -> bool:
@@ -109,34 +109,43 @@ class MicroBatches:
         length = self._order.length
         if length is None:
             return True
-        start = self.cursor.samples if self._start is None else self._start
         # A place that was saved with another global batch shifts this epoch's last one.
-        ends = (length, max(length - start, 0))
+        ends = (length, max(length - self.cursor.start, 0))
         return any(ends_unevenly(end, self.global_batch, self._part.size, self._drop_last) for end in ends)
+
+    @property
+    def steps(self) -> int | None:
+        """How many steps a whole epoch has, the same on every rank; None where that shows only at the end."""
+        return self._count(0)
+
+    def counts(self, place: Place) -> Counts | None:
+        """Who has how many steps in an epoch read from `place` on, where that is known."""
+        ranks = (0, self._part.rank, self._part.size - 1)
+        most, own, fewest = (self._count(rank, place.samples) for rank in ranks)
+        return None if most is None or own is None or fewest is None else Counts(most, own, fewest)
 
     def __len__(self) -> int:
         """How many steps this rank has in a whole epoch."""
-        if self._order.length is None:
+        found = self._count(self._part.rank)
+        if found is None:
             raise TypeError("the length of this data is not known before it was read")
-        return count_pieces(self._order.length, self.global_batch, self._part.rank, self._drop_last)
+        return found
 
-    def __iter__(self) -> Iterator[Step]:
-        self._start = self.cursor.samples
-        try:
-            yield from self._rest()
-        finally:
-            self._start = None
-        self.cursor.end_epoch()
+    def begin(self, work: int | None = None) -> Place:
+        """Begin an iteration; `work`: as `Cursor.begin` has it."""
+        return self.cursor.begin(work=work)
 
-    def _rest(self) -> Iterator[Step]:
-        cursor, part = self.cursor, self._part
-        check_place(cursor, self._order)
-        take = self._order.begin(cursor.epoch)
-        skip(take, cursor.samples)
-        deals = deal(take, part, self.global_batch, self._drop_last, cursor.samples)
-        found = self._reader.read(self._lots(deals, cursor.epoch), mixed(part.seed, cursor.epoch, part.who))
+    def read(self, place: Place) -> Iterator[Step]:
+        """The steps of an iteration that has begun; the cursor moves before each is handed out."""
+        part = self._part
+        check_place(place, self._order)
+        take = self._order.begin(place.epoch)
+        skip(take, place.samples)
+        deals = deal(take, part, self.global_batch, self._drop_last, place.samples)
+        found = self._reader.read(self._lots(deals, place.epoch), mixed(part.seed, place.epoch, part.who))
         for note, batch in found:
-            cursor.advance(note[0].samples)
+            place.advance(note[0].samples)
+            self.cursor.follow(place, note[0].last)
             step = Step(note, batch, found, self.global_batch / part.size)
             yield step
             if step.unread:
@@ -144,6 +153,20 @@ class MicroBatches:
                     f"a step was left with {step.unread} of its {step.parts} micro-batches unread: the gradients are "
                     "exchanged in the last one, for which the other workers wait. Read them all"
                 )
+        self.cursor.finish(place)
+
+    def __iter__(self) -> Iterator[Step]:
+        place = self.begin()
+        try:
+            yield from self.read(place)
+        finally:
+            self.cursor.leave(place)
+
+    def _count(self, rank: int, start: int = 0) -> int | None:
+        length = self._order.length
+        return (
+            None if length is None else count_pieces(max(length - start, 0), self.global_batch, rank, self._drop_last)
+        )
 
     def _lots(self, deals: Iterator[Deal], epoch: int) -> Iterator[Lot[Note]]:
         for each in deals:

@@ -34,6 +34,8 @@ class Part:
     seed: int
     who: int
     """The rank in the world, also where nothing is shared: what must differ between ranks is drawn from it."""
+    may_be_empty: bool = False
+    """Whether a rank may have nothing in an epoch, as in an evaluation."""
 
 
 @dataclass(frozen=True)

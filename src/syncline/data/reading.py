@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from syncline.data.plan import mixed
 from syncline.data.randomness import reseed
+from syncline.errors import IncompatibleError
 
 __all__ = ["Reader", "like"]
 
@@ -40,6 +41,11 @@ class Reader(Generic[N]):
         # The loader draws a number for its processes at each epoch: not from the program's own generator.
         self._generator.manual_seed(seed)
         for batch in self._loader:
+            if not self._feed.feeds(notes) and self._loader.persistent_workers:
+                raise IncompatibleError(
+                    "a loop over this loader goes on after another one has begun, and with persistent_workers=True its "
+                    "processes serve one loop at a time: end the first loop before, or leave persistent_workers out"
+                )
             yield notes.popleft(), batch
 
 
@@ -75,6 +81,10 @@ class _Feed(Generic[N]):
     def begin(self, lots: Iterator[Lot[N]]) -> deque[N]:
         self._lots, self._notes = lots, deque()
         return self._notes
+
+    def feeds(self, notes: deque[N]) -> bool:
+        """Whether these are the notes of the latest iteration."""
+        return notes is self._notes
 
     def __iter__(self) -> Iterator[list[Any]]:
         # Bound now: a loop that was left in the middle must not add its notes to the next one's.

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from syncline.data.base import Piece, Source
-from syncline.data.cursor import Cursor
+from syncline.data.cursor import Place
 from syncline.data.indexed import check_length
 from syncline.data.plan import Part, count_pieces, mixed
 from syncline.data.randomness import Randomness
@@ -30,28 +30,33 @@ class Ready(Source):
         self._drop_last = bool(drop_last)
         self._length = length_of(data)
         self._read = 0  # of an iterator, which can only go forward
-        check_length(self._length, part.size, part.size, self._drop_last, "batches")
+        if not part.may_be_empty:
+            check_length(self._length, part.size, part.size, self._drop_last, "batches")
 
-    def read(self, cursor: Cursor) -> Iterator[Piece]:
+    @property
+    def goes_on(self) -> bool:
+        return isinstance(self._data, Iterator) and self._read > 0
+
+    def read(self, place: Place) -> Iterator[Piece]:
         rank, size = self._part.rank, self._part.size
-        fresh = cursor.samples == 0
+        fresh = place.samples == 0 and not self._part.may_be_empty
         # What a generator draws must be the same on all ranks.
-        randomness = Randomness(mixed(self._part.seed, cursor.epoch))
+        randomness = Randomness(mixed(self._part.seed, place.epoch))
         with randomness.used():
             batches = iter(self._data)
             behind = self._read if batches is self._data else 0
-            deque(islice(batches, max(0, cursor.samples - behind)), maxlen=0)
+            deque(islice(batches, max(0, place.samples - behind)), maxlen=0)
         while True:
             with randomness.used():
                 mine, seen = self._step(batches)
-            self._read = cursor.samples + seen
+            self._read = place.samples + seen
             if fresh and (seen > 0 or batches is not self._data):
                 check_length(seen, size, size, self._drop_last, "batches")
             fresh = False
             if seen <= rank or (self._drop_last and seen < size):
                 return
-            cursor.advance(seen)
-            yield Piece(mine, 1.0, self._is_last(cursor.samples), total=float(seen))
+            place.advance(seen)
+            yield Piece(mine, 1.0, self._is_last(place.samples), total=float(seen))
 
     def _is_last(self, consumed: int) -> bool:
         if self._length is None:
@@ -71,5 +76,7 @@ class Ready(Source):
             return False
         return self._length is None or (self._length - start) % self._part.size != 0
 
-    def pieces(self, rank: int) -> int | None:
-        return None if self._length is None else count_pieces(self._length, self._part.size, rank, self._drop_last)
+    def pieces(self, rank: int, start: int = 0) -> int | None:
+        if self._length is None:
+            return None
+        return count_pieces(max(self._length - start, 0), self._part.size, rank, self._drop_last)

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from syncline.data.base import Piece, Source
-from syncline.data.cursor import Cursor
+from syncline.data.base import Counts, Piece, Source
+from syncline.data.cursor import Cursor, Place
 from syncline.data.indexed import Batches, Samples, check_length
 from syncline.data.plan import Part, mixed
 from syncline.data.ready import Ready
@@ -26,8 +26,8 @@ class Sharded:
     rank takes (shuffled, unless `shuffle` is False); or any iterable of ready batches. All that a DataLoader was told
     is kept. Every rank passes the same data and seed; with `split=False` each passes its own, and nothing is shared.
 
-    An epoch is read from where the cursor stands: a loop that was left in the middle goes on there. One loop at a
-    time.
+    Each iteration is a fresh epoch, as with a DataLoader; the first one after the cursor was loaded goes on where the
+    checkpoint was made. With `pad=False`, for evaluation, a rank may have nothing at all.
 
     >>> loader = DataLoader(range(10), batch_size=2)
     >>> for rank in (0, 1):
@@ -48,12 +48,17 @@ class Sharded:
         batch: int | None = None,
         shuffle: bool | None = None,
         cursor: Cursor | None = None,
+        pad: bool = True,
     ) -> None:
         self.cursor = Cursor() if cursor is None else cursor
         self._split = split
+        self._size = size
         self._rank = rank if split else 0
-        self._source = _source(data, part_of(rank, size, seed, split), split, drop_last, batch, shuffle)
-        self._start: int | None = None
+        self._pad = pad
+        loader = as_loader(data, batch, shuffle)
+        self.data = data if loader is None else loader
+        """The DataLoader that is read, also where a Dataset was given; else the iterable."""
+        self._source = _source(data, loader, part_of(rank, size, seed, split, pad), split, drop_last)
 
     @property
     def batch(self) -> int:
@@ -65,13 +70,21 @@ class Sharded:
         """Whether ranks may end at different times, in this epoch or another. The same on every rank."""
         if not self._split:
             return True
-        start = self.cursor.samples if self._start is None else self._start
+        start = self.cursor.start
         return self._source.uneven(0) or (start > 0 and self._source.uneven(start))
 
     @property
     def steps(self) -> int | None:
         """How many steps a whole epoch has, the same on every rank; None where that shows only at the end."""
         return self._source.pieces(0)
+
+    def counts(self, place: Place) -> Counts | None:
+        """Who has how many pieces in an epoch read from `place` on, where that is known of all ranks."""
+        ranks = (0, self._rank, self._size - 1)
+        most, own, fewest = (self._source.pieces(rank, place.samples) for rank in ranks)
+        if most is None or own is None or fewest is None or not self._split:
+            return None
+        return Counts(most, own, fewest)
 
     def __len__(self) -> int:
         """How many pieces this rank has in a whole epoch."""
@@ -80,28 +93,37 @@ class Sharded:
             raise TypeError("the length of this data is not known before it was read")
         return found
 
-    def __iter__(self) -> Iterator[Piece]:
-        self._start = self.cursor.samples
-        nothing = self._start == 0
-        try:
-            for piece in self._source.read(self.cursor):
-                nothing = False
-                yield piece
-        finally:
-            self._start = None
-        if nothing:
+    def begin(self, work: int | None = None) -> Place:
+        """Begin an iteration; `work`: as `Cursor.begin` has it."""
+        return self.cursor.begin(self._source.goes_on, work)
+
+    def read(self, place: Place) -> Iterator[Piece]:
+        """The pieces of an iteration that has begun; the cursor moves before each is handed out."""
+        nothing = place.samples == 0
+        for piece in self._source.read(place):
+            nothing = False
+            self.cursor.follow(place, piece.last)
+            yield piece
+        if nothing and self._pad:
             raise IncompatibleError(
-                f"epoch {self.cursor.epoch} has no data for rank {self._rank}: an iterator or generator can be read "
+                f"epoch {place.epoch} has no data for rank {self._rank}: an iterator or generator can be read "
                 "only once (pass an iterable that begins anew), and every worker needs one batch at least"
             )
-        self.cursor.end_epoch()
+        self.cursor.finish(place)
+
+    def __iter__(self) -> Iterator[Piece]:
+        place = self.begin()
+        try:
+            yield from self.read(place)
+        finally:
+            self.cursor.leave(place)
 
 
-def part_of(rank: int, size: int, seed: int, split: bool = True) -> Part:
+def part_of(rank: int, size: int, seed: int, split: bool = True, pad: bool = True) -> Part:
     """Who takes which share; where nothing is split each rank is alone, and shuffles in its own way."""
     if not 0 <= rank < size:
         raise SpecError(f"rank={rank} is not one of {size} ranks")
-    return Part(rank, size, seed, rank) if split else Part(0, 1, mixed(seed, rank), rank)
+    return Part(rank, size, seed, rank, not pad) if split else Part(0, 1, mixed(seed, rank), rank, not pad)
 
 
 def as_loader(data: Any, batch: int | None, shuffle: bool | None) -> DataLoader[Any] | None:
@@ -124,10 +146,7 @@ def as_loader(data: Any, batch: int | None, shuffle: bool | None) -> DataLoader[
     return DataLoader(data, batch_size=batch, shuffle=shuffle is not False)
 
 
-def _source(
-    data: Any, part: Part, split: bool, drop_last: bool | None, batch: int | None, shuffle: bool | None
-) -> Source:
-    loader = as_loader(data, batch, shuffle)
+def _source(data: Any, loader: DataLoader[Any] | None, part: Part, split: bool, drop_last: bool | None) -> Source:
     if loader is None:
         if not isinstance(data, Iterable):
             raise IncompatibleError(

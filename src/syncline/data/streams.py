@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from syncline.data.base import Piece, Source
-from syncline.data.cursor import Cursor
+from syncline.data.cursor import Place
 from syncline.data.indexed import check_length
 from syncline.data.plan import Part, count_pieces, mixed
 from syncline.data.randomness import Randomness, reseed
@@ -47,11 +47,11 @@ class Stream(Source):
             collate_fn=_Counted(loader.collate_fn, loader.batch_size is not None),
         )
 
-    def read(self, cursor: Cursor) -> Iterator[Piece]:
-        epoch = cursor.epoch
+    def read(self, place: Place) -> Iterator[Piece]:
+        epoch = place.epoch
         self._generator.manual_seed(mixed(self._part.seed, epoch))
-        cursor.streams = self._streams(cursor)
-        self._dataset.begin(epoch, cursor.streams or [cursor.samples])
+        place.streams = self._streams(place)
+        self._dataset.begin(epoch, place.streams or [place.samples])
         # All ranks must see the same stream, so what it draws comes from a state they have in common. A loader's
         # process has a state of its own anyway.
         randomness = Randomness(mixed(self._part.seed, epoch))
@@ -67,32 +67,32 @@ class Stream(Source):
             if count == 0:
                 continue
             step = self.batch * self._part.size
-            cursor.advance(step)
-            if cursor.streams:
-                cursor.streams[process] += step
+            place.advance(step)
+            if place.streams:
+                place.streams[process] += step
             yield Piece(data, count / self.batch, count=count)
 
-    def _streams(self, cursor: Cursor) -> list[int]:
+    def _streams(self, place: Place) -> list[int]:
         """How far each process's stream was read; nothing where there is but one stream."""
-        if self._processes < 2 and not cursor.streams:
+        if self._processes < 2 and not place.streams:
             return []
-        if cursor.samples == 0:
+        if place.samples == 0:
             return [0] * self._processes
-        if len(cursor.streams) == self._processes:
-            return cursor.streams
+        if len(place.streams) == self._processes:
+            return place.streams
         raise IncompatibleError(
-            f"the run was saved in the middle of an epoch (item {cursor.samples}) that {max(1, len(cursor.streams))} "
+            f"the run was saved in the middle of an epoch (item {place.samples}) that {max(1, len(place.streams))} "
             f"loader processes read, and now num_workers={self._processes}: resume with as many, or from an epoch's end"
         )
 
     def uneven(self, start: int) -> bool:
         return not (self._drop_last and self._processes < 2)
 
-    def pieces(self, rank: int) -> int | None:
+    def pieces(self, rank: int, start: int = 0) -> int | None:
         length = length_of(self._dataset.inner)
         if length is None or self._processes > 1:  # with several streams it is not said of which
             return None
-        return count_pieces(length, self.batch * self._part.size, rank, self._drop_last)
+        return count_pieces(max(length - start, 0), self.batch * self._part.size, rank, self._drop_last)
 
 
 class _Share(IterableDataset[Any]):
@@ -125,7 +125,7 @@ class _Share(IterableDataset[Any]):
             # Its batch of this round was consumed: an empty one holds its turn.
             yield from [_Gone] * self._unit
         group = self._batch * self._part.size
-        first = self._single and consumed[process] == 0
+        first = self._single and consumed[process] == 0 and not self._part.may_be_empty
         while True:
             mine, seen = [], 0
             for item in islice(items, group):

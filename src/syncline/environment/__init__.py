@@ -2,5 +2,6 @@
 
 from syncline.environment.base import Environment, Rendezvous
 from syncline.environment.detect import detect
+from syncline.environment.hiding import hide, restore
 
-__all__ = ["Environment", "Rendezvous", "detect"]
+__all__ = ["Environment", "Rendezvous", "detect", "hide", "restore"]

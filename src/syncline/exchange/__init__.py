@@ -5,7 +5,7 @@ from syncline.exchange.exchange import Exchange
 from syncline.exchange.gradients import Gradients, plain_name
 from syncline.exchange.layout import BUCKET_BYTES
 from syncline.exchange.rounds import Round
-from syncline.exchange.stats import Stats
+from syncline.exchange.stats import Stats, as_table
 from syncline.exchange.ways import WAYS, check_wire
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Gradients",
     "Round",
     "Stats",
+    "as_table",
     "check_same",
     "check_wire",
     "plain_name",

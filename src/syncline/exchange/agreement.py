@@ -12,7 +12,7 @@ from torch import Tensor
 
 from syncline.errors import IncompatibleError
 from syncline.exchange.exchange import Exchange
-from syncline.world import allgather
+from syncline.world import allgather, broadcast_object
 
 __all__ = ["check_same", "share_tree", "spread"]
 
@@ -77,48 +77,4 @@ def _batches(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 def share_tree(exchange: Exchange, tree: Any, root: int) -> Any:
     """The root's state tree (dicts, lists, tensors and plain values), on every rank."""
-    if exchange.size == 1:
-        return tree
-    tensors: list[Tensor] = []
-    text = b""
-    if exchange.rank == root:
-        try:
-            text = json.dumps(_plain(tree, tensors)).encode()
-        except IncompatibleError as error:  # told to all: the others wait for the tree
-            text = json.dumps({"refused": str(error)}).encode()
-    length = int(exchange.from_root(torch.tensor([len(text)]), root))
-    data = torch.frombuffer(bytearray(text.ljust(length, b"\0")), dtype=torch.uint8)
-    shape = json.loads(bytes(exchange.from_root(data, root).tolist()))
-    if "refused" in shape:
-        raise IncompatibleError(shape["refused"])
-    return _filled(shape, iter(tensors), exchange, root)
-
-
-def _plain(node: Any, tensors: list[Tensor]) -> Any:
-    """The tree as JSON: lists of pairs for dicts, whose keys need not be strings, and what each tensor looks like."""
-    if isinstance(node, Tensor):
-        tensors.append(node)
-        return {"tensor": [str(node.dtype).removeprefix("torch."), list(node.shape), node.device.type]}
-    if isinstance(node, Mapping):
-        return {"dict": [[key, _plain(value, tensors)] for key, value in node.items()]}
-    if isinstance(node, (list, tuple)):
-        return {"tuple" if isinstance(node, tuple) else "list": [_plain(value, tensors) for value in node]}
-    if node is None or isinstance(node, (str, int, float, bool)):
-        return {"value": node}
-    raise IncompatibleError(f"a {type(node).__name__} cannot be given to the other ranks: {node!r:.80}")
-
-
-def _filled(node: Any, tensors: Any, exchange: Exchange, root: int) -> Any:
-    [(kind, content)] = node.items()
-    if kind == "value":
-        return content
-    if kind == "dict":
-        return {key: _filled(value, tensors, exchange, root) for key, value in content}
-    if kind in ("list", "tuple"):
-        items = [_filled(value, tensors, exchange, root) for value in content]
-        return tuple(items) if kind == "tuple" else items
-    dtype, shape, device = content
-    own = next(tensors) if exchange.rank == root else None
-    place = exchange.world.device if device == "cuda" else torch.device("cpu")
-    tensor = own if own is not None else torch.zeros(shape, dtype=getattr(torch, dtype), device=place)
-    return exchange.from_root(tensor, root)
+    return tree if exchange.size == 1 else broadcast_object(tree, root, group=exchange.team)

@@ -87,7 +87,7 @@ class Exchange:
         """What `auto` has chosen, by class of sizes."""
         if self.collective != AUTO or self.size == 1:
             return {}
-        return {key: choice.algorithm for key, choice in self.team.auto.choices.items()} | self.ways.chosen
+        return self.team.choices | self.ways.chosen
 
     def adopt(self, choices: dict[str, str]) -> None:
         """Go the way of an earlier run."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any, Literal
 
 from syncline.events import Recorder
 from syncline.runtime import Lock
+from syncline.transports.base import human
 
-__all__ = ["Place", "Stats"]
+__all__ = ["Place", "Stats", "as_table"]
 
 Place = Literal["beside", "before", "within"]
 
@@ -16,7 +19,7 @@ FIRST = 10
 RHYTHM = 10
 
 
-@dataclass
+@dataclass(repr=False)
 class Stats:
     """Counts of one run on this rank; `run.stats`.
 
@@ -135,3 +138,34 @@ class Stats:
             "sl_codec_seconds": self.codec_seconds,
             "sl_staleness": self.staleness,
         }
+
+    def describe(self) -> dict[str, str]:
+        """The numbers as people read them, those that are zero in most runs only where they are not."""
+        told = {
+            "steps": f"{self.steps} step{'s' * (self.steps != 1)}",
+            "bytes": f"{human(self.bytes_wire)} of {human(self.bytes_logical)} sent",
+            "communication": f"{self.comm_seconds:.3g} s of communication, {self.exposed_seconds:.3g} s exposed",
+        }
+        if self.codec_seconds:
+            told["codec"] = f"{self.codec_seconds:.3g} s of encoding and decoding"
+        if self.staleness or self.staleness_counts:
+            told["staleness"] = f"staleness {self.staleness_mean:.3g} on average"
+        if self.consensus is not None:
+            told["consensus"] = f"workers {self.consensus:.3g} from their mean"
+        return told
+
+    def __repr__(self) -> str:
+        return f"Stats({', '.join(self.describe().values())})"
+
+    def _repr_html_(self) -> str:
+        return as_table(self.describe())
+
+
+def as_table(rows: Mapping[str, str]) -> str:
+    """Names and values as a notebook shows them.
+
+    >>> as_table({"codec": "topk(0.01)"})
+    '<table><tr><th>codec</th><td>topk(0.01)</td></tr></table>'
+    """
+    cells = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows.items())
+    return f"<table>{''.join(cells)}</table>"

@@ -105,7 +105,7 @@ def _make(world: World) -> ServerNetwork:
             )
         return network_of(wide, world.size, servers, len(beside) - servers)
     simulated = isinstance(world.transport, SimulatedTransport)  # its ranks are nobody that a launcher knows
-    roles = Roles() if simulated else read_roles()
+    roles = Roles() if simulated else read_roles(world.environ)
     if roles.role != "worker":
         return join_network(roles, world.transport.timeout)
     if not roles.alone and roles.workers != world.size:
@@ -118,7 +118,7 @@ def _make(world: World) -> ServerNetwork:
     if roles.alone and world.transport.name != TORCH:
         return network_of(_split(world), world.size)
     zeromq = importlib.import_module("syncline.transports.zeromq")  # only here: MPI needs none of it
-    environment = detect() if roles.alone else roles.environment(world.rank)
+    environment = detect(world.environ) if roles.alone else roles.environment(world.rank)
     transport = zeromq.connect(environment, world.transport.timeout, label=LABEL)
     return network_of(transport, world.size, roles.servers, roles.evaluators)
 

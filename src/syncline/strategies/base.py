@@ -13,15 +13,16 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from syncline.codecs import Codec
 from syncline.data import Cursor, MicroBatches, Sharded
 from syncline.errors import DivergedError, IncompatibleError, PeerLostError, SpecError
-from syncline.exchange import BUCKET_BYTES, Exchange, Stats, check_same, plain_name, share_tree, spread
+from syncline.exchange import BUCKET_BYTES, Exchange, Stats, as_table, check_same, plain_name, share_tree, spread
 from syncline.specs import Spec
 from syncline.strategies.board import Board, Rendezvous
 from syncline.strategies.reading import Shard, Steps
+from syncline.strategies.schedulers import Schedulers
 from syncline.strategies.watch import ModelWatch
 from syncline.strategies.wrappers import refuse_wrapper_around
 from syncline.world import World, allgather, allreduce, barrier
@@ -163,6 +164,10 @@ class Run(ABC):
         self._closed = False
         self._rates: list[list[float]] | None = None
         """At the reductions of an epoch in which workers may run out of data."""
+        self._reductions = 0
+        self.schedulers = Schedulers(optimizer, settings.schedulers)
+        self.weighed = (1.0, False)
+        """What `weigh` was told last."""
 
     @property
     def world(self) -> World:
@@ -225,6 +230,11 @@ class Run(ABC):
         """
         return None
 
+    @property
+    def work(self) -> int:
+        """Grows with every reduction and every step: what was read at the same count was not trained on."""
+        return self.stats.steps + self._reductions
+
     # Data.
 
     def shard(
@@ -236,6 +246,7 @@ class Run(ABC):
         drop_last: bool | None = None,
         batch: int | None = None,
         name: str | None = None,
+        pad: bool = True,
     ) -> Shard:
         """This worker's share of a DataLoader, a Dataset (with `batch`) or any iterable of batches, on its device.
 
@@ -243,9 +254,12 @@ class Run(ABC):
         workers. The loader's batch size is each worker's. A worker that runs out of data before the others takes part
         in their steps with nothing to add, and the mean is over those who still have some. With `split=False` the
         data is this worker's own already. `name` keeps the place of several iterables apart in checkpoints.
+
+        With `pad=False` nothing is trained on it: for evaluation. Each worker reads its share, every sample once in
+        all, and may have a batch fewer than others, or none. No worker waits for another.
         """
-        options = {"seed": seed, "split": split, "drop_last": drop_last, "batch": batch}
-        return Shard(self, self._reader(Sharded, data, name, options))
+        options = {"seed": seed, "split": split, "drop_last": drop_last, "batch": batch, "pad": pad}
+        return Shard(self, self._reader(Sharded, data, name, options), pad)
 
     def steps(
         self, data: Any, *, global_batch: int, micro_batch: int | None = None, seed: int = 0, name: str | None = None
@@ -300,6 +314,7 @@ class Run(ABC):
 
         Every worker enters it. What each had itself is back afterwards.
         """
+        self.world.finish_left()
         if self._own is not None or (self.exchange.size == 1 and not self.loose):
             yield
             return
@@ -343,6 +358,7 @@ class Run(ABC):
 
     def check_uneven(self) -> None:
         """Before an epoch in which workers may run out at different times: what would part them is refused."""
+        self.schedulers.begin_epoch()
         if self.loose:
             return
         if len(self.world.runs) > 1:
@@ -351,7 +367,17 @@ class Run(ABC):
                 "on others, who would wait in the other runs: give the loader drop_last=True, or a length that the "
                 "workers divide"
             )
-        self._rates = []
+        self._rates = [] if self._rates is None else self._rates
+
+    def leave_uneven(self, somebody_ran_out: bool) -> None:
+        """This worker's loop has left such an epoch before its end.
+
+        Workers that have run out wait for it. They are told before the next thing that all do together, not here.
+        """
+        if somebody_ran_out and not self.loose:
+            self.world.left.append(self.settle_uneven)
+        else:  # all have left it after the same step
+            self._rates = None
 
     def settle_uneven(self) -> None:
         """This worker has run out of data: go along with the others until all have, then catch up with them."""
@@ -367,7 +393,7 @@ class Run(ABC):
         root = table.index(min(table))
         self._check_rates(max(table) - missed)
         spread(self.exchange, [parameter.detach() for parameter in self.model.parameters()], root)
-        for holder in (*self.optimizers, *self.settings.schedulers):
+        for holder in (*self.optimizers, *self.schedulers.known):
             state = share_tree(self.exchange, holder.state_dict(), root)
             if missed > table[root]:
                 holder.load_state_dict(state)
@@ -375,7 +401,8 @@ class Run(ABC):
             self.stats.steps += missed
 
     def note_rates(self) -> None:
-        """Remember the learning rates at a reduction, while workers may miss some."""
+        """Count a reduction, and remember its learning rates while workers may miss some."""
+        self._reductions += 1
         if self._rates is not None:
             groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
             self._rates.append([float(group["lr"]) for group in groups if "lr" in group])
@@ -385,8 +412,9 @@ class Run(ABC):
         rates, self._rates = self._rates or [], None
         found = rates[len(rates) - 1 - later] if len(rates) > later else []
         what = (
-            "learning rates (a scheduler or GradScaler that is stepped after every batch must be named in "
-            "distribute(schedulers=[…]): a worker that runs out of data misses its steps)"
+            "learning rates (a schedule that is none of PyTorch's and is stepped after every batch must be named in "
+            "distribute(schedulers=[…]), with state_dict() and load_state_dict(), as a GradScaler must: a worker that "
+            "runs out of data misses its steps)"
         )
         check_same(self.exchange, what, {f"group {number}": repr(rate) for number, rate in enumerate(found)})
 
@@ -394,6 +422,7 @@ class Run(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """`shared` is the same on every worker, `local` this worker's own; tensors and plain values only."""
+        self.world.finish_left()
         if self._own is None:
             self._watch.take_loaded()
         own = self._own or {}
@@ -483,6 +512,7 @@ class Run(ABC):
         """End the run: every worker holds the final model then. Every worker closes; a second call does nothing."""
         if self._closed:
             return
+        self.world.finish_left()
         self._warn_of_silence(self.stats.steps, "has taken")
         if self.exchange.size > 1 or self.loose:
             self._watch.take_loaded()
@@ -515,6 +545,8 @@ class Run(ABC):
     def _release(self) -> None:
         """Take the hooks off; the run is over on this worker."""
         self._closed = True
+        if self.settle_uneven in self.world.left:
+            self.world.left.remove(self.settle_uneven)
         self.detach()
         self._watch.close()
         for hook in self._step_hooks:
@@ -526,6 +558,35 @@ class Run(ABC):
     @abstractmethod
     def detach(self) -> None:
         """Take the hooks off."""
+
+    def _describe(self) -> dict[str, str]:
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        team = self.exchange.team
+        return {
+            "strategy": repr(self.strategy),
+            "codec": f"codec {self.exchange.codec!r}",
+            "collective": f"collective {self.exchange.collective}",
+            "rank": f"rank {self.world.rank} of {team.size}",
+            "model": f"{parameters} parameters",
+        }
+
+    def __repr__(self) -> str:
+        told = [*self._describe().values(), self.stats.describe()["steps"], *(["closed"] if self._closed else [])]
+        return f"Run({', '.join(told)})"
+
+    def _repr_html_(self) -> str:
+        return as_table(self._describe() | self.stats.describe())
+
+    def __copy__(self) -> Run:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Run:
+        """The same run: a copy of a module that keeps its run, such as an average of weights, takes no steps itself."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Nothing of it: a module that keeps its run can be saved whole, and has none where it is loaded."""
+        return _no_run, ()
 
     def __enter__(self) -> Run:
         return self
@@ -586,11 +647,12 @@ class Run(ABC):
         known = self._readers.get(key)
         if known is not None and known[0] is data and isinstance(known[1], kind):
             return known[1]
-        reader = kind(data, rank=self.exchange.rank, size=self.exchange.size, cursor=Cursor(), **options)
-        if known is not None:  # fresh batches under the same name: the place goes on
-            reader.cursor.load_state_dict(known[1].cursor.state_dict())
-        else:
-            self._restore(key, reader.cursor)
+        # Fresh batches under the same name: the epochs go on.
+        cursor = Cursor() if known is None else known[1].cursor
+        reader = kind(data, rank=self.exchange.rank, size=self.exchange.size, cursor=cursor, **options)
+        if known is None:
+            self._restore(key, cursor)
+            self._warn_of_another(data)
         self._readers[key] = (data, reader)
         return reader
 
@@ -602,6 +664,17 @@ class Run(ABC):
             return "iterable"
         found = next((key for key, (known, _) in self._readers.items() if known is data), None)
         return found if found is not None else f"data{len([k for k in self._readers if k.startswith('data')])}"
+
+    def _warn_of_another(self, data: Any) -> None:
+        """Tell of a second loader that shuffles the same dataset: a loop that makes one for each epoch, as a rule."""
+        shuffled = [each for each, _ in self._readers.values() if isinstance(each, DataLoader)]
+        if self.world.rank == 0 and isinstance(data, DataLoader) and type(data.sampler) is RandomSampler:
+            others = [each for each in shuffled if each.dataset is data.dataset and type(each.sampler) is RandomSampler]
+            if len(others) == 1:
+                logger.warning(
+                    "run.shard was given a second DataLoader that shuffles the same dataset: it begins with epoch 0 "
+                    'and so with the same order. Make the loader once, or pass name="train" with each'
+                )
 
     def _restore(self, key: str, cursor: Cursor) -> None:
         if key in self._cursors:
@@ -643,6 +716,11 @@ def mean_of_all(exchange: Exchange, tensors: Sequence[torch.Tensor]) -> list[tor
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """float32 in place of half precision: sums and small steps are not lost to rounding."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _no_run() -> None:
+    """What a saved run is where it is loaded."""
+    return
 
 
 def check_gradients(run: Run) -> None:

@@ -106,21 +106,21 @@ class OwnRun(Run):
         """This worker has run out of data: meet the others until all have, then count as they do."""
         while self.empty_round():
             pass
-        self._rates = None
         table = allgather(torch.tensor([self.stats.steps]), group=self.exchange.team).tolist()
+        self._check_rates(self.stats.steps - min(table))
         root = table.index(max(table))
         if min(table) == max(table):
             return
         groups = self.optimizer.param_groups
         told = {
             "rates": [[float(group["lr"])] for group in groups if "lr" in group],
-            "schedulers": [scheduler.state_dict() for scheduler in self.settings.schedulers],
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers.known],
         }
         found = share_tree(self.exchange, told, root)
         if self.stats.steps < table[root]:
             for group, (rate,) in zip([each for each in groups if "lr" in each], found["rates"], strict=True):
                 group["lr"] = rate
-            for scheduler, state in zip(self.settings.schedulers, found["schedulers"], strict=True):
+            for scheduler, state in zip(self.schedulers.known, found["schedulers"], strict=True):
                 scheduler.load_state_dict(state)
             self.stats.steps = table[root]
 
@@ -188,6 +188,7 @@ class OwnRun(Run):
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.stats.steps += 1
+        self.note_rates()
         if self.exchange.size > 1:
             with torch.no_grad():
                 self.after_step()

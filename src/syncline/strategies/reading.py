@@ -20,35 +20,66 @@ R = TypeVar("R", Sharded, MicroBatches)
 class _Epochs(Generic[R]):
     """Reads an epoch at a time, and tells the run what each piece counts."""
 
-    def __init__(self, run: Run, reader: R) -> None:
+    def __init__(self, run: Run, reader: R, pad: bool = True) -> None:
         self._run = run
         self._reader: R = reader
+        self._pad = pad
 
     @property
     def epoch(self) -> int:
-        """The epoch that an iteration reads now, or goes on with."""
-        return int(self._reader.cursor.epoch)
+        """The epoch that is being read; between two loops, the one that the next of them reads."""
+        return int(self._reader.cursor.next_epoch)
 
     def __len__(self) -> int:
-        return len(self._reader)
+        """How many steps an epoch has, the same on every worker: what schedulers count.
+
+        Where the data does not divide, a worker may have a batch fewer. With `pad=False` and `split=False` it is the
+        number of this worker's own batches.
+        """
+        steps = self._reader.steps
+        return len(self._reader) if steps is None or not self._pad else steps
+
+    def __repr__(self) -> str:
+        steps = self._reader.steps
+        length = "length unknown" if steps is None else f"{len(self)} steps an epoch"
+        return f"{type(self).__name__}(epoch {self.epoch}, {length})"
 
     def _pieces(self) -> Iterator[Any]:
-        run = self._run
-        uneven = self._reader.uneven and run.exchange.size > 1
+        run, reader = self._run, self._reader
+        run.world.finish_left()
+        begun, before, taken = run.work, run.weighed, run.stats.steps
+        place = reader.begin(begun)
+        counts, handed, ended = reader.counts(place), 0, False
+        uneven = self._pad and reader.uneven and run.exchange.size > 1
         if uneven:
             run.check_uneven()
         try:
-            for piece in self._reader:
-                run.weigh(piece.weight, uneven or piece.total != run.exchange.size)
+            for piece in reader.read(place):
+                handed += 1
+                self._weigh(piece.weight, uneven or piece.total != run.exchange.size)
                 yield piece
-        finally:
-            run.weigh(1.0)
-        if uneven:
+            ended = True
+        finally:  # no communication here: the loop may have been left by an error
+            trained = run.work != begun
+            self._weigh(*((1.0, False) if ended or trained else before))
+            reader.cursor.leave(place, run.work)
+            if uneven and trained and not ended:
+                run.leave_uneven(somebody_ran_out=counts is None or handed > counts.fewest)
+        if uneven and (trained or not handed):
             run.settle_uneven()
+            if run.loose and counts is not None and run.stats.steps - taken == handed:
+                run.schedulers.step_missed(handed, counts.most - counts.own)
+
+    def _weigh(self, weight: float, uneven: bool) -> None:
+        if self._pad:
+            self._run.weighed = (weight, uneven)
+            self._run.weigh(weight, uneven)
 
 
 class Shard(_Epochs[Sharded]):
-    """This worker's batches of one epoch after another; each iteration is an epoch.
+    """This worker's batches of one epoch after another; each iteration is an epoch, as with the DataLoader.
+
+    It has the loader's attributes: `dataset`, `batch_size`, `sampler`, `num_workers` and all others.
 
     >>> import torch, syncline as sl
     >>> def seen(world):
@@ -63,6 +94,11 @@ class Shard(_Epochs[Sharded]):
     def __iter__(self) -> Iterator[Any]:
         for piece in self._pieces():
             yield move(piece.batch, self._run.world.device)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+        return getattr(self._reader.data, name)
 
 
 class Steps(_Epochs[MicroBatches]):

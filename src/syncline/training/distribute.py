@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +18,8 @@ from syncline.strategies.wrappers import refuse_wrapped
 from syncline.world import World, current_world
 
 __all__ = ["distribute", "momentum_of"]
+
+logger = logging.getLogger("syncline")
 
 
 def distribute(
@@ -41,9 +45,10 @@ def distribute(
     `collective` is "auto" (chosen now, for this network and these sizes), "native" (the engine's own) or a schedule;
     with a codec whose payloads do not sum on the wire "gather", "split" and others.
     With `check_finite` NaN or Inf in a gradient raises `DivergedError` that names rank and parameter; leave it off with
-    a GradScaler, which wants to see them. `schedulers` are learning-rate schedulers stepped after every batch: a worker
-    that runs out of data before the others gets their state. Several optimizers of one model are given as a list, with
-    strategy allreduce.
+    a GradScaler, which wants to see them. A worker that runs out of data before the others gets the state of what is
+    stepped after every batch: of PyTorch's own learning-rate schedulers, which are found by themselves, and of those
+    that `schedulers` names: schedules of your own and a GradScaler. Several optimizers of one model are given as a
+    list, with strategy allreduce.
 
     >>> import torch, syncline as sl
     >>> def train(world):
@@ -83,6 +88,7 @@ def distribute(
     told = {"strategy": repr(way), "collective": exchange.collective, "codec": repr(coder), **_told(settings)}
     check_same(exchange, "settings", told)
     spread(exchange, [*model.parameters(), *model.buffers()])
+    _warn_of_local_norms(model, world)
     run = way.attach(model, optimizers[0], exchange, settings)
     world.runs.append(run)
     return run
@@ -124,6 +130,19 @@ def _check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
         raise IncompatibleError(
             f"the optimizer holds {len(strangers)} of {len(held)} parameters that are not the model's (the first has "
             f"shape {strangers[0]}): make it from model.parameters() after the model is on its device"
+        )
+
+
+def _warn_of_local_norms(model: nn.Module, world: World) -> None:
+    """Tell of SyncBatchNorm without torch.distributed's default group: it then normalises each worker's own batch."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if not names or world.size == 1 or world.rank != 0:
+        return
+    if not importlib.import_module("syncline.transports.torch_dist.default_group").has_default_group():
+        logger.warning(
+            "SyncBatchNorm (%s) stays local to each worker, because torch.distributed has no default process group: "
+            "call sl.init(process_group=True), or take BatchNorm, whose statistics run.agreed() averages",
+            ", ".join(names[:3]) + (", …" if len(names) > 3 else ""),
         )
 
 

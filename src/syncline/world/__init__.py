@@ -11,6 +11,7 @@ from syncline.world.functional import (
     reduce_scatter,
     send,
 )
+from syncline.world.objects import broadcast_object
 from syncline.world.simulation import Simulation, simulate
 from syncline.world.team import Pending, Team
 from syncline.world.world import World, current_world, init
@@ -25,6 +26,7 @@ __all__ = [
     "alltoall",
     "barrier",
     "broadcast",
+    "broadcast_object",
     "current_world",
     "gather",
     "init",

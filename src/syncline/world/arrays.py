@@ -13,7 +13,7 @@ from torch.utils.dlpack import from_dlpack
 from syncline.errors import IncompatibleError
 from syncline.transports import Op
 
-__all__ = ["Back", "import_array", "widen"]
+__all__ = ["Back", "import_array", "import_dlpack", "widen"]
 
 Back = Callable[[Tensor], Any]
 
@@ -36,6 +36,8 @@ def import_array(x: Any) -> tuple[Tensor, Back]:
     if isinstance(x, Tensor):
         if x.layout != torch.strided or x.is_quantized:
             raise IncompatibleError(f"a dense tensor is needed, this one is {x.layout}; call .to_dense() first")
+        if x.is_meta:
+            raise IncompatibleError("a tensor on the meta device has no data to send: move it with .to_empty() first")
         return x.detach(), lambda tensor: tensor
     if isinstance(x, np.ndarray | np.generic):
         try:
@@ -44,14 +46,39 @@ def import_array(x: Any) -> tuple[Tensor, Back]:
             raise IncompatibleError(
                 f"NumPy dtype {x.dtype} has no tensor; use a number or bool dtype of this machine's byte order"
             ) from None
-    if hasattr(x, "__dlpack__"):
-        namespace = getattr(x, "__array_namespace__", lambda: None)()
+    if hasattr(x, "__dlpack__") or _is_traced(x):
+        namespace = None if _is_traced(x) else getattr(x, "__array_namespace__", lambda: None)()
         restore = getattr(namespace, "from_dlpack", None)
-        return from_dlpack(x), lambda tensor: tensor if restore is None else restore(tensor)
+        return import_dlpack(x), lambda tensor: tensor if restore is None else restore(tensor)
     raise IncompatibleError(
         f"a torch tensor, a NumPy array or an object with __dlpack__ is needed, not {type(x).__name__}; "
         "wrap a number as torch.tensor(x)"
     )
+
+
+def import_dlpack(x: Any) -> Tensor:
+    """A tensor over the memory of an array of another library.
+
+    >>> import_dlpack(np.arange(3))
+    tensor([0, 1, 2])
+    """
+    if _is_traced(x):
+        raise IncompatibleError(
+            f"a {type(x).__name__} of JAX has no values while a function is traced (inside jit, grad or vmap): call "
+            "the collective outside of it, or inside through jax.experimental.io_callback(function, result_shape, x, "
+            "ordered=True), which runs it with the values"
+        )
+    try:
+        return from_dlpack(x)
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise IncompatibleError(
+            f"this {type(x).__name__} cannot be read through DLPack ({error}): pass a NumPy array or a torch tensor"
+        ) from error
+
+
+def _is_traced(x: Any) -> bool:
+    """Whether this stands for an array in a function that JAX traces."""
+    return any(each.__name__ == "Tracer" and each.__module__.partition(".")[0] == "jax" for each in type(x).__mro__)
 
 
 def widen(tensor: Tensor, op: Op) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

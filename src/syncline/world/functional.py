@@ -11,7 +11,6 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from syncline.collectives import NATIVE, build, run
 from syncline.collectives.carriers import bounds
@@ -20,7 +19,7 @@ from syncline.errors import IncompatibleError, ProtocolError, SpecError, Synclin
 from syncline.specs import nearest
 from syncline.transports import Handle, Op
 from syncline.transports.base import LANE_TAGS, human
-from syncline.world.arrays import import_array, widen
+from syncline.world.arrays import import_array, import_dlpack, widen
 from syncline.world.checking import agree
 from syncline.world.team import Team
 from syncline.world.world import current_world
@@ -230,7 +229,7 @@ def recv(x: Any, source: int | None = None, tag: int = 0, group: Team | None = N
     What was sent must have as many bytes as `x`: anything else is a `ProtocolError`.
     """
     team = _team(group)
-    target = x.detach() if isinstance(x, Tensor) else from_dlpack(x) if hasattr(x, "__dlpack__") else None
+    target = x.detach() if isinstance(x, Tensor) else import_dlpack(x) if hasattr(x, "__dlpack__") else None
     if target is None or (isinstance(x, np.ndarray) and not x.flags.writeable):
         kind = type(x).__name__ if target is None else "a read-only one"
         raise IncompatibleError(f"recv fills a tensor or a writable array, not {kind}")

@@ -126,6 +126,11 @@ class Team:
             self._auto = Auto(self.channel, self._where(), self.world.events.point)
         return self._auto
 
+    @property
+    def choices(self) -> dict[str, str]:
+        """The algorithm that `algorithm="auto"` has chosen for each class of sizes; also when the team is closed."""
+        return {} if self._auto is None else {key: choice.algorithm for key, choice in self._auto.choices.items()}
+
     def _where(self) -> str:
         """The name under which this network's calibration is kept: what makes another network another.
 
@@ -160,6 +165,7 @@ class Team:
 
         One thread at a time: with two, the ranks could run them in different orders and mix what they send.
         """
+        self.world.finish_left()
         runtime = self.transport.runtime
         with self._guard:
             if self._calling:

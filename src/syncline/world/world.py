@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Protocol, TypeVar, cast
 
@@ -17,8 +17,8 @@ import torch
 
 from syncline.collectives import NATIVE, Buffers, Channel
 from syncline.collectives.run import exchange
-from syncline.environment import Environment, detect
-from syncline.errors import SpecError, SynclineError, WorldError
+from syncline.environment import Environment, detect, hide, restore
+from syncline.errors import SpecError, SynclineError, UnsupportedError, WorldError
 from syncline.events import Recorder
 from syncline.runtime import Runtime
 from syncline.specs import nearest
@@ -87,6 +87,7 @@ class World:
     def __init__(
         self, environment: Environment, transport: Transport, hosts: Sequence[str], check: bool, lanes: int = 1
     ) -> None:
+        self.environment = environment
         self.rank = environment.rank
         self.size = environment.size
         self.local_rank = environment.local_rank
@@ -100,14 +101,19 @@ class World:
         """Runs that `sl.distribute` has made here and that are not closed, in the order in which they were made."""
         self.hosts = tuple(hosts)
         self.events = Recorder(transport.runtime.now, lock=transport.runtime.lock())
+        self.engine = transport.name
+        """The transport's name, as `init` knows it."""
         self._transport = transport
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         self._host_numbers = tuple(numbers[host] for host in hosts)
         self._lanes = lanes
         self.everyone = Team(self, range(self.size), transport, self._host_numbers, lanes)
         self._teams = [self.everyone]
+        self.left: list[Callable[[], None]] = []
+        """What ends an epoch that a loop has left before its end, while other ranks wait for this one to end it."""
         self._kept: dict[Hashable, Closeable] = {}
         self._keeping = transport.runtime.lock()
+        self._hidden: dict[str, str] = {}
 
     @property
     def device(self) -> torch.device:
@@ -120,6 +126,11 @@ class World:
     def spare(self) -> bool:
         """Whether every rank has a processor for messages beside the one it computes on."""
         return self._lanes > 1
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The variables of this process, the launcher's too where they are hidden."""
+        return {**self._hidden, **os.environ}
 
     @property
     def runtime(self) -> Runtime:
@@ -187,6 +198,11 @@ class World:
                 self._kept[key] = kept
         return cast(K, kept)
 
+    def finish_left(self) -> None:
+        """End the epochs that were left: before anything that all ranks do together."""
+        while self.left:
+            self.left.pop()()
+
     def barrier(self, group: Team | None = None) -> None:
         """Return when every rank has called it."""
         from syncline.world.functional import barrier
@@ -200,14 +216,46 @@ class World:
         else:
             self.runtime.sleep(seconds)
 
-    def claim(self, timeout: float, check: bool) -> World:
-        """What `init` gives on a simulated rank: this world, once until it is closed."""
+    def claim(self, asked: Asked) -> World:
+        """What `init` gives on a simulated rank: this world, set up as it was asked for."""
         if self.claimed and not self.closed:
-            raise WorldError(f"this simulated rank has called init already: {self!r}")
+            return self.again(asked)
+        if asked.process_group:
+            raise UnsupportedError(
+                f"process_group=True: a process has one default process group, and these {self.size} ranks are "
+                "simulated in one process; start the script with syncline run"
+            )
         self.claimed, self.closed = True, False
-        self.check = self.check or check
-        if timeout != DEFAULT_TIMEOUT:
-            self._transport.timeout = timeout
+        self.check = self.check or asked.check
+        if asked.timeout != DEFAULT_TIMEOUT:
+            self._transport.timeout = asked.timeout
+        return self
+
+    def again(self, asked: Asked) -> World:
+        """What a second `init` gives: this world, unless it asks for another one."""
+        wrong = {
+            "transport": asked.transport is not None and asked.transport not in (self._transport, self.engine),
+            "timeout": asked.timeout not in (DEFAULT_TIMEOUT, self._transport.timeout),
+            "check": asked.check and not self.check,
+        }
+        for name, differs in wrong.items():
+            if differs:
+                now = {"transport": self.engine, "timeout": self._transport.timeout, "check": self.check}[name]
+                raise WorldError(
+                    f"this process has a world already, with {name}={now!r}, and now {name}={getattr(asked, name)!r} "
+                    f"is asked for: call close() of {self!r} first"
+                )
+        return self.set_up(asked)
+
+    def set_up(self, asked: Asked) -> World:
+        """Make the default process group and hide the launcher's variables, where that was asked for."""
+        if isinstance(self._transport, SimulatedTransport):
+            return self
+        if asked.process_group:
+            torch_dist = importlib.import_module("syncline.transports.torch_dist.default_group")
+            self.keep("process group", lambda: torch_dist.DefaultGroup(self.environment, self._transport.timeout))
+        if asked.hide:
+            self._hidden |= hide(os.environ)
         return self
 
     def close(self) -> None:
@@ -239,6 +287,7 @@ class World:
             return
         self.closed = True
         self.events.close()
+        restore(os.environ, self._hidden)
         self._close_kept()
         self.everyone.break_off()
         for team in self._teams[1:]:
@@ -260,6 +309,18 @@ class World:
             except SynclineError as error:
                 logger.warning("rank %d leaves, and %s did not close: %s", self.rank, key, error)
 
+    def __copy__(self) -> World:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, object]) -> World:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError(
+            "a world holds connections to the other ranks and cannot be pickled: pass on what is needed of it, such as "
+            "world.rank, or leave it out of what is saved or sent to other processes"
+        )
+
     def __enter__(self) -> World:
         return self
 
@@ -279,7 +340,24 @@ class World:
         )
 
 
-def init(transport: str | Transport | None = None, timeout: float = DEFAULT_TIMEOUT, check: bool = False) -> World:
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What `init` was told."""
+
+    transport: str | Transport | None
+    timeout: float
+    check: bool
+    process_group: bool
+    hide: bool
+
+
+def init(
+    transport: str | Transport | None = None,
+    timeout: float = DEFAULT_TIMEOUT,
+    check: bool = False,
+    process_group: bool = False,
+    hide: bool = False,
+) -> World:
     """Join the world that the launcher made: `syncline run`, torchrun, mpiexec, srun, or a world of one under `python`.
 
     `transport` is "single", "torch_dist", "mpi", "zeromq", a transport of your own, or None for what fits: what the
@@ -287,24 +365,47 @@ def init(transport: str | Transport | None = None, timeout: float = DEFAULT_TIME
     peer ends in `PeerLostError` after `timeout` seconds. With `check` every collective first compares what the ranks
     are about to do, and a difference is named on every rank instead of hanging or crashing.
 
+    With `process_group` torch.distributed gets its default group among the same ranks, for samplers, metrics and
+    SyncBatchNorm; it is destroyed with the world. With `hide` the launcher's variables (RANK, WORLD_SIZE, …) are out
+    of sight until the world is closed: a framework that would wrap the model for torch.distributed then sees one
+    process. A second call returns the same world, unless it asks for something else.
+
     >>> import torch, syncline as sl
     >>> with sl.init() as world:
     ...     sl.allreduce(torch.ones(2), op="sum")
     tensor([1., 1.])
     """
+    asked = Asked(transport=transport, timeout=timeout, check=check, process_group=process_group, hide=hide)
     simulated = _current.get()
     if simulated is not None:
-        return simulated.claim(timeout, check)
-    if _of_process:
-        raise WorldError(f"this process has a world already: {_of_process[0]!r}; call its close() first")
+        return simulated.claim(asked)
     if not timeout > 0:
         raise WorldError(f"timeout={timeout} is not a time to wait")
+    if _of_process:
+        return _of_process[0].again(asked)
+    world = _join(asked)
+    _of_process.append(world)
+    atexit.register(world._leave_at_exit)
+    try:
+        world.set_up(asked)
+    except BaseException:
+        world._leave()
+        raise
+    logger.info("%r", world)
+    return world
+
+
+def _join(asked: Asked) -> World:
     environment = detect()
-    if isinstance(transport, Transport):
-        engine = transport
-        environment = Environment(source="its own transport", rank=engine.rank, size=engine.size, local_size=1)
+    if isinstance(asked.transport, Transport):
+        engine, name = asked.transport, asked.transport.name
+        place = environment.rendezvous
+        environment = Environment(
+            source="its own transport", rank=engine.rank, size=engine.size, local_size=1, rendezvous=place
+        )
     else:
-        engine = _connect(transport, environment, timeout)
+        name = _engine_name(asked.transport, environment)
+        engine = _connect(name, environment, asked.timeout)
         if engine.size == 1 and environment.size > 1:
             environment = Environment(source=environment.source)
         elif engine.size != environment.size:
@@ -312,11 +413,10 @@ def init(transport: str | Transport | None = None, timeout: float = DEFAULT_TIME
     hosts, lanes = ([environment.host], 1) if engine.size == 1 else _introduce(engine, environment)
     if not environment.local_known:
         mine = [rank for rank, host in enumerate(hosts) if host == environment.host]
-        environment = replace(environment, local_rank=mine.index(environment.rank), local_size=len(mine))
-    world = World(environment, engine, hosts, check, lanes)
-    _of_process.append(world)
-    atexit.register(world._leave_at_exit)
-    logger.info("%r", world)
+        local_rank, local_size = mine.index(environment.rank), len(mine)
+        environment = replace(environment, local_rank=local_rank, local_size=local_size, local_known=True)
+    world = World(environment, engine, hosts, asked.check, lanes)
+    world.engine = name
     return world
 
 
@@ -337,8 +437,11 @@ def make_current(world: World) -> None:
     _current.set(world)
 
 
-def _connect(name: str | None, environment: Environment, timeout: float) -> Transport:
-    name = name or os.environ.get(TRANSPORT_VARIABLE) or ("single" if environment.size == 1 else "torch_dist")
+def _engine_name(name: str | None, environment: Environment) -> str:
+    return name or os.environ.get(TRANSPORT_VARIABLE) or ("single" if environment.size == 1 else "torch_dist")
+
+
+def _connect(name: str, environment: Environment, timeout: float) -> Transport:
     if name == "single":
         return SingleTransport(timeout=timeout)
     if name not in ENGINES:
@@ -353,7 +456,8 @@ def _corrected(environment: Environment, engine: Transport) -> Environment:
     """The engine knows more than the variables said, or there are servers among those that were started."""
     rank, size = engine.rank, engine.size
     if engine.wide is None:
-        return Environment(source=engine.name, rank=rank, size=size, local_known=False)
+        place = environment.rendezvous
+        return Environment(source=engine.name, rank=rank, size=size, local_known=False, rendezvous=place)
     if environment.local_size == environment.size:
         return replace(environment, rank=rank, size=size, local_rank=rank, local_size=size)
     return replace(environment, rank=rank, size=size, local_rank=0, local_size=1, local_known=False)

@@ -6,15 +6,12 @@ import importlib
 import math
 import warnings
 from collections.abc import Iterator, Sized
-from contextlib import contextmanager
-from datetime import timedelta
+from contextlib import closing, contextmanager
 from types import ModuleType
 from typing import Any, ClassVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import PrefixStore  # what torch.distributed re-exports untyped
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -22,7 +19,7 @@ from syncline.environment import detect
 from syncline.errors import IncompatibleError, UnsupportedError
 from syncline.exchange import Exchange
 from syncline.strategies import Run, Settings, Strategy
-from syncline.transports.store import find_place, meet
+from syncline.transports.torch_dist.default_group import DefaultGroup
 from syncline.world import World
 
 __all__ = ["ForeignRun", "find_package", "process_group"]
@@ -41,21 +38,13 @@ def find_package(name: str, release: str) -> ModuleType:
 @contextmanager
 def process_group(world: World) -> Iterator[None]:
     """The default process group that DistributedDataParallel wants, among the ranks of this world."""
-    environment = detect()
-    store = meet(environment, find_place(environment), world.transport.timeout)
-    turn = store.add(f"baseline/{world.rank}", 1)  # a second group must not find the first one's keys
-    timeout = timedelta(seconds=world.transport.timeout)
-    place = PrefixStore(f"baseline{turn}", store)
-    dist.init_process_group("gloo", store=place, rank=world.rank, world_size=world.size, timeout=timeout)
-    try:
+    with closing(DefaultGroup(world.environment, world.transport.timeout, backend="gloo")):
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _check_real(strategy: Strategy, world: World) -> None:
     """Others' code knows nothing of our simulator."""
-    size = detect().size
+    size = detect(world.environ).size
     if size != world.size:
         raise UnsupportedError(
             f"{strategy!r} runs among processes, and here are {size} for a world of {world.size}: it is not for "

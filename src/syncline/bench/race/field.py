@@ -33,6 +33,7 @@ from syncline.exchange import check_wire
 from syncline.launch.mpi import why_no_mpi
 from syncline.specs import nearest, parse
 from syncline.strategies import Preset, Strategy, build_strategy, default_presets, strategy_names
+from syncline.strategies.catalog import MEANT
 from syncline.training.distribute import momentum_of
 from syncline.training.workload import Workload
 
@@ -76,7 +77,7 @@ def build_entrant(spec: str) -> Strategy:
         return build_baseline(spec)
     name = parse(spec)[0].name
     if name not in strategy_names():
-        raise SpecError(f"unknown strategy {name!r}; {nearest(name, [*strategy_names(), *baseline_names()])}")
+        raise SpecError(f"unknown strategy {name!r}; {nearest(name, [*strategy_names(), *baseline_names()], MEANT)}")
     return build_strategy(spec)
 
 

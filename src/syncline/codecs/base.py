@@ -239,7 +239,9 @@ class PayloadCodec(Codec):
 
         part = Part(flat_float32(tensor), shape=tuple(tensor.shape), residual=_row(residual, tensor.numel()))
         if not all_finite(part.flat):
-            raise DivergedError(f"{self!r} cannot encode NaN or Inf")
+            raise DivergedError(
+                f"{self!r} cannot encode NaN or Inf", remedy="replace them first, as torch.nan_to_num does"
+            )
         return pack(self, [part], draw or Draw())
 
     def decode(self, payload: Tensor, out: Tensor, accumulate: bool = False, step: int = 0) -> Tensor:

@@ -461,13 +461,12 @@ class Run(ABC):
 
 def check_gradients(run: Run) -> None:
     """Raise where this worker's gradients are not finite, and say whose: nobody else looks at them before its step."""
-    for name, parameter in run.model.named_parameters():
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        if not bool(torch.isfinite(values).all()):
-            raise DivergedError(
-                f"NaN or Inf in the gradient of {plain_name(name)} on rank {run.world.rank} after "
-                f"{run.stats.steps} steps: lower the learning rate"
-            )
+    named = [(name, each.grad) for name, each in run.model.named_parameters() if each.grad is not None]
+    finite = [torch.isfinite(each._values() if each.is_sparse else each).all() for _, each in named]
+    if not finite or bool(torch.stack([each.to(finite[0].device) for each in finite]).all()):  # one wait for a GPU
+        return
+    name = next(plain_name(name) for (name, _), each in zip(named, finite, strict=True) if not bool(each))
+    rank = run.world.rank
+    raise DivergedError(
+        f"NaN or Inf in the gradient of {name} on rank {rank}", rank=rank, parameter=name, step=run.stats.steps
+    )

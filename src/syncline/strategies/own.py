@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError
 from syncline.exchange import Exchange, share_tree
-from syncline.strategies.base import Run, Settings, Strategy
+from syncline.strategies.base import Run, Settings, Strategy, check_gradients
 from syncline.strategies.deltas import Deltas, trained
 from syncline.world import allgather, allreduce
 
@@ -194,6 +194,8 @@ class OwnRun(Run):
     # Within.
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.settings.check_finite:
+            check_gradients(self)
         if self.exchange.size > 1:
             self.before_step()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from syncline.codecs import Codec, build_codec
 from syncline.errors import IncompatibleError, SpecError
@@ -39,8 +40,8 @@ def distribute(
     every n-th step records what it does to each layer.
     `collective` is "auto" (chosen now, for this network and these sizes), "native" (the engine's own) or a schedule;
     with a codec whose payloads do not sum on the wire "gather", "split" and others.
-    With `check_finite` NaN or Inf in a gradient raises `DivergedError` that names rank and parameter; leave it off with
-    a GradScaler, which wants to see them. `schedulers` are learning-rate schedulers stepped after every batch: a worker
+    With `check_finite` NaN or Inf in a gradient raises `DivergedError` that names rank, parameter and step; leave it off
+    with a GradScaler, which wants to see them. `schedulers` are learning-rate schedulers stepped after every batch: a worker
     that runs out of data before the others gets their state.
 
     >>> import torch, syncline as sl
@@ -53,12 +54,10 @@ def distribute(
     >>> sl.simulate(train, ranks=2).results
     (0.5, 0.5)
     """
+    _check_kinds(model, optimizer)
     world = current_world()
     coder = build_codec(codec)
-    if bucket_bytes is not None and bucket_bytes < 1:
-        raise SpecError(f"bucket_bytes={bucket_bytes}: a bucket holds at least one byte")
-    if diagnose < 0:
-        raise SpecError(f"diagnose={diagnose}: a number of steps; 0 for never")
+    _check_options(bucket_bytes, schedulers, seed, diagnose)
     way = build_strategy(strategy)
     _check_ownership(model, optimizer)
     settings = Settings(
@@ -77,6 +76,38 @@ def distribute(
     check_same(exchange, "settings", told)
     spread(exchange, [*model.parameters(), *model.buffers()])
     return way.attach(model, optimizer, exchange, settings)
+
+
+def _check_kinds(model: object, optimizer: object) -> None:
+    """Refuse arguments in the wrong order or of another kind."""
+    if isinstance(model, Optimizer) and isinstance(optimizer, nn.Module):
+        raise SpecError(
+            f"distribute({type(model).__name__}, {type(optimizer).__name__}) is the other way round: write "
+            "sl.distribute(model, optimizer)"
+        )
+    if not isinstance(model, nn.Module):
+        raise SpecError(f"distribute(model, optimizer): the first is a torch.nn.Module, not {_kind(model)}")
+    if not isinstance(optimizer, Optimizer):
+        schedules = isinstance(optimizer, LRScheduler)
+        hint = ": give schedulers by schedulers=[…]" if schedules else ""
+        raise SpecError(
+            f"distribute(model, optimizer): the second is a torch.optim.Optimizer, not {_kind(optimizer)}{hint}"
+        )
+
+
+def _kind(given: object) -> str:
+    return f"the class {given.__name__}: call it" if isinstance(given, type) else type(given).__name__
+
+
+def _check_options(bucket_bytes: int | None, schedulers: Sequence[Any], seed: int, diagnose: int) -> None:
+    if bucket_bytes is not None and (not isinstance(bucket_bytes, int) or bucket_bytes < 1):
+        raise SpecError(f"bucket_bytes={bucket_bytes!r}: a number of bytes, at least 1")
+    if not isinstance(diagnose, int) or diagnose < 0:
+        raise SpecError(f"diagnose={diagnose!r}: a number of steps; 0 for never")
+    if not isinstance(seed, int):
+        raise SpecError(f"seed={seed!r}: a whole number")
+    if not isinstance(schedulers, Sequence):
+        raise SpecError(f"schedulers=[…] is a list, not {type(schedulers).__name__}: write schedulers=[scheduler]")
 
 
 def _check_ownership(model: nn.Module, optimizer: Optimizer) -> None:

@@ -100,9 +100,9 @@ class PeerLostError(SynclineError, ConnectionError):
 class DivergedError(SynclineError, ArithmeticError):
     """NaN or Inf in something that training needs finite. `step` counts the steps that were complete before.
 
-    >>> error = DivergedError("NaN or Inf in the gradient of fc.weight on rank 1", rank=1, parameter="fc.weight", step=9)
+    >>> error = DivergedError("NaN or Inf in the gradient of fc.bias on rank 1", rank=1, parameter="fc.bias", step=9)
     >>> print(error)
-    NaN or Inf in the gradient of fc.weight on rank 1 after 9 steps: lower the learning rate, clip the gradients, or \
+    NaN or Inf in the gradient of fc.bias on rank 1 after 9 steps: lower the learning rate, clip the gradients, or \
 look for NaN in the data
     """
 

@@ -53,6 +53,13 @@ from syncline.training.workload import Workload
 __all__ = ["HELP", "configure", "run"]
 
 HELP = "train a workload on many workers"
+HINTS = {
+    **dict.fromkeys(("--learning-rate", "--learning_rate", "--rate"), "write --lr"),
+    **dict.fromkeys(("--batch-size", "--batch_size"), "write --batch"),
+    **dict.fromkeys(("--algorithm", "--allreduce"), "write --collective"),
+    **dict.fromkeys(("--compression", "--compress"), "write --codec"),
+    "--checkpoint": "write --checkpoint-every STEPS, or --resume auto to go on",
+}
 
 logger = logging.getLogger("syncline")
 
@@ -216,6 +223,10 @@ def _settings(arguments: argparse.Namespace, workload: Workload, workers: int) -
     given = {name: getattr(arguments, name) for name in asdict(Settings())}
     settings = Settings(**given)
     settings.check()
+    if settings.diagnose and build_codec(settings.codec) is None:
+        raise IncompatibleError(
+            f"--diagnose {settings.diagnose} logs what a codec loses: give --codec, or leave it out"
+        )
     build_strategy(settings.strategy)
     check_wire(settings.collective, build_codec(settings.codec))
     if settings.target is not None:

@@ -40,9 +40,9 @@ def distribute(
     every n-th step records what it does to each layer.
     `collective` is "auto" (chosen now, for this network and these sizes), "native" (the engine's own) or a schedule;
     with a codec whose payloads do not sum on the wire "gather", "split" and others.
-    With `check_finite` NaN or Inf in a gradient raises `DivergedError` that names rank, parameter and step; leave it off
-    with a GradScaler, which wants to see them. `schedulers` are learning-rate schedulers stepped after every batch: a worker
-    that runs out of data before the others gets their state.
+    With `check_finite` NaN or Inf in a gradient raises `DivergedError` that names rank, parameter and step; leave it
+    off with a GradScaler, which wants to see them. `schedulers` are learning-rate schedulers stepped after every batch:
+    a worker that runs out of data before the others gets their state.
 
     >>> import torch, syncline as sl
     >>> def train(world):

@@ -151,7 +151,8 @@ def read_field(path: Path, workload: Workload, simulated: bool = False, one_host
         raise SpecError(f'{path} is not TOML: {error}; entries are written [[entry]], then strategy = "…"') from None
     tables = document.get("entry")
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
-        raise SpecError(f'{path} has no entries: write [[entry]], then strategy = "…" or codec = "…"')
+        other = f" (it has {', '.join(sorted(document))})" if document else ""
+        raise SpecError(f'{path} has no entries{other}: write [[entry]], then strategy = "…" or codec = "…"')
     strangers = sorted(set(document) - {"entry"})
     if strangers:
         raise SpecError(f"{path}: unknown table {strangers[0]!r}; entries are written [[entry]]")

@@ -58,7 +58,7 @@ def names() -> list[str]:
 
 def _is_path(text: str) -> bool:
     """Whether it names a file. Arguments in brackets may hold paths, and make a spec all the same."""
-    return isinstance(text, str) and (text.endswith(".py") or (os.sep in text and "(" not in text))
+    return isinstance(text, str) and (text.endswith(".py") or ("(" not in text and (os.sep in text or "." in text)))
 
 
 def _registry() -> Registry[Workload]:

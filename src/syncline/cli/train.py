@@ -86,9 +86,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _configure_training(parser: argparse.ArgumentParser, usual: Settings) -> None:
-    """Say how the workers agree, and what they do."""
-    how = parser.add_argument_group("how the workers agree")
-    how.add_argument("--strategy", default=usual.strategy, help="allreduce, allreduce(delay=1), …; default allreduce")
+    """Say how the workers synchronise, and what they do."""
+    how = parser.add_argument_group("synchronisation")
+    how.add_argument("--strategy", default=usual.strategy, help="allreduce, ssp(slack=3), …; default allreduce")
     how.add_argument("--codec", help="how gradients look on the wire; default: as they are")
     how.add_argument("--diagnose", type=int, default=0, metavar="STEPS", help="log now and then what the codec loses")
     how.add_argument("--collective", default=usual.collective, help="auto, native, ring, …; default auto")

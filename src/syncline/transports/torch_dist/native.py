@@ -113,6 +113,6 @@ def _hint(error: str) -> str:
     if "NCCL" not in error or "invalid usage" not in error:
         return ""
     return (
-        "; NCCL needs a GPU of its own for each rank: start no more workers on a host than it has GPUs, take a schedule "
-        "such as collective='ring', which sends through the CPU, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+        "; NCCL needs a GPU of its own for each rank: start no more workers on a host than it has GPUs, or take a "
+        "schedule such as collective='ring', which sends through the CPU, or hide the GPUs with CUDA_VISIBLE_DEVICES="
     )

@@ -221,6 +221,8 @@ class Registry(Generic[T]):
     def read(self, text: str) -> tuple[Spec, ...]:
         """Parse a text; what cannot be read is answered with the names there are."""
         if not isinstance(text, str) or not text.strip():
+            if isinstance(text, type):
+                raise SpecError(f"the {self.kind} is the class {text.__name__}; write {text.__name__}()")
             what = "is empty" if isinstance(text, str) else f"is written as text, not as {type(text).__name__}"
             raise SpecError(f"the {self.kind} {what}; available: {', '.join(map(repr, self.names()))}")
         try:

@@ -39,10 +39,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not words:
         raise SpecError(f"no command is named: syncline lab {arguments.hosts} {arguments.rate} -- python train.py")
     hosts, rate = parse_lab(f"{arguments.hosts}@{arguments.rate}")
-    if shutil.which(words[0]) is None:
-        script = words[0].endswith(".py")
-        hint = f"; for a script write syncline run --lab {hosts}@{arguments.rate} {shlex.join(words)}" if script else ""
-        raise SpecError(f"there is no command {words[0]!r} to run on each host{hint}")
+    if words[0].endswith(".py") and shutil.which(words[0]) is None:
+        form = f"syncline run --lab {hosts}@{arguments.rate} {shlex.join(words)}"
+        raise SpecError(f"{words[0]} is a script, not a command: write {form}")
     return run_in_lab(Job(target=("--exec", *words), plain_rank=None), hosts, rate)
 
 

@@ -261,8 +261,8 @@ def init(transport: str | Transport | None = None, timeout: float = DEFAULT_TIME
         return simulated.claim(timeout, check)
     if _of_process:
         raise WorldError(f"this process has a world already: {_of_process[0]!r}; call its close() first")
-    if not timeout > 0:
-        raise WorldError(f"timeout={timeout} is not a time to wait")
+    if not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise WorldError(f"timeout={timeout!r} is not a time to wait: give seconds, above 0")
     environment = detect()
     if isinstance(transport, Transport):
         engine = transport
@@ -301,12 +301,20 @@ def make_current(world: World) -> None:
     _current.set(world)
 
 
+MEANT = {
+    **dict.fromkeys(("gloo", "nccl", "torch", "torchdistributed", "distributed", "ddp"), "torch_dist"),
+    **dict.fromkeys(("mpi4py", "openmpi", "mpich"), "mpi"),
+    **dict.fromkeys(("zmq", "pyzmq", "tcp"), "zeromq"),
+}
+"""What others call an engine, and the name of our transport on it."""
+
+
 def _connect(name: str | None, environment: Environment, timeout: float) -> Transport:
     name = name or os.environ.get(TRANSPORT_VARIABLE) or ("single" if environment.size == 1 else "torch_dist")
     if name == "single":
         return SingleTransport(timeout=timeout)
     if name not in ENGINES:
-        raise SpecError(f"unknown transport {name!r}; {nearest(name, ['single', *ENGINES])}")
+        raise SpecError(f"unknown transport {name!r}; {nearest(str(name), ['single', *ENGINES], MEANT)}")
     # Only now: an engine that is not used need not be installed.
     engine = importlib.import_module(f"syncline.transports.{name}")
     transport: Transport = engine.connect(environment, timeout)

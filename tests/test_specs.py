@@ -386,7 +386,7 @@ def test_spec_of_another_type_is_refused_in_words() -> None:
         build_strategy(None)  # type: ignore[arg-type]
 
 
-WRONG_VALUES = ["x", "", None, [], {}, (1, 2), -1, 0, math.inf, True, 10**30, 2.5, 1j]
+WRONG_VALUES: list[Any] = ["x", "", None, [], {}, (1, 2), -1, 0, math.inf, True, 10**30, 2.5, 1j]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from syncline.launch.in_lab import run_in_lab
 from syncline.launch.lab import parse_lab
 from syncline.launch.machine import warn_if_crowded
 from syncline.launch.start import Job, run_here, run_on_hosts
-from syncline.strategies import Gossip, build_strategy
+from syncline.strategies import Gossip, Hogwild, OneSided, build_strategy
 from syncline.strategies.served import Served
 from syncline.training.checkpoint import latest
 from syncline.training.checkpoint.manifest import MANIFEST
@@ -146,6 +146,7 @@ def run(arguments: argparse.Namespace) -> int:
         return train_kmeans(arguments)
     job_place = _place(arguments)
     _check_company(arguments)
+    _check_memory(arguments, job_place[1])
     workload = build(arguments.workload)
     settings = _settings(arguments, workload, job_place[1])
     slow = tuple(parse_slow(text) for text in arguments.slow)
@@ -216,6 +217,20 @@ def _check_company(arguments: argparse.Namespace) -> None:
             f"--on-failure continue: without --servers each worker of {strategy!r} keeps a part of the weights, which "
             "is lost with it; add --servers 1"
         )
+
+
+def _check_memory(arguments: argparse.Namespace, workers: int) -> None:
+    """Refuse strategies that write into each other's memory where they cannot."""
+    strategy = build_strategy(arguments.strategy)
+    if workers == 1:
+        return
+    if isinstance(strategy, OneSided) and not arguments.mpi:
+        raise IncompatibleError(
+            f"--strategy {strategy!r} writes into other workers' memory, which MPI allows: add --mpi"
+        )
+    if isinstance(strategy, Hogwild) and (arguments.lab or arguments.hosts):
+        where = f"--lab {arguments.lab}" if arguments.lab else f"--hosts {arguments.hosts}"
+        raise IncompatibleError(f"{where}: {strategy!r} shares the memory of one host; leave it out, or take downpour")
 
 
 def _settings(arguments: argparse.Namespace, workload: Workload, workers: int) -> Settings:

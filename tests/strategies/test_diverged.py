@@ -96,6 +96,19 @@ def test_sum_that_overflows_is_told_with_the_step() -> None:
     assert "clip" in str(errors[0])
 
 
+def test_large_gradients_are_not_taken_for_inf() -> None:
+    """Their sum is more than float32 can hold."""
+
+    def case(world: sl.World) -> None:
+        model = nn.Linear(64, 64, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with sl.distribute(model, optimizer, "average", check_finite=True):
+            backward((model(torch.ones(1, 64)) * 1e38).sum())
+            optimizer.step()
+
+    assert diverged(case, 2) == []
+
+
 def test_many_parameters_are_not_all_listed() -> None:
     def case(world: sl.World) -> None:
         model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(20)))

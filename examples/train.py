@@ -23,14 +23,14 @@ def main(epochs: int = 10) -> None:
 
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10)).to(world.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    run = sl.distribute(model, optimizer)
-    for _ in range(epochs):
-        for x, y in run.shard(loader):
-            optimizer.zero_grad()
-            f.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+    with sl.distribute(model, optimizer) as run:
+        for _ in range(epochs):
+            for x, y in run.shard(loader):
+                optimizer.zero_grad()
+                f.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
 
-    with run.agreed(), torch.no_grad():
+    with torch.no_grad():  # after the run every worker has the same model
         right = int((model(images[test].to(world.device)).argmax(1).cpu() == labels[test]).sum())
     if world.rank == 0:
         print(f"{world.size} workers: {right} of {int(test.sum())} test images right after {epochs} epochs")

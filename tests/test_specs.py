@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import keyword
+import math
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +15,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from syncline.errors import SpecError
+from syncline.bench.baselines.catalog import baseline_names, build_baseline
+from syncline.bench.workloads.catalog import MEANT as WORKLOADS_MEANT
+from syncline.bench.workloads.catalog import build as build_workload
+from syncline.codecs.catalog import MEANT as CODECS_MEANT
+from syncline.codecs.catalog import build_codec, codec_names
+from syncline.collectives.catalog import MEANT as COLLECTIVES_MEANT
+from syncline.collectives.catalog import build
+from syncline.errors import SpecError, SynclineError
+from syncline.server.rules.catalog import build_rule, rule_names
 from syncline.specs import LONGEST, Registry, Spec, nearest, parse
+from syncline.strategies.catalog import MEANT as STRATEGIES_MEANT
+from syncline.strategies.catalog import build_strategy, strategy_names
 
 repeatable = settings(derandomize=True, deadline=None)
 
@@ -135,6 +150,10 @@ CODE = [
     "x({{[]: 1}})",
     "x(k=1, k=2)",
     "x(k=1, 2)",
+    "a-b()-c",
+    "a-1",
+    "a(1)-b",
+    "-a",
 ]
 
 
@@ -171,7 +190,7 @@ def test_a_builtin_is_only_a_name(tmp_path: Path) -> None:
 )
 def test_text_that_is_no_spec(text: str) -> None:
     """Broken text is refused with the form to write."""
-    with pytest.raises(SpecError, match=r"write name\(argument, key=value\)\|name"):
+    with pytest.raises(SpecError, match=r"write name, name\(argument, key=value\)"):
         parse(text)
 
 
@@ -295,7 +314,99 @@ def test_wrong_arguments_show_the_signature(text: str) -> None:
     with pytest.raises(SpecError) as caught:
         shapes().build(text)
     assert str(caught.value).startswith(f"shape {text!r}: ")
-    assert str(caught.value).endswith("write circle(radius, *, filled=False)")
+    assert str(caught.value).endswith("write circle(radius, filled=False)")
+
+
+def test_signature_shows_defaults_without_types() -> None:
+    with pytest.raises(SpecError) as caught:
+        build_strategy("ssp(slak=2)")
+    told = str(caught.value)
+    assert told.endswith("(did you mean 'slack'?); write ssp(slack=1, rule=None, filters=None, factors=False)")
+    assert "'int'" not in told
+    assert "->" not in told
+
+
+@pytest.mark.parametrize(
+    ("spec", "meant"),
+    [
+        ("SSP", "'ssp'"),
+        ("ddp", "'allreduce'"),
+        ("all-reduce", "'allreduce'"),
+        ("local-sgd", "'local'"),
+        ("local-sgd(4)", "'local'"),
+        ("local sgd", "'local'"),
+        ("Post-Local-SGD", "'local(after=100)'"),
+        ("AD-PSGD", "'gossip(pairwise=True)'"),
+        ("parameter_server", "'bsp' or 'ssp' or 'downpour'"),
+    ],
+)
+def test_names_of_the_field_lead_to_ours(spec: str, meant: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(f"did you mean {meant}?")):
+        build_strategy(spec)
+
+
+def test_sharded_models_are_refused_in_words() -> None:
+    with pytest.raises(SpecError, match="unknown strategy 'fsdp'; every worker holds the whole model"):
+        build_strategy("fsdp")
+
+
+@pytest.mark.parametrize(
+    ("spec", "meant"), [("fp16", "cast('fp16')"), ("1bit", "onebit"), ("DGC", "topk(0.001, momentum=0.9)")]
+)
+def test_codecs_of_the_field_lead_to_ours(spec: str, meant: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(f"did you mean {meant!r}?")):
+        build_codec(spec)
+
+
+@pytest.mark.parametrize(
+    ("meant", "make"),
+    [
+        (STRATEGIES_MEANT, build_strategy),
+        (CODECS_MEANT, build_codec),
+        (COLLECTIVES_MEANT, lambda spec: build("allreduce", spec)),
+        (WORKLOADS_MEANT, build_workload),
+    ],
+)
+def test_every_suggestion_can_be_built(meant: Mapping[str, str], make: Callable[[str], object]) -> None:
+    for name, suggestion in meant.items():
+        assert name == name.lower().replace("_", "").replace("-", "")
+        for spec in () if suggestion.endswith(".") else suggestion.split(";"):
+            make(spec)
+
+
+@pytest.mark.parametrize("empty", ["", "  "])
+@pytest.mark.parametrize("make", [build_strategy, build_codec, build_rule, lambda spec: build("allreduce", spec)])
+def test_empty_spec_lists_the_names(make: Callable[[str], object], empty: str) -> None:
+    with pytest.raises(SpecError, match="is empty; available: '"):
+        make(empty)
+
+
+def test_spec_of_another_type_is_refused_in_words() -> None:
+    with pytest.raises(SpecError, match="the strategy is written as text, not as NoneType; available: 'adacomm'"):
+        build_strategy(None)  # type: ignore[arg-type]
+
+
+WRONG_VALUES: list[Any] = ["x", "", None, [], {}, (1, 2), -1, 0, math.inf, True, 10**30, 2.5, 1j]
+
+
+@pytest.mark.parametrize(
+    ("names", "make"),
+    [
+        (strategy_names(), build_strategy),
+        (codec_names(), build_codec),
+        (rule_names(), build_rule),
+        (baseline_names(), build_baseline),
+    ],
+)
+def test_no_wrong_value_gives_a_bare_error(names: list[str], make: Callable[[str], object]) -> None:
+    """Each argument of each spec with values of every type: built, or refused by an error of ours."""
+    for name in names:
+        with pytest.raises(SpecError) as caught:
+            make(f"{name}(1, 2, 3, 4, 5, 6, 7, 8, 9)")
+        takes = re.findall(r"(\w+)(?=[=,)])", str(caught.value).split(f"write {name}")[1])
+        for key, value in itertools.product(takes, WRONG_VALUES):
+            with suppress(SynclineError):
+                make(str(Spec(name, (), {key: value})))
 
 
 def test_a_chain_is_not_one_object() -> None:

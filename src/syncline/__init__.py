@@ -1,4 +1,4 @@
-"""Syncline: train neural networks on many workers; how they agree is a choice you swap in one line.
+"""Syncline: train neural networks on many workers; choose the synchronisation strategy in one line.
 
 >>> import torch, syncline as sl
 >>> with sl.init() as world:                 # torchrun, mpiexec, srun, or plain python: a world of one

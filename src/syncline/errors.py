@@ -7,7 +7,7 @@
     │   └── DeadlockError  every simulated task waits: who waits for whom
     ├── ProtocolError      bytes that are short, long, corrupt or from a stranger
     ├── PeerLostError      a peer is gone: who, since when, what was pending (also a ConnectionError)
-    ├── DivergedError      NaN or Inf where a number was expected: who (also an ArithmeticError)
+    ├── DivergedError      NaN or Inf where a number was expected: rank, parameter, step (also an ArithmeticError)
     └── UnsupportedError   what is not available here, and where it would work
 
 Errors of the engines (gloo, NCCL, MPI) are translated at the edge, so that a user catches these alone.
@@ -26,6 +26,8 @@ __all__ = [
     "UnsupportedError",
     "WorldError",
 ]
+
+REMEDY = "lower the learning rate, clip the gradients, or look for NaN in the data"
 
 
 class SynclineError(Exception):
@@ -96,11 +98,37 @@ class PeerLostError(SynclineError, ConnectionError):
 
 
 class DivergedError(SynclineError, ArithmeticError):
-    """NaN or Inf in something that training needs finite.
+    """NaN or Inf in something that training needs finite. `step` counts the steps that were complete before.
 
-    >>> issubclass(DivergedError, ArithmeticError)
-    True
+    >>> error = DivergedError("NaN or Inf in the gradient of fc.bias on rank 1", rank=1, parameter="fc.bias", step=9)
+    >>> print(error)
+    NaN or Inf in the gradient of fc.bias on rank 1 after 9 steps: lower the learning rate, clip the gradients, or \
+look for NaN in the data
     """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        parameter: str | None = None,
+        step: int | None = None,
+        remedy: str = REMEDY,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.parameter = parameter
+        self.step = step
+        self.remedy = remedy
+
+    def at_step(self, step: int) -> DivergedError:
+        """Tell the step where the error does not know it yet; the error itself."""
+        self.step = step if self.step is None else self.step
+        return self
+
+    def __str__(self) -> str:
+        when = "" if self.step is None else f" after {self.step} step{'' if self.step == 1 else 's'}"
+        return f"{self.args[0]}{when}: {self.remedy}"
 
 
 class UnsupportedError(SynclineError):

@@ -6,6 +6,8 @@ One grammar for the command line, configuration and logs::
     spec  = name | name "(" [argument ("," argument)*] ")"
     argument = literal | key "=" literal
 
+A name may hold hyphens, as in local-sgd, so that an unknown one can be answered with the name that was meant.
+
 Literals are numbers, strings, None, True, False, and lists, tuples and dicts of them. The text is parsed with
 `ast` and never evaluated: a call, an attribute or an operator inside an argument is a `SpecError`.
 """
@@ -17,7 +19,7 @@ import difflib
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -29,6 +31,7 @@ T = TypeVar("T")
 
 LONGEST = 4096
 """Characters: a longer text is not a spec, and is refused before `ast` sees it."""
+FORM = "write name, name(argument, key=value), or several of these joined by '|'"
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ def parse(text: str) -> tuple[Spec, ...]:
     """
     if not isinstance(text, str):
         raise SpecError(f"a spec is a string such as 'ring' or 'topk(0.01)', not {type(text).__name__}")
+    if not text.strip():
+        raise SpecError(f"the spec is empty; {FORM}")
     if len(text) > LONGEST:
         raise SpecError(f"a spec of {len(text)} characters is longer than any spec (at most {LONGEST})")
     try:
@@ -63,7 +68,8 @@ def parse(text: str) -> tuple[Spec, ...]:
             warnings.simplefilter("ignore")  # Python's opinion of odd literals
             tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise SpecError(f"cannot read spec {text!r}: {error}; write name(argument, key=value)|name") from None
+        reason = error.msg if isinstance(error, SyntaxError) else error
+        raise SpecError(f"cannot read spec {text!r}: {reason}; {FORM}") from None
     return tuple(_link(node, text) for node in _links(tree))
 
 
@@ -90,16 +96,21 @@ def _links(node: ast.expr) -> Iterator[ast.expr]:
 
 
 def _link(node: ast.expr, text: str) -> Spec:
-    if isinstance(node, ast.Name):
-        return Spec(node.id)
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
-        raise SpecError(f"in spec {text!r}: {_shown(node, text)!r} is not name or name(arguments)")
+    words, whole = [node], node
+    while isinstance(words[0], ast.BinOp) and isinstance(words[0].op, ast.Sub):  # how Python reads local-sgd(4)
+        words[:1] = [words[0].left, words[0].right]
+    *before, node = words
+    names = [each.id for each in before if isinstance(each, ast.Name)]
+    if isinstance(node, ast.Name) and len(names) == len(before):
+        return Spec("-".join([*names, node.id]))
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(names) == len(before)):
+        raise SpecError(f"in spec {text!r}: {_shown(whole, text)!r} is not name or name(arguments); {FORM}")
     kwargs: dict[str, Any] = {}
     for keyword in node.keywords:
         if keyword.arg is None or keyword.arg in kwargs:
             raise SpecError(f"in spec {text!r}: each argument is written key=value, once")
         kwargs[keyword.arg] = _literal(keyword.value, text)
-    return Spec(node.func.id, tuple(_literal(a, text) for a in node.args), kwargs)
+    return Spec("-".join([*names, node.func.id]), tuple(_literal(a, text) for a in node.args), kwargs)
 
 
 def _literal(node: ast.expr, text: str) -> Any:
@@ -124,28 +135,77 @@ def _shown(node: ast.expr, text: str) -> str:
     return ast.get_source_segment(text.strip(), node) or text
 
 
-def nearest(name: str, known: list[str]) -> str:
+def nearest(name: str, known: Sequence[str], meant: Mapping[str, str] | None = None) -> str:
     """A phrase that names what `name` may have been meant to be.
+
+    Case, hyphens and underscores do not count. `meant` maps what others call a thing to our specs for it, separated by
+    ';', or to a sentence, which ends with a period. Its keys are in small letters, without hyphens and underscores.
 
     >>> nearest("rign", ["ring", "tree"])
     "did you mean 'ring'? available: 'ring', 'tree'"
+    >>> nearest("Baidu-Ring", ["ring", "tree"], {"baiduring": "ring"})
+    "did you mean 'ring'? available: 'ring', 'tree'"
     """
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    available = f"available: {', '.join(map(repr, sorted(known)))}"
+    plain, by_plain = _plain(name), {_plain(each): each for each in known}
+    found = (meant or {}).get(plain, by_plain.get(plain))
+    if found is not None and found.endswith("."):
+        return f"{found[:-1]}; {available}"
+    close = (
+        (found.split(";") if found is not None else [])
+        or difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        or [by_plain[each] for each in difflib.get_close_matches(plain, by_plain, n=3, cutoff=0.5)]
+    )
     hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
-    return f"{hint}available: {', '.join(map(repr, sorted(known)))}"
+    return f"{hint}{available}"
+
+
+def _plain(name: str) -> str:
+    """A name without what people write in different ways.
+
+    >>> _plain("Local-SGD") == _plain("local_sgd")
+    True
+    """
+    return name.lower().replace("-", "").replace("_", "").replace(" ", "")
+
+
+def _call(name: str, signature: inspect.Signature) -> str:
+    """How a spec is written: names and defaults, without types.
+
+    >>> _call("ssp", inspect.signature(lambda slack=1, *, rule=None: None))
+    'ssp(slack=1, rule=None)'
+    """
+    shown = []
+    for each in signature.parameters.values():
+        if each.kind is each.VAR_POSITIONAL:
+            shown.append("…")
+        elif each.kind is each.VAR_KEYWORD:
+            shown.append("key=value, …")
+        elif each.default is each.empty:
+            shown.append(f"{each.name}=…" if each.kind is each.KEYWORD_ONLY else each.name)
+        else:
+            shown.append(f"{each.name}={_written(each.default)}")
+    return f"{name}({', '.join(shown)})" if shown else f"{name}, without arguments"
 
 
 class Registry(Generic[T]):
     """Names and the callables that build what they stand for.
 
-    >>> shapes = Registry[str]("shape")
+    `meant` maps what others call a thing to our name of it; see `nearest`.
+
+    >>> shapes = Registry[str]("shape", meant={"quadrat": "square"})
     >>> shapes.add("square", lambda side: f"a square of {side}")
     >>> shapes.build("square(side=3)")
     'a square of 3'
+    >>> shapes.build("Quadrat(3)")
+    Traceback (most recent call last):
+    ...
+    syncline.errors.SpecError: unknown shape 'Quadrat'; did you mean 'square'? available: 'square'
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, meant: Mapping[str, str] | None = None) -> None:
         self.kind = kind
+        self._meant = meant or {}
         self._builders: dict[str, Callable[..., T]] = {}
 
     def add(self, name: str, builder: Callable[..., T]) -> None:
@@ -158,9 +218,25 @@ class Registry(Generic[T]):
         """Every registered name, sorted."""
         return sorted(self._builders)
 
+    def read(self, text: str) -> tuple[Spec, ...]:
+        """Parse a text; what cannot be read is answered with the names there are."""
+        if not isinstance(text, str) or not text.strip():
+            if isinstance(text, type):
+                raise SpecError(f"the {self.kind} is the class {text.__name__}; write {text.__name__}()")
+            what = "is empty" if isinstance(text, str) else f"is written as text, not as {type(text).__name__}"
+            raise SpecError(f"the {self.kind} {what}; available: {', '.join(map(repr, self.names()))}")
+        try:
+            return parse(text)
+        except SpecError:
+            name = text.partition("(")[0].strip()
+            known = _plain(name) in {*self._meant, *map(_plain, self.names())}
+            if known and name not in self._builders:  # such as 1bit, which Python does not read as a name
+                raise SpecError(self._unknown(name)) from None
+            raise
+
     def build(self, text: str) -> T:
         """Build the one object that `text` describes."""
-        links = parse(text)
+        links = self.read(text)
         if len(links) != 1:
             raise SpecError(f"a {self.kind} is one name, not a chain: {text!r}")
         return self.make(links[0])
@@ -169,10 +245,30 @@ class Registry(Generic[T]):
         """Build the object that one parsed link describes."""
         builder = self._builders.get(spec.name)
         if builder is None:
-            raise SpecError(f"unknown {self.kind} {spec.name!r}; {nearest(spec.name, self.names())}")
+            raise SpecError(self._unknown(spec.name))
         signature = inspect.signature(builder)
+        form = f"write {_call(spec.name, signature)}"
         try:
             signature.bind(*spec.args, **spec.kwargs)
         except TypeError as error:
-            raise SpecError(f"{self.kind} {str(spec)!r}: {error}; write {spec.name}{signature}") from None
-        return builder(*spec.args, **spec.kwargs)
+            reason = _unknown_argument(spec, signature) or error
+            raise SpecError(f"{self.kind} {str(spec)!r}: {reason}; {form}") from None
+        try:
+            return builder(*spec.args, **spec.kwargs)
+        except TypeError as error:  # a value of another type than the builder expects
+            raise SpecError(f"{self.kind} {str(spec)!r}: {error}; {form}") from error
+
+    def _unknown(self, name: str) -> str:
+        return f"unknown {self.kind} {name!r}; {nearest(name, self.names(), self._meant)}"
+
+
+def _unknown_argument(spec: Spec, signature: inspect.Signature) -> str:
+    """A phrase about the first argument that the signature does not have; empty where it has all."""
+    takes = signature.parameters
+    if any(each.kind is each.VAR_KEYWORD for each in takes.values()):
+        return ""
+    unknown = next((key for key in spec.kwargs if key not in takes), None)
+    if unknown is None:
+        return ""
+    close = difflib.get_close_matches(unknown, takes, n=1, cutoff=0.5)
+    return f"it has no argument {unknown!r}" + (f" (did you mean {close[0]!r}?)" if close else "")

@@ -100,8 +100,12 @@ def parsed(*arguments: str) -> argparse.Namespace:
         ("digits --lab fast", SpecError, "fast"),
         ("digits --simulate fast", SpecError, "network(latency"),
         ("digits --out used", IncompatibleError, "--resume used"),
-        ("digits --resume used", SpecError, "name no workload"),
+        ("digits --resume used", SpecError, "leave out the workload"),
         ("--resume nowhere", SpecError, "nowhere is not a race's folder"),
+        ("--resume used --epochs 3 -n 2", SpecError, "takes no other arguments; leave out -n, --epochs"),
+        ("digits --tune-epochs 3", SpecError, "belongs to --tune RATES"),
+        ("digits --seconds-a-sample 1", SpecError, "together with --simulate"),
+        ("digits --simulate 1gbit --seconds-a-sample -1", SpecError, "a number from 0 on"),
     ],
 )
 def test_refused(

@@ -18,6 +18,7 @@ from syncline.launch.lab import Lab
 @pytest.fixture(autouse=True)
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").touch()
+    (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
 
 
@@ -36,6 +37,11 @@ def parsed(*arguments: str) -> argparse.Namespace:
         ("-n 0 train.py", SpecError, "-n 0: a run takes at least one worker"),
         ("-n -3 train.py", SpecError, "-n -3"),
         ("train.py", SpecError, "how many workers"),
+        ("-n 2 folder", SpecError, "folder without __main__.py"),
+        ("-n 2 python train.py", SpecError, "leave it out: syncline run -n 4 train.py"),
+        ("-n 2 digits", SpecError, "syncline train digits -n 4"),
+        ("--hosts a:2 b:2 train.py", SpecError, "--hosts a:2,b:2"),
+        ("--lab 4 100mbit train.py", SpecError, "hosts@rate"),
         ("--mpi train.py", SpecError, "how many workers"),
         ("--hosts slurm train.py", SpecError, "how many workers"),
         ("--hosts a:2, train.py", SpecError, "'' is not a host"),
@@ -135,3 +141,5 @@ def test_a_lab_needs_a_command() -> None:
     with pytest.raises(SpecError, match="no command is named"):
         lab.run(parser.parse_args(["2", "1gbit", "--"]))
     assert parser.parse_args(["2", "1gbit", "--", "echo", "-n"]).words[-2:] == ["echo", "-n"]
+    with pytest.raises(SpecError, match=r"syncline run --lab 2@1gbit train\.py --epochs 3"):
+        lab.run(parser.parse_args(["2", "1gbit", "train.py", "--epochs", "3"]))

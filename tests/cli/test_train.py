@@ -45,7 +45,12 @@ def parsed(*arguments: str) -> argparse.Namespace:
         ("digits --epochs -1", SpecError, "epochs -1"),
         ("digits --scaling liner", SpecError, "did you mean 'linear'"),
         ("digits --decay cosin", SpecError, "did you mean 'cosine'"),
-        ("digits --lr -1", SpecError, "-1"),
+        ("digits --lr -1", SpecError, "lr -1.0: a finite number above 0"),
+        ("digits --diagnose 5", IncompatibleError, "--diagnose 5 logs what a codec loses: give --codec"),
+        ("mnist", SpecError, "did you mean 'digits' or 'fashion'"),
+        ("data.txt", SpecError, "a script's name ends in .py"),
+        ("digits -n 2 --pace 0.001 --slow 1", SpecError, "'1' is not key=value"),
+        ("ten.py", SpecError, "syncline run -n 2 ten.py runs it on 2 workers"),
         ("digits --resume auto", SpecError, "name it with --out"),
         ("digits --resume nowhere", SpecError, "--resume nowhere: there is no checkpoint"),
         ("digits --out used", IncompatibleError, "used holds a run already"),
@@ -59,6 +64,8 @@ def parsed(*arguments: str) -> argparse.Namespace:
         ("digits -n 2 --pace 0.001 --slow rank=2,factor=4", SpecError, "names no worker: there are 2"),
         ("digits -n 2 --pace 0.001 --slow rank=1,faktor=4", SpecError, "did you mean 'factor'"),
         ("digits --pace -1", SpecError, "-1.0 seconds a sample"),
+        ("digits -n 2 --strategy onesided", IncompatibleError, "which MPI allows: add --mpi"),
+        ("digits --lab 2@1gbit --strategy hogwild", IncompatibleError, "shares the memory of one host"),
         ("digits --servers -1 --strategy ssp", SpecError, "--servers -1: a number of servers cannot be negative"),
         ("digits --servers 1", IncompatibleError, "--servers 1: allreduce asks no servers"),
         ("digits --servers 1 --strategy hogwild", IncompatibleError, "hogwild asks no servers"),
@@ -73,6 +80,7 @@ def test_refused(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "log.jsonl").touch()
+    (tmp_path / "ten.py").write_text("import torch, syncline as sl\nworld = sl.init()\nmodel = 1\nraise SystemExit(3)")
     save(tmp_path / "other" / "checkpoints", step=1, epoch=0)
     (tmp_path / "other" / "config.json").write_text(json.dumps({"workload": "stdlib"}))
     monkeypatch.setattr(train, "run_here", lambda *_: pytest.fail("it was started"))

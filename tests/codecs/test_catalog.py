@@ -61,7 +61,7 @@ def test_chains() -> None:
         ("powersgd(2)|quantize(4)", "only cast may follow"),
         ("topk(0.1)|powersgd(2)", "comes first"),
         ("topk(0.1)|raw", "cannot be part of a chain"),
-        ("", "cannot read spec"),
+        ("", "the codec is empty; available"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_reason(spec: str, reason: str) -> None:

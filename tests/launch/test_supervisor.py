@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from syncline.launch import supervisor
-from syncline.launch.failures import Ended, Report, culprit, read_report
+from syncline.launch.failures import Ended, Report, culprit, listed, read_report
 from syncline.launch.store import Board, serve_store
 from syncline.launch.supervisor import Policy, Supervisor
 
@@ -100,6 +100,57 @@ def test_others_that_failed_by_themselves_are_told_in_a_line() -> None:
         1,
         ["rank 0 failed (exit code 1): KeyError: 'x'", "rank 1 failed (exit code 1)\nTraceback\nValueError: boom"],
     )
+
+
+def test_one_error_on_all_ranks_is_shown_once() -> None:
+    crew = Scripted([ended(0, 1, OWN), ended(1, 1, OWN), ended(2, 1, OWN)], raised=[])
+    assert supervise(crew)[:2] == (
+        1,
+        ["ranks 0, 1 and 2 failed with the same error (exit code 1)\nTraceback\nValueError: boom"],
+    )
+
+
+def test_same_error_of_others_takes_one_line() -> None:
+    later = Report(summary="KeyError: 'x'", traceback="Traceback\nKeyError: 'x'", time=3.0)
+    crew = Scripted([ended(0, 1, later), ended(1, 1, OWN), ended(2, 1, later)], raised=[])
+    assert supervise(crew)[1] == [
+        "ranks 0 and 2 failed with the same error (exit code 1): KeyError: 'x'",
+        "rank 1 failed (exit code 1)\nTraceback\nValueError: boom",
+    ]
+
+
+def test_same_exit_code_without_report_takes_one_line() -> None:
+    crew = Scripted([ended(0, 3), ended(1, 3)], raised=[])
+    assert supervise(crew)[:2] == (3, ["ranks 0 and 1 failed (exit code 3)"])
+
+
+def test_where_others_go_on_one_error_is_shown_once() -> None:
+    crew = Scripted([ended(0, 1, OWN), ended(1, 1, OWN)], raised=[])
+    assert supervise(crew, "continue")[:2] == (
+        1,
+        [
+            "rank 0 failed (exit code 1); the others go on\nTraceback\nValueError: boom",
+            "rank 1 failed (exit code 1) with the same error as rank 0",
+            "all 2 workers failed",
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3"),
+        ([1, 0], "ranks 0 and 1"),
+        ([0, 1, 2, 3, 5], "ranks 0-3 and 5"),
+        ([4, 2, 0], "ranks 0, 2 and 4"),
+    ],
+)
+def test_ranks_are_named_in_order(ranks: list[int], text: str) -> None:
+    assert listed([f"rank {rank}" for rank in ranks]) == text
+
+
+def test_ranks_and_servers_are_named_apart() -> None:
+    assert listed(["server 1", "rank 2", "evaluator", "rank 0"]) == "ranks 0 and 2, server 1 and evaluator"
 
 
 @pytest.fixture

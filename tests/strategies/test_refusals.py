@@ -64,6 +64,33 @@ def test_models_that_differ(how: str, words: str) -> None:
             raise error
 
 
+MODEL = nn.Linear(1, 1)
+SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        ((SGD, MODEL), {}, "the other way round: write sl.distribute(model, optimizer)"),
+        ((MODEL.parameters(), SGD), {}, "the first is a torch.nn.Module, not generator"),
+        ((MODEL, MODEL), {}, "torch.optim.Optimizer, or a list of them, not Linear"),
+        ((MODEL, torch.optim.SGD), {}, "not the class SGD: call it"),
+        ((MODEL, torch.optim.lr_scheduler.StepLR(SGD, 1)), {}, "not StepLR: give schedulers by schedulers=[…]"),
+        ((MODEL, SGD, None), {}, "the strategy is written as text, not as NoneType"),
+        ((MODEL, SGD, sl.Ssp), {}, "the strategy is the class Ssp; write Ssp()"),
+        ((MODEL, SGD), {"schedulers": torch.optim.lr_scheduler.StepLR(SGD, 1)}, "schedulers=[…] is a list, not StepLR"),
+        ((MODEL, SGD), {"bucket_bytes": "25MB"}, "bucket_bytes='25MB': a number of bytes"),
+        ((MODEL, SGD), {"diagnose": None}, "diagnose=None: a number of steps"),
+        ((MODEL, SGD), {"seed": "a"}, "seed='a': a whole number"),
+        ((MODEL, SGD), {"collective": None}, "written as text, not as NoneType"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: tuple[Any, ...], options: dict[str, Any], words: str) -> None:
+    with sl.init(), pytest.raises(sl.SpecError) as caught:
+        sl.distribute(*arguments, **options)
+    assert words in str(caught.value)
+
+
 @pytest.mark.xdist_group("gloo")
 def test_models_that_differ_on_gloo(gloo: Pool) -> None:
     for told in gloo.run(on_gloo, 3, _told):

@@ -84,7 +84,7 @@ def read_only() -> Any:
 
 
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
-    "reduction": (lambda: sl.allreduce(torch.zeros(1), op="avg"), sl.SpecError, "unknown reduction 'avg'"),  # type: ignore[arg-type]
+    "reduction": (lambda: sl.allreduce(torch.zeros(1), op="avg"), sl.SpecError, "did you mean 'mean'"),  # type: ignore[arg-type]
     "algorithm": (lambda: sl.allreduce(torch.zeros(1), algorithm="rinng"), sl.SpecError, "did you mean 'ring'"),
     "code": (lambda: sl.allreduce(torch.zeros(1), algorithm="ring(exit())"), sl.SpecError, "never evaluated"),
     "mean of whole numbers": (lambda: sl.allreduce(torch.arange(3)), sl.IncompatibleError, "op='sum'"),

@@ -78,8 +78,16 @@ class StragglersPlan:
         for name in self.scenarios:
             if name not in SCENARIOS:
                 raise SpecError(f"unknown scenario {name!r}; {nearest(name, list(SCENARIOS))}")
+        if not self.entries or not self.scenarios:
+            raise SpecError("at least one entry and one scenario: --entries 'bsp;ssp(slack=3)' --scenarios lasting")
         for spec in self.entries:
             build_entrant(spec)
+        build(self.workload).check_target(self.target)
+        if self.batch < 1 or not 0 < self.learning_rate < math.inf:
+            raise SpecError(
+                f"--batch {self.batch} --learning-rate {self.learning_rate:g}: at least one sample, and a finite rate "
+                "above 0"
+            )
         if self.workers < 2 or self.seeds < 1 or not self.factor > 1 or not self.step > 0:
             raise SpecError(
                 f"at least two workers and one seed, a factor above 1 and a step above 0 s (-n {self.workers}, "

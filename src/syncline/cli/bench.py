@@ -1,4 +1,4 @@
-"""Measure what this network does, and which way of agreeing suits it.
+"""Measure this network, and what collectives, codecs, servers and training steps cost on it.
 
 examples:
   syncline bench collectives -n 4                              every schedule, auto and gloo's own, side by side
@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -39,6 +40,7 @@ from syncline.cli import bench_codecs, bench_server, bench_step, bench_straggler
 from syncline.cli.bench_launch import add_places, by_mpi, launch
 from syncline.collectives import build
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
+from syncline.exchange import check_wire
 
 __all__ = ["HELP", "configure", "run"]
 
@@ -48,31 +50,31 @@ HELP = "measure collectives, codecs, the network, servers and training steps"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Say what this command takes."""
     what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
-    first = what.add_parser("collectives", help="every all-reduce side by side", allow_abbrev=False)
+    first = what.add_parser("collectives", help="every all-reduce side by side")
     first.add_argument("--sizes", default="4KB:64MB", help="4KB:64MB (in steps of four), or 1MB,3MB; default 4KB:64MB")
     first.add_argument("--algorithms", default="", help="schedules, separated by ';'; default: all")
     first.add_argument("--rounds", type=int, default=25, help="turns of each contender; default 25")
     first.add_argument("--budget", type=float, default=30.0, help="seconds for each size, about; default 30")
     first.add_argument("--mpi", action="store_true", help="start by mpiexec and measure MPI's own all-reduce too")
-    second = what.add_parser("network", help="latency, bandwidth, echoes", allow_abbrev=False)
+    second = what.add_parser("network", help="latency, bandwidth, echoes")
     second.add_argument("--engine", choices=("torch_dist", "zeromq", "mpi"), default="torch_dist", help="whose network")
     second.add_argument("--fresh", action="store_true", help="measure even if this network is known")
     second.add_argument("--no-echo", dest="echo", action="store_false", help="only the model's numbers")
     second.add_argument("--rounds", type=int, default=15, help="turns of each echo; default 15")
-    third = what.add_parser("step", help="training steps beside others'", allow_abbrev=False)
+    third = what.add_parser("step", help="training steps beside others'")
     bench_step.configure(third)
-    fourth = what.add_parser("teams", help="two models at once on their own teams", allow_abbrev=False)
+    fourth = what.add_parser("teams", help="two models at once on their own teams")
     fourth.add_argument("--megabytes", default="4,2", help="gradients of the two models; default 4,2")
     fourth.add_argument("--compute", default="30,20", help="milliseconds that each computes; default 30,20")
     fourth.add_argument("--collective", default="auto", help="which all-reduce; default auto")
     fourth.add_argument("--rounds", type=int, default=25, help="turns of each; default 25")
-    fifth = what.add_parser("codecs", help="every codec beside memcpy, in this process", allow_abbrev=False)
+    fifth = what.add_parser("codecs", help="every codec beside memcpy, in this process")
     bench_codecs.configure(fifth)
-    sixth = what.add_parser("server", help="the parameter server beside a bare echo", allow_abbrev=False)
+    sixth = what.add_parser("server", help="the parameter server beside a bare echo")
     bench_server.configure(sixth)
-    seventh = what.add_parser("stragglers", help="strategies where some workers are slow", allow_abbrev=False)
+    seventh = what.add_parser("stragglers", help="strategies where some workers are slow")
     bench_stragglers.configure(seventh)
-    eighth = what.add_parser("negotiation", help="what Horovod's matching by name costs", allow_abbrev=False)
+    eighth = what.add_parser("negotiation", help="what Horovod's matching by name costs")
     eighth.add_argument("--tensors", type=int, default=100, help="named tensors in a step; default 100")
     eighth.add_argument("--numel", type=int, default=1000, help="numbers in each; default 1000")
     eighth.add_argument("--rounds", type=int, default=200, help="turns of each; default 200")
@@ -91,8 +93,10 @@ def run(arguments: argparse.Namespace) -> int:
         return bench_server.run(arguments, folder)
     if arguments.what == "stragglers":
         return bench_stragglers.run(arguments, folder)
-    if arguments.rounds < 1 or (arguments.ranks is not None and arguments.ranks < 2):
-        raise SpecError(f"at least two ranks and one round (-n {arguments.ranks}, --rounds {arguments.rounds})")
+    if arguments.ranks is not None and arguments.ranks < 2:
+        raise SpecError(f"-n {arguments.ranks}: at least two ranks exchange something")
+    if arguments.rounds < 1:
+        raise SpecError(f"--rounds {arguments.rounds}: at least 1")
     ways = {"MPI": by_mpi(arguments), "--lab": bool(arguments.lab), "--hosts": bool(arguments.hosts)}
     if sum(ways.values()) > 1:
         named = " and ".join(way for way, taken in ways.items() if taken)
@@ -136,6 +140,7 @@ def _plan(arguments: argparse.Namespace, out: str) -> dict[str, object]:
     if arguments.what == "teams":
         sizes, pauses = _pair("--megabytes", arguments.megabytes), _pair("--compute", arguments.compute)
         collective, turns = arguments.collective, arguments.rounds
+        check_wire(collective, None)  # refused here, not on every rank
         return asdict(teams.TeamsPlan(out, sizes, pauses, turns=turns, collective=collective))
     if arguments.what == "negotiation":
         if arguments.tensors < 1 or arguments.numel < 1:
@@ -149,6 +154,8 @@ def _plan(arguments: argparse.Namespace, out: str) -> dict[str, object]:
                 out=out, engine=arguments.engine, fresh=arguments.fresh, echo=arguments.echo, rounds=arguments.rounds
             )
         )
+    if not 0 < arguments.budget < math.inf:
+        raise SpecError(f"--budget {arguments.budget}: seconds, above 0")
     algorithms = [name.strip() for name in arguments.algorithms.split(";") if name.strip()]
     for name in algorithms:
         build("allreduce", name)  # refused here, not on every rank

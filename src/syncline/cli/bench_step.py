@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", help=f"of {', '.join(SUBJECTS)}; default all, with --codec mlp")
     parser.add_argument("--rounds", type=int, default=5, help="repeats; default 5")
     parser.add_argument("--turns", type=int, default=20, help="steps of each contender in a repeat; default 20")
-    parser.add_argument("--strategy", default="allreduce", help="how the workers agree; default allreduce")
+    parser.add_argument("--strategy", default="allreduce", help="the synchronisation strategy; default allreduce")
     parser.add_argument("--collective", default="auto", help="which all-reduce; default auto")
     parser.add_argument("--bucket-bytes", type=int, help="bytes of a bucket; default as distribute()")
     parser.add_argument("--check-finite", action="store_true", help="look for NaN and Inf in every step")
@@ -124,6 +124,10 @@ def _plan(arguments: argparse.Namespace, result: Path) -> step.StepPlan:
                 raise SpecError(f"unknown {what} {name!r}; {nearest(name, known)}")
     if arguments.turns < 1:
         raise SpecError(f"--turns {arguments.turns}: at least one step of each contender in a repeat")
+    if arguments.bucket_bytes is not None and arguments.bucket_bytes < 1:
+        raise SpecError(f"--bucket-bytes {arguments.bucket_bytes}: at least 1")
+    if arguments.memory_runs is not None and arguments.memory_runs < 0:
+        raise SpecError(f"--memory-runs {arguments.memory_runs}: at least 0, which measures no memory")
     build_strategy(arguments.strategy)
     for spec in codecs or [OURS]:
         check_wire(wire(arguments.collective, dense=spec == DENSE), None if spec == OURS else build_codec(spec))

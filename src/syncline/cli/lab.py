@@ -1,4 +1,4 @@
-"""Run any command once on each host of a small cluster that is emulated on this machine.
+"""Run any command once on each host of a small cluster that is emulated on this machine. Needs root.
 
 examples:
   syncline lab 4 100mbit -- python train.py
@@ -11,6 +11,8 @@ MASTER_ADDR and MASTER_PORT as a worker of `syncline run` does. When one fails a
 from __future__ import annotations
 
 import argparse
+import shlex
+import shutil
 
 from syncline.errors import SpecError
 from syncline.launch.start import Job
@@ -18,11 +20,12 @@ from syncline.launch.start import Job
 __all__ = ["HELP", "configure", "run"]
 
 HELP = "run a command on each host of an emulated cluster"
+HINTS = {"-n": "the number of hosts comes first: syncline lab 4 100mbit -- command"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Say what this command takes."""
-    parser.add_argument("hosts", type=int, metavar="N", help="how many hosts")
+    parser.add_argument("hosts", type=_hosts, metavar="N", help="how many hosts")
     parser.add_argument("rate", metavar="RATE", help="the rate of each link: 100mbit, 1gbit")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- command…", help="what each host runs")
 
@@ -36,4 +39,20 @@ def run(arguments: argparse.Namespace) -> int:
     if not words:
         raise SpecError(f"no command is named: syncline lab {arguments.hosts} {arguments.rate} -- python train.py")
     hosts, rate = parse_lab(f"{arguments.hosts}@{arguments.rate}")
+    if words[0].endswith(".py") and shutil.which(words[0]) is None:
+        form = f"syncline run --lab {hosts}@{arguments.rate} {shlex.join(words)}"
+        raise SpecError(f"{words[0]} is a script, not a command: write {form}")
     return run_in_lab(Job(target=("--exec", *words), plain_rank=None), hosts, rate)
+
+
+def _hosts(text: str) -> int:
+    """
+    >>> _hosts("4")
+    4
+    """
+    hosts, at, rate = text.partition("@")
+    if at:
+        raise argparse.ArgumentTypeError(f"{text!r}: write hosts and rate apart, {hosts} {rate}")
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)

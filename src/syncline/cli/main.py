@@ -1,52 +1,60 @@
-"""The door of the command `syncline`: finds the command's file and turns errors into sentences."""
+"""The command `syncline`: finds the command's module and prints errors as sentences."""
 
 from __future__ import annotations
 
-import argparse
-import difflib
 import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from syncline import __version__
+from syncline.cli.parser import REFUSED, CommandParser
 from syncline.errors import SynclineError
 
 __all__ = ["main"]
 
 COMMANDS = ("run", "horovodrun", "train", "race", "report", "lint", "watch", "new", "lab", "bench", "env")
 """Each is a module of this package with `HELP`, `configure(parser)` and `run(arguments) -> exit code`."""
+OVERVIEW = f"""\
+syncline {__version__}: train neural networks on many workers, and measure which synchronisation strategy suits them
+
+  syncline run -n 4 script.py       run a training script on 4 workers
+  syncline train digits -n 4        train a workload that comes with Syncline
+  syncline race digits -n 4         compare strategies: which one reaches the target accuracy first
+
+commands: {", ".join(COMMANDS)}
+syncline --help describes them; syncline COMMAND --help shows a command's options, with examples"""
+HINTS = {
+    **dict.fromkeys(("help", "?"), "write syncline --help, or syncline COMMAND --help"),
+    "version": "write syncline --version",
+    **dict.fromkeys(("launch", "start", "exec", "torchrun", "mpiexec", "mpirun", "srun"), "did you mean 'run'?"),
+    **dict.fromkeys(("fit", "learn"), "did you mean 'train'?"),
+    **dict.fromkeys(("compare", "tune"), "did you mean 'race'?"),
+    **dict.fromkeys(("benchmark", "measure"), "did you mean 'bench'?"),
+    **dict.fromkeys(("init", "create", "template"), "did you mean 'new'?"),
+    **dict.fromkeys(("info", "doctor"), "did you mean 'env'?"),
+}
+"""What others call a command, and what to write here."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
     logging.basicConfig(format="syncline: %(message)s", level=logging.WARNING)
-    parser = argparse.ArgumentParser(
-        prog="syncline",
-        description="Train neural networks on many workers, and measure honestly how they agree.",
-        epilog="syncline COMMAND --help tells more of a command, with examples.",
-    )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name in COMMANDS:
-        module = importlib.import_module(f"syncline.cli.{name}")
-        command = commands.add_parser(
-            name,
-            help=module.HELP,
-            description=module.__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        module.configure(command)
-        command.set_defaults(run=module.run)
-    arguments, unknown = parser.parse_known_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        print(OVERVIEW)
+        return REFUSED
+    parser = _parser()
+    _check_first(parser, words[0])
+    arguments, unknown = parser.parse_known_args(words)
     if unknown:
-        known = commands.choices[arguments.command]._option_string_actions
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown[0], known)}")
+        arguments.parser.refuse_unknown(unknown)
     try:
         return int(arguments.run(arguments))
     except SynclineError as error:
         print(f"syncline {arguments.command}: {error}", file=sys.stderr)
-        return 2
+        return REFUSED
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # nobody reads any more: | head
@@ -54,14 +62,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _hint(name: str, known: Iterable[str]) -> str:
-    """The option that may have been meant.
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        prog="syncline",
+        description="Train neural networks on many workers, and measure which synchronisation strategy suits them.",
+        epilog="syncline COMMAND --help shows a command's options, with examples.",
+        hints=HINTS,
+    )
+    parser.add_argument("-V", "--version", action="version", version=f"syncline {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name in COMMANDS:
+        module = importlib.import_module(f"syncline.cli.{name}")
+        hints = getattr(module, "HINTS", {})
+        command = commands.add_parser(name, help=module.HELP, description=module.__doc__, hints=hints)
+        module.configure(command)
+        command.set_defaults(run=module.run)
+    return parser
 
-    >>> _hint("--strategi", ["--strategy", "--codec"])
-    "; did you mean '--strategy'?"
-    """
-    close = difflib.get_close_matches(name.partition("=")[0], list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+
+def _check_first(parser: CommandParser, word: str) -> None:
+    """Refuse a script or an option where the command is missing."""
+    if word.endswith(".py") and word not in COMMANDS:
+        parser.refuse(f"{word} is not a command: syncline run -n 4 {word} runs a script on 4 workers")
+    if word.startswith("-") and word not in ("-h", "--help", "-V", "--version"):
+        parser.refuse(f"{word}: options come after the command, as in syncline run -n 4 script.py")
 
 
 if __name__ == "__main__":

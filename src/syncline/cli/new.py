@@ -4,8 +4,8 @@ examples:
   syncline new workload.py
   syncline new workload.py --force                              over a file that is there
 
-It works as it stands: `syncline train workload.py -n 2` trains it, `syncline race workload.py -n 2` compares ways of
-agreeing on it.
+It works as it stands: `syncline train workload.py -n 2` trains it, `syncline race workload.py -n 2` compares
+synchronisation strategies on it.
 """
 
 from __future__ import annotations
@@ -45,5 +45,5 @@ def run(arguments: argparse.Namespace) -> int:
         raise SpecError(f"{text} cannot be written ({error.strerror}); name another file") from None
     named = shlex.quote(text)
     print(f"wrote {text}; it works as it stands: syncline train {named} -n 2")
-    print(f"change what it says, then compare ways of agreeing: syncline race {named} -n 2")
+    print(f"change what it says, then compare synchronisation strategies: syncline race {named} -n 2")
     return 0

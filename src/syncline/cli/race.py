@@ -1,4 +1,4 @@
-"""Which way of agreeing reaches the target first, here, and why: every entry with every seed, and one page that tells.
+"""Compare synchronisation strategies: which one reaches the target first here, and why. One page shows the result.
 
 examples:
   syncline race digits -n 4                                     the default field, three seeds; minutes
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import shlex
 import sys
 import time
@@ -46,7 +47,14 @@ from syncline.training.workload import Workload
 
 __all__ = ["HELP", "configure", "run"]
 
-HELP = "race ways of agreeing to a target accuracy, and report"
+HELP = "compare strategies: which one reaches a target accuracy first"
+HINTS = {
+    **dict.fromkeys(
+        ("--strategy", "--strategies", "--codec", "--collective"), "name what takes part in a file: --entries FILE.toml"
+    ),
+    **dict.fromkeys(("--lr", "--learning-rate"), "the entries say it, or --tune 3 tries three for each"),
+    "--seed": "write --seeds 1,2,3",
+}
 
 LARGE = 10_000
 """Samples from which an epoch is evaluated several times: the time to target is known to an evaluation."""
@@ -90,8 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Race; the exit code."""
     if arguments.resume is not None:
         folder = arguments.resume
-        if arguments.workload is not None or arguments.out is not None:
-            raise SpecError(f"--resume {folder} goes on with the plan in that folder: name no workload and no --out")
+        _check_alone(arguments)
         race = read_race(folder)
         _same_code(race)
         said = len(race.left())
@@ -110,6 +117,27 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         _say(f"stopped: {error}")
     return _conclude(folder, complete)
+
+
+def _check_alone(arguments: argparse.Namespace) -> None:
+    """Refuse what --resume would ignore: its plan is written."""
+    parser = argparse.ArgumentParser()
+    configure(parser)
+    usual = vars(parser.parse_args([]))
+    changed = [name for name in usual if name != "resume" and getattr(arguments, name) != usual[name]]
+    if changed:
+        raise SpecError(
+            f"--resume {arguments.resume} goes on with the plan in that folder, and takes no other arguments; leave "
+            f"out {', '.join(_option(name) for name in changed)}"
+        )
+
+
+def _option(name: str) -> str:
+    """
+    >>> _option("tune_epochs"), _option("ranks"), _option("workload")
+    ('--tune-epochs', '-n', 'the workload')
+    """
+    return {"ranks": "-n", "workload": "the workload"}.get(name, f"--{name.replace('_', '-')}")
 
 
 def _conclude(folder: Path, complete: bool) -> int:
@@ -135,6 +163,11 @@ def _new(arguments: argparse.Namespace) -> tuple[Path, Plan, Workload]:
         raise IncompatibleError("--lab and --simulate are two places; leave one out")
     if arguments.ranks < 1:
         raise SpecError(f"-n {arguments.ranks}: a race takes at least one worker")
+    if arguments.tune_epochs is not None and not arguments.tune:
+        raise SpecError(f"--tune-epochs {arguments.tune_epochs} belongs to --tune RATES: give both, or none")
+    seconds = arguments.seconds_a_sample
+    if seconds is not None and (arguments.simulate is None or not 0 <= seconds < math.inf):
+        raise SpecError(f"--seconds-a-sample {seconds}: a number from 0 on, together with --simulate NETWORK")
     workload = build(arguments.workload)
     if isinstance(workload, ScriptWorkload):
         workload.check()

@@ -10,14 +10,15 @@ examples:
   syncline run --lab 4@100mbit train.py            four hosts at 100 Mbit/s, emulated on this machine
   syncline run --lab 4@100mbit --mpi train.py      the same by mpiexec
 
-Rank 0 writes to the terminal itself; each line of the others begins with its rank. When a rank fails the others are
-ended, its traceback is shown once, and the exit code is its own.
+Rank 0 writes to the terminal itself; each line of the others begins with its rank. When a rank fails, the others are
+ended, its traceback is shown once with all ranks that raised the same error, and the exit code is its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 
 from syncline.errors import IncompatibleError, SpecError
 from syncline.launch.hosts import HERE, Host, parse_hosts
@@ -31,6 +32,15 @@ __all__ = ["HELP", "configure", "run"]
 
 HELP = "run a script on many workers"
 SLURM = "slurm"
+HINTS = {
+    **dict.fromkeys(("--nproc-per-node", "--nproc_per_node", "--np", "--num-workers", "--workers"), "write -n N"),
+    **dict.fromkeys(("--host", "-H", "--hostfile", "--machinefile"), "write --hosts a:2,b:2"),
+    **dict.fromkeys(
+        ("--strategy", "--codec", "--collective"),
+        "the script says it, as in sl.distribute(model, optimizer, strategy='ssp', codec='quantize(4)')",
+    ),
+    "": "options of the script come after its name",
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -54,8 +64,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run it; the exit code."""
-    target = _target(arguments)
     _check(arguments)
+    target = _target(arguments)
     job = Job(
         target=target,
         policy=arguments.on_failure,
@@ -98,15 +108,32 @@ def _run_mpi(job: Job, ranks: int, hosts: tuple[Host, ...]) -> int:
 def _target(arguments: argparse.Namespace) -> tuple[str, ...]:
     program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
     if not program:
-        raise SpecError(f"no {'module' if arguments.module else 'script'} is named: syncline run -n 4 train.py")
+        what, form = ("module", "-m package.train") if arguments.module else ("script", "train.py")
+        raise SpecError(f"no {what} is named: syncline run -n 4 {form}")
     first = program[0]
     if arguments.module:
         return ("-m", *program)
     if not os.path.exists(first):
-        raise SpecError(f"there is no script {first!r} in {os.getcwd()}; for a module use -m")
+        raise SpecError(f"there is no script {first!r} in {os.getcwd()}; {_meant(arguments, program)}")
+    if os.path.isdir(first) and not os.path.exists(os.path.join(first, "__main__.py")):
+        raise SpecError(f"{first} is a folder without __main__.py; name the script in it")
     if not os.access(first, os.R_OK):
         raise SpecError(f"the script {first!r} cannot be read: its mode is {os.stat(first).st_mode & 0o777:o}")
     return tuple(program)
+
+
+def _meant(arguments: argparse.Namespace, program: Sequence[str]) -> str:
+    """What may have been meant by a first word that is no file."""
+    from syncline.bench.workloads import names
+
+    first, second = program[0], program[1] if len(program) > 1 else "train.py"
+    if os.path.basename(first).startswith("python"):
+        return f"leave it out: syncline run -n 4 {second}"
+    if first.partition("(")[0] in names():
+        return f"for the workload write syncline train {first} -n 4"
+    if arguments.hosts is not None and ":" in first:
+        return f"hosts are separated by commas: --hosts {arguments.hosts},{first}"
+    return "for a module use -m"
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -131,6 +158,10 @@ def _check(arguments: argparse.Namespace) -> None:
             f"--servers {arguments.servers}: where mpiexec puts servers among --hosts is not settled; leave one out, "
             "or leave --mpi out"
         )
+    if ways["--lab"]:
+        from syncline.launch.lab import parse_lab
+
+        parse_lab(arguments.lab)
     names = arguments.handlers.split(",") if arguments.handlers else []
     for name in names:
         if not all(part.isidentifier() for part in name.strip().split(".")):
@@ -139,5 +170,5 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _required(ranks: int | None) -> int:
     if ranks is None:
-        raise SpecError("how many workers? Give -n N, or --hosts or --lab")
+        raise SpecError("how many workers? Give -n N, as in syncline run -n 4 train.py, or --hosts or --lab")
     return ranks

@@ -39,7 +39,7 @@ from syncline.launch.in_lab import run_in_lab
 from syncline.launch.lab import parse_lab
 from syncline.launch.machine import warn_if_crowded
 from syncline.launch.start import Job, run_here, run_on_hosts
-from syncline.strategies import Gossip, build_strategy
+from syncline.strategies import Gossip, Hogwild, OneSided, build_strategy
 from syncline.strategies.served import Served
 from syncline.training.checkpoint import latest
 from syncline.training.checkpoint.manifest import MANIFEST
@@ -53,6 +53,13 @@ from syncline.training.workload import Workload
 __all__ = ["HELP", "configure", "run"]
 
 HELP = "train a workload on many workers"
+HINTS = {
+    **dict.fromkeys(("--learning-rate", "--learning_rate", "--rate"), "write --lr"),
+    **dict.fromkeys(("--batch-size", "--batch_size"), "write --batch"),
+    **dict.fromkeys(("--algorithm", "--allreduce"), "write --collective"),
+    **dict.fromkeys(("--compression", "--compress"), "write --codec"),
+    "--checkpoint": "write --checkpoint-every STEPS, or --resume auto to go on",
+}
 
 logger = logging.getLogger("syncline")
 
@@ -79,9 +86,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _configure_training(parser: argparse.ArgumentParser, usual: Settings) -> None:
-    """Say how the workers agree, and what they do."""
-    how = parser.add_argument_group("how the workers agree")
-    how.add_argument("--strategy", default=usual.strategy, help="allreduce, allreduce(delay=1), …; default allreduce")
+    """Say how the workers synchronise, and what they do."""
+    how = parser.add_argument_group("synchronisation")
+    how.add_argument("--strategy", default=usual.strategy, help="allreduce, ssp(slack=3), …; default allreduce")
     how.add_argument("--codec", help="how gradients look on the wire; default: as they are")
     how.add_argument("--diagnose", type=int, default=0, metavar="STEPS", help="log now and then what the codec loses")
     how.add_argument("--collective", default=usual.collective, help="auto, native, ring, …; default auto")
@@ -139,6 +146,7 @@ def run(arguments: argparse.Namespace) -> int:
         return train_kmeans(arguments)
     job_place = _place(arguments)
     _check_company(arguments)
+    _check_memory(arguments, job_place[1])
     workload = build(arguments.workload)
     settings = _settings(arguments, workload, job_place[1])
     slow = tuple(parse_slow(text) for text in arguments.slow)
@@ -211,11 +219,29 @@ def _check_company(arguments: argparse.Namespace) -> None:
         )
 
 
+def _check_memory(arguments: argparse.Namespace, workers: int) -> None:
+    """Refuse strategies that write into each other's memory where they cannot."""
+    strategy = build_strategy(arguments.strategy)
+    if workers == 1:
+        return
+    if isinstance(strategy, OneSided) and not arguments.mpi:
+        raise IncompatibleError(
+            f"--strategy {strategy!r} writes into other workers' memory, which MPI allows: add --mpi"
+        )
+    if isinstance(strategy, Hogwild) and (arguments.lab or arguments.hosts):
+        where = f"--lab {arguments.lab}" if arguments.lab else f"--hosts {arguments.hosts}"
+        raise IncompatibleError(f"{where}: {strategy!r} shares the memory of one host; leave it out, or take downpour")
+
+
 def _settings(arguments: argparse.Namespace, workload: Workload, workers: int) -> Settings:
     """The settings, refused here rather than on every rank."""
     given = {name: getattr(arguments, name) for name in asdict(Settings())}
     settings = Settings(**given)
     settings.check()
+    if settings.diagnose and build_codec(settings.codec) is None:
+        raise IncompatibleError(
+            f"--diagnose {settings.diagnose} logs what a codec loses: give --codec, or leave it out"
+        )
     build_strategy(settings.strategy)
     check_wire(settings.collective, build_codec(settings.codec))
     if settings.target is not None:

@@ -16,12 +16,28 @@ from syncline.codecs.ternary import Ternary
 from syncline.codecs.threshold import Threshold
 from syncline.codecs.topk import TopK
 from syncline.errors import SpecError
-from syncline.specs import Registry, parse
+from syncline.specs import Registry
 
 __all__ = ["build_codec", "codec_names"]
 
 NOTHING = "none"
 """What stands for no codec where only text can be written."""
+MEANT = {
+    **dict.fromkeys(("fp16", "float16", "half"), "cast('fp16')"),
+    **dict.fromkeys(("bf16", "bfloat16"), "cast('bf16')"),
+    **dict.fromkeys(("int8", "8bit", "uint8"), "quantize(8)"),
+    **dict.fromkeys(("int4", "4bit"), "quantize(4)"),
+    "qsgd": "quantize(4, norm='l2')",
+    **dict.fromkeys(("1bit", "1bitsgd", "1bitadam", "onebitsgd", "sign", "signsgd", "efsignsgd"), "onebit"),
+    "terngrad": "ternary",
+    **dict.fromkeys(("dgc", "deepgradientcompression"), "topk(0.001, momentum=0.9)"),
+    **dict.fromkeys(("sparse", "sparsify", "topksgd"), "topk(0.01)"),
+    **dict.fromkeys(("randk", "randomsparsification"), "randomk(0.01)"),
+    **dict.fromkeys(("lowrank", "psgd"), "powersgd(2)"),
+    **dict.fromkeys(("zlib", "gzip", "deflate", "zstd", "lz4", "compress"), "lossless"),
+    **dict.fromkeys(("identity", "dense", "noop", "nothing"), "none"),
+}
+"""What others call a codec, and our specs for it."""
 
 
 def build_codec(spec: str | Codec | None) -> Codec | None:
@@ -36,12 +52,12 @@ def build_codec(spec: str | Codec | None) -> Codec | None:
         return spec
     if not isinstance(spec, str):
         raise SpecError(f"a codec is a spec such as 'topk(0.01)|quantize(4)', a codec or None, not {spec!r}")
-    links = parse(spec)
+    registry = _registry()
+    links = registry.read(spec)
     if len(links) == 1 and links[0].name == NOTHING and not links[0].args and not links[0].kwargs:
         return None
     if any(link.name == NOTHING for link in links):
         raise SpecError(f"{spec!r}: 'none' stands alone, without arguments: it means that nothing is encoded")
-    registry = _registry()
     built = tuple(registry.make(link) for link in links)
     return built[0] if len(built) == 1 else Chain(built)
 
@@ -52,7 +68,7 @@ def codec_names() -> list[str]:
 
 
 def _registry() -> Registry[Codec]:
-    registry = Registry[Codec]("codec")
+    registry = Registry[Codec]("codec", MEANT)
     for codec in (
         *(Cast, Quantize, OneBit, Ternary, Lossless, Raw),
         *(TopK, RandomK, Threshold),

@@ -251,7 +251,7 @@ class _Sent:
     def pieces(self) -> list[Tensor]:
         """What the wire has made of them."""
         if not bool(torch.isfinite(self.flat).all()):  # the same bits everywhere, so every rank raises
-            raise DivergedError("powersgd: the sum over the ranks holds NaN or Inf; lower the learning rate")
+            raise DivergedError("powersgd: the sum over the ranks holds NaN or Inf")
         return self._cut(self.flat)
 
     def _cut(self, whole: Tensor) -> list[Tensor]:

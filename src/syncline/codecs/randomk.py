@@ -101,7 +101,7 @@ class RandomK(SparseCodec):
                 kernels(unsaid).scatter(part.residual, indices, unsaid, accumulate=False)
         yield flat
         if not bool(torch.isfinite(flat).all()):  # the same bits everywhere, so every rank raises
-            raise DivergedError(f"{self!r}: the sum over {size} ranks holds NaN or Inf; lower the learning rate")
+            raise DivergedError(f"{self!r}: the sum over {size} ranks holds NaN or Inf")
         for part, (indices, _), piece in zip(parts, chosen, pieces, strict=True):
             kernels(part.flat).scatter(part.flat.zero_(), indices, piece.to(torch.float32), accumulate=False)
 

@@ -37,8 +37,18 @@ STAND_INS: dict[Operation, str] = {
     "scatter": "naive",
 }
 
+MEANT = {
+    **dict.fromkeys(("nccl", "gloo", "mpi", "default", "engine"), NATIVE),
+    **dict.fromkeys(("rabenseifner", "recursivehalvingdoubling", "recursivehalving"), "halving_doubling"),
+    "butterfly": "recursive_doubling",
+    **dict.fromkeys(("doublebinarytree", "doublebinarytrees"), "double_tree"),
+    **dict.fromkeys(("binarytree", "binomial", "binomialtree"), "tree"),
+    **dict.fromkeys(("star", "central", "centralized"), "naive"),
+}
+"""What others call an algorithm, and our name for it; where an operation has no such algorithm, a close name helps."""
+
 _CATALOG: dict[Operation, Registry[Schedule]] = {
-    operation: Registry[Schedule](f"algorithm of {operation}") for operation in get_args(Operation)
+    operation: Registry[Schedule](f"algorithm of {operation}", MEANT) for operation in get_args(Operation)
 }
 
 

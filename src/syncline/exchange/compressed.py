@@ -151,8 +151,9 @@ def spread_sums(
     broken = [owner for owner, status in enumerate(rows[:, -1].tolist()) if status != FINE]
     if broken:
         raise DivergedError(
-            f"the sum of the gradients is not finite in the shards of ranks {broken}, though each gradient is: "
-            "they are too large for float32; clip them, or lower the learning rate"
+            f"the sum of the gradients is too large for float32 in the shards of ranks {broken}, though each gradient "
+            "is finite",
+            remedy="clip the gradients, or lower the learning rate",
         )
     for owner, (shard, length) in enumerate(zip(pieces, lengths, strict=True)):
         outs = [piece.flat for piece in shard]

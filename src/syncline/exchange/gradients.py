@@ -34,6 +34,8 @@ logger = logging.getLogger("syncline")
 
 Suspects = Sequence[tuple[Tensor | bool, str]]
 """What of this rank may not be finite, with its name."""
+NAMED_AT_MOST = 3
+"""Parameters of one rank in an error."""
 
 
 class Gradients:
@@ -55,10 +57,13 @@ class Gradients:
         opens: Callable[[int], bool] | None = None,
         lenient: bool = False,
         scaling: Scaling | None = None,
+        kind: str = "gradients",
     ) -> None:
         self.names = [plain_name(name) for name in parameters]
         self.parameters = list(parameters.values())
         self.exchange = exchange
+        self.kind = kind
+        """What is reduced, for messages."""
         self.coding = (
             None if codec is None else Coding(codec, self.names, self.parameters, exchange.rank, exchange.size, seed)
         )
@@ -212,12 +217,10 @@ class Gradients:
         shown = f"{names[0]}" if len(names) == 1 else f"{names[0]} … {names[-1]}" if names else "control"
         return f"bucket {number} ({shown})"
 
-    def judge(self, control: Control, suspects: Suspects, arrived: Sequence[bool]) -> None:
-        """Raise, on every rank alike, what the ranks have told one another."""
+    def judge(self, control: Control, suspects: Suspects, arrived: Sequence[bool], step: int) -> None:
+        """Raise, on every rank alike, what the ranks have told one another. `step`: steps complete before."""
         if control.not_finite and self.check_finite:
-            told = self._gather_text(", ".join(name for bad, name in suspects if bad))
-            who = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
-            raise DivergedError(f"NaN or Inf in the gradients of {who or 'some rank'}")
+            raise self._not_finite([name for bad, name in suspects if bad], step)
         if self.lenient:
             return
         counts = [dense + sparse for dense, sparse in zip(control.dense, control.sparse, strict=True)]
@@ -233,7 +236,19 @@ class Gradients:
                 "parameters on every rank, or add 0 * parameter.sum() to the loss where one is left out"
             )
 
-    def read_later(self, numbers: Tensor, suspects: Suspects, arrived: Sequence[bool]) -> None:
+    def _not_finite(self, names: Sequence[str], step: int) -> DivergedError:
+        """The error that names the parameters of this rank and of the others; every rank calls it."""
+        more = len(names) - NAMED_AT_MOST
+        told = self._gather_text(", ".join(names[:NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else ""))
+        found = {rank: text for rank, text in enumerate(told) if text}
+        who = "; ".join(f"rank {rank}: {text}" for rank, text in found.items())
+        rank, text = next(iter(found.items()), (None, ""))
+        parameter = text.split(",")[0].split(" and ")[0] or None
+        return DivergedError(
+            f"NaN or Inf in the {self.kind} of {who or 'some rank'}", rank=rank, parameter=parameter, step=step
+        )
+
+    def read_later(self, numbers: Tensor, suspects: Suspects, arrived: Sequence[bool], step: int) -> None:
         """Copy the control numbers off the device without waiting for it; judge them before the next round."""
         self.judge_deferred()
         copied = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
@@ -244,7 +259,7 @@ class Gradients:
 
         def judge() -> None:
             event.synchronize()
-            self.judge(Control.read(copied), suspects, then)
+            self.judge(Control.read(copied), suspects, then, step)
 
         self._deferred = judge
 

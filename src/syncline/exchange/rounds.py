@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import Part
-from syncline.errors import IncompatibleError
+from syncline.errors import DivergedError, IncompatibleError
 from syncline.exchange.buckets import Bucket, BucketSet, flattened, owns_memory
 from syncline.exchange.coded import Coded
 from syncline.exchange.coding import ALIKE
@@ -55,6 +55,7 @@ class Round:
         self.control: Control | None = None
         self._gradients = gradients
         self._exchange = gradients.exchange
+        self._step = gradients.exchange.stats.steps
         told, size = gradients.scaling, gradients.exchange.size
         self._scale = gradients.weight / size if told is None else gradients.weight * told.before
         self._after = 1.0 if told is None else told.after
@@ -130,7 +131,7 @@ class Round:
         now = self._exchange.world.runtime.now
         start = now()
         if self._line is not None:
-            self._line.wait()
+            self._wait_for_codecs()
             self._take_control()
         else:
             for reduction in self._reductions:
@@ -157,6 +158,13 @@ class Round:
                     self._gradients.parameters[index].grad = self._gradient(index)
         return control
 
+    def _wait_for_codecs(self) -> None:
+        assert self._line is not None, "there is a codec"
+        try:
+            self._line.wait()
+        except DivergedError as error:  # a codec does not count the steps
+            raise error.at_step(self._step) from None
+
     @property
     def _lacks(self) -> bool:
         """Whether a gradient that others may have has not come here."""
@@ -170,12 +178,12 @@ class Round:
         needed = gradients.careful or self._coding is not None or not gradients.observed
         needed = needed or (gradients.lenient and self._lacks)  # others may have what must be put in place here
         if numbers.is_cuda and not (needed or self.buckets.outside):
-            gradients.read_later(numbers, self._suspects, self.arrived)
+            gradients.read_later(numbers, self._suspects, self.arrived, self._step)
             return gradients.usual.control
         if not numbers.is_cuda and torch.equal(numbers, gradients.usual.summed):
             return gradients.usual.control
         control = Control.read(numbers)
-        gradients.judge(control, self._suspects, self.arrived)
+        gradients.judge(control, self._suspects, self.arrived, self._step)
         return control
 
     def install(self) -> None:

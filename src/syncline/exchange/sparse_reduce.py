@@ -287,8 +287,8 @@ def _place(held: Held, parts: Sequence[Part]) -> None:
     """Write a sum over these parts into them."""
     if held is None:
         raise DivergedError(
-            "the sum of the gradients is not finite, though each gradient is: they are too large for float32; "
-            "clip them, or lower the learning rate"
+            "the sum of the gradients is too large for float32, though each gradient is finite",
+            remedy="clip the gradients, or lower the learning rate",
         )
     cuts = [0]
     for part in parts:

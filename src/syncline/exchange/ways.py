@@ -109,7 +109,7 @@ def _check_schedule(collective: str, codec: Codec | None) -> None:
     try:
         build("allreduce", collective)
     except SpecError as error:
-        raise SpecError(f"{error}; with a codec also {', '.join(map(repr, WAYS))}") from None
+        raise SpecError(f"{error}; also 'auto' and 'native'; with a codec {', '.join(map(repr, WAYS))}") from None
     stubborn = [] if codec is None else [leaf for leaf in codec.leaves() if not leaf.sums]
     if stubborn:
         raise IncompatibleError(

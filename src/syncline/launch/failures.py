@@ -7,10 +7,11 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Ended", "Report", "culprit", "read_report"]
+__all__ = ["Ended", "Report", "culprit", "listed", "read_report"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,13 @@ class Ended:
             return f"{who} was killed by signal {-self.code} ({_signal_name(-self.code)})"
         return f"{who} failed (exit code {self.code})"
 
+    def same_cause(self, other: Ended) -> bool:
+        """Whether both failed in the same way: the same exit code and the same error, where they told one."""
+        told, too = self.report, other.report
+        if told is None or too is None:
+            return self.code == other.code and told is too
+        return self.code == other.code and told.summary == too.summary
+
     def consequence(self) -> bool:
         """Whether it most likely failed because another did."""
         return self.report is not None and self.report.consequence
@@ -101,6 +109,24 @@ def culprit(failures: Sequence[Ended]) -> Ended:
         return (3 if ended.consequence() else 1), when
 
     return min(failures, key=order)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names of programs, ranks first and in short.
+
+    >>> listed(["rank 0", "rank 1", "rank 2", "rank 3", "rank 5"])
+    'ranks 0-3 and 5'
+    """
+    ranks = sorted(int(name.removeprefix("rank ")) for name in names if name.startswith("rank "))
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
+    parts = [part for run in runs for part in ([f"{run[0]}-{run[-1]}"] if len(run) > 3 else map(str, run))]
+    shown = [f"{'rank' if len(ranks) == 1 else 'ranks'} {_joined(parts)}"] if ranks else []
+    return _joined([*shown, *(name for name in names if not name.startswith("rank "))])
+
+
+def _joined(parts: Sequence[str]) -> str:
+    *first, last = parts
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def read_report(path: str) -> Report | None:

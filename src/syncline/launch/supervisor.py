@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import FrameType
 from typing import Literal
 
 from syncline.launch.crew import Crew
-from syncline.launch.failures import Ended, culprit
+from syncline.launch.failures import Ended, culprit, listed
 from syncline.launch.store import Board
 
 __all__ = ["Policy", "Supervisor", "Tick"]
@@ -68,7 +68,7 @@ class Supervisor:
         self._ranks_ended: float | None = None
         self.ended_early: str | None = None
         """Why `tick` wanted an end."""
-        self._ranks_left = ranks
+        self._ranks = self._ranks_left = ranks
         self._failures: dict[str, Ended] = {}
         self._signals: list[tuple[int, float]] = []
         self._asked: float | None = None
@@ -118,7 +118,11 @@ class Supervisor:
         self._failures[ended.name] = ended
         self._board.post_dead(ended)
         if self._policy == "continue":
-            self._say(f"{ended.reason(ended.name)}; the others go on{_details(ended)}")
+            first = next(one for one in self._failures.values() if one.same_cause(ended))
+            if first is not ended and ended.report is not None:
+                self._say(f"{ended.reason(ended.name)} with the same error as {first.name}")
+            else:
+                self._say(f"{ended.reason(ended.name)}; the others go on{_details(ended)}")
 
     def _act(self) -> None:
         now = time.monotonic()
@@ -193,15 +197,18 @@ class Supervisor:
             return 0
         failures = list(self._failures.values())
         if self._policy == "continue":
-            names = ", ".join(sorted(self._failures, key=_order))
-            self._say(f"{names} failed; the others ended by themselves")
+            all_failed = sum(one.rank is not None for one in failures) == self._ranks
+            rest = "failed; the others ended by themselves"
+            self._say(f"all {self._ranks} workers failed" if all_failed else f"{listed([*self._failures])} {rest}")
             return failures[0].exit_code
         guilty = culprit(failures)
-        for other in failures:
-            if other is not guilty and not other.consequence():
-                summary = f": {other.report.summary}" if other.report is not None else ""
-                self._say(f"{other.reason(other.name)}{summary}")
-        self._say(f"{guilty.reason(guilty.name)}{_details(guilty)}")
+        others = [one for one in failures if not one.consequence() and not one.same_cause(guilty)]
+        while others:
+            alike = [one for one in others if one.same_cause(others[0])]
+            others = [one for one in others if one not in alike]
+            summary = f": {alike[0].report.summary}" if alike[0].report is not None else ""
+            self._say(f"{_reason(alike)}{summary}")
+        self._say(f"{_reason([one for one in failures if one.same_cause(guilty)])}{_details(guilty)}")
         return guilty.exit_code
 
     @contextlib.contextmanager
@@ -221,9 +228,15 @@ class Supervisor:
                 signal.signal(number, before[number])
 
 
-def _order(name: str) -> tuple[str, int]:
-    kind, _, number = name.partition(" ")
-    return kind, int(number) if number.isdigit() else 0
+def _reason(alike: Sequence[Ended]) -> str:
+    """What happened to programs that failed in the same way."""
+    first = alike[0]
+    if len(alike) == 1:
+        return first.reason(first.name)
+    who = listed([one.name for one in alike])
+    if first.report is None:
+        return first.reason(who).replace(" was killed", " were killed")
+    return f"{who} failed with the same error (exit code {first.code})"
 
 
 def _details(ended: Ended) -> str:

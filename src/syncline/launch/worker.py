@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import hashlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -18,11 +20,12 @@ import io
 import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import CodeType, ModuleType
 
 PR_SET_PDEATHSIG = 1
@@ -149,11 +152,40 @@ def report(error: BaseException, error_file: str) -> None:
     shown = sys.excepthook is not sys.__excepthook__ and not sys.excepthook.__module__.startswith("torch.")
     if shown:  # the script shows its errors in its own way
         sys.excepthook(type(error), error, trace)
-    if not error_file or not _write(error_file, error, text, shown):
-        rank = _rank()
-        if not shown:
-            print(f"rank {rank} failed:\n{text}" if rank else text, end="", file=sys.stderr, flush=True)
-    _abort_mpi()
+    written = bool(error_file) and _write(error_file, error, text, shown)
+    with _first_to_tell(text) as first:
+        if not (written or shown):
+            _show(text, first)
+        _abort_mpi()
+
+
+def _show(text: str, first: bool) -> None:
+    """Print a traceback, or one line where another rank of this host prints the same one."""
+    rank = _rank()
+    if rank is None:
+        told = text
+    elif first:
+        told = f"rank {rank} failed:\n{text}"
+    else:
+        told = f"rank {rank} failed with the same error: {text.rstrip().splitlines()[-1]}\n"
+    print(told, end="", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _first_to_tell(text: str) -> Iterator[bool]:
+    """Whether no other process of the same parent tells this at the moment: mpiexec's ranks often fail all alike.
+
+    An address in the kernel's abstract namespace decides. It is released when its process ends, whatever ends it.
+    """
+    name = f"\0syncline {os.getppid()} {hashlib.sha256(text.encode()).hexdigest()}"
+    with socket.socket(socket.AF_UNIX) as claim:
+        first = True
+        if sys.platform == "linux":
+            try:
+                claim.bind(name)
+            except OSError as error:
+                first = error.errno != errno.EADDRINUSE
+        yield first
 
 
 def _write(error_file: str, error: BaseException, text: str, shown: bool) -> bool:

@@ -83,7 +83,10 @@ class Outgoing:
     def check(self, values: Tensor) -> None:
         """Refuse what the codec will refuse, before a part of it is on the way."""
         if self.codec is not None and not all_finite(values):
-            raise DivergedError(f"values of a push are not finite, and {self.codec!r} cannot carry them")
+            raise DivergedError(
+                f"values that rank {self._member} pushes are not finite, and {self.codec!r} cannot carry them",
+                rank=self._member,
+            )
 
     def encode(self, part: Tensor, cut: Cut, keys: Tensor | None, step: int) -> Tensor:
         """By the codec, with what it lost before."""

@@ -37,6 +37,28 @@ STRATEGIES: tuple[type[Strategy], ...] = (
     Ensemble,
 )
 
+WHOLE_MODEL = "every worker holds the whole model here, and no strategy splits it."
+MEANT = {
+    **dict.fromkeys(("ddp", "distributeddataparallel", "dataparallel", "dp", "horovod"), "allreduce"),
+    **dict.fromkeys(("sync", "synchronous", "syncsgd", "synchronoussgd", "ssgd"), "allreduce;bsp"),
+    **dict.fromkeys(("ps", "parameterserver"), "bsp;ssp;downpour"),
+    **dict.fromkeys(("async", "asynchronous", "asyncsgd"), "downpour;master(sync=False);hogwild"),
+    "asgd": "downpour;onesided",
+    "bulksynchronousparallel": "bsp",
+    **dict.fromkeys(("stalesynchronousparallel", "stalesynchronous", "boundedstaleness"), "ssp"),
+    **dict.fromkeys(("localsgd", "fedavg", "federatedaveraging", "modelaveraging", "parameteraveraging"), "local"),
+    **dict.fromkeys(("postlocal", "postlocalsgd"), "local(after=100)"),
+    **dict.fromkeys(("slowmo", "bmuf", "blockmomentum"), "diloco"),
+    **dict.fromkeys(("elasticaveraging", "elasticaveragingsgd", "elastic"), "easgd"),
+    "eamsgd": "easgd(momentum=0.9)",
+    **dict.fromkeys(("dpsgd", "decentralized", "decentralised", "decentralizedsgd", "choco", "chocosgd"), "gossip"),
+    "adpsgd": "gossip(pairwise=True)",
+    **dict.fromkeys(("rma", "onesidedsgd"), "onesided"),
+    **dict.fromkeys(("fsdp", "fullyshardeddataparallel", "zero", "zero1", "zero2", "zero3", "deepspeed"), WHOLE_MODEL),
+    **dict.fromkeys(("tensorparallel", "modelparallel", "pipeline", "pipelineparallel"), WHOLE_MODEL),
+}
+"""What others call a strategy, and our specs for it."""
+
 
 def build_strategy(spec: str | Strategy) -> Strategy:
     """The strategy that a spec describes.
@@ -62,7 +84,7 @@ def default_presets() -> list[Preset]:
 
 
 def _registry() -> Registry[Strategy]:
-    registry = Registry[Strategy]("strategy")
+    registry = Registry[Strategy]("strategy", MEANT)
     for strategy in STRATEGIES:
         registry.add(strategy.name, strategy)
     return registry

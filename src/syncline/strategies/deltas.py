@@ -66,6 +66,7 @@ class Deltas:
             codec=exchange.codec if exchange.size > 1 else None,
             seed=settings.seed,
             diagnose=settings.diagnose,
+            kind="changes of the weights",
         )
 
     def prepare(self) -> None:

@@ -65,7 +65,8 @@ class Local(Strategy):
         check_count(self.name, "seed", self.seed)
         if self.state not in KEPT:
             raise SpecError(f"local(state={self.state!r}): one of {', '.join(KEPT)}")
-        if isinstance(self.fraction, bool) or not 0.0 < self.fraction <= 1.0:
+        number = isinstance(self.fraction, (int, float)) and not isinstance(self.fraction, bool)
+        if not number or not 0.0 < self.fraction <= 1.0:
             raise SpecError(f"local(fraction={self.fraction!r}): a part of the workers, above 0 and at most 1")
 
     def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:

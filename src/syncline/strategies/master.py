@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.optim import Optimizer
 
-from syncline.errors import IncompatibleError, PeerLostError, SpecError
+from syncline.errors import DivergedError, IncompatibleError, PeerLostError, SpecError
 from syncline.exchange import Exchange
 from syncline.server import Client, Future, open_space, server_network
 from syncline.server.filters import Filter
@@ -156,6 +156,8 @@ class MasterRun(ServedRun):
     def explained(self) -> Iterator[None]:
         try:
             yield
+        except DivergedError as error:  # a push does not count the steps
+            raise error.at_step(self.stats.steps) from None
         except PeerLostError as error:
             network, client = self.client.network, self.client
             if error.peer is None or network.dedicated:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError
 from syncline.exchange import Exchange, share_tree, spread
-from syncline.strategies.base import Run, Settings, Strategy, mean_of_all
+from syncline.strategies.base import Run, Settings, Strategy, check_gradients, mean_of_all
 from syncline.strategies.deltas import Deltas, trained
 from syncline.strategies.scaler import refuse_skipped_steps
 from syncline.world import allgather
@@ -180,6 +180,8 @@ class OwnRun(Run):
     # Within.
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.settings.check_finite:
+            check_gradients(self)
         if self.exchange.size > 1:
             if self.first_exchange is not None:
                 refuse_skipped_steps(self.strategy, optimizer)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.codecs import Chooser, Codec
-from syncline.errors import IncompatibleError, PeerLostError, SpecError
+from syncline.errors import DivergedError, IncompatibleError, PeerLostError, SpecError
 from syncline.exchange import Exchange
 from syncline.server import Client, Future, ServerNetwork, open_space, server_network
 from syncline.server.filters import Filter, build_filter
@@ -294,6 +294,8 @@ class ServedRun(Run):
         """Who has lost a server, or waits in vain, is told what to do about it."""
         try:
             yield
+        except DivergedError as error:  # a push does not count the steps
+            raise error.at_step(self.stats.steps) from None
         except PeerLostError as error:
             if error.peer is None:
                 raise

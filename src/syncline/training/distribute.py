@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from syncline.codecs import Codec, build_codec
 from syncline.errors import IncompatibleError, SpecError
@@ -34,7 +35,7 @@ def distribute(
     seed: int = 0,
     diagnose: int = 0,
 ) -> Run:
-    """Train `model` on all workers of the current world; `strategy` says how they agree.
+    """Train `model` on all workers of the current world with a synchronisation strategy.
 
     Attaches hooks to the model and the optimizer, gives every worker rank 0's parameters and buffers, and refuses
     models that differ between the ranks. Every worker calls it. Gradients are final when `backward()` returns.
@@ -44,28 +45,26 @@ def distribute(
     every n-th step records what it does to each layer.
     `collective` is "auto" (chosen now, for this network and these sizes), "native" (the engine's own) or a schedule;
     with a codec whose payloads do not sum on the wire "gather", "split" and others.
-    With `check_finite` NaN or Inf in a gradient raises `DivergedError` that names rank and parameter; leave it off with
-    a GradScaler, which wants to see them. A worker that runs out of data before the others gets the state of what is
-    stepped after every batch: of PyTorch's own learning-rate schedulers, which are found by themselves, and of those
-    that `schedulers` names: schedules of your own and a GradScaler. Several optimizers of one model are given as a
-    list, with strategy allreduce.
+    With `check_finite` NaN or Inf in a gradient raises `DivergedError` that names rank, parameter and step; leave it
+    off with a GradScaler, which wants to see them. A worker that runs out of data before the others gets the state of
+    what is stepped after every batch: of PyTorch's own learning-rate schedulers, which are found by themselves, and of
+    those that `schedulers` names: schedules of your own and a GradScaler. Several optimizers of one model are given as
+    a list, with strategy allreduce.
 
     >>> import torch, syncline as sl
     >>> def train(world):
     ...     model = torch.nn.Linear(1, 1, bias=False)
     ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    ...     sl.distribute(model, optimizer, collective="ring")
-    ...     model(torch.tensor([[float(world.rank)]])).sum().backward()
+    ...     with sl.distribute(model, optimizer, collective="ring"):
+    ...         model(torch.tensor([[float(world.rank)]])).sum().backward()
     ...     return model.weight.grad.item()          # the mean of 0 and 1
     >>> sl.simulate(train, ranks=2).results
     (0.5, 0.5)
     """
+    _check_kinds(model, optimizer)
     world = current_world()
     coder = build_codec(codec)
-    if bucket_bytes is not None and bucket_bytes < 1:
-        raise SpecError(f"bucket_bytes={bucket_bytes}: a bucket holds at least one byte")
-    if diagnose < 0:
-        raise SpecError(f"diagnose={diagnose}: a number of steps; 0 for never")
+    _check_options(bucket_bytes, schedulers, seed, diagnose)
     way = build_strategy(strategy)
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
     _check_model(model, world)
@@ -111,8 +110,6 @@ def _check_model(model: nn.Module, world: World) -> None:
 
 
 def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], strategy: Strategy) -> None:
-    if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
-        raise IncompatibleError(f"sl.distribute takes an optimizer, or a list of them, not {optimizers!r:.80}")
     if len(optimizers) > 1 and not strategy.several_optimizers:
         raise IncompatibleError(
             f"{strategy!r} takes one optimizer, and there are {len(optimizers)}: give one with several parameter "
@@ -120,6 +117,40 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], strateg
         )
     for optimizer in optimizers:
         _check_ownership(model, optimizer)
+
+
+def _check_kinds(model: object, optimizer: object) -> None:
+    """Refuse arguments in the wrong order or of another kind."""
+    if isinstance(model, Optimizer) and isinstance(optimizer, nn.Module):
+        raise SpecError(
+            f"distribute({type(model).__name__}, {type(optimizer).__name__}) is the other way round: write "
+            "sl.distribute(model, optimizer)"
+        )
+    if not isinstance(model, nn.Module):
+        raise SpecError(f"distribute(model, optimizer): the first is a torch.nn.Module, not {_kind(model)}")
+    given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    other = next((each for each in given or [optimizer] if not isinstance(each, Optimizer)), None)
+    if other is not None:
+        hint = ": give schedulers by schedulers=[…]" if isinstance(other, LRScheduler) else ""
+        raise SpecError(
+            "distribute(model, optimizer): the second is a torch.optim.Optimizer, or a list of them, not "
+            f"{_kind(other)}{hint}"
+        )
+
+
+def _kind(given: object) -> str:
+    return f"the class {given.__name__}: call it" if isinstance(given, type) else type(given).__name__
+
+
+def _check_options(bucket_bytes: int | None, schedulers: Sequence[Any], seed: int, diagnose: int) -> None:
+    if bucket_bytes is not None and (not isinstance(bucket_bytes, int) or bucket_bytes < 1):
+        raise SpecError(f"bucket_bytes={bucket_bytes!r}: a number of bytes, at least 1")
+    if not isinstance(diagnose, int) or diagnose < 0:
+        raise SpecError(f"diagnose={diagnose!r}: a number of steps; 0 for never")
+    if not isinstance(seed, int):
+        raise SpecError(f"seed={seed!r}: a whole number")
+    if not isinstance(schedulers, Sequence):
+        raise SpecError(f"schedulers=[…] is a list, not {type(schedulers).__name__}: write schedulers=[scheduler]")
 
 
 def _check_ownership(model: nn.Module, optimizer: Optimizer) -> None:

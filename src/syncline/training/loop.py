@@ -263,7 +263,7 @@ class _Loop(Basis):
             told = self._from_rank_0([found.get(metric, 0.0), self.watch.elapsed, float(old), loss])
         validation, elapsed, due, loss = told
         if self.settings.check_finite and not math.isfinite(loss):
-            raise DivergedError(f"the loss of rank 0 is {loss} after {at.step} steps")
+            raise DivergedError(f"the loss of rank 0 is {loss}", rank=0, step=at.step)
         at.evaluated = at.step
         standing = self.standing(validation, elapsed, at.samples, self.attached.stats.staleness)
         self.journal.evaluated(found, epoch, at.step, standing)

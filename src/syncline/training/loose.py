@@ -193,7 +193,8 @@ class LooseLoop(Basis):
         """Now and then: is the loss a number, and what has the evaluator found?"""
         loss = 0.0 if self.loss is None else float(self.loss)
         if self.settings.check_finite and not math.isfinite(loss):
-            raise DivergedError(f"the loss of rank {self.world.rank} is {loss} after {self.at.step} steps")
+            rank = self.world.rank
+            raise DivergedError(f"the loss of rank {rank} is {loss}", rank=rank, step=self.at.step)
         if self.world.rank == 0:
             self._read()
             if self.evaluator is not None and self.evaluator.done():

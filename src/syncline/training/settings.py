@@ -92,7 +92,10 @@ class Settings:
             raise SpecError(f"unknown decay {self.decay!r}; {nearest(self.decay, list(DECAYS))}")
         if not 0 <= self.seed < 2**63:
             raise SpecError(f"seed {self.seed}: a whole number from 0 to 2⁶³ − 1")
-        # Refuses a rule or a rate that is none.
+        rate = self.learning_rate
+        if rate is not None and not 0 < rate < math.inf:
+            raise SpecError(f"lr {rate}: a finite number above 0")
+        # Refuses a rule that is none.
         scale_lr(1.0 if self.learning_rate is None else self.learning_rate, self.scaling, workers=1)
 
     def a_step(self, workers: int) -> int:

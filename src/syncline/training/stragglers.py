@@ -27,7 +27,9 @@ def parse_slow(text: str) -> Slow:
     found: dict[str, float] = {}
     for part in text.split(","):
         name, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or name not in known:
+        if not equals:
+            raise SpecError(f"{part.strip()!r} in {text!r} is not key=value; write for example {EXAMPLE}")
+        if name not in known:
             raise SpecError(f"{part.strip()!r} in {text!r}: {nearest(name, known)}; write for example {EXAMPLE}")
         if name in found:
             raise SpecError(f"{name} is there twice in {text!r}; write for example {EXAMPLE}")
@@ -61,4 +63,4 @@ def check_slow(slow: Sequence[Slow], workers: int, seconds_a_sample: float | Non
         if not 0 <= one.rank < workers:
             raise SpecError(f"{one} names no worker: there are {workers}, from 0 to {workers - 1}")
         if not one.start < one.stop:
-            raise SpecError(f"{one} ends before it begins")
+            raise SpecError(f"a slowness ends after it begins, and stop={one.stop:g} is not after start={one.start:g}")

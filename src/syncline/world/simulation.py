@@ -81,8 +81,12 @@ def simulate(
     >>> round(run.time, 4)
     0.0163
     """
-    if ranks < 1:
-        raise WorldError(f"a simulation has at least one rank (ranks: {ranks})")
+    if not isinstance(ranks, int) or ranks < 1:
+        raise WorldError(f"a simulation has at least one rank (ranks: {ranks!r})")
+    if not callable(fn):
+        raise WorldError(f"simulate(fn, ranks) runs fn(world) on each rank, and {fn!r} is no function")
+    if network is not None and not isinstance(network, Network):
+        raise WorldError(f"network={network!r}: write network=sl.Network(latency=1e-4, bandwidth=12.5e6)")
     kernel = Kernel(seed, chaos)
     asides = [each if isinstance(each, Aside) else Aside(each) for each in aside]
     hub = Hub(kernel, ranks + len(asides), network or Network(), faults)

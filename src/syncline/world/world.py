@@ -36,6 +36,12 @@ LEAVING = 5.0
 ENGINES = ("torch_dist", "mpi", "zeromq")
 TRANSPORT_VARIABLE = "SYNCLINE_TRANSPORT"
 """Says which transport, where the script does not."""
+MEANT = {
+    **dict.fromkeys(("gloo", "nccl", "torch", "torchdistributed", "distributed", "ddp"), "torch_dist"),
+    **dict.fromkeys(("mpi4py", "openmpi", "mpich"), "mpi"),
+    **dict.fromkeys(("zmq", "pyzmq", "tcp"), "zeromq"),
+}
+"""What others call an engine, and the name of our transport on it."""
 
 _current: contextvars.ContextVar[World | None] = contextvars.ContextVar("syncline_world", default=None)
 _of_process: list[World] = []
@@ -379,8 +385,8 @@ def init(
     simulated = _current.get()
     if simulated is not None:
         return simulated.claim(asked)
-    if not timeout > 0:
-        raise WorldError(f"timeout={timeout} is not a time to wait")
+    if not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise WorldError(f"timeout={timeout!r} is not a time to wait: give seconds, above 0")
     if _of_process:
         return _of_process[0].again(asked)
     world = _join(asked)
@@ -445,7 +451,7 @@ def _connect(name: str, environment: Environment, timeout: float) -> Transport:
     if name == "single":
         return SingleTransport(timeout=timeout)
     if name not in ENGINES:
-        raise SpecError(f"unknown transport {name!r}; {nearest(name, ['single', *ENGINES])}")
+        raise SpecError(f"unknown transport {name!r}; {nearest(str(name), ['single', *ENGINES], MEANT)}")
     # Only now: an engine that is not used need not be installed.
     engine = importlib.import_module(f"syncline.transports.{name}")
     transport: Transport = engine.connect(environment, timeout)

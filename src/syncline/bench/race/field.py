@@ -33,6 +33,7 @@ from syncline.exchange import check_wire
 from syncline.launch.mpi import why_no_mpi
 from syncline.specs import nearest, parse
 from syncline.strategies import Preset, Strategy, build_strategy, default_presets, strategy_names
+from syncline.strategies.catalog import MEANT
 from syncline.training.distribute import momentum_of
 from syncline.training.workload import Workload
 
@@ -76,7 +77,7 @@ def build_entrant(spec: str) -> Strategy:
         return build_baseline(spec)
     name = parse(spec)[0].name
     if name not in strategy_names():
-        raise SpecError(f"unknown strategy {name!r}; {nearest(name, [*strategy_names(), *baseline_names()])}")
+        raise SpecError(f"unknown strategy {name!r}; {nearest(name, [*strategy_names(), *baseline_names()], MEANT)}")
     return build_strategy(spec)
 
 
@@ -150,7 +151,8 @@ def read_field(path: Path, workload: Workload, simulated: bool = False, one_host
         raise SpecError(f'{path} is not TOML: {error}; entries are written [[entry]], then strategy = "…"') from None
     tables = document.get("entry")
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
-        raise SpecError(f'{path} has no entries: write [[entry]], then strategy = "…" or codec = "…"')
+        other = f" (it has {', '.join(sorted(document))})" if document else ""
+        raise SpecError(f'{path} has no entries{other}: write [[entry]], then strategy = "…" or codec = "…"')
     strangers = sorted(set(document) - {"entry"})
     if strangers:
         raise SpecError(f"{path}: unknown table {strangers[0]!r}; entries are written [[entry]]")

@@ -15,6 +15,15 @@ from syncline.training.workload import Workload
 
 __all__ = ["build", "names"]
 
+MEANT = {
+    "mnist": "digits;fashion",
+    **dict.fromkeys(("fashionmnist", "fmnist"), "fashion"),
+    **dict.fromkeys(("linear", "linearregression", "leastsquares"), "regression"),
+    "logisticregression": "logistic",
+    **dict.fromkeys(("transformer", "gpt", "charlm", "language", "text"), "stdlib"),
+}
+"""What others call such a workload, and our names for it."""
+
 
 def build(spec: str) -> Workload:
     """The workload that a spec describes, or the script at a path. No data is read before its `splits()` are asked for.
@@ -49,11 +58,11 @@ def names() -> list[str]:
 
 def _is_path(text: str) -> bool:
     """Whether it names a file. Arguments in brackets may hold paths, and make a spec all the same."""
-    return isinstance(text, str) and (text.endswith(".py") or (os.sep in text and "(" not in text))
+    return isinstance(text, str) and (text.endswith(".py") or ("(" not in text and (os.sep in text or "." in text)))
 
 
 def _registry() -> Registry[Workload]:
-    registry = Registry[Workload]("workload")
+    registry = Registry[Workload]("workload", MEANT)
     for kind in (Digits, Fashion, Logistic, Regression, Stdlib):
         registry.add(kind.name, kind)
     return registry

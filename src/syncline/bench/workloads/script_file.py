@@ -5,6 +5,7 @@ The file is a program that the user names, so it is run. What runs is what was h
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
 import inspect
@@ -120,6 +121,7 @@ def load_script(path: str | Path) -> ScriptFile:
         where = shown if line is None else f"{shown}, line {line}"
         why = getattr(error, "msg", None) or str(error)
         raise SpecError(f"{where}: not Python ({why}); mend it there, or name another file") from None
+    _refuse_training_script(shown, source)
     spec = spec_from_loader(name, loader)
     assert spec is not None
     module = module_from_spec(spec)
@@ -135,6 +137,29 @@ def load_script(path: str | Path) -> ScriptFile:
     script = ScriptFile(shown, str(place), hashlib.sha256(source).hexdigest(), module)
     _check_parts(script)
     return script
+
+
+def _refuse_training_script(shown: str, source: bytes) -> None:
+    """Refuse a script that trains when it is run, before importing it runs it.
+
+    Such a script has statements that do something, or imports Syncline, and defines no function of the protocol.
+    """
+    body = ast.parse(source).body
+    imports = [node for node in body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    defined = {getattr(node, "name", "") for node in body}
+    defined |= {alias.asname or alias.name for node in imports for alias in node.names}
+    functions = [part for part in PARTS if part.required]
+    if "*" in defined or any(part.name in defined for part in functions):
+        return
+    named = [alias.name for node in imports for alias in node.names] + [getattr(node, "module", "") for node in imports]
+    ours = any(name.partition(".")[0] == "syncline" for name in named if name)
+    acts = (ast.For, ast.While, ast.With)
+    if ours or any(isinstance(node, acts) for node in body):
+        needed = ", ".join(str(part) for part in functions)
+        raise SpecError(
+            f"{shown} is a script that trains, not a workload: syncline run -n 2 {shown} runs it on 2 workers. A "
+            f"workload's file defines {needed}; syncline new workload.py writes one"
+        )
 
 
 @contextmanager

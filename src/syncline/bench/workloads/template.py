@@ -1,6 +1,6 @@
 """A workload: what to train, on what, and how good it has to become.
 
-Train it on two workers, then see which way of agreeing gets there first:
+Train it on two workers, then compare synchronisation strategies:
 
     syncline train workload.py -n 2
     syncline race workload.py -n 2

@@ -8,7 +8,7 @@ from syncline.server.filters.cache import Cache
 from syncline.server.filters.chain import FilterChain
 from syncline.server.filters.significant import Significant
 from syncline.server.filters.skip import Skip
-from syncline.specs import Registry, parse
+from syncline.specs import Registry
 
 __all__ = ["build_filter", "filter_names"]
 
@@ -28,12 +28,12 @@ def build_filter(spec: str | Filter | None) -> Filter | None:
         return spec
     if not isinstance(spec, str):
         raise SpecError(f"a filter is a spec such as 'significant(0.01)|cache', a filter or None, not {spec!r}")
-    links = parse(spec)
+    registry = _registry()
+    links = registry.read(spec)
     if len(links) == 1 and links[0].name == NOTHING and not links[0].args and not links[0].kwargs:
         return None
     if any(link.name == NOTHING for link in links):
         raise SpecError(f"{spec!r}: 'none' stands alone, without arguments: it means that nothing is filtered")
-    registry = _registry()
     built = tuple(registry.make(link) for link in links)
     return built[0] if len(built) == 1 else FilterChain(built)
 

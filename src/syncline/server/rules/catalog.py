@@ -13,7 +13,7 @@ from syncline.server.rules.handled import Handled
 from syncline.server.rules.plain import Add, Assign
 from syncline.server.rules.sgd import Momentum, Sgd
 from syncline.server.rules.torch_rule import TorchRule, torch_rule
-from syncline.specs import Registry, parse
+from syncline.specs import Registry
 
 __all__ = ["build_rule", "rule_names"]
 
@@ -30,10 +30,10 @@ def build_rule(spec: str | Rule) -> Rule:
         return spec
     if not isinstance(spec, str):
         raise SpecError(f"a rule is a spec such as 'adagrad(lr=0.1)' or a rule, not {spec!r}")
-    links = parse(spec)
+    registry = _registry()
+    links = registry.read(spec)
     if len(links) != 1:
         raise SpecError(f"a rule is one name, not a chain: {spec!r}")
-    registry = _registry()
     if links[0].name not in registry.names():
         for name in handler_names():
             registry.add(name, partial(Handled, name))

@@ -81,7 +81,8 @@ class Choco:
         if not all_finite(news):
             raise DivergedError(
                 f"the weights of rank {self._rank} are not finite in round {number}, and {self._codec!r} cannot carry "
-                "them: lower the learning rate"
+                "them",
+                rank=self._rank,
             )
         rooms = [torch.empty(layout.room(piece, number), dtype=torch.uint8) for piece in layout.pieces]
         self._coming = {

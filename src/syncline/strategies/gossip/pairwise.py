@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.errors import DivergedError, IncompatibleError, PeerLostError
+from syncline.errors import IncompatibleError, PeerLostError
 from syncline.exchange import Exchange
 from syncline.runtime import Task
 from syncline.server import server_network
-from syncline.strategies.base import Run, Settings, Strategy
+from syncline.strategies.base import Run, Settings, Strategy, check_gradients
 from syncline.strategies.deltas import trained
 from syncline.strategies.gossip.graphs import Graph
 from syncline.strategies.gossip.pair_board import PairBoard, open_board
@@ -107,14 +107,8 @@ class PairwiseRun(Run):
             self._begin()
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.settings.check_finite:
-            return
-        for name, parameter in self._names.items():
-            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
-                raise DivergedError(
-                    f"NaN or Inf in the gradient of {name} on rank {self.world.rank} after {self.stats.steps} steps: "
-                    "lower the learning rate"
-                )
+        if self.settings.check_finite:
+            check_gradients(self)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._exchange_task is None:  # the model was not called as a whole

@@ -111,13 +111,17 @@ class GossipRun(OwnRun):
         assert self._apart is not None
         if self.rounds % LOOKS == 0:
             self.stats.consensus = self._apart.measure(self.exchange, self.weights)
-        if self.settings.check_finite and not all(bool(torch.isfinite(weight).all()) for weight in self.weights):
-            raise DivergedError(
-                f"NaN or Inf in the weights of rank {self.exchange.rank} after {self.stats.steps} steps: lower the "
-                "learning rate"
-            )
+        if self.settings.check_finite:
+            self._check_weights()
         self._mixing.begin(self.weights, self.rounds)
         self._under_way = True
+
+    def _check_weights(self) -> None:
+        """Raise where an optimizer has made NaN or Inf of finite gradients."""
+        rank, steps = self.exchange.rank, self.stats.steps
+        for name, weight in self._names.items():
+            if not bool(torch.isfinite(weight.detach()).all()):
+                raise DivergedError(f"NaN or Inf in {name} on rank {rank}", rank=rank, parameter=name, step=steps)
 
     def _land(self) -> None:
         """Take in what a round brings, where one is under way."""

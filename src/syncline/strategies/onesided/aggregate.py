@@ -68,7 +68,7 @@ def aggregate(
         moved = float(np.linalg.norm(after - state))
         state, rounds = after, rounds + 1
         if not math.isfinite(moved):
-            raise DivergedError(f"the state is not finite after {rounds} rounds at rate {rate:g}: lower the rate")
+            raise DivergedError("the state is not finite", step=rounds, remedy=f"lower the rate, which is {rate:g}")
         if isinstance(objective, LeastSquares):
             break  # exact
     effort = Effort(

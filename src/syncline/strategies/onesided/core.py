@@ -194,9 +194,12 @@ class _Worker:
             self._rejected += len(accepted) - sum(accepted)
             self._steps += 1
             if not np.isfinite(state).all():
+                rank = self._world.rank
                 raise DivergedError(
-                    f"the state of rank {self._world.rank} is not finite after {self._steps} steps at rate {rate:g}: "
-                    "lower the rate"
+                    f"the state of rank {rank} is not finite",
+                    rank=rank,
+                    step=self._steps,
+                    remedy=f"lower the rate, which is {rate:g}",
                 )
             if self._steps % options.every == 0 and self._world.size > 1:
                 self._batch = options.next_batch(self._batch, slots.under_way)

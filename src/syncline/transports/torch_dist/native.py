@@ -89,7 +89,7 @@ class NativeTorch:
             work = launch(transport.groups.of(tensor))
         except RuntimeError as error:
             if "invalid" in str(error).lower():  # what was asked for, not who is there
-                raise IncompatibleError(f"the engine refuses the {pending}: {error}") from error
+                raise IncompatibleError(f"the engine refuses the {pending}: {error}{_hint(str(error))}") from error
             raise transport.failure(None, pending, 0.0, error) from error
         return WorkHandle(transport, work, tensor, None, pending)
 
@@ -100,3 +100,19 @@ class NativeTorch:
         if len(self._words) < MOST_WORDS:
             self._words[key] = words
         return words
+
+
+def _hint(error: str) -> str:
+    """What to do about an error of NCCL that says too little.
+
+    >>> _hint("NCCL error: invalid usage")[:44]
+    '; NCCL needs a GPU of its own for each rank:'
+    >>> _hint("invalid tensor")
+    ''
+    """
+    if "NCCL" not in error or "invalid usage" not in error:
+        return ""
+    return (
+        "; NCCL needs a GPU of its own for each rank: start no more workers on a host than it has GPUs, or take a "
+        "schedule such as collective='ring', which sends through the CPU, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+    )

@@ -1,0 +1,41 @@
+"""What a worker tells of its error where no supervisor reads it: under mpiexec and srun."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from syncline.launch import worker
+
+
+def test_mpi_ranks_show_one_error_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 1 fails while rank 0 waits for mpiexec to pass its output on; rank 2 fails in another way."""
+    later: dict[str, Exception] = {"2": KeyError("x"), "1": ValueError("boom")}
+
+    def abort(code: int) -> None:
+        while later:
+            rank, error = later.popitem()
+            monkeypatch.setenv("PMI_RANK", rank)
+            worker.report(error, "")
+
+    fake = SimpleNamespace(
+        Is_initialized=lambda: True, Is_finalized=lambda: False, COMM_WORLD=SimpleNamespace(Abort=abort)
+    )
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", fake)
+    monkeypatch.setattr(worker, "OUTPUT", 0.0)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("PMI_RANK", "0")
+    for _ in range(2):  # the second time nobody tells it any more
+        worker.report(ValueError("boom"), "")
+        monkeypatch.setenv("PMI_RANK", "0")
+    assert capsys.readouterr().err.splitlines() == [
+        "rank 0 failed:",
+        "ValueError: boom",
+        "rank 1 failed with the same error: ValueError: boom",
+        "rank 2 failed:",
+        "KeyError: 'x'",
+        "rank 0 failed:",
+        "ValueError: boom",
+    ]

@@ -541,6 +541,8 @@ class Run(ABC):
         """The process ends without `close()`: end the run where other workers still need this process."""
         if self.loose:
             self.close()
+        else:
+            self._warn_of_silence(self.stats.steps, "has taken")
 
     def _release(self) -> None:
         """Take the hooks off; the run is over on this worker."""

@@ -2,6 +2,8 @@
 
 step-00000100/              a checkpoint, whole: it got this name by one rename
 step-00000100-2/            the same step saved again; the first one goes once this is there
+abandoned-step-00000120/    a later step than one that was saved after it: the run has gone back behind it
+damaged-step-00000090/      it was found damaged when checkpoints were counted
 .step-00000200.3f9a.lock    held by whoever writes the one below, let go of by the kernel when that process dies
 .step-00000200.3f9a/        being written, or left by a dead attempt
 """
@@ -15,18 +17,23 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from syncline.errors import ProtocolError
 from syncline.training.checkpoint.files import sync
+from syncline.training.checkpoint.manifest import verify_changed
 
-__all__ = ["Attempt", "Entry", "entries", "prune", "sweep"]
+__all__ = ["Attempt", "Entry", "Resumed", "entries", "entries_aside", "prune", "set_abandoned_aside", "sweep"]
 
 logger = logging.getLogger("syncline")
 
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 _ASIDE = re.compile(r"\.step-\d{8,}\.[0-9a-z]+")
+ABANDONED, DAMAGED = "abandoned", "damaged"
+"""What the names of checkpoints begin with that `entries` does not list."""
 
 
 @dataclass(frozen=True, order=True)
@@ -49,6 +56,12 @@ def entries(folder: Path) -> list[Entry]:
         return []
     found = [match for name in names if (match := _NAME.fullmatch(name))]
     return sorted(Entry(int(match[1]), int(match[2] or 1)) for match in found)
+
+
+def entries_aside(folder: Path, step: int) -> list[str]:
+    """The names of the checkpoints of a step that were set aside."""
+    name = Entry(step, 1).name
+    return sorted(path.name for kind in (ABANDONED, DAMAGED) for path in folder.glob(f"{kind}-{name}*"))
 
 
 class Attempt:
@@ -121,13 +134,46 @@ def sweep(folder: Path) -> None:
             os.close(handle)
 
 
+class Resumed:
+    """The step from which training went on in each folder, until a checkpoint is written there."""
+
+    def __init__(self) -> None:
+        self.steps: dict[Path, int] = {}
+
+    def close(self) -> None:
+        """Forget them; called when the world is left."""
+        self.steps.clear()
+
+
+def set_abandoned_aside(folder: Path, step: int, resumed: int | None = None) -> None:
+    """Rename the checkpoints behind which training went back, and say so; called before one of `step` is written.
+
+    Steps only grow while a run goes on, so that those of later steps are of training that was given up: `load` must not
+    take one of them for the newest. Where training went on from step `resumed`, so are all after that.
+    """
+    last = step if resumed is None else min(step, resumed)
+    names = _set_aside(folder, [entry for entry in entries(folder) if entry.step > last], ABANDONED)
+    if names:
+        logger.warning(
+            "the checkpoint of step %d is written, and %s has others of later steps than %d: training went back behind "
+            "them. They are kept as %s: they are no longer loaded by themselves, and never removed",
+            step,
+            folder,
+            last,
+            ", ".join(names),
+        )
+
+
 def prune(folder: Path, written: Entry, keep: int | None) -> None:
-    """Keep the newest `keep` checkpoints and the one just written; earlier editions of its step go in any case."""
+    """Keep the newest `keep` good checkpoints and the one just written; earlier editions of its step go in any case.
+
+    A damaged one does not count: it is set aside, and an older good one stays in its place.
+    """
     others = [entry for entry in entries(folder) if entry != written]
     stale = [entry for entry in others if entry.step == written.step and entry.edition < written.edition]
     rest = [entry for entry in others if entry not in stale]
-    if keep is not None:
-        stale += rest[: max(0, len(rest) - (keep - 1))]
+    if keep is not None and len(rest) > keep - 1:
+        stale += _beyond(folder, rest, keep - 1)
     for entry in stale:
         # Out of sight first: a checkpoint that is half removed must not look like one.
         aside = folder / f".{Entry(entry.step, 1).name}.{secrets.token_hex(6)}"
@@ -136,6 +182,43 @@ def prune(folder: Path, written: Entry, keep: int | None) -> None:
             shutil.rmtree(aside)
         except OSError as error:
             logger.warning("cannot remove the old checkpoint %s: %s", folder / entry.name, error)
+
+
+def _beyond(folder: Path, found: Sequence[Entry], count: int) -> list[Entry]:
+    """Those that are older than the newest `count` good ones; damaged ones among the newer are set aside."""
+    good = 0
+    for place in range(len(found) - 1, -1, -1):
+        if good == count:
+            return list(found[: place + 1])
+        entry = found[place]
+        try:
+            verify_changed(folder / entry.name)
+        except ProtocolError as error:
+            for name in _set_aside(folder, [entry], DAMAGED):
+                logger.warning("%s; it does not count among those that are kept, and is now %s", error, name)
+        except OSError:  # it cannot be read now: nothing is known of it, so that nothing is done
+            good += 1
+        else:
+            good += 1
+    return []
+
+
+def _set_aside(folder: Path, found: Sequence[Entry], kind: str) -> list[str]:
+    """Give checkpoints names that `entries` does not list; their new names."""
+    names: list[str] = []
+    for entry in found:
+        first = name = f"{kind}-{Entry(entry.step, 1).name}"
+        number = 1
+        while (folder / name).exists():
+            number += 1
+            name = f"{first}-{number}"
+        try:
+            os.rename(folder / entry.name, folder / name)
+        except OSError as error:
+            logger.warning("cannot set the checkpoint %s aside: %s", folder / entry.name, error)
+        else:
+            names.append(name)
+    return names
 
 
 def _hold(path: Path) -> int:

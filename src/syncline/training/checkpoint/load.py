@@ -13,7 +13,7 @@ from torch import nn
 from syncline.errors import IncompatibleError, ProtocolError, SpecError
 from syncline.training.checkpoint import randomness
 from syncline.training.checkpoint.files import read_part
-from syncline.training.checkpoint.folder import Entry, entries
+from syncline.training.checkpoint.folder import Entry, entries, entries_aside
 from syncline.training.checkpoint.manifest import ABOUT, MANIFEST, SHARED, Manifest, rank_part, verify
 from syncline.training.checkpoint.meeting import Meeting
 from syncline.training.checkpoint.objects import (
@@ -76,6 +76,8 @@ def load(
             loading.undo()
             raise
         loading.restore_randomness()
+        if any(kind_of(value) in ("run", "optimizer") for value in objects.values()):  # to train on, not to look at
+            meeting.resumed[loading.path.absolute().parent] = loading.manifest.step
         return loading.values | {"step": loading.manifest.step}
 
 
@@ -90,7 +92,9 @@ def _choose(folder: Path, step: int | None, checksums: bool) -> dict[str, Any] |
     candidates = [entry for entry in reversed(found) if step is None or entry.step == step]
     if step is not None and not candidates:
         there = ", ".join(str(entry.step) for entry in found) or "none"
-        raise SpecError(f"{folder} has no checkpoint of step {step}; there are: {there}")
+        aside = ", ".join(entries_aside(folder, step))
+        hint = f"; of that step there is {aside}, which was set aside: load it by its path" if aside else ""
+        raise SpecError(f"{folder} has no checkpoint of step {step}; there are: {there}{hint}")
     first: ProtocolError | None = None
     for entry in candidates:
         try:

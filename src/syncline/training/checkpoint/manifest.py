@@ -12,7 +12,7 @@ from typing import Any
 from syncline.errors import ProtocolError
 from syncline.training.checkpoint.files import digest, read_json, sync, write_json
 
-__all__ = ["ABOUT", "MANIFEST", "SHARED", "Manifest", "rank_part", "verify", "write_manifest"]
+__all__ = ["ABOUT", "MANIFEST", "SHARED", "Manifest", "rank_part", "verify", "verify_changed", "write_manifest"]
 
 MANIFEST = "manifest.json"
 FORMAT = "syncline checkpoint"
@@ -64,6 +64,13 @@ def verify(folder: Path, checksums: bool = True) -> Manifest:
         if checksums and digest(path) != told["sha256"]:
             raise ProtocolError(f"{path} has other bytes than were written (SHA-256 differs): {_hint(folder)}")
     return manifest
+
+
+def verify_changed(folder: Path) -> None:
+    """As `verify`; checksums are compared only where a file was written to after the manifest, which comes last."""
+    sealed = (folder / MANIFEST).stat().st_mtime_ns if (folder / MANIFEST).exists() else 0
+    changed = any(path.stat().st_mtime_ns >= sealed for path in folder.glob("*/*"))
+    verify(folder, checksums=changed)
 
 
 def _read(folder: Path) -> Manifest:

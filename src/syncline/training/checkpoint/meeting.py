@@ -13,6 +13,7 @@ import syncline.errors
 from syncline.environment import detect
 from syncline.errors import IncompatibleError, SynclineError, WorldError
 from syncline.runtime import Task
+from syncline.training.checkpoint.folder import Resumed
 from syncline.training.checkpoint.objects import RunLike
 from syncline.world import World, allgather, current_world
 
@@ -20,6 +21,9 @@ __all__ = ["Meeting"]
 
 BEAT = 5.0
 """Seconds after which a rank whose disk is slow says that it is still at it."""
+
+
+RESUMED = "checkpoints resumed"
 
 
 class Meeting:
@@ -30,6 +34,8 @@ class Meeting:
         self.rank = 0 if world is None else world.rank
         self.size = 1 if world is None else world.size
         self._task: Task | None = None
+        self.resumed = {} if world is None else world.keep(RESUMED, Resumed).steps
+        """By folder: the step from which training went on, where this process remembers it."""
 
     @classmethod
     def of(cls, objects: Mapping[str, Any]) -> Meeting:

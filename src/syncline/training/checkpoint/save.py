@@ -15,7 +15,7 @@ from typing import Any
 from syncline.errors import IncompatibleError, ProtocolError, SpecError
 from syncline.training.checkpoint import randomness
 from syncline.training.checkpoint.files import describe, write_part
-from syncline.training.checkpoint.folder import Attempt, Entry, prune, sweep
+from syncline.training.checkpoint.folder import Attempt, Entry, prune, set_abandoned_aside, sweep
 from syncline.training.checkpoint.manifest import ABOUT, SHARED, Manifest, rank_part, write_manifest
 from syncline.training.checkpoint.meeting import Meeting
 from syncline.training.checkpoint.objects import RunLike, kind_of, model_tree, names_of, optimizer_tree
@@ -30,7 +30,7 @@ def save(folder: str | PathLike[str], *, step: int, keep: int | None = 3, **obje
     An object is a run, a module, an optimizer, anything with `state_dict()` (a scheduler, a GradScaler), or a plain
     value; its keyword is its name for `load`. The random-number states of every rank go along. The checkpoint is there
     whole or not at all, whatever happens meanwhile; if a rank cannot write, every rank raises. The newest `keep` stay,
-    all with None.
+    all with None; those of later steps, behind which training went back, are set aside.
 
     >>> import tempfile, torch
     >>> folder, model = tempfile.mkdtemp(), torch.nn.Linear(2, 1)
@@ -119,12 +119,14 @@ class _Saving:
             self.files |= describe(self.aside, SHARED)
             self._look_for_parts()
             write_manifest(self.aside, Manifest(self.step, self.meeting.size, self.files))
+            set_abandoned_aside(self.folder, self.step, self.meeting.resumed.get(self.folder.absolute()))
             return self.attempt.commit().name
 
         with ExitStack() as stack:
             for run in self.runs.values():
                 stack.enter_context(run.agreed())
             name = str(self.meeting.patiently("write the shared part of the checkpoint", work)[0])
+        self.meeting.resumed.pop(self.folder.absolute(), None)
         if self.attempt is not None:
             edition = int(name.rpartition("-")[2]) if name.count("-") > 1 else 1
             prune(self.folder, Entry(self.step, edition), keep)

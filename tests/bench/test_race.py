@@ -105,7 +105,10 @@ def test_a_plan_reads_back() -> None:
     assert Plan.from_json(plan.as_json()) == plan
 
 
-@pytest.mark.parametrize("text", ["", "[]", "7", '{"format": 99}', '{"format": 1}', '{"format": 1, "entries": 3}'])
+PLANS = ["", "[]", "7", '{"format": 99}', '{"format": 1}', '{"format": 1, "entries": 3}', '{"format": ' + "[" * 9999]
+
+
+@pytest.mark.parametrize("text", PLANS, ids=lambda text: text[:20])
 def test_what_is_no_plan_is_named(text: str) -> None:
     with pytest.raises(ProtocolError, match=r"somewhere/race\.json"):
         Plan.from_json(text, "somewhere/race.json")
@@ -195,6 +198,10 @@ def test_entries_from_a_file(tmp_path: Path) -> None:
     [
         ("entry = [", "is not TOML"),
         ("", "has no entries"),
+        pytest.param(f"entry = {'[' * 5000}", "is not TOML: maximum recursion depth", id="deep"),
+        pytest.param(f"[[entry]]\nlearning_rate = {'1' * 5000}", "is not TOML: Exceeds the limit", id="digits"),
+        pytest.param(f"[[entry]]\nlearning_rate = {'1' * 4000}", "bits is not a number that fits", id="large"),
+        pytest.param(f"[[entry]]\nname = {'[' * 200 + ']' * 200}", "[[[… is not a text", id="nested"),
         ("entry = 3", "has no entries"),
         ("[[entry]]\nstrategy = 'allreduce'\n[more]\n", "unknown table 'more'"),
         ("[[entry]]\nstrategie = 'allreduce'", "did you mean 'strategy'"),

@@ -100,6 +100,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
         ("digits --lab fast", SpecError, "fast"),
         ("digits --simulate fast", SpecError, "network(latency"),
         ("digits --out used", IncompatibleError, "--resume used"),
+        ("digits --out used/race.json/inside", SpecError, "race.json/inside cannot be written to (Not a directory)"),
         ("digits --resume used", SpecError, "leave out the workload"),
         ("--resume nowhere", SpecError, "nowhere is not a race's folder"),
         ("--resume used --epochs 3 -n 2", SpecError, "takes no other arguments; leave out -n, --epochs"),

@@ -119,6 +119,32 @@ def test_other_settings_than_before_are_told(
     assert plan["settings"]["seed"] == 3
 
 
+@pytest.mark.parametrize("resume", [(), ("--resume", "auto")])
+def test_a_folder_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: tuple[str, ...]) -> None:
+    """Before a worker is started; and the job itself holds its folder while it runs."""
+    monkeypatch.chdir(tmp_path)
+    seen: list[str] = []
+
+    def note(job: start.Job, ranks: int) -> int:
+        with pytest.raises(IncompatibleError, match=f"a is in use by another job .process {os.getpid()} on "):
+            train.run(parsed(CONVEX, "--out", "a", *resume))
+        seen.append("started")
+        return 0
+
+    monkeypatch.setattr(train, "run_here", note)
+    assert train.run(parsed(CONVEX, "--out", "a", *resume)) == 0
+    assert seen == ["started"], "the second one was not"
+    assert train.run(parsed(CONVEX, "--out", "a", *resume)) == 0, "when the first is over"
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    monkeypatch.setattr(train, "run_here", lambda *_: pytest.fail("it was started"))
+    with pytest.raises(SpecError, match=r"file/a cannot be written to \(Not a directory\): name another folder"):
+        train.run(parsed(CONVEX, "--out", "file/a"))
+
+
 def test_servers_and_what_a_loss_means_reach_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     started: list[start.Job] = []

@@ -77,6 +77,7 @@ def rank_main(plan: TrainPlan) -> int:
             stop=stop,
             seconds_a_sample=plan.seconds_a_sample,
             slow=plan.slow,
+            lock=False,  # the launcher holds it
         )
         if world.rank == _speaker(world):
             print(describe(outcome, plan), flush=True)

@@ -20,6 +20,7 @@ Workloads: digits, fashion, stdlib, regression, logistic, or a script of yours b
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import logging
 import shutil
@@ -177,7 +178,14 @@ def run(arguments: argparse.Namespace) -> int:
         policy=arguments.on_failure,
         mpi=arguments.mpi,
     )
-    return _launch(arguments, job, job_place)
+    try:
+        with folder.lock():
+            if resume is False and folder.used():  # since the first look
+                raise IncompatibleError(folder.refusal())
+            return _launch(arguments, job, job_place)
+    finally:
+        with contextlib.suppress(OSError):
+            folder.path.rmdir()  # where nothing was written
 
 
 def _place(arguments: argparse.Namespace) -> tuple[tuple[Host, ...], int]:

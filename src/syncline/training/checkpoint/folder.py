@@ -18,13 +18,13 @@ import re
 import secrets
 import shutil
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from syncline.errors import ProtocolError
 from syncline.training.checkpoint.files import sync
 from syncline.training.checkpoint.manifest import verify_changed
+from syncline.training.lock import FileLock
 
 __all__ = ["Attempt", "Entry", "Resumed", "entries", "entries_aside", "prune", "set_abandoned_aside", "sweep"]
 
@@ -72,12 +72,12 @@ class Attempt:
         self.folder = folder
         self.step = step
         self.path = folder / f".{Entry(step, 1).name}.{secrets.token_hex(6)}"
-        self._lock_path = self.path.with_name(self.path.name + ".lock")
-        self._lock = _hold(self._lock_path)  # before the folder: one without a lock is nobody's
+        # Before the folder: one without a lock is nobody's.
+        self._lock = FileLock(self.path.with_name(self.path.name + ".lock"), wait=True, own=True)
         try:
             self.path.mkdir()
         except BaseException:
-            self._let_go()
+            self._lock.release()
             raise
 
     def commit(self) -> Path:
@@ -95,20 +95,13 @@ class Attempt:
             else:
                 break
         sync(self.folder)
-        self._let_go()
+        self._lock.release()
         return target
 
     def discard(self) -> None:
         """Take away what was written."""
         shutil.rmtree(self.path, ignore_errors=True)
-        self._let_go()
-
-    def _let_go(self) -> None:
-        if self._lock >= 0:
-            with suppress(FileNotFoundError):
-                self._lock_path.unlink()
-            os.close(self._lock)
-            self._lock = -1
+        self._lock.release()
 
 
 def sweep(folder: Path) -> None:
@@ -219,18 +212,3 @@ def _set_aside(folder: Path, found: Sequence[Entry], kind: str) -> list[str]:
         else:
             names.append(name)
     return names
-
-
-def _hold(path: Path) -> int:
-    """A lock file of our own, locked. It is made anew if a sweep takes it away between making and locking."""
-    while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            with suppress(OSError):  # a file system without locks: then nobody sweeps either
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
-                return handle
-        except BaseException:
-            os.close(handle)
-            raise
-        os.close(handle)

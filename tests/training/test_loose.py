@@ -169,7 +169,7 @@ def test_a_killed_worker_is_not_waited_for(tmp_path: Path, seed: int, victim: in
     assert common.steps[victim] < 16
     assert str(victim) in events(tmp_path, "sl_lost")[0]["value"]
     assert read_log(tmp_path)[-1]["metadata"]["status"] == "success"
-    assert not (tmp_path / "checkpoints").exists(), "not all are there to save"
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000020"], "of those that are left"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -242,6 +242,18 @@ def test_a_stopped_run_goes_on(tmp_path: Path, seed: int) -> None:
     assert events(tmp_path, "sl_resumed")[0]["value"] == before[0]
     assert found.results[0].samples == 200
     assert saved.name == f"step-{before[0]:08}"
+
+
+def test_checkpoints_are_met_for_after_going_on(tmp_path: Path) -> None:
+    """The straggler was stopped behind the others: it waits nowhere for those who have been there already."""
+    slow, calls = [Slow(1, 3.0)], iter(range(10**6))
+    how = Settings(epochs=4, checkpoint_every=2)
+    simulate(Settings(epochs=4), 2, folder=tmp_path, slow=slow, stop=lambda: next(calls) > 15)
+    found, _ = simulate(how, 2, folder=tmp_path, slow=slow, resume=True)
+    assert found.time < 20.0, "nobody has waited for the timeout"
+    begun = events(tmp_path, "sl_resumed")[0]["value"]
+    told = [line["metadata"]["step"] for line in events(tmp_path, "sl_checkpoint")]
+    assert told == [begun, *range(begun + 2 - begun % 2, 28 + 1, 2)]
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -71,12 +71,15 @@ class LooseLoop(Basis):
         self.looked = self.now()
         self.told = 0
         """Evaluations that are in the log."""
+        self.met = -1
+        """This worker's steps when it last met the others to save."""
 
     def run(self, stop: Callable[[], bool] | None) -> Outcome:
         """Train until this worker's epochs are over or somebody stops the run; then wait for the others."""
         self.total = self.steps_in_all()
         self.attached.expect(self.total)
         self.moment()  # speeds are taken from here on
+        self.board.post("begins", [self.world.rank, self.attached.stats.steps])
         if self.world.rank == 0:
             self._begin()
         try:
@@ -230,10 +233,10 @@ class LooseLoop(Basis):
     # Meeting.
 
     @property
-    def leader(self) -> int:
-        """The lowest worker that is not known to be gone: what must be decided once, it decides."""
+    def living(self) -> list[int]:
+        """The workers that are not known to be lost. The lowest leads: what must be decided once, it decides."""
         gone = self.world.lost
-        return next(rank for rank in range(self.world.size) if rank not in gone or rank == self.world.rank)
+        return [rank for rank in range(self.world.size) if rank not in gone or rank == self.world.rank]
 
     def _wait(self, what: str, done: Callable[[], bool]) -> None:
         """Look at the board until `done`; whoever takes steps or says something proves that it lives."""
@@ -256,39 +259,42 @@ class LooseLoop(Basis):
                 )
 
     def _checkpoint(self) -> None:
-        """Where one is due, meet the others after the same round, so that nobody waits inside a step, and save.
+        """Where one is due, meet the workers that live after as many steps of each, and save.
 
-        Whoever was told to stop does not come: then there is none.
+        Nobody waits inside a step for one that waits here: a strategy's own waits are for steps before this one. So
+        steps are counted, and not rounds, which a worker without data in a last round passes without a step. Whoever
+        was told to stop does not come: then there is no checkpoint.
         """
-        every, round_ = self.settings.checkpoint_every, self.at.step
-        if not every or round_ % every or self.place is None or round_ >= self.total or self.world.lost:
+        every, taken = self.settings.checkpoint_every, self.attached.stats.steps
+        if not every or taken % every or taken == self.met or self.place is None or taken >= self.total:
             return
+        self.met = taken
         running = self.watch.running
         self.watch.pause()
         with self.events.span(AGREEING, lane="compute", what="waits for a checkpoint"):
-            self.board.post("arrived", [self.world.rank, round_])
-            self._wait(f"the others to save after step {round_}", lambda: self._settled(round_))
-        if self.notes.decided.get(round_, False):
-            self._save(round_)
+            self.board.post("arrived", [self.world.rank, taken])
+            self._wait(f"the others to save after step {taken}", lambda: self._settled(taken))
+        if self.notes.decided.get(taken, False):
+            self._save(taken)
         if running:
             self.watch.start()
 
-    def _settled(self, round_: int) -> bool:
-        """Whether it is known if all save here. The leader says so; who has finished or is gone does not come."""
+    def _settled(self, taken: int) -> bool:
+        """Whether it is known if all save here. The leader says so; who has finished does not come."""
         self._read()
-        if round_ in self.notes.decided or self.world.lost:
-            return True
-        if self.world.rank != self.leader:
-            return self.leader in self.notes.finished
-        here = len(self.notes.arrived.get(round_, ())) == self.world.size
-        if here or self.board.stopping() or self.notes.finished:
-            self.notes.decided[round_] = here
-            self.board.post("decided", [round_, float(here)])
-            return True
-        return False
+        living = self.living
+        if taken in self.notes.decided or any(self.notes.begins.get(rank, -1) >= taken for rank in living):
+            return True  # a run that goes on: some were further than that already, and never come
+        if self.world.rank != living[0]:
+            return living[0] in self.notes.finished
+        here = self.notes.arrived.get(taken, set()).issuperset(living)
+        if here or self.board.stopping() or not self.notes.finished.keys().isdisjoint(living):
+            self.board.post("decided", [taken, float(here)])
+            self._read()
+        return taken in self.notes.decided
 
     def _save(self, step: int) -> None:
-        """All that live are here. Where one is lost meanwhile there is no checkpoint, and training goes on."""
+        """All that live are here. Where they cannot save although they are left there is no checkpoint, and a line."""
         assert self.place is not None, "nobody saves nowhere"
         self.attached.kept = asdict(self.at)
         try:
@@ -309,9 +315,9 @@ class LooseLoop(Basis):
         with self.events.span(AGREEING, lane="compute", what="waits for the others to finish"):
             self._wait("the others to finish", lambda: self._finished(reason))
         assert self.notes.over is not None, "it was waited for"
-        ended, keep = self.notes.over
-        if keep:
-            self._save(self.notes.finished[0])
+        ended, step = self.notes.over
+        if step is not None:
+            self._save(step)
         with self.events.span(EVALUATION, lane="compute", what="waits for the last evaluation"):
             self._wait("the evaluator to test the final weights", self._tested)
         if self.evaluator is not None and not self.evaluator.join(self.world.transport.timeout):
@@ -325,14 +331,13 @@ class LooseLoop(Basis):
     def _finished(self, reason: Reason | None) -> bool:
         """Whether the run is over; the leader says so when all that live have finished."""
         self._read()
-        if self.notes.over is None and self.world.rank == self.leader:
-            gone = self.world.lost
-            if all(rank in self.notes.finished or rank in gone for rank in range(self.world.size)):
-                stopped: Reason = "target" if self.notes.target and not self.notes.signal else "signal"
-                ended = stopped if reason is None or self.notes.signal else reason
-                keep = self.place is not None and self.settings.checkpoint_every != 0 and not gone
-                self.notes.over = (ended, keep)
-                self.board.post("over", [REASONS.index(ended), float(keep)])
+        living = self.living
+        if self.notes.over is None and self.world.rank == living[0] and self.notes.finished.keys() >= set(living):
+            stopped: Reason = "target" if self.notes.target and not self.notes.signal else "signal"
+            ended = stopped if reason is None or self.notes.signal else reason
+            keep = self.place is not None and self.settings.checkpoint_every != 0
+            self.board.post("over", [REASONS.index(ended), float(keep), self.at.step])
+            self._read()
         return self.notes.over is not None
 
     def _tested(self) -> bool:

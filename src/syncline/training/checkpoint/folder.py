@@ -80,8 +80,8 @@ class Attempt:
             self._lock.release()
             raise
 
-    def commit(self) -> Path:
-        """Give it its name. Everything in it is on the disk already."""
+    def commit(self) -> int:
+        """Give it its name. Everything in it is on the disk already. The edition of its step that it is."""
         same = [entry.edition for entry in entries(self.folder) if entry.step == self.step]
         edition = max(same, default=0) + 1
         while True:
@@ -96,7 +96,7 @@ class Attempt:
                 break
         sync(self.folder)
         self._lock.release()
-        return target
+        return edition
 
     def discard(self) -> None:
         """Take away what was written."""

@@ -138,13 +138,12 @@ class _Loading:
         self.about = self.states.pop(ABOUT)
         saved: dict[str, list[str]] = self.about["objects"]
         self.values = {name: self.states[name] for name, (kind, _) in saved.items() if kind == "value"}
-        rank = self.meeting.rank
-        if rank < self.manifest.ranks:
-            self.own = read_part(self.path / rank_part(rank))
-            randomness.check(self.own["random"], str(self.path / rank_part(rank)))
         # With fewer ranks than before each takes over what some of those that are gone have kept.
-        orphans = range(rank + self.meeting.size, self.manifest.ranks, self.meeting.size)
-        self.others = [read_part(self.path / rank_part(other)) for other in orphans]
+        mine = range(self.meeting.rank, self.manifest.ranks, self.meeting.size)
+        parts = [rank_part(rank) for rank in mine if self.manifest.has_part(rank)]  # one that was lost has none
+        if parts:
+            self.own, *self.others = [read_part(self.path / part) for part in parts]
+            randomness.check(self.own["random"], str(self.path / parts[0]))
         for name, value in self.objects.items():
             self._check(name, value, saved)
 

@@ -26,11 +26,16 @@ _FILE = re.compile(r"(shared|model-\w+|rank-\d{5,})/[\w.-]+")
 
 @dataclass(frozen=True)
 class Manifest:
-    """Which step, saved by how many ranks, and every file's size and checksum."""
+    """Which step, saved by a world of how many ranks, and every file's size and checksum."""
 
     step: int
     ranks: int
+    """Those that were lost before it was saved have no part in it."""
     files: dict[str, dict[str, Any]]
+
+    def has_part(self, rank: int) -> bool:
+        """Whether there is anything of a rank's own in it."""
+        return any(name.startswith(f"{rank_part(rank)}/") for name in self.files)
 
 
 def rank_part(rank: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from syncline.training.outcome import Outcome
 from syncline.training.settings import Settings
 from syncline.training.stragglers import Slow, parse_slow
 from syncline.transports.faults import Kill
-from syncline.world import Simulation, World
+from syncline.world import Simulation, World, current_world
 from tests.training.loosely import Common, Loosely
 from tests.training.tiny import Tiny
 
@@ -174,12 +175,16 @@ def test_a_killed_worker_is_not_waited_for(tmp_path: Path, seed: int, victim: in
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_others_end_without_rank_0(seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    """It had the evaluator and the log: the others finish their steps, and say what nobody will know."""
+    """It had the evaluator: another worker evaluates, and the target is found."""
     found, common = simulate(Settings(epochs=4), 3, seed=seed, faults=[Kill(0, at=0.25)])
     assert common.steps[1:] == [20, 16]
     assert [outcome.stopped_by for outcome in found.results[1:]] == ["epochs", "epochs"]
-    assert found.results[1].test is None
-    assert "rank 0 is lost, and with it the evaluator" in caplog.text
+    assert found.results[1].test is not None
+    assert found.results[1].test == found.results[2].test
+    assert "the evaluator is lost (it was killed" in caplog.text
+    settings = Settings(epochs=500, target=0.9, evaluate_every=2)
+    aimed, _ = simulate(settings, 3, seed=seed, faults=[Kill(0, at=0.25), Kill(1, at=0.5)])
+    assert aimed.results[2].stopped_by == "target"
 
 
 def test_an_evaluator_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,9 +192,37 @@ def test_an_evaluator_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("syncline.training.loose.LooseLoop.apart", True)
     with pytest.raises(PeerLostError, match=r"rank . has waited 5 s for the evaluator's process to be ready"):
         simulate(Settings(epochs=1), 2, timeout=5.0)
-    monkeypatch.setattr("syncline.training.loose.LooseLoop.prepare", lambda self: None)  # it came, and went
-    with pytest.raises(PeerLostError, match=r"rank . has waited 5 s for the evaluator to test .* finished: \[0, 1\]"):
-        simulate(Settings(epochs=1), 2, timeout=5.0)
+
+
+def test_a_silent_evaluator_is_replaced(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Its process came and was frozen: after the timeout a worker tests the final weights."""
+    monkeypatch.setattr("syncline.training.loose.LooseLoop.apart", True)
+    monkeypatch.setattr("syncline.training.loose.LooseLoop.prepare", lambda self: None)
+    found, _ = simulate(Settings(epochs=1), 2, timeout=5.0)
+    assert all(outcome.test is not None for outcome in found.results)
+    assert 5.0 < found.time < 10.0
+    assert "the evaluator is lost (it has said nothing for 5 s): rank 0 evaluates" in caplog.text
+
+
+@pytest.mark.parametrize("when", [0.0, 0.2, 99.0])
+def test_an_evaluator_that_was_killed_is_replaced(monkeypatch: pytest.MonkeyPatch, when: float) -> None:
+    """Before the first step, in the middle, or after the last: nobody waits for it."""
+
+    def told(name: str, timeout: float) -> Callable[[], str | None]:
+        now = current_world().runtime.now
+        return lambda: "it was killed" if now() >= min(when, 1.5) else None
+
+    monkeypatch.setattr("syncline.training.loose.LooseLoop.apart", True)
+    monkeypatch.setattr("syncline.training.loose.watch_program", told)
+    if when:  # its process was ready
+        monkeypatch.setattr("syncline.training.loose.LooseLoop.prepare", lambda self: None)
+    found, _ = simulate(Settings(epochs=4), 2)
+    assert all(outcome.test is not None and outcome.stopped_by == "epochs" for outcome in found.results)
+    assert found.time < 5.0
+    if when < 1.0:
+        settings = Settings(epochs=500, target=0.9, evaluate_every=2)
+        aimed, _ = simulate(settings, 2)
+        assert {outcome.stopped_by for outcome in aimed.results} == {"target"}
 
 
 @pytest.mark.parametrize("seed", range(3))

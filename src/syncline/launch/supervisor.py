@@ -200,7 +200,8 @@ class Supervisor:
             all_failed = sum(one.rank is not None for one in failures) == self._ranks
             rest = "failed; the others ended by themselves"
             self._say(f"all {self._ranks} workers failed" if all_failed else f"{listed([*self._failures])} {rest}")
-            return failures[0].exit_code
+            # The ranks have done the work of one that was to finish beside them, or have failed themselves.
+            return next((one.exit_code for one in failures if one.name not in self._finishing), 0)
         guilty = culprit(failures)
         others = [one for one in failures if not one.consequence() and not one.same_cause(guilty)]
         while others:

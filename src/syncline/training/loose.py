@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +34,7 @@ from syncline.training.phases import AGREEING, DATA, EVALUATION, phases
 from syncline.training.progress import duration
 from syncline.training.settings import Schedule, Settings
 from syncline.training.workload import Workload
+from syncline.transports.store import watch_program
 
 __all__ = ["LooseLoop"]
 
@@ -41,6 +42,8 @@ logger = logging.getLogger("syncline")
 
 EVALUATORS = "SYNCLINE_EVALUATORS"
 """How many evaluators the launcher has started."""
+EVALUATOR = "evaluator"
+"""What the launcher calls the process that evaluates."""
 LOOK = 0.2
 """Seconds between two looks at the posts, at least."""
 NOTE = 5.0
@@ -68,6 +71,10 @@ class LooseLoop(Basis):
         self.notes = Notes(board)
         self.tally = Tally(self.length, self.batch, self.world.size)
         self.evaluator: Task | None = None
+        """Where this worker evaluates."""
+        self.evaluator_silent = False
+        self.ended_badly = watch_program(EVALUATOR, self.world.transport.timeout) if self.apart else None
+        """How the evaluator's process has ended, as the launcher tells; None while it knows of no end."""
         self.looked = self.now()
         self.told = 0
         """Evaluations that are in the log."""
@@ -104,17 +111,26 @@ class LooseLoop(Basis):
         """Nobody begins before the evaluator's process is there: it could not tell how long the run has gone on."""
         if not self.apart:
             return
-        self._wait("the evaluator's process to be ready", lambda: self.notes.ready)
+        self._wait("the evaluator's process to be ready", lambda: self.notes.ready or self._evaluator_end() is not None)
         self.world.barrier()
 
     def _begin(self) -> None:
         """Tell the evaluator that the clock runs; be it, where the launcher has started none."""
+        start = self._start_values()
+        self.board.post("start", start)
+        if not self.apart:
+            self._evaluate_here(start)
+
+    def _start_values(self) -> list[float]:
         at = self.at
         reached = math.nan if at.time_to_target is None else at.time_to_target
         a_sample = math.nan if self.pace is None else self.pace.seconds_a_sample
-        self.board.post("start", [self.watch.elapsed, at.evaluated, reached, at.since_target, a_sample])
-        if self.apart:
-            return
+        return [self.watch.elapsed, at.evaluated, reached, at.since_target, a_sample]
+
+    # Who evaluates.
+
+    def _evaluate_here(self, start: Sequence[float]) -> None:
+        """Run the evaluator as a task of this worker."""
         evaluator = Evaluator(
             self.board,
             self.workload,
@@ -124,8 +140,29 @@ class LooseLoop(Basis):
             runtime=self.world.runtime,
             timeout=self.world.transport.timeout,
             clock=lambda: self.watch.elapsed,
+            start=start,
         )
         self.evaluator = self.world.runtime.spawn(evaluator.run, name="evaluator")
+
+    def _evaluator_end(self) -> str | None:
+        """How the evaluator was lost; None where it was not, as far as is known."""
+        rank = self.notes.evaluator
+        if rank is None and self.ended_badly is not None:
+            silent = f"it has said nothing for {self.world.transport.timeout:g} s" if self.evaluator_silent else None
+            return self.ended_badly() or silent
+        return self.world.lost.get(0 if rank is None else rank)
+
+    def _replace_evaluator(self) -> None:
+        """Where the evaluator is lost, the lowest worker that is left takes its place."""
+        if self.evaluator is not None or self.world.rank != self.living[0]:
+            return
+        end = self._evaluator_end()
+        if end is None:
+            return
+        self._read()
+        logger.warning("the evaluator is lost (%s): rank %d evaluates from now on", end, self.world.rank)
+        self.board.post("evaluator", [self.world.rank])
+        self._evaluate_here(self._start_values())
 
     # Steps.
 
@@ -198,8 +235,9 @@ class LooseLoop(Basis):
         if self.settings.check_finite and not math.isfinite(loss):
             rank = self.world.rank
             raise DivergedError(f"the loss of rank {rank} is {loss}", rank=rank, step=self.at.step)
-        if self.world.rank == 0:
+        if self.world.rank == self.living[0]:
             self._read()
+            self._replace_evaluator()
             if self.evaluator is not None and self.evaluator.done():
                 self.evaluator.join()  # raises what it raised
         self.looked = self.now()
@@ -245,6 +283,8 @@ class LooseLoop(Basis):
             self.world.runtime.sleep(gap)
             gap = min(1.5 * gap, LOOK)
             self._read()
+            if self.total:  # the run has begun
+                self._replace_evaluator()
             known = (self.notes.since, self.board.steps())
             if known != before:
                 since, before = self.now(), known
@@ -319,14 +359,13 @@ class LooseLoop(Basis):
         if step is not None:
             self._save(step)
         with self.events.span(EVALUATION, lane="compute", what="waits for the last evaluation"):
-            self._wait("the evaluator to test the final weights", self._tested)
+            self._await_test()
         if self.evaluator is not None and not self.evaluator.join(self.world.transport.timeout):
             logger.warning("the evaluator has said its last word and does not end")
-        if self.notes.test is None:
-            logger.warning("rank 0 is lost, and with it the evaluator and the log: nobody tests the final weights")
         if ended != "signal" and self.at.satisfied(self.settings.evaluations_after):
             ended = "target"
-        return self._conclude(ended, None if self.notes.test is None else self.notes.test[0])
+        assert self.notes.test is not None, "it was waited for"
+        return self._conclude(ended, self.notes.test[0])
 
     def _finished(self, reason: Reason | None) -> bool:
         """Whether the run is over; the leader says so when all that live have finished."""
@@ -340,12 +379,23 @@ class LooseLoop(Basis):
             self._read()
         return self.notes.over is not None
 
+    def _await_test(self) -> None:
+        """The evaluator's last word. One that is silent for the whole timeout counts as lost, once."""
+        what = "the evaluator to test the final weights"
+        try:
+            self._wait(what, self._tested)
+        except PeerLostError:
+            if self.evaluator is not None or self.ended_badly is None:
+                raise
+            self.evaluator_silent = True
+            self._wait(what, self._tested)
+
     def _tested(self) -> bool:
         if self.notes.test is None and self.evaluator is not None and self.evaluator.done():
             self.evaluator.join()  # raises what it raised
-        return self.notes.test is not None or (0 in self.world.lost and not self.apart)
+        return self.notes.test is not None
 
-    def _conclude(self, reason: Reason, test: float | None) -> Outcome:
+    def _conclude(self, reason: Reason, test: float) -> Outcome:
         at, steps = self.at, self.board.steps()
         outcome = Outcome(
             metric=self.workload.metric,

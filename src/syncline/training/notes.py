@@ -4,6 +4,7 @@
 |---|---|---|
 | `ready` | an evaluator of its own process | nothing: it has the data and looks at the board |
 | `start` | rank 0 | seconds before, total steps evaluated, seconds to the target (NaN), evaluations since it, seconds a sample (NaN) |
+| `evaluator` | a worker | rank: it evaluates in the place of one that is lost |
 | `begins` | a worker | rank, the steps that it has taken before this attempt |
 | `evaluation` | the evaluator | total rounds, samples, loss, metric, seconds since the start |
 | `target`, `signal` | the evaluator, a worker | that it has called `stop()`, and why |
@@ -108,6 +109,8 @@ class Notes:
     since: int = 0
     ready: bool = False
     start: tuple[float, ...] | None = None
+    evaluator: int | None = None
+    """The worker that evaluates; None: the process for it, or rank 0."""
     evaluations: list[Evaluation] = field(default_factory=list)
     signal: bool = False
     target: bool = False
@@ -132,6 +135,8 @@ class Notes:
             self.evaluations.append(Evaluation(int(rounds), int(samples), loss, metric, elapsed))
         elif kind == "start":
             self.start = tuple(values)
+        elif kind == "evaluator":
+            self.evaluator = int(values[0])
         elif kind in ("ready", "signal", "target"):
             setattr(self, kind, True)
         elif kind == "begins":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -11,6 +12,7 @@ from typing import Any
 
 from syncline.bench.ctrl_c import INTERRUPTED, CtrlC
 from syncline.bench.workloads import build
+from syncline.environment.base import SAVES
 from syncline.errors import SynclineError
 from syncline.strategies import build_strategy
 from syncline.training.evaluator import is_evaluator, observe
@@ -58,8 +60,10 @@ class TrainPlan:
 
 def rank_main(plan: TrainPlan) -> int:
     """Train on this rank, or evaluate beside the ranks; the exit code."""
-    stop = CtrlC()
+    stop = CtrlC(terminated=SAVES in os.environ)
     if is_evaluator():  # it ends when the workers do, whoever is asked to stop
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         observe(build(plan.workload), plan.settings, build_strategy(plan.settings.strategy))
         return 0
     with init() as world:

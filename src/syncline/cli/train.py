@@ -177,6 +177,7 @@ def run(arguments: argparse.Namespace) -> int:
         servers=arguments.servers,
         policy=arguments.on_failure,
         mpi=arguments.mpi,
+        saves=True,
     )
     try:
         with folder.lock():

@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 from torch._C._distributed_c10d import TCPStore
 
+from syncline.environment.base import SAVES
 from syncline.launch.crew import Crew, Several
 from syncline.launch.failures import Ended
 from syncline.launch.horovod import tell_horovods
@@ -60,6 +61,9 @@ class Job:
     """The rank whose output is passed on untouched; None: every line has its rank."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """What every process is told beside where and who it is."""
+    saves: bool = False
+    """Whether its ranks save and end by themselves when they are asked to stop, by Ctrl-C or SIGTERM; servers and
+    evaluator end after them. All find `SAVES` in their environment. mpiexec ends its ranks in its own way."""
     horovod: bool = False
     """Whether the ranks are told who they are in Horovod's words too."""
 
@@ -145,7 +149,7 @@ def _lay_out(job: Job, places: Sequence[Place], common: Mapping[str, str]) -> li
     # Nobody beside the ranks and the servers joins MPI's world: there rank 0 evaluates.
     evaluators = 0 if job.mpi else job.evaluators
     told = company(workers, servers=job.servers, evaluators=evaluators, hosts=len(places), handlers=job.handlers)
-    told = {**told, **job.variables, **common}
+    told = {**told, **({SAVES: "1"} if job.saves and not job.mpi else {}), **job.variables, **common}
     if job.mpi:
         return lay_out_mpi(places, job.target, told, job.servers, job.server, plain=job.plain_rank is not None)
     ranks = lay_out(places, job.target, told, job.plain_rank)
@@ -172,7 +176,9 @@ def _supervisor(
 ) -> Supervisor:
     ranks = 1 if job.mpi else sum(place.slots for place in places)  # mpiexec stands for all of them
     finishing = (EVALUATOR,) if job.evaluators else ()
-    return Supervisor(crew, board, ranks, policy=job.policy, say=say, tick=tick, finishing=finishing)
+    return Supervisor(
+        crew, board, ranks, policy=job.policy, say=say, tick=tick, finishing=finishing, saves=job.saves and not job.mpi
+    )
 
 
 @contextlib.contextmanager

@@ -504,3 +504,28 @@ def test_the_view_tells_the_race(tmp_path: Path, terminal: bool) -> None:
         assert "target reached after" in shown
         assert "target not reached, best gap" in shown
         assert "left" in shown
+
+
+def test_a_long_run_leaves_lines_where_no_table_rewrites_itself(tmp_path: Path) -> None:
+    begin(tmp_path / "race", PLAN, build(WORKLOAD))
+    screen, seconds = io.StringIO(), [0.0]
+    console = Console(file=screen, width=100, color_system=None)
+    run = PLAN.runs()[0]
+    with View(read_race(tmp_path / "race"), console, clock=lambda: seconds[0]) as view:
+        view.begun(run, tmp_path / "race" / run.folder, 0, 9)
+        for seconds[0] in (10.0, 31.0, 50.0, 62.0):
+            view.tick()
+    assert [line.split(", ")[-1] for line in screen.getvalue().splitlines()] == [
+        "31.0 s; time left not known yet",
+        "1:02; time left not known yet",
+    ]
+
+
+def test_a_simulation_without_end_counts_as_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("syncline.runtime.kernel.PROGRESS_EVERY_S", 1e-3)
+    begin(tmp_path / "race", replace(PLAN, limit=1e-6, seeds=(1,)), build(WORKLOAD))
+    assert Runner(tmp_path / "race", SimulatedArena(NETWORK), Silent()).run()
+    found = read_race(tmp_path / "race").runs
+    assert {run.status for run in found} == {"hung"}
+    assert found[0].reason is not None
+    assert "(--limit)" in found[0].reason

@@ -199,7 +199,15 @@ def test_digits_on_two_workers(runs: Runs) -> None:
     assert lines[-1].endswith(f"; runs/{folder.name}")
     assert "target 0.5 reached after" in lines[-1]
     names = {path.name for path in folder.iterdir()}
-    assert names == {"log.jsonl", "config.json", "system.json", "checkpoints", "trace-rank0.json", "trace-rank1.json"}
+    assert names == {
+        "log.jsonl",
+        "config.json",
+        "system.json",
+        "summary.json",
+        "checkpoints",
+        "trace-rank0.json",
+        "trace-rank1.json",
+    }
     assert read_log(folder)[-1]["metadata"]["stopped_by"] == "target"
     for rank in range(2):
         assert isinstance(json.loads((folder / f"trace-rank{rank}.json").read_text()), list)

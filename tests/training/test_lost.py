@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,8 @@ def test_survivors_write_checkpoints(tmp_path: Path, strategy: str) -> None:
     newest = tmp_path / "checkpoints" / "step-00000020"
     parts = sorted(path.name for path in newest.glob("rank-*"))
     assert parts == [f"rank-{rank:05}" for rank in range(WORKERS) if rank != victim]
+    told = json.loads((tmp_path / "summary.json").read_text())
+    assert (told["status"], list(told["lost"]), told["checkpoint"]) == ("success", [str(victim)], str(newest))
     if victim:
         assert steps_saved(tmp_path) == [4, 8, 12, 16, 20]
     again = simulate(strategy, tmp_path, resume=True, given={"epochs": 5})

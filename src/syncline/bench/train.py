@@ -15,7 +15,9 @@ from syncline.bench.workloads import build
 from syncline.environment.base import SAVES
 from syncline.errors import SynclineError
 from syncline.strategies import build_strategy
+from syncline.training.checkpoint import latest
 from syncline.training.evaluator import is_evaluator, observe
+from syncline.training.folder import RunFolder
 from syncline.training.loop import Outcome, train
 from syncline.training.progress import Progress, duration
 from syncline.training.settings import Settings
@@ -100,7 +102,8 @@ def describe(outcome: Outcome, plan: TrainPlan) -> str:
     folder = plan.folder if near.startswith("..") else near
     took = f"{outcome.steps} steps in {duration(outcome.seconds)} of training, {duration(outcome.elapsed)} in all"
     if outcome.test is None:
-        saved = "nothing was saved" if plan.settings.checkpoint_every == 0 else f"go on with --resume {folder}"
+        kept = latest(RunFolder(plan.folder).checkpoints) is not None
+        saved = f"go on with --resume {folder}" if kept else "nothing was saved"
         return f"stopped: {took}; {saved}"
     target = plan.settings.target
     if target is None:

@@ -178,11 +178,13 @@ def run(arguments: argparse.Namespace) -> int:
         policy=arguments.on_failure,
         mpi=arguments.mpi,
         saves=True,
+        announce=True,
     )
     try:
         with folder.lock():
             if resume is False and folder.used():  # since the first look
                 raise IncompatibleError(folder.refusal())
+            folder.remove("summary")  # of an earlier attempt
             return _launch(arguments, job, job_place)
     finally:
         with contextlib.suppress(OSError):

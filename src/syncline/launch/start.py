@@ -64,6 +64,8 @@ class Job:
     saves: bool = False
     """Whether its ranks save and end by themselves when they are asked to stop, by Ctrl-C or SIGTERM; servers and
     evaluator end after them. All find `SAVES` in their environment. mpiexec ends its ranks in its own way."""
+    announce: bool = False
+    """Whether a line says who is started where standard error is no terminal, too."""
     horovod: bool = False
     """Whether the ranks are told who they are in Horovod's words too."""
 
@@ -163,7 +165,23 @@ def _supervise(job: Job, crew: Crew, board: Board, places: Sequence[Place], outp
     def say(text: str) -> None:
         output.say(f"syncline: {text}")
 
+    if job.announce or sys.stderr.isatty():
+        say(f"starting {_crowd(job, places)}")
     return _supervisor(job, crew, board, places, say).run()
+
+
+def _crowd(job: Job, places: Sequence[Place]) -> str:
+    """Who is started, for people.
+
+    >>> _crowd(Job(target=(), servers=2, evaluators=1), [Place(name="here", slots=4)])
+    '4 workers, 2 servers and an evaluator'
+    """
+    workers = sum(place.slots for place in places)
+    parts = [f"{workers} worker{'s' * (workers > 1)}"]
+    parts += [f"{job.servers} server{'s' * (job.servers > 1)}"] if job.servers else []
+    parts += ["an evaluator"] if job.evaluators and not job.mpi else []
+    whole = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
+    return f"{whole}{' by mpiexec' if job.mpi else ''}{f' on {len(places)} hosts' if len(places) > 1 else ''}"
 
 
 def _supervisor(

@@ -85,6 +85,10 @@ class RunFolder:
         aside.write_text(json.dumps(document, indent=2) + "\n")
         os.replace(aside, self.path / f"{name}.json")
 
+    def remove(self, name: str) -> None:
+        """Remove `<name>.json`, where there is one."""
+        (self.path / f"{name}.json").unlink(missing_ok=True)
+
     def read(self, name: str) -> dict[str, Any] | None:
         """What `<name>.json` says, or None where there is none."""
         path = self.path / f"{name}.json"

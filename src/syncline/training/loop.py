@@ -316,4 +316,5 @@ class _Loop(Basis):
         totals = {**self.attached.stats.as_dict(), DATA: self.events.totals.get(DATA, 0.0)}
         del totals["steps"]
         self.journal.concluded(asdict(outcome), totals, phases(self.events.totals, self.attached.stats))
+        self.write_summary(outcome)
         return outcome

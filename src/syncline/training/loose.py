@@ -276,6 +276,10 @@ class LooseLoop(Basis):
         gone = self.world.lost
         return [rank for rank in range(self.world.size) if rank not in gone or rank == self.world.rank]
 
+    @property
+    def writer(self) -> int:
+        return self.living[0]
+
     def _wait(self, what: str, done: Callable[[], bool]) -> None:
         """Look at the board until `done`; whoever takes steps or says something proves that it lives."""
         gap, since, before = SHORTEST, self.now(), (self.notes.since, self.board.steps())
@@ -423,4 +427,5 @@ class LooseLoop(Basis):
         self.journal.staleness(told, at.step, workers=len(self.notes.staleness))
         tested = at.step if at.evaluated < 0 else at.evaluated // self.world.size
         self.journal.concluded(asdict(outcome), totals, phases(self.events.totals, stats), tested)
+        self.write_summary(outcome)
         return outcome

@@ -24,6 +24,7 @@ from syncline.bench.race.splits import read_splits
 from syncline.bench.race.view import View
 from syncline.bench.workloads import build
 from syncline.errors import IncompatibleError, ProtocolError, SpecError, WorldError
+from syncline.training.folder import RunFolder
 from tests.bench.racing import NETWORK, PLAN, WORKLOAD, Silent, make_race
 
 pytestmark = pytest.mark.xdist_group("race")  # they share a fixture that takes long
@@ -433,6 +434,12 @@ def test_scaling_points_are_runs_like_any_other(tmp_path: Path) -> None:
 
 
 # Bad input.
+
+
+def test_two_races_do_not_begin_in_one_folder(tmp_path: Path) -> None:
+    with RunFolder(tmp_path).lock(), pytest.raises(IncompatibleError, match="is in use by another job"):
+        begin(tmp_path, PLAN, build(WORKLOAD))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_holds_a_race_is_not_begun_again(copy: Path) -> None:

@@ -102,7 +102,7 @@ def test_config_and_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "do not tell" not in (tmp_path / "system.json").read_text()
 
 
-SUMMARY = {
+SUMMARY: dict[str, Any] = {
     "status": "success",
     "stopped_by": "epochs",
     "error": None,

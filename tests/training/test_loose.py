@@ -277,6 +277,19 @@ def test_a_stopped_run_goes_on(tmp_path: Path, seed: int) -> None:
     assert saved.name == f"step-{before[0]:08}"
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_on_another_number_of_workers_all_go_on_from_one_place(tmp_path: Path, ranks: int) -> None:
+    """That of rank 0: the straggler's own share of the samples is another one now."""
+    calls = iter(range(10**6))
+    simulate(Settings(epochs=4), 2, folder=tmp_path, slow=[Slow(1, 3.0)], stop=lambda: next(calls) > 15)
+    workload = Tiny()
+    found, _ = simulate(Settings(epochs=4), ranks, folder=tmp_path, resume=True, workload=workload)
+    begun = events(tmp_path, "sl_resumed")[0]["value"]
+    assert {outcome.steps for outcome in found.results} == {found.results[0].steps}
+    left = found.results[0].steps - begun
+    assert all(left - workload.losses[rank] in (0, 1, 2) for rank in range(ranks)), "but for rounds without data"
+
+
 def test_checkpoints_are_met_for_after_going_on(tmp_path: Path) -> None:
     """The straggler was stopped behind the others: it waits nowhere for those who have been there already."""
     slow, calls = [Slow(1, 3.0)], iter(range(10**6))

@@ -14,7 +14,8 @@ examples:
   syncline train digits -n 4 --strategy "ssp(slack=3)" --servers 1 --on-failure continue      go on without the lost
 
 Workloads: digits, fashion, stdlib, regression, logistic, or a script of yours by its path. The run folder (runs/… or
---out) has log.jsonl, config.json, system.json and checkpoints/. Ctrl-C ends the run after a step, with a checkpoint.
+--out) has log.jsonl, config.json, system.json, summary.json and checkpoints/. Ctrl-C or SIGTERM ends the run after a
+step, with a checkpoint.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from syncline.bench.race.reading import PLAN, REGISTRY, SYSTEM, Race, read_race
 from syncline.bench.race.registry import Registry, digest_files, locked, sha256
 from syncline.bench.race.splits import write_splits
 from syncline.errors import IncompatibleError, ProtocolError, SpecError, SynclineError
-from syncline.training.folder import RunFolder, make_writable
+from syncline.training.folder import RunFolder
 from syncline.training.system import describe_machine, describe_versions
 from syncline.training.workload import Workload
 
@@ -32,15 +32,18 @@ class Watcher(Protocol):
 
 
 def begin(folder: Path, plan: Plan, workload: Workload) -> None:
-    """Write the plan down, before anything is run."""
-    if (folder / PLAN).exists():
-        raise IncompatibleError(f"{folder} holds a race already: go on with --resume {folder}, or name another folder")
-    make_writable(folder)
-    splits = write_splits(workload, folder)
-    RunFolder(folder).write("system", {"versions": describe_versions(), "machine": describe_machine()})
-    (folder / PLAN).write_text(plan.as_json())
-    sums = {"plan_sha256": sha256(folder / PLAN), "splits": splits, "system_sha256": sha256(folder / SYSTEM)}
-    Registry(folder / REGISTRY).append("planned", **sums)
+    """Write the plan down, before anything is run; one process at a time, so that plans do not mix."""
+    place = RunFolder(folder)
+    with place.lock():
+        if (folder / PLAN).exists():
+            raise IncompatibleError(
+                f"{folder} holds a race already: go on with --resume {folder}, or name another folder"
+            )
+        splits = write_splits(workload, folder)
+        place.write("system", {"versions": describe_versions(), "machine": describe_machine()})
+        (folder / PLAN).write_text(plan.as_json())
+        sums = {"plan_sha256": sha256(folder / PLAN), "splits": splits, "system_sha256": sha256(folder / SYSTEM)}
+        Registry(folder / REGISTRY).append("planned", **sums)
 
 
 class Runner:

@@ -192,6 +192,9 @@ class _Loading:
     def _apply_run(self, name: str, run: Any) -> None:
         names = names_of(run.model)
         local = None if self.own is None else self.own["runs"][name]
+        if local is not None and self.manifest.ranks != self.meeting.size:
+            # Each worker's share of the data is another now: all go on from the place of the one that wrote it.
+            local = {key: value for key, value in local.items() if key != "place"}
         put: Callable[[Any, Any], None] = lambda target, tree: put_optimizer(target, tree, names)  # noqa: E731
         self._change(run.model, model_tree, put_model, self.models[name])
         self._change(run.optimizer, lambda target: optimizer_tree(target, names), put, self.states[name]["optimizer"])

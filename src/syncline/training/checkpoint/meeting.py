@@ -95,6 +95,11 @@ class Meeting:
         for run in self._loose:
             run.saving_team = self.team
 
+    def release(self) -> None:
+        """The save is over, whatever came of it."""
+        for run in self._loose:
+            run.saving_team = None
+
     def settle(self, edition: int | None, error: PeerLostError | None) -> int | None:
         """The edition that an attempt has saved, or None where all begin again without those that were lost."""
         if self._survivors is not None:

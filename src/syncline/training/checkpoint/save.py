@@ -42,9 +42,12 @@ def save(folder: str | PathLike[str], *, step: int, keep: int | None = 3, **obje
     meeting = Meeting.to_save(objects)
     with meeting.span("sl_checkpoint_seconds", step):
         edition: int | None = None
-        while edition is None:
-            meeting.assemble()
-            edition = meeting.settle(*_attempt(_Saving(meeting, Path(folder), step, objects), keep))
+        try:
+            while edition is None:
+                meeting.assemble()
+                edition = meeting.settle(*_attempt(_Saving(meeting, Path(folder), step, objects), keep))
+        finally:
+            meeting.release()
         return Path(folder) / Entry(step, edition).name
 
 

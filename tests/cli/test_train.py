@@ -192,6 +192,7 @@ def ended(run: Run, code: int) -> Run:
 def test_digits_on_two_workers(runs: Runs) -> None:
     run = ended(runs.run("train", "digits", "-n", "2", "--epochs", "3", "--target", "0.5", "--trace"), 0)
     lines = run.out.splitlines()
+    assert run.err.startswith("syncline: starting 2 workers\n")
     assert any(line.startswith("epoch 1/3: validation accuracy 0.") for line in lines)
     (folder,) = (runs.folder / "runs").iterdir()
     assert folder.name.startswith("digits-")

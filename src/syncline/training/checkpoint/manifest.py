@@ -72,8 +72,14 @@ def verify(folder: Path, checksums: bool = True) -> Manifest:
 
 
 def verify_changed(folder: Path) -> None:
-    """As `verify`; checksums are compared only where a file was written to after the manifest, which comes last."""
-    sealed = (folder / MANIFEST).stat().st_mtime_ns if (folder / MANIFEST).exists() else 0
+    """As `verify`; checksums are compared only where a file was written to after the manifest, which comes last.
+
+    Of a checkpoint that another version of Syncline wrote nothing is known, and so nothing is said.
+    """
+    told = read_json(folder / MANIFEST)
+    if isinstance(told, dict) and told.get("version", VERSION) != VERSION:
+        return
+    sealed = (folder / MANIFEST).stat().st_mtime_ns
     changed = any(path.stat().st_mtime_ns >= sealed for path in folder.glob("*/*"))
     verify(folder, checksums=changed)
 

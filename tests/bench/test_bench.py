@@ -113,6 +113,14 @@ def test_what_step_and_teams_refuse(arguments: list[str], says: str, capsys: pyt
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("what", ["collectives", "network", "step", "teams", "codecs", "server", "stragglers"])
+def test_a_folder_that_cannot_be_written_to(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused before anything is measured: each of these would take minutes."""
+    (tmp_path / "file").touch()
+    assert main(["bench", what, "--out", str(tmp_path / "file" / "inside")]) == 2
+    assert "inside cannot be written to (Not a directory)" in capsys.readouterr().err
+
+
 ROW = {
     "contender": "gloo",
     "bytes": 4096,

@@ -24,6 +24,7 @@ from syncline.bench.race.splits import read_splits
 from syncline.bench.race.view import View
 from syncline.bench.workloads import build
 from syncline.errors import IncompatibleError, ProtocolError, SpecError, WorldError
+from syncline.training.folder import RunFolder
 from tests.bench.racing import NETWORK, PLAN, WORKLOAD, Silent, make_race
 
 pytestmark = pytest.mark.xdist_group("race")  # they share a fixture that takes long
@@ -105,7 +106,10 @@ def test_a_plan_reads_back() -> None:
     assert Plan.from_json(plan.as_json()) == plan
 
 
-@pytest.mark.parametrize("text", ["", "[]", "7", '{"format": 99}', '{"format": 1}', '{"format": 1, "entries": 3}'])
+PLANS = ["", "[]", "7", '{"format": 99}', '{"format": 1}', '{"format": 1, "entries": 3}', '{"format": ' + "[" * 9999]
+
+
+@pytest.mark.parametrize("text", PLANS, ids=lambda text: text[:20])
 def test_what_is_no_plan_is_named(text: str) -> None:
     with pytest.raises(ProtocolError, match=r"somewhere/race\.json"):
         Plan.from_json(text, "somewhere/race.json")
@@ -195,6 +199,10 @@ def test_entries_from_a_file(tmp_path: Path) -> None:
     [
         ("entry = [", "is not TOML"),
         ("", "has no entries"),
+        pytest.param(f"entry = {'[' * 5000}", "is not TOML: maximum recursion depth", id="deep"),
+        pytest.param(f"[[entry]]\nlearning_rate = {'1' * 5000}", "is not TOML: Exceeds the limit", id="digits"),
+        pytest.param(f"[[entry]]\nlearning_rate = {'1' * 4000}", "bits is not a number that fits", id="large"),
+        pytest.param(f"[[entry]]\nname = {'[' * 200 + ']' * 200}", "[[[… is not a text", id="nested"),
         ("entry = 3", "has no entries"),
         ("[[entry]]\nstrategy = 'allreduce'\n[more]\n", "unknown table 'more'"),
         ("[[entry]]\nstrategie = 'allreduce'", "did you mean 'strategy'"),
@@ -428,6 +436,12 @@ def test_scaling_points_are_runs_like_any_other(tmp_path: Path) -> None:
 # Bad input.
 
 
+def test_two_races_do_not_begin_in_one_folder(tmp_path: Path) -> None:
+    with RunFolder(tmp_path).lock(), pytest.raises(IncompatibleError, match="is in use by another job"):
+        begin(tmp_path, PLAN, build(WORKLOAD))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_that_holds_a_race_is_not_begun_again(copy: Path) -> None:
     with pytest.raises(IncompatibleError, match="--resume"):
         begin(copy, PLAN, build(WORKLOAD))
@@ -497,3 +511,28 @@ def test_the_view_tells_the_race(tmp_path: Path, terminal: bool) -> None:
         assert "target reached after" in shown
         assert "target not reached, best gap" in shown
         assert "left" in shown
+
+
+def test_a_long_run_leaves_lines_where_no_table_rewrites_itself(tmp_path: Path) -> None:
+    begin(tmp_path / "race", PLAN, build(WORKLOAD))
+    screen, seconds = io.StringIO(), [0.0]
+    console = Console(file=screen, width=100, color_system=None)
+    run = PLAN.runs()[0]
+    with View(read_race(tmp_path / "race"), console, clock=lambda: seconds[0]) as view:
+        view.begun(run, tmp_path / "race" / run.folder, 0, 9)
+        for seconds[0] in (10.0, 31.0, 50.0, 62.0):
+            view.tick()
+    assert [line.split(", ")[-1] for line in screen.getvalue().splitlines()] == [
+        "31.0 s; time left not known yet",
+        "1:02; time left not known yet",
+    ]
+
+
+def test_a_simulation_without_end_counts_as_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("syncline.runtime.kernel.PROGRESS_EVERY_S", 1e-3)
+    begin(tmp_path / "race", replace(PLAN, limit=1e-6, seeds=(1,)), build(WORKLOAD))
+    assert Runner(tmp_path / "race", SimulatedArena(NETWORK), Silent()).run()
+    found = read_race(tmp_path / "race").runs
+    assert {run.status for run in found} == {"hung"}
+    assert found[0].reason is not None
+    assert "(--limit)" in found[0].reason

@@ -100,6 +100,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
         ("digits --lab fast", SpecError, "fast"),
         ("digits --simulate fast", SpecError, "network(latency"),
         ("digits --out used", IncompatibleError, "--resume used"),
+        ("digits --out used/race.json/inside", SpecError, "race.json/inside cannot be written to (Not a directory)"),
         ("digits --resume used", SpecError, "leave out the workload"),
         ("--resume nowhere", SpecError, "nowhere is not a race's folder"),
         ("--resume used --epochs 3 -n 2", SpecError, "takes no other arguments; leave out -n, --epochs"),
@@ -130,7 +131,9 @@ def test_on_the_simulator_it_ends_with_a_report(
     line = f"{CONVEX} -n 2 --simulate 10mbit --target 0.05 --epochs 3 --seeds 2 --entries two.toml --out here"
     code = race.run(parsed(*line.replace(CONVEX, "W").split()[1:], CONVEX))
     assert code == 0
-    assert capsys.readouterr().out.strip() == "here/report.html"
+    told = capsys.readouterr()
+    assert told.out.strip() == "here/report.html"
+    assert "reached gap 0.05" in told.err or "was ahead: gap 0.05" in told.err, "the verdict"
     assert (tmp_path / "here" / "report.html").exists()
     found = json.loads((tmp_path / "here" / "report.json").read_text())
     assert found["plan"]["workload"] == CONVEX

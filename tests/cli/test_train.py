@@ -119,6 +119,32 @@ def test_other_settings_than_before_are_told(
     assert plan["settings"]["seed"] == 3
 
 
+@pytest.mark.parametrize("resume", [(), ("--resume", "auto")])
+def test_a_folder_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: tuple[str, ...]) -> None:
+    """Before a worker is started; and the job itself holds its folder while it runs."""
+    monkeypatch.chdir(tmp_path)
+    seen: list[str] = []
+
+    def note(job: start.Job, ranks: int) -> int:
+        with pytest.raises(IncompatibleError, match=f"a is in use by another job .process {os.getpid()} on "):
+            train.run(parsed(CONVEX, "--out", "a", *resume))
+        seen.append("started")
+        return 0
+
+    monkeypatch.setattr(train, "run_here", note)
+    assert train.run(parsed(CONVEX, "--out", "a", *resume)) == 0
+    assert seen == ["started"], "the second one was not"
+    assert train.run(parsed(CONVEX, "--out", "a", *resume)) == 0, "when the first is over"
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    monkeypatch.setattr(train, "run_here", lambda *_: pytest.fail("it was started"))
+    with pytest.raises(SpecError, match=r"file/a cannot be written to \(Not a directory\): name another folder"):
+        train.run(parsed(CONVEX, "--out", "file/a"))
+
+
 def test_servers_and_what_a_loss_means_reach_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     started: list[start.Job] = []
@@ -166,6 +192,7 @@ def ended(run: Run, code: int) -> Run:
 def test_digits_on_two_workers(runs: Runs) -> None:
     run = ended(runs.run("train", "digits", "-n", "2", "--epochs", "3", "--target", "0.5", "--trace"), 0)
     lines = run.out.splitlines()
+    assert run.err.startswith("syncline: starting 2 workers\n")
     assert any(line.startswith("epoch 1/3: validation accuracy 0.") for line in lines)
     (folder,) = (runs.folder / "runs").iterdir()
     assert folder.name.startswith("digits-")
@@ -173,7 +200,15 @@ def test_digits_on_two_workers(runs: Runs) -> None:
     assert lines[-1].endswith(f"; runs/{folder.name}")
     assert "target 0.5 reached after" in lines[-1]
     names = {path.name for path in folder.iterdir()}
-    assert names == {"log.jsonl", "config.json", "system.json", "checkpoints", "trace-rank0.json", "trace-rank1.json"}
+    assert names == {
+        "log.jsonl",
+        "config.json",
+        "system.json",
+        "summary.json",
+        "checkpoints",
+        "trace-rank0.json",
+        "trace-rank1.json",
+    }
     assert read_log(folder)[-1]["metadata"]["stopped_by"] == "target"
     for rank in range(2):
         assert isinstance(json.loads((folder / f"trace-rank{rank}.json").read_text()), list)
@@ -196,11 +231,11 @@ def test_workers_at_their_own_pace_and_one_of_them_slow(runs: Runs) -> None:
     assert found["sl_phases"]["value"]["elapsed"] >= 4 * 2 * 539 * 0.0005, "all wait at the end for the slow one"
 
 
-def rank_process(runs: Runs, rank: int) -> int:
-    """The process of a rank among those that came of these runs."""
-    wanted = f"RANK={rank}".encode()
+def process_with(runs: Runs, variable: str) -> int:
+    """The process with that variable among those that came of these runs."""
+    wanted = variable.encode()
     found = [pid for pid in runs.processes() if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
-    assert len(found) == 1, f"rank {rank} is {found}"
+    assert len(found) == 1, f"{variable} is {found}"
     return found[0]
 
 
@@ -213,15 +248,20 @@ def evaluations(folder: Path) -> list[float]:
 
 @pytest.mark.xdist_group("launch")
 def test_a_killed_worker_does_not_end_the_run(runs: Runs) -> None:
-    """Its clock holds nobody back, the others reach the target, and log and exit code tell of it."""
+    """Its clock holds nobody back, the others reach the target and save, and log and exit code tell of it.
+
+    The evaluator is killed too: a worker evaluates in its place.
+    """
     options = ["--strategy", "ssp(slack=3)", "--servers", "1", "--on-failure", "continue", "--out", "a"]
     run = runs.start("train", "digits", "-n", "3", *options, "--pace", "0.003", "--target", "0.9", "--epochs", "60")
     folder = runs.folder / "a"
     wait_for(lambda: evaluations(folder) or run.process.exitcode is not None, run.describe())
-    os.kill(rank_process(runs, 2), signal.SIGKILL)
+    os.kill(process_with(runs, "RANK=2"), signal.SIGKILL)
+    os.kill(process_with(runs, "SYNCLINE_ROLE=evaluator"), signal.SIGKILL)
     ended(run.finish(), 128 + signal.SIGKILL)
     assert "target 0.9 reached after" in run.out.splitlines()[-1]
     assert "syncline: rank 2 was killed by signal 9 (SIGKILL); the others go on" in run.err
+    assert "the evaluator is lost (it was killed by signal 9 (SIGKILL)): rank 0 evaluates" in run.err
     found = {line["key"]: line for line in read_log(folder)}
     assert found["sl_lost"]["value"] == {"2": "it was killed by signal 9 (SIGKILL)"}
     steps = found["sl_steps"]["value"]
@@ -229,6 +269,7 @@ def test_a_killed_worker_does_not_end_the_run(runs: Runs) -> None:
     assert evaluations(folder)[-1] >= 0.9
     assert found["run_stop"]["metadata"]["status"] == "success"
     assert found["run_stop"]["metadata"]["stopped_by"] == "target"
+    assert latest(folder / "checkpoints") == found["run_stop"]["metadata"]["step"]
     wait_for(lambda: not runs.processes(), f"no process is left, but {runs.processes()}")
     left = [path.name for path in runs.temporary.iterdir() if not path.name.startswith("torchinductor")]
     assert left == [], "torch makes itself a folder for what it compiles"
@@ -246,13 +287,17 @@ def test_divergence_is_a_sentence(runs: Runs) -> None:
 
 
 @pytest.mark.xdist_group("launch")
-def test_ctrl_c_and_go_on(runs: Runs) -> None:
-    """Ctrl-C ends it with 130 and a checkpoint; resumed, it ends with the bits of a run that nobody interrupted."""
+def test_sigterm_and_go_on(runs: Runs) -> None:
+    """SIGTERM to every process, as batch systems send it, ends the run as Ctrl-C does: with a checkpoint and a line.
+
+    Resumed, it ends with the bits of a run that nobody interrupted.
+    """
     common = ("train", CONVEX, "-n", "2", "--batch", "16", "--collective", "ring", "--out")
     run = runs.start(*common, "a", "--epochs", "1000000")
     wait_for(lambda: "epoch 3/" in run.out or run.process.exitcode is not None, run.describe())
-    os.kill(run.pid, signal.SIGINT)
-    ended(run.finish(), 130)
+    for process in (*runs.processes(), run.pid):
+        os.kill(process, signal.SIGTERM)
+    ended(run.finish(), 128 + signal.SIGTERM)
     folder = runs.folder / "a"
     last = run.out.splitlines()[-1]
     assert last.startswith("stopped: ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -64,7 +65,7 @@ class Scripted:
     def running(self) -> list[str]:
         return [one.name for many in self.fate for one in many]
 
-    def signal(self, number: int) -> None:
+    def signal(self, number: int, ranks_only: bool = False) -> None:
         self.sent.append(number)
 
     def close(self) -> None:
@@ -269,3 +270,51 @@ def test_reports_that_are_not_ours(tmp_path: Path) -> None:
     with open(path, "w") as file:
         file.write('{"half')
     assert read_report(path) is None
+
+
+class Signalled(Scripted):
+    """Two ranks and a server; the launcher is sent SIGTERM, and a rank ends when it is sent something."""
+
+    def __init__(self) -> None:
+        server = Ended(name="server 0", rank=None, code=-9)
+        super().__init__([ended(0, 130), ended(1, 130)], [server], raised=[])
+        self.of_ranks: list[int] = []
+
+    def poll(self) -> list[Ended]:
+        if not self.sent and not self.of_ranks:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self.fate.pop(0) if (self.sent if len(self.fate) == 1 else self.of_ranks) else []
+
+    def signal(self, number: int, ranks_only: bool = False) -> None:
+        (self.of_ranks if ranks_only else self.sent).append(number)
+
+
+def test_sigterm_asks_ranks_that_save_as_ctrl_c_does() -> None:
+    """The server, which they need until they have saved, is ended after them."""
+    crew, said = Signalled(), list[str]()
+    code = Supervisor(crew, Board(serve_store("127.0.0.1")), 2, policy="stop", say=said.append, saves=True).run()
+    assert (code, said) == (128 + signal.SIGTERM, [])
+    assert (crew.of_ranks, crew.sent) == ([signal.SIGINT], [signal.SIGKILL])
+
+
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_ranks_that_were_asked_to_stop_by_others_have_not_failed(policy: Policy) -> None:
+    """SIGTERM to a single worker: all save, and say so by their exit code."""
+    crew, said = Scripted([ended(1, 130)], [ended(0, 130)], raised=[]), list[str]()
+    crew.sent = [0]  # the second one ends by itself
+    code = Supervisor(crew, Board(serve_store("127.0.0.1")), 2, policy=policy, say=said.append, saves=True).run()
+    assert (code, said, crew.sent) == (130, [], [0])
+
+
+def test_an_evaluator_that_was_lost_is_no_failure_of_the_ranks() -> None:
+    gone = Ended(name="evaluator", rank=None, code=-9)
+    crew = Scripted([gone], [ended(0, 0), ended(1, 0)], raised=[])
+    crew.sent = [0]
+    said, board = list[str](), Board(serve_store("127.0.0.1"))
+    code = Supervisor(crew, board, 2, policy="continue", say=said.append, finishing=("evaluator",)).run()
+    assert code == 0
+    assert said == [
+        "evaluator was killed by signal 9 (SIGKILL); the others go on",
+        "evaluator failed; the others ended by themselves",
+    ]
+    assert b"SIGKILL" in board.store.get("syncline/dead/evaluator")

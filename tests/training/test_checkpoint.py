@@ -305,8 +305,69 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
         load(tmp_path, step=5)
     with pytest.raises(sl.SpecError, match="is the checkpoint of step 10, not 15"):
         load(tmp_path / "step-00000010", step=15)
-    save(tmp_path, step=12, keep=1)  # lower than others, and just written
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000012"]
+
+
+def test_a_rollback_is_not_shadowed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Later steps than the one saved belong to training that was given up: they are set aside and named."""
+    for step in (100, 110, 120):
+        save(tmp_path, step=step, value=step)
+    load(tmp_path, step=100)
+    for step in (101, 102):
+        save(tmp_path, step=step, value=-step)
+    assert load(tmp_path) == {"step": 102, "value": -102}
+    assert load(tmp_path, step=101) == {"step": 101, "value": -101}
+    assert load(tmp_path / "abandoned-step-00000120") == {"step": 120, "value": 120}
+    assert "abandoned-step-00000110, abandoned-step-00000120" in caplog.text
+    with pytest.raises(sl.SpecError, match=r"no checkpoint of step 120; .*abandoned-step-00000120"):
+        load(tmp_path, step=120)
+    for step in (110, 120, 105):
+        save(tmp_path, step=step, value=0)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    again = ["abandoned-step-00000110", "abandoned-step-00000110-2", "abandoned-step-00000120"]
+    assert names == [*again, "abandoned-step-00000120-2", "step-00000102", "step-00000105"]
+    assert load(tmp_path / "abandoned-step-00000120") == {"step": 120, "value": 120}, "the first one is untouched"
+
+
+def test_a_rollback_keeps_steps_that_are_saved_again(tmp_path: Path) -> None:
+    """A run that went on from step 100 saves 110 once more: the first one is of the training that was given up."""
+    with sl.init() as world:
+        model = net()
+        run = Solo(model, torch.optim.SGD(model.parameters()), world)
+        for step in (100, 110, 120):
+            save(tmp_path, step=step, run=run, value=step)
+        load(tmp_path, step=110, run=model)  # a look at the model alone is no rollback
+        save(tmp_path, step=130, keep=None, run=run, value=130)
+        load(tmp_path / "step-00000100", run=run)
+        save(tmp_path, step=110, run=run, value=-110)
+        assert load(tmp_path, run=run) == {"step": 110, "value": -110}
+        save(tmp_path, step=110, run=run, value=-111)
+    aside = [f"abandoned-step-00000{step}" for step in (110, 120, 130)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*aside, "step-00000100", "step-00000110-2"]
+    assert load(tmp_path / aside[0]) == {"step": 110, "value": 110}
+
+
+@pytest.mark.parametrize("how", ["cut", "flipped", "no manifest"])
+def test_damaged_ones_do_not_count_in_keep(tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, step=step, value=torch.full((8,), float(step)))
+    damage(tmp_path / "step-00000030", how)
+    save(tmp_path, step=40, keep=3)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["damaged-step-00000030", "step-00000010", "step-00000020", "step-00000040"]
+    assert "damaged-step-00000030" in caplog.text
+    save(tmp_path, step=50, keep=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [names[0], *names[2:], "step-00000050"]
+
+
+def damage(path: Path, how: str) -> None:
+    """Spoil one file of a checkpoint."""
+    if how == "no manifest":
+        (path / "manifest.json").unlink()
+        return
+    file = next((path / "shared").glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data if how == "flipped" else data[:-1])
 
 
 def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:

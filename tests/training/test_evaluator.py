@@ -57,7 +57,7 @@ def steady(world: World, board: MemoryBoard, steps: int = 10, seconds: float = 0
             break
         world.compute(seconds)
         board.common.steps = [count + 1 for count in board.common.steps]
-    board.post("over", [REASONS.index("steps"), 0.0])
+    board.post("over", [REASONS.index("steps"), 0.0, 10])
 
 
 @pytest.mark.parametrize("late", [0.0, 2.0])
@@ -107,7 +107,7 @@ def test_nobody_steps() -> None:
 def test_a_stopped_run_is_not_tested() -> None:
     def stopped(world: World, board: MemoryBoard) -> None:
         board.post("start", [0.0, -1, float("nan"), 0, float("nan")])
-        board.post("over", [REASONS.index("signal"), 1.0])
+        board.post("over", [REASONS.index("signal"), 1.0, 3])
 
     notes = watched(stopped, Settings(epochs=1))
     assert notes.test is not None

@@ -102,6 +102,45 @@ def test_config_and_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "do not tell" not in (tmp_path / "system.json").read_text()
 
 
+SUMMARY: dict[str, Any] = {
+    "status": "success",
+    "stopped_by": "epochs",
+    "error": None,
+    "lost": {},
+    "workload": "tiny",
+    "workers": 2,
+    "seed": 3,
+    "strategy": "allreduce",
+    "codec": None,
+    "collective": "ring",
+    "metric": "accuracy",
+    "target": 0.999,
+    "target_reached": False,
+    "time_to_target_seconds": None,
+    "epochs": 2,
+    "steps": 14,
+    "samples": 100,
+}
+
+
+def test_a_summary_for_scripts(tmp_path: Path) -> None:
+    settings = Settings(epochs=2, seed=3, target=0.999, collective="ring")
+    (found, _) = run(Tiny(), 2, settings, folder=tmp_path, seconds_a_sample=0.01)
+    told = json.loads((tmp_path / "summary.json").read_text())
+    assert {key: told[key] for key in SUMMARY} == SUMMARY
+    assert (told["test"], told["validation"]) == (found.test, found.validation)
+    assert told["training_seconds"] == found.seconds > 0
+    assert told["elapsed_seconds"] == found.elapsed > found.seconds
+    assert told["bytes_logical"] == told["bytes_wire"] == logged(tmp_path, "sl_comm_bytes_wire")[0]
+    assert Path(told["folder"]) == tmp_path
+    assert Path(told["log"]) == tmp_path / "log.jsonl"
+    assert Path(told["checkpoint"]) == tmp_path / "checkpoints" / "step-00000014"
+    stopped = run(Tiny(), 2, Settings(epochs=9, seed=3), folder=tmp_path, resume=True, stop=lambda: True)
+    told = json.loads((tmp_path / "summary.json").read_text())
+    assert (told["status"], told["stopped_by"], told["test"]) == ("aborted", "signal", None)
+    assert told["steps"] == stopped[0].steps
+
+
 def test_no_files_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run(Tiny(), 2, Settings(epochs=1))
@@ -174,6 +213,9 @@ def test_a_failure_is_in_the_log(tmp_path: Path) -> None:
     last = read_log(tmp_path)[-1]
     assert last["key"] == "run_stop"
     assert last["metadata"] == {"status": "aborted", "error": "ValueError: no more"}
+    told = json.loads((tmp_path / "summary.json").read_text())
+    assert (told["status"], told["error"], told["stopped_by"]) == ("aborted", "ValueError: no more", None)
+    assert (told["steps"], told["checkpoint"]) == (3, None)
 
 
 def test_another_run_is_not_written_over(tmp_path: Path) -> None:

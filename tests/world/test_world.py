@@ -132,3 +132,53 @@ def test_importing_does_no_work() -> None:
         "assert 'syncline.testing' not in sys.modules and 'syncline.transports.torch_dist' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("syncline.runtime.kernel.PROGRESS_EVERY_S", 1e-3)
+
+
+@pytest.mark.usefixtures("soon")
+def test_a_long_simulation_tells_its_progress() -> None:
+    seen: list[float] = []
+
+    def work(world: sl.World) -> None:
+        while len(seen) < 2:
+            world.compute(1.0)
+
+    found = sl.simulate(work, ranks=2, progress=seen.append)
+    assert seen == sorted(seen)
+    assert 0.0 <= seen[0] <= found.time
+
+
+@pytest.mark.usefixtures("soon")
+def test_what_progress_raises_ends_a_simulation() -> None:
+    def work(world: sl.World) -> None:
+        while True:
+            world.compute(1.0)
+
+    def enough(now: float) -> None:
+        raise ValueError("enough")
+
+    with pytest.raises(ValueError, match="enough"):
+        sl.simulate(work, ranks=2, progress=enough)
+
+
+@pytest.mark.usefixtures("soon")
+def test_progress_is_a_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("syncline.world.simulation.SHOW_EVERY_S", 0.0)
+    lines: list[str] = []
+
+    def work(world: sl.World) -> None:
+        while not lines:
+            world.compute(1.0)
+            lines.extend(capsys.readouterr().err.splitlines())
+
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    sl.simulate(work, ranks=2)
+    assert "2 simulated ranks: " in lines[0]
+    lines.clear()
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
+    sl.simulate(lambda world: world.compute(1.0), ranks=2)
+    assert capsys.readouterr().err == ""

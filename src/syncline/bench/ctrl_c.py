@@ -1,4 +1,4 @@
-"""Ctrl-C in a worker: a wish first, an order the second time."""
+"""Signals that ask a worker to stop: the first Ctrl-C is a wish, the second an order."""
 
 from __future__ import annotations
 
@@ -16,14 +16,23 @@ SAME_KEY = 0.5
 
 
 class CtrlC:
-    """The first one asks the run to stop after a step; another one ends it at once."""
+    """The first one asks the run to stop after a step; another one ends it at once.
 
-    def __init__(self) -> None:
+    With `terminated` SIGTERM asks for the same, however often it comes: batch systems send it to every process.
+    """
+
+    def __init__(self, terminated: bool = False) -> None:
         self._first: float | None = None
+        self._terminated = False
         signal.signal(signal.SIGINT, self._note)
+        if terminated:
+            signal.signal(signal.SIGTERM, self._note_end)
 
     def __call__(self) -> bool:
-        return self._first is not None
+        return self._terminated or self._first is not None
+
+    def _note_end(self, number: int, frame: FrameType | None) -> None:
+        self._terminated = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

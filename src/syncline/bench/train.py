@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -11,9 +12,12 @@ from typing import Any
 
 from syncline.bench.ctrl_c import INTERRUPTED, CtrlC
 from syncline.bench.workloads import build
+from syncline.environment.base import SAVES
 from syncline.errors import SynclineError
 from syncline.strategies import build_strategy
+from syncline.training.checkpoint import latest
 from syncline.training.evaluator import is_evaluator, observe
+from syncline.training.folder import RunFolder
 from syncline.training.loop import Outcome, train
 from syncline.training.progress import Progress, duration
 from syncline.training.settings import Settings
@@ -58,8 +62,10 @@ class TrainPlan:
 
 def rank_main(plan: TrainPlan) -> int:
     """Train on this rank, or evaluate beside the ranks; the exit code."""
-    stop = CtrlC()
+    stop = CtrlC(terminated=SAVES in os.environ)
     if is_evaluator():  # it ends when the workers do, whoever is asked to stop
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         observe(build(plan.workload), plan.settings, build_strategy(plan.settings.strategy))
         return 0
     with init() as world:
@@ -77,6 +83,7 @@ def rank_main(plan: TrainPlan) -> int:
             stop=stop,
             seconds_a_sample=plan.seconds_a_sample,
             slow=plan.slow,
+            lock=False,  # the launcher holds it
         )
         if world.rank == _speaker(world):
             print(describe(outcome, plan), flush=True)
@@ -95,7 +102,8 @@ def describe(outcome: Outcome, plan: TrainPlan) -> str:
     folder = plan.folder if near.startswith("..") else near
     took = f"{outcome.steps} steps in {duration(outcome.seconds)} of training, {duration(outcome.elapsed)} in all"
     if outcome.test is None:
-        saved = "nothing was saved" if plan.settings.checkpoint_every == 0 else f"go on with --resume {folder}"
+        kept = latest(RunFolder(plan.folder).checkpoints) is not None
+        saved = f"go on with --resume {folder}" if kept else "nothing was saved"
         return f"stopped: {took}; {saved}"
     target = plan.settings.target
     if target is None:

@@ -41,6 +41,7 @@ from syncline.cli.bench_launch import add_places, by_mpi, launch
 from syncline.collectives import build
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
 from syncline.exchange import check_wire
+from syncline.training.folder import make_writable
 
 __all__ = ["HELP", "configure", "run"]
 
@@ -105,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         return bench_step.run(arguments, folder)
     result = folder / f"{arguments.what}.json"
     plan = _plan(arguments, str(result.absolute()))
-    folder.mkdir(parents=True, exist_ok=True)
+    make_writable(folder)
     code = launch(arguments, arguments.what, plan, arguments.lab)
     if code:
         return code

@@ -10,6 +10,7 @@ from syncline.bench.codecs import CodecsPlan, measure
 from syncline.bench.codecs_report import codecs_plot, codecs_table
 from syncline.bench.sizes import parse_sizes
 from syncline.errors import UnsupportedError
+from syncline.training.folder import make_writable
 
 __all__ = ["configure", "run"]
 
@@ -27,8 +28,8 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
     named = [spec.strip() for spec in arguments.codecs.split(";") if spec.strip()]
     usual = CodecsPlan(sizes=parse_sizes(arguments.sizes), rounds=arguments.rounds, threads=arguments.threads)
     plan = CodecsPlan(usual.sizes, named, usual.rounds, usual.threads) if named else usual
+    make_writable(folder)
     document = measure(plan)
-    folder.mkdir(parents=True, exist_ok=True)
     result = folder / "codecs.json"
     result.write_text(json.dumps(document, indent=1))
     print(codecs_table(document))

@@ -24,6 +24,7 @@ from syncline.launch.machine import warn_if_crowded
 from syncline.launch.mpi import mpi_command
 from syncline.launch.start import Job, run_here, run_on_hosts
 from syncline.launch.variables import company, threads_each
+from syncline.training.folder import make_writable
 
 __all__ = ["configure", "run"]
 
@@ -52,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, folder: Path) -> int:
     """Measure; the exit code."""
     _check(arguments)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_writable(folder)
     if arguments.soak is not None:
         return _soak(arguments, folder)
     if arguments.sweep:

@@ -22,6 +22,7 @@ from syncline.exchange import check_wire
 from syncline.launch.lab import parse_lab
 from syncline.specs import nearest
 from syncline.strategies import build_strategy
+from syncline.training.folder import make_writable
 
 __all__ = ["configure", "run", "step_labs"]
 
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
     runs = arguments.memory_runs
     if runs is None:
         runs = MEMORY_RUNS if len(labs) == 1 and len(plan.codecs) < 2 else 0
-    folder.mkdir(parents=True, exist_ok=True)
+    make_writable(folder)
     documents: list[dict[str, Any]] = []
     code = 0
     for lab in labs:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from syncline.bench.stragglers import SCENARIOS, StragglersPlan, measure, table
+from syncline.training.folder import make_writable
 
 __all__ = ["configure", "run"]
 
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
         simulate=arguments.simulate,
     )
     plan.check()
-    folder.mkdir(parents=True, exist_ok=True)
+    make_writable(folder)
     document = measure(plan, lambda text: print(text, file=sys.stderr, flush=True))
     print(f"{table(document)}\n\nwritten: {plan.out}")
     return 0

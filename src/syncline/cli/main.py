@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import os
@@ -37,6 +38,9 @@ HINTS = {
 }
 """What others call a command, and what to write here."""
 
+FILE_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+"""Errors of a file that are told by its name: what may not be read or written, and a disk that is full."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
@@ -52,14 +56,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.parser.refuse_unknown(unknown)
     try:
         return int(arguments.run(arguments))
-    except SynclineError as error:
-        print(f"syncline {arguments.command}: {error}", file=sys.stderr)
-        return REFUSED
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:  # nobody reads any more: | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python complains when it flushes at exit
         return 141
+    except SynclineError as error:
+        print(f"syncline {arguments.command}: {error}", file=sys.stderr)
+        return REFUSED
+    except OSError as error:
+        if error.errno not in FILE_ERRORS or error.filename is None:
+            raise
+        print(f"syncline {arguments.command}: {error.filename}: {error.strerror}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        return 130
 
 
 def _parser() -> CommandParser:

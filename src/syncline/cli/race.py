@@ -36,7 +36,7 @@ from syncline.bench.race.plan import Place, Plan, Tuning
 from syncline.bench.race.reading import Race, read_race
 from syncline.bench.race.runner import Runner, begin
 from syncline.bench.race.view import View
-from syncline.bench.report import write_report
+from syncline.bench.report import analyse, judge, write_report
 from syncline.bench.workloads import ScriptWorkload, build
 from syncline.errors import IncompatibleError, SpecError
 from syncline.launch.lab import Lab, parse_lab
@@ -149,6 +149,7 @@ def _conclude(folder: Path, complete: bool) -> int:
         path = write_report(folder, findings, race)
         for finding in findings if complete else ():
             _say(f"lint, {finding.severity}: {finding.title}: {finding.evidence}")
+        print(judge(analyse(race)).text(), file=sys.stderr, flush=True)
         print(path)
     if not complete:
         _say(f"{len(race.left())} of {len(race.plan.runs())} runs are left: syncline race --resume {folder}")

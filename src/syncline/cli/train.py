@@ -14,12 +14,14 @@ examples:
   syncline train digits -n 4 --strategy "ssp(slack=3)" --servers 1 --on-failure continue      go on without the lost
 
 Workloads: digits, fashion, stdlib, regression, logistic, or a script of yours by its path. The run folder (runs/… or
---out) has log.jsonl, config.json, system.json and checkpoints/. Ctrl-C ends the run after a step, with a checkpoint.
+--out) has log.jsonl, config.json, system.json, summary.json and checkpoints/. Ctrl-C or SIGTERM ends the run after a
+step, with a checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import logging
 import shutil
@@ -176,8 +178,18 @@ def run(arguments: argparse.Namespace) -> int:
         servers=arguments.servers,
         policy=arguments.on_failure,
         mpi=arguments.mpi,
+        saves=True,
+        announce=True,
     )
-    return _launch(arguments, job, job_place)
+    try:
+        with folder.lock():
+            if resume is False and folder.used():  # since the first look
+                raise IncompatibleError(folder.refusal())
+            folder.remove("summary")  # of an earlier attempt
+            return _launch(arguments, job, job_place)
+    finally:
+        with contextlib.suppress(OSError):
+            folder.path.rmdir()  # where nothing was written
 
 
 def _place(arguments: argparse.Namespace) -> tuple[tuple[Host, ...], int]:

@@ -51,7 +51,7 @@ def _read() -> dict[str, list[float]]:
         entries = json.loads(cache_file().read_text())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         logger.warning("%s cannot be read and is made anew: %s", cache_file(), error)
         return {}
     return entries if isinstance(entries, dict) else {}

@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 
 from syncline.errors import WorldError
 
-__all__ = ["Environment", "Rendezvous", "Variables"]
+__all__ = ["SAVES", "Environment", "Rendezvous", "Variables"]
+
+SAVES = "SYNCLINE_SAVES"
+"""Set by the launcher where Ctrl-C and SIGTERM ask the ranks to save and end; whoever serves them ends after them."""
 
 FIRST_PORT, PORTS = 20000, 12000
 """Ports derived from a job's name lie below Linux's ephemeral range (32768 and up)."""

@@ -65,8 +65,8 @@ def _watch(crew: LocalCrew, board: Board, control: Control) -> None:
                 if raised.name not in told:
                     told.add(raised.name)
                     board.post_raised(raised)
-        for number in control.signals():
-            crew.signal(number)
+        for number, ranks_only in control.signals():
+            crew.signal(number, ranks_only)
         if control.closed and asked is None:
             asked = time.monotonic()
             crew.signal(signal.SIGTERM)
@@ -90,13 +90,13 @@ class Control:
         line, _, self._rest = self._rest.partition(b"\n")
         return line
 
-    def signals(self) -> list[int]:
-        """The signals to pass on that have come since the last call."""
+    def signals(self) -> list[tuple[int, bool]]:
+        """The signals to pass on that have come since the last call, each with whether it is for the ranks alone."""
         while not self.closed and select.select([self._fd], [], [], 0)[0]:
             self._read()
         *lines, self._rest = self._rest.split(b"\n")
         found: list[dict[str, Any]] = [json.loads(line) for line in lines if line]
-        return [int(one["signal"]) for one in found]
+        return [(int(one["signal"]), bool(one.get("ranks_only", False))) for one in found]
 
     def _read(self) -> None:
         data = os.read(self._fd, 1 << 16)

@@ -25,8 +25,8 @@ class Crew(Protocol):
     def running(self) -> list[str]:
         """The names of those that have not ended."""
 
-    def signal(self, number: int) -> None:
-        """Send a signal to those that run, with all the processes they have started."""
+    def signal(self, number: int, ranks_only: bool = False) -> None:
+        """Send a signal to those that run, or to the ranks among them, with all the processes they have started."""
 
     def close(self) -> None:
         """End what is left, at once; nothing remains."""
@@ -51,9 +51,9 @@ class Several:
     def running(self) -> list[str]:
         return [name for crew in self.crews for name in crew.running()]
 
-    def signal(self, number: int) -> None:
+    def signal(self, number: int, ranks_only: bool = False) -> None:
         for crew in self.crews:
-            crew.signal(number)
+            crew.signal(number, ranks_only)
 
     def close(self) -> None:
         for crew in self.crews:

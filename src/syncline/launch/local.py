@@ -107,9 +107,10 @@ class LocalCrew:
     def running(self) -> list[str]:
         return [process.program.name for process in self._running]
 
-    def signal(self, number: int) -> None:
+    def signal(self, number: int, ranks_only: bool = False) -> None:
         for process in self._running:
-            _signal_group(process.pid, number)
+            if not ranks_only or process.program.rank is not None:
+                _signal_group(process.pid, number)
 
     def close(self) -> None:
         self.signal(signal.SIGKILL)

@@ -77,11 +77,11 @@ class RemoteCrew:
     def running(self) -> list[str]:
         return [name for share, _ in self._links for name in share.left]
 
-    def signal(self, number: int) -> None:
+    def signal(self, number: int, ranks_only: bool = False) -> None:
         for share, link in self._links:
             if share.left and number not in share.sent:  # a line more each time would fill a pipe that nobody reads
                 share.sent.add(number)
-                link.tell({"signal": int(number)})
+                link.tell({"signal": int(number), **({"ranks_only": True} if ranks_only else {})})
 
     def close(self) -> None:
         for _, link in self._links:

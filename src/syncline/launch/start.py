@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 from torch._C._distributed_c10d import TCPStore
 
+from syncline.environment.base import SAVES
 from syncline.launch.crew import Crew, Several
 from syncline.launch.failures import Ended
 from syncline.launch.horovod import tell_horovods
@@ -60,6 +61,11 @@ class Job:
     """The rank whose output is passed on untouched; None: every line has its rank."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """What every process is told beside where and who it is."""
+    saves: bool = False
+    """Whether its ranks save and end by themselves when they are asked to stop, by Ctrl-C or SIGTERM; servers and
+    evaluator end after them. All find `SAVES` in their environment. mpiexec ends its ranks in its own way."""
+    announce: bool = False
+    """Whether a line says who is started where standard error is no terminal, too."""
     horovod: bool = False
     """Whether the ranks are told who they are in Horovod's words too."""
 
@@ -145,7 +151,7 @@ def _lay_out(job: Job, places: Sequence[Place], common: Mapping[str, str]) -> li
     # Nobody beside the ranks and the servers joins MPI's world: there rank 0 evaluates.
     evaluators = 0 if job.mpi else job.evaluators
     told = company(workers, servers=job.servers, evaluators=evaluators, hosts=len(places), handlers=job.handlers)
-    told = {**told, **job.variables, **common}
+    told = {**told, **({SAVES: "1"} if job.saves and not job.mpi else {}), **job.variables, **common}
     if job.mpi:
         return lay_out_mpi(places, job.target, told, job.servers, job.server, plain=job.plain_rank is not None)
     ranks = lay_out(places, job.target, told, job.plain_rank)
@@ -159,7 +165,23 @@ def _supervise(job: Job, crew: Crew, board: Board, places: Sequence[Place], outp
     def say(text: str) -> None:
         output.say(f"syncline: {text}")
 
+    if job.announce or sys.stderr.isatty():
+        say(f"starting {_crowd(job, places)}")
     return _supervisor(job, crew, board, places, say).run()
+
+
+def _crowd(job: Job, places: Sequence[Place]) -> str:
+    """Who is started, for people.
+
+    >>> _crowd(Job(target=(), servers=2, evaluators=1), [Place(name="here", slots=4)])
+    '4 workers, 2 servers and an evaluator'
+    """
+    workers = sum(place.slots for place in places)
+    parts = [f"{workers} worker{'s' * (workers > 1)}"]
+    parts += [f"{job.servers} server{'s' * (job.servers > 1)}"] if job.servers else []
+    parts += ["an evaluator"] if job.evaluators and not job.mpi else []
+    whole = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
+    return f"{whole}{' by mpiexec' if job.mpi else ''}{f' on {len(places)} hosts' if len(places) > 1 else ''}"
 
 
 def _supervisor(
@@ -172,7 +194,9 @@ def _supervisor(
 ) -> Supervisor:
     ranks = 1 if job.mpi else sum(place.slots for place in places)  # mpiexec stands for all of them
     finishing = (EVALUATOR,) if job.evaluators else ()
-    return Supervisor(crew, board, ranks, policy=job.policy, say=say, tick=tick, finishing=finishing)
+    return Supervisor(
+        crew, board, ranks, policy=job.policy, say=say, tick=tick, finishing=finishing, saves=job.saves and not job.mpi
+    )
 
 
 @contextlib.contextmanager

@@ -63,10 +63,10 @@ class Board:
         self._read = {ENDED: 0, RAISED: 0}
 
     def post_dead(self, ended: Ended) -> None:
-        """Tell the ranks that one of them has failed."""
+        """Tell the ranks that one of them, or a program beside them, has failed."""
+        text = json.dumps({"rank": ended.rank, "reason": ended.reason()})
+        self.store.set(f"{DEAD}/{ended.name if ended.rank is None else ended.rank}", text)
         if ended.rank is not None:
-            text = json.dumps({"rank": ended.rank, "reason": ended.reason()})
-            self.store.set(f"{DEAD}/{ended.rank}", text)
             self.store.add(DEAD, 1)
 
     def post_ended(self, ended: Ended) -> None:

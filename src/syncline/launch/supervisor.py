@@ -24,6 +24,10 @@ ENDED_EARLY = 124
 PERIOD = 0.03
 GRACE = 5.0
 """Seconds between asking programs to end and killing them."""
+SAVING = 20.0
+"""The same where ranks save before they end. Slurm and Kubernetes kill after 30."""
+STOPPED = 128 + signal.SIGINT
+"""The exit code of a rank that was asked to stop, and has."""
 ANSWER = 5.0
 """Seconds between killing programs and going without them: a host that is cut off does not answer."""
 SETTLE = 1.0
@@ -45,6 +49,10 @@ class Supervisor:
        │  ──Ctrl-C, SIGTERM, SIGHUP─────────┤──► asked to end ──grace, or Ctrl-C again──► killed ──no answer──► left
        └──all ranks have ended (servers)────┘   an evaluator may finish first
     ```
+
+    Where a job `saves`, the three signals all mean the same to its ranks: save, and end. They go to the ranks alone, as
+    Ctrl-C; whoever serves them is ended when they have. What must end for another reason is killed at once, for
+    SIGTERM is no longer the word for that.
     """
 
     def __init__(
@@ -57,6 +65,7 @@ class Supervisor:
         say: Callable[[str], None],
         tick: Tick | None = None,
         finishing: Collection[str] = (),
+        saves: bool = False,
     ) -> None:
         self._crew = crew
         self._board = board
@@ -65,6 +74,11 @@ class Supervisor:
         self._tick = tick
         self._finishing = finishing
         """Names of those who may finish what they are at when all ranks have ended."""
+        self._saves = saves
+        self._end_signal = signal.SIGKILL if saves else signal.SIGTERM
+        self._grace = GRACE
+        self._stopped = False
+        """Whether ranks have said by their exit code that they were asked to stop, by somebody else than us."""
         self._ranks_ended: float | None = None
         self.ended_early: str | None = None
         """Why `tick` wanted an end."""
@@ -99,7 +113,7 @@ class Supervisor:
 
     def _gives_up(self) -> bool:
         """Whether those who are left do not even answer to being killed; closing hangs up on them."""
-        if self._asked is None or time.monotonic() - self._asked <= GRACE + ANSWER:
+        if self._asked is None or time.monotonic() - self._asked <= self._grace + ANSWER:
             return False
         names = ", ".join(self._crew.running())
         self._say(f"{names} gave no answer within {ANSWER:.0f} s of being killed; look whether the host can be reached")
@@ -108,7 +122,9 @@ class Supervisor:
     def _take_note(self, ended: list[Ended]) -> None:
         for one in ended:
             self._ranks_left -= one.rank is not None
-            if one.failed and self._asked is None:
+            if self._saves and one.rank is not None and one.code == STOPPED:
+                self._stopped = True
+            elif one.failed and self._asked is None:
                 self._fail(one)
 
     def _fail(self, ended: Ended) -> None:
@@ -129,14 +145,17 @@ class Supervisor:
         if self._signals:
             first, since = self._signals[0]
             again = self._signals[-1][1] - since > SAME_KEY
-            self._ask(FORWARDED[signal.Signals(first)], now)
+            self._grace = SAVING if self._saves and self._asked is None else self._grace
+            self._ask(signal.SIGINT if self._saves else FORWARDED[signal.Signals(first)], now, self._saves)
             if again:
                 self._crew.signal(signal.SIGKILL)
         if self._tick is not None and self._asked is None:
             self.ended_early = self._tick()
             if self.ended_early is not None:
-                self._ask(signal.SIGTERM, now)
+                self._ask(self._end_signal, now)
         if self._asked is not None:
+            if self._saves and self._ranks_left == 0:
+                self._crew.signal(signal.SIGKILL)
             self._wait_for_the_end(now - self._asked)
         elif self._ranks_left == 0:
             self._end_the_rest(now)
@@ -145,7 +164,7 @@ class Supervisor:
                 self._fail(one)
             own = [one for one in self._failures.values() if not one.consequence()]
             if own or now - self._first_failure > SETTLE:
-                self._ask(signal.SIGTERM, now)
+                self._ask(self._end_signal, now)
         elif now - self._looked > NOTICE:
             self._looked = now
             self._notice_those_who_do_not_end(now)
@@ -156,18 +175,19 @@ class Supervisor:
         at_work = [name for name in self._crew.running() if name in self._finishing]
         failed = self._failures and self._policy == "stop"
         if failed or not at_work or now - self._ranks_ended > LAST_WORK:
-            self._ask(signal.SIGTERM, now)
+            self._ask(self._end_signal, now)
         elif now - self._ranks_ended > NOTICE and at_work[0] not in self._told:
             self._told.add(at_work[0])
             self._say(f"{', '.join(at_work)} is still at work, and has {LAST_WORK:.0f} s; Ctrl-C: no longer")
 
     def _wait_for_the_end(self, seconds: float) -> None:
-        if seconds > GRACE:
+        if seconds > self._grace:
             self._crew.signal(signal.SIGKILL)
         elif seconds > NOTICE and "" not in self._told:
             self._told.add("")
             names = ", ".join(self._crew.running())
-            self._say(f"{names} may take {GRACE - NOTICE:.0f} s more to end, then a signal ends them; Ctrl-C: at once")
+            left = self._grace - NOTICE
+            self._say(f"{names} may take {left:.0f} s more to end, then a signal ends them; Ctrl-C: at once")
 
     def _notice_those_who_do_not_end(self, now: float) -> None:
         for one in self._crew.raised():
@@ -183,10 +203,10 @@ class Supervisor:
                 if stops:
                     self._fail(one)
 
-    def _ask(self, number: int, now: float) -> None:
+    def _ask(self, number: int, now: float, ranks_only: bool = False) -> None:
         if self._asked is None:
             self._asked = now
-            self._crew.signal(number)
+            self._crew.signal(number, ranks_only)
 
     def _conclude(self) -> int:
         if self._signals:
@@ -194,13 +214,14 @@ class Supervisor:
         if self.ended_early is not None:
             return ENDED_EARLY
         if not self._failures:
-            return 0
+            return STOPPED if self._stopped else 0
         failures = list(self._failures.values())
         if self._policy == "continue":
             all_failed = sum(one.rank is not None for one in failures) == self._ranks
             rest = "failed; the others ended by themselves"
             self._say(f"all {self._ranks} workers failed" if all_failed else f"{listed([*self._failures])} {rest}")
-            return failures[0].exit_code
+            # The ranks have done the work of one that was to finish beside them, or have failed themselves.
+            return next((one.exit_code for one in failures if one.name not in self._finishing), 0)
         guilty = culprit(failures)
         others = [one for one in failures if not one.consequence() and not one.same_cause(guilty)]
         while others:

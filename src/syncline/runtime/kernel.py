@@ -33,6 +33,8 @@ __all__ = ["Entry", "Interrupted", "Kernel", "SimulatedTask"]
 
 Fire = Callable[[], "SimulatedTask | None"]
 NEVER = math.inf
+PROGRESS_EVERY_S = 1.0
+"""Seconds of real time between two calls of `progress`."""
 
 
 class Interrupted(BaseException):
@@ -313,14 +315,19 @@ class Kernel:
 
     # Beginning and end.
 
-    def run(self) -> None:
-        """Run until every main task has ended. Called from outside, by a thread that is no task."""
+    def run(self, progress: Callable[[], None] | None = None) -> None:
+        """Run until every main task has ended. Called from outside, by a thread that is no task.
+
+        That thread calls `progress` about every second of real time. What it raises ends all, as Ctrl-C does.
+        """
         with one_processor(), calm_collector(), one_torch_thread():
             self._states.enter()
             try:
                 self._hand_to(self._next())
                 try:
-                    self._outside.acquire()
+                    while not self._outside.acquire(timeout=-1 if progress is None else PROGRESS_EVERY_S):
+                        assert progress is not None, "without it the wait has no end"
+                        progress()
                 except BaseException:  # Ctrl-C: unwind the tasks, then let it through
                     self.stopping = True
                     self._outside.acquire()

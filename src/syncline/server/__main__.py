@@ -1,7 +1,8 @@
 """`python -m syncline.server`: a process that does nothing but serve, as `syncline run --servers S` starts it.
 
 Its number and where to meet are in the launcher's variables. It ends when every worker has left or is lost, or when
-the launcher asks it to (SIGTERM): quietly, with exit code 0.
+the launcher asks it to (SIGTERM): quietly, with exit code 0. Where its workers save when they are asked to stop, it
+leaves Ctrl-C and SIGTERM alone: they need it until they have, and the launcher ends it then.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from syncline.environment import detect
+from syncline.environment.base import SAVES
 from syncline.errors import SynclineError
 from syncline.runtime import RealRuntime
 from syncline.server.network import ServerNetwork, import_handlers, join_network, network_of
@@ -27,6 +29,9 @@ __all__ = ["main"]
 def main() -> int:
     """Serve; the exit code."""
     signal.signal(signal.SIGTERM, _end)
+    if os.environ.get(SAVES):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
     over = RealRuntime().event()
     try:
         import_handlers()

@@ -25,7 +25,7 @@ from syncline.strategies.reading import Shard, Steps
 from syncline.strategies.schedulers import Schedulers
 from syncline.strategies.watch import ModelWatch
 from syncline.strategies.wrappers import refuse_wrapper_around
-from syncline.world import World, allgather, allreduce, barrier
+from syncline.world import Team, World, allgather, allreduce, barrier
 
 __all__ = ["Preset", "Run", "Settings", "Strategy", "check_gradients", "mean_of_all", "wide_dtype"]
 
@@ -161,6 +161,8 @@ class Run(ABC):
         self._step_hooks = [each.register_step_pre_hook(self._begin_step) for each in self.optimizers]
         self.kept: dict[str, Any] = {}
         """Plain values that a loose run's loop has checkpoints keep for this worker alone."""
+        self.saving_team: Team | None = None
+        """The workers of an asynchronous run that write a checkpoint together, while they do; else None."""
         self._closed = False
         self._rates: list[list[float]] | None = None
         """At the reductions of an epoch in which workers may run out of data."""
@@ -346,8 +348,15 @@ class Run(ABC):
         self.wait_for_all("read the weights")
 
     def wait_for_all(self, what: str) -> None:
-        """Wait for the other workers of an asynchronous run. `what`: what all of them do, for messages."""
-        self._meetings().meet(what)
+        """Wait for the other workers of an asynchronous run. `what`: what all of them do, for messages.
+
+        While a checkpoint is written these are the workers that write it. A loss then ends the wait for all of them
+        alike, with a `PeerLostError`: they begin again without it.
+        """
+        if self.saving_team is None:
+            self._meetings().meet(what)
+        elif self.saving_team.size > 1:
+            barrier(self.saving_team)
 
     def _meetings(self) -> Rendezvous:
         if self._rendezvous is None:

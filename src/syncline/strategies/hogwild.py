@@ -105,7 +105,7 @@ class _HogwildRun(Run):
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Inside, the model holds a copy of the shared weights, and rank 0's buffers: others may train on meanwhile."""
+        """Inside, the model holds a copy of the shared weights, and the buffers of the lowest worker that is left."""
         shared = [(parameter, parameter.data) for parameter in self.model.parameters()]
         try:
             with super().agreed():
@@ -160,14 +160,15 @@ class _HogwildRun(Run):
         self.stats.steps += 1
         self.stats.read_at(0 if self._total is None else max(0, total - self._total - 1))
         self._total = total
-        if self.exchange.rank == 0:
+        gone = self.world.lost
+        if all(rank in gone for rank in range(self.exchange.rank)):  # the lowest that is left
             for name, (holder, key) in self._buffer_homes.items():
                 buffer = holder[key]
                 if buffer is not None:
                     self._shared[name].copy_(buffer.detach())
 
     def _weights_into(self, model: nn.Module) -> None:
-        """The weights as they are now, and rank 0's buffers as of its latest step."""
+        """The weights as they are now, and the lowest worker's buffers as of its latest step."""
         with torch.no_grad():
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 tensor.detach().copy_(self._shared[plain_name(name)])

@@ -395,8 +395,13 @@ class ServedRun(Run):
         return {
             "weights": keys.named(client.get()),
             "planes": {name: keys.named(row) for name, row in self._read_planes().items()},
-            "clocks": client.steps(),
+            "clocks": self.clocks(),
         }
+
+    def clocks(self) -> list[int]:
+        """The clock of each worker, for a checkpoint. One that is lost goes on from where this worker is."""
+        gone = self.world.lost
+        return [self.client.clock if rank in gone else clock for rank, clock in enumerate(self.client.steps())]
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         clocks = [int(clock) for clock in state["clocks"]]

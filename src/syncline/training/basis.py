@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -18,12 +18,13 @@ from syncline.training.checkpoint import load, save
 from syncline.training.config import describe_run
 from syncline.training.folder import RunFolder
 from syncline.training.journal import Journal
-from syncline.training.outcome import At
+from syncline.training.outcome import At, Outcome
 from syncline.training.pace import Pace
 from syncline.training.phases import phases
 from syncline.training.progress import Moment, Progress, Silent, Speedometer
 from syncline.training.settings import Schedule, Settings
 from syncline.training.stragglers import Slow
+from syncline.training.summary import summarize
 from syncline.training.system import describe_world
 from syncline.training.watch import Watch
 from syncline.training.workload import Workload
@@ -151,6 +152,34 @@ class Basis:
             document = describe_run(self.workload, self.settings, self.attached, self.predicted)
             self.place.write("config", document)
 
+    @property
+    def writer(self) -> int:
+        """The rank that tells what came of the run."""
+        return 0
+
+    def write_summary(self, outcome: Outcome, error: BaseException | None = None) -> None:
+        """What came of it, for scripts: written last."""
+        if self.place is not None and self.world.rank == self.writer:
+            described = describe_run(self.workload, self.settings, self.attached, self.predicted)
+            stats, lost = self.attached.stats, self.world.lost
+            self.place.write("summary", summarize(outcome, self.place, described, stats, lost, error))
+
+    def _broken_off(self) -> Outcome:
+        """How far the run came before an error ended it."""
+        at = self.at
+        return Outcome(
+            metric=self.workload.metric,
+            test=None,
+            validation=at.validation,
+            seconds=self.watch.trained,
+            elapsed=self.watch.elapsed,
+            time_to_target=at.time_to_target,
+            epochs=at.epoch,
+            steps=at.step,
+            samples=at.samples,
+            stopped_by="signal",
+        )
+
     def save(self) -> None:
         """Write a checkpoint, unless this very step has one."""
         if self.place is not None and self.saved != self.at.step:
@@ -204,6 +233,7 @@ class Basis:
         self.journal, self.progress = journal, progress
         try:
             if self.place is not None and self.world.rank == 0:
+                self.place.remove("summary")  # of an earlier attempt
                 self.place.write("system", describe_world(self.world))
             self.write_config()
             config, loose = self.attached.config, self.attached.loose
@@ -212,6 +242,8 @@ class Basis:
             yield
         except BaseException as error:
             journal.stopped("aborted", error=f"{type(error).__name__}: {error}")
+            with suppress(Exception):  # what is to be told is the error itself
+                self.write_summary(self._broken_off(), error)
             raise
         finally:
             progress.close()

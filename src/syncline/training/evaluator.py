@@ -6,13 +6,14 @@ worker 1   step   step   step   step   step   step   step    │ finished      o
 evaluator  ······ weights ── evaluates ── post ··· weights ──│─ target: stop ──┴── tests ── post
 ```
 
-It is a process of its own where the launcher started one, else a task of rank 0.
+It is a process of its own where the launcher started one, else a task of rank 0. Where it is lost, the lowest worker
+that is left runs another as a task.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from typing import cast
 
 from torch import nn
@@ -44,7 +45,7 @@ class Evaluator:
 
     `clock` gives the seconds since the run began, where this process has the same clock as rank 0. Without it rank 0
     waits until the evaluator is ready, and the beginning is taken to be the last look at the board that did not find it
-    yet: never later than it was.
+    yet: never later than it was. `start` are the values of the post "start", for one that takes the place of another.
     """
 
     def __init__(
@@ -58,9 +59,11 @@ class Evaluator:
         runtime: Runtime,
         timeout: float,
         clock: Callable[[], float] | None = None,
+        start: Sequence[float] | None = None,
     ) -> None:
         self._board, self._workload, self._settings, self._model = board, workload, settings, model
         self._runtime, self._timeout = runtime, timeout
+        self._start = start
         self._clock = clock
         self._tally = Tally(workload.splits().sizes()["train"], settings.a_step(workers), workers)
         every = self._tally.epoch if settings.evaluate_every is None else settings.evaluate_every
@@ -77,7 +80,7 @@ class Evaluator:
 
     def run(self) -> None:
         """Go on until the run is over; the last word is the post "test"."""
-        self._await_start()
+        self._take_up(self._await_start() if self._start is None else self._start)
         due = (max(0, self._evaluated) // self._every + 1) * self._every
         gap, seen, moved = SHORTEST, -1, self._runtime.now()
         while self._notes.over is None:
@@ -109,7 +112,8 @@ class Evaluator:
         self._runtime.sleep(gap)
         return gap
 
-    def _await_start(self) -> None:
+    def _await_start(self) -> Sequence[float]:
+        """The values of the post "start"; with it this process's clock is set, where rank 0 has another."""
         begun = before = self._runtime.now()
         self._workload.splits()
         if self._clock is None:
@@ -127,14 +131,20 @@ class Evaluator:
                 )  # fmt: skip
             before = asked
             self._runtime.sleep(SHORTEST)
-        elapsed, evaluated, reached, since, a_sample = self._notes.start
+        if self._clock is None:
+            zero, now = before - self._notes.start[0], self._runtime.now
+            self._clock = lambda: now() - zero
+        return self._notes.start
+
+    def _take_up(self, start: Sequence[float]) -> None:
+        """Go on from what was evaluated before: by an earlier run, or by an evaluator that is lost."""
+        _, evaluated, reached, since, a_sample = start
         self._evaluated = int(evaluated)
         self._at.time_to_target = None if math.isnan(reached) else reached
         self._at.since_target = int(since)
         self._a_sample = 0.0 if math.isnan(a_sample) else a_sample
-        if self._clock is None:
-            zero, now = before - elapsed, self._runtime.now
-            self._clock = lambda: now() - zero
+        self._notes.read()
+        self._stop_if_satisfied(math.nan)
 
     def _evaluate(self) -> None:
         """Look at the weights as they are now, and tell what is found."""
@@ -149,6 +159,10 @@ class Evaluator:
         self._board.post("evaluation", told.values())
         target = self._settings.target
         self._at.judge(metric, elapsed, target is not None and self._workload.reached(metric, target))
+        self._stop_if_satisfied(metric)
+
+    def _stop_if_satisfied(self, metric: float) -> None:
+        """End the run where its target was reached, and nobody has done so yet."""
         if self._at.satisfied(self._settings.evaluations_after) and not self._board.stopping():
             self._board.post("target", [metric])
             self._board.stop()

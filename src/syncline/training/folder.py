@@ -5,9 +5,11 @@ runs/digits-20261115-101500/
   log.jsonl            what happened: the one source that reports read
   config.json          what was asked for, and what was chosen
   system.json          what machine
+  summary.json         what came of it, written last
   checkpoints/         step-00000100/ …
   trace-rank0.json     with trace: one for each rank
   tensorboard/         with tensorboard
+  .lock                while a job writes here
 ```
 """
 
@@ -16,15 +18,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from syncline.errors import ProtocolError
+from syncline.errors import IncompatibleError, ProtocolError, SpecError
 from syncline.specs import parse
+from syncline.training.lock import FileLock, LockedError
 
-__all__ = ["RunFolder", "fresh_name"]
+__all__ = ["RunFolder", "fresh_name", "make_writable"]
 
 
 class RunFolder:
@@ -58,12 +63,31 @@ class RunFolder:
         """Whether a run has written here already."""
         return self.log.exists() or self.checkpoints.exists()
 
+    def lock(self) -> FileLock:
+        """Keep other jobs from writing here until it is released, or this process ends; refused where one does."""
+        make_writable(self.path)
+        path = self.path / ".lock"
+        try:
+            lock = FileLock(path, own=True)
+        except LockedError:
+            holder = path.read_text(errors="replace").strip() if path.exists() else ""
+            raise IncompatibleError(
+                f"{self.path} is in use by another job{holder and f' ({holder})'}: wait for it or stop it, or name "
+                "another folder"
+            ) from None
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        return lock
+
     def write(self, name: str, document: Mapping[str, Any]) -> None:
         """Write `<name>.json`, aside first: a reader sees the old one or the new one."""
         self.path.mkdir(parents=True, exist_ok=True)
         aside = self.path / f".{name}.json"
         aside.write_text(json.dumps(document, indent=2) + "\n")
         os.replace(aside, self.path / f"{name}.json")
+
+    def remove(self, name: str) -> None:
+        """Remove `<name>.json`, where there is one."""
+        (self.path / f"{name}.json").unlink(missing_ok=True)
 
     def read(self, name: str) -> dict[str, Any] | None:
         """What `<name>.json` says, or None where there is none."""
@@ -72,7 +96,7 @@ class RunFolder:
             found = json.loads(path.read_text())
         except FileNotFoundError:
             return None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ProtocolError(f"{path} is not JSON ({error}); remove it to go on without it") from None
         if not isinstance(found, dict):
             raise ProtocolError(f"{path} is not a JSON object; remove it to go on without it")
@@ -84,6 +108,23 @@ class RunFolder:
             f"{self.path} holds a run already: continue it with --resume auto (resume=True in Python), or name "
             "another folder"
         )
+
+
+def make_writable(folder: Path) -> None:
+    """Make a folder that a command is about to write to; refused before anything is started where that cannot be.
+
+    >>> make_writable(Path("/dev/null/runs"))
+    Traceback (most recent call last):
+    ...
+    syncline.errors.SpecError: /dev/null/runs cannot be written to (Not a directory): name another folder with --out
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise SpecError(f"{folder} cannot be written to ({why}): name another folder with --out") from None
 
 
 def fresh_name(workload: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from syncline.events import ChromeTrace, Event, Recorder, RunLog, TensorBoardSink
@@ -10,6 +9,7 @@ from syncline.training.clocks import shared_zero
 from syncline.training.folder import RunFolder
 from syncline.training.progress import Moment
 from syncline.training.settings import Settings
+from syncline.training.summary import json_number
 from syncline.training.system import code_version
 from syncline.training.workload import Workload
 from syncline.world import World
@@ -91,7 +91,7 @@ class Journal:
     def moment(self, moment: Moment, rate: float) -> None:
         """Speeds and the loss of rank 0's latest batch."""
         at = {"epoch_num": moment.epoch, "step": moment.step}
-        self._recorder.point("train_loss", _number(moment.loss), **at)
+        self._recorder.point("train_loss", json_number(moment.loss), **at)
         self._recorder.point("sl_learning_rate", rate, **at)
         self._recorder.point("sl_samples_per_second", moment.speeds.samples, **at)
         self._recorder.point("sl_bytes_per_second", moment.speeds.bytes, **at)
@@ -103,8 +103,8 @@ class Journal:
     def evaluated(self, found: dict[str, float], epoch: int, step: int, standing: dict[str, Any]) -> None:
         """The validation's numbers: `eval_accuracy`, `eval_loss` and so on; and all that it took to get there."""
         for key, value in found.items():
-            self._recorder.point(f"eval_{key}", _number(value), epoch_num=epoch, step=step)
-        told = {**standing, "metric": _number(standing["metric"])}
+            self._recorder.point(f"eval_{key}", json_number(value), epoch_num=epoch, step=step)
+        told = {**standing, "metric": json_number(standing["metric"])}
         self._recorder.point("sl_evaluation", told, epoch_num=epoch, step=step)
         self._recorder.end("eval_stop", epoch_num=epoch, step=step)
 
@@ -139,7 +139,7 @@ class Journal:
         self._recorder.point("sl_training_seconds", outcome["seconds"])
         if outcome["test"] is not None:
             step = outcome["steps"] if tested is None else tested
-            self._recorder.point(f"sl_test_{outcome['metric']}", _number(outcome["test"]), step=step)
+            self._recorder.point(f"sl_test_{outcome['metric']}", json_number(outcome["test"]), step=step)
         status = "aborted" if outcome["stopped_by"] == "signal" else "success"
         self.stopped(status, stopped_by=outcome["stopped_by"], step=outcome["steps"])
 
@@ -167,12 +167,7 @@ class _Diagnoses:
 
     def write(self, event: Event) -> None:
         if event.key in DIAGNOSES:
-            self._recorder.point(event.key, _number(event.value), **event.metadata)
+            self._recorder.point(event.key, json_number(event.value), **event.metadata)
 
     def close(self) -> None:
         return
-
-
-def _number(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they are written as words."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence, Sized
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -34,7 +35,7 @@ from syncline.training.progress import Progress, Silent, duration
 from syncline.training.ranks import RankTable
 from syncline.training.rehearsal import rehearse
 from syncline.training.settings import Schedule, Settings, steps_of_epoch
-from syncline.training.start import find_checkpoints, seed_everything
+from syncline.training.start import find_checkpoints, folder_held, seed_everything
 from syncline.training.stragglers import Slow, check_slow
 from syncline.training.workload import Workload
 from syncline.world import World, broadcast, current_world
@@ -67,12 +68,14 @@ def train(
     seconds_a_sample: float | None = None,
     slow: Sequence[Slow] = (),
     rehearsed: bool = False,
+    lock: bool = True,
 ) -> Outcome:
     """Train a workload on the current world; every rank calls it with the same arguments.
 
-    Files are written where `folder` says, and only then. `resume=True` goes on from the newest checkpoint in it, if
-    there is one; a path goes on from what lies there. `stop` is asked about once a second: where it says yes on any
-    rank, all stop after the same step with a checkpoint. The generators of torch, NumPy and `random` are seeded.
+    Files are written where `folder` says, and only then; `lock` keeps other jobs from writing there. `resume=True`
+    goes on from the newest checkpoint in it, if there is one; a path goes on from what lies there. `stop` is asked
+    about once a second: where it says yes on any rank, all stop after the same step with a checkpoint. The generators
+    of torch, NumPy and `random` are seeded.
 
     `strategy` is used in place of the one that the settings name, where that has no spec of ours. With `predict` the
     configuration tells what `costs` expects of a step. `seconds_a_sample` is what a worker computes for one sample:
@@ -85,11 +88,13 @@ def train(
     settings = (settings or Settings()).resolved(workload, world.size)
     check_slow(slow, world.size, seconds_a_sample)
     place = None if folder is None else RunFolder(folder)
-    source = find_checkpoints(world, place, resume)
-    if rehearsed and settings.codec is not None and world.transport.network is None:
-        rehearse(workload, settings, strategy, world)
-    run, scheduler = _distributed(workload, settings, strategy, world)
-    with run:
+    source = find_checkpoints(place, resume)
+    with ExitStack() as stack:
+        stack.enter_context(folder_held(world, place, begins=resume is False, lock=lock))
+        if rehearsed and settings.codec is not None and world.transport.network is None:
+            rehearse(workload, settings, strategy, world)
+        run, scheduler = _distributed(workload, settings, strategy, world)
+        stack.enter_context(run)
         kept = ("workload", "sha256", "script_sha256")
         told = {key: str(value) for key, value in workload.describe().items() if key in kept}
         check_same(run.exchange, "data", told)  # hosts may have other files, or another Python's library
@@ -311,4 +316,5 @@ class _Loop(Basis):
         totals = {**self.attached.stats.as_dict(), DATA: self.events.totals.get(DATA, 0.0)}
         del totals["steps"]
         self.journal.concluded(asdict(outcome), totals, phases(self.events.totals, self.attached.stats))
+        self.write_summary(outcome)
         return outcome

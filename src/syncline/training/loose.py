@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -34,6 +34,7 @@ from syncline.training.phases import AGREEING, DATA, EVALUATION, phases
 from syncline.training.progress import duration
 from syncline.training.settings import Schedule, Settings
 from syncline.training.workload import Workload
+from syncline.transports.store import watch_program
 
 __all__ = ["LooseLoop"]
 
@@ -41,6 +42,8 @@ logger = logging.getLogger("syncline")
 
 EVALUATORS = "SYNCLINE_EVALUATORS"
 """How many evaluators the launcher has started."""
+EVALUATOR = "evaluator"
+"""What the launcher calls the process that evaluates."""
 LOOK = 0.2
 """Seconds between two looks at the posts, at least."""
 NOTE = 5.0
@@ -68,15 +71,22 @@ class LooseLoop(Basis):
         self.notes = Notes(board)
         self.tally = Tally(self.length, self.batch, self.world.size)
         self.evaluator: Task | None = None
+        """Where this worker evaluates."""
+        self.evaluator_silent = False
+        self.ended_badly = watch_program(EVALUATOR, self.world.transport.timeout) if self.apart else None
+        """How the evaluator's process has ended, as the launcher tells; None while it knows of no end."""
         self.looked = self.now()
         self.told = 0
         """Evaluations that are in the log."""
+        self.met = -1
+        """This worker's steps when it last met the others to save."""
 
     def run(self, stop: Callable[[], bool] | None) -> Outcome:
         """Train until this worker's epochs are over or somebody stops the run; then wait for the others."""
         self.total = self.steps_in_all()
         self.attached.expect(self.total)
         self.moment()  # speeds are taken from here on
+        self.board.post("begins", [self.world.rank, self.attached.stats.steps])
         if self.world.rank == 0:
             self._begin()
         try:
@@ -101,17 +111,26 @@ class LooseLoop(Basis):
         """Nobody begins before the evaluator's process is there: it could not tell how long the run has gone on."""
         if not self.apart:
             return
-        self._wait("the evaluator's process to be ready", lambda: self.notes.ready)
+        self._wait("the evaluator's process to be ready", lambda: self.notes.ready or self._evaluator_end() is not None)
         self.world.barrier()
 
     def _begin(self) -> None:
         """Tell the evaluator that the clock runs; be it, where the launcher has started none."""
+        start = self._start_values()
+        self.board.post("start", start)
+        if not self.apart:
+            self._evaluate_here(start)
+
+    def _start_values(self) -> list[float]:
         at = self.at
         reached = math.nan if at.time_to_target is None else at.time_to_target
         a_sample = math.nan if self.pace is None else self.pace.seconds_a_sample
-        self.board.post("start", [self.watch.elapsed, at.evaluated, reached, at.since_target, a_sample])
-        if self.apart:
-            return
+        return [self.watch.elapsed, at.evaluated, reached, at.since_target, a_sample]
+
+    # Who evaluates.
+
+    def _evaluate_here(self, start: Sequence[float]) -> None:
+        """Run the evaluator as a task of this worker."""
         evaluator = Evaluator(
             self.board,
             self.workload,
@@ -121,8 +140,29 @@ class LooseLoop(Basis):
             runtime=self.world.runtime,
             timeout=self.world.transport.timeout,
             clock=lambda: self.watch.elapsed,
+            start=start,
         )
         self.evaluator = self.world.runtime.spawn(evaluator.run, name="evaluator")
+
+    def _evaluator_end(self) -> str | None:
+        """How the evaluator was lost; None where it was not, as far as is known."""
+        rank = self.notes.evaluator
+        if rank is None and self.ended_badly is not None:
+            silent = f"it has said nothing for {self.world.transport.timeout:g} s" if self.evaluator_silent else None
+            return self.ended_badly() or silent
+        return self.world.lost.get(0 if rank is None else rank)
+
+    def _replace_evaluator(self) -> None:
+        """Where the evaluator is lost, the lowest worker that is left takes its place."""
+        if self.evaluator is not None or self.world.rank != self.living[0]:
+            return
+        end = self._evaluator_end()
+        if end is None:
+            return
+        self._read()
+        logger.warning("the evaluator is lost (%s): rank %d evaluates from now on", end, self.world.rank)
+        self.board.post("evaluator", [self.world.rank])
+        self._evaluate_here(self._start_values())
 
     # Steps.
 
@@ -195,8 +235,9 @@ class LooseLoop(Basis):
         if self.settings.check_finite and not math.isfinite(loss):
             rank = self.world.rank
             raise DivergedError(f"the loss of rank {rank} is {loss}", rank=rank, step=self.at.step)
-        if self.world.rank == 0:
+        if self.world.rank == self.living[0]:
             self._read()
+            self._replace_evaluator()
             if self.evaluator is not None and self.evaluator.done():
                 self.evaluator.join()  # raises what it raised
         self.looked = self.now()
@@ -230,10 +271,14 @@ class LooseLoop(Basis):
     # Meeting.
 
     @property
-    def leader(self) -> int:
-        """The lowest worker that is not known to be gone: what must be decided once, it decides."""
+    def living(self) -> list[int]:
+        """The workers that are not known to be lost. The lowest leads: what must be decided once, it decides."""
         gone = self.world.lost
-        return next(rank for rank in range(self.world.size) if rank not in gone or rank == self.world.rank)
+        return [rank for rank in range(self.world.size) if rank not in gone or rank == self.world.rank]
+
+    @property
+    def writer(self) -> int:
+        return self.living[0]
 
     def _wait(self, what: str, done: Callable[[], bool]) -> None:
         """Look at the board until `done`; whoever takes steps or says something proves that it lives."""
@@ -242,6 +287,8 @@ class LooseLoop(Basis):
             self.world.runtime.sleep(gap)
             gap = min(1.5 * gap, LOOK)
             self._read()
+            if self.total:  # the run has begun
+                self._replace_evaluator()
             known = (self.notes.since, self.board.steps())
             if known != before:
                 since, before = self.now(), known
@@ -256,39 +303,42 @@ class LooseLoop(Basis):
                 )
 
     def _checkpoint(self) -> None:
-        """Where one is due, meet the others after the same round, so that nobody waits inside a step, and save.
+        """Where one is due, meet the workers that live after as many steps of each, and save.
 
-        Whoever was told to stop does not come: then there is none.
+        Nobody waits inside a step for one that waits here: a strategy's own waits are for steps before this one. So
+        steps are counted, and not rounds, which a worker without data in a last round passes without a step. Whoever
+        was told to stop does not come: then there is no checkpoint.
         """
-        every, round_ = self.settings.checkpoint_every, self.at.step
-        if not every or round_ % every or self.place is None or round_ >= self.total or self.world.lost:
+        every, taken = self.settings.checkpoint_every, self.attached.stats.steps
+        if not every or taken % every or taken == self.met or self.place is None or taken >= self.total:
             return
+        self.met = taken
         running = self.watch.running
         self.watch.pause()
         with self.events.span(AGREEING, lane="compute", what="waits for a checkpoint"):
-            self.board.post("arrived", [self.world.rank, round_])
-            self._wait(f"the others to save after step {round_}", lambda: self._settled(round_))
-        if self.notes.decided.get(round_, False):
-            self._save(round_)
+            self.board.post("arrived", [self.world.rank, taken])
+            self._wait(f"the others to save after step {taken}", lambda: self._settled(taken))
+        if self.notes.decided.get(taken, False):
+            self._save(taken)
         if running:
             self.watch.start()
 
-    def _settled(self, round_: int) -> bool:
-        """Whether it is known if all save here. The leader says so; who has finished or is gone does not come."""
+    def _settled(self, taken: int) -> bool:
+        """Whether it is known if all save here. The leader says so; who has finished does not come."""
         self._read()
-        if round_ in self.notes.decided or self.world.lost:
-            return True
-        if self.world.rank != self.leader:
-            return self.leader in self.notes.finished
-        here = len(self.notes.arrived.get(round_, ())) == self.world.size
-        if here or self.board.stopping() or self.notes.finished:
-            self.notes.decided[round_] = here
-            self.board.post("decided", [round_, float(here)])
-            return True
-        return False
+        living = self.living
+        if taken in self.notes.decided or any(self.notes.begins.get(rank, -1) >= taken for rank in living):
+            return True  # a run that goes on: some were further than that already, and never come
+        if self.world.rank != living[0]:
+            return living[0] in self.notes.finished
+        here = self.notes.arrived.get(taken, set()).issuperset(living)
+        if here or self.board.stopping() or not self.notes.finished.keys().isdisjoint(living):
+            self.board.post("decided", [taken, float(here)])
+            self._read()
+        return taken in self.notes.decided
 
     def _save(self, step: int) -> None:
-        """All that live are here. Where one is lost meanwhile there is no checkpoint, and training goes on."""
+        """All that live are here. Where they cannot save although they are left there is no checkpoint, and a line."""
         assert self.place is not None, "nobody saves nowhere"
         self.attached.kept = asdict(self.at)
         try:
@@ -309,38 +359,47 @@ class LooseLoop(Basis):
         with self.events.span(AGREEING, lane="compute", what="waits for the others to finish"):
             self._wait("the others to finish", lambda: self._finished(reason))
         assert self.notes.over is not None, "it was waited for"
-        ended, keep = self.notes.over
-        if keep:
-            self._save(self.notes.finished[0])
+        ended, step = self.notes.over
+        if step is not None:
+            self._save(step)
         with self.events.span(EVALUATION, lane="compute", what="waits for the last evaluation"):
-            self._wait("the evaluator to test the final weights", self._tested)
+            self._await_test()
         if self.evaluator is not None and not self.evaluator.join(self.world.transport.timeout):
             logger.warning("the evaluator has said its last word and does not end")
-        if self.notes.test is None:
-            logger.warning("rank 0 is lost, and with it the evaluator and the log: nobody tests the final weights")
         if ended != "signal" and self.at.satisfied(self.settings.evaluations_after):
             ended = "target"
-        return self._conclude(ended, None if self.notes.test is None else self.notes.test[0])
+        assert self.notes.test is not None, "it was waited for"
+        return self._conclude(ended, self.notes.test[0])
 
     def _finished(self, reason: Reason | None) -> bool:
         """Whether the run is over; the leader says so when all that live have finished."""
         self._read()
-        if self.notes.over is None and self.world.rank == self.leader:
-            gone = self.world.lost
-            if all(rank in self.notes.finished or rank in gone for rank in range(self.world.size)):
-                stopped: Reason = "target" if self.notes.target and not self.notes.signal else "signal"
-                ended = stopped if reason is None or self.notes.signal else reason
-                keep = self.place is not None and self.settings.checkpoint_every != 0 and not gone
-                self.notes.over = (ended, keep)
-                self.board.post("over", [REASONS.index(ended), float(keep)])
+        living = self.living
+        if self.notes.over is None and self.world.rank == living[0] and self.notes.finished.keys() >= set(living):
+            stopped: Reason = "target" if self.notes.target and not self.notes.signal else "signal"
+            ended = stopped if reason is None or self.notes.signal else reason
+            keep = self.place is not None and self.settings.checkpoint_every != 0
+            self.board.post("over", [REASONS.index(ended), float(keep), self.at.step])
+            self._read()
         return self.notes.over is not None
+
+    def _await_test(self) -> None:
+        """The evaluator's last word. One that is silent for the whole timeout counts as lost, once."""
+        what = "the evaluator to test the final weights"
+        try:
+            self._wait(what, self._tested)
+        except PeerLostError:
+            if self.evaluator is not None or self.ended_badly is None:
+                raise
+            self.evaluator_silent = True
+            self._wait(what, self._tested)
 
     def _tested(self) -> bool:
         if self.notes.test is None and self.evaluator is not None and self.evaluator.done():
             self.evaluator.join()  # raises what it raised
-        return self.notes.test is not None or (0 in self.world.lost and not self.apart)
+        return self.notes.test is not None
 
-    def _conclude(self, reason: Reason, test: float | None) -> Outcome:
+    def _conclude(self, reason: Reason, test: float) -> Outcome:
         at, steps = self.at, self.board.steps()
         outcome = Outcome(
             metric=self.workload.metric,
@@ -368,4 +427,5 @@ class LooseLoop(Basis):
         self.journal.staleness(told, at.step, workers=len(self.notes.staleness))
         tested = at.step if at.evaluated < 0 else at.evaluated // self.world.size
         self.journal.concluded(asdict(outcome), totals, phases(self.events.totals, stats), tested)
+        self.write_summary(outcome)
         return outcome

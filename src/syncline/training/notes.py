@@ -4,13 +4,15 @@
 |---|---|---|
 | `ready` | an evaluator of its own process | nothing: it has the data and looks at the board |
 | `start` | rank 0 | seconds before, total steps evaluated, seconds to the target (NaN), evaluations since it, seconds a sample (NaN) |
+| `evaluator` | a worker | rank: it evaluates in the place of one that is lost |
+| `begins` | a worker | rank, the steps that it has taken before this attempt |
 | `evaluation` | the evaluator | total rounds, samples, loss, metric, seconds since the start |
 | `target`, `signal` | the evaluator, a worker | that it has called `stop()`, and why |
-| `arrived` | a worker | rank, round: it waits for a checkpoint |
-| `decided` | the leader | round, 1 to save or 0 to go on |
+| `arrived` | a worker | rank, its steps: it waits for a checkpoint |
+| `decided` | the leader | these steps, 1 to save or 0 to go on |
 | `staleness` | a worker | rank, then pairs: staleness, how often |
 | `finished` | a worker | rank, its last round |
-| `over` | the leader | reason, whether to save |
+| `over` | the leader | reason, whether to save, its last round |
 | `test` | the evaluator | metric, loss, seconds: its last word; NaN where the run was stopped |
 """  # noqa: E501
 
@@ -107,14 +109,18 @@ class Notes:
     since: int = 0
     ready: bool = False
     start: tuple[float, ...] | None = None
+    evaluator: int | None = None
+    """The worker that evaluates; None: the process for it, or rank 0."""
     evaluations: list[Evaluation] = field(default_factory=list)
     signal: bool = False
     target: bool = False
+    begins: dict[int, int] = field(default_factory=dict)
     arrived: dict[int, set[int]] = field(default_factory=dict)
     decided: dict[int, bool] = field(default_factory=dict)
     finished: dict[int, int] = field(default_factory=dict)
     staleness: dict[int, dict[int, int]] = field(default_factory=dict)
-    over: tuple[Reason, bool] | None = None
+    over: tuple[Reason, int | None] | None = None
+    """Why, and the step under which all save; None: nobody does."""
     test: tuple[float, ...] | None = None
 
     def read(self) -> None:
@@ -129,19 +135,23 @@ class Notes:
             self.evaluations.append(Evaluation(int(rounds), int(samples), loss, metric, elapsed))
         elif kind == "start":
             self.start = tuple(values)
+        elif kind == "evaluator":
+            self.evaluator = int(values[0])
         elif kind in ("ready", "signal", "target"):
             setattr(self, kind, True)
+        elif kind == "begins":
+            self.begins[int(values[0])] = int(values[1])
         elif kind == "arrived":
             self.arrived.setdefault(int(values[1]), set()).add(int(values[0]))
         elif kind == "decided":
-            self.decided[int(values[0])] = bool(values[1])
+            self.decided.setdefault(int(values[0]), bool(values[1]))
         elif kind == "staleness":
             counts = self.staleness.setdefault(int(values[0]), {})
             counts |= {int(key): int(count) for key, count in zip(values[1::2], values[2::2], strict=True)}
         elif kind == "finished":
             self.finished[int(values[0])] = int(values[1])
         elif kind == "over" and self.over is None:
-            self.over = (REASONS[int(values[0])], bool(values[1]))
+            self.over = (REASONS[int(values[0])], int(values[2]) if values[1] else None)
         elif kind == "test":
             self.test = tuple(values)
 

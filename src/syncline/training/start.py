@@ -3,28 +3,55 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from syncline.errors import IncompatibleError, SpecError
+from syncline.training.checkpoint.meeting import Meeting
 from syncline.training.folder import RunFolder
-from syncline.world import World, broadcast
+from syncline.training.lock import FileLock
+from syncline.world import World
 
-__all__ = ["checkpoints_in", "find_checkpoints", "seed_everything"]
+__all__ = ["checkpoints_in", "find_checkpoints", "folder_held", "seed_everything"]
 
 
-def find_checkpoints(world: World, place: RunFolder | None, resume: bool | str | Path) -> Path | None:
-    """The folder to load from, or None for a run that begins. Refused on every rank alike."""
+@contextmanager
+def folder_held(world: World, place: RunFolder | None, begins: bool, lock: bool) -> Iterator[None]:
+    """Inside, rank 0 holds the run's folder; one that is in use, or where a run `begins` and one is, is refused.
+
+    Every rank calls it, and raises alike: another rank may already see what rank 0 writes. Without `lock` it is held
+    by the launcher.
+    """
+    if place is None:
+        yield
+        return
+    held: list[FileLock] = []
+
+    def look() -> None:
+        if world.rank != 0:
+            return
+        if lock:
+            held.append(place.lock())
+        if begins and place.used():
+            raise IncompatibleError(place.refusal())
+
+    try:
+        Meeting(world).at_once("take the run's folder", look)
+        yield
+    finally:
+        for each in held:
+            each.release()
+
+
+def find_checkpoints(place: RunFolder | None, resume: bool | str | Path) -> Path | None:
+    """The folder to load from, or None for a run that begins."""
     if resume is True and place is None:
         raise SpecError("resume=True goes on from the newest checkpoint in the run's folder: give folder=")
     if resume is False:
-        if place is not None:
-            # Rank 0 looks, for all: another one may already see what rank 0 writes.
-            used = broadcast(torch.tensor([float(place.used())]), group=world.everyone)
-            if bool(used[0]):
-                raise IncompatibleError(place.refusal())
         return None
     return place.checkpoints if resume is True and place is not None else checkpoints_in(str(resume))
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore  # what torch.distributed re-exports untyped
 
-from syncline.environment import Environment, Rendezvous
+from syncline.environment import Environment, Rendezvous, detect
 from syncline.errors import WorldError
 
-__all__ = ["DEAD", "find_place", "first_line", "listening_address", "meet", "second_connection"]
+__all__ = ["DEAD", "find_place", "first_line", "listening_address", "meet", "second_connection", "watch_program"]
 
 logger = logging.getLogger("syncline")
 
 DEAD = "syncline/dead"
-"""Where the launcher counts the ranks that it has seen end badly; under DEAD/RANK it says how."""
+"""Where the launcher counts the ranks that it has seen end badly; under DEAD/RANK it says how.
+
+Of a program that is no rank it says so under DEAD/NAME.
+"""
 
 
 def find_place(environment: Environment) -> Rendezvous:
@@ -79,6 +84,26 @@ def second_connection(place: Rendezvous, store: TCPStore, timeout: float) -> TCP
     return TCPStore(
         place.address, store.port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False
     )
+
+
+def watch_program(name: str, timeout: float) -> Callable[[], str | None]:
+    """What the launcher tells of a program beside the ranks: a call gives how it ended badly, None while it has not.
+
+    Where no launcher of ours serves the store nothing is told.
+    """
+    environment = detect()
+    place = environment.rendezvous
+    if place is None or not place.hosted:
+        return lambda: None
+    store = second_connection(place, meet(environment, place, timeout), timeout)
+
+    def ended() -> str | None:
+        try:
+            return str(json.loads(store.get(f"{DEAD}/{name}"))["reason"]) if store.check([f"{DEAD}/{name}"]) else None
+        except (RuntimeError, ValueError, KeyError, TypeError):  # the store is gone, or somebody else writes there
+            return None
+
+    return ended
 
 
 def _listen(environment: Environment, place: Rendezvous) -> socket.socket:

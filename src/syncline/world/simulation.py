@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,9 @@ from syncline.transports.simulated import wide_channel
 from syncline.world.world import World, make_current
 
 __all__ = ["Aside", "Simulation", "simulate"]
+
+SHOW_EVERY_S = 10.0
+"""Seconds of real time between two lines of a long simulation."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,7 @@ def simulate(
     check: bool = False,
     return_exceptions: bool = False,
     aside: Sequence[Aside | Callable[[Transport], Any]] = (),
+    progress: Callable[[float], None] | None = None,
 ) -> Simulation:
     """Run `fn(world)` once on each of `ranks` virtual ranks. The same seed gives the same run, bit for bit.
 
@@ -70,6 +76,9 @@ def simulate(
     Each function of `aside` runs as `fn(transport)` on a member beside the ranks: a server, or what `Aside` names.
     They are numbered after the ranks, so that a fault may strike them; the ranks reach them by `world.wide`. The
     simulation ends with the ranks, whatever these still do.
+
+    `progress` is called about once a second of real time with the virtual time; what it raises ends the simulation. By
+    default a line every ten seconds tells it, where standard error is a terminal.
 
     >>> import torch, syncline as sl
     >>> def step(world):
@@ -100,11 +109,27 @@ def simulate(
         for member, each in enumerate(asides, start=ranks)
     ]
     failed = _note_failures(kernel, hub, [*mains, *beside], return_exceptions)
-    kernel.run()
+    shown = _Shown(ranks).show if progress is None and sys.stderr.isatty() else progress
+    kernel.run(None if shown is None else lambda: shown(kernel.now))
     tasks = [*failed, *kernel.tasks]
     _raise_first(kernel, tasks, mains, return_exceptions, f"seed={seed}{', chaos=True' if chaos else ''}")
     results = tuple(task.error if task.error is not None else task.result for task in mains)
     return Simulation(results, kernel.now, tuple(hub.messages), tuple(sorted(hub.killed)), seed)
+
+
+class _Shown:
+    """Lines on the terminal that tell how far a long simulation is."""
+
+    def __init__(self, ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ranks, self._clock = ranks, clock
+        self._began = self._shown = clock()
+
+    def show(self, now: float) -> None:
+        """Tell the virtual time, now and then."""
+        if self._clock() - self._shown >= SHOW_EVERY_S:
+            self._shown = self._clock()
+            passed = self._shown - self._began
+            print(f"syncline: {self._ranks} simulated ranks: {now:.4g} s of theirs in {passed:.0f} s", file=sys.stderr)
 
 
 def _note_failures(

@@ -100,7 +100,7 @@ def _reported(case: Case) -> Iterator[Note]:
         try:
             text = path.read_text(encoding="utf-8")
             rows = list(_rows(json.loads(text) if path.suffix == ".json" else list(csv.DictReader(text.splitlines()))))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             continue
         known = {str(row["folder"]): row.get("time_to_target") for row in rows}
         for run in case.race.runs:
@@ -120,7 +120,7 @@ def _older(case: Case) -> bool:
     """Whether the report was written when the registry ended elsewhere: a race that was interrupted has one."""
     try:
         found = json.loads((case.race.path / "report.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     head = found.get("registry_head") if isinstance(found, dict) else None
     hashes = [line.get("hash") for line in case.race.lines]

@@ -98,5 +98,5 @@ def _visible(text: str) -> str:
 def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}

@@ -86,14 +86,22 @@ class SimulatedArena:
 
     def run(self, entrant: Entrant, workers: int, tick: Tick) -> Result:
         workload = build(entrant.workload)
-        tick()
+
+        def progress(now: float) -> None:
+            reason = tick()
+            if reason is not None:
+                raise _HungError(reason)
+
         try:
             simulate(
                 lambda world: run(entrant, workload, world),
                 ranks=workers,
                 network=self._network,
                 seed=entrant.settings.seed,
+                progress=progress,
             )
+        except _HungError as error:
+            return Result("hung", str(error))
         except DivergedError as error:
             return Result("diverged", str(error))
         except SynclineError as error:
@@ -102,5 +110,8 @@ class SimulatedArena:
             with suppress(OSError):
                 Path(entrant.folder, "output.txt").write_text(traceback.format_exc())
             return Result("failed", f"{type(error).__name__}: {error}")
-        tick()
         return Result("finished")
+
+
+class _HungError(Exception):
+    """A simulation has taken longer than a run may."""

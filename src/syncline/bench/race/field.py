@@ -18,7 +18,6 @@ else's way by the baselines' catalog. `--entries` names others in a TOML file::
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -57,6 +56,10 @@ SCALING = "sqrt"
 GIVEN = frozenset(field.name for field in fields(Entry)) - {"baseline", "rate_from"}
 """What an entry of a file may say."""
 MPI = "mpi"
+MOST_BITS = 1024
+"""Of a whole number that a message shows by its digits."""
+MOST_SHOWN = 80
+"""Characters of a value that a message shows."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,7 @@ def read_field(path: Path, workload: Workload, simulated: bool = False, one_host
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SpecError(f"cannot read entries from {path}: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not TOML or UTF-8, too many digits, or too deep
         raise SpecError(f'{path} is not TOML: {error}; entries are written [[entry]], then strategy = "…"') from None
     tables = document.get("entry")
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
@@ -176,13 +179,9 @@ def _entry(table: Mapping[str, Any], where: str, workload: Workload) -> Entry:
         if key not in GIVEN:
             raise SpecError(f"{where}: unknown key {key!r}; {nearest(key, sorted(GIVEN))}")
         wanted = float if key in ("learning_rate", "warmup", "momentum") else str
-        good = (
-            isinstance(value, (int, float)) and not isinstance(value, bool)
-            if wanted is float
-            else isinstance(value, str)
-        )
-        if not good or (wanted is float and not (math.isfinite(value) and value >= 0)):
-            raise SpecError(f"{where}: {key} = {value!r} is not a {'number that fits' if wanted is float else 'text'}")
+        if not (_is_rate(value) if wanted is float else isinstance(value, str)):
+            what = "number that fits" if wanted is float else "text"
+            raise SpecError(f"{where}: {key} = {_shown(value)} is not a {what}")
     strategy, codec = table.get("strategy", "allreduce"), table.get("codec")
     name = table.get("name") or " + ".join(
         part for part in (strategy if strategy != "allreduce" or not codec else "", codec) if part
@@ -204,6 +203,19 @@ def _entry(table: Mapping[str, Any], where: str, workload: Workload) -> Entry:
         return _fitted(entry, _Momentum(workload))
     except SynclineError as error:
         raise type(error)(f"{where} ({name}): {error}") from None
+
+
+def _is_rate(value: Any) -> bool:
+    """Whether it is a number, from 0 to what a float holds."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
+
+
+def _shown(value: Any) -> str:
+    """A value as it was read, the beginning of a long one."""
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
 
 
 def _fitted(entry: Entry, usual: _Momentum) -> Entry:

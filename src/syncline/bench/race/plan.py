@@ -215,7 +215,7 @@ class Plan:
         try:
             found: dict[str, Any] = json.loads(text)
             version = found.get("format")
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             raise ProtocolError(f"{where} is not a race's plan: {error}") from None
         if version != FORMAT:
             raise ProtocolError(f"{where} has format {version!r}, and this version of syncline reads {FORMAT}")

@@ -289,7 +289,7 @@ def _document(path: Path, problems: list[str]) -> dict[str, Any]:
     except OSError as error:
         problems.append(f"{path.parent.name}/{path.name} cannot be read: {error.strerror or error}")
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problems.append(f"{path} is not JSON: {error}")
         return {}
     return found if isinstance(found, dict) else {}

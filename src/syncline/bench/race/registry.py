@@ -12,7 +12,6 @@ edited after its run no longer has the sum that was written down then.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -22,7 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from syncline.errors import IncompatibleError, ProtocolError
+from syncline.errors import IncompatibleError, ProtocolError, SpecError
+from syncline.training.lock import FileLock, LockedError
 
 __all__ = ["FILES", "Registry", "digest_files", "link", "locked", "read_registry", "sha256"]
 
@@ -62,16 +62,17 @@ class Registry:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Keep others from writing inside: two of them would tear the chain. The lock ends with the process."""
+    if not path.exists():
+        raise ProtocolError(f"{path} is missing: what was run is not known; begin a new race")
     try:
-        file = open(path, "r+b")  # noqa: SIM115 (the block below closes it)
-    except FileNotFoundError:
-        raise ProtocolError(f"{path} is missing: what was run is not known; begin a new race") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            where = path.parent
-            raise IncompatibleError(f"{where} is being raced by another process: wait for it, or stop it") from None
+        lock = FileLock(path)
+    except LockedError:
+        where = path.parent
+        raise IncompatibleError(f"{where} is being raced by another process: wait for it, or stop it") from None
+    except OSError as error:
+        why = error.strerror or error
+        raise SpecError(f"{path} cannot be written to ({why}): a race goes on only where it can") from None
+    with lock:
         yield
 
 
@@ -97,7 +98,7 @@ def read_registry(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             problems.append(f"{path.name}, line {number} is not JSON")
             continue
         if not isinstance(line, dict):

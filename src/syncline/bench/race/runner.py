@@ -32,15 +32,18 @@ class Watcher(Protocol):
 
 
 def begin(folder: Path, plan: Plan, workload: Workload) -> None:
-    """Write the plan down, before anything is run."""
-    if (folder / PLAN).exists():
-        raise IncompatibleError(f"{folder} holds a race already: go on with --resume {folder}, or name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    splits = write_splits(workload, folder)
-    RunFolder(folder).write("system", {"versions": describe_versions(), "machine": describe_machine()})
-    (folder / PLAN).write_text(plan.as_json())
-    sums = {"plan_sha256": sha256(folder / PLAN), "splits": splits, "system_sha256": sha256(folder / SYSTEM)}
-    Registry(folder / REGISTRY).append("planned", **sums)
+    """Write the plan down, before anything is run; one process at a time, so that plans do not mix."""
+    place = RunFolder(folder)
+    with place.lock():
+        if (folder / PLAN).exists():
+            raise IncompatibleError(
+                f"{folder} holds a race already: go on with --resume {folder}, or name another folder"
+            )
+        splits = write_splits(workload, folder)
+        place.write("system", {"versions": describe_versions(), "machine": describe_machine()})
+        (folder / PLAN).write_text(plan.as_json())
+        sums = {"plan_sha256": sha256(folder / PLAN), "splits": splits, "system_sha256": sha256(folder / SYSTEM)}
+        Registry(folder / REGISTRY).append("planned", **sums)
 
 
 class Runner:

@@ -1,6 +1,6 @@
 """A race on the terminal: who has run, who is running, what came of it, how long it will take.
 
-On a terminal the table rewrites itself; elsewhere each run leaves a line when it ends.
+On a terminal the table rewrites itself; elsewhere each run leaves a line when it ends, and a long one now and then.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ __all__ = ["View"]
 
 PERIOD = 1.0
 """Seconds between two looks at the log of the run that goes on."""
+PLAIN = 30.0
+"""The same where no table rewrites itself: each leaves a line."""
 MARKS = {"failed": "failed", "diverged": "diverged", "hung": "hung", "interrupted": "stopped"}
 
 
@@ -66,11 +68,15 @@ class View:
         self._draw()
 
     def tick(self) -> None:
-        if self._live is not None and self._clock() - self._looked >= PERIOD:
-            self._looked = self._clock()
-            if self._current is not None:
-                self._log = _read(self._current[0], self._current[1])
+        if self._clock() - self._looked < (PERIOD if self._live is not None else PLAIN):
+            return
+        self._looked = self._clock()
+        if self._current is not None:
+            self._log = _read(self._current[0], self._current[1])
+        if self._live is not None:
             self._draw()
+        else:
+            self._print(self._status())
 
     def ended(self, run: Run, result: Result, seconds: float) -> None:
         assert self._current is not None, "what ends has begun"
@@ -86,14 +92,12 @@ class View:
             what = f"{run.kind} {number + 1}/{total}: {run.entry.name}, seed {run.seed}"
             workers = "" if run.workers == self._plan.workers else f" on {run.workers} workers"
             took = f"{duration(seconds)} with start-up; {self._left(total, number + 1)}"
-            self._console.print(
-                f"{what}{workers}: {self._came(found)}, {took}",
-                highlight=False,
-                markup=False,
-                soft_wrap=True,
-            )
+            self._print(f"{what}{workers}: {self._came(found)}, {took}")
         else:
             self._draw()
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     # Within.
 

@@ -260,7 +260,8 @@ class PairwiseRun(Run):
         self.wait_for_all("save their weights")
         if self.partners is not None:
             self._kept = self.partners.weights.clone()
-        clocks = self._board.steps()
+        gone, own = self.world.lost, self._board.client.clock
+        clocks = [own if rank in gone else clock for rank, clock in enumerate(self._board.steps())]
         self.wait_for_all("go on from a checkpoint")
         return {"clocks": clocks, "workers": self.exchange.size}
 

@@ -2,6 +2,8 @@
 
 step-00000100/              a checkpoint, whole: it got this name by one rename
 step-00000100-2/            the same step saved again; the first one goes once this is there
+abandoned-step-00000120/    a later step than one that was saved after it: the run has gone back behind it
+damaged-step-00000090/      it was found damaged when checkpoints were counted
 .step-00000200.3f9a.lock    held by whoever writes the one below, let go of by the kernel when that process dies
 .step-00000200.3f9a/        being written, or left by a dead attempt
 """
@@ -15,18 +17,23 @@ import os
 import re
 import secrets
 import shutil
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from syncline.errors import ProtocolError
 from syncline.training.checkpoint.files import sync
+from syncline.training.checkpoint.manifest import verify_changed
+from syncline.training.lock import FileLock
 
-__all__ = ["Attempt", "Entry", "entries", "prune", "sweep"]
+__all__ = ["Attempt", "Entry", "Resumed", "entries", "entries_aside", "prune", "set_abandoned_aside", "sweep"]
 
 logger = logging.getLogger("syncline")
 
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 _ASIDE = re.compile(r"\.step-\d{8,}\.[0-9a-z]+")
+ABANDONED, DAMAGED = "abandoned", "damaged"
+"""What the names of checkpoints begin with that `entries` does not list."""
 
 
 @dataclass(frozen=True, order=True)
@@ -51,6 +58,12 @@ def entries(folder: Path) -> list[Entry]:
     return sorted(Entry(int(match[1]), int(match[2] or 1)) for match in found)
 
 
+def entries_aside(folder: Path, step: int) -> list[str]:
+    """The names of the checkpoints of a step that were set aside."""
+    name = Entry(step, 1).name
+    return sorted(path.name for kind in (ABANDONED, DAMAGED) for path in folder.glob(f"{kind}-{name}*"))
+
+
 class Attempt:
     """A checkpoint being written aside. It becomes one by `commit`, at once and whole, or nothing by `discard`."""
 
@@ -59,16 +72,16 @@ class Attempt:
         self.folder = folder
         self.step = step
         self.path = folder / f".{Entry(step, 1).name}.{secrets.token_hex(6)}"
-        self._lock_path = self.path.with_name(self.path.name + ".lock")
-        self._lock = _hold(self._lock_path)  # before the folder: one without a lock is nobody's
+        # Before the folder: one without a lock is nobody's.
+        self._lock = FileLock(self.path.with_name(self.path.name + ".lock"), wait=True, own=True)
         try:
             self.path.mkdir()
         except BaseException:
-            self._let_go()
+            self._lock.release()
             raise
 
-    def commit(self) -> Path:
-        """Give it its name. Everything in it is on the disk already."""
+    def commit(self) -> int:
+        """Give it its name. Everything in it is on the disk already. The edition of its step that it is."""
         same = [entry.edition for entry in entries(self.folder) if entry.step == self.step]
         edition = max(same, default=0) + 1
         while True:
@@ -82,20 +95,13 @@ class Attempt:
             else:
                 break
         sync(self.folder)
-        self._let_go()
-        return target
+        self._lock.release()
+        return edition
 
     def discard(self) -> None:
         """Take away what was written."""
         shutil.rmtree(self.path, ignore_errors=True)
-        self._let_go()
-
-    def _let_go(self) -> None:
-        if self._lock >= 0:
-            with suppress(FileNotFoundError):
-                self._lock_path.unlink()
-            os.close(self._lock)
-            self._lock = -1
+        self._lock.release()
 
 
 def sweep(folder: Path) -> None:
@@ -121,13 +127,46 @@ def sweep(folder: Path) -> None:
             os.close(handle)
 
 
+class Resumed:
+    """The step from which training went on in each folder, until a checkpoint is written there."""
+
+    def __init__(self) -> None:
+        self.steps: dict[Path, int] = {}
+
+    def close(self) -> None:
+        """Forget them; called when the world is left."""
+        self.steps.clear()
+
+
+def set_abandoned_aside(folder: Path, step: int, resumed: int | None = None) -> None:
+    """Rename the checkpoints behind which training went back, and say so; called before one of `step` is written.
+
+    Steps only grow while a run goes on, so that those of later steps are of training that was given up: `load` must not
+    take one of them for the newest. Where training went on from step `resumed`, so are all after that.
+    """
+    last = step if resumed is None else min(step, resumed)
+    names = _set_aside(folder, [entry for entry in entries(folder) if entry.step > last], ABANDONED)
+    if names:
+        logger.warning(
+            "the checkpoint of step %d is written, and %s has others of later steps than %d: training went back behind "
+            "them. They are kept as %s: they are no longer loaded by themselves, and never removed",
+            step,
+            folder,
+            last,
+            ", ".join(names),
+        )
+
+
 def prune(folder: Path, written: Entry, keep: int | None) -> None:
-    """Keep the newest `keep` checkpoints and the one just written; earlier editions of its step go in any case."""
+    """Keep the newest `keep` good checkpoints and the one just written; earlier editions of its step go in any case.
+
+    A damaged one does not count: it is set aside, and an older good one stays in its place.
+    """
     others = [entry for entry in entries(folder) if entry != written]
     stale = [entry for entry in others if entry.step == written.step and entry.edition < written.edition]
     rest = [entry for entry in others if entry not in stale]
-    if keep is not None:
-        stale += rest[: max(0, len(rest) - (keep - 1))]
+    if keep is not None and len(rest) > keep - 1:
+        stale += _beyond(folder, rest, keep - 1)
     for entry in stale:
         # Out of sight first: a checkpoint that is half removed must not look like one.
         aside = folder / f".{Entry(entry.step, 1).name}.{secrets.token_hex(6)}"
@@ -138,16 +177,38 @@ def prune(folder: Path, written: Entry, keep: int | None) -> None:
             logger.warning("cannot remove the old checkpoint %s: %s", folder / entry.name, error)
 
 
-def _hold(path: Path) -> int:
-    """A lock file of our own, locked. It is made anew if a sweep takes it away between making and locking."""
-    while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+def _beyond(folder: Path, found: Sequence[Entry], count: int) -> list[Entry]:
+    """Those that are older than the newest `count` good ones; damaged ones among the newer are set aside."""
+    good = 0
+    for place in range(len(found) - 1, -1, -1):
+        if good == count:
+            return list(found[: place + 1])
+        entry = found[place]
         try:
-            with suppress(OSError):  # a file system without locks: then nobody sweeps either
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
-                return handle
-        except BaseException:
-            os.close(handle)
-            raise
-        os.close(handle)
+            verify_changed(folder / entry.name)
+        except ProtocolError as error:
+            for name in _set_aside(folder, [entry], DAMAGED):
+                logger.warning("%s; it does not count among those that are kept, and is now %s", error, name)
+        except OSError:  # it cannot be read now: nothing is known of it, so that nothing is done
+            good += 1
+        else:
+            good += 1
+    return []
+
+
+def _set_aside(folder: Path, found: Sequence[Entry], kind: str) -> list[str]:
+    """Give checkpoints names that `entries` does not list; their new names."""
+    names: list[str] = []
+    for entry in found:
+        first = name = f"{kind}-{Entry(entry.step, 1).name}"
+        number = 1
+        while (folder / name).exists():
+            number += 1
+            name = f"{first}-{number}"
+        try:
+            os.rename(folder / entry.name, folder / name)
+        except OSError as error:
+            logger.warning("cannot set the checkpoint %s aside: %s", folder / entry.name, error)
+        else:
+            names.append(name)
+    return names

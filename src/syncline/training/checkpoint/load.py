@@ -13,7 +13,7 @@ from torch import nn
 from syncline.errors import IncompatibleError, ProtocolError, SpecError
 from syncline.training.checkpoint import randomness
 from syncline.training.checkpoint.files import read_part
-from syncline.training.checkpoint.folder import Entry, entries
+from syncline.training.checkpoint.folder import Entry, entries, entries_aside
 from syncline.training.checkpoint.manifest import ABOUT, MANIFEST, SHARED, Manifest, rank_part, verify
 from syncline.training.checkpoint.meeting import Meeting
 from syncline.training.checkpoint.objects import (
@@ -76,6 +76,8 @@ def load(
             loading.undo()
             raise
         loading.restore_randomness()
+        if any(kind_of(value) in ("run", "optimizer") for value in objects.values()):  # to train on, not to look at
+            meeting.resumed[loading.path.absolute().parent] = loading.manifest.step
         return loading.values | {"step": loading.manifest.step}
 
 
@@ -90,7 +92,9 @@ def _choose(folder: Path, step: int | None, checksums: bool) -> dict[str, Any] |
     candidates = [entry for entry in reversed(found) if step is None or entry.step == step]
     if step is not None and not candidates:
         there = ", ".join(str(entry.step) for entry in found) or "none"
-        raise SpecError(f"{folder} has no checkpoint of step {step}; there are: {there}")
+        aside = ", ".join(entries_aside(folder, step))
+        hint = f"; of that step there is {aside}, which was set aside: load it by its path" if aside else ""
+        raise SpecError(f"{folder} has no checkpoint of step {step}; there are: {there}{hint}")
     first: ProtocolError | None = None
     for entry in candidates:
         try:
@@ -134,13 +138,12 @@ class _Loading:
         self.about = self.states.pop(ABOUT)
         saved: dict[str, list[str]] = self.about["objects"]
         self.values = {name: self.states[name] for name, (kind, _) in saved.items() if kind == "value"}
-        rank = self.meeting.rank
-        if rank < self.manifest.ranks:
-            self.own = read_part(self.path / rank_part(rank))
-            randomness.check(self.own["random"], str(self.path / rank_part(rank)))
         # With fewer ranks than before each takes over what some of those that are gone have kept.
-        orphans = range(rank + self.meeting.size, self.manifest.ranks, self.meeting.size)
-        self.others = [read_part(self.path / rank_part(other)) for other in orphans]
+        mine = range(self.meeting.rank, self.manifest.ranks, self.meeting.size)
+        parts = [rank_part(rank) for rank in mine if self.manifest.has_part(rank)]  # one that was lost has none
+        if parts:
+            self.own, *self.others = [read_part(self.path / part) for part in parts]
+            randomness.check(self.own["random"], str(self.path / parts[0]))
         for name, value in self.objects.items():
             self._check(name, value, saved)
 
@@ -189,6 +192,9 @@ class _Loading:
     def _apply_run(self, name: str, run: Any) -> None:
         names = names_of(run.model)
         local = None if self.own is None else self.own["runs"][name]
+        if local is not None and self.manifest.ranks != self.meeting.size:
+            # Each worker's share of the data is another now: all go on from the place of the one that wrote it.
+            local = {key: value for key, value in local.items() if key != "place"}
         put: Callable[[Any, Any], None] = lambda target, tree: put_optimizer(target, tree, names)  # noqa: E731
         self._change(run.model, model_tree, put_model, self.models[name])
         self._change(run.optimizer, lambda target: optimizer_tree(target, names), put, self.states[name]["optimizer"])

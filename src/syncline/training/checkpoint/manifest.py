@@ -12,7 +12,7 @@ from typing import Any
 from syncline.errors import ProtocolError
 from syncline.training.checkpoint.files import digest, read_json, sync, write_json
 
-__all__ = ["ABOUT", "MANIFEST", "SHARED", "Manifest", "rank_part", "verify", "write_manifest"]
+__all__ = ["ABOUT", "MANIFEST", "SHARED", "Manifest", "rank_part", "verify", "verify_changed", "write_manifest"]
 
 MANIFEST = "manifest.json"
 FORMAT = "syncline checkpoint"
@@ -26,11 +26,16 @@ _FILE = re.compile(r"(shared|model-\w+|rank-\d{5,})/[\w.-]+")
 
 @dataclass(frozen=True)
 class Manifest:
-    """Which step, saved by how many ranks, and every file's size and checksum."""
+    """Which step, saved by a world of how many ranks, and every file's size and checksum."""
 
     step: int
     ranks: int
+    """Those that were lost before it was saved have no part in it."""
     files: dict[str, dict[str, Any]]
+
+    def has_part(self, rank: int) -> bool:
+        """Whether there is anything of a rank's own in it."""
+        return any(name.startswith(f"{rank_part(rank)}/") for name in self.files)
 
 
 def rank_part(rank: int) -> str:
@@ -64,6 +69,19 @@ def verify(folder: Path, checksums: bool = True) -> Manifest:
         if checksums and digest(path) != told["sha256"]:
             raise ProtocolError(f"{path} has other bytes than were written (SHA-256 differs): {_hint(folder)}")
     return manifest
+
+
+def verify_changed(folder: Path) -> None:
+    """As `verify`; checksums are compared only where a file was written to after the manifest, which comes last.
+
+    Of a checkpoint that another version of Syncline wrote nothing is known, and so nothing is said.
+    """
+    told = read_json(folder / MANIFEST)
+    if isinstance(told, dict) and told.get("version", VERSION) != VERSION:
+        return
+    sealed = (folder / MANIFEST).stat().st_mtime_ns
+    changed = any(path.stat().st_mtime_ns >= sealed for path in folder.glob("*/*"))
+    verify(folder, checksums=changed)
 
 
 def _read(folder: Path) -> Manifest:

@@ -11,9 +11,12 @@ import torch
 
 import syncline.errors
 from syncline.environment import detect
-from syncline.errors import IncompatibleError, SynclineError, WorldError
+from syncline.errors import IncompatibleError, PeerLostError, SynclineError, WorldError
 from syncline.runtime import Task
+from syncline.strategies import Run
+from syncline.training.checkpoint.folder import Resumed
 from syncline.training.checkpoint.objects import RunLike
+from syncline.training.checkpoint.survivors import Survivors
 from syncline.world import World, allgather, current_world
 
 __all__ = ["Meeting"]
@@ -22,14 +25,28 @@ BEAT = 5.0
 """Seconds after which a rank whose disk is slow says that it is still at it."""
 
 
+RESUMED = "checkpoints resumed"
+
+
 class Meeting:
-    """The world of the runs that are saved, else the current one, else this process alone."""
+    """The world of the runs that are saved, else the current one, else this process alone.
+
+    `ranks` are those of its workers that take part, in the world's numbers: all of them, but where a run's workers go
+    at their own pace and some are lost (`Survivors`). The lowest of them, `root`, does what is done once.
+    """
 
     def __init__(self, world: World | None) -> None:
         self.world = world
         self.rank = 0 if world is None else world.rank
         self.size = 1 if world is None else world.size
+        """Workers of the world, lost ones too."""
+        self.ranks = tuple(range(self.size))
+        self.team = None if world is None else world.everyone
+        self._survivors: Survivors | None = None
+        self._loose: list[Run] = []
         self._task: Task | None = None
+        self.resumed = {} if world is None else world.keep(RESUMED, Resumed).steps
+        """By folder: the step from which training went on, where this process remembers it."""
 
     @classmethod
     def of(cls, objects: Mapping[str, Any]) -> Meeting:
@@ -50,6 +67,47 @@ class Meeting:
                 ) from None
             return cls(None)
 
+    @classmethod
+    def to_save(cls, objects: Mapping[str, Any]) -> Meeting:
+        """As `of`, for saving: among the workers that are left, where a run goes on without the lost."""
+        meeting = cls.of(objects)
+        world = meeting.world
+        if world is None or world.size == 1:
+            return meeting
+        meeting._loose = [value for value in objects.values() if isinstance(value, Run) and value.loose]
+        board = next((board for run in meeting._loose if (board := run.board()) is not None), None)
+        if board is not None:
+            found = board
+            meeting._survivors = world.keep(("checkpoints", found), lambda: Survivors(world, found))
+        return meeting
+
+    @property
+    def root(self) -> int:
+        """The rank that writes what all have in common."""
+        return self.ranks[0]
+
+    def assemble(self) -> None:
+        """Find out who takes part; every worker that is left calls it before each attempt to save."""
+        if self._survivors is None:
+            return
+        self.team = self._survivors.assemble()
+        self.ranks = self.team.ranks
+        for run in self._loose:
+            run.saving_team = self.team
+
+    def release(self) -> None:
+        """The save is over, whatever came of it."""
+        for run in self._loose:
+            run.saving_team = None
+
+    def settle(self, edition: int | None, error: PeerLostError | None) -> int | None:
+        """The edition that an attempt has saved, or None where all begin again without those that were lost."""
+        if self._survivors is not None:
+            return self._survivors.settle(edition, error)
+        if error is not None:
+            raise error
+        return edition
+
     @contextmanager
     def span(self, key: str, step: int | None) -> Iterator[None]:
         """Time a block in the world's events."""
@@ -60,7 +118,10 @@ class Meeting:
                 yield
 
     def at_once(self, what: str, work: Callable[[], Any]) -> list[Any]:
-        """Run `work` on every rank, here; what each returned, or the first failure, raised on every rank alike."""
+        """Run `work` on every rank that takes part, here; what each returned, in the order of `ranks`.
+
+        The first failure is raised on every rank alike.
+        """
         outcome, error = _try(work)
         return self._settle(what, self._exchange(outcome), error)
 
@@ -68,7 +129,7 @@ class Meeting:
         """As `at_once`, for work that may take longer than a wait for a peer may: in a task, while the ranks tell one
         another that they are still there. The work must call no collective.
         """
-        if self.world is None or self.size == 1:
+        if self.world is None or len(self.ranks) == 1:
             return self.at_once(what, work)
         kept: list[tuple[dict[str, Any], Exception | None]] = []
         beat = min(BEAT, self.world.transport.timeout / 4)
@@ -87,20 +148,20 @@ class Meeting:
             self._task = None
 
     def _exchange(self, note: dict[str, Any]) -> list[dict[str, Any]]:
-        """One line of JSON from every rank."""
-        if self.world is None or self.size == 1:
+        """One line of JSON from every rank that takes part."""
+        if self.team is None or len(self.ranks) == 1:
             return [note]
         line = bytearray(json.dumps(note).encode() + b"\n")
-        joined = allgather(torch.frombuffer(line, dtype=torch.uint8), group=self.world.everyone)
+        joined = allgather(torch.frombuffer(line, dtype=torch.uint8), group=self.team)
         return [json.loads(line) for line in joined.numpy().tobytes().splitlines()]
 
     def _settle(self, what: str, notes: list[dict[str, Any]], error: Exception | None) -> list[Any]:
-        failed = [rank for rank, note in enumerate(notes) if "error" in note]
+        failed = [rank for rank, note in zip(self.ranks, notes, strict=True) if "error" in note]
         if not failed:
             return [note["result"] for note in notes]
         if isinstance(error, SynclineError):
             raise error
-        first = notes[failed[0]]
+        first = notes[self.ranks.index(failed[0])]
         kind = getattr(syncline.errors, str(first["kind"]), None) if first["kind"] in syncline.errors.__all__ else None
         text = first["error"] if kind else f"{first['kind']}: {first['error']}"
         others = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""

@@ -3,6 +3,8 @@
 every rank   its own part ──┐                          ┌── returns the path
 rank 0       makes a folder ┴ shared part · manifest · rename · prune
              aside
+
+Where workers go at their own pace and some are lost, the others save (`survivors`); the lowest does what rank 0 does.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from syncline.errors import IncompatibleError, ProtocolError, SpecError
+from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SpecError
 from syncline.training.checkpoint import randomness
 from syncline.training.checkpoint.files import describe, write_part
-from syncline.training.checkpoint.folder import Attempt, Entry, prune, sweep
+from syncline.training.checkpoint.folder import Attempt, Entry, prune, set_abandoned_aside, sweep
 from syncline.training.checkpoint.manifest import ABOUT, SHARED, Manifest, rank_part, write_manifest
 from syncline.training.checkpoint.meeting import Meeting
 from syncline.training.checkpoint.objects import RunLike, kind_of, model_tree, names_of, optimizer_tree
@@ -30,23 +32,37 @@ def save(folder: str | PathLike[str], *, step: int, keep: int | None = 3, **obje
     An object is a run, a module, an optimizer, anything with `state_dict()` (a scheduler, a GradScaler), or a plain
     value; its keyword is its name for `load`. The random-number states of every rank go along. The checkpoint is there
     whole or not at all, whatever happens meanwhile; if a rank cannot write, every rank raises. The newest `keep` stay,
-    all with None.
+    all with None; those of later steps, behind which training went back, are set aside.
 
     >>> import tempfile, torch
     >>> folder, model = tempfile.mkdtemp(), torch.nn.Linear(2, 1)
     >>> save(folder, step=100, model=model, epoch=3).name
     'step-00000100'
     """
-    meeting = Meeting.of(objects)
+    meeting = Meeting.to_save(objects)
     with meeting.span("sl_checkpoint_seconds", step):
-        saving = _Saving(meeting, Path(folder), step, objects)
+        edition: int | None = None
         try:
-            saving.begin(keep)
-            saving.write_own_part()
-            return saving.write_shared_part(keep)
-        except BaseException:
-            saving.give_up()
-            raise
+            while edition is None:
+                meeting.assemble()
+                edition = meeting.settle(*_attempt(_Saving(meeting, Path(folder), step, objects), keep))
+        finally:
+            meeting.release()
+        return Path(folder) / Entry(step, edition).name
+
+
+def _attempt(saving: _Saving, keep: int | None) -> tuple[int | None, PeerLostError | None]:
+    """The edition that was saved, or the loss of a worker that broke the attempt."""
+    try:
+        saving.begin(keep)
+        saving.write_own_part()
+        return saving.write_shared_part(keep), None
+    except PeerLostError as error:
+        saving.give_up()
+        return None, error
+    except BaseException:
+        saving.give_up()
+        raise
 
 
 class _Saving:
@@ -69,17 +85,18 @@ class _Saving:
 
         def work() -> dict[str, Any]:
             _check_arguments(self.step, keep, self.objects)
-            if self.meeting.rank == 0:
+            if self.meeting.rank == self.meeting.root:
                 sweep(self.folder)
                 self.attempt = Attempt(self.folder, self.step)
             kinds = {name: kind_of(value) for name, value in self.objects.items()}
             return {"aside": self.attempt.path.name if self.attempt else "", "what": [self.step, sorted(kinds.items())]}
 
         notes = self.meeting.at_once("begin a checkpoint", work)
-        for rank, note in enumerate(notes):
+        for rank, note in zip(self.meeting.ranks, notes, strict=True):
             if note["what"] != notes[0]["what"]:
                 raise IncompatibleError(
-                    f"the ranks save different things: rank 0 {_told(notes[0])}, rank {rank} {_told(note)}"
+                    f"the ranks save different things: rank {self.meeting.root} {_told(notes[0])}, rank {rank} "
+                    f"{_told(note)}"
                 )
         self.aside = self.folder / notes[0]["aside"]
         # Not in a task: a strategy may have to ask the others for its state.
@@ -89,8 +106,8 @@ class _Saving:
         for name, run in self.runs.items():
             state = run.state_dict()
             # Inside agreed() what these tensors share with the model would be somebody else's.
-            kept = {"local": state["local"], "shared": clone(state["shared"]) if self.meeting.rank == 0 else None}
-            self.run_states[name] = kept
+            first = self.meeting.rank == self.meeting.root
+            self.run_states[name] = {"local": state["local"], "shared": clone(state["shared"]) if first else None}
 
     def write_own_part(self) -> None:
         """Each rank writes what is its own; all learn the files of all."""
@@ -104,12 +121,12 @@ class _Saving:
         for files in self.meeting.patiently("write its part of the checkpoint", work):
             self.files |= files
 
-    def write_shared_part(self, keep: int | None) -> Path:
-        """Rank 0 writes what all agree on, seals the checkpoint and gives it its name."""
+    def write_shared_part(self, keep: int | None) -> int:
+        """The root writes what all agree on, seals the checkpoint and gives it its name; the edition of the step."""
 
-        def work() -> str:
+        def work() -> int:
             if self.attempt is None:
-                return ""
+                return 0
             models: dict[str, Any] = {name: run.model for name, run in self.runs.items()}
             models |= {name: value for name, value in self.objects.items() if kind_of(value) == "module"}
             for name, model in models.items():
@@ -119,16 +136,19 @@ class _Saving:
             self.files |= describe(self.aside, SHARED)
             self._look_for_parts()
             write_manifest(self.aside, Manifest(self.step, self.meeting.size, self.files))
-            return self.attempt.commit().name
+            set_abandoned_aside(self.folder, self.step, self.meeting.resumed.get(self.folder.absolute()))
+            edition = self.attempt.commit()
+            self.meeting.resumed.pop(self.folder.absolute(), None)
+            return edition
 
         with ExitStack() as stack:
             for run in self.runs.values():
                 stack.enter_context(run.agreed())
-            name = str(self.meeting.patiently("write the shared part of the checkpoint", work)[0])
+            edition = int(self.meeting.patiently("write the shared part of the checkpoint", work)[0])
+        self.meeting.resumed.pop(self.folder.absolute(), None)
         if self.attempt is not None:
-            edition = int(name.rpartition("-")[2]) if name.count("-") > 1 else 1
             prune(self.folder, Entry(self.step, edition), keep)
-        return self.folder / name
+        return edition
 
     def _shared_tree(self) -> dict[str, Any]:
         """Every object's state under its name, so that a refusal reads "scheduler.lr_lambdas[0] is a function"."""
@@ -151,8 +171,8 @@ class _Saving:
             path = self.aside / name
             if not path.exists() or path.stat().st_size != told["bytes"]:
                 raise ProtocolError(
-                    f"rank 0 does not see {path} as it was written: the folder must be on a file system that all "
-                    "ranks share"
+                    f"rank {self.meeting.root} does not see {path} as it was written: the folder must be on a file "
+                    "system that all ranks share"
                 )
 
     def give_up(self) -> None:

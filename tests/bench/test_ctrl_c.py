@@ -1,0 +1,49 @@
+"""Signals that ask to stop: what workers, and those who serve them, make of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+import syncline.server.__main__ as server
+from syncline.bench.ctrl_c import CtrlC
+from syncline.environment.base import SAVES
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """What this process makes of signals is as before afterwards."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_sigterm_is_a_wish_however_often_it_comes() -> None:
+    stop = CtrlC(terminated=True)
+    assert not stop()
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):  # the launcher passes on what it is sent
+        os.kill(os.getpid(), number)
+    assert stop()
+
+
+def test_sigterm_ends_a_worker_that_does_not_save() -> None:
+    CtrlC()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_servers_of_workers_that_save_leave_signals_alone(monkeypatch: pytest.MonkeyPatch, saves: bool) -> None:
+    """They are needed until all have saved; the launcher ends them then."""
+
+    def joined() -> None:
+        ignored = [signal.getsignal(number) is signal.SIG_IGN for number in (signal.SIGINT, signal.SIGTERM)]
+        assert ignored == [saves, saves]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(server, "_join", joined)
+    monkeypatch.setenv(SAVES, "1" if saves else "")
+    assert server.main() == 130

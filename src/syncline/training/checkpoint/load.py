@@ -195,14 +195,19 @@ class _Loading:
         if local is not None and self.manifest.ranks != self.meeting.size:
             # Each worker's share of the data is another now: all go on from the place of the one that wrote it.
             local = {key: value for key, value in local.items() if key != "place"}
-        put: Callable[[Any, Any], None] = lambda target, tree: put_optimizer(target, tree, names)  # noqa: E731
-        self._change(run.model, model_tree, put_model, self.models[name])
-        self._change(run.optimizer, lambda target: optimizer_tree(target, names), put, self.states[name]["optimizer"])
-        # Last: the model's own part has the agreed buffers, the run's has this rank's.
         state = {"shared": self.states[name]["shared"], "local": local}
         if self.others:
             state["others"] = [other["runs"][name]["strategy"] for other in self.others]
-        self._change(run, _state_of, _give_state, state)
+
+        def give(model: Any, optimizer: Any, own: Any) -> None:
+            put_model(run.model, model)
+            put_optimizer(run.optimizer, optimizer, names)
+            # Last: the model's own part has the agreed buffers, the run's has this rank's.
+            run.load_state_dict(own)
+
+        before = [clone(each) for each in (_state_of(run), model_tree(run.model), optimizer_tree(run.optimizer, names))]
+        self._undo.append(lambda: give(before[1], before[2], before[0]))
+        give(self.models[name], self.states[name]["optimizer"], state)
 
     def _change(self, target: Any, take: Callable[[Any], Any], put: Callable[[Any, Any], Any], state: Any) -> None:
         before = clone(take(target))

@@ -275,6 +275,26 @@ def two_models(side: Side) -> Any:
     return gradients(maker), gradients(judge), maker.state_dict()
 
 
+@case("Two optimizers of one model")
+def two_optimizers(side: Side) -> Any:
+    model: Any = net()
+    optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.Adam(model[2].parameters(), lr=0.1)]
+    module = side.attach(model, optimizers if side.ours else None)
+    for step in range(STEPS):
+        model.zero_grad()
+        backward(module(side.batch(step)).square().mean())
+        for optimizer in optimizers:
+            optimizer.step()
+    return model.state_dict()
+
+
+@case("The same model wrapped a second time")
+def wrapped_twice(side: Side) -> Any:
+    model = net()
+    side.attach(model)
+    return side.passes(side.attach(model))
+
+
 @case("The keys of the state dict")
 def keys(side: Side) -> Any:
     return list(side.attach(net()).state_dict())

@@ -35,7 +35,7 @@ class Side:
     def attach(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Any = None,
         ddp: dict[str, Any] | None = None,
         syncline: dict[str, Any] | None = None,
         **options: Any,

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -73,56 +72,6 @@ def process_group(transport: Transport, folder: str) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def beside_ddp(transport: Transport, folder: str, how: str) -> tuple[bool, float]:
-    """Train the same model with DistributedDataParallel and with us; whether the bits agree, and how far apart."""
-    world = world_on(transport)  # left open: the channel is the pool's
-    with process_group(transport, folder):
-        theirs, ours = mlp(), mlp()
-        wrapped = DistributedDataParallel(theirs, gradient_as_bucket_view=True)
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (theirs, ours)]
-        run = sl.distribute(ours, optimizers[1], collective="native")
-        scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3) for _ in range(2)]
-        draw = torch.Generator().manual_seed(world.rank)
-        for number in range(12):
-            batches = [(torch.randn(4, 6, generator=draw), torch.randint(0, 3, (4,), generator=draw)) for _ in range(3)]
-            for model, optimizer, scaler, quiet in (
-                (wrapped, optimizers[0], scalers[0], wrapped.no_sync),
-                (ours, optimizers[1], scalers[1], run.no_sync),
-            ):
-                optimizer.zero_grad(set_to_none=number % 2 == 0)
-                _step(how, model, optimizer, scaler, quiet, batches)
-        result = torch.equal(flat(theirs), flat(ours)), float((flat(theirs) - flat(ours)).abs().max())
-        run.close()
-    return result
-
-
-def _step(how: str, model: nn.Module, optimizer: Optimizer, scaler: Any, quiet: Any, batches: list[Any]) -> None:
-    def loss(batch: tuple[Tensor, Tensor]) -> Tensor:
-        return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-    if how == "accumulation":
-        for batch in batches[:-1]:
-            with quiet():
-                backward(loss(batch))
-        backward(loss(batches[-1]))
-        optimizer.step()
-    elif how == "clipping":
-        backward(loss(batches[0]))
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-    elif how == "scaler":
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            scaled = scaler.scale(loss(batches[0]))
-        backward(scaled)
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        scaler.step(optimizer)
-        scaler.update()
-    else:
-        backward(loss(batches[0]))
-        optimizer.step()
 
 
 def on_gloo(transport: Transport, case: Callable[..., Any], *args: Any) -> Any:

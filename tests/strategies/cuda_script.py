@@ -1,5 +1,7 @@
 """Run on each rank by test_cuda, and by hand on a machine with a GPU: training on it."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -57,6 +59,42 @@ def with_codecs(world: sl.World, together: bool) -> None:
         print("fine:", codec)
 
 
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+        self.heads = nn.ModuleList([nn.Linear(3, 2) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
+        result: torch.Tensor = self.heads[head](self.body(x))
+        return result
+
+
+def with_unused(world: sl.World, collective: str) -> None:
+    """Parameters that no rank uses keep their gradients, and those that some use get the mean: nobody asks the GPU."""
+    model: Any = Heads().to(world.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with sl.distribute(model, optimizer, collective=collective, find_unused_parameters=True):
+        for step, used in enumerate((0, 1, 1, 0)):  # the first rounds find out which parameters there are
+            model(batch(step, world.rank).to(world.device), used).sum().backward()
+        kept = model.heads[1].weight.grad
+        assert kept is not None
+        before = kept.clone()
+        for step in range(2):
+            model(batch(step, world.rank).to(world.device), 0).sum().backward()
+            assert torch.equal(model.heads[1].weight.grad, before), step
+        optimizer.zero_grad()
+        model(batch(0, world.rank).to(world.device), world.rank % 2).sum().backward()
+        for number, head in enumerate(model.heads):
+            gradients = [batch(0, rank) for rank in range(world.size) if rank % 2 == number]
+            if not gradients:
+                assert head.weight.grad is None
+                continue
+            own = sum(model.body(x.to(world.device)).sum(dim=0) for x in gradients) / world.size
+            torch.testing.assert_close(head.weight.grad[0], own.detach())
+    print("fine: unused parameters")
+
+
 def main() -> None:
     with sl.init(transport="torch_dist", timeout=60) as world:
         device = world.device
@@ -88,6 +126,7 @@ def main() -> None:
         except sl.DivergedError as error:
             print("told:", error)
         run.close()
+        with_unused(world, "ring" if together else "native")
         with_codecs(world, together)
         print("fine on", torch.cuda.get_device_name(), "rank", world.rank, "of", world.size)
 

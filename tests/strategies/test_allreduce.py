@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import syncline as sl
 from syncline.testing import Pool
-from tests.strategies.cases import OPTIMIZERS, backward, beside_ddp, flat, mlp, on_gloo, train
+from tests.strategies.cases import OPTIMIZERS, backward, flat, mlp, on_gloo, train
 
 NETWORK = sl.Network(latency=1e-5, bandwidth=1e9)
 
@@ -49,13 +48,6 @@ def test_on_gloo(gloo: Pool, collective: str) -> None:
 
 def _train_by(world: sl.World, collective: str) -> Tensor:
     return train(world, collective=collective)
-
-
-@pytest.mark.xdist_group("gloo")
-@pytest.mark.parametrize("how", ["plain", "clipping", "scaler", "accumulation"])
-def test_the_bits_of_ddp(gloo: Pool, tmp_path: Path, how: str) -> None:
-    for same, apart in gloo.run(beside_ddp, 2, str(tmp_path), how):
-        assert same, f"{how}: {apart}"
 
 
 def run_of(model: nn.Module, rate: float = 0.1, **options: Any) -> tuple[sl.Run, torch.optim.Optimizer]:
@@ -284,37 +276,6 @@ def test_dtypes_may_be_mixed() -> None:
     wanted = mean_of(Mixed, 2, lambda model, rank: model(float(rank + 1)))
     for found in sl.simulate(case, ranks=2).results:
         assert_same(found, wanted)
-
-
-def test_a_compiled_model() -> None:
-    def case(world: sl.World) -> dict[str, Any]:
-        model = mlp()
-        compiled = torch.compile(model, backend="aot_eager")
-        run_of(model)
-        backward(compiled(seeded(world.rank, 4, 6)).square().mean())
-        return gradients(model)
-
-    wanted = mean_of(mlp, 1, lambda model, rank: model(seeded(0, 4, 6)).square().mean())
-    [found] = sl.simulate(case, ranks=1).results  # dynamo and the simulator's threads do not mix: two on gloo below
-    assert_same(found, wanted)
-
-
-@pytest.mark.xdist_group("gloo")
-def test_a_compiled_model_on_gloo(gloo: Pool) -> None:
-    wanted = mean_of(mlp, 2, lambda model, rank: model(seeded(rank, 4, 6)).square().mean())
-    for found in gloo.run(on_gloo, 2, _compiled):
-        assert_same(found, wanted)
-
-
-def _compiled(world: sl.World) -> dict[str, Any]:
-    model = mlp()
-    run, _ = run_of(model, collective="native")
-    compiled = torch.compile(model, backend="aot_eager")
-    for _ in range(2):
-        model.zero_grad()
-        backward(compiled(seeded(world.rank, 4, 6)).square().mean())
-    run.close()
-    return gradients(model)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

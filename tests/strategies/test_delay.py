@@ -142,6 +142,43 @@ def test_a_closure_cannot_wait() -> None:
         sl.simulate(case, ranks=1)
 
 
+@pytest.mark.parametrize("unscaled", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_a_grad_scaler_is_refused(warmup: int, fused: bool, unscaled: bool) -> None:
+    def case(world: sl.World) -> None:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=fused)
+        run = sl.distribute(model, optimizer, strategy=f"allreduce(delay=1, warmup={warmup})", collective="ring")
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        backward(scaler.scale(model(torch.ones(1, 1)).sum()))
+        if unscaled:
+            scaler.unscale_(optimizer)
+        with pytest.raises(sl.IncompatibleError, match="cannot be used with a GradScaler"):
+            scaler.step(optimizer)
+        run.close()
+        backward(scaler.scale(model(torch.ones(1, 1)).sum()))
+        scaler.update(8.0)
+        scaler.step(optimizer)  # without the run it is an optimizer like any other
+
+    sl.simulate(case, ranks=2)
+
+
+def test_a_disabled_grad_scaler_goes_with_a_delay() -> None:
+    def case(world: sl.World) -> None:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sl.distribute(model, optimizer, strategy="allreduce(delay=1)", collective="ring")
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        for _ in range(3):
+            optimizer.zero_grad()
+            backward(scaler.scale(model(torch.ones(1, 1)).sum()))
+            scaler.step(optimizer)
+            scaler.update()
+
+    sl.simulate(case, ranks=2)
+
+
 @pytest.mark.parametrize(
     "spec", ["allreduce(delay=-1)", "allreduce(warmup=3)", "allreduce(delay=1.5)", "allreduce(delay=1, steps=0)"]
 )

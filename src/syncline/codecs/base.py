@@ -281,7 +281,7 @@ class PayloadCodec(Codec):
         from syncline.codecs.payload import unpack
 
         flat = out.view(-1) if out.is_contiguous() and out.dtype == torch.float32 else None
-        into = torch.zeros(out.numel(), device=out.device) if flat is None else flat
+        into = torch.zeros(out.numel(), device=out.device, dtype=torch.float32) if flat is None else flat
         if flat is None and accumulate:
             into.copy_(out.reshape(-1))
         unpack(self, payload, [into], accumulate, step=step)

@@ -169,7 +169,7 @@ class _Factors(PayloadCodec):
         due = rank * (rows + numel // rows) if rows else numel
         if body.numel() != ROWS.size + 4 * due:
             raise ProtocolError(f"a body of {self!r} has {body.numel()} B, and {ROWS.size + 4 * due} B are due")
-        values = torch.empty(due, device=body.device)
+        values = torch.empty(due, device=body.device, dtype=torch.float32)
         values.view(torch.uint8).copy_(body[ROWS.size :])
         if not bool(torch.isfinite(values).all()):
             raise ProtocolError(f"a body of {self!r} holds NaN or Inf")

@@ -95,7 +95,7 @@ def dense(stream: Stream) -> Tensor:
     >>> dense(Stream(3, torch.tensor([1], dtype=torch.int32), torch.tensor([5.0])))
     tensor([0., 5., 0.])
     """
-    out = torch.zeros(stream.numel, device=stream.values.device)
+    out = torch.zeros(stream.numel, device=stream.values.device, dtype=torch.float32)
     kernels(out).scatter(out, stream.indices, stream.values, accumulate=False)
     return out
 

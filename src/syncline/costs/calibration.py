@@ -178,7 +178,7 @@ class _Probe:
 
     def combine(self, nbytes: int) -> float:
         """Seconds a byte of a reduction in memory, on all ranks at once; the slowest rank's."""
-        a, b = torch.zeros(nbytes // 4), torch.zeros(nbytes // 4)
+        a, b = torch.zeros(nbytes // 4, dtype=torch.float32), torch.zeros(nbytes // 4, dtype=torch.float32)
         self._meet()
         times = []
         for _ in range(REPEATS):

@@ -78,7 +78,8 @@ class BucketSet:
                 self.views[index] = _view(flat, offset, parameters[index])
                 offset += _reals(parameters[index])
         last = self.buckets[-1].flat if shared else None
-        last = torch.zeros(extra, device=_device(parameters)) if last is None else last
+        if last is None:
+            last = torch.zeros(extra, dtype=torch.float32, device=_device(parameters))
         if not shared and not (self.buckets and self.buckets[-1].codec is not None):
             self.buckets.append(Bucket((), last, last[:0]))
         self.control = last[-extra:]
@@ -141,9 +142,8 @@ def _view(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
     part = flat[offset : offset + _reals(parameter)]
     if parameter.is_complex():
         return torch.view_as_complex(part.view(*parameter.shape, 2))
-    if parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last):
-        return part.as_strided(parameter.shape, parameter.stride())
-    return part.view(parameter.shape)
+    dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()  # a permutation: no holes
+    return part.as_strided(parameter.shape, parameter.stride()) if dense else part.view(parameter.shape)
 
 
 def _reals(parameter: Tensor) -> int:

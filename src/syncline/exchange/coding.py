@@ -169,7 +169,7 @@ class Coding:
 
     def _zeros(self, index: int) -> Tensor:
         numel, device = self._rows[index]
-        return torch.zeros(numel, device=device)
+        return torch.zeros(numel, dtype=torch.float32, device=device)
 
 
 def _row(parameter: Tensor) -> tuple[int, torch.device]:

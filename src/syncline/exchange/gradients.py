@@ -7,6 +7,8 @@ call back when the pass is over. So a gradient is final when `backward()` return
 from __future__ import annotations
 
 import logging
+import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from syncline.codecs import Codec
 from syncline.errors import DivergedError, IncompatibleError
@@ -55,20 +58,21 @@ class Gradients:
         seed: int = 0,
         diagnose: int = 0,
         opens: Callable[[int], bool] | None = None,
-        lenient: bool = False,
+        find_unused_parameters: bool = False,
         scaling: Scaling | None = None,
         kind: str = "gradients",
     ) -> None:
         self.names = [plain_name(name) for name in parameters]
         self.parameters = list(parameters.values())
+        self._kinds = [(parameter.dtype, parameter.device) for parameter in self.parameters]
         self.exchange = exchange
         self.kind = kind
         """What is reduced, for messages."""
         self.coding = (
             None if codec is None else Coding(codec, self.names, self.parameters, exchange.rank, exchange.size, seed)
         )
-        self.lenient = lenient
-        """Whether a rank that lacks a gradient which others have adds zeros; else that is refused."""
+        self.find_unused_parameters = find_unused_parameters
+        """Whether a rank without a gradient that others have adds zeros to the mean; False: that is refused."""
         self.scaling = scaling
         self._opens = opens
         """Asked at the first gradient of a pass, that of this parameter: whether the pass is reduced, or adds up."""
@@ -94,21 +98,27 @@ class Gradients:
         self._free: list[BucketSet] = []
         self._in_flight = 0
         self._round: Round | None = None
+        self._pass: weakref.ref[Callable[[], None]] | None = None
+        """The callback that ends the pass of this round; the autograd engine drops it when an error ends the pass."""
         self._latest: Round | None = None
         self._paused = False
         self._accumulated: dict[int, int] = {}
         """Parameters that have got gradients which nobody has reduced yet, and how many."""
-        watched = [] if idle else list(enumerate(self.parameters))  # idle: one worker has nobody to agree with
-        self._hooks = [_hook(parameter, partial(self._arrived, index)) for index, parameter in watched]
+        self._hooks: dict[int, _Hook] = {}
+        if not idle:  # idle: one worker has nobody to agree with
+            for index, parameter in enumerate(self.parameters):
+                if parameter.is_floating_point() or parameter.is_complex():  # no other dtype can have a gradient
+                    self._hooks[index] = _Hook(parameter, partial(self._arrived, index))
+        self._handles_seen = RemovableHandle.next_id
         exchange.team.transport.owing(self._owes)
-        if watched:
+        if self._hooks:
             self.lay_out()  # now, when there are no activations in memory yet
 
     def close(self) -> None:
         """Take the hooks off; gradients stay where they are."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
-        self._hooks = []
+        self._hooks = {}
         self.judge_deferred()
 
     @contextmanager
@@ -125,7 +135,7 @@ class Gradients:
         weight, careful = self.weight, self.careful
         self.weight, self.active, self.careful = weighing, False, True  # the answer decides whether to go on
         try:
-            found = self._begin(-1)
+            found = self._begin()
             self._round = None
             found.end()
             found.complete()
@@ -141,10 +151,12 @@ class Gradients:
         before = self.weight, self.active
         self.weight, self.active = weight, active
         try:
-            found = self._begin(-1)
+            found = self._begin()
             self._round = None
             wanted = [index for index, parameter in enumerate(self.parameters) if parameter.requires_grad]
             for index, tensor in zip(wanted, tensors, strict=True):
+                if tensor.dtype != self.parameters[index].dtype:
+                    raise self.converted(index, tensor)
                 self.parameters[index].grad = tensor
                 found.arrive(index)
             found.end()
@@ -154,7 +166,7 @@ class Gradients:
 
     def reduce_now(self) -> Round:
         """Begin to reduce the gradients that are there, outside of a backward pass."""
-        found = self._begin(-1)
+        found = self._begin()
         self._round = None
         for index, parameter in enumerate(self.parameters):
             if parameter.requires_grad and parameter.grad is not None:
@@ -221,7 +233,7 @@ class Gradients:
         """Raise, on every rank alike, what the ranks have told one another. `step`: steps complete before."""
         if control.not_finite and self.check_finite:
             raise self._not_finite([name for bad, name in suspects if bad], step)
-        if self.lenient:
+        if self.find_unused_parameters:
             return
         counts = [dense + sparse for dense, sparse in zip(control.dense, control.sparse, strict=True)]
         partial_use = [index for index, count in enumerate(counts) if 0 < count < control.active]
@@ -233,7 +245,8 @@ class Gradients:
             more = f" (and {len(partial_use) - 1} more parameters)" if len(partial_use) > 1 else ""
             raise IncompatibleError(
                 f"{self.names[index]} got a gradient on ranks {users} but not on ranks {others}{more}: use the same "
-                "parameters on every rank, or add 0 * parameter.sum() to the loss where one is left out"
+                "parameters on every rank, or give distribute(find_unused_parameters=True), which counts zeros for the "
+                "ranks without one"
             )
 
     def _not_finite(self, names: Sequence[str], step: int) -> DivergedError:
@@ -284,28 +297,81 @@ class Gradients:
             self._accumulated[index] = self._accumulated.get(index, 0) + 1
             return
         if found is not None:
-            if found.task == task:
-                raise IncompatibleError(
-                    f"{self.names[index]} got its gradient twice in one backward pass: with activation checkpointing "
-                    "use use_reentrant=False, or wrap the first backward in run.no_sync()"
-                )
-            self._in_flight -= 1  # the pass before was broken off by an error
-            self._round = None
+            raise IncompatibleError(
+                f"{self.names[index]} got its gradient twice in one backward pass, as in a layer that reentrant "
+                "activation checkpointing runs more than once: give checkpoint(…, use_reentrant=False)"
+            )
         if self._opens is not None and not self._opens(index):
             self._adding = task
             self._accumulated[index] = self._accumulated.get(index, 0) + 1
             return
-        found = self._begin(task)
-        Variable._execution_engine.queue_callback(self._backward_is_over)
-        found.arrive(index)
+        self._check_pass(index)
+        moved = () if RemovableHandle.next_id == self._handles_seen else self._put_hooks_last()
+        found = self._begin()
+        over = partial(self._backward_is_over, found)
+        self._pass = weakref.ref(over, self._pass_ended)
+        Variable._execution_engine.queue_callback(over)
+        if index in moved:  # the script's hooks on it are still called after this one in this pass
+            self._accumulated[index] = 1
+        else:
+            found.arrive(index)
 
-    def _backward_is_over(self) -> None:
-        found, self._round = self._round, None
-        assert found is not None, "called back once for each round"
+    def _check_pass(self, index: int) -> None:
+        """Refuse a pass whose gradients could not be reduced; this parameter's is its first."""
+        parameter = self.parameters[index]
+        if (parameter.dtype, parameter.device) != self._kinds[index]:
+            raise self.converted(index, parameter)
+        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+        if compiled is not None and getattr(compiled, "in_compiled_autograd_region", False):
+            raise IncompatibleError(
+                "compiled autograd does not tell when a backward pass is over, so gradients could not be averaged: "
+                "leave torch._dynamo.config.compiled_autograd off; torch.compile(model) works without it"
+            )
+
+    def _backward_is_over(self, found: Round) -> None:
+        self._round = None
         found.end()
         self._finish(found)
 
-    def _begin(self, task: int) -> Round:
+    def _pass_ended(self, over: weakref.ref[Callable[[], None]]) -> None:
+        """The engine has dropped the callback: a round that is still open was broken off by an error."""
+        if self._round is not None and over is self._pass:
+            self._in_flight -= 1
+            self._round = None
+
+    def _put_hooks_last(self) -> set[int]:
+        """Move the hooks behind those that the script has registered since: these may still change a gradient.
+
+        Returns the parameters whose hooks were moved.
+        """
+        self._handles_seen = RemovableHandle.next_id
+        for index, parameter in enumerate(self.parameters):
+            if hasattr(parameter, "_in_backward_optimizers"):
+                raise self.stepped_in_backward(index)
+        return {index for index, hook in self._hooks.items() if hook.put_last()}
+
+    def check_hooks(self, index: int) -> None:
+        """Raise where a hook of the script may have removed a parameter's gradient during backward."""
+        if self._hooks and not self._hooks[index].alone:
+            raise self.stepped_in_backward(index)
+
+    def stepped_in_backward(self, index: int) -> IncompatibleError:
+        """What to say where a hook has used a gradient before the ranks have averaged it."""
+        return IncompatibleError(
+            f"a hook removes the gradient of {self.names[index]} while backward runs, before the workers have averaged "
+            "it (an optimizer that steps in backward?): the mean is there when backward() returns, so step the "
+            "optimizer then"
+        )
+
+    def converted(self, index: int, tensor: Tensor) -> IncompatibleError:
+        """What to say where a parameter has another dtype or device than `distribute` has found."""
+        dtype, device = self._kinds[index]
+        return IncompatibleError(
+            f"{self.names[index]} was {_kind(dtype, device)} in distribute and is {_kind(tensor.dtype, tensor.device)} "
+            "now: convert the model first (model.to(…), model.half()), then make the optimizer and call distribute"
+        )
+
+    def _begin(self) -> Round:
         self.judge_deferred()
         self.exchange.stats.next_round()
         if self.coding is not None:
@@ -316,7 +382,7 @@ class Gradients:
             self.lay_out()
         buckets = self._free.pop() if self._free else self._buckets(self._used)
         self._in_flight += 1
-        found = self._round = Round(self, buckets, task)
+        found = self._round = Round(self, buckets)
         if self.coding is not None and self.coding.lingers:
             self._latest = found
         return found
@@ -398,14 +464,40 @@ def plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def _hook(parameter: Parameter, fn: Callable[[Tensor], None]) -> torch.utils.hooks.RemovableHandle:
-    """A hook on a frozen parameter too: it may be thawed later."""
-    frozen = not parameter.requires_grad
-    if frozen:
-        parameter.requires_grad_(True)
-    try:
-        register: Callable[..., torch.utils.hooks.RemovableHandle] = parameter.register_post_accumulate_grad_hook
-        return register(fn)
-    finally:
+def _kind(dtype: torch.dtype, device: torch.device) -> str:
+    return f"{str(dtype).removeprefix('torch.')} on {device}"
+
+
+class _Hook:
+    """A hook that is called when a gradient was added to a parameter's; on a frozen one too, which may thaw later."""
+
+    def __init__(self, parameter: Parameter, fn: Callable[[Tensor], None]) -> None:
+        frozen = not parameter.requires_grad
         if frozen:
-            parameter.requires_grad_(False)
+            parameter.requires_grad_(True)
+        try:
+            register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
+            self._handle = register(fn)
+        finally:
+            if frozen:
+                parameter.requires_grad_(False)
+        self._fn = fn
+        self._table: dict[int, Any] = parameter._post_accumulate_grad_hooks
+        """All hooks of the parameter, in the order in which they are called."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether the parameter has no hook of the script's."""
+        others = [fn for number, fn in self._table.items() if number != self._handle.id]
+        return all(str(getattr(fn, "__module__", "")).startswith("syncline.") for fn in others)
+
+    def put_last(self) -> bool:
+        """Let the other hooks come first; whether they did not."""
+        if next(reversed(self._table)) == self._handle.id:
+            return False
+        del self._table[self._handle.id]
+        self._table[self._handle.id] = self._fn
+        return True
+
+    def remove(self) -> None:
+        self._handle.remove()

@@ -103,6 +103,6 @@ def _part(codec: Codec, parameter: Tensor, name: str) -> Part:
     shape = tuple(parameter.shape)
     if parameter.numel() > MOST:
         shape = (MOST,) if len(shape) < 2 else (max(1, MOST // max(1, parameter[0].numel())), *shape[1:])
-    flat = torch.randn(torch.Size(shape).numel(), device=parameter.device) * 1e-3
+    flat = torch.randn(torch.Size(shape).numel(), device=parameter.device, dtype=torch.float32) * 1e-3
     residual = torch.zeros_like(flat) if codec.keeps_residual else None
     return Part(flat, name, shape=shape, residual=residual)

@@ -47,8 +47,7 @@ class Scaling:
 class Round:
     """The state of one backward pass on this rank."""
 
-    def __init__(self, gradients: Gradients, buckets: BucketSet, task: int) -> None:
-        self.task = task
+    def __init__(self, gradients: Gradients, buckets: BucketSet) -> None:
         self.buckets = buckets
         self.arrivals: list[int] = []
         """Parameters in the order in which their gradients came."""
@@ -61,6 +60,9 @@ class Round:
         self._after = 1.0 if told is None else told.after
         self._after_coded = 1.0 if told is None else told.before * told.after * size  # a codec's sum is a mean already
         self.arrived = [False] * len(gradients.parameters)
+        """Whether the engine has come by a parameter."""
+        self._absent: set[int] = set()
+        """Parameters that it has come by without a gradient: a Function's backward has returned None for them."""
         self._queue: list[int] = []
         """Gradients that are there and not yet in their buckets."""
         self._queued = 0
@@ -152,9 +154,9 @@ class Round:
                 self.buckets.views[index].copy_(gradient)
         if any(control.sparse) or self.buckets.outside:
             self._sum_the_others(control, self._scale * self._after * rescale)
-        if self._gradients.lenient and self._gradients.active and self._lacks:
+        if self._gradients.find_unused_parameters and self._gradients.active and self._lacks:
             for index in self.buckets.home:
-                if not self.arrived[index] and control.dense[index]:
+                if control.dense[index] and not self._has(index):
                     self._gradients.parameters[index].grad = self._gradient(index)
         return control
 
@@ -165,10 +167,14 @@ class Round:
         except DivergedError as error:  # a codec does not count the steps
             raise error.at_step(self._step) from None
 
+    def _has(self, index: int) -> bool:
+        """Whether this rank has a new gradient of a parameter."""
+        return self.arrived[index] and index not in self._absent
+
     @property
     def _lacks(self) -> bool:
         """Whether a gradient that others may have has not come here."""
-        return len(self.arrivals) < len(self.arrived) and not all(self.arrived[index] for index in self.buckets.home)
+        return len(self.arrivals) < len(self.arrived) and not all(map(self._has, self.buckets.home))
 
     def _read_control(self) -> Control:
         """What the ranks told. On a GPU that would be a wait for the device: where nothing hangs on it, it is read
@@ -176,15 +182,18 @@ class Round:
         """
         gradients, numbers = self._gradients, self.buckets.control
         needed = gradients.careful or self._coding is not None or not gradients.observed
-        needed = needed or (gradients.lenient and self._lacks)  # others may have what must be put in place here
         if numbers.is_cuda and not (needed or self.buckets.outside):
-            gradients.read_later(numbers, self._suspects, self.arrived, self._step)
-            return gradients.usual.control
+            gradients.read_later(numbers, self._suspects, self._present(), self._step)
+            return Control.read(numbers) if self._lacks else gradients.usual.control  # who has what is missing here?
         if not numbers.is_cuda and torch.equal(numbers, gradients.usual.summed):
             return gradients.usual.control
         control = Control.read(numbers)
-        gradients.judge(control, self._suspects, self.arrived, self._step)
+        gradients.judge(control, self._suspects, self._present(), self._step)
         return control
+
+    def _present(self) -> list[bool]:
+        """For each parameter whether this rank has a new gradient."""
+        return [self._has(index) for index in range(len(self.arrived))] if self._absent else self.arrived
 
     def install(self) -> None:
         """Make these the gradients of the parameters: None for those that no rank had one of."""
@@ -198,16 +207,31 @@ class Round:
                 parameter.grad = None
 
     def _fill(self, index: int) -> None:
-        """A parameter without a new gradient adds nothing; the gradient it may still have from before is kept."""
+        """A parameter without a new gradient adds nothing; the gradient it may still have from before is kept.
+
+        With `find_unused_parameters` the one from before is added: it is a part of the other ranks' new ones.
+        """
+        added = self._counted_before(index, torch.strided)
+        parameter = self._gradients.parameters[index]
         if index in self.buckets.large:
-            parameter = self._gradients.parameters[index]
-            self._large[index] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+            row = self._large[index] = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+            if added is not None:
+                torch.mul(added, self._scale_of(index), out=row)
             return
-        view = self.buckets.views[index]
-        gradient = self._gradients.parameters[index].grad
+        view, gradient = self.buckets.views[index], parameter.grad
         if gradient is not None and gradient.layout == torch.strided and gradient.data_ptr() == view.data_ptr():
             self._kept[index] = view.clone()
-        view.zero_()
+        if added is None:
+            view.zero_()
+        elif added.data_ptr() != view.data_ptr():
+            view.copy_(added)
+
+    def _counted_before(self, index: int, layout: torch.layout) -> Tensor | None:
+        """The gradient from before this pass, where it counts in the mean; None where it does not, or there is none."""
+        gradient = self._gradients.parameters[index].grad
+        if not (self._gradients.find_unused_parameters and self._gradients.active) or gradient is None:
+            return None
+        return gradient.detach() if gradient.layout == layout else None
 
     def _launch(self) -> None:
         """Let full buckets leave, in index order: the same on every rank."""
@@ -247,7 +271,7 @@ class Round:
             row = flattened(self._large[index])
             if row.dtype != torch.float32:
                 row = self._rows[index] = row.float()
-            parts.append(coding.part(index, row, self.arrived[index] and index not in self._sparse))
+            parts.append(coding.part(index, row, self._has(index) and index not in self._sparse))
         what = self._gradients.labels[number]
         if self._diagnosis is not None:
             self._diagnosis.look(codec, parts)
@@ -284,8 +308,9 @@ class Round:
         for index in self._queue:
             parameter = self._gradients.parameters[index]
             gradient = parameter.grad
-            assert gradient is not None, "it has just been accumulated"
-            if gradient.layout != torch.strided:
+            if gradient is None:
+                self._note_absent(index)
+            elif gradient.layout != torch.strided:
                 self._sparse[index] = gradient
                 self._check_outside(index, gradient._values())
                 if index in self.buckets.views:
@@ -299,7 +324,10 @@ class Round:
                 if gradient.data_ptr() != view.data_ptr():
                     views.append(view)
                     gradients.append(gradient.detach())
-                    parameter.grad = view
+                    try:
+                        parameter.grad = view
+                    except RuntimeError as error:
+                        raise self._gradients.converted(index, gradient) from error
             else:
                 self._late[index] = gradient
                 self._check_outside(index, gradient)
@@ -308,6 +336,14 @@ class Round:
         self._queue.clear()
         self._queued = 0
 
+    def _note_absent(self, index: int) -> None:
+        """The engine has come by a parameter, and it has no gradient."""
+        self._gradients.check_hooks(index)
+        self._absent.add(index)
+        self.arrivals.remove(index)
+        if index in self.buckets.home:
+            self._fill(index)
+
     def _take(self, index: int, gradient: Tensor) -> None:
         """A large gradient is reduced where it lies, unless autograd may still read that memory for another one."""
         if self._coding is not None:
@@ -315,10 +351,15 @@ class Round:
         if not (gradient.is_contiguous() and owns_memory(gradient)):
             gradient = gradient.clone(memory_format=torch.contiguous_format)
             self._gradients.parameters[index].grad = gradient
-        scale = self._scale if self._coding is None or self._coding.picked[index] is None else self._gradients.weight
-        if scale != 1.0:  # a coded sum is divided once it is decoded: often most of it is zero
+        scale = self._scale_of(index)
+        if scale != 1.0:
             gradient.mul_(scale)
         self._large[index] = gradient
+
+    def _scale_of(self, index: int) -> float:
+        """What a large gradient is multiplied with. A coded sum is divided once it is decoded: often most is zero."""
+        coded = self._coding is not None and self._coding.picked[index] is not None
+        return self._gradients.weight if coded else self._scale
 
     def _gradient(self, index: int) -> Tensor:
         for place in (self.buckets.views, self._large, self._late):
@@ -337,7 +378,7 @@ class Round:
             self.buckets.control.copy_(gradients.usual.own)
             return
         sparse = [index in self._sparse for index in range(len(self.arrived))]
-        dense = [arrived and not other for arrived, other in zip(self.arrived, sparse, strict=True)]
+        dense = [present and not other for present, other in zip(self._present(), sparse, strict=True)]
         bad = self._bad if self._bad is not None else False
         write_control(self.buckets.control, gradients.active, gradients.weight, bad, dense, sparse)
 
@@ -387,11 +428,11 @@ class Round:
                 if control.dense[index]:
                     name = self._gradients.names[index]
                     raise IncompatibleError(f"{name} has a sparse gradient on some ranks and a dense one on others")
-                own = self._sparse.get(index)
+                own = self._sparse.get(index, self._counted_before(index, torch.sparse_coo))
                 summed = sum_sparse(self._exchange, own, parameter, scale)
                 parameter.grad = self._sparse[index] = summed
             elif control.dense[index] and index not in self.buckets.home:
-                own = self._late.get(index)
+                own = self._late.get(index, self._counted_before(index, torch.strided))
                 summed = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
                 if own is not None:
                     torch.mul(own.detach(), scale, out=summed)

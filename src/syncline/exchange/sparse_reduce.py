@@ -221,7 +221,7 @@ class _Selection:
 
     def read(self, payload: Tensor) -> Stream:
         """A payload of the same codec and sizes as one stream: the same on whichever rank."""
-        nothing = torch.zeros(0, device=payload.device)
+        nothing = torch.zeros(0, device=payload.device, dtype=torch.float32)
         found, at = [Stream(0, nothing.to(torch.int32), nothing)], HEADER.size
         for numel in self.sizes:
             length = self.codec.body_bytes(numel, self.step)
@@ -324,7 +324,7 @@ def _received(data: Tensor, numel: int, chosen: _Selection | None, peer: int, lo
     if kind == LOST:
         return None
     if kind == DENSE and length == 4 * numel:
-        row = torch.empty(numel, device=data.device)
+        row = torch.empty(numel, device=data.device, dtype=torch.float32)
         row.view(torch.uint8).copy_(body)
         if not bool(torch.isfinite(row).all()):
             raise ProtocolError(f"a message from rank {peer} holds NaN or Inf", peer=peer)

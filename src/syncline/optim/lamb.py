@@ -90,7 +90,9 @@ class LAMB(Optimizer):
         """m̂ / (√v̂ + eps) for each parameter, in new tensors."""
         for parameter in parameters:
             if "step" not in self.state[parameter]:
-                self.state[parameter]["step"] = torch.tensor(0.0)  # a tensor on the host, as torch's Adam has it
+                self.state[parameter]["step"] = torch.tensor(
+                    0.0, dtype=torch.float32
+                )  # a tensor on the host, as torch's Adam has it
                 self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
                 self.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter)
         states = [self.state[parameter] for parameter in parameters]

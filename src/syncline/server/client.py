@@ -281,7 +281,7 @@ class Client:
 
     def read_plane(self, number: int) -> Tensor:
         """One of them, as long as the space; counted from 1."""
-        out = torch.empty(self.numel)
+        out = torch.empty(self.numel, dtype=torch.float32)
         self._go(Request(protocol.PULL, plane=number), Load(keys=(0, self.numel), out=out), (), None).wait()
         return out
 

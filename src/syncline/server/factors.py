@@ -281,8 +281,10 @@ def _agree(gradient: Tensor | None, delta: Tensor, o: Tensor) -> bool:
     if gradient is None:
         return False
     draw = torch.Generator().manual_seed(0x51C7)
-    probe = torch.rand(o.shape[1], generator=draw) + 0.5
-    probe = torch.where(torch.rand(o.shape[1], generator=draw) < 0.5, probe, -probe).to(gradient.device)
+    probe = torch.rand(o.shape[1], generator=draw, dtype=torch.float32) + 0.5
+    probe = torch.where(torch.rand(o.shape[1], generator=draw, dtype=torch.float32) < 0.5, probe, -probe).to(
+        gradient.device
+    )
     exact = delta.dtype == o.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     delta, o = delta.float(), o.float()
     made = delta.t() @ (o @ probe)

@@ -48,7 +48,7 @@ class Outgoing:
     def residual(self) -> Tensor | None:
         """What the codec has left unsent, one element a key; None: it keeps nothing."""
         if self._residual is None and self.codec is not None and self.codec.keeps_residual:
-            self._residual = torch.zeros(self._numel)
+            self._residual = torch.zeros(self._numel, dtype=torch.float32)
         return self._residual
 
     def choose(self, keys: Span, values: Tensor, number: int) -> tuple[Span, Tensor]:
@@ -56,7 +56,7 @@ class Outgoing:
         if self._filter is None or not self.filters:
             return keys, values
         if self._kept is None:
-            self._kept = torch.zeros(self._numel)
+            self._kept = torch.zeros(self._numel, dtype=torch.float32)
         where = keys if isinstance(keys, Tensor) else slice(*keys)
         summed = self._kept[where] + values
         self.check(summed)  # two finite values may add up to one that is not
@@ -71,7 +71,7 @@ class Outgoing:
     def rest(self) -> tuple[Span, Tensor]:
         """What the filter has held back, all of it."""
         if self._kept is None:
-            return (0, 0), torch.empty(0)
+            return (0, 0), torch.empty(0, dtype=torch.float32)
         return self._release(self._kept, self._kept.nonzero().reshape(-1))
 
     @staticmethod
@@ -105,7 +105,7 @@ class Outgoing:
     def view(self, first: int, count: int) -> Tensor:
         """What the servers believe we have of these keys, where answers are encoded."""
         if self._view is None:
-            self._view = torch.zeros(self._numel)
+            self._view = torch.zeros(self._numel, dtype=torch.float32)
         return self._view[first : first + count]
 
     def name_keys(self, request: Request, keys: Tensor, server: int) -> tuple[Request, list[Tensor]]:
@@ -140,7 +140,7 @@ def room_for(keys: Span, out: Tensor | None) -> Tensor:
     """Where what is read goes."""
     count = length_of(keys)
     if out is None:
-        return torch.empty(count)
+        return torch.empty(count, dtype=torch.float32)
     if out.dtype != torch.float32 or out.numel() != count or not out.is_contiguous() or out.is_cuda:
         raise ProtocolError(f"{count} float32 in one row of CPU memory are read, not {out.dtype}{list(out.shape)}")
     return out if out.dim() == 1 and not out.requires_grad else out.detach().view(-1)

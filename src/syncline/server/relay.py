@@ -140,7 +140,7 @@ class Relay:
         """So many pieces that reads which wait would fill the window before the last of them ends the step."""
         pushes = found.pushes
         if not pushes:  # a step without values: its clock advances all the same
-            door.push((0, 0), torch.empty(0), scale=found.weight, tick=True).wait()
+            door.push((0, 0), torch.empty(0, dtype=torch.float32), scale=found.weight, tick=True).wait()
         for number, push in enumerate(pushes):
             keys = (push.first, push.first + push.count) if push.keys is None else push.keys
             last = number == len(pushes) - 1

@@ -78,7 +78,7 @@ class Space:
     def __init__(self, description: Description, server: int) -> None:
         self.description = description
         self.first, self.after = description.layout.shard(server)
-        self.weights = torch.zeros(self.after - self.first)
+        self.weights = torch.zeros(self.after - self.first, dtype=torch.float32)
         self.clocks = Clocks(description.workers)
         self.round = 0
         """Of held pushes: the step that is open."""
@@ -389,11 +389,15 @@ class Space:
         name, group = self._plane(number), group_of(self.description.bounds, first)
         if self._rules[group].elementwise:
             rows = self._states[group].get(name)
-            return torch.zeros(count) if rows is None else rows[low:high]
+            return torch.zeros(count, dtype=torch.float32) if rows is None else rows[low:high]
         applier = self._appliers.get((low, high))  # one that is not there has nothing, and a read makes none
         kept = None if applier is None else applier.state_dict().get(name)
         # NaN, as zeros are no beginning: NAdam's product begins at 1, Rprop's steps at its rate.
-        return torch.full((count,), math.nan) if kept is None else kept.to(torch.float32).expand(count).contiguous()
+        return (
+            torch.full((count,), math.nan, dtype=torch.float32)
+            if kept is None
+            else kept.to(torch.float32).expand(count).contiguous()
+        )
 
     def _put_plane(self, number: int, first: int, values: Tensor) -> None:
         name, group = self._plane(number), group_of(self.description.bounds, first)
@@ -481,7 +485,7 @@ def _sum_sparse(pushes: Sequence[Push], edges: Sequence[int]) -> list[Push]:
     for first, same in sorted(pieces.items()):
         lists = [torch.arange(p.first, p.first + p.count) if p.keys is None else p.keys for p in same]
         keys, places = torch.unique(torch.cat(lists), return_inverse=True)
-        total = torch.zeros(keys.numel())
+        total = torch.zeros(keys.numel(), dtype=torch.float32)
         total.index_add_(0, places, torch.cat([push.values * push.scale for push in same]))
         found.append(Push(first, total, keys=keys, rate=same[0].rate))
     return found

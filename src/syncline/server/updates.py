@@ -81,12 +81,12 @@ def make_push(session: Session, parked: Parked, handlers: list[str]) -> Push:
     """The update that a request brings."""
     request = parked.request
     if request.flags & protocol.FACTORS:
-        values = torch.empty(request.count)
+        values = torch.empty(request.count, dtype=torch.float32)
         unpack_and_multiply(parked.body, values)
     elif request.flags & protocol.ENCODED:
         codec = session.space.description.build_codec()
         assert codec is not None, "checked"
-        values = codec.decode(parked.body, torch.empty(request.count), step=request.seed)
+        values = codec.decode(parked.body, torch.empty(request.count, dtype=torch.float32), step=request.seed)
     else:
         values = parked.body.view(torch.float32)
     handler = handlers[request.handler - 1] if request.handler else None

@@ -32,6 +32,11 @@ __all__ = ["AllReduce"]
 
 logger = logging.getLogger("syncline")
 
+AMP_SCALING = "_step_supports_amp_scaling"
+"""What an optimizer has that knows of scaled gradients: a GradScaler calls its step() and tells it what it found."""
+FOUND_INF = "found_inf"
+"""What a GradScaler tells it."""
+
 
 @dataclass(frozen=True, repr=False)
 class AllReduce(Strategy):
@@ -106,11 +111,20 @@ class _AllReduceRun(Run):
             codec=exchange.codec,
             seed=settings.seed,
             diagnose=settings.diagnose,
+            find_unused_parameters=settings.find_unused_parameters,
         )
+        self._arrivals: set[int] = set()
+        """Numbers of gradients that have come in a pass so far."""
+        self._stepped_at = -1
+        """Rounds at the latest step."""
         self._hooks = [
+            *(each.register_step_pre_hook(self._check_step) for each in self.optimizers),
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        self._marked = [each for each in self.optimizers if self._delay and not hasattr(each, AMP_SCALING)]
+        for each in self._marked:
+            setattr(each, AMP_SCALING, True)
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self._gradients.paused()
@@ -136,6 +150,9 @@ class _AllReduceRun(Run):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        for each in self._marked:
+            delattr(each, AMP_SCALING)
+        self._marked = []
 
     def restart(self) -> None:
         self._rounds, self._waiting = 0, deque()
@@ -176,6 +193,9 @@ class _AllReduceRun(Run):
     def _after_backward(self, found: Round) -> None:
         self.note_rates()
         self._finish(found)
+        if len(found.arrivals) not in self._arrivals and self.exchange.size > 1:
+            self._arrivals.add(len(found.arrivals))
+            self._watch.check_replaced()
 
     def _finish(self, found: Round) -> None:
         """Backward is over: which gradients does the step apply?"""
@@ -237,6 +257,25 @@ class _AllReduceRun(Run):
             return torch.full_like(loss.detach(), self.exchange.mean(float(loss.detach())))
 
         return (args[0], mean_closure), {key: value for key, value in kwargs.items() if key != "closure"}
+
+    def _check_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a step with gradients that are not the mean of the workers'."""
+        if self.exchange.size > 1:
+            if torch._C._current_graph_task_id() != -1:
+                raise IncompatibleError(
+                    "the optimizer steps while backward runs, before the workers have averaged the gradients: the mean "
+                    "is there when backward() returns, so step then"
+                )
+            if self._rounds == self._stepped_at and optimizer is self.optimizer:  # no gradient has come since
+                self._watch.check_replaced()
+            self._stepped_at = self._rounds
+        if self._delay and FOUND_INF in vars(optimizer):
+            for key in (FOUND_INF, "grad_scale"):
+                vars(optimizer).pop(key, None)
+            raise IncompatibleError(
+                f"{self.strategy!r} cannot be used with a GradScaler: a gradient that was scaled {self._delay} steps "
+                "ago would be unscaled with today's scale; train with bfloat16, which needs no scaler, or without delay"
+            )
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.stats.steps += 1

@@ -47,6 +47,8 @@ class Settings:
     """Every so many steps, what the codec does to each layer goes into the run log; 0: never."""
     more_optimizers: tuple[Optimizer, ...] = ()
     """Those after the first, where a model has several."""
+    find_unused_parameters: bool = False
+    """Whether a worker without a gradient that others have counts with zeros in the mean; False: that is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +211,7 @@ class Run(ABC):
             "collectives_chosen": self.exchange.choices,
             "bucket_bytes": self.settings.bucket_bytes,
             "check_finite": self.settings.check_finite,
+            "find_unused_parameters": self.settings.find_unused_parameters,
         }
 
     @property
@@ -320,6 +323,7 @@ class Run(ABC):
         if self._own is not None or (self.exchange.size == 1 and not self.loose):
             yield
             return
+        self._watch.check_replaced()
         self._watch.take_loaded()
         held = self.shown_tensors()
         self._own = {name: tensor.clone() for name, tensor in held.items()}
@@ -432,6 +436,8 @@ class Run(ABC):
     def state_dict(self) -> dict[str, Any]:
         """`shared` is the same on every worker, `local` this worker's own; tensors and plain values only."""
         self.world.finish_left()
+        if self.exchange.size > 1:
+            self._watch.check_replaced()
         if self._own is None:
             self._watch.take_loaded()
         own = self._own or {}

@@ -96,9 +96,9 @@ class _DownpourRun(ServedRun):
         plan: Plan,
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings, plan)
-        self._sum = torch.zeros(self.keys.trained)
+        self._sum = torch.zeros(self.keys.trained, dtype=torch.float32)
         """Gradients that no push has taken yet."""
-        self._spare = torch.zeros(self.keys.trained)
+        self._spare = torch.zeros(self.keys.trained, dtype=torch.float32)
         """The row of the latest push, which may be under way."""
         self._unsent = 0
         """Steps in `_sum`."""
@@ -169,7 +169,7 @@ class _DownpourRun(ServedRun):
         self._sum.zero_()
         self._unsent, self._without = 0, None
         for state in states:  # what workers that are no more have left is pushed by who takes over
-            self._sum.add_(self.keys.joined(dict(state["unsent"]), torch.zeros(self.keys.trained)))
+            self._sum.add_(self.keys.joined(dict(state["unsent"]), torch.zeros(self.keys.trained, dtype=torch.float32)))
             self._unsent += int(state["steps_unsent"])
         if states:
             self.keys.write(self.model, self.keys.joined(dict(states[0]["weights"]), self.keys.read(self.model)))

@@ -85,6 +85,7 @@ class _HogwildRun(Run):
             barrier(exchange.team)  # before anybody steps on weights that are not there yet
         for name, parameter in model.named_parameters():
             parameter.data = self._shared[plain_name(name)]
+        self._first = next(iter(model.named_parameters()))
         self._board = SharedBoard(
             words, exchange.rank, exchange.size, exchange.world.runtime.lock(), self._weights_into
         )
@@ -156,6 +157,7 @@ class _HogwildRun(Run):
         check_gradients(self)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._check_memory()
         total = self._board.count()
         self.stats.steps += 1
         self.stats.read_at(0 if self._total is None else max(0, total - self._total - 1))
@@ -166,6 +168,15 @@ class _HogwildRun(Run):
                 buffer = holder[key]
                 if buffer is not None:
                     self._shared[name].copy_(buffer.detach())
+
+    def _check_memory(self) -> None:
+        """Refuse to go on with weights that no other worker sees."""
+        name, parameter = self._first
+        if parameter.data_ptr() != self._shared[plain_name(name)].data_ptr():
+            raise IncompatibleError(
+                f"{name} is no longer in the memory that the workers share: convert the model first (model.to(…), "
+                "model.half()), then make the optimizer and call distribute"
+            )
 
     def _weights_into(self, model: nn.Module) -> None:
         """The weights as they are now, and the lowest worker's buffers as of its latest step."""

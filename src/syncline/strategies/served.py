@@ -125,9 +125,9 @@ class ServedRun(Run):
         self._known = {id(parameter) for parameter in self.parameters}
         self.absent: list[int] = []
         """Numbers of the parameters that have no gradient in this step."""
-        self.gradients = torch.zeros(self.keys.trained)
+        self.gradients = torch.zeros(self.keys.trained, dtype=torch.float32)
         """A row of this step's gradients, times this worker's weight."""
-        self.weights = torch.empty(self.keys.trained)
+        self.weights = torch.empty(self.keys.trained, dtype=torch.float32)
         self._gradient_views = self.keys.views(self.gradients)
         self._weight_views = self.keys.views(self.weights)
         self.weight = 1.0
@@ -411,7 +411,10 @@ class ServedRun(Run):
             keys = self.keys
             self.client.put(None, keys.joined(dict(state["weights"]), self.client.get()))
             self._write_planes(
-                {name: keys.joined(dict(row), torch.zeros(keys.numel)) for name, row in state["planes"].items()}
+                {
+                    name: keys.joined(dict(row), torch.zeros(keys.numel, dtype=torch.float32))
+                    for name, row in state["planes"].items()
+                }
             )
         self.set_clocks(clocks)
         self.keys.write(self.model, self.client.get((0, self.keys.trained)))

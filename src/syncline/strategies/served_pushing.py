@@ -44,7 +44,7 @@ class Pusher:
         self._client = client
         self._keys = keys
         self._filter = filters if filters is not None and filters.chooses else None
-        self._kept = None if self._filter is None else torch.zeros(keys.trained)
+        self._kept = None if self._filter is None else torch.zeros(keys.trained, dtype=torch.float32)
         self._tap = FactorTap(model) if factors else None
         self._segments = _segments(keys, self._tap)
         self._number = 0
@@ -82,7 +82,7 @@ class Pusher:
         taken = {} if self._tap is None else {plain_name(name): pair for name, pair in self._tap.take().items()}
         segments = self._without(absent) if absent and self._kept is None else self._segments
         if not segments and tick:
-            return [self._client.push((0, 0), torch.empty(0), scale=0.0, tick=True)]
+            return [self._client.push((0, 0), torch.empty(0, dtype=torch.float32), scale=0.0, tick=True)]
         futures = []
         for number, segment in enumerate(segments):
             ends = tick and number == len(segments) - 1

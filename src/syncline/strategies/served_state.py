@@ -46,7 +46,7 @@ def read_optimizer(
         for field, parameter in zip(keys.parameters, parameters, strict=True):
             state = optimizer.state.get(parameter, {})
             for name in rule.slots if group.first <= field.first < group.after else ():
-                row = rows.setdefault(name, torch.full((keys.numel,), math.nan))
+                row = rows.setdefault(name, torch.full((keys.numel,), math.nan, dtype=torch.float32))
                 value = state.get(name)
                 if value is not None:
                     flat = torch.as_tensor(value).detach().reshape(-1).to("cpu", torch.float32)

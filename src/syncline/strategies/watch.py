@@ -37,6 +37,7 @@ class ModelWatch:
         self._optimizers = tuple(optimizers)
         self._synchronises = synchronises
         self._reloaded = reloaded
+        self._named = dict(model.named_parameters())
         self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         self._count = self._count_parameters()
         self._loads = 0
@@ -65,6 +66,17 @@ class ModelWatch:
                         self._refuse(names.get(id(each)), each, number)
         self._count = count
         self._frozen = [parameter for parameter in self._model.parameters() if not parameter.requires_grad]
+
+    def check_replaced(self) -> None:
+        """Refuse a model that has other parameters in place of those that `distribute` has found."""
+        now, known = dict(self._model.named_parameters()), {id(each) for each in self._named.values()}
+        gone = [plain_name(name) for name, each in self._named.items() if now.get(name) is not each]
+        if gone and any(id(each) not in known for each in now.values()):
+            raise IncompatibleError(
+                f"{gone[0]} was replaced in the model after sl.distribute (by a new nn.Parameter, "
+                "load_state_dict(assign=True) or a parametrization), and what is there now is not synchronised: change "
+                "the model first, then make the optimizer and call sl.distribute"
+            )
 
     def take_loaded(self) -> None:
         """Start from a state that was loaded since the latest step, if one was."""

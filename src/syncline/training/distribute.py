@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -34,6 +35,7 @@ def distribute(
     schedulers: Sequence[Any] = (),
     seed: int = 0,
     diagnose: int = 0,
+    find_unused_parameters: bool = False,
 ) -> Run:
     """Train `model` on all workers of the current world with a synchronisation strategy.
 
@@ -50,6 +52,8 @@ def distribute(
     what is stepped after every batch: of PyTorch's own learning-rate schedulers, which are found by themselves, and of
     those that `schedulers` names: schedules of your own and a GradScaler. Several optimizers of one model are given as
     a list, with strategy allreduce.
+    With `find_unused_parameters` a parameter that only some workers use in a step (an expert, a task's head) gets the
+    mean in which the others count with zeros; without, `allreduce` refuses it by name.
 
     >>> import torch, syncline as sl
     >>> def train(world):
@@ -68,6 +72,7 @@ def distribute(
     way = build_strategy(strategy)
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
     _check_model(model, world)
+    _check_parameters(model)
     _check_optimizers(model, optimizers, way)
     settings = Settings(
         bucket_bytes=BUCKET_BYTES if bucket_bytes is None else bucket_bytes,
@@ -76,6 +81,7 @@ def distribute(
         seed=seed,
         diagnose=diagnose,
         more_optimizers=optimizers[1:],
+        find_unused_parameters=find_unused_parameters,
     )
     if coder is not None:
         coder.check(max(map(momentum_of, optimizers)))
@@ -153,6 +159,25 @@ def _check_options(bucket_bytes: int | None, schedulers: Sequence[Any], seed: in
         raise SpecError(f"schedulers=[…] is a list, not {type(schedulers).__name__}: write schedulers=[scheduler]")
 
 
+def _check_parameters(model: nn.Module) -> None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise IncompatibleError(
+                f"{name} has no shape yet (a lazy module makes it in the first forward): run the model on one batch, "
+                "make the optimizer, then call distribute"
+            )
+        if tensor.is_meta:
+            raise IncompatibleError(
+                f"{name} is on the meta device and holds no numbers: give it memory by model.to_empty(device=…) and "
+                "values, make the optimizer, then call distribute"
+            )
+        if hasattr(tensor, "_in_backward_optimizers"):
+            raise IncompatibleError(
+                f"{name} has an optimizer that steps in backward (_apply_optimizer_in_backward), before the workers "
+                "have averaged its gradient: step one optimizer after backward, and give that to distribute"
+            )
+
+
 def _check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
     owned = {id(parameter) for parameter in model.parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -215,4 +240,5 @@ def _told(settings: Settings) -> dict[str, str]:
         "check_finite": str(settings.check_finite),
         "seed": str(settings.seed),
         "diagnose": str(settings.diagnose),
+        "find_unused_parameters": str(settings.find_unused_parameters),
     }

@@ -132,7 +132,7 @@ class _DDPRun(JoiningRun):
         cap = None if self.settings.bucket_bytes == BUCKET_BYTES else self.settings.bucket_bytes / 2**20
         if strategy.hook == "powersgd":
             cap = self._one_bucket()
-        wrapped = wrap(self.model, strategy.broadcast_buffers, cap)
+        wrapped = wrap(self.model, strategy.broadcast_buffers, cap, self.settings.find_unused_parameters)
         if strategy.hook == "allreduce":
             wrapped.register_comm_hook(None, allreduce_hook)
         elif strategy.hook == "fp16":
@@ -180,9 +180,14 @@ def buffers_option() -> str:
     return "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # its name until 2.12
 
 
-def wrap(model: nn.Module, broadcast_buffers: bool, bucket_mb: float | None = None) -> DistributedDataParallel:
+def wrap(
+    model: nn.Module, broadcast_buffers: bool, bucket_mb: float | None = None, find_unused_parameters: bool = False
+) -> DistributedDataParallel:
     """The model in DistributedDataParallel, gradients as views of its buckets."""
-    options: dict[str, Any] = {buffers_option(): broadcast_buffers}
+    options: dict[str, Any] = {
+        buffers_option(): broadcast_buffers,
+        "find_unused_parameters": find_unused_parameters,
+    }
     if bucket_mb is not None:
         options["bucket_cap_mb"] = bucket_mb
     return DistributedDataParallel(model, gradient_as_bucket_view=True, **options)

@@ -107,7 +107,7 @@ def put_floats(values: Tensor, body: Tensor) -> bool:
 
 def get_floats(body: Tensor, count: int) -> Tensor:
     """The way back. They are copied, because a body may begin anywhere and a float may not."""
-    values = torch.empty(count, device=body.device)
+    values = torch.empty(count, device=body.device, dtype=torch.float32)
     values.view(torch.uint8).copy_(body[: 4 * count])
     return values
 
@@ -135,7 +135,7 @@ def encode_quantize(
     An empty residual stands for none. False: a scale is not finite.
     """
     most = (1 << (bits - 1)) - 1
-    scales = torch.empty(-(-flat.numel() // bucket), device=flat.device)
+    scales = torch.empty(-(-flat.numel() // bucket), device=flat.device, dtype=torch.float32)
     values, at = total(flat, residual), 4 * scales.numel()
     for first, count, n in blocks(flat.numel(), bucket):
         lo = first * bucket
@@ -192,7 +192,7 @@ def encode_onebit(flat: Tensor, residual: Tensor, body: Tensor, bucket: int) -> 
 
     An empty residual stands for none. False: a mean is not finite.
     """
-    means = torch.empty(-(-flat.numel() // bucket), 2, device=flat.device)
+    means = torch.empty(-(-flat.numel() // bucket), 2, device=flat.device, dtype=torch.float32)
     values, at = total(flat, residual), 4 * means.numel()
     for first, count, n in blocks(flat.numel(), bucket):
         lo = first * bucket
@@ -231,7 +231,7 @@ def decode_onebit(body: Tensor, out: Tensor, bucket: int, accumulate: bool) -> i
 def ternary_scales(flat: Tensor, residual: Tensor, block_size: int, shared: bool, clip: float) -> Tensor:
     """s = max|x| of each block, or of all; no more than clip · √mean(x²), where `clip` is not 0."""
     values = total(flat, residual)
-    tops = torch.empty(-(-flat.numel() // block_size), device=flat.device)
+    tops = torch.empty(-(-flat.numel() // block_size), device=flat.device, dtype=torch.float32)
     sums, counts = torch.zeros(2, tops.numel(), dtype=torch.float64, device=flat.device)
     for first, count, n in blocks(flat.numel(), block_size):
         lo = first * block_size

@@ -85,7 +85,7 @@ def scatter(out: Tensor, indices: Tensor, values: Tensor, accumulate: bool) -> N
 def merge(indices: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Two sorted streams as one; what both hold is added."""
     most = indices[0].numel() + indices[1].numel()
-    places, sums = torch.empty(most, dtype=indices[0].dtype), torch.empty(most)
+    places, sums = torch.empty(most, dtype=indices[0].dtype), torch.empty(most, dtype=torch.float32)
     count = _merge(
         indices[0].numpy(), values[0].numpy(), indices[1].numpy(), values[1].numpy(), places.numpy(), sums.numpy()
     )
@@ -104,7 +104,8 @@ def _arrays(flat: Tensor, residual: Tensor | None) -> tuple[Any, Any]:
 
 
 def _room(numel: int, count: int) -> tuple[Tensor, Tensor]:
-    return torch.empty(count, dtype=torch.int32 if numel < 2**31 else torch.int64), torch.empty(count)
+    indices = torch.empty(count, dtype=torch.int32 if numel < 2**31 else torch.int64)
+    return indices, torch.empty(count, dtype=torch.float32)
 
 
 @jit

@@ -37,7 +37,7 @@ def largest_of_buckets(flat: Tensor, residual: Tensor | None, k: int, bucket: in
 def at_least(flat: Tensor, residual: Tensor | None, threshold: float) -> tuple[Tensor, Tensor]:
     """All of at least this magnitude, and NaN, in order."""
     total = _total(flat, residual)
-    return _take(total, residual, ~(total.abs() < torch.tensor(threshold, device=total.device)))
+    return _take(total, residual, ~(total.abs() < torch.tensor(threshold, dtype=torch.float32, device=total.device)))
 
 
 def pack_indices(indices: Tensor, low: int, first: int, out: Tensor) -> None:

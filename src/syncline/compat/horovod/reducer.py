@@ -198,7 +198,7 @@ class Reducer:
             idle=exchange.size == 1 and codec is None,
             codec=codec,
             opens=self._opens,
-            lenient=True,
+            find_unused_parameters=True,
             scaling=self._scaling(exchange.size),
         )
         if exchange.size == 1 and codec is None:

@@ -42,7 +42,7 @@ class Adagrad(Rule):
         self.check("eps")
 
     def state(self, numel: int) -> dict[str, Tensor]:
-        return {"squares": torch.zeros(numel)}
+        return {"squares": torch.zeros(numel, dtype=torch.float32)}
 
     def apply(self, weights: Tensor, update: Tensor, state: dict[str, Tensor], rate: float | None) -> None:
         chosen = self.pick(rate, self.lr)

@@ -46,7 +46,11 @@ class Adam(Rule):
         self.check("eps")
 
     def state(self, numel: int) -> dict[str, Tensor]:
-        return {"mean": torch.zeros(numel), "square": torch.zeros(numel), "steps": torch.zeros(numel)}
+        return {
+            "mean": torch.zeros(numel, dtype=torch.float32),
+            "square": torch.zeros(numel, dtype=torch.float32),
+            "steps": torch.zeros(numel, dtype=torch.float32),
+        }
 
     def apply(self, weights: Tensor, update: Tensor, state: dict[str, Tensor], rate: float | None) -> None:
         chosen = self.pick(rate, self.lr)
@@ -73,5 +77,5 @@ def _corrections(steps: Tensor, betas: tuple[float, float]) -> list[Tensor]:
 def _correction(steps: Tensor, beta: float) -> Tensor:
     """1 − βᵗ. From float32's powers it would lose its first digits, of 1 − 0.999 four."""
     if beta == 0.0:
-        return torch.ones(steps.numel())
+        return torch.ones(steps.numel(), dtype=torch.float32)
     return torch.expm1(steps.double() * math.log(beta)).neg_().float()

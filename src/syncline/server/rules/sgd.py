@@ -65,7 +65,7 @@ class Momentum(Rule):
             raise SpecError(f"momentum's nesterov is True or False, not {self.nesterov!r}")
 
     def state(self, numel: int) -> dict[str, Tensor]:
-        return {"velocity": torch.zeros(numel)}
+        return {"velocity": torch.zeros(numel, dtype=torch.float32)}
 
     def apply(self, weights: Tensor, update: Tensor, state: dict[str, Tensor], rate: float | None) -> None:
         chosen = self.pick(rate, self.lr)

@@ -68,7 +68,7 @@ class TorchRule(Rule):
         known = sorted(self.options, key=lambda each: order.index(each[0]) if each[0] in order else len(order))
         object.__setattr__(self, "options", tuple(known))
         try:
-            self.make(torch.zeros(1))
+            self.make(torch.zeros(1, dtype=torch.float32))
         except (TypeError, ValueError, RuntimeError) as error:
             raise SpecError(f"{self!r}: {error}; write {self.optimizer}{_signature(self.optimizer)}") from None
 
@@ -80,8 +80,8 @@ class TorchRule(Rule):
     @cached_property
     def slots(self) -> dict[str, bool]:
         """The names of its state after a step, and whether each has an element for every weight."""
-        probe = _Piece(self, torch.zeros(2))
-        probe.apply(torch.zeros(2))
+        probe = _Piece(self, torch.zeros(2, dtype=torch.float32))
+        probe.apply(torch.zeros(2, dtype=torch.float32))
         return {name: each.dim() > 0 for name, each in probe.state_dict().items()}
 
     def open(self, weights: Tensor, starts: Sequence[int] = ()) -> _Piece:
@@ -131,7 +131,7 @@ class _Piece:
         self._optimizer.zero_grad()
 
     def use(self, rule: TorchRule) -> None:
-        fresh = rule.make(torch.zeros(1)).param_groups[0]
+        fresh = rule.make(torch.zeros(1, dtype=torch.float32)).param_groups[0]
         self._group.update({name: value for name, value in fresh.items() if name != "params"})
         self.rule, self._rate = rule, float(fresh["lr"])
 
@@ -202,7 +202,7 @@ def _is_one_value(row: Tensor) -> bool:
 def _row_of(state: Any, numel: int) -> Tensor:
     """A slot of the state as a row; NaN where there is none yet, as zeros are no beginning."""
     if not isinstance(state, Tensor):
-        return torch.full((numel,), math.nan)
+        return torch.full((numel,), math.nan, dtype=torch.float32)
     return state.to(torch.float32).expand(numel) if state.dim() == 0 else state.clone()
 
 

@@ -51,7 +51,7 @@ class ServedElasticRun(ServedRun):
         """Steps since the last exchange."""
         named = {field.name: each for field, each in zip(self.keys.parameters, self.parameters, strict=True)}
         self.ahead = Ahead(named, momentum) if momentum and exchange.size > 1 else None
-        self._row = torch.zeros(self.keys.trained)
+        self._row = torch.zeros(self.keys.trained, dtype=torch.float32)
         """What is on its way to the servers: not to be touched until it has arrived."""
         self._row_views = self.keys.views(self._row)
         self._back: list[Tensor] | None = None

@@ -53,7 +53,7 @@ class ServedTreeRun(ServedElasticRun):
         self._beta = SHARE / len(self.groups)
         self._root_every = root_every
         self._trades = 0
-        self._up = torch.zeros(self.keys.trained)
+        self._up = torch.zeros(self.keys.trained, dtype=torch.float32)
         """What is on its way from the group's centre to the root."""
         self._known_groups = True
         self._counted_near = (0, 0)
@@ -81,7 +81,7 @@ class ServedTreeRun(ServedElasticRun):
     def give(self) -> list[Future]:
         pushed = [self._near.push((0, self.keys.trained), self._row)]
         # The steps are counted where the board is.
-        pushed.append(self.client.push((0, 1), torch.zeros(1), tick=True))
+        pushed.append(self.client.push((0, 1), torch.zeros(1, dtype=torch.float32), tick=True))
         self._trades += 1
         turn = self._trades + self._group.index(self.exchange.rank) * self._root_every
         if turn % (self._root_every * len(self._group)) == 0:
@@ -141,7 +141,9 @@ class ServedTreeRun(ServedElasticRun):
             row = self.keys.joined(dict(own["group"]), row)
             self._trades = int(own["trades"])
             if self._near.residual is not None and "near" in own:
-                self._near.residual.copy_(self.keys.joined(dict(own["near"]), torch.zeros(self.keys.trained)))
+                self._near.residual.copy_(
+                    self.keys.joined(dict(own["near"]), torch.zeros(self.keys.trained, dtype=torch.float32))
+                )
         self._put_near(row)
 
     def _put_near(self, row: Tensor) -> None:

@@ -184,7 +184,7 @@ def pace_of(exchange: Exchange, weights: Mapping[str, Tensor], codec: Codec, gam
     told = torch.ones(2, dtype=torch.float64)
     if exchange.rank == 0:
         draw = torch.Generator().manual_seed(0)
-        row = torch.randn(sum(layout.numel(piece) for piece in layout.pieces), generator=draw)
+        row = torch.randn(sum(layout.numel(piece) for piece in layout.pieces), generator=draw, dtype=torch.float32)
         kept = torch.zeros_like(row)
         for piece in layout.pieces:
             step = piece.codec.settled

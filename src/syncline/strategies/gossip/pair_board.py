@@ -25,7 +25,7 @@ class PairBoard(ServedBoard):
     def __init__(self, client: Client, fill: Callable[[nn.Module], None]) -> None:
         super().__init__(client, KeyMap((), ()), ending=self.settle)
         self._fill = fill
-        self._nothing = torch.zeros(1)
+        self._nothing = torch.zeros(1, dtype=torch.float32)
         self._told: deque[Future] = deque()
 
     def tick(self) -> None:

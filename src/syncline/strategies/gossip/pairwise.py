@@ -65,7 +65,7 @@ class PairwiseRun(Run):
         self._exchange_task: Task | None = None
         self._seen = 0
         """Changes by others when the snapshot was taken."""
-        self._kept = torch.empty(0)
+        self._kept = torch.empty(0, dtype=torch.float32)
         self._snapshot = _row_like(list(self._names.values()))
         self._narrow = any(each.dtype != self._snapshot.dtype for each in self._names.values())
         """Whether the model holds the weights with less precision than they are averaged with."""

@@ -52,7 +52,7 @@ class Rows:
 
     def views(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """Each tensor's place in rows, in its shape and the tensors' order."""
-        found: list[Tensor] = [torch.empty(0)] * len(self._shapes)
+        found: list[Tensor] = [torch.empty(0, dtype=torch.float32)] * len(self._shapes)
         for row, numbers in zip(rows, self._kinds.values(), strict=True):
             parts = torch.split_with_sizes(row, [self._shapes[number].numel() for number in numbers])
             for number, part in zip(numbers, parts, strict=True):

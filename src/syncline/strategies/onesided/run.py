@@ -133,7 +133,7 @@ class OneSidedRun(Run):
         """The mean of what every worker shows, of those that are there."""
         rows = []
         for rank in sorted([self.exchange.rank, *self._board.others()]):
-            row = torch.empty(self.keys.numel)
+            row = torch.empty(self.keys.numel, dtype=torch.float32)
             try:
                 self._window.get(row, rank).wait(PATIENCE if rank != self.exchange.rank else None)
             except PeerLostError:

@@ -269,7 +269,9 @@ class TorchTransport(Transport):
         for peer in range(self.size):
             if peer != self.rank and self.groups.cpu is not None:
                 with suppress(RuntimeError):
-                    self.groups.cpu.recv([torch.empty(1)], peer, ABORT).wait(timedelta(milliseconds=1))
+                    self.groups.cpu.recv([torch.empty(1, dtype=torch.float32)], peer, ABORT).wait(
+                        timedelta(milliseconds=1)
+                    )
 
     def close(self) -> None:
         if self._closed:

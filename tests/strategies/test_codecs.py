@@ -302,8 +302,9 @@ def _life(world: sl.World, folder: Path | None, stop: int, codec: str, way: str)
     run = sl.distribute(model, optimizer, codec=codec, collective=way)
     told = None if folder is None else sl.load(folder, run=run)
     step = 0 if told is None else told["step"]
+    shard = run.shard(DataLoader(data(), batch_size=4, shuffle=True))
     while step < stop:
-        for x, y in run.shard(DataLoader(data(), batch_size=4, shuffle=True)):
+        for x, y in shard:
             optimizer.zero_grad()
             backward(nn.functional.cross_entropy(model(x), y))
             optimizer.step()

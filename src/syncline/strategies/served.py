@@ -141,9 +141,12 @@ class ServedRun(Run):
         if exchange.rank == 0:
             post_order(self.client, self.keys)
         self._board = ServedBoard(self.client, self.keys, stride=plan.stride, ending=self.ending)
+        self._optimizer_loaded = False
+        """Whether a state was loaded into the optimizer since the latest step."""
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
+            optimizer.register_load_state_dict_post_hook(self._note_load),
         ]
 
     def _first_rules(self) -> list[Rule]:
@@ -258,6 +261,16 @@ class ServedRun(Run):
             with self.explained():
                 self.client.control({"do": "rules", "rules": [*specs, *self._buffer_rule]}, everywhere=True)
 
+    def _note_load(self, optimizer: Optimizer) -> None:
+        self._optimizer_loaded = True
+
+    def _tell_state(self) -> None:
+        """A state that was loaded into the optimizer goes to the servers, from one worker."""
+        if self._optimizer_loaded and self.plan.rule is None and self._speaks():
+            with self.explained():
+                self._write_planes(read_optimizer(self.optimizer, self.keys, self.parameters, self.rules))
+        self._optimizer_loaded = False
+
     def adapted(self, rules: list[Rule]) -> list[Rule]:
         """The rules that take the place of the optimizer's own."""
         return rules
@@ -354,6 +367,10 @@ class ServedRun(Run):
     def copies_weights(self) -> bool:
         return True
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._optimizer_loaded = False
+
     def restart(self) -> None:
         """The weights of the model, and the optimizer's state, go to the servers."""
         self.settle_pushes()
@@ -407,6 +424,7 @@ class ServedRun(Run):
         clocks = [int(clock) for clock in state["clocks"]]
         if len(clocks) != self.exchange.size:
             clocks = [max(clocks, default=0)] * self.exchange.size
+        self.wait_for_all("load a checkpoint")  # nobody reads what the servers hold any more
         if self.exchange.rank == 0:
             keys = self.keys
             self.client.put(None, keys.joined(dict(state["weights"]), self.client.get()))
@@ -495,6 +513,7 @@ class ServedRun(Run):
             self.gradients.mul_(self.weight / scale)
         self._multiplier = self.weight / (scale or 1.0)
         self.tell_settings()
+        self._tell_state()
         self.before_step()
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -41,8 +41,7 @@ class ModelWatch:
         self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         self._count = self._count_parameters()
         self._loads = 0
-        """Loads into the model since the latest step, and whether the optimizer's state was loaded."""
-        self._optimizer_loaded = False
+        """Loads into the model since the latest step."""
         self._before: list[Tensor] = []
         """The weights before the first of these loads."""
         self._hooks: list[Any] = []
@@ -50,7 +49,6 @@ class ModelWatch:
             self._hooks = [
                 model.register_load_state_dict_pre_hook(ModuleHook(self._loading)),  # type: ignore[no-untyped-call]
                 model.register_load_state_dict_post_hook(ModuleHook(self._loaded)),  # type: ignore[no-untyped-call]
-                *(each.register_load_state_dict_post_hook(self._loaded_optimizer) for each in optimizers),
             ]
 
     def check_parameters(self) -> None:
@@ -80,16 +78,16 @@ class ModelWatch:
 
     def take_loaded(self) -> None:
         """Start from a state that was loaded since the latest step, if one was."""
-        if not self._loads and not self._optimizer_loaded:
+        if not self._loads:
             return
-        put_back = self._loads > 1 and not self._optimizer_loaded and self._is_as_before()
+        put_back = self._loads > 1 and self._is_as_before()
         self.forget_loads()
         if not put_back and self._reloaded is not None:
             self._reloaded()
 
     def forget_loads(self) -> None:
         """The run has taken over what was loaded."""
-        self._loads, self._optimizer_loaded, self._before = 0, False, []
+        self._loads, self._before = 0, []
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -110,9 +108,6 @@ class ModelWatch:
 
     def _loaded(self, module: nn.Module, keys: Any) -> None:
         self._loads += 1
-
-    def _loaded_optimizer(self, optimizer: Optimizer) -> None:
-        self._optimizer_loaded = True
 
     def _refuse(self, name: str | None, parameter: nn.Parameter, group: int) -> None:
         shape = list(parameter.shape)

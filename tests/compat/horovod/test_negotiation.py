@@ -148,3 +148,46 @@ def test_what_stalls_is_told_with_the_ranks_that_miss_and_may_be_given_up() -> N
     assert failure.late == (1, 2)
     table.give_up(found["allreduce.b"])
     assert not table.waiting
+
+
+def refused(name: str, why: str = "bad") -> Request:
+    return Request("allreduce", f"allreduce.{name}", refusal=why)
+
+
+def test_who_waits_for_a_call_that_was_refused_is_told_at_once() -> None:
+    table = Table(3, 8)
+    ask_all(table, [summed("a", 2)] * 3)
+    table.settle()
+    table.ask(0, 0b1, [], 0.0)
+    table.ask(1, 0, [refused("a")], 0.0)
+    (failure,) = table.settle().failures
+    assert (failure.why, failure.only) == ("rank 1 refused it: bad", (0,))
+    table.ask(2, 0b1, [], 0.0)  # comes late
+    (failure,) = table.settle().failures
+    assert failure.only == (2,)
+    assert not table.waiting
+
+
+def test_the_next_time_waits_until_all_know_of_the_refusal() -> None:
+    table = Table(3, 8)
+    table.ask(1, 0, [refused("a")], 0.0)
+    table.ask(1, 0, [summed("a", 2)], 0.0)
+    table.ask(0, 0, [summed("a", 2)], 0.0)
+    assert [failure.only for failure in table.settle().failures] == [(0,)]
+    table.ask(0, 0, [summed("a", 2)], 0.0)
+    table.ask(2, 0, [summed("a", 2)], 0.0)
+    answer = table.settle()
+    assert [failure.only for failure in answer.failures] == [(2,)]
+    assert not answer.plans
+    table.ask(2, 0, [summed("a", 2)], 0.0)
+    assert [plan.request.name for plan in table.settle().plans] == ["allreduce.a"]
+    assert not table.waiting
+
+
+def test_what_every_rank_refuses_is_forgotten() -> None:
+    table = Table(2, 8)
+    for _ in range(2):
+        ask_all(table, [refused("a")] * 2)
+        assert not table.settle()
+    assert not table.waiting
+    assert table.stalled(100.0, 5.0) == []

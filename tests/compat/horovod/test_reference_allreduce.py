@@ -259,7 +259,7 @@ def test_simulated(case: Callable[[hvd.ProcessSet], None], ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_old_word_warns(ranks: int) -> None:
-    with pytest.warns(DeprecationWarning, match="average is deprecated"):
+    with pytest.warns(DeprecationWarning, match="`average` has been replaced with `op`"):
         simulated(ranks, the_old_word)
 
 

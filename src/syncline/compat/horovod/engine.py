@@ -18,19 +18,28 @@ import logging
 import math
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from syncline.compat.horovod.errors import HorovodInternalError
 from syncline.compat.horovod.handles import Pending
-from syncline.compat.horovod.messages import as_tensor, pack_answer, pack_requests, read_answer, read_requests
+from syncline.compat.horovod.messages import (
+    as_tensor,
+    pack_answer,
+    pack_departure,
+    pack_requests,
+    read_answer,
+    read_departure,
+    read_requests,
+)
 from syncline.compat.horovod.negotiation import Answer, Table, bits
 from syncline.compat.horovod.operations import Group, carry_out, group_plans
-from syncline.compat.horovod.requests import Failed, Plan, Request
+from syncline.compat.horovod.requests import Departure, Failed, Plan, Request
 from syncline.compat.horovod.settings import Settings
 from syncline.compat.horovod.timeline import Watcher
-from syncline.errors import ProtocolError, SynclineError
+from syncline.errors import IncompatibleError, ProtocolError, SynclineError
 from syncline.runtime import Queue, Task
 from syncline.transports import Transport
 from syncline.world import Team
@@ -42,6 +51,7 @@ logger = logging.getLogger("syncline")
 HEADER = struct.Struct("<II")
 """How many bytes follow in a message of their own, and what kind of message it is."""
 NEWS, FAREWELL = 0, 1
+SHUT_DOWN = "Horovod has been shut down"
 MOST = 64 << 20
 """Bytes of requests in full that one message may have."""
 TAG = 1
@@ -61,9 +71,18 @@ class Engine:
     """Negotiates and carries out the operations of one process set."""
 
     def __init__(
-        self, team: Team, control: Transport | None, settings: Settings, timeline: Callable[[], Watcher | None]
+        self,
+        team: Team,
+        control: Transport | None,
+        settings: Settings,
+        timeline: Callable[[], Watcher | None],
+        departed: Callable[[Engine, Departure], None],
     ) -> None:
+        """`departed` is called when another rank of the set takes part in nothing more."""
         self.team = team
+        self.rounds: dict[int, int] = {}
+        """By the channels of optimizers: how many reductions of gradients this rank has begun."""
+        self._departed = departed
         self._control = control
         self._settings = settings
         self._timeline = timeline
@@ -87,6 +106,8 @@ class Engine:
         """Whether the coordinator has left."""
         self._parted: set[int] = set()
         """To whom this rank has said farewell."""
+        self._reason = ""
+        """Why this rank takes part in nothing more, where it is no shutdown."""
         self._unwatched = 0
         """How often in a row those who wait have sent everything: then nobody need be woken at every request."""
         self._counts: dict[str, int] = {}
@@ -136,9 +157,10 @@ class Engine:
             if name in self._refused:
                 raise HorovodInternalError(f"{request.kind} '{request.label}' has failed: {self._refused.pop(name)}")
             if name in self._mine:
-                raise HorovodInternalError(
-                    f"Duplicate tensor name {request.label}: {request.kind} with this name is still in flight; "
-                    "wait for it with synchronize(), or give each its own name"
+                raise IncompatibleError(
+                    f"Duplicate tensor name {request.label}: requested to {request.kind} a tensor with the same name as "
+                    "another tensor that is currently being processed (it is in flight). If you want to request another "
+                    "tensor, use a different tensor name, or wait for the first with synchronize()"
                 )
             self._mine[name] = pending
             known = self._known.get(name)
@@ -150,6 +172,16 @@ class Engine:
             self._alone()
         elif self._unwatched < AT_EASE and not self._dirty.is_set():
             self._dirty.set()
+
+    def refuse(self, request: Request) -> None:
+        """Tell the others that this rank has refused a call: they need not wait for it."""
+        if self._control is None:
+            return
+        with self._lock:
+            if self._over:
+                return
+            self._requests.append(request)
+        self.flush(waited=False)
 
     def wait(self, pending: Pending) -> Any:
         """What came of an operation; whatever this rank has not told yet is told first."""
@@ -174,21 +206,30 @@ class Engine:
             except SynclineError as error:
                 self._break(f"the coordinator cannot be told: {error}", error)
 
+    def leave(self, reason: str = "") -> None:
+        """Take part in nothing more, and tell the others so; `reason` where it is no shutdown. A second call tells
+        nothing new.
+        """
+        with self._lock:
+            self._over = self._over or SHUT_DOWN
+            self._reason = self._reason or reason
+        if self._control is not None:
+            for rank in self._others():
+                self._part_from(rank)
+
     def close(self) -> None:
         """Leave: what was asked for and not answered fails. Others may go on with what does not need this rank."""
+        self.leave()
         with self._lock:
             first, self._left = not self._left, True
-            self._over = self._over or "Horovod has been shut down"
         if self._control is None or not first:
             return
-        for rank in self._others():
-            self._part_from(rank)
         for task in self._listeners:  # until the others have answered: then nobody waits on this channel any more
             task.join(LEAVING)
         self._dirty.set()
         self._answers.put(None)
         self._control.close()
-        self._fail_all(HorovodInternalError("Horovod has been shut down"))
+        self._fail_all(HorovodInternalError(SHUT_DOWN))
         for task in self._tasks:
             task.join(LEAVING)
 
@@ -215,12 +256,12 @@ class Engine:
         """Take the requests of one rank until it leaves."""
         table = self._table
         assert table is not None, "this is the coordinator"
-        why = f"rank {self.team.ranks[source]} has shut down"
         try:
             while True:
                 kind, mask, body = self._take(source)
                 if kind == FAREWELL:
-                    self._part_from(source)
+                    departure = self._departure(body, source)
+                    self._part_from(source, answering=True)
                     break
                 if not table.known(mask):
                     raise ProtocolError(f"rank {source} asks for operations without a number", peer=source)
@@ -228,10 +269,12 @@ class Engine:
         except SynclineError as error:
             if self._over:
                 return
-            why = f"rank {self.team.ranks[source]} is lost: {error}"
+            departure = Departure(self.team.ranks[source], f"rank {self.team.ranks[source]} is lost: {error}")
         with self._tabling:
-            table.leave(source, why)
-            self._announce(table.settle())
+            table.leave(source, departure.why)
+            answer = table.settle()
+            answer.departures.append(departure)
+            self._announce(answer)
 
     def _tend(self) -> None:
         """Send what nobody has sent for a cycle; on the coordinator, look after what stalls."""
@@ -298,18 +341,26 @@ class Engine:
                     self._carry_out(answer)
         except SynclineError as error:
             if not self._over:
-                self._break(str(error), error)
+                self._give_out(str(error), error)
         except Exception as error:
-            self._break(f"{type(error).__name__}: {error}", error)
+            self._give_out(f"{type(error).__name__}: {error}", error)
+
+    def _give_out(self, why: str, cause: Exception) -> None:
+        """An operation broke off on this rank: it can do no more, and those in the middle of it must not wait."""
+        self._break(why, cause)
+        self.leave(why)
+        self.team.transport.abort()
 
     def _next_answer(self) -> Answer | None:
         if self._table is not None:
             return self._answers.get()
         kind, mask, body = self._take(0)
         if kind == FAREWELL:
-            self._part_from(0)
-            self._deserted = True
-            self._break(f"Horovod has been shut down on rank {self.team.ranks[0]}, the coordinator", None)
+            departure, self._deserted = self._departure(body, 0), True
+            self._part_from(0, answering=True)
+            self._break(departure.why, None)
+            if body:
+                self._departed(self, departure)
             return None
         return read_answer(mask, body)
 
@@ -323,10 +374,12 @@ class Engine:
         with self._tabling:
             table.ask(0, mask, requests, 0.0)
             answer = table.settle()
-        with torch.no_grad():
+        with torch.no_grad(), suppress(Exception):  # who waits for it is told
             self._carry_out(answer)
 
     def _carry_out(self, answer: Answer) -> None:
+        for departure in answer.departures:
+            self._departed(self, departure)
         for failure in answer.failures:
             self._fail(failure)
         groups = self._groups_of(answer)
@@ -394,6 +447,8 @@ class Engine:
             timeline.running(request.name, request.kind, self.team.transport.name, start, stop)
 
     def _fail(self, failure: Failed) -> None:
+        if failure.only and self.team.rank not in failure.only:
+            return
         with self._lock:
             pending = self._mine.pop(failure.name, None)
             if pending is None:
@@ -424,14 +479,22 @@ class Engine:
             return [] if self._deserted else [0]
         return [rank for rank in range(1, self.team.size) if rank not in self._table.gone]
 
-    def _part_from(self, rank: int) -> None:
-        """Say farewell, once; it is answered by another."""
+    def _part_from(self, rank: int, answering: bool = False) -> None:
+        """Say farewell, once; it is answered by another, which tells nothing more."""
+        mine = self.team.ranks[self.team.rank]
         with self._lock:
             said = rank in self._parted
             self._parted.add(rank)
+            why = f"{SHUT_DOWN} on rank {mine}" + (f": {self._reason}" if self._reason else "")
+            departure = Departure(mine, why, tuple(self.rounds.items()))
         if not said:
             with self._sending:
-                self._tell([rank], FAREWELL, 0, b"")
+                self._tell([rank], FAREWELL, 0, b"" if answering else pack_departure(departure))
+
+    def _departure(self, body: bytes, source: int) -> Departure:
+        if body:
+            return read_departure(body, source)
+        return Departure(self.team.ranks[source], f"{SHUT_DOWN} on rank {self.team.ranks[source]}")
 
     # Messages.
 

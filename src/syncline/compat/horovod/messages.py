@@ -9,11 +9,19 @@ import torch
 from torch import Tensor
 
 from syncline.compat.horovod.negotiation import Answer
-from syncline.compat.horovod.requests import Failed, Plan, Reader, Request, Writer
+from syncline.compat.horovod.requests import Departure, Failed, Plan, Reader, Request, Writer
 
-__all__ = ["as_tensor", "pack_answer", "pack_requests", "read_answer", "read_requests"]
+__all__ = [
+    "as_tensor",
+    "pack_answer",
+    "pack_departure",
+    "pack_requests",
+    "read_answer",
+    "read_departure",
+    "read_requests",
+]
 
-_COUNTS = struct.Struct("<II")
+_COUNTS = struct.Struct("<III")
 
 
 def as_tensor(data: bytes | bytearray) -> Tensor:
@@ -40,12 +48,10 @@ def read_requests(body: bytes, source: int) -> list[Request]:
 def pack_answer(answer: Answer) -> bytearray:
     """What is not said by bits; nothing where bits say it all."""
     writer = Writer()
-    if answer.plans or answer.failures:
-        writer.put(_COUNTS, len(answer.plans), len(answer.failures))
-        for plan in answer.plans:
-            plan.pack(writer)
-        for failure in answer.failures:
-            failure.pack(writer)
+    if answer.plans or answer.failures or answer.departures:
+        writer.put(_COUNTS, len(answer.plans), len(answer.failures), len(answer.departures))
+        for each in (*answer.plans, *answer.failures, *answer.departures):
+            each.pack(writer)
     return writer.data
 
 
@@ -54,7 +60,20 @@ def read_answer(mask: int, body: bytes) -> Answer:
     answer = Answer(mask)
     if body:
         reader = Reader(body, 0)
-        plans, failures = reader.take(_COUNTS)
+        plans, failures, departures = reader.take(_COUNTS)
         answer.plans = [Plan.read(reader) for _ in range(plans)]
         answer.failures = [Failed.read(reader) for _ in range(failures)]
+        answer.departures = [Departure.read(reader) for _ in range(departures)]
     return answer
+
+
+def pack_departure(departure: Departure) -> bytearray:
+    """The last that a rank tells."""
+    writer = Writer()
+    departure.pack(writer)
+    return writer.data
+
+
+def read_departure(body: bytes, source: int) -> Departure:
+    """How a rank has left."""
+    return Departure.read(Reader(body, source))

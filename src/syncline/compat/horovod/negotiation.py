@@ -15,14 +15,14 @@ What is new, or looks different on some rank this time, is asked for in full, an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from syncline.compat.horovod.requests import Failed, Plan, Request, disagreement
+from syncline.compat.horovod.requests import Departure, Failed, Plan, Request, disagreement
 
 __all__ = ["Answer", "Stalled", "Table", "bits"]
 
-UNNAMED = ".noname."
-"""Stands in the names of operations to which the user has given none: each comes but once."""
+UNNAMED = "noname."
+"""What the names of operations begin with, after their kind, to which the user has given none: each comes but once."""
 
 
 def bits(mask: int) -> Iterator[int]:
@@ -39,14 +39,15 @@ def bits(mask: int) -> Iterator[int]:
 
 @dataclass
 class Answer:
-    """What the ranks are told to do: known operations, then new ones; and what fails."""
+    """What the ranks are told to do: known operations, then new ones; what fails, and who has left."""
 
     mask: int = 0
     plans: list[Plan] = field(default_factory=list)
     failures: list[Failed] = field(default_factory=list)
+    departures: list[Departure] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.mask or self.plans or self.failures)
+        return bool(self.mask or self.plans or self.failures or self.departures)
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ class Table:
         self._numbers: dict[str, int] = {}
         self._asked: dict[str, dict[int, Request]] = {}
         """In full, by name and rank."""
+        self._postponed: dict[str, list[tuple[int, Request, float]]] = {}
+        """Asked for by ranks that are further than others: the same name is not settled yet for the time before."""
         self._since: dict[str, float] = {}
         self._batches: list[tuple[float, int]] = []
         """Since when the bits of a mask are set."""
@@ -128,8 +131,11 @@ class Table:
         """What can be carried out now, or never; it is taken off the table."""
         answer = Answer()
         self._settle_masks(answer)
-        touched, self._touched = self._touched, {}
-        for name in list(self._asked) if self.gone or self._joined else touched:
+        if self.gone or self._joined:
+            self._touched.update(dict.fromkeys(self._asked))
+        while self._touched:
+            name = next(iter(self._touched))
+            del self._touched[name]
             self._settle_one(name, answer)
         if len(self._joined) == self.size:
             last = next(reversed(self._joined))
@@ -146,7 +152,8 @@ class Table:
         """What has been asked for at least `limit` seconds ago, and by whom not."""
         found = []
         for name, asked in self._asked.items():
-            if now - self._since[name] >= limit:
+            idle = name not in self._postponed and any(request.refusal for request in asked.values())
+            if now - self._since[name] >= limit and not idle:  # nobody waits for what was refused
                 found.append(Stalled(name, now - self._since[name], self._without(asked)))
         for since, mask in self._batches:
             if now - since >= limit:
@@ -157,7 +164,8 @@ class Table:
         return found
 
     def give_up(self, stalled: Stalled) -> Failed:
-        """Take an operation off the table that will not come about."""
+        """Take an operation off the table that will not come about, and what was asked for after it by its name."""
+        self._postponed.pop(stalled.name, None)
         self._forget(stalled.name)
         missing = [self._ranks[rank] for rank in stalled.missing]
         who = f"rank{'s' * (len(missing) != 1)} {', '.join(map(str, missing))}"
@@ -177,6 +185,8 @@ class Table:
         if request.kind == "join":
             self._joined[rank] = request
             return
+        if request.refusal:
+            request = replace(request, refusal=f"rank {self._ranks[rank]} refused it: {request.refusal}")
         name = request.name
         asked = self._asked.setdefault(name, {})
         number = self._numbers.get(name)
@@ -185,7 +195,10 @@ class Table:
                 if mask >> number & 1:
                     asked[other] = self._entries[number].requests[other]
             self._clear(1 << number)
-        asked[rank] = request
+        if rank in asked:
+            self._postponed.setdefault(name, []).append((rank, request, now))
+        else:
+            asked[rank] = request
         self._since.setdefault(name, now)
         self._touched[name] = None
 
@@ -225,6 +238,10 @@ class Table:
         asked = self._asked.get(name)
         if asked is None:
             return
+        refused = next((rank for rank, request in asked.items() if request.refusal), None)
+        if refused is not None:
+            self._settle_refused(name, refused, answer)
+            return
         absent = [rank for rank in range(self.size) if rank not in asked]
         if any(rank not in self._joined and rank not in self.gone for rank in absent):
             return
@@ -238,6 +255,16 @@ class Table:
             return
         answer.plans.append(self._remember(asked, first))
 
+    def _settle_refused(self, name: str, refused: int, answer: Answer) -> None:
+        """Tell those who wait for a call that a rank has refused; the others are told when they ask."""
+        asked = self._asked[name]
+        waiting = tuple(rank for rank, request in asked.items() if not request.refusal)
+        if waiting:
+            answer.failures.append(Failed(name, asked[refused].refusal, only=waiting))
+            asked.update(dict.fromkeys(waiting, asked[refused]))  # they have been told
+        if all(rank in asked or rank in self._joined or rank in self.gone for rank in range(self.size)):
+            self._forget(name)
+
     def _why_not(self, request: Request, gone: Sequence[int]) -> str:
         if gone:
             return "; ".join(self.gone[rank] for rank in gone)
@@ -250,7 +277,8 @@ class Table:
         name = first.name
         number = self._numbers.get(name, -1)
         everybody = len(asked) == self.size
-        if number < 0 and everybody and UNNAMED not in name and len(self._entries) < self._capacity:
+        named = not name.startswith(f"{first.kind}.{UNNAMED}")
+        if number < 0 and everybody and named and len(self._entries) < self._capacity:
             number = self._numbers[name] = len(self._entries)
             self._entries.append(_Entry({}, Plan(first)))
         if not everybody:
@@ -270,6 +298,8 @@ class Table:
         number = self._numbers.get(name)
         if number is not None:
             self._clear(1 << number)
+        for postponed in self._postponed.pop(name, ()):
+            self._ask_in_full(*postponed)
 
     def _without(self, asked: object) -> tuple[int, ...]:
         return tuple(r for r in range(self.size) if r not in asked and r not in self._joined)  # type: ignore[operator]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -184,7 +185,25 @@ def test_in_place_on_memory_that_overlaps_is_refused() -> None:
     on_ranks(2, case)
 
 
+def test_a_group_may_have_the_name_of_a_single_operation() -> None:
+    def case(world: sl.World) -> Any:
+        alone = hvd.allreduce_async(torch.ones(1), name="x", op=hvd.Sum)
+        grouped = hvd.grouped_allreduce_async([torch.ones(1)], name="x", op=hvd.Sum)
+        return hvd.synchronize(alone).item(), hvd.synchronize(grouped)[0].item()
+
+    assert on_ranks(2, case) == ((2.0, 2.0),) * 2
+
+
 # Errors.
+
+
+def test_a_device_that_cannot_be_reached_is_refused() -> None:
+    def case(world: sl.World) -> None:
+        with pytest.raises(ValueError, match="meta"):
+            hvd.allreduce(torch.ones(1, device="meta"), name="x")
+        hvd.allreduce(torch.ones(1), name="x")
+
+    on_ranks(2, case)
 
 
 def test_a_duplicate_name_is_a_value_error() -> None:
@@ -317,7 +336,7 @@ def test_step_after_synchronize_warns_in_horovods_words() -> None:
 
 
 def test_parameters_without_names_are_named_as_there() -> None:
-    def case(world: sl.World) -> list[str]:
+    def case(world: sl.World, op: int) -> list[str]:
         first, second = nn.Linear(2, 1), nn.Linear(1, 1, bias=False)
         groups = [{"params": list(first.parameters())}, {"params": list(second.parameters())}]
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(groups, lr=0.1), op=op)
@@ -326,7 +345,7 @@ def test_parameters_without_names_are_named_as_there() -> None:
 
     wanted = ["allreduce.noname.0.0", "allreduce.noname.0.1", "allreduce.noname.1.0"]
     for op in (hvd.Average, hvd.Adasum):
-        assert on_ranks(2, case) == (wanted, wanted)
+        assert on_ranks(2, partial(case, op=op)) == (wanted, wanted)
 
 
 def test_the_settings_of_an_optimizer_can_be_read() -> None:
@@ -386,10 +405,11 @@ def test_sparse_as_dense_where_a_rank_lacks_the_gradient() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_fp16_rounds_only_what_travels(ranks: int) -> None:
+@pytest.mark.parametrize("compression", [hvd.Compression.fp16, hvd.Compression.fp16()])
+def test_fp16_rounds_only_what_travels(ranks: int, compression: Any) -> None:
     def case(world: sl.World) -> float:
         model = linear()
-        distributed(model, compression=hvd.Compression.fp16)
+        distributed(model, compression=compression)
         backward((0.1 * model.weight).sum())
         assert model.weight.grad is not None
         return float(model.weight.grad)
@@ -419,6 +439,23 @@ def test_a_group_that_is_added_later_is_refused(op: int) -> None:
             optimizer.add_param_group({"params": list(linear().parameters())})
 
     on_ranks(2, case)
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
+def test_a_parameter_that_is_thawed_later_is_the_same_on_every_rank(op: int) -> None:
+    def case(world: sl.World) -> Tensor:
+        model = mlp()
+        model[0].bias.requires_grad_(False)
+        optimizer = distributed(model, rate=0.1, op=op)
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(loss_of(model, step, world.rank))
+            optimizer.step()
+            model[0].bias.requires_grad_(True)
+        return flat(model)
+
+    first, second = on_ranks(2, case)
+    assert torch.equal(first, second)
 
 
 # State.

@@ -307,7 +307,7 @@ def test_a_name_that_is_in_flight() -> None:
         for call in ASYNCHRONOUS.values():
             if world.rank == 0:  # the other does not ask yet, so it stays in flight
                 handle: Any = call(ONES.clone(), name="twice")
-                with pytest.raises(ValueError, match="Duplicate tensor name twice.*in flight"):
+                with pytest.raises(ValueError, match=r"Duplicate tensor name twice.*in flight"):
                     call(ONES.clone(), name="twice")
                 hvd.barrier()
             else:

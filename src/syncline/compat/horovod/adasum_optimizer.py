@@ -112,23 +112,26 @@ class _Deltas:
     ) -> None:
         self.passes = passes
         self.stepping = False
-        self._named = {name: named[name] for name in sorted(named) if named[name].requires_grad}
+        self._named = {name: named[name] for name in sorted(named)}
         self._names = {id(parameter): name for name, parameter in self._named.items()}
         self._compressor = compressor
         self._set = process_set
         self._counts: dict[int, int] = {}
-        self._hooks = [after_gradient(parameter, self._arrived) for parameter in self._named.values()]
+        self._hooks = [
+            after_gradient(parameter, self._arrived) for parameter in self._named.values() if parameter.requires_grad
+        ]
 
     def starts(self) -> dict[str, Tensor]:
-        """The parameters before a step."""
-        return {name: parameter.detach().clone() for name, parameter in self._named.items()}
+        """The parameters before a step, without those that are frozen."""
+        return {name: parameter.detach().clone() for name, parameter in self._named.items() if parameter.requires_grad}
 
     def combine(self, starts: Mapping[str, Tensor]) -> None:
         """Make the parameters what they were, plus all ranks' steps. A rank that had no gradient adds zeros."""
         self._counts.clear()
         under_way = []
-        for name, parameter in self._named.items():
-            delta = parameter.detach() - starts[name]
+        for name, start in starts.items():
+            parameter = self._named[name]
+            delta = parameter.detach() - start
             sent, kept = self._compressor.compress(delta)
             handle = allreduce_async_(sent, name=f"adasum.{name}", op=Adasum, process_set=self._set)
             under_way.append((name, parameter, handle, kept))

@@ -112,6 +112,7 @@ class Engine:
         """How often in a row those who wait have sent everything: then nobody need be woken at every request."""
         self._counts: dict[str, int] = {}
         self._idle = True
+        self._rank = team.rank  # known in a world that is closed, too
         self._mask_bytes = (settings.cache_capacity + 7) // 8
         self._table = Table(team.size, settings.cache_capacity, team.ranks) if team.rank == 0 else None
         self._answers: Queue[Answer | None] = runtime.queue(LINE)
@@ -158,9 +159,9 @@ class Engine:
                 raise HorovodInternalError(f"{request.kind} '{request.label}' has failed: {self._refused.pop(name)}")
             if name in self._mine:
                 raise IncompatibleError(
-                    f"Duplicate tensor name {request.label}: requested to {request.kind} a tensor with the same name as "
-                    "another tensor that is currently being processed (it is in flight). If you want to request another "
-                    "tensor, use a different tensor name, or wait for the first with synchronize()"
+                    f"Duplicate tensor name {request.label}: requested to {request.kind} a tensor with the same name "
+                    "as another tensor that is currently being processed (it is in flight). If you want to request "
+                    "another tensor, use a different tensor name, or wait for the first with synchronize()"
                 )
             self._mine[name] = pending
             known = self._known.get(name)
@@ -481,7 +482,7 @@ class Engine:
 
     def _part_from(self, rank: int, answering: bool = False) -> None:
         """Say farewell, once; it is answered by another, which tells nothing more."""
-        mine = self.team.ranks[self.team.rank]
+        mine = self.team.ranks[self._rank]
         with self._lock:
             said = rank in self._parted
             self._parted.add(rank)

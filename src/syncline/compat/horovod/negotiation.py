@@ -22,7 +22,7 @@ from syncline.compat.horovod.requests import Departure, Failed, Plan, Request, d
 __all__ = ["Answer", "Stalled", "Table", "bits"]
 
 UNNAMED = "noname."
-"""What the names of operations begin with, after their kind, to which the user has given none: each comes but once."""
+"""What the labels of operations begin with to which the user has given no name: each comes but once."""
 
 
 def bits(mask: int) -> Iterator[int]:
@@ -277,7 +277,7 @@ class Table:
         name = first.name
         number = self._numbers.get(name, -1)
         everybody = len(asked) == self.size
-        named = not name.startswith(f"{first.kind}.{UNNAMED}")
+        named = not first.label.startswith(UNNAMED)
         if number < 0 and everybody and named and len(self._entries) < self._capacity:
             number = self._numbers[name] = len(self._entries)
             self._entries.append(_Entry({}, Plan(first)))

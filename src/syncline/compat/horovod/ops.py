@@ -15,7 +15,7 @@ from syncline.compat.horovod.engine import Engine
 from syncline.compat.horovod.errors import UnsupportedAdasumError, UnsupportedReductionError
 from syncline.compat.horovod.handles import Pending
 from syncline.compat.horovod.process_sets import ProcessSet, global_process_set
-from syncline.compat.horovod.requests import DTYPES, Part, Request
+from syncline.compat.horovod.requests import DEVICES, DTYPES, Part, Request
 from syncline.errors import IncompatibleError
 
 __all__ = [
@@ -44,6 +44,7 @@ POLLING = 1e-4
 """Seconds that a poll in vain gives to those who work."""
 _OP_NAMES = {op: op.name.lower() for op in ReduceOp}
 AVERAGE = "average"
+GROUPED = "grouped_"
 AVERAGE_IS_OLD = "Parameter `average` has been replaced with `op` and will be removed in v1.0"
 """Horovod's words: scripts filter the warning by them."""
 
@@ -132,7 +133,7 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin to combine several tensors, all or none of them; the result is a tuple."""
-    told = _Told("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set)
+    told = _Told("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set, GROUPED)
     return told.reduce(tensors, None)
 
 
@@ -146,7 +147,7 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As `grouped_allreduce_async`, in place."""
-    told = _Told("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set)
+    told = _Told("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set, GROUPED)
     return told.reduce(tensors, tensors)
 
 
@@ -184,7 +185,7 @@ def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """As `allgather_async` for several tensors, all or none of them."""
-    return _Told("allgather", name, process_set=process_set).gather(tensors)
+    return _Told("allgather", name, process_set=process_set, prefix=GROUPED).gather(tensors)
 
 
 def broadcast_async(
@@ -236,7 +237,7 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """As `reducescatter_async` for several tensors, all or none of them."""
-    told = _Told("reducescatter", name, chosen_op(op, None), prescale_factor, postscale_factor, process_set)
+    told = _Told("reducescatter", name, chosen_op(op, None), prescale_factor, postscale_factor, process_set, GROUPED)
     return told.scatter(tensors)
 
 
@@ -299,6 +300,15 @@ def several(tensors: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
+def _together(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """As `several`, and on one device."""
+    found = several(tensors)
+    devices = {str(_dense(tensor).device) for tensor in found}
+    if len(devices) > 1:
+        raise IncompatibleError(f"Tensors in list must be on same device, not on {', '.join(sorted(devices))}")
+    return found
+
+
 def _dense(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise IncompatibleError(f"a tensor is needed, not {type(tensor).__name__}")
@@ -306,6 +316,10 @@ def _dense(tensor: Tensor) -> Tensor:
         raise IncompatibleError(f"this tensor is {tensor.layout}: use sparse_allreduce_async, or tensor.to_dense()")
     if tensor.dtype not in DTYPES:
         raise IncompatibleError(f"Tensor type {tensor.dtype} is not supported.")
+    if tensor.device.type not in DEVICES:
+        raise IncompatibleError(
+            f"Tensor type {tensor.dtype} on {tensor.device} is not supported: move it to a CPU or GPU"
+        )
     return tensor
 
 
@@ -322,7 +336,7 @@ class _Operands(NamedTuple):
 class _Told:
     """What a call says beside its tensors."""
 
-    __slots__ = ("_after", "_before", "_kind", "_name", "_op", "_set")
+    __slots__ = ("_after", "_before", "_family", "_kind", "_name", "_op", "_set")
 
     def __init__(
         self,
@@ -332,8 +346,10 @@ class _Told:
         before: float = 1.0,
         after: float = 1.0,
         process_set: ProcessSet = global_process_set,
+        prefix: str = "",
     ) -> None:
         self._kind = kind
+        self._family = prefix + kind  # operations of different families may have the same name
         self._name = name
         self._op = op
         self._before = before
@@ -342,7 +358,7 @@ class _Told:
 
     def reduce(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor] | None, single: bool = False) -> int:
         def check() -> _Operands:
-            inputs = tensors if single else several(tensors)
+            inputs = tensors if single else _together(tensors)
             for tensor in inputs:
                 if _dense(tensor).dtype == torch.bool:
                     raise IncompatibleError("Tensor type torch.bool is not supported by allreduce; cast it to uint8")
@@ -357,7 +373,7 @@ class _Told:
 
     def gather(self, tensors: Sequence[Tensor], single: bool = False) -> int:
         def check() -> _Operands:
-            inputs = [_dense(tensor) for tensor in (tensors if single else several(tensors))]
+            inputs = [_dense(tensor) for tensor in (tensors if single else _together(tensors))]
             return _Operands(inputs, finish=_first if single else tuple)
 
         return self.submit(check)
@@ -387,7 +403,7 @@ class _Told:
                     f"Reducescatter currently only supports AVERAGE and SUM: it averages or sums, and does not take "
                     f"op={'None' if self._op is None else self._op.name}"
                 )
-            inputs = tensors if single else several(tensors)
+            inputs = tensors if single else _together(tensors)
             for tensor in inputs:
                 if _dense(tensor).dtype == torch.bool:
                     raise IncompatibleError(
@@ -404,7 +420,7 @@ class _Told:
         here = context(operation=True)
         engine: Engine = here.engine(self._set)
         kind = self._kind
-        name = engine.unnamed(kind) if self._name is None else f"{kind}.{self._name}"
+        name = engine.unnamed(self._family) if self._name is None else f"{self._family}.{self._name}"
         try:
             tensors, outputs, root, splits, finish = check()
         except Exception as refusal:
@@ -443,7 +459,7 @@ def _own_memory(tensor: Tensor) -> Tensor:
     """A tensor that can be written to: each of its elements has a place of its own."""
     if torch._debug_has_internal_overlap(tensor) == 1:
         raise IncompatibleError(
-            f"this tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} cannot be changed in place: "
+            f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} cannot be changed in place: "
             "its elements overlap in memory; clone() it"
         )
     return tensor

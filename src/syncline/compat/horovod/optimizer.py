@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer, SparseAdam
 
+from syncline.codecs import Codec
 from syncline.compat.horovod.adasum_optimizer import adasum_optimizer
 from syncline.compat.horovod.basics import Adasum, Average, Sum
-from syncline.compat.horovod.compression import Compression, codec_of
+from syncline.compat.horovod.compression import Coded, Compression, codec_of
 from syncline.compat.horovod.context import Context, context
 from syncline.compat.horovod.guest import Guest
 from syncline.compat.horovod.parameters import NO_NEW_GROUPS, below, check_groups, loading_in_place, named_of
@@ -28,8 +29,8 @@ __all__ = ["Distributed", "DistributedOptimizer"]
 
 
 SYNCHRONIZED_BEFORE = (
-    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can cause "
-    "training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
+    "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
     "optimizer.synchronize() in your code."
 )
 """Horovod's words: scripts filter the warning by them. Here the gradients are not reduced a second time."""
@@ -215,7 +216,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     if strategy is None:
         told |= {"named": named, "mean": op == Average, "predivide": gradient_predivide_factor}
         told |= {"sparse_as_dense": sparse_as_dense, "process_set": process_set}
-        told |= {"sparse_only": isinstance(optimizer, SparseAdam), "lossy_alone": compression is not Compression.fp16}
+        told |= {"sparse_only": isinstance(optimizer, SparseAdam)}
+        told |= {"codes_alone": isinstance(compression, (str, Codec, Coded))}
         made._make = cast(Callable[[Context], Way], partial(Reducer, **told))
     else:
         # Numbers are the keys of checkpoints, where the script gives no names.

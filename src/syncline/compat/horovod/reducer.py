@@ -63,9 +63,11 @@ class Reducer:
         sparse_as_dense: bool,
         process_set: ProcessSet,
         sparse_only: bool = False,
-        lossy_alone: bool = True,
+        codes_alone: bool = True,
     ) -> None:
-        """`sparse_only`: the optimizer takes no other gradients. `lossy_alone`: one rank alone has its codec, too."""
+        """`sparse_only`: the optimizer takes sparse gradients only. `codes_alone`: one rank alone uses the codec, too;
+        Horovod's compressors round what travels, and nothing travels there.
+        """
         self.context = held
         self.passes = passes
         self._mean = mean
@@ -94,7 +96,7 @@ class Reducer:
         self.watched = {id(parameter) for parameter in parameters}
         self._take_over()
         if process_set.included():
-            self._attach(named, codec if process_set.size() > 1 or lossy_alone else None)
+            self._attach(named, codec if process_set.size() > 1 or codes_alone else None)
         held.optimizers.append(self)
 
     # What the optimizer asks.
@@ -255,8 +257,8 @@ class Reducer:
         gradient = self._gradients.parameters[index].grad
         if gradient is not None and gradient.requires_grad:
             raise PassesError(
-                f"{self._gradients.names[index]} got a gradient that can be differentiated: backward(create_graph=True) "
-                "does not go with a DistributedOptimizer, whose reductions are no part of the graph; use "
+                f"{self._gradients.names[index]} got a gradient that can be differentiated: a DistributedOptimizer "
+                "does not take backward(create_graph=True), for its reductions are no part of the graph; use "
                 "torch.autograd.grad(…, create_graph=True) for the inner gradients"
             )
         self._open.add(task)

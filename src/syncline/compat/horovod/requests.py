@@ -21,6 +21,7 @@ import torch
 from syncline.errors import ProtocolError
 
 __all__ = [
+    "DEVICES",
     "DTYPES",
     "KINDS",
     "OPS",

@@ -31,7 +31,7 @@ from tests.compat.horovod.reference import (
 )
 from tests.strategies.cases import on_gloo
 
-Form = Callable[..., list[Tensor]]
+Form = Callable[..., Sequence[Tensor]]
 
 
 def _each(call: Callable[..., Tensor]) -> Form:

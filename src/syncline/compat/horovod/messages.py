@@ -50,8 +50,12 @@ def pack_answer(answer: Answer) -> bytearray:
     writer = Writer()
     if answer.plans or answer.failures or answer.departures:
         writer.put(_COUNTS, len(answer.plans), len(answer.failures), len(answer.departures))
-        for each in (*answer.plans, *answer.failures, *answer.departures):
-            each.pack(writer)
+        for plan in answer.plans:
+            plan.pack(writer)
+        for failure in answer.failures:
+            failure.pack(writer)
+        for departure in answer.departures:
+            departure.pack(writer)
     return writer.data
 
 

@@ -19,7 +19,7 @@ from tests.strategies.cases import on_gloo
 
 @pytest.mark.hunt
 def test_storms_in_any_order_on_the_simulator() -> None:
-    hunted(check_storm, seeds(6, 500))
+    hunted(check_storm, seeds(4, 500))
 
 
 def two_storms(world: sl.World, seed: int) -> int:
@@ -27,9 +27,8 @@ def two_storms(world: sl.World, seed: int) -> int:
 
 
 @pytest.mark.xdist_group("gloo")
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_storm_on_real_processes(gloo: Pool, seed: int) -> None:
-    assert gloo.run(on_gloo, 4, two_storms, seed) == [400] * 4
+def test_a_storm_on_real_processes(gloo: Pool) -> None:
+    assert gloo.run(on_gloo, 4, two_storms, 1) == [400] * 4
 
 
 @pytest.mark.xdist_group("zeromq")

@@ -39,7 +39,7 @@ def sgd(model: nn.Module, rate: float = 0.1) -> torch.optim.SGD:
 
 
 @pytest.mark.parametrize("kind", ["momentum", "adam"])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_the_bits_of_distribute(kind: str, ranks: int) -> None:
     ours = sl.simulate(lambda world: by_distribute(world, kind), ranks=ranks).results
     theirs = sl.simulate(lambda world: by_horovod(world, kind), ranks=ranks).results
@@ -68,7 +68,7 @@ def _by_horovod_and_away(world: sl.World) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3])
 @pytest.mark.parametrize(("op", "factor"), [(Average, 1.0), (Average, 4.0), (Sum, 1.0)])
 @pytest.mark.parametrize("compression", [Compression.none, Compression.fp16])
 def test_means_and_sums(ranks: int, op: Any, factor: float, compression: Any) -> None:

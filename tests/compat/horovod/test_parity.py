@@ -586,6 +586,33 @@ def test_a_rank_that_breaks_within_an_operation_is_told_of(monkeypatch: pytest.M
         assert "no room" in words
 
 
+@pytest.mark.parametrize("raising", [0, 1, 2])
+def test_everybody_ends_soon_after_a_rank_has_raised(raising: int) -> None:
+    """Those too who wait for a rank that has found the loss before them and has ended."""
+
+    def case(world: sl.World) -> tuple[float, str]:
+        model = mlp()
+        optimizer = distributed(model)
+        for step in range(3):
+            if (step, world.rank) == (1, raising):
+                return 0.0, str(1 / 0)
+            optimizer.zero_grad()
+            try:
+                backward(loss_of(model, step, world.rank))
+                hvd.allreduce(torch.ones(100), name="x")
+            except hvd.HorovodInternalError as error:
+                return world.runtime.now(), str(error)
+            optimizer.step()
+        raise AssertionError("it went on")
+
+    for seed in range(2):
+        results = on_ranks(3, case, seed=seed, chaos=True, return_exceptions=True)
+        assert isinstance(results[raising], ZeroDivisionError)
+        for seconds, words in results[:raising] + results[raising + 1 :]:
+            assert seconds < 20.0
+            assert f"rank {raising}" in words
+
+
 def test_an_optimizer_that_a_rank_does_not_make_is_told_of_soon() -> None:
     def case(world: sl.World) -> float:
         if world.rank == 1:

@@ -43,7 +43,7 @@ plans = st.builds(Plan, requests, st.integers(-1, 5000), st.lists(st.lists(numbe
 def test_what_is_packed_is_read_again(plan: Plan) -> None:
     writer = Writer()
     plan.pack(writer)
-    others = Failed("a", "b", (1, 2), (3,)), Departure(4, "why", ((0, 7), (1, 2)))
+    others = Failed("a", "b", (1, 2), (3,)), Departure(4, "why", True, 3, ((0, 7), (1, 2)))
     for other in others:
         other.pack(writer)
     reader = Reader(writer.data, peer=3)

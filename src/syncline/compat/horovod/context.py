@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -13,11 +14,12 @@ import torch
 from syncline.compat.horovod.engine import Engine
 from syncline.compat.horovod.errors import NotInitializedError, UninitializedOperationError
 from syncline.compat.horovod.handles import Handles, Pending
+from syncline.compat.horovod.lockstep import Lockstep
 from syncline.compat.horovod.process_sets import ProcessSet, global_process_set
-from syncline.compat.horovod.requests import Departure, Plan, Request
+from syncline.compat.horovod.requests import Plan, Request
 from syncline.compat.horovod.settings import LEVELS, Settings, read, without_effect
 from syncline.compat.horovod.timeline import Timeline, Watcher
-from syncline.errors import IncompatibleError, WorldError
+from syncline.errors import IncompatibleError, SynclineError, WorldError
 from syncline.world import Team, World, broadcast, current_world
 from syncline.world import init as init_world
 
@@ -34,10 +36,6 @@ class Joinable(Protocol):
 
     def join_rounds(self) -> None:
         """Take part in the others' reductions with zeros until every rank has joined."""
-        ...
-
-    def peer_left(self, engine: Engine, departure: Departure) -> None:
-        """Another rank of a process set takes part in nothing more: break what waits for it in vain."""
         ...
 
     def close(self) -> None:
@@ -102,22 +100,21 @@ class Context:
         """All that can be used, the global one first."""
         return [self._sets[number] for number in sorted(self._sets)]
 
-    def data_team(self, process_set: ProcessSet) -> tuple[Engine, int, Team]:
-        """A channel of its own for the members of a set, who all ask for it; its engine, and the channel's number."""
+    def data_team(self, process_set: ProcessSet) -> tuple[Team, Lockstep]:
+        """A channel of its own for the members of a set, who all ask for it, and the count of its collectives."""
         engine = self.engine(process_set)
 
-        def make(plan: Plan) -> tuple[int, Team]:
-            number = len(engine.rounds)
-            engine.rounds[number] = 0
-            return number, self.world.twin(engine.team)
+        def make(plan: Plan) -> tuple[Team, Lockstep]:
+            team = self.world.twin(engine.team)
 
-        number, team = self._ask(engine, "team", (), make)
-        return engine, number, team
+            def give_up() -> None:
+                with suppress(SynclineError):  # closed meanwhile
+                    team.transport.abort()
 
-    def peer_left(self, engine: Engine, departure: Departure) -> None:
-        """Another rank of a process set takes part in nothing more."""
-        for optimizer in list(self.optimizers):
-            optimizer.peer_left(engine, departure)
+            engine.channels.append(Lockstep(self.world.runtime, give_up))
+            return team, engine.channels[-1]
+
+        return self._ask(engine, "team", (), make)  # type: ignore[no-any-return]
 
     def leave(self, reason: str) -> None:
         """Tell the other ranks that an operation failed here, before the time that closing takes."""
@@ -179,7 +176,7 @@ class Context:
         engine = None
         if team.member:
             control = team.transport.split(range(team.size)) if team.size > 1 else None
-            engine = Engine(team, control, self.settings, lambda: self.timeline, self.peer_left)
+            engine = Engine(team, control, self.settings, lambda: self.timeline)
         self._engines[number] = engine
         return number
 

@@ -9,7 +9,8 @@ executor task          runs, in the order of the answers  ◄── one ──�
 ```
 
 A message goes when somebody waits, or a cycle after the first request of it. It is short: a bit for each operation
-that was carried out like this before, and in full what is new.
+that was carried out like this before, and in full what is new. Who has left is told on a line of its own, for the
+executor may be in the middle of an operation.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 
 from syncline.compat.horovod.errors import HorovodInternalError
 from syncline.compat.horovod.handles import Pending
+from syncline.compat.horovod.lockstep import Lockstep
 from syncline.compat.horovod.messages import (
     as_tensor,
     pack_answer,
@@ -39,7 +41,7 @@ from syncline.compat.horovod.operations import Group, carry_out, group_plans
 from syncline.compat.horovod.requests import Departure, Failed, Plan, Request
 from syncline.compat.horovod.settings import Settings
 from syncline.compat.horovod.timeline import Watcher
-from syncline.errors import IncompatibleError, ProtocolError, SynclineError
+from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SynclineError
 from syncline.runtime import Queue, Task
 from syncline.transports import Transport
 from syncline.world import Team
@@ -54,7 +56,7 @@ NEWS, FAREWELL = 0, 1
 SHUT_DOWN = "Horovod has been shut down"
 MOST = 64 << 20
 """Bytes of requests in full that one message may have."""
-TAG = 1
+TAG, ALARM = 1, 2
 LINE = 1 << 16
 GROUPINGS = 256
 """Answers whose groups and buffers are kept for the next time."""
@@ -76,20 +78,21 @@ class Engine:
         control: Transport | None,
         settings: Settings,
         timeline: Callable[[], Watcher | None],
-        departed: Callable[[Engine, Departure], None],
     ) -> None:
-        """`departed` is called when another rank of the set takes part in nothing more."""
         self.team = team
-        self.rounds: dict[int, int] = {}
-        """By the channels of optimizers: how many reductions of gradients this rank has begun."""
-        self._departed = departed
+        self.channels: list[Lockstep] = []
+        """Of optimizers, in the order in which all ranks have made them."""
         self._control = control
         self._settings = settings
         self._timeline = timeline
         runtime = self._runtime = team.world.runtime
+        self._steps = Lockstep(runtime, self._abort)
+        self._broken = False
+        """Whether an operation broke off on this rank."""
         self._lock = runtime.lock()
         self._sending = runtime.lock()
         self._tabling = runtime.lock()
+        self._telling = runtime.lock()
         self._dirty = runtime.event()
         self._mine: dict[str, Pending] = {}
         self._known: dict[str, tuple[int, Request]] = {}
@@ -124,8 +127,10 @@ class Engine:
                 runtime.spawn(self._hear, source, name=f"hvd-hears-{source}")
                 for source in (range(1, team.size) if team.rank == 0 else ())
             ]
+            if not hearers:
+                hearers = [executor, runtime.spawn(self._await_alarms, name="hvd-alarm")]
             self._tasks = [executor, runtime.spawn(self._tend, name="hvd-cycle"), *hearers]
-            self._listeners = hearers or [executor]
+            self._listeners = hearers
 
     @property
     def patience(self) -> float:
@@ -270,12 +275,12 @@ class Engine:
         except SynclineError as error:
             if self._over:
                 return
-            departure = Departure(self.team.ranks[source], f"rank {self.team.ranks[source]} is lost: {error}")
+            departure = self._lost(source, error)
         with self._tabling:
             table.leave(source, departure.why)
-            answer = table.settle()
-            answer.departures.append(departure)
-            self._announce(answer)
+            self._announce(table.settle())
+            self._tell(self._others(), NEWS, 0, pack_departure(departure), ALARM)
+        self._departed(departure)
 
     def _tend(self) -> None:
         """Send what nobody has sent for a cycle; on the coordinator, look after what stalls."""
@@ -348,9 +353,43 @@ class Engine:
 
     def _give_out(self, why: str, cause: Exception) -> None:
         """An operation broke off on this rank: it can do no more, and those in the middle of it must not wait."""
+        self._broken = True
         self._break(why, cause)
         self.leave(why)
-        self.team.transport.abort()
+        self._abort()
+
+    def _await_alarms(self) -> None:
+        """Hear from the coordinator who has left, until it is this rank or the coordinator."""
+        try:
+            while True:
+                _, _, body = self._take(0, ALARM)
+                if not body:
+                    return
+                departure = read_departure(body, 0)
+                self._departed(departure)
+                if departure.rank == self.team.ranks[0]:
+                    return
+        except SynclineError as error:
+            if not self._over:
+                self._departed(self._lost(0, error))
+
+    def _departed(self, departure: Departure) -> None:
+        """Another rank takes part in nothing more: end the waits for it."""
+        completed = dict(departure.rounds)
+        for number, channel in enumerate(self.channels):
+            channel.departed(departure.why, completed.get(number, 0) if departure.known else None)
+        if not departure.known or departure.carried >= 0:
+            self._steps.departed(departure.why, departure.carried if departure.known else None)
+
+    def _lost(self, source: int, error: SynclineError) -> Departure:
+        rank = self.team.ranks[source]
+        found = error.peer if isinstance(error, PeerLostError) and error.peer is not None else rank
+        return Departure(rank, f"rank {found} is lost: {error}")
+
+    def _abort(self) -> None:
+        """Break the waits of an operation; the set's channel is of no more use."""
+        with suppress(SynclineError):  # closed meanwhile
+            self.team.transport.abort()
 
     def _next_answer(self) -> Answer | None:
         if self._table is not None:
@@ -360,8 +399,6 @@ class Engine:
             departure, self._deserted = self._departure(body, 0), True
             self._part_from(0, answering=True)
             self._break(departure.why, None)
-            if body:
-                self._departed(self, departure)
             return None
         return read_answer(mask, body)
 
@@ -379,8 +416,6 @@ class Engine:
             self._carry_out(answer)
 
     def _carry_out(self, answer: Answer) -> None:
-        for departure in answer.departures:
-            self._departed(self, departure)
         for failure in answer.failures:
             self._fail(failure)
         groups = self._groups_of(answer)
@@ -388,9 +423,10 @@ class Engine:
             asked = self._claim(group)
             start = self._runtime.now()
             try:
-                results = carry_out(self.team, group, asked, self._settings.hierarchical_allreduce)
+                with self._steps.waiting():
+                    results = carry_out(self.team, group, asked, self._settings.hierarchical_allreduce)
             except Exception as error:
-                problem = HorovodInternalError(f"{group.plans[0].request.name}: {error}")
+                problem = HorovodInternalError(f"{group.plans[0].request.name}: {self._steps.why or error}")
                 problem.__cause__ = error
                 for pending in asked:
                     if pending is not None:
@@ -486,20 +522,25 @@ class Engine:
         with self._lock:
             said = rank in self._parted
             self._parted.add(rank)
-            why = f"{SHUT_DOWN} on rank {mine}" + (f": {self._reason}" if self._reason else "")
-            departure = Departure(mine, why, tuple(self.rounds.items()))
-        if not said:
-            with self._sending:
-                self._tell([rank], FAREWELL, 0, b"" if answering else pack_departure(departure))
+        if said:
+            return
+        why = f"{SHUT_DOWN} on rank {mine}" + (f": {self._reason}" if self._reason else "")
+        carried = self._steps.completed if self._broken else -1
+        rounds = tuple((number, channel.completed) for number, channel in enumerate(self.channels))
+        body = b"" if answering else pack_departure(Departure(mine, why, True, carried, rounds))
+        with self._sending:
+            self._tell([rank], FAREWELL, 0, body)
+            if self._table is not None:
+                self._tell([rank], FAREWELL, 0, body, ALARM)
 
     def _departure(self, body: bytes, source: int) -> Departure:
         if body:
             return read_departure(body, source)
-        return Departure(self.team.ranks[source], f"{SHUT_DOWN} on rank {self.team.ranks[source]}")
+        return Departure(self.team.ranks[source], f"{SHUT_DOWN} on rank {self.team.ranks[source]}", known=True)
 
     # Messages.
 
-    def _tell(self, to: Sequence[int], kind: int, mask: int, body: bytes | bytearray) -> None:
+    def _tell(self, to: Sequence[int], kind: int, mask: int, body: bytes | bytearray, tag: int = TAG) -> None:
         """Send one message to each; who has gone himself need not hear a farewell."""
         assert self._control is not None, "there is somebody to tell"
         leaving = kind == FAREWELL
@@ -508,18 +549,19 @@ class Engine:
             parts.append(as_tensor(body))
         for rank in to:
             try:
-                for part in parts:
-                    self._control.send(part, rank, TAG, exact=True, lossy=leaving)
+                with self._telling:  # another task's message must not come between the parts
+                    for part in parts:
+                        self._control.send(part, rank, tag, exact=True, lossy=leaving)
             except SynclineError as error:
                 if self._table is None and not leaving:
                     raise
                 logger.debug("rank %d cannot be told: %s", rank, error)
 
-    def _take(self, source: int) -> tuple[int, int, bytes]:
+    def _take(self, source: int, tag: int = TAG) -> tuple[int, int, bytes]:
         """The next message of a rank."""
         assert self._control is not None, "there is somebody to hear"
         head = torch.empty(HEADER.size + self._mask_bytes, dtype=torch.uint8)
-        self._control.recv(head, source, TAG, exact=True).wait(math.inf)
+        self._control.recv(head, source, tag, exact=True).wait(math.inf)
         raw = head.numpy().tobytes()
         length, kind = HEADER.unpack_from(raw)
         if length > MOST or kind > FAREWELL:
@@ -528,7 +570,7 @@ class Engine:
         if not length:
             return kind, mask, b""
         body = torch.empty(length, dtype=torch.uint8)
-        self._control.recv(body, source, TAG, exact=True).wait()
+        self._control.recv(body, source, tag, exact=True).wait()
         return kind, mask, body.numpy().tobytes()
 
 

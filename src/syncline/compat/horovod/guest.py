@@ -13,10 +13,8 @@ from torch.optim import Optimizer
 
 from syncline.codecs import Codec
 from syncline.compat.horovod.context import Context
-from syncline.compat.horovod.engine import Engine
 from syncline.compat.horovod.functions import broadcast_object
 from syncline.compat.horovod.parameters import PassesError, after_gradient
-from syncline.compat.horovod.requests import Departure
 from syncline.strategies import Run, Strategy
 from syncline.training import distribute
 
@@ -91,9 +89,6 @@ class Guest:
         """Take part in the others' steps with nothing to add until nobody has something."""
         while not self.run.loose and self.run.empty_round():
             pass
-
-    def peer_left(self, engine: Engine, departure: Departure) -> None:
-        """Nothing: the run's own waits end when its transport finds out."""
 
     def close(self) -> None:
         """Take the hooks off. Every rank closes."""

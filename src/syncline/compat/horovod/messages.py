@@ -21,7 +21,7 @@ __all__ = [
     "read_requests",
 ]
 
-_COUNTS = struct.Struct("<III")
+_COUNTS = struct.Struct("<II")
 
 
 def as_tensor(data: bytes | bytearray) -> Tensor:
@@ -48,14 +48,12 @@ def read_requests(body: bytes, source: int) -> list[Request]:
 def pack_answer(answer: Answer) -> bytearray:
     """What is not said by bits; nothing where bits say it all."""
     writer = Writer()
-    if answer.plans or answer.failures or answer.departures:
-        writer.put(_COUNTS, len(answer.plans), len(answer.failures), len(answer.departures))
+    if answer.plans or answer.failures:
+        writer.put(_COUNTS, len(answer.plans), len(answer.failures))
         for plan in answer.plans:
             plan.pack(writer)
         for failure in answer.failures:
             failure.pack(writer)
-        for departure in answer.departures:
-            departure.pack(writer)
     return writer.data
 
 
@@ -64,10 +62,9 @@ def read_answer(mask: int, body: bytes) -> Answer:
     answer = Answer(mask)
     if body:
         reader = Reader(body, 0)
-        plans, failures, departures = reader.take(_COUNTS)
+        plans, failures = reader.take(_COUNTS)
         answer.plans = [Plan.read(reader) for _ in range(plans)]
         answer.failures = [Failed.read(reader) for _ in range(failures)]
-        answer.departures = [Departure.read(reader) for _ in range(departures)]
     return answer
 
 

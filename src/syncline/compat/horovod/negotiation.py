@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from syncline.compat.horovod.requests import Departure, Failed, Plan, Request, disagreement
+from syncline.compat.horovod.requests import Failed, Plan, Request, disagreement
 
 __all__ = ["Answer", "Stalled", "Table", "bits"]
 
@@ -39,15 +39,14 @@ def bits(mask: int) -> Iterator[int]:
 
 @dataclass
 class Answer:
-    """What the ranks are told to do: known operations, then new ones; what fails, and who has left."""
+    """What the ranks are told to do: known operations, then new ones; and what fails."""
 
     mask: int = 0
     plans: list[Plan] = field(default_factory=list)
     failures: list[Failed] = field(default_factory=list)
-    departures: list[Departure] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.mask or self.plans or self.failures or self.departures)
+        return bool(self.mask or self.plans or self.failures)
 
 
 @dataclass(frozen=True)

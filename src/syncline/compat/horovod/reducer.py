@@ -14,7 +14,7 @@ longer counts here, and `zero_grad()` may drop what it brought.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,8 +27,8 @@ from syncline.codecs import Codec
 from syncline.compat.horovod import ops
 from syncline.compat.horovod.basics import Sum
 from syncline.compat.horovod.context import Context
-from syncline.compat.horovod.engine import Engine
 from syncline.compat.horovod.errors import HorovodInternalError
+from syncline.compat.horovod.lockstep import Lockstep
 from syncline.compat.horovod.parameters import (
     TOO_MANY_PASSES,
     ZEROED_TOO_SOON,
@@ -37,7 +37,6 @@ from syncline.compat.horovod.parameters import (
     describe,
 )
 from syncline.compat.horovod.process_sets import ProcessSet
-from syncline.compat.horovod.requests import Departure
 from syncline.errors import PeerLostError, SynclineError
 from syncline.exchange import BUCKET_BYTES, Exchange, Gradients, Round, check_same
 from syncline.exchange.rounds import Scaling
@@ -77,9 +76,7 @@ class Reducer:
         self._sparse_dims = {id(parameter): 1 for parameter in parameters} if sparse_as_dense and sparse_only else {}
         """Of parameters whose gradients are sparse: in how many dimensions."""
         self._set = process_set
-        self._channel: tuple[Engine, int] | None = None
-        self._left: Departure | None = None
-        """Who takes part in nothing more."""
+        self._steps: Lockstep | None = None
         self._open: set[int] = set()
         """Backward passes that have brought gradients since the last step or `synchronize()`."""
         self._past: set[int] = set()
@@ -104,9 +101,7 @@ class Reducer:
     def synchronize(self) -> None:
         """Reduce what no backward pass has reduced."""
         if self._gradients is not None and (not self._rounds or self._gradients.accumulating):
-            found = self._gradients.reduce_now()
-            self._count()
-            self._complete(found)
+            self._complete(self._gradients.reduce_now())
         self._past |= self._open
         self._open.clear()
         self._reduced.clear()
@@ -161,19 +156,10 @@ class Reducer:
         """Take part in the others' reductions with zeros until nobody has gradients any more."""
         active = 0 if self._gradients is None or self._exchange is None or self._exchange.size == 1 else 1
         while active and self._gradients is not None:
-            self._count()
-            with self._translated("the gradients could not be reduced after join()"):
+            with self._in_step("the gradients could not be reduced after join()"):
                 found = self._gradients.empty_round(weighing=1.0)
                 active = found.complete().active
             self._gradients.done(found)
-
-    def peer_left(self, engine: Engine, departure: Departure) -> None:
-        """Another rank takes part in nothing more: break a reduction that waits for it in vain."""
-        if self._channel is None or self._channel[0] is not engine or self._left is not None:
-            return
-        if self._channel[1] in dict(departure.rounds):  # else it is lost, and the transport finds that out
-            self._left = departure
-            self._break_off()
 
     def close(self) -> None:
         """Take the hooks off; gradients stay where they are."""
@@ -202,10 +188,9 @@ class Reducer:
 
     def _attach(self, named: Mapping[str, Parameter], codec: Codec | None) -> None:
         # Asked for by name: a rank that does not make this optimizer is found out at once.
-        engine, number, team = self.context.data_team(self._set)
-        self._channel = engine, number
+        team, self._steps = self.context.data_team(self._set)
         exchange = self._exchange = Exchange(self.context.world, "auto", codec, team)
-        with self._translated("the ranks could not agree on this optimizer"):
+        with self._in_step("the ranks could not agree on this optimizer"):
             ordered = self._agree(exchange, named, codec)
         alone = exchange.size == 1 and codec is None
         if self._dense and not alone:  # before the hooks that reduce, so that those find it done
@@ -265,14 +250,13 @@ class Reducer:
         return self._gradients.accumulated(index) + 1 >= self.passes
 
     def _after_backward(self, found: Round) -> None:
-        self._count()
         # Not here: another optimizer of the same pass must begin its last reductions before this one waits.
         queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
         queue(partial(self._complete, found))
 
     def _complete(self, found: Round) -> None:
         assert self._gradients is not None, "it has begun the round"
-        with self._translated("the gradients could not be reduced"):
+        with self._in_step("the gradients could not be reduced"):
             found.complete()
         self._gradients.done(found)
         if self._sparse_dims:
@@ -280,42 +264,20 @@ class Reducer:
         self._reduced.update(found.arrivals)
         self._rounds += 1
 
-    def _count(self) -> None:
-        """This rank has begun a reduction; refused where another rank will not."""
-        assert self._channel is not None, "there is somebody to reduce with"
-        engine, number = self._channel
-        engine.rounds[number] += 1
-        if self._break_off():
-            assert self._left is not None, "that is why"
-            raise HorovodInternalError(f"the gradients could not be reduced: {self._left.why}")
-
-    def _break_off(self) -> bool:
-        """Give the channel up if this rank is in a reduction that another rank has not begun before it left."""
-        left, channel, exchange = self._left, self._channel, self._exchange
-        if left is None or channel is None or exchange is None:
-            return False
-        engine, number = channel
-        if engine.rounds[number] <= dict(left.rounds)[number]:
-            return False  # what it owes is on its way
-
-        def give_up() -> None:
-            with suppress(SynclineError):  # closed meanwhile
-                exchange.team.transport.abort()
-            exchange.team.release()
-
-        self.context.world.runtime.spawn(give_up, name="hvd-gives-up")
-        return True
-
     @contextmanager
-    def _translated(self, what: str) -> Iterator[None]:
-        """Errors of the transport, as Horovod's scripts expect them."""
+    def _in_step(self, what: str) -> Iterator[None]:
+        """A wait for all ranks. Errors of the transport are Horovod's, and are told to those who wait for this rank."""
+        steps = self._steps
+        assert steps is not None, "there is somebody to wait for"
         try:
-            yield
+            with steps.waiting():
+                yield
         except SynclineError as error:
-            if not isinstance(error, PeerLostError) and self._left is None:
+            if not isinstance(error, (PeerLostError, HorovodInternalError)) and not steps.why:
                 raise
-            why = error if self._left is None else self._left.why
-            raise HorovodInternalError(f"{what}: {why}") from error
+            problem = HorovodInternalError(f"{what}: {steps.why or error}")
+            self.context.engine(self._set).leave(str(problem))
+            raise problem from error
 
     def _densify(self, parameter: Tensor) -> None:
         if parameter.grad is not None and parameter.grad.layout != torch.strided:

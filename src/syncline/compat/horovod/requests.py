@@ -177,30 +177,36 @@ class Failed:
 
 @dataclass(frozen=True)
 class Departure:
-    """A rank that takes part in nothing more, and how far it went: of each optimizer, by the number of its channel."""
+    """A rank that takes part in nothing more, and how far it went: the others need not wait for what comes after."""
 
     rank: int
     why: str
+    known: bool = False
+    """Whether it has told how far it went; of a rank that is lost nobody knows."""
+    carried: int = -1
+    """Operations that it has carried out; -1: all that it was told to."""
     rounds: tuple[tuple[int, int], ...] = ()
-    """Channels of optimizers, and the reductions of gradients that the rank has begun on each."""
+    """Channels of optimizers, and the reductions of gradients that it has completed on each."""
 
     def pack(self, into: Writer) -> None:
-        into.put(_LONG, self.rank)
+        into.put(_LEAVING, self.rank, self.known, self.carried)
         into.text(self.why)
         into.put(_LONG, len(self.rounds))
         into.numbers([number for pair in self.rounds for number in pair])
 
     @classmethod
     def read(cls, source: Reader) -> Departure:
-        (rank,), why = source.take(_LONG), source.text()
+        rank, known, carried = source.take(_LEAVING)
+        why = source.text()
         numbers = source.numbers(2 * source.take(_LONG)[0])
-        return cls(rank, why, tuple(zip(numbers[::2], numbers[1::2], strict=True)))
+        return cls(rank, why, bool(known), carried, tuple(zip(numbers[::2], numbers[1::2], strict=True)))
 
 
 _TWO = struct.Struct("<BB")
 _LONG = struct.Struct("<I")
 _SHORT = struct.Struct("<H")
 _NUMBERED = struct.Struct("<iI")
+_LEAVING = struct.Struct("<I?q")
 
 
 class Writer:

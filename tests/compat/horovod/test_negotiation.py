@@ -127,9 +127,42 @@ def test_who_has_left_is_named_to_those_who_ask() -> None:
     table.settle()
     table.ask(0, 0b1, [summed("b", 2)], 0.0)
     table.leave(2, "rank 2 has shut down")
-    assert not table.settle(), "rank 1 may still ask for them"
+    told = table.settle().failures  # those who wait, at once
+    assert {(failure.name, failure.only) for failure in told} == {("allreduce.a", (0,)), ("allreduce.b", (0,))}
+    assert {failure.why for failure in told} == {"rank 2 has shut down"}
+    for rank in (1, 0):  # the others when they ask, and so is who asks again
+        table.ask(rank, 0b1, [summed("b", 2)], 0.0)
+        told = table.settle().failures
+        assert {(failure.name, failure.only) for failure in told} == {
+            ("allreduce.a", (rank,)),
+            ("allreduce.b", (rank,)),
+        }
+    assert not table.waiting
+
+
+def test_a_join_that_a_rank_which_has_left_will_not_ask_for_fails() -> None:
+    table = Table(3, 8)
+    table.ask(0, 0, [Request("join", "join.noname.0")], 0.0)
+    assert not table.settle()
+    table.leave(2, "rank 2 has shut down")
+    (failure,) = table.settle().failures
+    assert (failure.name, failure.why, failure.only) == ("join.noname.0", "rank 2 has shut down", (0,))
+    table.ask(1, 0, [Request("join", "join.noname.0")], 0.0)
+    assert [failure.only for failure in table.settle().failures] == [(1,)]
+    assert not table.waiting
+
+
+def test_what_a_rank_has_asked_for_before_it_left_is_carried_out() -> None:
+    table = Table(3, 8)
+    ask_all(table, [summed("a", 2)] * 3)
+    table.settle()
+    for rank in (2, 0):
+        table.ask(rank, 0b1, [summed("b", 2)], 0.0)
+    table.leave(2, "rank 2 has shut down")
     table.ask(1, 0b1, [summed("b", 2)], 0.0)
-    assert {failure.name for failure in table.settle().failures} == {"allreduce.a", "allreduce.b"}
+    answer = table.settle()
+    assert {plan.request.name for plan in answer.plans} == {"allreduce.a", "allreduce.b"}
+    assert not answer.failures
 
 
 def test_what_stalls_is_told_with_the_ranks_that_miss_and_may_be_given_up() -> None:

@@ -504,6 +504,22 @@ def test_a_shutdown_ends_the_others_wait_for_gradients() -> None:
         assert rank == 1 or "shut down on rank 1" in words
 
 
+@pytest.mark.parametrize("optimizers", [0, 1])
+def test_a_shutdown_ends_the_others_join(optimizers: int) -> None:
+    def case(world: sl.World) -> float:
+        model = mlp()
+        held = [distributed(model) for _ in range(optimizers)]
+        if world.rank == 1:
+            world.compute(0.5)
+            hvd.shutdown()
+            return 0.0
+        with pytest.raises(hvd.HorovodInternalError, match="shut down on rank 1"):
+            hvd.join()
+        return world.runtime.now() + len(held)
+
+    assert max(on_ranks(3, case)) < 5.0
+
+
 def test_a_shutdown_after_the_last_step_breaks_nothing() -> None:
     def case(world: sl.World) -> Tensor:
         model = mlp()

@@ -106,7 +106,7 @@ class Table:
     def ask(self, rank: int, mask: int, requests: Sequence[Request], now: float) -> None:
         """A rank asks for known operations by their bits, and for others in full."""
         if mask:
-            for number in bits(mask & self._in_full()) if self._asked else ():
+            for number in bits(mask if self.gone else mask & self._in_full()) if self.gone or self._asked else ():
                 mask ^= 1 << number
                 self._ask_in_full(rank, self._entries[number].requests[rank], now)
             fresh = mask
@@ -119,8 +119,12 @@ class Table:
             self._ask_in_full(rank, request, now)
 
     def leave(self, rank: int, why: str) -> None:
-        """A rank asks for nothing more."""
+        """A rank asks for nothing more: what needs it fails, for those who wait at once, for others when they ask."""
         self.gone[rank] = why
+        waiting = [(number, since) for since, mask in self._batches for number in bits(mask)]
+        for number, since in waiting:  # from now on each is looked at by itself
+            for other in [other for other, mask in enumerate(self._masks) if mask >> number & 1]:
+                self._ask_in_full(other, self._entries[number].requests[other], since)
 
     def known(self, mask: int) -> bool:
         """Whether all bits of a mask have a meaning."""
@@ -136,6 +140,10 @@ class Table:
             name = next(iter(self._touched))
             del self._touched[name]
             self._settle_one(name, answer)
+        gone = [why for rank, why in self.gone.items() if rank not in self._joined]
+        if gone and self._joined:
+            answer.failures += [Failed(each.name, "; ".join(gone), only=(r,)) for r, each in self._joined.items()]
+            self._joined = {}
         if len(self._joined) == self.size:
             last = next(reversed(self._joined))
             answer.plans.append(Plan(self._joined[last], rows=((last,),)))
@@ -207,25 +215,25 @@ class Table:
         ready = self._masks[0]
         for mask in self._masks:
             ready &= mask
-        if self._joined or self.gone:
+        if self._joined:
             ready |= self._settle_without(answer, ready)
         if ready:
             answer.mask = ready
             self._clear(ready)
 
     def _settle_without(self, answer: Answer, ready: int) -> int:
-        """Known operations that some ranks will not ask for: sums go without them, the others fail."""
+        """Known operations that ranks which have joined will not ask for: sums go without them, the others fail."""
         union = 0
         for mask in self._masks:
             union |= mask
         here = union & ~ready
         for rank, mask in enumerate(self._masks):
-            if rank not in self._joined and rank not in self.gone:
+            if rank not in self._joined:
                 here &= mask
         sums = 0
         for number in bits(here):
             request = self._entries[number].plan.request
-            why = self._why_not(request, [rank for rank in self.gone if not self._masks[rank] >> number & 1])
+            why = self._why_not_joined(request)
             if why:
                 answer.failures.append(Failed(request.name, why))
                 self._clear(1 << number)
@@ -242,13 +250,18 @@ class Table:
             self._settle_refused(name, refused, answer)
             return
         absent = [rank for rank in range(self.size) if rank not in asked]
-        if any(rank not in self._joined and rank not in self.gone for rank in absent):
+        gone = [self.gone[rank] for rank in absent if rank in self.gone]
+        if gone:
+            self._forget(name)
+            answer.failures.append(Failed(name, "; ".join(gone), only=tuple(asked)))
+            return
+        if any(rank not in self._joined for rank in absent):
             return
         first = asked[min(asked)]
         self._forget(name)
-        why = disagreement(dict(sorted(asked.items())), self._ranks) or (
-            self._why_not(first, [r for r in absent if r in self.gone]) if absent else ""
-        )
+        why = disagreement(dict(sorted(asked.items())), self._ranks)
+        if not why and absent:
+            why = self._why_not_joined(first)
         if why:
             answer.failures.append(Failed(name, why if absent else f"the ranks differ in {why}"))
             return
@@ -264,9 +277,8 @@ class Table:
         if all(rank in asked or rank in self._joined or rank in self.gone for rank in range(self.size)):
             self._forget(name)
 
-    def _why_not(self, request: Request, gone: Sequence[int]) -> str:
-        if gone:
-            return "; ".join(self.gone[rank] for rank in gone)
+    def _why_not_joined(self, request: Request) -> str:
+        """Why an operation cannot do without those who have joined; empty where it can."""
         if request.kind != "allreduce" or request.op not in ("sum", "average", "adasum"):
             what = request.kind if request.kind != "allreduce" else f"{request.kind} with op {request.op}"
             return f"{what} is not possible after ranks {sorted(self._joined)} have joined: they have nothing to give"

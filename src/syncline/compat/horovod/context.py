@@ -63,6 +63,9 @@ class Context:
 
     def engine_of(self, process_set: ProcessSet) -> Engine | None:
         """What runs a set's operations here; None where this rank is no member."""
+        number = process_set.process_set_id
+        if number is not None and self._sets.get(number) is process_set:  # as a rule
+            return self._engines[number]
         return self._engines[self.check_set(process_set)]
 
     def check_set(self, process_set: ProcessSet) -> int:

@@ -70,7 +70,7 @@ def main() -> None:
 
     gradient = model.embedding.weight.grad
     assert gradient is not None, "the last step has left one"
-    rows = len(gradient.coalesce().values()) if gradient.is_sparse else len(gradient)
+    rows = len(gradient.coalesce().values())  # sparse again, however it has travelled
     texts, good = make_texts(2000, args.words, length=8, seed=0)
     with torch.no_grad():
         right = ((model(texts) > 0) == (good > 0)).float().mean().item()

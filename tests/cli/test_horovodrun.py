@@ -182,7 +182,7 @@ def test_flags_become_variables(started: dict[str, Any], caplog: pytest.LogCaptu
         "--timeline-mark-cycles --no-stall-check --stall-check-warning-time-seconds 9 --log-level DEBUG "
         "--stall-check-shutdown-time-seconds 10 --hierarchical-allreduce --network-interface eth0 --nics eth1 --tcp "
         "--autotune --autotune-log-file x --blacklist-cooldown-range 1 2 -prefix-timestamp --disable-cache --gloo "
-        "python train.py"
+        "--torus-allreduce python train.py"
     )
     with caplog.at_level(logging.WARNING, logger="syncline"):
         horovodrun.run(parsed(*line.split()))
@@ -201,8 +201,8 @@ def test_flags_become_variables(started: dict[str, Any], caplog: pytest.LogCaptu
         "NCCL_SOCKET_IFNAME": "eth0,eth1",
         "NCCL_IB_DISABLE": "1",
     }
-    idle = "--blacklist-cooldown-range, --autotune, --autotune-log-file, --prefix-output-with-timestamp"
-    assert caplog.messages == [f"without effect here: {idle}"]
+    idle = "--blacklist-cooldown-range, --torus-allreduce, --autotune, --autotune-log-file"
+    assert caplog.messages == [f"without effect here: {idle}, --prefix-output-with-timestamp"]
 
 
 def test_mpiexec_starts_them_where_asked(started: dict[str, Any]) -> None:

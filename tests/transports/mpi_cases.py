@@ -137,6 +137,22 @@ def come_and_go(transport: MpiTransport) -> None:
         channel.close()
 
 
+def close_before_the_others(transport: MpiTransport) -> None:
+    """A collective takes nothing of another rank's closing for that rank's part: it waits."""
+    channel = transport.split(range(transport.size))
+    assert channel is not None
+    assert transport.native is not None
+    last = transport.rank == transport.size - 1
+    if last:
+        channel.close()
+    transport.native.barrier().wait()
+    if not last and channel.native is not None:
+        landed = torch.ones(2)
+        with pytest.raises(PeerLostError, match="allreduce"):
+            channel.native.allreduce(landed, "sum").wait(timeout=0.05)
+        channel.close()
+
+
 def fill_windows_of_every_kind(transport: MpiTransport) -> None:
     """Dtypes that MPI does not know are moved but not added; values may change after put; closed ones are refused."""
     rank, size = transport.rank, transport.size
@@ -210,6 +226,7 @@ MORE: tuple[Callable[[MpiTransport], None], ...] = (
     refuse_a_very_long_message,
     give_up_on_a_peer,
     break_off,
+    close_before_the_others,
     come_and_go,
     fill_windows_of_every_kind,
     add_at_once,

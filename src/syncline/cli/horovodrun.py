@@ -65,6 +65,8 @@ IDLE = {
     "--blacklist-cooldown-range": 2,
     "--hierarchical-allgather": 0,
     "--no-hierarchical-allgather": 0,
+    "--torus-allreduce": 0,
+    "--no-torus-allreduce": 0,
     "--autotune": 0,
     "--no-autotune": 0,
     "--autotune-log-file": 1,

@@ -39,6 +39,15 @@ def test_what_elastic_has_is_named() -> None:
         assert f"`elastic.{name}`" in section("All names")
 
 
+def test_every_function_is_compared_with_horovods() -> None:
+    """Its gradient, errors, dtypes, and whether it is as there: no cell is empty."""
+    text = section("Function by function")
+    table = text[text.index("| name | gradient |") :]
+    assert first_column(table) == {*hvd.__all__, *(f"elastic.{name}" for name in hvd.elastic.__all__)}
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    assert all(len(row) == 5 and all(cell.strip() for cell in row) for row in rows)
+
+
 def test_variables_do_what_the_table_says() -> None:
     told = first_column(section("Variables"))
     assert told >= OBEYED

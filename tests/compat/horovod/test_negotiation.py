@@ -127,9 +127,42 @@ def test_who_has_left_is_named_to_those_who_ask() -> None:
     table.settle()
     table.ask(0, 0b1, [summed("b", 2)], 0.0)
     table.leave(2, "rank 2 has shut down")
-    assert not table.settle(), "rank 1 may still ask for them"
+    told = table.settle().failures  # those who wait, at once
+    assert {(failure.name, failure.only) for failure in told} == {("allreduce.a", (0,)), ("allreduce.b", (0,))}
+    assert {failure.why for failure in told} == {"rank 2 has shut down"}
+    for rank in (1, 0):  # the others when they ask, and so is who asks again
+        table.ask(rank, 0b1, [summed("b", 2)], 0.0)
+        told = table.settle().failures
+        assert {(failure.name, failure.only) for failure in told} == {
+            ("allreduce.a", (rank,)),
+            ("allreduce.b", (rank,)),
+        }
+    assert not table.waiting
+
+
+def test_a_join_that_a_rank_which_has_left_will_not_ask_for_fails() -> None:
+    table = Table(3, 8)
+    table.ask(0, 0, [Request("join", "join.noname.0")], 0.0)
+    assert not table.settle()
+    table.leave(2, "rank 2 has shut down")
+    (failure,) = table.settle().failures
+    assert (failure.name, failure.why, failure.only) == ("join.noname.0", "rank 2 has shut down", (0,))
+    table.ask(1, 0, [Request("join", "join.noname.0")], 0.0)
+    assert [failure.only for failure in table.settle().failures] == [(1,)]
+    assert not table.waiting
+
+
+def test_what_a_rank_has_asked_for_before_it_left_is_carried_out() -> None:
+    table = Table(3, 8)
+    ask_all(table, [summed("a", 2)] * 3)
+    table.settle()
+    for rank in (2, 0):
+        table.ask(rank, 0b1, [summed("b", 2)], 0.0)
+    table.leave(2, "rank 2 has shut down")
     table.ask(1, 0b1, [summed("b", 2)], 0.0)
-    assert {failure.name for failure in table.settle().failures} == {"allreduce.a", "allreduce.b"}
+    answer = table.settle()
+    assert {plan.request.name for plan in answer.plans} == {"allreduce.a", "allreduce.b"}
+    assert not answer.failures
 
 
 def test_what_stalls_is_told_with_the_ranks_that_miss_and_may_be_given_up() -> None:
@@ -148,3 +181,46 @@ def test_what_stalls_is_told_with_the_ranks_that_miss_and_may_be_given_up() -> N
     assert failure.late == (1, 2)
     table.give_up(found["allreduce.b"])
     assert not table.waiting
+
+
+def refused(name: str, why: str = "bad") -> Request:
+    return Request("allreduce", f"allreduce.{name}", refusal=why)
+
+
+def test_who_waits_for_a_call_that_was_refused_is_told_at_once() -> None:
+    table = Table(3, 8)
+    ask_all(table, [summed("a", 2)] * 3)
+    table.settle()
+    table.ask(0, 0b1, [], 0.0)
+    table.ask(1, 0, [refused("a")], 0.0)
+    (failure,) = table.settle().failures
+    assert (failure.why, failure.only) == ("rank 1 refused it: bad", (0,))
+    table.ask(2, 0b1, [], 0.0)  # comes late
+    (failure,) = table.settle().failures
+    assert failure.only == (2,)
+    assert not table.waiting
+
+
+def test_the_next_time_waits_until_all_know_of_the_refusal() -> None:
+    table = Table(3, 8)
+    table.ask(1, 0, [refused("a")], 0.0)
+    table.ask(1, 0, [summed("a", 2)], 0.0)
+    table.ask(0, 0, [summed("a", 2)], 0.0)
+    assert [failure.only for failure in table.settle().failures] == [(0,)]
+    table.ask(0, 0, [summed("a", 2)], 0.0)
+    table.ask(2, 0, [summed("a", 2)], 0.0)
+    answer = table.settle()
+    assert [failure.only for failure in answer.failures] == [(2,)]
+    assert not answer.plans
+    table.ask(2, 0, [summed("a", 2)], 0.0)
+    assert [plan.request.name for plan in table.settle().plans] == ["allreduce.a"]
+    assert not table.waiting
+
+
+def test_what_every_rank_refuses_is_forgotten() -> None:
+    table = Table(2, 8)
+    for _ in range(2):
+        ask_all(table, [refused("a")] * 2)
+        assert not table.settle()
+    assert not table.waiting
+    assert table.stalled(100.0, 5.0) == []

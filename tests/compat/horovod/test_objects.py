@@ -139,10 +139,10 @@ def test_what_holds_itself_is_refused() -> None:
 WHOLE = pack({"a": [1, 2.5, None], "t": torch.ones(3), "n": np.ones(2), "s": {1, 2}, "b": b"xyz"})
 
 
-@pytest.mark.parametrize("length", range(len(WHOLE)))
-def test_every_shorter_message_is_refused(length: int) -> None:
-    with pytest.raises(ProtocolError, match="rank 3"):
-        unpack(WHOLE[:length], 3)
+def test_every_shorter_message_is_refused() -> None:
+    for length in range(len(WHOLE)):
+        with pytest.raises(ProtocolError, match="rank 3"):
+            unpack(WHOLE[:length], 3)
 
 
 def test_a_longer_message_is_refused() -> None:

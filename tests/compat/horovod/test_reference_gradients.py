@@ -74,10 +74,10 @@ def of_single_numbers(members: hvd.ProcessSet) -> None:
     own = leaf(arrays[mine], torch.float32)
     rows = [draw((members.size(),), torch.float32, 2, place) for place in range(members.size())]
     send_back([hvd.allgather(own, process_set=members)], [rows[mine]])
-    same(gradient_of(own), np.asarray(sum(row[mine] for row in rows)), torch.float32)
+    same(gradient_of(own), reduced(rows, hvd.Average, torch.float32)[mine], torch.float32)
     own = leaf(arrays[mine], torch.float32)
     send_back([hvd.broadcast(own, root, process_set=members)], [gradients[mine]])
-    total = reduced(gradients, hvd.Sum, torch.float32)
+    total = reduced(gradients, hvd.Average, torch.float32)
     same(gradient_of(own), total if mine == 0 else np.zeros_like(total), torch.float32)
 
 
@@ -114,7 +114,7 @@ def of_compressed(members: hvd.ProcessSet) -> None:
 
 
 def of_allgather(members: hvd.ProcessSet) -> None:
-    """Each rank's rows are in every result: the sum of what comes back for them. Members have different numbers."""
+    """Each rank's rows get the average of what comes back for them. Members have different numbers of rows."""
     for dtype in REAL:
         for tail in ((), (3,), (2, 2)):
             rows = [(place + 1) % 3 for place in range(members.size())]
@@ -123,7 +123,7 @@ def of_allgather(members: hvd.ProcessSet) -> None:
             own = leaf(arrays[members.rank()], dtype)
             send_back([hvd.allgather(own, process_set=members)], [gradients[members.rank()]])
             start = sum(rows[: members.rank()])
-            wanted = reduced(gradients, hvd.Sum, dtype)[start : start + rows[members.rank()]]
+            wanted = reduced(gradients, hvd.Average, dtype)[start : start + rows[members.rank()]]
             same(gradient_of(own), wanted, dtype, rows)
 
 
@@ -136,18 +136,18 @@ def of_grouped_allgather(members: hvd.ProcessSet) -> None:
     send_back(found, [gradients[members.rank()] for gradients in back])
     start = sum(rows[: members.rank()])
     for each, gradients in zip(own, back, strict=True):
-        wanted = reduced(gradients, hvd.Sum, torch.float64)[start : start + rows[members.rank()]]
+        wanted = reduced(gradients, hvd.Average, torch.float64)[start : start + rows[members.rank()]]
         same(gradient_of(each), wanted, torch.float64)
 
 
 def of_broadcast(members: hvd.ProcessSet) -> None:
-    """The root gets the sum, the others nothing."""
+    """The root gets the average, the others zeros."""
     for dtype in REAL:
         for place, root in enumerate(members.ranks or ()):
             arrays, gradients = (numbers(members, (2, 3), dtype, seed) for seed in (0, 1))
             own = leaf(arrays[members.rank()], dtype)
             send_back([hvd.broadcast(own, root, process_set=members)], [gradients[members.rank()]])
-            total = reduced(gradients, hvd.Sum, dtype)
+            total = reduced(gradients, hvd.Average, dtype)
             same(gradient_of(own), total if members.rank() == place else np.zeros_like(total), dtype, root)
 
 
@@ -210,8 +210,8 @@ def of_a_whole_model(members: hvd.ProcessSet) -> None:
     own = leaf(arrays[members.rank()], torch.float64)
     mean = hvd.allreduce(own * own, process_set=members)
     backward((hvd.allgather(mean * 2.0, process_set=members) * 0.5).sum())
-    # d/dx of the sum: the gradient of each row is 1 on every rank; summed it is their number, averaged it stays so.
-    same(gradient_of(own), arrays[members.rank()] * 2.0 * members.size(), torch.float64)
+    # The gradient of each row is 1 on every rank, and averages of that are 1 too.
+    same(gradient_of(own), arrays[members.rank()] * 2.0, torch.float64)
 
 
 CASES = (
@@ -230,13 +230,12 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_simulated(case: Callable[[hvd.ProcessSet], None], ranks: int) -> None:
     simulated(ranks, case)
 
 
 @pytest.mark.xdist_group("gloo")
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_on_real_processes(gloo: Pool, ranks: int) -> None:
-    gloo.run(on_gloo, ranks, run_all, *CASES)
+def test_on_real_processes(gloo: Pool) -> None:
+    gloo.run(on_gloo, 3, run_all, *CASES)

@@ -114,7 +114,8 @@ def waited_for_in_any_order(members: hvd.ProcessSet) -> None:
         "reducescatter": total[rank : rank + 1],
     }
     for kind in list(handles)[:: -1 if rank % 2 else 1]:
-        same(hvd.synchronize(handles[kind]), wanted[kind], torch.int32, kind)
+        found = hvd.synchronize(handles[kind])
+        same(found[0] if kind == "alltoall" else found, wanted[kind], torch.int32, kind)
 
 
 def waits_for_all(members: hvd.ProcessSet) -> None:
@@ -187,13 +188,12 @@ ANYWHERE = (
 CASES = (*ANYWHERE, joins_early, joins_early_with_groups, goes_on_after_a_join)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_simulated(case: Callable[[hvd.ProcessSet], None], ranks: int) -> None:
     simulated(ranks, case)
 
 
 @pytest.mark.xdist_group("gloo")
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_on_real_processes(gloo: Pool, ranks: int) -> None:
-    gloo.run(on_gloo, ranks, run_all, *CASES)
+def test_on_real_processes(gloo: Pool) -> None:
+    gloo.run(on_gloo, 3, run_all, *CASES)

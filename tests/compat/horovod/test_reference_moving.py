@@ -111,7 +111,7 @@ def from_each_root_at_once(members: hvd.ProcessSet) -> None:
 
 
 def rows_for_each(members: hvd.ProcessSet) -> None:
-    """alltoall in equal parts: no splits are given, none are received."""
+    """alltoall in equal parts: without splits; those that are received come with a handle alone."""
     size = members.size()
     for dtype in MOVABLE:
         for seed, tail in enumerate(TAILS):
@@ -121,7 +121,9 @@ def rows_for_each(members: hvd.ProcessSet) -> None:
                 wanted = traded(arrays, [[each] * size] * size)[members.rank()]
                 same(hvd.alltoall(own, process_set=members), wanted, dtype, "alltoall")
                 handle = hvd.alltoall_async(own, process_set=members)
-                same(hvd.synchronize(handle), wanted, dtype, "alltoall_async")
+                rows, received = hvd.synchronize(handle)
+                same(rows, wanted, dtype, "alltoall_async")
+                assert received.tolist() == [each] * size
                 same(own, arrays[members.rank()], dtype, "what alltoall was given")
 
 
@@ -144,7 +146,8 @@ def uneven_rows_for_each(members: hvd.ProcessSet) -> None:
             handle = hvd.alltoall_async(own, splits=given, process_set=members)
             for output, received in (hvd.alltoall(own, given, process_set=members), hvd.synchronize(handle)):
                 same(output, wanted, dtype, splits)
-                same(received, came, torch.int32, splits)
+                told = given.dtype if isinstance(given, torch.Tensor) else torch.int32
+                same(received, came.astype(np.int64 if told == torch.int64 else np.int32), told, splits)
 
 
 def all_to_one(members: hvd.ProcessSet) -> None:
@@ -213,13 +216,12 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_simulated(case: Callable[[hvd.ProcessSet], None], ranks: int) -> None:
     simulated(ranks, case)
 
 
 @pytest.mark.xdist_group("gloo")
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_on_real_processes(gloo: Pool, ranks: int) -> None:
-    gloo.run(on_gloo, ranks, run_all, *CASES)
+def test_on_real_processes(gloo: Pool) -> None:
+    gloo.run(on_gloo, 3, run_all, *CASES)

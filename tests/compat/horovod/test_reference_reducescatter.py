@@ -105,13 +105,12 @@ def by_name(members: hvd.ProcessSet) -> None:
 CASES = (every_dtype_op_and_shape, every_form, factors, groups_of_many_dtypes, not_contiguous, by_name)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_simulated(case: Callable[[hvd.ProcessSet], None], ranks: int) -> None:
     simulated(ranks, case)
 
 
 @pytest.mark.xdist_group("gloo")
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_on_real_processes(gloo: Pool, ranks: int) -> None:
-    gloo.run(on_gloo, ranks, run_all, *CASES)
+def test_on_real_processes(gloo: Pool) -> None:
+    gloo.run(on_gloo, 3, run_all, *CASES)

@@ -59,7 +59,7 @@ FUNCTIONS = {
         "groups sparse_as_dense process_set"
     ),
     "broadcast_parameters": "params root_rank",
-    "broadcast_optimizer_state": "optimizer root_rank",
+    "broadcast_optimizer_state": "optimizer root_rank model",
     "broadcast_object": "obj root_rank name",
     "broadcast_object_fn": "root_rank name",
     "allgather_object": "obj name",

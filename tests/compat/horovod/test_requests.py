@@ -7,7 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.compat.horovod.requests import DTYPES, KINDS, OPS, Failed, Part, Plan, Reader, Request, Writer
+from syncline.compat.horovod.requests import (
+    DTYPES,
+    KINDS,
+    OPS,
+    Departure,
+    Failed,
+    Part,
+    Plan,
+    Reader,
+    Request,
+    Writer,
+)
 from syncline.errors import ProtocolError
 
 numbers = st.integers(0, 2**62)
@@ -23,6 +34,7 @@ requests = st.builds(
     st.floats(allow_nan=False),
     st.sampled_from(["cpu", "cuda"]),
     st.lists(numbers, max_size=5).map(tuple),
+    st.text(max_size=40),
 )
 plans = st.builds(Plan, requests, st.integers(-1, 5000), st.lists(st.lists(numbers).map(tuple), max_size=4).map(tuple))
 
@@ -31,10 +43,12 @@ plans = st.builds(Plan, requests, st.integers(-1, 5000), st.lists(st.lists(numbe
 def test_what_is_packed_is_read_again(plan: Plan) -> None:
     writer = Writer()
     plan.pack(writer)
-    Failed("a", "b", (1, 2)).pack(writer)
+    others = Failed("a", "b", (1, 2), (3,)), Departure(4, "why", True, 3, ((0, 7), (1, 2)))
+    for other in others:
+        other.pack(writer)
     reader = Reader(writer.data, peer=3)
     assert Plan.read(reader) == plan
-    assert Failed.read(reader) == Failed("a", "b", (1, 2))
+    assert (Failed.read(reader), Departure.read(reader)) == others
     assert reader.left() == 0
 
 

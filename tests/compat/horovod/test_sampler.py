@@ -28,8 +28,8 @@ def together(shares: tuple[list[int], ...]) -> list[int]:
     return [index for turn in zip(*shares, strict=True) for index in turn]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("length", [0, 1, 2, 7, 12])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("length", [0, 1, 7, 12])
 def test_each_sample_is_dealt_and_no_more_twice_than_must_be(ranks: int, length: int) -> None:
     shares = on_ranks(ranks, lambda world: list(ElasticSampler(range(length))))
     assert {len(share) for share in shares} == {-(-length // ranks)}

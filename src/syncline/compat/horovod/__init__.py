@@ -5,7 +5,8 @@ ops          what the script calls
   └─ engine      one for each process set: takes requests by name, runs what all ranks have asked for
        ├─ negotiation   the coordinator's table: who has asked for what; a pure state machine
        ├─ requests      what is told about an operation, as bytes
-       └─ operations    how each kind is carried out, many small ones in one buffer
+       ├─ operations    how each kind is carried out, many small ones in one buffer
+       └─ lockstep      counts what is complete, and ends waits for a rank that has left
 optimizer    DistributedOptimizer, on the machinery of `sl.distribute`
 ```
 """

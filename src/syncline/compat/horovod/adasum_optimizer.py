@@ -16,10 +16,19 @@ from torch.optim import Optimizer
 
 from syncline.compat.horovod.basics import Adasum
 from syncline.compat.horovod.compression import Compressor, FP16Compressor, NoneCompressor, codec_of
-from syncline.compat.horovod.ops import allreduce_async_, synchronize
-from syncline.compat.horovod.parameters import PassesError, after_gradient, below
+from syncline.compat.horovod.errors import UnsupportedAdasumError
+from syncline.compat.horovod.ops import allreduce_async_, check_adasum, synchronize
+from syncline.compat.horovod.parameters import (
+    NO_NEW_GROUPS,
+    TOO_MANY_PASSES,
+    ZEROED_TOO_SOON,
+    PassesError,
+    after_gradient,
+    below,
+    loading_in_place,
+)
 from syncline.compat.horovod.process_sets import ProcessSet
-from syncline.errors import IncompatibleError, UnsupportedError
+from syncline.errors import IncompatibleError
 
 __all__ = ["AdasumOptimizer", "adasum_optimizer"]
 
@@ -30,11 +39,18 @@ class AdasumOptimizer(Optimizer):
     _deltas: _Deltas | None = None
     """None in a copy: a plain optimizer."""
     _origin: Optimizer
+    _parameter_names: dict[Parameter, str]
+    op = Adasum
+    process_set: ProcessSet
 
     @property
     def backward_passes_per_step(self) -> int:
         """Passes whose gradients add up before a step."""
         return 1 if self._deltas is None else self._deltas.passes
+
+    @backward_passes_per_step.setter
+    def backward_passes_per_step(self, passes: int) -> None:
+        self.set_backward_passes_per_step(passes)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """From the next step on, add up the gradients of so many passes."""
@@ -47,7 +63,10 @@ class AdasumOptimizer(Optimizer):
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Refused: a step that is not exchanged would part the ranks."""
-        raise PassesError("with op=Adasum the steps are exchanged, and none can skip it: call optimizer.step() alone")
+        raise PassesError(
+            "Skipping synchronization is not supported when using Adasum optimizer: the steps are exchanged, and none "
+            "can skip it; call optimizer.step() alone"
+        )
         yield
 
     def step(self, closure: Any = None) -> Any:
@@ -73,6 +92,17 @@ class AdasumOptimizer(Optimizer):
             self._deltas.zero()
         super().zero_grad(set_to_none)
 
+    def load_state_dict(self, state_dict: Any) -> None:
+        """As the optimizer's."""
+        with loading_in_place(self):
+            super().load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the optimizer's; refused once the parameters are those whose steps are combined."""
+        if self._deltas is not None:
+            raise IncompatibleError(NO_NEW_GROUPS)
+        super().add_param_group(param_group)
+
 
 class _Deltas:
     """What each step of this rank adds to its parameters, and how the ranks' are combined."""
@@ -82,23 +112,26 @@ class _Deltas:
     ) -> None:
         self.passes = passes
         self.stepping = False
-        self._named = {name: named[name] for name in sorted(named) if named[name].requires_grad}
+        self._named = {name: named[name] for name in sorted(named)}
         self._names = {id(parameter): name for name, parameter in self._named.items()}
         self._compressor = compressor
         self._set = process_set
         self._counts: dict[int, int] = {}
-        self._hooks = [after_gradient(parameter, self._arrived) for parameter in self._named.values()]
+        self._hooks = [
+            after_gradient(parameter, self._arrived) for parameter in self._named.values() if parameter.requires_grad
+        ]
 
     def starts(self) -> dict[str, Tensor]:
-        """The parameters before a step."""
-        return {name: parameter.detach().clone() for name, parameter in self._named.items()}
+        """The parameters before a step, without those that are frozen."""
+        return {name: parameter.detach().clone() for name, parameter in self._named.items() if parameter.requires_grad}
 
     def combine(self, starts: Mapping[str, Tensor]) -> None:
         """Make the parameters what they were, plus all ranks' steps. A rank that had no gradient adds zeros."""
         self._counts.clear()
         under_way = []
-        for name, parameter in self._named.items():
-            delta = parameter.detach() - starts[name]
+        for name, start in starts.items():
+            parameter = self._named[name]
+            delta = parameter.detach() - start
             sent, kept = self._compressor.compress(delta)
             handle = allreduce_async_(sent, name=f"adasum.{name}", op=Adasum, process_set=self._set)
             under_way.append((name, parameter, handle, kept))
@@ -109,19 +142,15 @@ class _Deltas:
     def zero(self) -> None:
         """The gradients are about to be dropped."""
         if self._counts and not self.stepping:
-            raise PassesError(
-                "optimizer.zero_grad() after loss.backward() and before optimizer.step() would drop gradients that no "
-                "step has used: call it before backward(), or after step()"
-            )
+            raise PassesError(f"{ZEROED_TOO_SOON}: it would drop gradients that no step has used")
         self._counts.clear()
 
     def _arrived(self, parameter: Tensor) -> None:
         count = self._counts[id(parameter)] = self._counts.get(id(parameter), 0) + 1
         if count > self.passes and not self.stepping:
             raise PassesError(
-                f"{self._names[id(parameter)]} got gradients in more than backward_passes_per_step={self.passes} "
-                "backward passes before optimizer.step(): make backward_passes_per_step larger, or call "
-                "optimizer.step() after each"
+                f"{TOO_MANY_PASSES} ({self._names[id(parameter)]}, backward_passes_per_step={self.passes}), or call "
+                "optimizer.step() after each pass"
             )
 
 
@@ -130,13 +159,13 @@ def adasum_optimizer(
 ) -> AdasumOptimizer:
     """The optimizer, as one whose steps are combined by Adasum."""
     if process_set.process_set_id != 0:
-        raise UnsupportedError(f"op=Adasum on {process_set!r}: it works on the global process set")
+        raise UnsupportedAdasumError(f"op=Adasum on {process_set!r}: it works on the global process set")
     compressor = _compressor(compression)
-    size = process_set.size()
-    if size & (size - 1):
-        raise IncompatibleError(f"Adasum combines pairs of ranks: it needs a power of two of them, not {size}")
+    check_adasum(process_set)
     made = below(AdasumOptimizer, optimizer)
     made._origin = optimizer
+    made._parameter_names = {parameter: name for name, parameter in named.items()}
+    made.process_set = process_set
     made._deltas = _Deltas(named, compressor, passes, process_set)
     return made
 

@@ -7,8 +7,9 @@ from enum import IntEnum
 
 import torch
 
-from syncline.compat.horovod.context import context
+from syncline.compat.horovod.context import context, is_initialized
 from syncline.compat.horovod.process_sets import ProcessSet
+from syncline.errors import IncompatibleError
 
 __all__ = [
     "Adasum",
@@ -105,7 +106,7 @@ def _hosts_of(number: int) -> list[str]:
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
     """All process sets that can be used."""
     found: list[ProcessSet] = context().sets()
-    return {number: list(each.ranks or ()) for each in found if (number := each.process_set_id) is not None}
+    return {number: list(each.ranks) for each in found if (number := each.process_set_id) is not None}
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
@@ -120,12 +121,16 @@ def stop_timeline() -> None:
 
 def mpi_threads_supported() -> bool:
     """Whether MPI may be called by several threads; true where it carries the bytes, for it is asked for so."""
-    return mpi_enabled()
+    if not mpi_enabled():
+        raise IncompatibleError(
+            "Horovod MPI is not enabled: MPI does not carry the bytes of this run; start it with `syncline run --mpi`"
+        )
+    return True
 
 
 def mpi_enabled() -> bool:
-    """Whether MPI carries the bytes of this run."""
-    return context().world.transport.name.lower().startswith("mpi")
+    """Whether MPI carries the bytes of this run; False before `init()`."""
+    return is_initialized() and context().world.transport.name.lower().startswith("mpi")
 
 
 def mpi_built() -> bool:
@@ -134,8 +139,8 @@ def mpi_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Whether gloo carries the bytes of this run."""
-    return context().world.transport.name == "torch.distributed"
+    """Whether gloo carries the bytes of this run; False before `init()`."""
+    return is_initialized() and context().world.transport.name == "torch.distributed"
 
 
 def gloo_built() -> bool:

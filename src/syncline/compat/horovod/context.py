@@ -5,19 +5,21 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
 from syncline.compat.horovod.engine import Engine
-from syncline.compat.horovod.errors import NotInitializedError
+from syncline.compat.horovod.errors import NotInitializedError, UninitializedOperationError
 from syncline.compat.horovod.handles import Handles, Pending
+from syncline.compat.horovod.lockstep import Lockstep
 from syncline.compat.horovod.process_sets import ProcessSet, global_process_set
 from syncline.compat.horovod.requests import Plan, Request
 from syncline.compat.horovod.settings import LEVELS, Settings, read, without_effect
 from syncline.compat.horovod.timeline import Timeline, Watcher
-from syncline.errors import IncompatibleError, WorldError
+from syncline.errors import IncompatibleError, SynclineError, WorldError
 from syncline.world import Team, World, broadcast, current_world
 from syncline.world import init as init_world
 
@@ -53,7 +55,7 @@ class Context:
         first = world.team()
         self.settings = _agreed(settings, first)
         self._engines: dict[int, Engine | None] = {}
-        self._sets: dict[int, list[ProcessSet]] = {0: [global_process_set]}
+        self._sets: dict[int, ProcessSet] = {0: global_process_set}
         self._next = 0
         self._adopt(first)
         if settings.timeline is not None:
@@ -62,14 +64,15 @@ class Context:
     def engine_of(self, process_set: ProcessSet) -> Engine | None:
         """What runs a set's operations here; None where this rank is no member."""
         number = process_set.process_set_id
-        if number is None or number not in self._engines:
-            self.check_set(process_set)
-        return self._engines[number]  # type: ignore[index]
+        if number is not None and self._sets.get(number) is process_set:  # as a rule
+            return self._engines[number]
+        return self._engines[self.check_set(process_set)]
 
     def check_set(self, process_set: ProcessSet) -> int:
-        """The number of a set that can be used."""
+        """The number of a set that can be used. One of an earlier init() may have the number of another."""
         number = process_set.process_set_id
-        if number is None or number not in self._engines:
+        known = self._sets.get(number) if number is not None else None
+        if number is None or known is None or (known is not process_set and known.ranks != process_set.ranks):
             raise IncompatibleError(f"{process_set!r} {UNUSED}")
         return number
 
@@ -93,17 +96,34 @@ class Context:
     def remove(self, process_set: ProcessSet) -> bool:
         """Give a set up, on every rank alike."""
         number = self.check_set(process_set)
-        self._together("remove", process_set.ranks or (), lambda plan: self._drop(number))
+        self._together("remove", process_set.ranks, lambda plan: self._drop(number))
         return True
 
     def sets(self) -> list[ProcessSet]:
         """All that can be used, the global one first."""
-        return [self._sets[number][0] for number in sorted(self._sets)]
+        return [self._sets[number] for number in sorted(self._sets)]
 
-    def data_team(self, process_set: ProcessSet) -> Team:
-        """A channel of its own for the members of a set, who all ask for it."""
+    def data_team(self, process_set: ProcessSet) -> tuple[Team, Lockstep]:
+        """A channel of its own for the members of a set, who all ask for it, and the count of its collectives."""
         engine = self.engine(process_set)
-        return self._ask(engine, "team", (), lambda plan: self.world.twin(engine.team))  # type: ignore[no-any-return]
+
+        def make(plan: Plan) -> tuple[Team, Lockstep]:
+            team = self.world.twin(engine.team)
+
+            def give_up() -> None:
+                with suppress(SynclineError):  # closed meanwhile
+                    team.transport.abort()
+
+            engine.channels.append(Lockstep(self.world.runtime, give_up))
+            return team, engine.channels[-1]
+
+        return self._ask(engine, "team", (), make)  # type: ignore[no-any-return]
+
+    def leave(self, reason: str) -> None:
+        """Tell the other ranks that an operation failed here, before the time that closing takes."""
+        for engine in list(self._engines.values()):
+            if engine is not None:
+                engine.leave(reason)
 
     def start_timeline(self, path: str, mark_cycles: bool = False) -> None:
         """Begin to write a timeline; one that is open already is closed."""
@@ -121,6 +141,7 @@ class Context:
 
     def close(self) -> None:
         """Leave all sets; the last made first."""
+        self.leave("")  # first: who waits for this rank's gradients learns it so
         for optimizer in list(self.optimizers):
             optimizer.close()
         while self._engines:
@@ -138,20 +159,20 @@ class Context:
             self._make(self._checked(process_set), process_set)
 
     def _checked(self, process_set: ProcessSet) -> tuple[int, ...]:
-        ranks = tuple(process_set.ranks or ())
+        ranks = tuple(process_set.ranks)
         strangers = [rank for rank in ranks if not 0 <= rank < self.world.size]
         if not ranks or strangers:
             wrong = f"ranks {strangers} are not among 0 to {self.world.size - 1}" if strangers else "it is empty"
             raise IncompatibleError(f"{process_set!r} cannot be: {wrong}")
         for number, found in self._sets.items():
-            if tuple(found[0].ranks or ()) == ranks:
+            if tuple(found.ranks) == ranks:
                 raise IncompatibleError(f"there is a process set of ranks {list(ranks)} already, with id {number}")
         return ranks
 
     def _make(self, ranks: tuple[int, ...], process_set: ProcessSet) -> None:
         number = self._adopt(self.world.team(ranks))
         process_set.process_set_id = number
-        self._sets[number] = [process_set]
+        self._sets[number] = process_set
 
     def _adopt(self, team: Team) -> int:
         number, self._next = self._next, self._next + 1
@@ -164,8 +185,7 @@ class Context:
 
     def _drop(self, number: int) -> None:
         engine = self._engines.pop(number)
-        for process_set in self._sets.pop(number):
-            process_set.invalidate()
+        self._sets.pop(number).invalidate()
         if engine is not None:
             engine.close()
             engine.team.close()
@@ -200,11 +220,11 @@ def _door() -> _Door | None:
         return None
 
 
-def context() -> Context:
-    """Of the current world, or the error that Horovod raises where there is none."""
+def context(operation: bool = False) -> Context:
+    """Of the current world, or the error that Horovod raises where there is none: another one for an operation."""
     door = _door()
     if door is None or door.context is None:
-        raise NotInitializedError
+        raise UninitializedOperationError if operation else NotInitializedError
     return door.context
 
 
@@ -271,7 +291,7 @@ def _static(process_sets: Sequence[ProcessSet] | str | None) -> list[ProcessSet]
 
 
 def _check_comm(comm: Sequence[int] | None, world: World) -> None:
-    if comm is None:
+    if comm is None or comm == []:
         return
     ranks = list(comm) if isinstance(comm, (list, tuple, range)) else None
     if ranks != list(range(world.size)):

@@ -9,7 +9,8 @@ executor task          runs, in the order of the answers  ◄── one ──�
 ```
 
 A message goes when somebody waits, or a cycle after the first request of it. It is short: a bit for each operation
-that was carried out like this before, and in full what is new.
+that was carried out like this before, and in full what is new. Who has left is told on a line of its own, for the
+executor may be in the middle of an operation.
 """
 
 from __future__ import annotations
@@ -18,19 +19,29 @@ import logging
 import math
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from syncline.compat.horovod.errors import HorovodInternalError
 from syncline.compat.horovod.handles import Pending
-from syncline.compat.horovod.messages import as_tensor, pack_answer, pack_requests, read_answer, read_requests
+from syncline.compat.horovod.lockstep import Lockstep
+from syncline.compat.horovod.messages import (
+    as_tensor,
+    pack_answer,
+    pack_departure,
+    pack_requests,
+    read_answer,
+    read_departure,
+    read_requests,
+)
 from syncline.compat.horovod.negotiation import Answer, Table, bits
 from syncline.compat.horovod.operations import Group, carry_out, group_plans
-from syncline.compat.horovod.requests import Failed, Plan, Request
+from syncline.compat.horovod.requests import Departure, Failed, Plan, Request
 from syncline.compat.horovod.settings import Settings
 from syncline.compat.horovod.timeline import Watcher
-from syncline.errors import ProtocolError, SynclineError
+from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SynclineError
 from syncline.runtime import Queue, Task
 from syncline.transports import Transport
 from syncline.world import Team
@@ -42,9 +53,10 @@ logger = logging.getLogger("syncline")
 HEADER = struct.Struct("<II")
 """How many bytes follow in a message of their own, and what kind of message it is."""
 NEWS, FAREWELL = 0, 1
+SHUT_DOWN = "Horovod has been shut down"
 MOST = 64 << 20
 """Bytes of requests in full that one message may have."""
-TAG = 1
+TAG, ALARM = 1, 2
 LINE = 1 << 16
 GROUPINGS = 256
 """Answers whose groups and buffers are kept for the next time."""
@@ -61,16 +73,26 @@ class Engine:
     """Negotiates and carries out the operations of one process set."""
 
     def __init__(
-        self, team: Team, control: Transport | None, settings: Settings, timeline: Callable[[], Watcher | None]
+        self,
+        team: Team,
+        control: Transport | None,
+        settings: Settings,
+        timeline: Callable[[], Watcher | None],
     ) -> None:
         self.team = team
+        self.channels: list[Lockstep] = []
+        """Of optimizers, in the order in which all ranks have made them."""
         self._control = control
         self._settings = settings
         self._timeline = timeline
         runtime = self._runtime = team.world.runtime
+        self._steps = Lockstep(runtime, self._abort)
+        self._broken = False
+        """Whether an operation broke off on this rank."""
         self._lock = runtime.lock()
         self._sending = runtime.lock()
         self._tabling = runtime.lock()
+        self._telling = runtime.lock()
         self._dirty = runtime.event()
         self._mine: dict[str, Pending] = {}
         self._known: dict[str, tuple[int, Request]] = {}
@@ -87,10 +109,13 @@ class Engine:
         """Whether the coordinator has left."""
         self._parted: set[int] = set()
         """To whom this rank has said farewell."""
+        self._reason = ""
+        """Why this rank takes part in nothing more, where it is no shutdown."""
         self._unwatched = 0
         """How often in a row those who wait have sent everything: then nobody need be woken at every request."""
         self._counts: dict[str, int] = {}
         self._idle = True
+        self._rank = team.rank  # known in a world that is closed, too
         self._mask_bytes = (settings.cache_capacity + 7) // 8
         self._table = Table(team.size, settings.cache_capacity, team.ranks) if team.rank == 0 else None
         self._answers: Queue[Answer | None] = runtime.queue(LINE)
@@ -102,8 +127,10 @@ class Engine:
                 runtime.spawn(self._hear, source, name=f"hvd-hears-{source}")
                 for source in (range(1, team.size) if team.rank == 0 else ())
             ]
+            if not hearers:
+                hearers = [executor, runtime.spawn(self._await_alarms, name="hvd-alarm")]
             self._tasks = [executor, runtime.spawn(self._tend, name="hvd-cycle"), *hearers]
-            self._listeners = hearers or [executor]
+            self._listeners = hearers
 
     @property
     def patience(self) -> float:
@@ -136,9 +163,10 @@ class Engine:
             if name in self._refused:
                 raise HorovodInternalError(f"{request.kind} '{request.label}' has failed: {self._refused.pop(name)}")
             if name in self._mine:
-                raise HorovodInternalError(
-                    f"Duplicate tensor name {request.label}: {request.kind} with this name is still in flight; "
-                    "wait for it with synchronize(), or give each its own name"
+                raise IncompatibleError(
+                    f"Duplicate tensor name {request.label}: requested to {request.kind} a tensor with the same name "
+                    "as another tensor that is currently being processed (it is in flight). If you want to request "
+                    "another tensor, use a different tensor name, or wait for the first with synchronize()"
                 )
             self._mine[name] = pending
             known = self._known.get(name)
@@ -150,6 +178,16 @@ class Engine:
             self._alone()
         elif self._unwatched < AT_EASE and not self._dirty.is_set():
             self._dirty.set()
+
+    def refuse(self, request: Request) -> None:
+        """Tell the others that this rank has refused a call: they need not wait for it."""
+        if self._control is None:
+            return
+        with self._lock:
+            if self._over:
+                return
+            self._requests.append(request)
+        self.flush(waited=False)
 
     def wait(self, pending: Pending) -> Any:
         """What came of an operation; whatever this rank has not told yet is told first."""
@@ -174,21 +212,30 @@ class Engine:
             except SynclineError as error:
                 self._break(f"the coordinator cannot be told: {error}", error)
 
+    def leave(self, reason: str = "") -> None:
+        """Take part in nothing more, and tell the others so; `reason` where it is no shutdown. A second call tells
+        nothing new.
+        """
+        with self._lock:
+            self._over = self._over or SHUT_DOWN
+            self._reason = self._reason or reason
+        if self._control is not None:
+            for rank in self._others():
+                self._part_from(rank)
+
     def close(self) -> None:
         """Leave: what was asked for and not answered fails. Others may go on with what does not need this rank."""
+        self.leave()
         with self._lock:
             first, self._left = not self._left, True
-            self._over = self._over or "Horovod has been shut down"
         if self._control is None or not first:
             return
-        for rank in self._others():
-            self._part_from(rank)
         for task in self._listeners:  # until the others have answered: then nobody waits on this channel any more
             task.join(LEAVING)
         self._dirty.set()
         self._answers.put(None)
         self._control.close()
-        self._fail_all(HorovodInternalError("Horovod has been shut down"))
+        self._fail_all(HorovodInternalError(SHUT_DOWN))
         for task in self._tasks:
             task.join(LEAVING)
 
@@ -215,12 +262,12 @@ class Engine:
         """Take the requests of one rank until it leaves."""
         table = self._table
         assert table is not None, "this is the coordinator"
-        why = f"rank {self.team.ranks[source]} has shut down"
         try:
             while True:
                 kind, mask, body = self._take(source)
                 if kind == FAREWELL:
-                    self._part_from(source)
+                    departure = self._departure(body, source)
+                    self._part_from(source, answering=True)
                     break
                 if not table.known(mask):
                     raise ProtocolError(f"rank {source} asks for operations without a number", peer=source)
@@ -228,10 +275,12 @@ class Engine:
         except SynclineError as error:
             if self._over:
                 return
-            why = f"rank {self.team.ranks[source]} is lost: {error}"
+            departure = self._lost(source, error)
         with self._tabling:
-            table.leave(source, why)
+            table.leave(source, departure.why)
             self._announce(table.settle())
+            self._tell(self._others(), NEWS, 0, pack_departure(departure), ALARM)
+        self._departed(departure)
 
     def _tend(self) -> None:
         """Send what nobody has sent for a cycle; on the coordinator, look after what stalls."""
@@ -298,18 +347,58 @@ class Engine:
                     self._carry_out(answer)
         except SynclineError as error:
             if not self._over:
-                self._break(str(error), error)
+                self._give_out(str(error), error)
         except Exception as error:
-            self._break(f"{type(error).__name__}: {error}", error)
+            self._give_out(f"{type(error).__name__}: {error}", error)
+
+    def _give_out(self, why: str, cause: Exception) -> None:
+        """An operation broke off on this rank: it can do no more, and those in the middle of it must not wait."""
+        self._broken = True
+        self._break(why, cause)
+        self.leave(why)
+        self._abort()
+
+    def _await_alarms(self) -> None:
+        """Hear from the coordinator who has left, until it is this rank or the coordinator."""
+        try:
+            while True:
+                _, _, body = self._take(0, ALARM)
+                if not body:
+                    return
+                departure = read_departure(body, 0)
+                self._departed(departure)
+                if departure.rank == self.team.ranks[0]:
+                    return
+        except SynclineError as error:
+            if not self._over:
+                self._departed(self._lost(0, error))
+
+    def _departed(self, departure: Departure) -> None:
+        """Another rank takes part in nothing more: end the waits for it."""
+        completed = dict(departure.rounds)
+        for number, channel in enumerate(self.channels):
+            channel.departed(departure.why, completed.get(number, 0) if departure.known else None)
+        if not departure.known or departure.carried >= 0:
+            self._steps.departed(departure.why, departure.carried if departure.known else None)
+
+    def _lost(self, source: int, error: SynclineError) -> Departure:
+        rank = self.team.ranks[source]
+        found = error.peer if isinstance(error, PeerLostError) and error.peer is not None else rank
+        return Departure(rank, f"rank {found} is lost: {error}")
+
+    def _abort(self) -> None:
+        """Break the waits of an operation; the set's channel is of no more use."""
+        with suppress(SynclineError):  # closed meanwhile
+            self.team.transport.abort()
 
     def _next_answer(self) -> Answer | None:
         if self._table is not None:
             return self._answers.get()
         kind, mask, body = self._take(0)
         if kind == FAREWELL:
-            self._part_from(0)
-            self._deserted = True
-            self._break(f"Horovod has been shut down on rank {self.team.ranks[0]}, the coordinator", None)
+            departure, self._deserted = self._departure(body, 0), True
+            self._part_from(0, answering=True)
+            self._break(departure.why, None)
             return None
         return read_answer(mask, body)
 
@@ -323,7 +412,7 @@ class Engine:
         with self._tabling:
             table.ask(0, mask, requests, 0.0)
             answer = table.settle()
-        with torch.no_grad():
+        with torch.no_grad(), suppress(Exception):  # who waits for it is told
             self._carry_out(answer)
 
     def _carry_out(self, answer: Answer) -> None:
@@ -334,9 +423,10 @@ class Engine:
             asked = self._claim(group)
             start = self._runtime.now()
             try:
-                results = carry_out(self.team, group, asked, self._settings.hierarchical_allreduce)
+                with self._steps.waiting():
+                    results = carry_out(self.team, group, asked, self._settings.hierarchical_allreduce)
             except Exception as error:
-                problem = HorovodInternalError(f"{group.plans[0].request.name}: {error}")
+                problem = HorovodInternalError(f"{group.plans[0].request.name}: {self._steps.why or error}")
                 problem.__cause__ = error
                 for pending in asked:
                     if pending is not None:
@@ -394,6 +484,8 @@ class Engine:
             timeline.running(request.name, request.kind, self.team.transport.name, start, stop)
 
     def _fail(self, failure: Failed) -> None:
+        if failure.only and self.team.rank not in failure.only:
+            return
         with self._lock:
             pending = self._mine.pop(failure.name, None)
             if pending is None:
@@ -424,18 +516,31 @@ class Engine:
             return [] if self._deserted else [0]
         return [rank for rank in range(1, self.team.size) if rank not in self._table.gone]
 
-    def _part_from(self, rank: int) -> None:
-        """Say farewell, once; it is answered by another."""
+    def _part_from(self, rank: int, answering: bool = False) -> None:
+        """Say farewell, once; it is answered by another, which tells nothing more."""
+        mine = self.team.ranks[self._rank]
         with self._lock:
             said = rank in self._parted
             self._parted.add(rank)
-        if not said:
-            with self._sending:
-                self._tell([rank], FAREWELL, 0, b"")
+        if said:
+            return
+        why = f"{SHUT_DOWN} on rank {mine}" + (f": {self._reason}" if self._reason else "")
+        carried = self._steps.completed if self._broken else -1
+        rounds = tuple((number, channel.completed) for number, channel in enumerate(self.channels))
+        body = b"" if answering else pack_departure(Departure(mine, why, True, carried, rounds))
+        with self._sending:
+            self._tell([rank], FAREWELL, 0, body)
+            if self._table is not None:
+                self._tell([rank], FAREWELL, 0, body, ALARM)
+
+    def _departure(self, body: bytes, source: int) -> Departure:
+        if body:
+            return read_departure(body, source)
+        return Departure(self.team.ranks[source], f"{SHUT_DOWN} on rank {self.team.ranks[source]}", known=True)
 
     # Messages.
 
-    def _tell(self, to: Sequence[int], kind: int, mask: int, body: bytes | bytearray) -> None:
+    def _tell(self, to: Sequence[int], kind: int, mask: int, body: bytes | bytearray, tag: int = TAG) -> None:
         """Send one message to each; who has gone himself need not hear a farewell."""
         assert self._control is not None, "there is somebody to tell"
         leaving = kind == FAREWELL
@@ -444,18 +549,19 @@ class Engine:
             parts.append(as_tensor(body))
         for rank in to:
             try:
-                for part in parts:
-                    self._control.send(part, rank, TAG, exact=True, lossy=leaving)
+                with self._telling:  # another task's message must not come between the parts
+                    for part in parts:
+                        self._control.send(part, rank, tag, exact=True, lossy=leaving)
             except SynclineError as error:
                 if self._table is None and not leaving:
                     raise
                 logger.debug("rank %d cannot be told: %s", rank, error)
 
-    def _take(self, source: int) -> tuple[int, int, bytes]:
+    def _take(self, source: int, tag: int = TAG) -> tuple[int, int, bytes]:
         """The next message of a rank."""
         assert self._control is not None, "there is somebody to hear"
         head = torch.empty(HEADER.size + self._mask_bytes, dtype=torch.uint8)
-        self._control.recv(head, source, TAG, exact=True).wait(math.inf)
+        self._control.recv(head, source, tag, exact=True).wait(math.inf)
         raw = head.numpy().tobytes()
         length, kind = HEADER.unpack_from(raw)
         if length > MOST or kind > FAREWELL:
@@ -464,7 +570,7 @@ class Engine:
         if not length:
             return kind, mask, b""
         body = torch.empty(length, dtype=torch.uint8)
-        self._control.recv(body, source, TAG, exact=True).wait()
+        self._control.recv(body, source, tag, exact=True).wait()
         return kind, mask, body.numpy().tobytes()
 
 

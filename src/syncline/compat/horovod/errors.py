@@ -1,16 +1,26 @@
 """What goes wrong, in the vocabulary of Horovod.
 
 SynclineError
-├── HorovodInternalError    an operation failed on this rank (also a RuntimeError)
-├── HostsUpdatedInterrupt   the hosts of an elastic job have changed
-└── NotInitializedError     a call before init() or after shutdown() (also a ValueError)
+├── HorovodInternalError          an operation failed on this rank (also a RuntimeError); elastic jobs go on after it
+│   └── UnsupportedReductionError an op that reducescatter does not have (also a ValueError)
+├── HostsUpdatedInterrupt         the hosts of an elastic job have changed (also a RuntimeError)
+├── NotInitializedError           a call before init() or after shutdown() (also a ValueError)
+│   └── UninitializedOperationError   the same, of an operation (also a HorovodInternalError)
+└── UnsupportedAdasumError        Adasum where it is not available (also a ValueError and a NotImplementedError)
 """
 
 from __future__ import annotations
 
-from syncline.errors import SynclineError
+from syncline.errors import IncompatibleError, SynclineError, UnsupportedError
 
-__all__ = ["HorovodInternalError", "HostsUpdatedInterrupt", "NotInitializedError"]
+__all__ = [
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "NotInitializedError",
+    "UninitializedOperationError",
+    "UnsupportedAdasumError",
+    "UnsupportedReductionError",
+]
 
 
 class HorovodInternalError(SynclineError, RuntimeError):
@@ -21,7 +31,23 @@ class HorovodInternalError(SynclineError, RuntimeError):
     """
 
 
-class HostsUpdatedInterrupt(SynclineError):  # noqa: N818 (Horovod's name)
+class UnsupportedReductionError(HorovodInternalError, IncompatibleError):
+    """A `reducescatter` with another op than Average and Sum.
+
+    >>> issubclass(UnsupportedReductionError, ValueError)
+    True
+    """
+
+
+class UnsupportedAdasumError(IncompatibleError, UnsupportedError, NotImplementedError):
+    """Adasum on a number of ranks that is no power of two, or an optimizer with it on some ranks only.
+
+    >>> issubclass(UnsupportedAdasumError, NotImplementedError)
+    True
+    """
+
+
+class HostsUpdatedInterrupt(SynclineError, RuntimeError):  # noqa: N818 (Horovod's name)
     """The hosts of an elastic job have changed; `skip_sync` where the state need not be sent again.
 
     >>> HostsUpdatedInterrupt(skip_sync=True).skip_sync
@@ -42,3 +68,11 @@ class NotInitializedError(SynclineError, ValueError):
 
     def __init__(self) -> None:
         super().__init__("Horovod has not been initialized; use hvd.init().")
+
+
+class UninitializedOperationError(NotInitializedError, HorovodInternalError):
+    """An operation before `hvd.init()` or after `hvd.shutdown()`; elastic jobs initialize again at it.
+
+    >>> issubclass(UninitializedOperationError, HorovodInternalError)
+    True
+    """

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from syncline.compat.horovod import ops
-from syncline.compat.horovod.basics import Average, Sum
+from syncline.compat.horovod.basics import Average
 from syncline.compat.horovod.compression import Compression
 from syncline.compat.horovod.ops import chosen_op, synchronize
 from syncline.compat.horovod.process_sets import ProcessSet, global_process_set
@@ -98,10 +98,10 @@ def grouped_allreduce_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> list[Tensor]:
+) -> tuple[Tensor, ...]:
     """As `grouped_allreduce`, in place."""
     handle = ops.grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
-    result: list[Tensor] = synchronize(handle)
+    result: tuple[Tensor, ...] = synchronize(handle)
     return result
 
 
@@ -113,9 +113,10 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[Tensor]:
+) -> tuple[Tensor, ...]:
     """As `allgather` for several tensors, all or none of them. Differentiable."""
-    return list(_Allgather.apply(name, process_set, True, *ops.several(tensors)))  # type: ignore[no-untyped-call]
+    found = _Allgather.apply(name, process_set, True, *ops.several(tensors))  # type: ignore[no-untyped-call]
+    return tuple(found)
 
 
 def broadcast(
@@ -141,13 +142,10 @@ def alltoall(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Send rows to each rank: `splits` says how many, equal parts without it. Differentiable.
 
-    Gives what came from all ranks; where `splits` was given, with the number of rows that came from each.
+    Gives what came from all ranks; where `splits` was given, with the number of rows that came from each. Rows beyond
+    the sum of `splits` go nowhere.
     """
-    size = process_set.size()
-    counts = [tensor.shape[0] // size] * size if splits is None and ops._dense(tensor).dim() else splits
-    if splits is None and tensor.dim() and tensor.shape[0] % size:
-        counts = None  # refused there, in its words
-    output, received = _Alltoall.apply(tensor, counts, name, process_set)  # type: ignore[no-untyped-call]
+    output, received = _Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
     return output if splits is None else (output, received)
 
 
@@ -155,7 +153,7 @@ def reducescatter(
     tensor: Tensor,
     name: str | None = None,
     compression: Any = Compression.none,
-    op: int | None = None,
+    op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -172,7 +170,7 @@ def grouped_reducescatter(
     tensors: Sequence[Tensor],
     name: str | None = None,
     compression: Any = Compression.none,
-    op: int | None = None,
+    op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -182,6 +180,9 @@ def grouped_reducescatter(
     told = (name, chosen_op(op, None), process_set, prescale_factor, postscale_factor)
     parts = _Reducescatter.apply(told, True, *(tensor for tensor, _ in packed))  # type: ignore[no-untyped-call]
     return [compression.decompress(part, way) for part, (_, way) in zip(parts, packed, strict=True)]
+
+
+# Gradients are Horovod's. Each backward is made of the functions above, so that it can be differentiated in turn.
 
 
 class _Allreduce(torch.autograd.Function):
@@ -198,16 +199,12 @@ class _Allreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        _, op, before, after, members = ctx.told
-        if ctx.grouped:
-            handle = ops.grouped_allreduce_async(gradients, None, None, op, before, after, members)
-            return None, None, *synchronize(handle)
-        (gradient,) = gradients
-        return None, None, synchronize(ops.allreduce_async(gradient, None, None, op, before, after, members))
+        told = (None, *ctx.told[1:])
+        return None, None, *_Allreduce.apply(told, ctx.grouped, *gradients)  # type: ignore[no-untyped-call]
 
 
 class _Allgather(torch.autograd.Function):
-    """Each rank's rows had a part in every rank's result: their gradients are summed."""
+    """A rank's rows get the average, over the ranks, of the gradients that came for them."""
 
     @staticmethod
     def forward(ctx: Any, name: str | None, members: ProcessSet, grouped: bool, *tensors: Tensor) -> Any:
@@ -224,17 +221,17 @@ class _Allgather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         own = torch.tensor([[shape[0] if shape else 1 for shape in ctx.shapes]])
         lengths = synchronize(ops.allgather_async(own, None, ctx.members))
-        summed = synchronize(ops.grouped_allreduce_async(gradients, op=Sum, process_set=ctx.members))
+        averaged = grouped_allreduce(gradients, op=Average, process_set=ctx.members)
         rank = ctx.members.rank()
         parts = []
-        for index, (gradient, shape) in enumerate(zip(summed, ctx.shapes, strict=True)):
+        for index, (gradient, shape) in enumerate(zip(averaged, ctx.shapes, strict=True)):
             start = int(lengths[:rank, index].sum())
-            parts.append(gradient[start : start + int(lengths[rank, index])].reshape(shape))
+            parts.append(gradient.narrow(0, start, int(lengths[rank, index])).reshape(shape))
         return None, None, None, *parts
 
 
 class _Broadcast(torch.autograd.Function):
-    """All results came from the root's tensor: it gets the sum, the others nothing."""
+    """The root gets the average of the gradients, the others zeros."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, root: int, name: str | None, members: ProcessSet) -> Any:
@@ -243,30 +240,33 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        summed = synchronize(ops.allreduce_async(gradient, op=Sum, process_set=ctx.members))
-        mine = (ctx.members.ranks or [])[ctx.members.rank()] == ctx.root
-        return summed if mine else torch.zeros_like(summed), None, None, None
+        averaged = allreduce(gradient, op=Average, process_set=ctx.members)
+        if ctx.members.ranks[ctx.members.rank()] != ctx.root:
+            # Not new zeros: every rank must take part when this is differentiated.
+            averaged = averaged.masked_fill(torch.ones_like(averaged, dtype=torch.bool), 0.0)
+        return averaged, None, None, None
 
 
 class _Alltoall(torch.autograd.Function):
-    """Gradients go back the way that rows came."""
+    """Gradients go back the way that rows came; rows that went nowhere get zeros."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, splits: Any, name: str | None, members: ProcessSet) -> Any:
-        found = synchronize(ops.alltoall_async(tensor, splits, name, members))
-        output, received = found
-        ctx.members, ctx.received = members, received
+        output, received = synchronize(ops.alltoall_async(tensor, splits, name, members))
+        ctx.members, ctx.received, ctx.rows = members, received, tensor.shape[0]
         ctx.mark_non_differentiable(received)
         return output, received
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
-        back, _ = synchronize(ops.alltoall_async(gradient, ctx.received, None, ctx.members))
+        back, _ = alltoall(gradient, ctx.received, process_set=ctx.members)
+        if back.shape[0] < ctx.rows:
+            back = torch.cat([back, back.new_zeros(ctx.rows - back.shape[0], *back.shape[1:])])
         return back, None, None, None
 
 
 class _Reducescatter(torch.autograd.Function):
-    """Each rank's part of the gradient goes to all; after a sum it is multiplied by their number, as in Horovod."""
+    """Each rank's part of the gradient goes to all; after a sum it is multiplied by their number."""
 
     @staticmethod
     def forward(ctx: Any, told: Any, grouped: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -281,4 +281,4 @@ class _Reducescatter(torch.autograd.Function):
         _, op, members, before, after = ctx.told
         factor = before * after * (1 if op == Average else members.size())
         scaled = [gradient * factor for gradient in gradients]
-        return None, None, *synchronize(ops.grouped_allgather_async(scaled, None, members))
+        return None, None, *grouped_allgather(scaled, process_set=members)

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.compat.horovod.context import context
 from syncline.compat.horovod.objects import pack, unpack
 from syncline.compat.horovod.ops import allgather_async, broadcast_async_, synchronize
+from syncline.compat.horovod.parameters import loading_in_place
 from syncline.compat.horovod.process_sets import ProcessSet, global_process_set
 from syncline.errors import IncompatibleError
 
@@ -42,7 +43,7 @@ def broadcast_parameters(
     >>> sl.simulate(same, ranks=3).results
     (1.0, 1.0, 1.0)
     """
-    context()  # before anything else: without one, that is what is wrong
+    context(operation=True)  # before anything else: without one, that is what is wrong
     handles = [
         broadcast_async_(tensor.detach(), root_rank, name, process_set)
         for name, tensor in _pairs(params)
@@ -68,11 +69,16 @@ def _pairs(params: Any) -> list[tuple[str | None, Any]]:
 
 
 def broadcast_optimizer_state(
-    optimizer: Optimizer, root_rank: int, process_set: ProcessSet = global_process_set
+    optimizer: Optimizer,
+    root_rank: int,
+    model: nn.Module | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Give every rank the root's optimizer state: learning rates and other options, momenta, counts.
 
-    It works whatever the other ranks' optimizers hold, nothing included, and for L-BFGS too.
+    It works whatever the other ranks' optimizers hold, nothing included, and for L-BFGS too. No step is taken, where
+    Horovod takes one with zeros for gradients to make the state. `model` tells Horovod which of those zeros must be
+    sparse; it is not needed here.
     """
     meet = getattr(optimizer, "_current", None)  # a DistributedOptimizer's, which stands on this module
     if meet is not None:
@@ -80,7 +86,8 @@ def broadcast_optimizer_state(
     mine = context().world.rank == root_rank
     state = broadcast_object(optimizer.state_dict() if mine else None, root_rank, process_set=process_set)
     if not mine:
-        optimizer.load_state_dict(state)
+        with loading_in_place(optimizer):
+            optimizer.load_state_dict(state)
 
 
 def broadcast_object(
@@ -137,8 +144,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     lengths = synchronize(allgather_async(length, _named(name, "lengths"), process_set)).tolist()
     gathered = synchronize(allgather_async(data, _named(name, "objects"), process_set))
     parts = torch.split(gathered, lengths)
-    ranks = process_set.ranks or []
-    return [unpack(part.numpy().tobytes(), rank) for rank, part in zip(ranks, parts, strict=True)]
+    return [unpack(part.numpy().tobytes(), rank) for rank, part in zip(process_set.ranks, parts, strict=True)]
 
 
 def _bytes(data: bytes) -> Tensor:

@@ -65,7 +65,7 @@ class Pending:
 class Handles:
     """The numbers under which operations are known to the user; each is waited for once.
 
-    >>> Handles(lock=__import__("contextlib").nullcontext()).take(3)
+    >>> Handles(lock=__import__("contextlib").nullcontext()).peek(3)
     Traceback (most recent call last):
     ...
     syncline.errors.IncompatibleError: Handle 3 was not created or has been cleared. Each is waited for once.
@@ -73,7 +73,7 @@ class Handles:
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
-        self._numbers = count()
+        self._numbers = count(1)  # never 0: scripts ask `if handle`
         self._held: dict[int, Any] = {}
 
     def add(self, waiter: Any) -> int:
@@ -88,17 +88,10 @@ class Handles:
         with self._lock:
             found = self._held.get(number)
         if found is None:
-            raise _cleared(number)
+            raise IncompatibleError(f"Handle {number} was not created or has been cleared. Each is waited for once.")
         return found
 
     def take(self, number: int) -> Any:
-        """As `peek`, the last time."""
+        """What a number stands for, the last time; None where it stands for nothing."""
         with self._lock:
-            found = self._held.pop(number, None)
-        if found is None:
-            raise _cleared(number)
-        return found
-
-
-def _cleared(number: object) -> IncompatibleError:
-    return IncompatibleError(f"Handle {number} was not created or has been cleared. Each is waited for once.")
+            return self._held.pop(number, None)

@@ -9,9 +9,17 @@ import torch
 from torch import Tensor
 
 from syncline.compat.horovod.negotiation import Answer
-from syncline.compat.horovod.requests import Failed, Plan, Reader, Request, Writer
+from syncline.compat.horovod.requests import Departure, Failed, Plan, Reader, Request, Writer
 
-__all__ = ["as_tensor", "pack_answer", "pack_requests", "read_answer", "read_requests"]
+__all__ = [
+    "as_tensor",
+    "pack_answer",
+    "pack_departure",
+    "pack_requests",
+    "read_answer",
+    "read_departure",
+    "read_requests",
+]
 
 _COUNTS = struct.Struct("<II")
 
@@ -58,3 +66,15 @@ def read_answer(mask: int, body: bytes) -> Answer:
         answer.plans = [Plan.read(reader) for _ in range(plans)]
         answer.failures = [Failed.read(reader) for _ in range(failures)]
     return answer
+
+
+def pack_departure(departure: Departure) -> bytearray:
+    """The last that a rank tells."""
+    writer = Writer()
+    departure.pack(writer)
+    return writer.data
+
+
+def read_departure(body: bytes, source: int) -> Departure:
+    """How a rank has left."""
+    return Departure.read(Reader(body, source))

@@ -15,14 +15,14 @@ What is new, or looks different on some rank this time, is asked for in full, an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from syncline.compat.horovod.requests import Failed, Plan, Request, disagreement
 
 __all__ = ["Answer", "Stalled", "Table", "bits"]
 
-UNNAMED = ".noname."
-"""Stands in the names of operations to which the user has given none: each comes but once."""
+UNNAMED = "noname."
+"""What the labels of operations begin with to which the user has given no name: each comes but once."""
 
 
 def bits(mask: int) -> Iterator[int]:
@@ -93,6 +93,8 @@ class Table:
         self._numbers: dict[str, int] = {}
         self._asked: dict[str, dict[int, Request]] = {}
         """In full, by name and rank."""
+        self._postponed: dict[str, list[tuple[int, Request, float]]] = {}
+        """Asked for by ranks that are further than others: the same name is not settled yet for the time before."""
         self._since: dict[str, float] = {}
         self._batches: list[tuple[float, int]] = []
         """Since when the bits of a mask are set."""
@@ -104,7 +106,7 @@ class Table:
     def ask(self, rank: int, mask: int, requests: Sequence[Request], now: float) -> None:
         """A rank asks for known operations by their bits, and for others in full."""
         if mask:
-            for number in bits(mask & self._in_full()) if self._asked else ():
+            for number in bits(mask if self.gone else mask & self._in_full()) if self.gone or self._asked else ():
                 mask ^= 1 << number
                 self._ask_in_full(rank, self._entries[number].requests[rank], now)
             fresh = mask
@@ -117,8 +119,12 @@ class Table:
             self._ask_in_full(rank, request, now)
 
     def leave(self, rank: int, why: str) -> None:
-        """A rank asks for nothing more."""
+        """A rank asks for nothing more: what needs it fails, for those who wait at once, for others when they ask."""
         self.gone[rank] = why
+        waiting = [(number, since) for since, mask in self._batches for number in bits(mask)]
+        for number, since in waiting:  # from now on each is looked at by itself
+            for other in [other for other, mask in enumerate(self._masks) if mask >> number & 1]:
+                self._ask_in_full(other, self._entries[number].requests[other], since)
 
     def known(self, mask: int) -> bool:
         """Whether all bits of a mask have a meaning."""
@@ -128,9 +134,16 @@ class Table:
         """What can be carried out now, or never; it is taken off the table."""
         answer = Answer()
         self._settle_masks(answer)
-        touched, self._touched = self._touched, {}
-        for name in list(self._asked) if self.gone or self._joined else touched:
+        if self.gone or self._joined:
+            self._touched.update(dict.fromkeys(self._asked))
+        while self._touched:
+            name = next(iter(self._touched))
+            del self._touched[name]
             self._settle_one(name, answer)
+        gone = [why for rank, why in self.gone.items() if rank not in self._joined]
+        if gone and self._joined:
+            answer.failures += [Failed(each.name, "; ".join(gone), only=(r,)) for r, each in self._joined.items()]
+            self._joined = {}
         if len(self._joined) == self.size:
             last = next(reversed(self._joined))
             answer.plans.append(Plan(self._joined[last], rows=((last,),)))
@@ -146,7 +159,8 @@ class Table:
         """What has been asked for at least `limit` seconds ago, and by whom not."""
         found = []
         for name, asked in self._asked.items():
-            if now - self._since[name] >= limit:
+            idle = name not in self._postponed and any(request.refusal for request in asked.values())
+            if now - self._since[name] >= limit and not idle:  # nobody waits for what was refused
                 found.append(Stalled(name, now - self._since[name], self._without(asked)))
         for since, mask in self._batches:
             if now - since >= limit:
@@ -157,7 +171,8 @@ class Table:
         return found
 
     def give_up(self, stalled: Stalled) -> Failed:
-        """Take an operation off the table that will not come about."""
+        """Take an operation off the table that will not come about, and what was asked for after it by its name."""
+        self._postponed.pop(stalled.name, None)
         self._forget(stalled.name)
         missing = [self._ranks[rank] for rank in stalled.missing]
         who = f"rank{'s' * (len(missing) != 1)} {', '.join(map(str, missing))}"
@@ -177,6 +192,8 @@ class Table:
         if request.kind == "join":
             self._joined[rank] = request
             return
+        if request.refusal:
+            request = replace(request, refusal=f"rank {self._ranks[rank]} refused it: {request.refusal}")
         name = request.name
         asked = self._asked.setdefault(name, {})
         number = self._numbers.get(name)
@@ -185,7 +202,10 @@ class Table:
                 if mask >> number & 1:
                     asked[other] = self._entries[number].requests[other]
             self._clear(1 << number)
-        asked[rank] = request
+        if rank in asked:
+            self._postponed.setdefault(name, []).append((rank, request, now))
+        else:
+            asked[rank] = request
         self._since.setdefault(name, now)
         self._touched[name] = None
 
@@ -195,25 +215,25 @@ class Table:
         ready = self._masks[0]
         for mask in self._masks:
             ready &= mask
-        if self._joined or self.gone:
+        if self._joined:
             ready |= self._settle_without(answer, ready)
         if ready:
             answer.mask = ready
             self._clear(ready)
 
     def _settle_without(self, answer: Answer, ready: int) -> int:
-        """Known operations that some ranks will not ask for: sums go without them, the others fail."""
+        """Known operations that ranks which have joined will not ask for: sums go without them, the others fail."""
         union = 0
         for mask in self._masks:
             union |= mask
         here = union & ~ready
         for rank, mask in enumerate(self._masks):
-            if rank not in self._joined and rank not in self.gone:
+            if rank not in self._joined:
                 here &= mask
         sums = 0
         for number in bits(here):
             request = self._entries[number].plan.request
-            why = self._why_not(request, [rank for rank in self.gone if not self._masks[rank] >> number & 1])
+            why = self._why_not_joined(request)
             if why:
                 answer.failures.append(Failed(request.name, why))
                 self._clear(1 << number)
@@ -225,22 +245,40 @@ class Table:
         asked = self._asked.get(name)
         if asked is None:
             return
+        refused = next((rank for rank, request in asked.items() if request.refusal), None)
+        if refused is not None:
+            self._settle_refused(name, refused, answer)
+            return
         absent = [rank for rank in range(self.size) if rank not in asked]
-        if any(rank not in self._joined and rank not in self.gone for rank in absent):
+        gone = [self.gone[rank] for rank in absent if rank in self.gone]
+        if gone:
+            self._forget(name)
+            answer.failures.append(Failed(name, "; ".join(gone), only=tuple(asked)))
+            return
+        if any(rank not in self._joined for rank in absent):
             return
         first = asked[min(asked)]
         self._forget(name)
-        why = disagreement(dict(sorted(asked.items())), self._ranks) or (
-            self._why_not(first, [r for r in absent if r in self.gone]) if absent else ""
-        )
+        why = disagreement(dict(sorted(asked.items())), self._ranks)
+        if not why and absent:
+            why = self._why_not_joined(first)
         if why:
             answer.failures.append(Failed(name, why if absent else f"the ranks differ in {why}"))
             return
         answer.plans.append(self._remember(asked, first))
 
-    def _why_not(self, request: Request, gone: Sequence[int]) -> str:
-        if gone:
-            return "; ".join(self.gone[rank] for rank in gone)
+    def _settle_refused(self, name: str, refused: int, answer: Answer) -> None:
+        """Tell those who wait for a call that a rank has refused; the others are told when they ask."""
+        asked = self._asked[name]
+        waiting = tuple(rank for rank, request in asked.items() if not request.refusal)
+        if waiting:
+            answer.failures.append(Failed(name, asked[refused].refusal, only=waiting))
+            asked.update(dict.fromkeys(waiting, asked[refused]))  # they have been told
+        if all(rank in asked or rank in self._joined or rank in self.gone for rank in range(self.size)):
+            self._forget(name)
+
+    def _why_not_joined(self, request: Request) -> str:
+        """Why an operation cannot do without those who have joined; empty where it can."""
         if request.kind != "allreduce" or request.op not in ("sum", "average", "adasum"):
             what = request.kind if request.kind != "allreduce" else f"{request.kind} with op {request.op}"
             return f"{what} is not possible after ranks {sorted(self._joined)} have joined: they have nothing to give"
@@ -250,7 +288,8 @@ class Table:
         name = first.name
         number = self._numbers.get(name, -1)
         everybody = len(asked) == self.size
-        if number < 0 and everybody and UNNAMED not in name and len(self._entries) < self._capacity:
+        named = not first.label.startswith(UNNAMED)
+        if number < 0 and everybody and named and len(self._entries) < self._capacity:
             number = self._numbers[name] = len(self._entries)
             self._entries.append(_Entry({}, Plan(first)))
         if not everybody:
@@ -270,6 +309,8 @@ class Table:
         number = self._numbers.get(name)
         if number is not None:
             self._clear(1 << number)
+        for postponed in self._postponed.pop(name, ()):
+            self._ask_in_full(*postponed)
 
     def _without(self, asked: object) -> tuple[int, ...]:
         return tuple(r for r in range(self.size) if r not in asked and r not in self._joined)  # type: ignore[operator]

@@ -270,7 +270,8 @@ def _traded(team: Team, plan: Plan, asked: Pending) -> tuple[Tensor, Tensor]:
     incoming = [row[rank] for row in plan.rows]
     received = torch.tensor(incoming, dtype=torch.int32)
     output = tensor.new_empty(sum(incoming), *tensor.shape[1:])
-    outgoing_parts = torch.split(tensor, list(plan.rows[rank]))
+    outgoing = list(plan.rows[rank])
+    outgoing_parts = torch.split(tensor[: sum(outgoing)], outgoing)  # what is left over goes nowhere
     incoming_parts = torch.split(output, incoming)
     incoming_parts[rank].copy_(outgoing_parts[rank])
     parts = {rank * size + to: outgoing_parts[to] for to in range(size) if to != rank}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +12,10 @@ from torch import Tensor
 from syncline.compat.horovod.basics import ReduceOp
 from syncline.compat.horovod.context import context
 from syncline.compat.horovod.engine import Engine
+from syncline.compat.horovod.errors import UnsupportedAdasumError, UnsupportedReductionError
 from syncline.compat.horovod.handles import Pending
 from syncline.compat.horovod.process_sets import ProcessSet, global_process_set
-from syncline.compat.horovod.requests import DTYPES, Part, Request
+from syncline.compat.horovod.requests import DEVICES, DTYPES, Part, Request
 from syncline.errors import IncompatibleError
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "barrier",
     "broadcast_async",
     "broadcast_async_",
+    "check_adasum",
     "chosen_op",
     "grouped_allgather_async",
     "grouped_allreduce_async",
@@ -42,14 +44,19 @@ POLLING = 1e-4
 """Seconds that a poll in vain gives to those who work."""
 _OP_NAMES = {op: op.name.lower() for op in ReduceOp}
 AVERAGE = "average"
+GROUPED = "grouped_"
+AVERAGE_IS_OLD = "Parameter `average` has been replaced with `op` and will be removed in v1.0"
+"""Horovod's words: scripts filter the warning by them."""
 
 
 def chosen_op(op: int | None, average: bool | None) -> ReduceOp:
     """The reduction that the arguments ask for: `op`, or Horovod's old `average`; the average without either."""
     if average is not None:
         if op is not None:
-            raise IncompatibleError(f"op={op} and average={average} both say how to reduce: leave average out")
-        warnings.warn("average is deprecated: use op=hvd.Average or op=hvd.Sum", DeprecationWarning, stacklevel=3)
+            raise IncompatibleError(
+                f"The op parameter supersedes average. Please provide only one of them: op={op}, average={average}"
+            )
+        warnings.warn(AVERAGE_IS_OLD, DeprecationWarning, stacklevel=3)
         return ReduceOp.Average if average else ReduceOp.Sum
     try:
         return ReduceOp.Average if op is None else ReduceOp(op)
@@ -92,7 +99,7 @@ def _again(
     tensor: Tensor, name: str | None, op: int | None, before: float, after: float, process_set: ProcessSet
 ) -> int | None:
     """The short way for a sum in place that this rank asks for exactly as the last time; None where it does not."""
-    here = context()
+    here = context(operation=True)
     engine = here.engine_of(process_set)
     known = None if engine is None or name is None else engine.known(f"allreduce.{name}")
     if known is None or len(known.parts) != 1 or not isinstance(tensor, Tensor):
@@ -106,6 +113,7 @@ def _again(
         or known.after != after
         or known.device != tensor.device.type
         or tensor.layout is not torch.strided
+        or not tensor.is_contiguous()
     ):
         return None
     tensors = [tensor]
@@ -124,9 +132,9 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to combine several tensors, all or none of them; the result is a list."""
-    told = _Told("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set)
-    return told.reduce(several(tensors), None)
+    """Begin to combine several tensors, all or none of them; the result is a tuple."""
+    told = _Told("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set, GROUPED)
+    return told.reduce(tensors, None)
 
 
 def grouped_allreduce_async_(
@@ -139,9 +147,8 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As `grouped_allreduce_async`, in place."""
-    told = _Told("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set)
-    found = several(tensors)
-    return told.reduce(found, found)
+    told = _Told("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set, GROUPED)
+    return told.reduce(tensors, tensors)
 
 
 def sparse_allreduce_async(
@@ -178,14 +185,14 @@ def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """As `allgather_async` for several tensors, all or none of them."""
-    return _Told("allgather", name, process_set=process_set).gather(several(tensors))
+    return _Told("allgather", name, process_set=process_set, prefix=GROUPED).gather(tensors)
 
 
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begin to give all ranks the root's tensor; this rank's own stays as it is."""
-    return _Told("broadcast", name, process_set=process_set).spread(tensor, _like(tensor), root_rank)
+    return _Told("broadcast", name, process_set=process_set).spread(tensor, None, root_rank)
 
 
 def broadcast_async_(
@@ -203,7 +210,7 @@ def alltoall_async(
 ) -> int:
     """Begin to send rows to each rank: `splits` says how many, equal parts without it.
 
-    The result is what came from all ranks; where `splits` was given, with the number of rows that came from each.
+    The result is a pair: what came from all ranks, and the number of rows that came from each.
     """
     return _Told("alltoall", name, process_set=process_set).trade(tensor, splits)
 
@@ -211,7 +218,7 @@ def alltoall_async(
 def reducescatter_async(
     tensor: Tensor,
     name: str | None = None,
-    op: int | None = None,
+    op: int = ReduceOp.Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -224,19 +231,19 @@ def reducescatter_async(
 def grouped_reducescatter_async(
     tensors: Sequence[Tensor],
     name: str | None = None,
-    op: int | None = None,
+    op: int = ReduceOp.Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
     """As `reducescatter_async` for several tensors, all or none of them."""
-    told = _Told("reducescatter", name, chosen_op(op, None), prescale_factor, postscale_factor, process_set)
-    return told.scatter(several(tensors))
+    told = _Told("reducescatter", name, chosen_op(op, None), prescale_factor, postscale_factor, process_set, GROUPED)
+    return told.scatter(tensors)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the set has called it."""
-    synchronize(_Told("barrier", None, process_set=process_set).submit([], []))
+    synchronize(_Told("barrier", None, process_set=process_set).submit(_Operands))
 
 
 def join(device: int = -1) -> int:
@@ -244,8 +251,8 @@ def join(device: int = -1) -> int:
 
     Returns the rank that joined last. Averages still divide by the number of all ranks. `device` has no effect.
     """
+    handle = _Told("join", None).submit(_Operands)
     here = context()
-    handle = _Told("join", None).submit([], [])
     here.handles.peek(handle)[0].flush()
     if len(here.optimizers) == 1:
         here.optimizers[0].join_rounds()
@@ -269,8 +276,11 @@ def poll(handle: int) -> bool:
 
 
 def synchronize(handle: int) -> Any:
-    """Wait for an operation; its result. A handle is waited for once."""
-    engine, pending = context().handles.take(handle)
+    """Wait for an operation; its result. None for a handle that was waited for already, as in Horovod."""
+    found = context().handles.take(handle)
+    if found is None:
+        return None
+    engine, pending = found
     return engine.wait(pending)
 
 
@@ -290,6 +300,15 @@ def several(tensors: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
+def _together(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """As `several`, and on one device."""
+    found = several(tensors)
+    devices = {str(_dense(tensor).device) for tensor in found}
+    if len(devices) > 1:
+        raise IncompatibleError(f"Tensors in list must be on same device, not on {', '.join(sorted(devices))}")
+    return found
+
+
 def _dense(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise IncompatibleError(f"a tensor is needed, not {type(tensor).__name__}")
@@ -297,13 +316,27 @@ def _dense(tensor: Tensor) -> Tensor:
         raise IncompatibleError(f"this tensor is {tensor.layout}: use sparse_allreduce_async, or tensor.to_dense()")
     if tensor.dtype not in DTYPES:
         raise IncompatibleError(f"Tensor type {tensor.dtype} is not supported.")
+    if tensor.device.type not in DEVICES:
+        raise IncompatibleError(
+            f"Tensor type {tensor.dtype} on {tensor.device} is not supported: move it to a CPU or GPU"
+        )
     return tensor
+
+
+class _Operands(NamedTuple):
+    """What an operation works on."""
+
+    inputs: Sequence[Tensor] = ()
+    outputs: Sequence[Tensor] = ()
+    root: int = -1
+    splits: tuple[int, ...] = ()
+    finish: Callable[[Any], Any] | None = None
 
 
 class _Told:
     """What a call says beside its tensors."""
 
-    __slots__ = ("_after", "_before", "_kind", "_name", "_op", "_set")
+    __slots__ = ("_after", "_before", "_family", "_kind", "_name", "_op", "_set")
 
     def __init__(
         self,
@@ -313,76 +346,86 @@ class _Told:
         before: float = 1.0,
         after: float = 1.0,
         process_set: ProcessSet = global_process_set,
+        prefix: str = "",
     ) -> None:
         self._kind = kind
+        self._family = prefix + kind  # operations of different families may have the same name
         self._name = name
         self._op = op
         self._before = before
         self._after = after
         self._set = process_set
 
-    def reduce(self, tensors: list[Tensor], outputs: list[Tensor] | None, single: bool = False) -> int:
-        for tensor in tensors:
-            if _dense(tensor).dtype == torch.bool:
-                raise IncompatibleError("Tensor type torch.bool is not supported by allreduce; cast it to uint8")
-        if self._op == ReduceOp.Adasum:
-            size = self._set.size()
-            if size & (size - 1):
-                raise IncompatibleError(f"Adasum combines pairs of ranks: it needs a power of two of them, not {size}")
-            if not all(tensor.dtype.is_floating_point for tensor in tensors):
-                raise IncompatibleError("Adasum combines floating-point tensors")
-        return self.submit(tensors, [_like(tensor) for tensor in tensors] if outputs is None else outputs, single)
+    def reduce(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor] | None, single: bool = False) -> int:
+        def check() -> _Operands:
+            inputs = tensors if single else _together(tensors)
+            for tensor in inputs:
+                if _dense(tensor).dtype == torch.bool:
+                    raise IncompatibleError("Tensor type torch.bool is not supported by allreduce; cast it to uint8")
+            if self._op == ReduceOp.Adasum:
+                check_adasum(self._set)
+                if not all(tensor.dtype.is_floating_point for tensor in inputs):
+                    raise IncompatibleError("Adasum combines floating-point tensors")
+            made = [_like(tensor) for tensor in inputs] if outputs is None else [_own_memory(each) for each in inputs]
+            return _Operands(inputs, made, finish=_first if single else tuple)
 
-    def gather(self, tensors: list[Tensor], single: bool = False) -> int:
-        for tensor in tensors:
-            _dense(tensor)
-        return self.submit(tensors, [], single)
+        return self.submit(check)
 
-    def spread(self, tensor: Tensor, output: Tensor, root: int) -> int:
-        _dense(tensor)
-        context().check_set(self._set)
-        ranks = self._set.ranks or []
-        if root not in ranks:
-            raise IncompatibleError(f"root_rank={root} is not among the ranks {ranks} of this process set")
-        return self.submit([tensor], [output], single=True, root=ranks.index(root))
+    def gather(self, tensors: Sequence[Tensor], single: bool = False) -> int:
+        def check() -> _Operands:
+            inputs = [_dense(tensor) for tensor in (tensors if single else _together(tensors))]
+            return _Operands(inputs, finish=_first if single else tuple)
+
+        return self.submit(check)
+
+    def spread(self, tensor: Tensor, output: Tensor | None, root: int) -> int:
+        def check() -> _Operands:
+            ranks = self._set.ranks
+            if root not in ranks:
+                raise IncompatibleError(f"root_rank={root} is not among the ranks {ranks} of this process set")
+            made = _like(tensor) if output is None else _own_memory(_dense(output))
+            return _Operands([_dense(tensor)], [made], root=ranks.index(root), finish=_first)
+
+        return self.submit(check)
 
     def trade(self, tensor: Tensor, splits: Tensor | Sequence[int] | None) -> int:
-        size, rows = self._set.size(), tensor.shape[0] if _dense(tensor).dim() else -1
-        if rows < 0:
-            raise IncompatibleError("alltoall needs a first dimension to share out; this tensor has none")
-        counts = [rows // size] * size if splits is None else [int(count) for count in splits]
-        if splits is None and rows % size:
-            raise IncompatibleError(f"alltoall: {rows} rows do not divide among {size} ranks; give splits")
-        if len(counts) != size or min(counts) < 0 or sum(counts) != rows:
-            raise IncompatibleError(
-                f"alltoall: splits {counts} must be {size} numbers, none negative, that add up to {rows} rows"
-            )
-        finish = _first if splits is None else None
-        return self.submit([tensor], [], splits=tuple(counts), finish=finish)
+        def check() -> _Operands:
+            counts = _checked_splits(_dense(tensor), splits, self._set.size())
+            dtype, device = (splits.dtype, splits.device) if isinstance(splits, Tensor) else (torch.int32, "cpu")
+            return _Operands([tensor], splits=counts, finish=lambda found: (found[0], found[1].to(device, dtype)))
 
-    def scatter(self, tensors: list[Tensor], single: bool = False) -> int:
-        if self._op not in (ReduceOp.Average, ReduceOp.Sum):
-            raise IncompatibleError("reducescatter averages or sums")
-        for tensor in tensors:
-            if _dense(tensor).dtype == torch.bool:
-                raise IncompatibleError("Tensor type torch.bool is not supported by reducescatter; cast it to uint8")
-            if tensor.dim() == 0:
-                raise IncompatibleError("reducescatter needs a first dimension to share out; this tensor has none")
-        return self.submit(tensors, [], single)
+        return self.submit(check)
 
-    def submit(
-        self,
-        tensors: list[Tensor],
-        outputs: list[Tensor],
-        single: bool = False,
-        root: int = -1,
-        splits: tuple[int, ...] = (),
-        finish: Callable[[Any], Any] | None = None,
-    ) -> int:
-        here = context()
+    def scatter(self, tensors: Sequence[Tensor], single: bool = False) -> int:
+        def check() -> _Operands:
+            if self._op not in (ReduceOp.Average, ReduceOp.Sum):
+                raise UnsupportedReductionError(
+                    f"Reducescatter currently only supports AVERAGE and SUM: it averages or sums, and does not take "
+                    f"op={'None' if self._op is None else self._op.name}"
+                )
+            inputs = tensors if single else _together(tensors)
+            for tensor in inputs:
+                if _dense(tensor).dtype == torch.bool:
+                    raise IncompatibleError(
+                        "Tensor type torch.bool is not supported by reducescatter; cast it to uint8"
+                    )
+                if tensor.dim() == 0:
+                    raise IncompatibleError("reducescatter needs a first dimension to share out; this tensor has none")
+            return _Operands(inputs, finish=_first if single else tuple)
+
+        return self.submit(check)
+
+    def submit(self, check: Callable[[], _Operands]) -> int:
+        """Ask for the operation with what `check` gives. What it refuses is told to the others, who wait for it."""
+        here = context(operation=True)
         engine: Engine = here.engine(self._set)
         kind = self._kind
-        name = engine.unnamed(kind) if self._name is None else f"{kind}.{self._name}"
+        name = engine.unnamed(self._family) if self._name is None else f"{self._family}.{self._name}"
+        try:
+            tensors, outputs, root, splits, finish = check()
+        except Exception as refusal:
+            engine.refuse(Request(kind, name, refusal=str(refusal)))
+            raise
         op = "none" if self._op is None else _OP_NAMES[self._op]
         device = tensors[0].device.type if tensors else "cpu"
         known = engine.known(name)
@@ -397,9 +440,45 @@ class _Told:
         else:
             parts = tuple([Part(tensor.dtype, tuple(tensor.shape)) for tensor in tensors])
             request = Request(kind, name, parts, op, root, self._before, self._after, device, splits)
-        pending = Pending(here.world.runtime, request, tensors, outputs)
+        pending = Pending(here.world.runtime, request, list(tensors), list(outputs))
         if kind == "join":
             pending.action = lambda plan: plan.rows[0][0]
-        pending.finish = _first if single else finish
+        pending.finish = finish
         engine.submit(pending)
         return here.handles.add((engine, pending))
+
+
+def check_adasum(process_set: ProcessSet) -> None:
+    """Refuse a number of ranks that makes no pairs."""
+    size = process_set.size()
+    if size & (size - 1):
+        raise UnsupportedAdasumError(f"Adasum combines pairs of ranks: it needs a power of two of them, not {size}")
+
+
+def _own_memory(tensor: Tensor) -> Tensor:
+    """A tensor that can be written to: each of its elements has a place of its own."""
+    if torch._debug_has_internal_overlap(tensor) == 1:
+        raise IncompatibleError(
+            f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} cannot be changed in place: "
+            "its elements overlap in memory; clone() it"
+        )
+    return tensor
+
+
+def _checked_splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) -> tuple[int, ...]:
+    """The rows for each rank; those beyond their sum go nowhere."""
+    if tensor.dim() == 0:
+        raise IncompatibleError("alltoall needs a first dimension to share out; this tensor has none")
+    rows = tensor.shape[0]
+    if isinstance(splits, Tensor) and splits.dim() > 1:
+        raise IncompatibleError(f"alltoall expects a 1D splits tensor, not one of shape {list(splits.shape)}")
+    counts = [] if splits is None else [int(count) for count in splits]
+    if not counts:
+        if rows % size:
+            raise IncompatibleError(f"alltoall: {rows} rows do not divide among {size} ranks; give splits")
+        return (rows // size,) * size
+    if len(counts) != size or min(counts) < 0 or sum(counts) > rows:
+        raise IncompatibleError(
+            f"alltoall: splits {counts} must be {size} numbers, none negative, that add up to at most {rows} rows"
+        )
+    return tuple(counts)

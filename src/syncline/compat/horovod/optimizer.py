@@ -9,14 +9,16 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.nn import Parameter
+from torch.optim import Optimizer, SparseAdam
 
+from syncline.codecs import Codec
 from syncline.compat.horovod.adasum_optimizer import adasum_optimizer
 from syncline.compat.horovod.basics import Adasum, Average, Sum
-from syncline.compat.horovod.compression import Compression, codec_of
+from syncline.compat.horovod.compression import Coded, Compression, codec_of
 from syncline.compat.horovod.context import Context, context
 from syncline.compat.horovod.guest import Guest
-from syncline.compat.horovod.parameters import below, check_groups, named_of
+from syncline.compat.horovod.parameters import NO_NEW_GROUPS, below, check_groups, loading_in_place, named_of
 from syncline.compat.horovod.process_sets import ProcessSet, global_process_set
 from syncline.compat.horovod.reducer import Reducer
 from syncline.errors import IncompatibleError
@@ -24,6 +26,14 @@ from syncline.strategies import Run, Strategy
 from syncline.training.distribute import momentum_of
 
 __all__ = ["Distributed", "DistributedOptimizer"]
+
+
+SYNCHRONIZED_BEFORE = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). This can "
+    "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
+    "optimizer.synchronize() in your code."
+)
+"""Horovod's words: scripts filter the warning by them. Here the gradients are not reduced a second time."""
 
 
 class Way(Protocol):
@@ -48,8 +58,13 @@ class Distributed(Optimizer):
     """None in a copy: a plain optimizer."""
     _make: Callable[[Context], Way]
     _origin: Optimizer
+    _parameter_names: dict[Parameter, str]
     _synchronized = False
     _skipping = False
+    op: int
+    gradient_predivide_factor: float
+    sparse_as_dense: bool
+    process_set: ProcessSet
 
     @property
     def run(self) -> Run | None:
@@ -60,6 +75,10 @@ class Distributed(Optimizer):
     def backward_passes_per_step(self) -> int:
         """Passes whose gradients add up before they are reduced."""
         return 1 if self._way is None else self._way.passes
+
+    @backward_passes_per_step.setter
+    def backward_passes_per_step(self, passes: int) -> None:
+        self.set_backward_passes_per_step(passes)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """From the next step on, add up the gradients of so many passes."""
@@ -88,14 +107,9 @@ class Distributed(Optimizer):
         way = self._current()
         if way is None:
             return super().step(closure)
+        if self._synchronized and not self._skipping:
+            warnings.warn(SYNCHRONIZED_BEFORE, stacklevel=2)
         if closure is None and not self._skipping:
-            if self._synchronized:
-                warnings.warn(
-                    "optimizer.step() after optimizer.synchronize(), outside of optimizer.skip_synchronize(): the "
-                    "gradients are reduced already and are taken as they are; write "
-                    "`with optimizer.skip_synchronize(): optimizer.step()`",
-                    stacklevel=2,
-                )
             way.synchronize()
         self._synchronized = False
         self._origin._opt_called = True  # type: ignore[attr-defined]  # a scheduler may have been made for it
@@ -122,15 +136,13 @@ class Distributed(Optimizer):
         if way is not None:
             way.stepped()
         self._synchronized = False
-        super().load_state_dict(state_dict)
+        with loading_in_place(self):
+            super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the optimizer's; refused once ranks agree on the parameters."""
         if self._way is not None:
-            raise IncompatibleError(
-                "add_param_group on a DistributedOptimizer: its ranks have agreed on the parameters; add the group to "
-                "the plain optimizer, and make the DistributedOptimizer of it anew"
-            )
+            raise IncompatibleError(NO_NEW_GROUPS)
         super().add_param_group(param_group)
 
     def _current(self) -> Way | None:
@@ -167,7 +179,8 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     A gradient that this rank lacks and another has counts as zero here, and the mean is over all ranks of the set. A
     parameter that no rank has a gradient of keeps `grad=None`, where Horovod puts zeros: so weight decay and momentum
     leave it alone, as they do in one process. `num_groups` and `groups` are checked and have no effect: which
-    gradients share a message is chosen here, and changes no result.
+    gradients share a message is chosen here, and changes no result. With `sparse_as_dense` sparse gradients are reduced
+    as dense ones, and are sparse again afterwards.
 
     `compression` may be a codec of ours too, `strategy` any strategy: "local(period=16)", "ssp(slack=3)", …; the ranks
     then start from rank 0's parameters, and `optimizer.run` is what `sl.distribute` returns.
@@ -189,19 +202,27 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     check_groups(num_groups, groups)
     passes = _checked_passes(backward_passes_per_step)
     named = named_of(optimizer, named_parameters)
-    if op == Adasum and process_set.size() > 1:
+    if op == Adasum and here.world.size > 1:
         return adasum_optimizer(optimizer, named, compression, passes, process_set)
     codec = codec_of(compression)
     if codec is not None:
         codec.check(momentum_of(optimizer))
     made = below(Distributed, optimizer)
     made._origin = optimizer
-    told: dict[str, Any] = {"named": named, "codec": codec, "passes": passes}
+    made._parameter_names = {parameter: name for name, parameter in named.items()}
+    made.op, made.gradient_predivide_factor = op, gradient_predivide_factor
+    made.sparse_as_dense, made.process_set = sparse_as_dense, process_set
+    told: dict[str, Any] = {"codec": codec, "passes": passes}
     if strategy is None:
-        told |= {"mean": op == Average, "predivide": gradient_predivide_factor}
+        told |= {"named": named, "mean": op == Average, "predivide": gradient_predivide_factor}
         told |= {"sparse_as_dense": sparse_as_dense, "process_set": process_set}
+        told |= {"sparse_only": isinstance(optimizer, SparseAdam)}
+        told |= {"codes_alone": isinstance(compression, (str, Codec, Coded))}
         made._make = cast(Callable[[Context], Way], partial(Reducer, **told))
     else:
+        # Numbers are the keys of checkpoints, where the script gives no names.
+        numbered = {f"parameter.{number}": parameter for number, parameter in enumerate(named.values())}
+        told["named"] = numbered if named_parameters is None else named
         made._make = cast(Callable[[Context], Way], partial(Guest, optimizer=made, strategy=strategy, **told))
     made._way = made._make(here)
     return made
@@ -223,5 +244,5 @@ def _check(op: Any, predivide: float, process_set: ProcessSet, strategy: str | S
 
 def _checked_passes(passes: int) -> int:
     if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
-        raise IncompatibleError(f"backward_passes_per_step={passes!r}: a whole number, at least 1")
+        raise IncompatibleError(f"backward_passes_per_step must be > 0: {passes!r} is not a whole number, at least 1")
     return passes

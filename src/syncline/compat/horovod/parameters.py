@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +14,33 @@ from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SynclineError
 
-__all__ = ["PassesError", "after_gradient", "below", "check_groups", "describe", "held_by", "named_of"]
+__all__ = [
+    "NO_NEW_GROUPS",
+    "TOO_MANY_PASSES",
+    "ZEROED_TOO_SOON",
+    "PassesError",
+    "after_gradient",
+    "below",
+    "check_groups",
+    "describe",
+    "held_by",
+    "loading_in_place",
+    "named_of",
+]
+
+TOO_MANY_PASSES = (
+    "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+    "backward_passes_per_step to accumulate gradients locally"
+)
+ZEROED_TOO_SOON = (
+    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize()"
+)
+GROUPS_ARE_NEWER = "Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0."
+"""Horovod's words, which scripts look for."""
+NO_NEW_GROUPS = (
+    "add_param_group on a DistributedOptimizer: its ranks have agreed on the parameters; add the group to the plain "
+    "optimizer, and make the DistributedOptimizer of it anew"
+)
 
 K = TypeVar("K", bound=Optimizer)
 
@@ -31,18 +59,22 @@ def held_by(optimizer: Optimizer) -> list[Parameter]:
 
 
 def named_of(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[str, Parameter]:
-    """The optimizer's parameters by the names that the script gives, in its order; numbered where it gives none.
+    """The optimizer's parameters by the names that the script gives, in its order; Horovod's where it gives none.
 
     Names of parameters that the optimizer does not hold are left out: often the script names the whole model's.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
     >>> list(named_of(optimizer, None)), list(named_of(optimizer, model.named_parameters()))
-    (['parameter.0', 'parameter.1'], ['weight', 'bias'])
+    (['allreduce.noname.0.0', 'allreduce.noname.1.0'], ['weight', 'bias'])
     """
     held = held_by(optimizer)
     if named_parameters is None:
-        return {f"parameter.{number}": parameter for number, parameter in enumerate(held)}
+        return {
+            f"allreduce.noname.{group}.{place}": parameter
+            for group, each in enumerate(optimizer.param_groups)
+            for place, parameter in enumerate(each["params"])
+        }
     pairs = list(named_parameters)
     strange = next((pair for pair in pairs if not _is_pair(pair)), None)
     if strange is not None:
@@ -80,8 +112,8 @@ def check_groups(num_groups: Any, groups: Any) -> None:
     """Raise what Horovod refuses of `num_groups` and `groups`."""
     if not isinstance(num_groups, int) or isinstance(num_groups, bool) or num_groups < 0:
         raise IncompatibleError(f"num_groups={num_groups!r}: a number of groups, not negative")
-    if num_groups and groups is not None:
-        raise IncompatibleError(f"num_groups={num_groups} and groups={groups!r:.80}: give one of them; groups is newer")
+    if num_groups:
+        warnings.warn(GROUPS_ARE_NEWER, DeprecationWarning, stacklevel=3)
     if groups is None or (isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0):
         return
     lists = isinstance(groups, list) and all(isinstance(group, (list, tuple)) for group in groups)
@@ -105,6 +137,25 @@ def below(kind: type[K], optimizer: Optimizer) -> K:
     # A scheduler that was made before has put its own `step` into the optimizer: it would go past ours.
     made.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     return made
+
+
+@contextmanager
+def loading_in_place(optimizer: Optimizer) -> Iterator[None]:
+    """Within it, `load_state_dict` fills the groups and the state that are there, where torch makes new ones.
+
+    A scheduler of the optimizer that a DistributedOptimizer was made of works on these groups.
+    """
+    groups, state = optimizer.param_groups, optimizer.state
+    yield
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        if loaded is not group:
+            group.clear()
+            group.update(loaded)
+    if optimizer.state is not state:
+        loaded_state = dict(optimizer.state)
+        state.clear()
+        state.update(loaded_state)
+    optimizer.param_groups, optimizer.state = groups, state
 
 
 def describe(names: Sequence[str], parameters: Sequence[Tensor]) -> dict[str, str]:

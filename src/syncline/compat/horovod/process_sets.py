@@ -20,42 +20,49 @@ class ProcessSet:
     [0, 2]
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    mpi_comm = None
+    """Horovod's attribute; sets are made of ranks here."""
+
+    def __init__(self, ranks_or_comm: Sequence[int]) -> None:
         try:
-            found = sorted(ranks)
+            found = sorted(ranks_or_comm)
         except TypeError:
             found = ["?"]  # type: ignore[list-item]
         if any(not isinstance(rank, int) or isinstance(rank, bool) for rank in found):
-            raise IncompatibleError(f"a process set is made of a list of ranks, not of {ranks!r}")
+            raise IncompatibleError(f"a process set is made of a list of ranks, not of {ranks_or_comm!r}")
         if len(set(found)) != len(found):
             raise IncompatibleError(f"a process set has each rank once: {found}")
-        self._ranks: list[int] | None = found
+        self._ranks = found
         self.process_set_id: int | None = None
 
     @property
-    def ranks(self) -> list[int] | None:
-        """Its members; None once it was removed."""
+    def ranks(self) -> list[int]:
+        """Its members."""
         return self._ranks
 
     def invalidate(self) -> None:
         """It was removed."""
-        self._ranks = self.process_set_id = None
+        self.process_set_id = None
 
     def included(self) -> bool:
         """Whether this rank is a member."""
-        return self._context().engine_of(self) is not None
+        return self._context().world.rank in self.ranks
 
     def rank(self) -> int:
-        """This rank's place among the members."""
+        """This rank's place among the members; None where the set was not added. An error on other ranks."""
+        if self.process_set_id is None:
+            return None  # type: ignore[return-value]  # as Horovod does; a set that is in use has a rank
         return self._context().engine(self).team.rank
 
     def size(self) -> int:
-        """How many members there are."""
+        """How many members there are; None where the set was not added."""
+        if self.process_set_id is None:
+            return None  # type: ignore[return-value]  # as Horovod does; a set that is in use has a size
         self._context().check_set(self)
-        return len(self.ranks or ())
+        return len(self.ranks)
 
     def __repr__(self) -> str:
-        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
 
     @staticmethod
     def _context() -> Context:
@@ -101,7 +108,10 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Give a set up; False for the global one. Every rank calls it, after the set's operations have ended."""
-    if process_set.process_set_id == 0:
+    """Give a set up; False for the global one, and for one that was not added.
+
+    Every rank calls it, after the set's operations have ended.
+    """
+    if process_set.process_set_id in (0, None):
         return False
     return process_set._context().remove(process_set)

@@ -13,7 +13,8 @@ longer counts here, and `zero_grad()` may drop what it brought.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,9 +28,16 @@ from syncline.compat.horovod import ops
 from syncline.compat.horovod.basics import Sum
 from syncline.compat.horovod.context import Context
 from syncline.compat.horovod.errors import HorovodInternalError
-from syncline.compat.horovod.parameters import PassesError, after_gradient, describe
+from syncline.compat.horovod.lockstep import Lockstep
+from syncline.compat.horovod.parameters import (
+    TOO_MANY_PASSES,
+    ZEROED_TOO_SOON,
+    PassesError,
+    after_gradient,
+    describe,
+)
 from syncline.compat.horovod.process_sets import ProcessSet
-from syncline.errors import PeerLostError
+from syncline.errors import PeerLostError, SynclineError
 from syncline.exchange import BUCKET_BYTES, Exchange, Gradients, Round, check_same
 from syncline.exchange.rounds import Scaling
 
@@ -53,13 +61,22 @@ class Reducer:
         passes: int,
         sparse_as_dense: bool,
         process_set: ProcessSet,
+        sparse_only: bool = False,
+        codes_alone: bool = True,
     ) -> None:
+        """`sparse_only`: the optimizer takes sparse gradients only. `codes_alone`: one rank alone uses the codec, too;
+        Horovod's compressors round what travels, and nothing travels there.
+        """
         self.context = held
         self.passes = passes
         self._mean = mean
         self._predivide = predivide
         self._dense = sparse_as_dense
+        parameters = list(named.values())
+        self._sparse_dims = {id(parameter): 1 for parameter in parameters} if sparse_as_dense and sparse_only else {}
+        """Of parameters whose gradients are sparse: in how many dimensions."""
         self._set = process_set
+        self._steps: Lockstep | None = None
         self._open: set[int] = set()
         """Backward passes that have brought gradients since the last step or `synchronize()`."""
         self._past: set[int] = set()
@@ -73,10 +90,10 @@ class Reducer:
         self._exchange: Exchange | None = None
         self._gradients: Gradients | None = None
         self._loss_name = f"the loss of {min(named, default='')}"
-        self.watched = {id(parameter) for parameter in named.values()}
+        self.watched = {id(parameter) for parameter in parameters}
         self._take_over()
         if process_set.included():
-            self._attach(named, codec)
+            self._attach(named, codec if process_set.size() > 1 or codes_alone else None)
         held.optimizers.append(self)
 
     # What the optimizer asks.
@@ -84,8 +101,7 @@ class Reducer:
     def synchronize(self) -> None:
         """Reduce what no backward pass has reduced."""
         if self._gradients is not None and (not self._rounds or self._gradients.accumulating):
-            found = self._gradients.reduce_now()
-            self._complete(found)
+            self._complete(self._gradients.reduce_now())
         self._past |= self._open
         self._open.clear()
         self._reduced.clear()
@@ -95,11 +111,7 @@ class Reducer:
         if not self._stepping:
             elsewhere = {number for other in self._others() for number in other._open | other._past}
             if self._open - self._settled - elsewhere:
-                raise PassesError(
-                    "optimizer.zero_grad() after loss.backward() and before optimizer.step() or "
-                    "optimizer.synchronize() would drop gradients that were reduced: call it before backward(), or "
-                    "after step()"
-                )
+                raise PassesError(f"{ZEROED_TOO_SOON}: it would drop gradients that were reduced")
         self.forget()
 
     def stepped(self) -> None:
@@ -144,8 +156,9 @@ class Reducer:
         """Take part in the others' reductions with zeros until nobody has gradients any more."""
         active = 0 if self._gradients is None or self._exchange is None or self._exchange.size == 1 else 1
         while active and self._gradients is not None:
-            found = self._gradients.empty_round(weighing=1.0)
-            active = found.complete().active
+            with self._in_step("the gradients could not be reduced after join()"):
+                found = self._gradients.empty_round(weighing=1.0)
+                active = found.complete().active
             self._gradients.done(found)
 
     def close(self) -> None:
@@ -157,7 +170,7 @@ class Reducer:
             self._gradients.close()
             self._gradients = None
         if self._exchange is not None and not self._exchange.world.closed:
-            self._exchange.close()
+            self._exchange.team.release()  # nobody waits for what may still be under way
         self._exchange = None
         if self in self.context.optimizers:
             self.context.optimizers.remove(self)
@@ -174,9 +187,32 @@ class Reducer:
         return [other for other in self.context.optimizers if isinstance(other, Reducer) and other is not self]
 
     def _attach(self, named: Mapping[str, Parameter], codec: Codec | None) -> None:
-        world = self.context.world
-        team = None if self._set.process_set_id == 0 else self.context.data_team(self._set)
-        exchange = self._exchange = Exchange(world, "auto", codec, team)
+        # Asked for by name: a rank that does not make this optimizer is found out at once.
+        team, self._steps = self.context.data_team(self._set)
+        exchange = self._exchange = Exchange(self.context.world, "auto", codec, team)
+        with self._in_step("the ranks could not agree on this optimizer"):
+            ordered = self._agree(exchange, named, codec)
+        alone = exchange.size == 1 and codec is None
+        if self._dense and not alone:  # before the hooks that reduce, so that those find it done
+            self._hooks = [
+                after_gradient(parameter, self._densify) for parameter in ordered.values() if parameter.requires_grad
+            ]
+        self._gradients = Gradients(
+            ordered,
+            exchange,
+            self._after_backward,
+            bucket_bytes=BUCKET_BYTES,
+            idle=alone,
+            codec=codec,
+            opens=self._opens,
+            find_unused_parameters=True,
+            scaling=self._scaling(exchange.size),
+        )
+        if alone:
+            self._gradients = None
+
+    def _agree(self, exchange: Exchange, named: Mapping[str, Parameter], codec: Codec | None) -> dict[str, Parameter]:
+        """Compare parameters and settings; the parameters in the order of the first rank."""
         names = sorted(named)
         check_same(exchange, "parameters", describe(names, [named[name] for name in names]))
         told = {"op": "Average" if self._mean else "Sum", "gradient_predivide_factor": repr(self._predivide)}
@@ -185,24 +221,7 @@ class Reducer:
         places = {name: place for place, name in enumerate(names)}
         mine = torch.tensor([places[name] for name in named], dtype=torch.int64)
         order = exchange.from_root(mine).tolist()  # the first rank's: a script's order is the model's as a rule
-        ordered = {names[place]: named[names[place]] for place in order}
-        if self._dense:  # before the hooks that reduce, so that those find it done
-            self._hooks = [
-                after_gradient(parameter, _densify) for parameter in ordered.values() if parameter.requires_grad
-            ]
-        self._gradients = Gradients(
-            ordered,
-            exchange,
-            self._after_backward,
-            bucket_bytes=BUCKET_BYTES,
-            idle=exchange.size == 1 and codec is None,
-            codec=codec,
-            opens=self._opens,
-            find_unused_parameters=True,
-            scaling=self._scaling(exchange.size),
-        )
-        if exchange.size == 1 and codec is None:
-            self._gradients = None
+        return {names[place]: named[names[place]] for place in order}
 
     def _scaling(self, size: int) -> Scaling | None:
         if not self._mean:
@@ -217,9 +236,15 @@ class Reducer:
             self.forget()
         if index in self._reduced:
             raise PassesError(
-                f"{self._gradients.names[index]} got gradients in more than backward_passes_per_step={self.passes} "
-                "backward passes before optimizer.step(): make backward_passes_per_step larger to add them up, or call "
-                "optimizer.step() after each"
+                f"{TOO_MANY_PASSES} ({self._gradients.names[index]}, backward_passes_per_step={self.passes}), or call "
+                "optimizer.step() after each pass"
+            )
+        gradient = self._gradients.parameters[index].grad
+        if gradient is not None and gradient.requires_grad:
+            raise PassesError(
+                f"{self._gradients.names[index]} got a gradient that can be differentiated: a DistributedOptimizer "
+                "does not take backward(create_graph=True), for its reductions are no part of the graph; use "
+                "torch.autograd.grad(…, create_graph=True) for the inner gradients"
             )
         self._open.add(task)
         return self._gradients.accumulated(index) + 1 >= self.passes
@@ -231,15 +256,37 @@ class Reducer:
 
     def _complete(self, found: Round) -> None:
         assert self._gradients is not None, "it has begun the round"
-        try:
+        with self._in_step("the gradients could not be reduced"):
             found.complete()
-        except PeerLostError as error:
-            raise HorovodInternalError(f"the gradients could not be reduced: {error}") from error
         self._gradients.done(found)
+        if self._sparse_dims:
+            self._make_sparse(self._gradients.parameters)
         self._reduced.update(found.arrivals)
         self._rounds += 1
 
+    @contextmanager
+    def _in_step(self, what: str) -> Iterator[None]:
+        """A wait for all ranks. Errors of the transport are Horovod's, and are told to those who wait for this rank."""
+        steps = self._steps
+        assert steps is not None, "there is somebody to wait for"
+        try:
+            with steps.waiting():
+                yield
+        except SynclineError as error:
+            if not isinstance(error, (PeerLostError, HorovodInternalError)) and not steps.why:
+                raise
+            problem = HorovodInternalError(f"{what}: {steps.why or error}")
+            self.context.engine(self._set).leave(str(problem))
+            raise problem from error
 
-def _densify(parameter: Tensor) -> None:
-    if parameter.grad is not None and parameter.grad.layout != torch.strided:
-        parameter.grad = parameter.grad.to_dense()
+    def _densify(self, parameter: Tensor) -> None:
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            self._sparse_dims[id(parameter)] = parameter.grad.sparse_dim()
+            parameter.grad = parameter.grad.to_dense()
+
+    def _make_sparse(self, parameters: Sequence[Tensor]) -> None:
+        """Give those whose gradients were sparse sparse ones again: optimizers may take no others."""
+        for parameter in parameters:
+            dims = self._sparse_dims.get(id(parameter))
+            if dims is not None and parameter.grad is not None and parameter.grad.layout == torch.strided:
+                parameter.grad = parameter.grad.to_sparse(dims)

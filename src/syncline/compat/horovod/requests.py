@@ -1,8 +1,8 @@
 """What a rank tells about an operation it asks for, and the bytes that say so.
 
 ```text
-request   kind u8 │ op u8 │ device u8 │ parts u16 │ root i32 │ before f64 │ after f64 │ name │ parts │ splits
-name      u16 length, utf-8
+request   kind u8 │ op u8 │ device u8 │ parts u16 │ root i32 │ before f64 │ after f64 │ name │ refusal │ parts │ splits
+name      u16 length, utf-8; so is the refusal
 part      dtype u8 │ dimensions u8 │ i64 each
 splits    u32 count, i64 each
 ```
@@ -20,7 +20,20 @@ import torch
 
 from syncline.errors import ProtocolError
 
-__all__ = ["DTYPES", "KINDS", "OPS", "Failed", "Part", "Plan", "Reader", "Request", "Writer", "disagreement"]
+__all__ = [
+    "DEVICES",
+    "DTYPES",
+    "KINDS",
+    "OPS",
+    "Departure",
+    "Failed",
+    "Part",
+    "Plan",
+    "Reader",
+    "Request",
+    "Writer",
+    "disagreement",
+]
 
 KINDS = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier", "join", "add", "remove", "team")
 OPS = ("none", "average", "sum", "adasum", "min", "max", "product")
@@ -69,6 +82,8 @@ class Request:
     device: str = "cpu"
     splits: tuple[int, ...] = ()
     """Of an all-to-all, the rows for each rank; of a process set that is added, its ranks."""
+    refusal: str = ""
+    """Why this rank does not take part, where it has refused the call: nobody need wait for it."""
 
     def pack(self, into: Writer) -> None:
         into.put(
@@ -82,6 +97,7 @@ class Request:
             self.after,
         )
         into.text(self.name)
+        into.text(self.refusal)
         for part in self.parts:
             into.put(_TWO, _NUMBER[part.dtype], len(part.shape))
             into.numbers(part.shape)
@@ -91,7 +107,7 @@ class Request:
     @classmethod
     def read(cls, source: Reader) -> Request:
         kind, op, device, count, root, before, after = source.take(_HEAD)
-        name = source.text()
+        name, refusal = source.text(), source.text()
         parts = []
         for _ in range(count):
             dtype, dimensions = source.take(_TWO)
@@ -102,7 +118,7 @@ class Request:
         splits = source.numbers(length)
         if kind >= len(KINDS) or op >= len(OPS) or device >= len(DEVICES):
             raise source.wrong(f"a request of kind {kind}, op {op}, device {device}")
-        return cls(KINDS[kind], name, tuple(parts), OPS[op], root, before, after, DEVICES[device], splits)
+        return cls(KINDS[kind], name, tuple(parts), OPS[op], root, before, after, DEVICES[device], splits, refusal)
 
     @property
     def label(self) -> str:
@@ -142,22 +158,55 @@ class Failed:
     why: str
     late: tuple[int, ...] = ()
     """Ranks that have not asked for it yet: they are told when they do."""
+    only: tuple[int, ...] = ()
+    """The ranks whom it concerns; empty: all."""
 
     def pack(self, into: Writer) -> None:
         into.text(self.name)
         into.text(self.why)
-        into.put(_LONG, len(self.late))
-        into.numbers(self.late)
+        for ranks in (self.late, self.only):
+            into.put(_LONG, len(ranks))
+            into.numbers(ranks)
 
     @classmethod
     def read(cls, source: Reader) -> Failed:
-        return cls(source.text(), source.text(), source.numbers(source.take(_LONG)[0]))
+        name, why = source.text(), source.text()
+        late, only = (source.numbers(source.take(_LONG)[0]) for _ in range(2))
+        return cls(name, why, late, only)
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A rank that takes part in nothing more, and how far it went: the others need not wait for what comes after."""
+
+    rank: int
+    why: str
+    known: bool = False
+    """Whether it has told how far it went; of a rank that is lost nobody knows."""
+    carried: int = -1
+    """Operations that it has carried out; -1: all that it was told to."""
+    rounds: tuple[tuple[int, int], ...] = ()
+    """Channels of optimizers, and the reductions of gradients that it has completed on each."""
+
+    def pack(self, into: Writer) -> None:
+        into.put(_LEAVING, self.rank, self.known, self.carried)
+        into.text(self.why)
+        into.put(_LONG, len(self.rounds))
+        into.numbers([number for pair in self.rounds for number in pair])
+
+    @classmethod
+    def read(cls, source: Reader) -> Departure:
+        rank, known, carried = source.take(_LEAVING)
+        why = source.text()
+        numbers = source.numbers(2 * source.take(_LONG)[0])
+        return cls(rank, why, bool(known), carried, tuple(zip(numbers[::2], numbers[1::2], strict=True)))
 
 
 _TWO = struct.Struct("<BB")
 _LONG = struct.Struct("<I")
 _SHORT = struct.Struct("<H")
 _NUMBERED = struct.Struct("<iI")
+_LEAVING = struct.Struct("<I?q")
 
 
 class Writer:

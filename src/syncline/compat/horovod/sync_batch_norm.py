@@ -73,10 +73,11 @@ class SyncBatchNorm(_BatchNorm):
         return result
 
     def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2 or input.shape[1] != self.num_features:
-            raise IncompatibleError(
-                f"SyncBatchNorm({self.num_features}) takes (batch, {self.num_features}, …), not {tuple(input.shape)}"
-            )
+        told = f"SyncBatchNorm({self.num_features}) takes (batch, {self.num_features}, …), not {tuple(input.shape)}"
+        if input.dim() < 2:
+            raise IncompatibleError(f"expected at least 2D input (got {input.dim()}D input): {told}")
+        if input.shape[1] != self.num_features:
+            raise IncompatibleError(told)
 
     def _name(self) -> str:
         """The operations' name: one for each layer, so that what was agreed on for it holds in the next step too."""

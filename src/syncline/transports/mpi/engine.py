@@ -178,9 +178,16 @@ class Engine:
             self.let_go()
 
     def retire(self, comm: Any) -> None:
-        """Free a communicator once all its ranks have let it go: a rank that closes early waits for nobody."""
+        """Free a communicator once all its ranks have let it go: a rank that closes early waits for nobody.
+
+        They tell each other by messages, not by a barrier: others may be in a collective on this communicator, and MPI
+        would match the two.
+        """
+        nothing, others = [bytearray(0), 0, self.mpi.BYTE], set(range(comm.Get_size())) - {comm.Get_rank()}
         with suppress(self.mpi.Exception):
-            self._retiring.append((comm, comm.Ibarrier()))
+            told = [comm.Isend(nothing, other, self.most_tag) for other in others]
+            heard = [comm.Irecv(nothing, other, self.most_tag) for other in others]
+            self._retiring.append((comm, [*told, *heard]))
         self.free_retired()
 
     def free_retired(self) -> None:
@@ -189,7 +196,7 @@ class Engine:
             retiring, self._retiring = self._retiring, []
         for comm, everyone in retiring:
             with suppress(self.mpi.Exception):
-                if everyone.Test():
+                if self.mpi.Request.Testall(everyone):
                     comm.Free()
                 else:
                     self._retiring.append((comm, everyone))

@@ -55,15 +55,17 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
     """
 
     @functools.wraps(func)
-    def wrapper(state: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
         skip_sync = False
         failures = commits = 0
         while True:
-            if not skip_sync:
-                state.sync()
             try:
+                if not skip_sync:
+                    state.sync()
                 return func(state, *args, **kwargs)
             except HorovodInternalError as error:
+                if is_initialized():
+                    context().leave(str(error))  # at once: the others may wait for this rank
                 state.restore()
                 failures = failures + 1 if state._commits == commits else 1
                 commits = state._commits
@@ -76,7 +78,7 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
                 skip_sync = interrupt.skip_sync
             state.on_reset()
 
-    return wrapper
+    return wrapper  # type: ignore[return-value]  # it takes `state` by name too, as Horovod's does
 
 
 def _check_that_it_can_go_on(error: HorovodInternalError, failures: int) -> None:

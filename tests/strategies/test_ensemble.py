@@ -248,6 +248,29 @@ def test_what_cannot_be_is_refused(arguments: dict[str, Any]) -> None:
         Ensemble(**arguments)
 
 
+class Mixed(nn.Module):
+    """Attention, whose reset has an underscore before its name, and a parameter of its own that nothing draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.0)
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+def test_parameters_that_nothing_draws_anew_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    def work(world: sl.World) -> tuple[Tensor, Tensor]:
+        model = Mixed()
+        sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy="ensemble(seed=1)")
+        weight = model.attention.in_proj_weight
+        assert weight is not None
+        return weight.detach().clone(), model.scale.detach().clone()
+
+    (first, scale), (second, other) = sl.simulate(work, ranks=2).results
+    assert not torch.equal(first, second)
+    assert torch.equal(scale, other)
+    assert [record.getMessage().count("scale") for record in caplog.records] == [1]
+
+
 @pytest.mark.xdist_group("gloo")
 def test_real_processes(gloo: Pool) -> None:
     real = gloo.run(on_gloo, 2, ensemble, Ensemble(seed=3))

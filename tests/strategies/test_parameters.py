@@ -230,3 +230,15 @@ def test_a_wrapper_of_torch_is_refused(wrap: Callable[[nn.Module], nn.Module]) -
         model = wrap(nn.Linear(1, 1))
         with pytest.raises(IncompatibleError, match=r"is a DataParallel.*plain module"):
             sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_wrapper_put_around_the_model_later_is_refused() -> None:
+    """As a framework does that finds the launcher's variables."""
+    with sl.init(process_group=True):
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sl.distribute(model, optimizer)
+        wrapped = nn.parallel.DistributedDataParallel(nn.Sequential(model))
+        wrapped(torch.ones(1, 1)).sum().backward()
+        with pytest.raises(IncompatibleError, match=r"put into a DistributedDataParallel.*hide=True"):
+            optimizer.step()

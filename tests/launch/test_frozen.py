@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+
 import pytest
 
+from syncline.launch.agent import Control, Order
 from tests.launch.runs import Runs, wait_for
 
 STOPPED = """
@@ -37,3 +42,17 @@ def test_a_frozen_worker_is_lost_and_ended(runs: Runs, strategy: str, servers: i
     assert "syncline: rank 1 gave no sign of life for" in run.err
     assert run.err.endswith("syncline: rank 1 failed; the others ended by themselves\n")
     wait_for(lambda: not runs.processes(), "no process is left")
+
+
+def test_an_agent_is_told_whom_to_kill() -> None:
+    """The launcher's lines: a signal for all, for the ranks alone, or the end of one program."""
+    reading, writing = os.pipe()
+    lines = ({"signal": 15}, {"signal": 2, "ranks_only": True}, {"signal": 9, "name": "rank 3"})
+    os.write(writing, b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+    os.close(writing)
+    assert Control(reading).orders() == [
+        Order(signal.SIGTERM, False, ""),
+        Order(signal.SIGINT, True, ""),
+        Order(signal.SIGKILL, False, "rank 3"),
+    ]
+    os.close(reading)

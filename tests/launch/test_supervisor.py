@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from syncline.launch import supervisor
 from syncline.launch.failures import Ended, Report, culprit, listed, read_report
+from syncline.launch.silence import SilenceWatch, State
 from syncline.launch.store import Board, serve_store
 from syncline.launch.supervisor import Policy, Supervisor
 
@@ -51,6 +54,7 @@ class Scripted:
         self.fate = list(fate)
         self.has_raised = raised
         self.sent: list[int] = []
+        self.killed: list[str] = []
         self.closed = False
 
     def start(self) -> None:
@@ -65,8 +69,14 @@ class Scripted:
     def running(self) -> list[str]:
         return [one.name for many in self.fate for one in many]
 
+    def states(self) -> dict[str, State]:
+        return {}
+
     def signal(self, number: int, ranks_only: bool = False) -> None:
         self.sent.append(number)
+
+    def kill(self, name: str) -> None:
+        self.killed.append(name)
 
     def close(self) -> None:
         self.closed = True
@@ -212,6 +222,68 @@ def test_those_who_do_not_answer_to_being_killed_are_left() -> None:
         "rank 0 failed (exit code 3)",
     ]
     assert crew.sent[0] == signal.SIGTERM
+
+
+class Frozen(Scripted):
+    """Rank 0 ends well once rank 1 was killed; rank 1 ends after that, or never where its host is cut off."""
+
+    def __init__(self, *, answers: bool) -> None:
+        super().__init__([ended(0, 0)], [ended(1, -9)], raised=[])
+        self.answers = answers
+
+    def poll(self) -> list[Ended]:
+        return self.fate.pop(0) if self.killed and self.fate and (self.answers or len(self.fate) > 1) else []
+
+
+class Signs(Board):
+    """Every look finds another sign of rank 0, and the same of rank 1."""
+
+    looks = 0
+
+    def read_signs(self, names: Iterable[str]) -> dict[str, str]:
+        self.looks += 1
+        return {name: str(self.looks) if name == "rank 0" else "7" for name in names}
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("answers", [True, False], ids=["ends", "cut off"])
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_one_without_a_sign_of_life_is_killed_and_has_failed(policy: Policy, answers: bool) -> None:
+    """The run ends, whether the killed one is seen to end or not; the others are told why it is gone."""
+    crew, said, board = Frozen(answers=answers), list[str](), Signs(serve_store("127.0.0.1"))
+    code = Supervisor(crew, board, 2, policy=policy, say=said.append, lost_after=0.05).run()
+    assert code == 137
+    assert crew.killed == ["rank 1"]
+    goes_on = "; the others go on" if policy == "continue" else ""
+    told = [line for line in said if line.startswith("rank 1 gave no sign of life for")]
+    assert told
+    assert told[0].endswith(f"and was killed{goes_on}")
+    assert "no sign of life" in json.loads(board.store.get("syncline/dead/1"))["reason"]
+
+
+def test_a_silence_while_the_launcher_itself_was_held_up_does_not_count() -> None:
+    """A laptop that sleeps, Ctrl-Z: all signs are old then, and nobody is lost."""
+    watch = SilenceWatch(lost_after=10.0)
+    signs = {"rank 0": "7"}
+    assert watch.look(0.0, signs, dict) == {}
+    assert watch.look(1000.0, signs, dict) == {}
+
+
+def test_who_computes_lives_though_its_signs_stay_out() -> None:
+    """Compiled code may keep all other threads of its process from running."""
+    watch = SilenceWatch(lost_after=3.0)
+    found = [watch.look(float(now), {"rank 0": "7"}, lambda: {"rank 0": "busy"}) for now in range(20)]
+    assert found == [{}] * 20
+
+
+@pytest.mark.parametrize("sign", ["", "left"], ids=["no world yet", "has left"])
+def test_who_owes_no_sign_of_life_is_lost_only_when_it_is_stopped(sign: str) -> None:
+    watch = SilenceWatch(lost_after=3.0)
+    for now in range(20):
+        assert watch.look(float(now), {"rank 0": sign}, dict) == {}
+    found = [watch.look(float(now), {"rank 0": sign}, lambda: {"rank 0": "stopped"}) for now in range(20, 26)]
+    assert found[0] == {}
+    assert list(found[-1]) == ["rank 0"]
 
 
 EVALUATOR = Ended(name="evaluator", rank=None, code=0)

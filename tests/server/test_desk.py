@@ -14,7 +14,7 @@ from syncline.server.desk import Desk
 from syncline.server.protocol import Request
 from syncline.server.sessions import MOST_LISTS
 from syncline.server.space import AHEAD
-from tests.server.desk_talk import NUMEL, Talk, body_of, describe, desk_with, reason_of, values_of
+from tests.server.desk_talk import NUMEL, WORKERS, Talk, body_of, describe, desk_with, reason_of, values_of
 
 KEYS, CACHED, TICK = protocol.KEYS, protocol.CACHED, protocol.TICK
 OK, LATE, NEED_KEYS = protocol.OK, protocol.LATE, protocol.NEED_KEYS
@@ -363,3 +363,21 @@ def test_planes_that_nobody_has_are_told_from_zeros_and_stay_unmade() -> None:
     talk.control(do="planes", names=["momentum_buffer"])
     assert all(map(math.isnan, values_of(talk.pull(first=2, count=3, plane=1)[0])))
     assert talk.push(torch.ones(8)).reply.status == OK  # the odd read has not made an odd piece
+
+
+@pytest.mark.parametrize("how", ["finishes", "leaves", "is lost", "was stopped"])
+def test_a_worker_that_ends_long_before_the_others_is_told_once(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever is lost is told of elsewhere, and who was asked to stop ends where it is."""
+    first, second = desk_with(*WORKERS)
+    for clock in range(2):
+        second.push(torch.ones(NUMEL), clock=clock, flags=TICK)
+    if how == "was stopped":
+        first.control(do="stop")
+    if how in ("finishes", "was stopped"):
+        second.control(do="finish")
+    else:
+        second.desk.lose(1, left=how == "leaves")
+    for clock in range(8):
+        first.push(torch.ones(NUMEL), clock=clock, flags=TICK)
+        assert "has left at clock 2" not in caplog.text or clock >= 3
+    assert caplog.text.count("worker 1 has left at clock 2") == (how in ("finishes", "leaves"))

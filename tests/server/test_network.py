@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import sys
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 import syncline as sl
+from syncline.server import __main__ as server_process
+from syncline.server import server
 from syncline.server.network import import_handlers, join_network, network_of, server_network
 from syncline.server.roles import read_roles
 from syncline.transports import SingleTransport, Transport
@@ -150,3 +153,25 @@ def test_those_beside_the_ranks_stand_in_order() -> None:
 
     with pytest.raises(sl.WorldError, match="beside the ranks are evaluator, server: servers come first"):
         sl.simulate(server_network, 1, aside=[Aside(idle, "evaluator"), idle])
+
+
+def test_a_server_that_is_asked_to_end_says_goodbye_and_ends_by_the_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With exit code 0 its launcher would take it for one whose workers have all left."""
+    told: list[object] = []
+
+    class Network:
+        def close(self) -> None:
+            told.append("goodbye")
+
+    def serve_until_terminated(network: Network) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(server_process, "_join", Network)
+    monkeypatch.setattr(server, "serve", serve_until_terminated)
+    monkeypatch.setattr(server_process, "end_by", told.append)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        server_process.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert told == ["goodbye", signal.SIGTERM]

@@ -30,6 +30,23 @@ def test_every_survivor_names_the_rank_that_was_killed() -> None:
             assert "rank 2" in str(run.results[rank])
 
 
+def test_a_second_loss_is_not_blamed_on_the_first() -> None:
+    """Those who go on after a loss and lose another later name that one."""
+
+    def go_on(world: sl.World) -> list[int | None]:
+        lost: list[int | None] = []
+        for source in (1, 2) if world.rank == 0 else ():
+            try:
+                sl.recv(torch.zeros(1), source)
+            except sl.PeerLostError as error:
+                lost.append(error.peer)
+        world.compute(10.0)
+        return lost
+
+    run = sl.simulate(go_on, 3, faults=[sl.faults.Kill(1, at=1.0), sl.faults.Kill(2, at=2.0)])
+    assert run.results[0] == [1, 2]
+
+
 def test_a_killed_rank_is_gone_even_while_it_sleeps() -> None:
     woke = []
 

@@ -1,50 +1,342 @@
-"""What a rank on torch.distributed makes of the deaths that the launcher posts."""
+"""Who is blamed for a wait: by the records that ranks keep in a store, in virtual time; and a store that hangs."""
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import HashStore
 
+import syncline as sl
 from syncline.runtime import RealRuntime
-from syncline.transports.torch_dist.liveness import Liveness
+from syncline.transports.liveness import BEAT, Liveness, Verdict
+from syncline.transports.store import ALIVE, BoundedStore, StoreSilentError, lost_after
 
 PATIENCE = 60.0
 
 
-class Flaky:
-    """A launcher's store that fails the first time a death is read."""
+class Table:
+    """A store in memory."""
 
     def __init__(self) -> None:
-        self.store = HashStore()
-        self.failed = False
+        self.rows: dict[str, str] = {}
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.store, name)
+    def set(self, key: str, value: str) -> None:
+        self.rows[key] = value
 
     def get(self, key: str) -> bytes:
-        if key == "syncline/dead/2" and not self.failed:
-            self.failed = True
-            raise RuntimeError("the store does not answer")
-        return self.store.get(key)
+        return self.rows[key].encode()
+
+    def add(self, key: str, amount: int) -> int:
+        self.rows[key] = str(int(self.rows.get(key, "0")) + amount)
+        return int(self.rows[key])
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self.rows for key in keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self.rows.setdefault(key, desired).encode()
+
+    def close(self) -> None:
+        return
+
+
+Watch = Callable[[sl.World], Liveness]
+
+
+def watching(gone: dict[int, str] | None = None) -> tuple[Table, Watch]:
+    """A store, and a watch over it for each rank; with `gone`, on a transport whose members may go and others stay."""
+    table = Table()
+
+    def watch(world: sl.World) -> Liveness:
+        known = None if gone is None else lambda: gone
+        return Liveness(table, table, world.rank, world.size, world.runtime, gone=known)
+
+    return table, watch
+
+
+def ring(watch: Watch, *, frozen: int, gone: dict[int, str] | None = None) -> list[Any]:
+    """Every rank waits for the one before it; `frozen` gives no sign of life. Whom each blames at its timeout."""
+
+    def wait(world: sl.World) -> Verdict | None:
+        liveness, before = watch(world), (world.rank - 1) % world.size
+        liveness.entering("0", "allreduce by ring")
+        over = liveness.waiting("a message", "0", range(world.size), before)
+        world.runtime.sleep(3 * BEAT)
+        if world.rank == frozen:
+            liveness._closed.set()  # its beat ends, and nobody is told
+            world.runtime.sleep(60.0)
+            return None
+        world.runtime.sleep(5.0)
+        over()
+        return liveness.blame("0", range(world.size), before, broken=False)
+
+    return list(sl.simulate(wait, ranks=4).results)
+
+
+@pytest.mark.parametrize("gone", [None, {}], ids=["fixed", "changing"])
+def test_all_name_the_frozen_rank_of_a_ring(gone: dict[int, str] | None) -> None:
+    """The ring's own order would have rank 3 blame rank 2, and rank 0 rank 3."""
+    _, watch = watching(gone)
+    verdicts = ring(watch, frozen=1)
+    assert [each.rank for each in verdicts if each is not None] == [1, 1, 1]
+    assert all("no sign of life" in each.reason for each in verdicts if each is not None)
+
+
+def test_who_ended_because_of_another_is_not_blamed() -> None:
+    """Rank 2 has named rank 1 before it left; rank 3, which only sees rank 2 go, names rank 1 too."""
+    gone = {1: "its connection broke"}
+    _, watch = watching(gone)
+
+    def wait(world: sl.World) -> Verdict | None:
+        liveness = watch(world)
+        if world.rank == 2:
+            verdict = liveness.cause_of(1, gone[1])
+            liveness.close()
+            gone[2] = "it has left"
+            return verdict
+        world.runtime.sleep(1.0)
+        return liveness.cause_of(2, gone[2]) if world.rank == 3 else None
+
+    results = sl.simulate(wait, ranks=4).results
+    assert results[2] == results[3] == Verdict(1, "its connection broke")
+
+
+def test_a_blame_does_not_outlive_the_next_wait() -> None:
+    """A rank that goes on after a loss and then ends by itself is to blame for that."""
+    _, watch = watching({})
+
+    def wait(world: sl.World) -> Verdict:
+        liveness = watch(world)
+        if world.rank == 1:
+            liveness.cause_of(2, "it was killed")
+            liveness.waiting("a message", "0", range(3), 0)()
+        world.runtime.sleep(2 * BEAT)
+        return liveness.cause_of(1, "its connection broke")
+
+    assert sl.simulate(wait, ranks=3).results[0] == Verdict(1, "its connection broke")
+
+
+def test_a_rank_that_has_left_is_named_though_it_beat_meanwhile() -> None:
+    """Its last record is written while it leaves: it seems alive, and the operation can only have ended with it."""
+    _, watch = watching()
+
+    def wait(world: sl.World) -> Verdict | None:
+        liveness = watch(world)
+        liveness.entering("0", "barrier")
+        if world.rank == 1:
+            world.runtime.sleep(0.9 * BEAT)
+            liveness.leave()
+            world.runtime.sleep(3 * BEAT)
+            liveness.close()
+            return None
+        return liveness.blame("0", range(world.size), None, broken=True)
+
+    verdict = sl.simulate(wait, ranks=2).results[0]
+    assert verdict == Verdict(1, "it has closed its world and left")
+
+
+def test_the_chain_ends_at_the_rank_that_is_busy() -> None:
+    _, watch = watching()
+
+    def wait(world: sl.World) -> Verdict | None:
+        liveness = watch(world)
+        if world.rank == 2:
+            liveness.owing["0"] = (lambda: "the gradient of fc1", None)
+        else:
+            liveness.waiting("a message", "0", range(3), world.rank + 1)
+        world.runtime.sleep(4.0)
+        return liveness.blame("0", range(3), 1, broken=False) if world.rank == 0 else None
+
+    verdict = sl.simulate(wait, ranks=3).results[0]
+    assert verdict.rank == 2
+    assert "alive but did not answer; rank 2 has not delivered the gradient of fc1" in verdict.reason
+
+
+def test_ranks_that_wait_in_a_circle_are_told_so() -> None:
+    _, watch = watching()
+
+    def wait(world: sl.World) -> Verdict:
+        liveness = watch(world)
+        liveness.waiting("a message", "0", range(3), (world.rank + 1) % 3)
+        world.runtime.sleep(4.0)
+        return liveness.blame("0", range(3), (world.rank + 1) % 3, broken=False)
+
+    verdicts = sl.simulate(wait, ranks=3).results
+    assert {each.rank for each in verdicts} == {0}
+    assert "ranks 0, 1, 2 wait for each other in a circle" in verdicts[0].reason
+
+
+def test_another_loss_in_a_team_of_survivors_is_named() -> None:
+    """The rank that all have named before is no member of theirs."""
+    table, watch = watching()
+    table.set("lost/0", json.dumps({"rank": 2, "reason": "it was killed"}))
+    table.set("left/3", "1")
+
+    def wait(world: sl.World) -> Verdict | None:
+        if world.rank > 1:
+            return None
+        liveness = watch(world)
+        return liveness.blame("0.1", [0, 1, 3], None, broken=True)
+
+    assert [each and each.rank for each in sl.simulate(wait, ranks=4).results] == [3, 3, None, None]
+
+
+def test_different_operations_break_each_other_off() -> None:
+    """Both wait in their third call: neither would ever end. Both are told soon, with both names."""
+    _, watch = watching()
+    broken: list[tuple[int, float]] = []
+
+    def wait(world: sl.World) -> str:
+        liveness = watch(world)
+        for call in ("barrier", "barrier", ("allreduce of float32[4]", "broadcast of uint8[16]")[world.rank]):
+            liveness.entering("0", call)
+        over = liveness.waiting("it", "0", range(2), None, lambda: broken.append((world.rank, world.runtime.now())))
+        world.runtime.sleep(5.0)
+        over()
+        return liveness.blame("0", range(2), None, broken=True).reason
+
+    told = sl.simulate(wait, ranks=2).results
+    assert {rank for rank, _ in broken} == {0, 1}
+    assert max(when for _, when in broken) < 5.0
+    for text in told:
+        assert "rank 0: allreduce of float32[4]; rank 1: broadcast of uint8[16]" in text
+        assert "check=True" in text
+
+
+def test_who_is_late_breaks_nothing_off() -> None:
+    _, watch = watching()
+
+    def wait(world: sl.World) -> bool:
+        liveness, broken = watch(world), []
+        liveness.entering("0", "barrier")
+        if world.rank == 0:
+            liveness.entering("0", "allreduce of float32[4]")
+        liveness.waiting("it", "0", range(2), None, lambda: broken.append(1))
+        world.runtime.sleep(20.0)
+        return bool(broken)
+
+    assert sl.simulate(wait, ranks=2).results == (False, False)
 
 
 def test_a_death_is_read_whatever_befalls_the_store(caplog: pytest.LogCaptureFixture) -> None:
     """Neither an entry that nobody can read nor a store that fails midway ends the beat or hides another death."""
-    launcher: Any = Flaky()
+
+    class Flaky(Table):
+        failed = False
+
+        def get(self, key: str) -> bytes:
+            if key == "syncline/dead/2" and not self.failed:
+                self.failed = True
+                raise RuntimeError("the store does not answer")
+            return super().get(key)
+
+    launcher = Flaky()
     launcher.set("syncline/dead/1", "not JSON")
     launcher.set("syncline/dead/2", json.dumps({"reason": "exit code 7"}))
     launcher.add("syncline/dead", 2)
-    runtime = RealRuntime()
+
+    def wait(world: sl.World) -> dict[int, str]:
+        liveness = Liveness(Table(), launcher, 0, 3, world.runtime)
+        world.runtime.sleep(3 * BEAT)
+        return liveness.dead
+
     with caplog.at_level(logging.WARNING, "syncline"):
-        liveness = Liveness(HashStore(), launcher, 0, 3, runtime, None)
-        until = runtime.now() + PATIENCE
-        while 2 not in liveness.dead and runtime.now() < until:
-            runtime.sleep(0.01)
-        liveness.close()
+        assert sl.simulate(wait, ranks=1).results[0] == {2: "exit code 7"}
     assert launcher.failed
-    assert liveness.dead == {2: "exit code 7"}
     assert "cannot read how rank 1 ended, and ignores it: b'not JSON'" in caplog.text
+
+
+def test_the_launcher_sees_signs_of_life_until_the_world_is_closed() -> None:
+    table = Table()
+
+    def live(world: sl.World) -> list[str]:
+        liveness = Liveness(table, table, 0, 1, world.runtime, program="rank 0")
+        seen = []
+        for _ in range(3):
+            world.runtime.sleep(1.2 * BEAT)
+            seen.append(table.rows[f"{ALIVE}/rank 0"])
+        liveness.close()
+        return [*seen, table.rows[f"{ALIVE}/rank 0"]]
+
+    seen = sl.simulate(live, ranks=1).results[0]
+    assert len(set(seen)) == 4
+    assert seen[-1] == "left"
+
+
+def test_a_rank_lives_though_what_it_owes_cannot_be_told(caplog: pytest.LogCaptureFixture) -> None:
+    """What it is asked for is the strategy's own code: an error there must not end its signs of life."""
+    table = Table()
+
+    def live(world: sl.World) -> list[str]:
+        liveness = Liveness(table, table, 0, 1, world.runtime, program="rank 0")
+        liveness.owing["0"] = (lambda: str(1 / 0), None)
+        world.runtime.sleep(3 * BEAT)
+        liveness.owing.clear()
+        before = table.rows[f"{ALIVE}/rank 0"]
+        world.runtime.sleep(3 * BEAT)
+        return [before, table.rows[f"{ALIVE}/rank 0"]]
+
+    before, after = sl.simulate(live, ranks=1).results[0]
+    assert before != after
+    assert "cannot tell the others how far it is: ZeroDivisionError" in caplog.text
+
+
+# A store that hangs.
+
+
+class Stuck(Table):
+    """A store on a network that is cut: nothing comes back until `mended` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mended = RealRuntime().event()
+
+    def set(self, key: str, value: str) -> None:
+        self.mended.wait(PATIENCE)
+        super().set(key, value)
+
+
+def test_a_store_that_hangs_ends_every_call() -> None:
+    """The first after its time, the next at once; once it answers again, so do they."""
+    stuck, runtime = Stuck(), RealRuntime()
+    store = BoundedStore(stuck, runtime, seconds=0.05)
+    with pytest.raises(StoreSilentError, match="did not answer within"):
+        store.set("key", "value")
+    began = runtime.now()
+    with pytest.raises(StoreSilentError, match="has not answered for"):
+        store.check(["key"])
+    assert runtime.now() - began < PATIENCE / 2
+    stuck.mended.set()
+    while "key" not in stuck.rows:
+        runtime.sleep(0.001)
+    until = runtime.now() + PATIENCE
+    while runtime.now() < until:
+        try:
+            assert store.prefixed("a").add("b", 2) == 2
+            break
+        except StoreSilentError:
+            runtime.sleep(0.001)
+    store.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        store.get("key")
+
+
+def test_closing_does_not_hang_on_a_store_that_does() -> None:
+    stuck, runtime = Stuck(), RealRuntime()
+    store = BoundedStore(stuck, runtime, seconds=0.05)
+    liveness = Liveness(store, store, 0, 2, runtime, program="rank 0")
+    began = runtime.now()
+    liveness.close()
+    assert runtime.now() - began < PATIENCE / 2
+    stuck.mended.set()
+    store.close()
+
+
+@pytest.mark.parametrize("text", ["never", "-1", "0.1", "inf"])
+def test_the_time_after_which_one_is_lost_is_checked(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SYNCLINE_LOST_AFTER", text)
+    with pytest.raises(sl.SpecError, match=f"SYNCLINE_LOST_AFTER={text}: seconds"):
+        lost_after()

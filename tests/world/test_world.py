@@ -9,7 +9,10 @@ import pytest
 import torch
 
 import syncline as sl
+from syncline.environment import Environment
 from syncline.transports import SingleTransport
+from syncline.world import current_world
+from syncline.world import world as world_module
 
 
 def test_alone() -> None:
@@ -182,3 +185,22 @@ def test_progress_is_a_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr("sys.stderr.isatty", lambda: False)
     sl.simulate(lambda world: world.compute(1.0), ranks=2)
     assert capsys.readouterr().err == ""
+
+
+def introduce(world: sl.World, check: bool = False) -> tuple[list[str], int, bool]:
+    environment = Environment(source="a test", rank=world.rank, size=world.size, local_size=1, host="here")
+    return world_module._introduce(world.transport, environment, check)
+
+
+def test_ranks_of_different_versions_refuse_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a sentence that names both, on both: their messages may mean different things."""
+    monkeypatch.setattr(world_module, "package_version", lambda: f"1.{current_world().rank}")
+    for error in sl.simulate(introduce, 2, return_exceptions=True).results:
+        assert isinstance(error, sl.WorldError)
+        assert "rank 0 runs Syncline 1.0, rank 1 runs 1.1" in str(error)
+
+
+def test_one_rank_that_wants_check_is_enough() -> None:
+    """One that compares its calls and others that do not would wait for each other."""
+    run = sl.simulate(lambda world: introduce(world, check=world.rank == 1), 3)
+    assert [check for _, _, check in run.results] == [True] * 3

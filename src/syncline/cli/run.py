@@ -26,7 +26,9 @@ from syncline.launch.machine import warn_if_crowded
 from syncline.launch.mpi import mpi_command
 from syncline.launch.slurm import srun_command
 from syncline.launch.start import Job, hand_over, run_here, run_on_hosts
+from syncline.launch.sweeper import sweep_after_mpiexec
 from syncline.launch.variables import company, network_key, threads_each
+from syncline.transports.store import read_lost_after
 
 __all__ = ["HELP", "configure", "run"]
 
@@ -57,6 +59,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="stop",
         help="when a worker fails: stop the others (the default), or tell them and let them go on",
     )
+    parser.add_argument(
+        "--lost-after",
+        metavar="SECONDS",
+        help="a worker that gives no sign of life for so long is killed, and has failed; default 30, 0: never",
+    )
     parser.add_argument("--address", metavar="A", help="this machine's address that the workers can reach")
     parser.add_argument("-m", action="store_true", dest="module", help="run a module, as python -m does")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="script.py args…", help="what to run")
@@ -73,6 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         servers=arguments.servers,
         handlers=arguments.handlers,
         mpi=arguments.mpi,
+        lost_after=arguments.lost_after,
     )
     ranks: int | None = arguments.ranks
     if arguments.lab is not None:
@@ -102,7 +110,9 @@ def _run_mpi(job: Job, ranks: int, hosts: tuple[Host, ...]) -> int:
         variables["SYNCLINE_KEY"] = network_key()
     variables |= threads_each(ranks if not hosts else max(host.slots for host in hosts))
     environ = {**os.environ, **variables}
-    return hand_over(mpi_command(job.target, ranks, hosts, environ, job.servers, job.server), variables)
+    command = mpi_command(job.target, ranks, hosts, environ, job.servers, job.server)
+    sweep_after_mpiexec()
+    return hand_over(command, variables)
 
 
 def _target(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -140,6 +150,8 @@ def _check(arguments: argparse.Namespace) -> None:
     """Refuse what cannot be, and what cannot be together."""
     if arguments.ranks is not None and arguments.ranks < 1:
         raise SpecError(f"-n {arguments.ranks}: a run takes at least one worker")
+    if arguments.lost_after is not None:
+        read_lost_after(arguments.lost_after, f"--lost-after {arguments.lost_after}")
     if arguments.servers < 0:
         raise SpecError(f"--servers {arguments.servers}: a number of servers cannot be negative")
     ways = {"--hosts": arguments.hosts is not None, "--lab": arguments.lab is not None, "--mpi": arguments.mpi}
@@ -151,6 +163,8 @@ def _check(arguments: argparse.Namespace) -> None:
         starter = "mpiexec" if ways["--mpi"] else "srun"
         if arguments.on_failure == "continue":
             raise IncompatibleError(f"--on-failure continue: {starter} ends all workers when one fails; leave it out")
+        if arguments.lost_after is not None:
+            raise IncompatibleError(f"--lost-after {arguments.lost_after}: {starter} watches the workers; leave it out")
     if arguments.servers and arguments.hosts == SLURM:
         raise IncompatibleError(f"--servers {arguments.servers}: srun starts workers alone; leave it out")
     if arguments.servers and ways["--mpi"] and ways["--hosts"]:

@@ -51,6 +51,7 @@ from syncline.training.settings import DECAYS, Settings
 from syncline.training.start import checkpoints_in
 from syncline.training.stragglers import check_slow, parse_slow
 from syncline.training.workload import Workload
+from syncline.transports.store import read_lost_after
 
 __all__ = ["HELP", "configure", "run"]
 
@@ -127,6 +128,11 @@ def _configure_place(parser: argparse.ArgumentParser) -> None:
         default="stop",
         help="when a worker fails: stop the others (the default), or let them go on without it",
     )
+    where.add_argument(
+        "--lost-after",
+        metavar="SECONDS",
+        help="a worker that gives no sign of life for so long is killed, and has failed; default 30, 0: never",
+    )
     where.add_argument("--lab", metavar="4@100mbit", help="on so many emulated hosts at that rate")
     where.add_argument("--mpi", action="store_true", help="let mpiexec start the workers, and MPI carry the bytes")
     where.add_argument(
@@ -180,6 +186,7 @@ def run(arguments: argparse.Namespace) -> int:
         mpi=arguments.mpi,
         saves=True,
         announce=True,
+        lost_after=arguments.lost_after,
     )
     try:
         with folder.lock():
@@ -209,6 +216,8 @@ def _place(arguments: argparse.Namespace) -> tuple[tuple[Host, ...], int]:
 def _check_company(arguments: argparse.Namespace) -> None:
     """Refuse servers that nobody would ask, and going on where those who are left could not."""
     strategy, servers = build_strategy(arguments.strategy), arguments.servers
+    if arguments.lost_after is not None:
+        read_lost_after(arguments.lost_after, f"--lost-after {arguments.lost_after}")
     if servers < 0:
         raise SpecError(f"--servers {servers}: a number of servers cannot be negative")
     served = isinstance(strategy, Served) and strategy.loose

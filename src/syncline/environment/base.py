@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import socket
 import zlib
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 
 from syncline.errors import WorldError
 
-__all__ = ["SAVES", "Environment", "Rendezvous", "Variables"]
+__all__ = ["SAVES", "Environment", "Rendezvous", "Variables", "check_versions", "package_version"]
 
 SAVES = "SYNCLINE_SAVES"
 """Set by the launcher where Ctrl-C and SIGTERM ask the ranks to save and end; whoever serves them ends after them."""
@@ -83,3 +84,29 @@ class Variables:
         if not 0 < port < 65536:
             raise WorldError(f"{self.source}: MASTER_PORT={port} is not a port (1 to 65535)")
         return Rendezvous(address, port, hosted=self.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+
+
+def package_version() -> str:
+    """The version of Syncline that this process runs."""
+    try:
+        return importlib.metadata.version("syncline")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
+def check_versions(versions: Mapping[str, str]) -> None:
+    """Refuse processes of one world that run different versions of Syncline; by name, "" where none was told.
+
+    >>> check_versions({"rank 0": "1.2", "rank 1": "1.2"})
+    >>> check_versions({"rank 0": "1.2", "rank 1": "1.3", "server 0": ""})
+    Traceback (most recent call last):
+    ...
+    syncline.errors.WorldError: rank 0 runs Syncline 1.2, rank 1 runs 1.3, server 0 runs an older one: install the ...
+    """
+    found: dict[str, list[str]] = {}
+    for name, version in versions.items():
+        found.setdefault(version, []).append(name)
+    if len(found) > 1:
+        told = [f"{names[0]} runs {version or 'an older one'}" for version, names in found.items()]
+        told[0] = told[0].replace(" runs ", " runs Syncline ", 1)
+        raise WorldError(f"{', '.join(told)}: install the same version of Syncline everywhere")

@@ -1,7 +1,7 @@
 """`python -m syncline.launch.agent`: starts a host's share of a run, as the launcher says on its standard input.
 
-The first line is the job as JSON, so that no secret is on a command line; each later line is a signal to pass on. The
-end of the input means that the launcher is gone or wants no more: what runs here ends.
+The first line is the job as JSON, so that no secret is on a command line; each later line is a signal to pass on, or
+names a program to kill. The end of the input means that the launcher is gone or wants no more: what runs here ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from syncline.launch.local import LocalCrew
 from syncline.launch.output import Output
@@ -40,7 +40,7 @@ def main() -> int:
     with Output(sys.stdout.buffer, sys.stderr.buffer) as output:
         crew = LocalCrew(programs, output)
         try:
-            if control.signals() or control.closed:
+            if control.orders() or control.closed:
                 return 0
             crew.start()
             board.post_ready(int(job["host"]))
@@ -65,14 +65,22 @@ def _watch(crew: LocalCrew, board: Board, control: Control) -> None:
                 if raised.name not in told:
                     told.add(raised.name)
                     board.post_raised(raised)
-        for number, ranks_only in control.signals():
-            crew.signal(number, ranks_only)
+        for order in control.orders():
+            crew.kill(order.name) if order.name else crew.signal(order.signal, order.ranks_only)
         if control.closed and asked is None:
             asked = time.monotonic()
             crew.signal(signal.SIGTERM)
         if asked is not None and time.monotonic() - asked > GRACE:
             crew.signal(signal.SIGKILL)
         time.sleep(PERIOD)
+
+
+class Order(NamedTuple):
+    """A signal to pass on: to all, to the ranks alone, or SIGKILL to the program of that name."""
+
+    signal: int
+    ranks_only: bool
+    name: str
 
 
 class Control:
@@ -90,13 +98,15 @@ class Control:
         line, _, self._rest = self._rest.partition(b"\n")
         return line
 
-    def signals(self) -> list[tuple[int, bool]]:
-        """The signals to pass on that have come since the last call, each with whether it is for the ranks alone."""
+    def orders(self) -> list[Order]:
+        """What has come since the last call."""
         while not self.closed and select.select([self._fd], [], [], 0)[0]:
             self._read()
         *lines, self._rest = self._rest.split(b"\n")
         found: list[dict[str, Any]] = [json.loads(line) for line in lines if line]
-        return [(int(one["signal"]), bool(one.get("ranks_only", False))) for one in found]
+        return [
+            Order(int(one["signal"]), bool(one.get("ranks_only", False)), str(one.get("name", ""))) for one in found
+        ]
 
     def _read(self) -> None:
         data = os.read(self._fd, 1 << 16)

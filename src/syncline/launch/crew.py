@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from syncline.launch.failures import Ended
+from syncline.launch.silence import State
 
 __all__ = ["Crew", "Several"]
 
@@ -25,8 +26,14 @@ class Crew(Protocol):
     def running(self) -> list[str]:
         """The names of those that have not ended."""
 
+    def states(self) -> dict[str, State]:
+        """Those that a signal has stopped and those that compute, by name, as far as this machine can tell."""
+
     def signal(self, number: int, ranks_only: bool = False) -> None:
         """Send a signal to those that run, or to the ranks among them, with all the processes they have started."""
+
+    def kill(self, name: str) -> None:
+        """Kill one of them, with all the processes it has started. Does not wait."""
 
     def close(self) -> None:
         """End what is left, at once; nothing remains."""
@@ -51,9 +58,16 @@ class Several:
     def running(self) -> list[str]:
         return [name for crew in self.crews for name in crew.running()]
 
+    def states(self) -> dict[str, State]:
+        return {name: state for crew in self.crews for name, state in crew.states().items()}
+
     def signal(self, number: int, ranks_only: bool = False) -> None:
         for crew in self.crews:
             crew.signal(number, ranks_only)
+
+    def kill(self, name: str) -> None:
+        for crew in self.crews:
+            crew.kill(name)
 
     def close(self) -> None:
         for crew in self.crews:

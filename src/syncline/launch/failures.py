@@ -38,6 +38,8 @@ class Ended:
     code: int
     report: Report | None = None
     time: float = field(default_factory=time.time)
+    silent: float = 0.0
+    """Seconds without a sign of life after which the launcher has killed it; 0 where it ended by itself."""
 
     @property
     def failed(self) -> bool:
@@ -58,6 +60,8 @@ class Ended:
         >>> Ended(name="rank 2", rank=2, code=-9).reason("rank 2")
         'rank 2 was killed by signal 9 (SIGKILL)'
         """
+        if self.silent:
+            return f"{who} gave no sign of life for {self.silent:.0f} s (frozen, or cut off) and was killed"
         if self.code < 0:
             return f"{who} was killed by signal {-self.code} ({_signal_name(-self.code)})"
         return f"{who} failed (exit code {self.code})"
@@ -87,6 +91,7 @@ class Ended:
             code=int(found["code"]),
             report=None if report is None else _report(report),
             time=float(found["time"]),
+            silent=float(found.get("silent", 0.0)),
         )
 
 

@@ -22,7 +22,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from syncline.errors import WorldError
 from syncline.launch.failures import Ended, Report, read_report
 from syncline.launch.output import Output
-from syncline.launch.programs import Program
+from syncline.launch.programs import MPIEXEC, Program
+from syncline.launch.silence import State
 from syncline.launch.sweeper import Sweeper
 
 __all__ = ["LocalCrew"]
@@ -32,6 +33,8 @@ HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 ELASTICS_OWN = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 PATIENCE = 10.0
 """Seconds that a killed process may take to be gone."""
+LOOKS, BETWEEN_LOOKS_S = 2, 0.004
+"""Looks at a thread that runs, beyond the first, and the seconds between them."""
 
 
 @dataclass(eq=False)
@@ -57,7 +60,7 @@ class LocalCrew:
     def start(self) -> None:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
         folder = tempfile.mkdtemp(prefix="syncline-run-")
-        self._sweeper = Sweeper(folder)
+        self._sweeper = Sweeper(folder, mpi=any(program.name == MPIEXEC for program in self._programs))
         with _signals_left_alone() as handled:
             for number, program in enumerate(self._programs):
                 try:
@@ -107,10 +110,19 @@ class LocalCrew:
     def running(self) -> list[str]:
         return [process.program.name for process in self._running]
 
+    def states(self) -> dict[str, State]:
+        found = {process.program.name: _state(process.pid) for process in self._running}
+        return {name: state for name, state in found.items() if state is not None}
+
     def signal(self, number: int, ranks_only: bool = False) -> None:
         for process in self._running:
             if not ranks_only or process.program.rank is not None:
                 _signal_group(process.pid, number)
+
+    def kill(self, name: str) -> None:
+        for process in self._running:
+            if process.program.name == name:
+                _signal_group(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
         self.signal(signal.SIGKILL)
@@ -127,6 +139,35 @@ def _has_ended(pid: int) -> bool:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
         return True
+
+
+def _state(pid: int) -> State | None:
+    """What the kernel tells of a process: stopped by a signal, or with a thread that runs or waits for a processor.
+
+    A thread that wakes now and then is no sign of life: it must be found running several times in a row.
+    """
+    if _thread_states(pid).get(str(pid)) == "T":
+        return "stopped"
+    running = set(_running(pid))
+    for _ in range(LOOKS if running else 0):
+        time.sleep(BETWEEN_LOOKS_S)
+        running &= set(_running(pid))
+    return "busy" if running else None
+
+
+def _running(pid: int) -> list[str]:
+    return [thread for thread, state in _thread_states(pid).items() if state == "R"]
+
+
+def _thread_states(pid: int) -> dict[str, str]:
+    """The state of each thread, as /proc tells it; nothing where there is no such process, or no /proc."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                fields = Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()
+                found[thread] = fields[0] if fields else ""
+    return found
 
 
 def _exit_code(context: PContext) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from syncline.errors import UnsupportedError
 from syncline.launch.mpi import find_mpiexec, flavour_of, mpi_command, mpiexec_version, why_no_mpi
-from syncline.launch.programs import Place, Program
+from syncline.launch.programs import MPIEXEC, Place, Program
 
 __all__ = ["lay_out_mpi"]
 
@@ -58,7 +58,7 @@ def lay_out_mpi(
     environ = {**os.environ, **variables}
     command = mpi_command(tuple(target), ranks, (), environ, servers, server, options)
     program = Program(
-        name="mpiexec",
+        name=MPIEXEC,
         target=("--exec", *command),
         variables=variables,
         rank=0,

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["EVALUATOR", "Place", "Program", "lay_out", "lay_out_evaluator", "lay_out_servers"]
+__all__ = ["EVALUATOR", "MPIEXEC", "Place", "Program", "lay_out", "lay_out_evaluator", "lay_out_servers"]
 
 EVALUATOR = "evaluator"
+MPIEXEC = "mpiexec"
+"""The name of the program that stands for all ranks where mpiexec starts them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,7 @@ def lay_out(
                 "LOCAL_RANK": str(local),
                 "LOCAL_WORLD_SIZE": str(place.slots),
                 "GROUP_RANK": str(number),
+                "SYNCLINE_PROGRAM": f"rank {rank}",
             }
             here.append(
                 Program(
@@ -110,7 +113,7 @@ def lay_out_servers(
     laid: list[list[Program]] = [[] for _ in places]
     for server in range(count):
         place = places[server % len(places)]
-        role = {"SYNCLINE_ROLE": "server", "SYNCLINE_SERVER": str(server)}
+        role = {"SYNCLINE_ROLE": "server", "SYNCLINE_SERVER": str(server), "SYNCLINE_PROGRAM": f"server {server}"}
         laid[server % len(places)].append(
             Program(
                 name=f"server {server}",
@@ -133,7 +136,7 @@ def lay_out_evaluator(places: Sequence[Place], target: Iterable[str], common: Ma
     evaluator = Program(
         name=EVALUATOR,
         target=tuple(target),
-        variables={**last.variables, **common, "SYNCLINE_ROLE": EVALUATOR},
+        variables={**last.variables, **common, "SYNCLINE_ROLE": EVALUATOR, "SYNCLINE_PROGRAM": EVALUATOR},
         prefix=f"[{EVALUATOR}] ",
         enter=last.enter,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from syncline.launch.failures import Ended, Report
 from syncline.launch.hosts import Host
 from syncline.launch.output import Output
 from syncline.launch.programs import Program
+from syncline.launch.silence import State
 from syncline.launch.ssh import Link
 from syncline.launch.store import Board
 
@@ -82,6 +84,14 @@ class RemoteCrew:
             if share.left and number not in share.sent:  # a line more each time would fill a pipe that nobody reads
                 share.sent.add(number)
                 link.tell({"signal": int(number), **({"ranks_only": True} if ranks_only else {})})
+
+    def states(self) -> dict[str, State]:
+        return {}
+
+    def kill(self, name: str) -> None:
+        for share, link in self._links:
+            if name in share.left:
+                link.tell({"signal": int(signal.SIGKILL), "name": name})
 
     def close(self) -> None:
         for _, link in self._links:

@@ -25,6 +25,7 @@ from syncline.launch.ssh import address_towards
 from syncline.launch.store import Board, serve_store
 from syncline.launch.supervisor import Policy, Supervisor, Tick
 from syncline.launch.variables import carried, common_variables, company, network_key, threads_each
+from syncline.transports.store import LOST_AFTER_VARIABLE, lost_after, read_lost_after
 
 __all__ = [
     "SERVER",
@@ -68,6 +69,8 @@ class Job:
     """Whether a line says who is started where standard error is no terminal, too."""
     horovod: bool = False
     """Whether the ranks are told who they are in Horovod's words too."""
+    lost_after: str | None = None
+    """Seconds without a sign of life after which a program counts as lost, "0" for no limit; None: as is usual."""
 
 
 def run_here(job: Job, ranks: int) -> int:
@@ -151,7 +154,9 @@ def _lay_out(job: Job, places: Sequence[Place], common: Mapping[str, str]) -> li
     # Nobody beside the ranks and the servers joins MPI's world: there rank 0 evaluates.
     evaluators = 0 if job.mpi else job.evaluators
     told = company(workers, servers=job.servers, evaluators=evaluators, hosts=len(places), handlers=job.handlers)
-    told = {**told, **({SAVES: "1"} if job.saves and not job.mpi else {}), **job.variables, **common}
+    limit = {} if job.lost_after is None else {LOST_AFTER_VARIABLE: job.lost_after}
+    saves = {SAVES: "1"} if job.saves and not job.mpi else {}
+    told = {**told, **limit, **saves, **job.variables, **common}
     if job.mpi:
         return lay_out_mpi(places, job.target, told, job.servers, job.server, plain=job.plain_rank is not None)
     ranks = lay_out(places, job.target, told, job.plain_rank)
@@ -194,8 +199,18 @@ def _supervisor(
 ) -> Supervisor:
     ranks = 1 if job.mpi else sum(place.slots for place in places)  # mpiexec stands for all of them
     finishing = (EVALUATOR,) if job.evaluators else ()
+    given = job.lost_after
+    limit = lost_after() if given is None else read_lost_after(given, f"--lost-after {given}")
     return Supervisor(
-        crew, board, ranks, policy=job.policy, say=say, tick=tick, finishing=finishing, saves=job.saves and not job.mpi
+        crew,
+        board,
+        ranks,
+        policy=job.policy,
+        say=say,
+        tick=tick,
+        finishing=finishing,
+        saves=job.saves and not job.mpi,
+        lost_after=limit,
     )
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Iterable
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store, TCPStore
 
 from syncline.errors import ProtocolError, WorldError
 from syncline.launch.failures import Ended
-from syncline.transports.store import DEAD
+from syncline.transports.store import ALIVE, DEAD
 
 __all__ = ["ENDED", "Board", "join_store", "serve_store"]
 
@@ -64,10 +65,14 @@ class Board:
 
     def post_dead(self, ended: Ended) -> None:
         """Tell the ranks that one of them, or a program beside them, has failed."""
-        text = json.dumps({"rank": ended.rank, "reason": ended.reason()})
-        self.store.set(f"{DEAD}/{ended.name if ended.rank is None else ended.rank}", text)
-        if ended.rank is not None:
-            self.store.add(DEAD, 1)
+        who = ended.name if ended.rank is None else ended.rank
+        self.store.set(f"{DEAD}/{who}", json.dumps({"rank": ended.rank, "reason": ended.reason()}))
+        self.store.add(DEAD, 1)
+
+    def read_signs(self, names: Iterable[str]) -> dict[str, str]:
+        """The latest sign of life of each program; "" of one that has given none."""
+        keys = {name: f"{ALIVE}/{name}" for name in names}
+        return {name: self.store.get(key).decode() if self.store.check([key]) else "" for name, key in keys.items()}
 
     def post_ended(self, ended: Ended) -> None:
         """Tell the launcher that a program of this host has ended."""

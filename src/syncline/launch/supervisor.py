@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Literal
 
 from syncline.launch.crew import Crew
 from syncline.launch.failures import Ended, culprit, listed
+from syncline.launch.silence import SilenceWatch
 from syncline.launch.store import Board
 
 __all__ = ["Policy", "Supervisor", "Tick"]
@@ -45,7 +47,7 @@ class Supervisor:
     """Watches a crew until nothing of it is left.
 
     ```text
-    running ──a rank fails (stop)───────────┐
+    running ──a rank fails (stop)───────────┐   a rank that gives no sign of life is killed, and has failed
        │  ──Ctrl-C, SIGTERM, SIGHUP─────────┤──► asked to end ──grace, or Ctrl-C again──► killed ──no answer──► left
        └──all ranks have ended (servers)────┘   an evaluator may finish first
     ```
@@ -66,6 +68,7 @@ class Supervisor:
         tick: Tick | None = None,
         finishing: Collection[str] = (),
         saves: bool = False,
+        lost_after: float = math.inf,
     ) -> None:
         self._crew = crew
         self._board = board
@@ -90,6 +93,11 @@ class Supervisor:
         self._looked = time.monotonic()
         self._raised: dict[str, float] = {}
         self._told: set[str] = set()
+        self._lost_after = lost_after
+        self._silence = SilenceWatch(lost_after)
+        self._listened = time.monotonic()
+        self._lost: set[str] = set()
+        """Those that were killed for giving no sign of life: nobody waits for their end."""
 
     def run(self) -> int:
         """Start the crew, see it through; the exit code."""
@@ -121,6 +129,8 @@ class Supervisor:
 
     def _take_note(self, ended: list[Ended]) -> None:
         for one in ended:
+            if one.name in self._lost:
+                continue
             self._ranks_left -= one.rank is not None
             if self._saves and one.rank is not None and one.code == STOPPED:
                 self._stopped = True
@@ -149,6 +159,9 @@ class Supervisor:
             self._ask(signal.SIGINT if self._saves else FORWARDED[signal.Signals(first)], now, self._saves)
             if again:
                 self._crew.signal(signal.SIGKILL)
+        if self._asked is None and now - self._listened >= NOTICE:
+            self._listened = now
+            self._end_the_silent(now)
         if self._tick is not None and self._asked is None:
             self.ended_early = self._tick()
             if self.ended_early is not None:
@@ -168,6 +181,19 @@ class Supervisor:
         elif now - self._looked > NOTICE:
             self._looked = now
             self._notice_those_who_do_not_end(now)
+
+    def _end_the_silent(self, now: float) -> None:
+        """Kill those that have given no sign of life for too long. They have failed, whether they end or not."""
+        if self._lost_after == math.inf:
+            return
+        names = [name for name in self._crew.running() if name not in self._lost]
+        for name, seconds in self._silence.look(now, self._board.read_signs(names), self._crew.states).items():
+            kind, _, number = name.partition(" ")
+            rank = int(number) if kind == "rank" else None
+            self._lost.add(name)
+            self._ranks_left -= rank is not None
+            self._crew.kill(name)
+            self._fail(Ended(name=name, rank=rank, code=-signal.SIGKILL, silent=seconds))
 
     def _end_the_rest(self, now: float) -> None:
         """All ranks have ended: servers are asked to end too, after an evaluator has had time to finish."""

@@ -1,9 +1,10 @@
 """Ends what a killed supervisor leaves behind: the kernel ends its workers, this what the workers had started.
 
-    python sweeper.py FOLDER < pipe
+    python sweeper.py FOLDER [--mpi] < pipe
 
 Each line of the pipe is the number of a process group that has begun (+12) or is over (-12). The pipe ends when the
-supervisor does, in whatever way; then the groups that are left are killed, and the folder is removed.
+supervisor does, in whatever way; then the groups that are left are killed, and the folder is removed. With `--mpi` the
+shared memory goes too that MPICH leaves in /dev/shm when its ranks are killed.
 """
 
 from __future__ import annotations
@@ -14,18 +15,25 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["Sweeper"]
+__all__ = ["Sweeper", "remove_unmapped", "sweep_after_mpiexec"]
+
+SHARED = "/dev/shm"  # noqa: S108 - MPICH chooses it
+SEGMENTS = "mpich_shm_*"
+"""What MPICH calls its shared memory."""
+DYING_S, LOOK_S = 2.0, 0.1
+"""Seconds that killed ranks may take until they hold the memory no more, and between looks for that."""
 
 
 class Sweeper:
     """The supervisor's end of the pipe."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, mpi: bool = False) -> None:
         # -I and -S: it needs nothing but the standard library, and starts in a few milliseconds.
-        command = [sys.executable, "-I", "-S", str(Path(__file__)), folder]
+        command = [sys.executable, "-I", "-S", str(Path(__file__)), folder, *(["--mpi"] if mpi else [])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def begun(self, group: int) -> None:
@@ -43,11 +51,50 @@ class Sweeper:
             self._process.stdin.close()
         self._process.wait()
 
+    def outlive(self) -> None:
+        """Let the pipe end only when the program that this process becomes has ended, and all that it starts."""
+        assert self._process.stdin is not None
+        os.set_inheritable(self._process.stdin.fileno(), True)
+
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # somebody has killed it: we go on without
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()
+
+
+def sweep_after_mpiexec() -> None:
+    """Start one for the mpiexec that this process is about to become."""
+    Sweeper("", mpi=True).outlive()
+
+
+def remove_unmapped(since: float, folder: str = SHARED, proc: str = "/proc") -> list[Path]:
+    """Remove this user's MPICH memory that was made since then and that no process has mapped; what is still mapped."""
+    made = [path for path in Path(folder).glob(SEGMENTS) if _is_ours(path, since)]
+    mapped = _mapped(proc) if made else set()
+    for path in made:
+        if str(path) not in mapped:
+            with contextlib.suppress(OSError):
+                path.unlink()
+    return [path for path in made if str(path) in mapped]
+
+
+def _is_ours(path: Path, since: float) -> bool:
+    try:
+        found = path.stat()
+    except OSError:
+        return False
+    return found.st_uid == os.getuid() and found.st_ctime >= since
+
+
+def _mapped(proc: str) -> set[str]:
+    """The files that processes have mapped."""
+    found = set()
+    for path in Path(proc).glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            fields = (line.split(None, 5) for line in path.read_text().splitlines())
+            found |= {each[5] for each in fields if len(each) == 6}
+    return found
 
 
 def left(lines: Iterable[str]) -> set[int]:
@@ -65,12 +112,17 @@ def left(lines: Iterable[str]) -> set[int]:
 
 def main() -> None:
     """Wait for the end of the supervisor, and sweep."""
+    since = time.time()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     for group in left(sys.stdin):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
-    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    if sys.argv[1]:
+        shutil.rmtree(sys.argv[1], ignore_errors=True)
+    until = time.monotonic() + DYING_S
+    while "--mpi" in sys.argv[2:] and remove_unmapped(since) and time.monotonic() < until:
+        time.sleep(LOOK_S)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ __all__ = ["carried", "common_variables", "company", "network_key", "threads_eac
 CARRIED = ("OMP_", "MKL_", "NCCL_", "GLOO_", "TP_", "TORCH_", "CUDA_", "UCX_", "PYTHON", "SYNCLINE_", "HOROVOD_")
 """What goes along to other hosts, by the beginning of its name: their own environment has the rest."""
 SUPERVISORS_OWN = (
-    *("SYNCLINE_SSH", "SYNCLINE_SUPERVISOR", "SYNCLINE_KEY"),
+    *("SYNCLINE_SSH", "SYNCLINE_SUPERVISOR", "SYNCLINE_KEY", "SYNCLINE_PROGRAM"),
     # Of a run that this one may be started in.
     *("HOROVOD_RANK", "HOROVOD_LOCAL_RANK", "HOROVOD_CROSS_RANK"),
     *("HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_SIZE"),
@@ -45,6 +45,7 @@ def company(
         "SYNCLINE_EVALUATORS": str(evaluators),
         "SYNCLINE_HOSTS": str(hosts),
         "SYNCLINE_ROLE": "worker",
+        "SYNCLINE_PROGRAM": "",
     } | ({"SYNCLINE_HANDLERS": handlers} if handlers else {})
 
 

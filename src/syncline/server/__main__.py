@@ -1,8 +1,9 @@
 """`python -m syncline.server`: a process that does nothing but serve, as `syncline run --servers S` starts it.
 
-Its number and where to meet are in the launcher's variables. It ends when every worker has left or is lost, or when
-the launcher asks it to (SIGTERM): quietly, with exit code 0. Where its workers save when they are asked to stop, it
-leaves Ctrl-C and SIGTERM alone: they need it until they have, and the launcher ends it then.
+Its number and where to meet are in the launcher's variables. It ends when every worker has left or is lost, with exit
+code 0. SIGTERM ends it too: it says goodbye to the workers, and then ends by that signal, so that whoever watches it
+knows why. Where its workers save when they are asked to stop, it leaves Ctrl-C and SIGTERM alone: they need it until
+they have, and the launcher ends it then.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ def main() -> int:
             importlib.import_module("syncline.server.server").serve(network)
         finally:
             network.close()
+    except _TerminatedError:
+        end_by(signal.SIGTERM)
     except KeyboardInterrupt:
         return 130
     except SynclineError:
@@ -66,8 +69,19 @@ def _join_mpi(over: Any) -> ServerNetwork:
     return network_of(transport, roles.workers, roles.servers)
 
 
+class _TerminatedError(BaseException):
+    """SIGTERM has come. No `Exception`: what serves goes on after those."""
+
+
 def _end(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(0)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # saying goodbye is not to be interrupted
+    raise _TerminatedError
+
+
+def end_by(number: int) -> None:
+    """End this process by a signal, as if nobody had handled it."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 if __name__ == "__main__":

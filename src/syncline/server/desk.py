@@ -340,15 +340,15 @@ class Desk:
         told = torch.from_numpy(np.frombuffer(space.description.to_json(), np.uint8).copy())
         return [self._answer(session, request, told)]
 
-    def lose(self, member: int) -> list[Answer]:
-        """A member is gone: its clocks hold nobody back, whether it has said hello or not."""
+    def lose(self, member: int, left: bool = False) -> list[Answer]:
+        """A member is lost, or has left by itself: its clocks hold nobody back, whether it has said hello or not."""
         self._lost.add(member)
         self._leaving = True
         self._early = [(who, what) for who, what in self._early if who != member]
         for session in [each for each in self._sessions.values() if each.member == member]:
             session.forget()
         for space in self.spaces.values():
-            space.leave(member)
+            space.leave(member, lost=not left)
         return self._going_on([])
 
     def _leave(self, session: Session, request: Request) -> Answer:
@@ -369,6 +369,13 @@ class Desk:
             for (of, member), each in self._sessions.items()
             if of == mark and not each.left and member not in self._lost
         )
+
+    def slowest(self) -> tuple[int, int] | None:
+        """The worker for whose step parked reads wait, and its clock; None where nobody waits for one."""
+        waited = {id(session.space): session.space for session in self._sessions.values() if session.parked}
+        clocks = [space.clocks for space in waited.values() if space.clocks.live]
+        found = [(each.of[who], who) for each in clocks for who in each.of if each.trains(who)]
+        return min(found)[::-1] if found else None
 
     def _forget_left(self) -> None:
         """Let go of the spaces that all their workers have left, and where nobody waits for an answer."""

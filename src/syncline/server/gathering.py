@@ -59,9 +59,9 @@ class Gathering(Space):
             self._away.add(worker)
             self._gather()
 
-    def leave(self, worker: int) -> bool:
+    def leave(self, worker: int, lost: bool = False) -> bool:
         self._open.pop(worker, None)  # half a step is no step
-        return super().leave(worker)
+        return super().leave(worker, lost)
 
     def settle(self, pushes: list[Push], weight: float) -> None:
         """A step of all: its sum waits to go up, with how many gradients it adds up."""

@@ -119,7 +119,8 @@ def _make(world: World) -> ServerNetwork:
         return network_of(_split(world), world.size)
     zeromq = importlib.import_module("syncline.transports.zeromq")  # only here: MPI needs none of it
     environment = detect(world.environ) if roles.alone else roles.environment(world.rank)
-    transport = zeromq.connect(environment, world.transport.timeout, label=LABEL)
+    transport = zeromq.connect(environment, world.transport.timeout, label=LABEL, name_of=roles.name_of)
+    world.watch(transport)
     return network_of(transport, world.size, roles.servers, roles.evaluators)
 
 
@@ -137,7 +138,8 @@ def join_network(roles: Roles, timeout: float = DEFAULT_TIMEOUT, patience: float
             "tells them where to meet (SYNCLINE_ROLE, MASTER_ADDR, MASTER_PORT)"
         )
     zeromq = importlib.import_module("syncline.transports.zeromq")
-    transport = zeromq.connect(roles.environment(), timeout, label=LABEL, patience=patience)
+    environment = roles.environment()
+    transport = zeromq.connect(environment, timeout, label=LABEL, patience=patience, name_of=roles.name_of)
     return network_of(transport, roles.workers, roles.servers, roles.evaluators)
 
 

@@ -44,6 +44,16 @@ class Roles:
     def size(self) -> int:
         return self.workers + self.servers + self.evaluators
 
+    def name_of(self, member: int) -> str:
+        """A member as its launcher names it.
+
+        >>> [Roles(workers=2, servers=1, evaluators=1).name_of(member) for member in (1, 2, 3)]
+        ['rank 1', 'server 0', 'evaluator']
+        """
+        if member < self.workers or self.alone:
+            return f"rank {member}"
+        return f"server {member - self.workers}" if member < self.workers + self.servers else "evaluator"
+
     def environment(self, rank: int = 0) -> Environment:
         """This process as a member; `rank` is a worker's own."""
         first = {"worker": rank, "server": self.workers + self.number, "evaluator": self.workers + self.servers}

@@ -32,6 +32,7 @@ from syncline.server.pool import Pool
 from syncline.server.protocol import REQUEST_BYTES, Reply, Request
 from syncline.server.relay import Relay
 from syncline.transports import Listening
+from syncline.transports.limited_log import LimitedLog
 
 __all__ = ["Server", "serve"]
 
@@ -70,6 +71,7 @@ class Server:
         self._listening: Listening | None = None
         self._lines: dict[int, deque[_Coming]] = {}
         """By client: requests whose bodies are on their way, and what came behind them."""
+        self._refusals = LimitedLog(logger, self._runtime.now)
         self._parted: set[int] = set()
         self._relays: dict[int, Relay] = {}
         self._doors: dict[int, Client] = {}
@@ -79,6 +81,7 @@ class Server:
         if self.network.dedicated:
             torch.set_num_threads(1)  # adding rows waits for memory; OpenMP's threads would spin between the pieces
         network, most = self.network, REQUEST_BYTES + protocol.INLINE
+        self._transport.owing(self._owes, self._awaits)
         self._listening = self._transport.listen(protocol.REQUEST, most, self._hear, self._part_from)
         if self._listening is None:
             # A sub-master is its parent's client; no server is its own: a task that waits for nobody costs a switch.
@@ -86,6 +89,17 @@ class Server:
             for member in (*network.workers, *network.evaluators, *masters):
                 self._tasks.append(self._runtime.spawn(self._attend, member, name=f"server-{member}"))
         return self
+
+    def _awaits(self) -> int | None:
+        """The worker for whose step reads wait here, for those who wait for their answers."""
+        with self._lock:
+            found = self.desk.slowest()
+        return None if found is None else self._transport.members[found[0]]
+
+    def _owes(self) -> str:
+        with self._lock:
+            found = self.desk.slowest()
+        return "" if found is None else f"reads, which wait for worker {found[0]} (its clock: {found[1]})"
 
     def join(self) -> None:
         """Return when every client has left or is lost."""
@@ -199,7 +213,8 @@ class Server:
         with self._lock:
             self._parted.add(member)
             self._parting.set()
-        self._act(partial(self.desk.lose, member))
+        left = self._transport.members[member] not in self._transport.lost()
+        self._act(partial(self.desk.lose, member, left))
 
     # Where tasks wait.
 
@@ -263,7 +278,7 @@ class Server:
         return request, self.desk.refuses(member, request) if not inline else ""
 
     def _reject(self, member: int, request: Request, reason: str) -> None:
-        logger.warning("server %d refuses what member %d sent: %s", self.network.me, member, reason)
+        self._refusals.warn(f"server {self.network.me} refuses what member {member} sent: {reason}")
         self._act(partial(self.desk.reject, member, request, reason))
 
     def _refuse_unread(self, member: int, data: memoryview, reason: str) -> None:
@@ -271,7 +286,7 @@ class Server:
         whole = len(data) >= NUMBER_AT + 8
         number = struct.unpack_from("<Q", data, NUMBER_AT)[0] if whole else 0
         space = struct.unpack_from("<I", data, SPACE_AT)[0] if whole else 0
-        logger.warning("server %d refuses what member %d sent: %s", self.network.me, member, reason)
+        self._refusals.warn(f"server {self.network.me} refuses what member {member} sent: {reason}")
         text = torch.from_numpy(np.frombuffer(reason.encode(), np.uint8).copy())
         reply = Reply(protocol.REFUSED, space=space, number=number, min_clock=-1, length=text.numel())
         self._send(Answer(member, reply, text, True))

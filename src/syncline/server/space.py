@@ -88,6 +88,10 @@ class Space:
         self.below: dict[str, list[int]] = {}
         """What sub-masters tell of their children: steps, and how many of them came late."""
         self.late: dict[int, int] = {}
+        self._speaks = server == 0
+        """Whether this server is the one of the space that logs what all of them see."""
+        self._left_at: dict[int, int] = {}
+        """Workers that have left by themselves, each with its clock then."""
         self._rules = description.build_rules()
         self._states: list[dict[str, Tensor]] = [
             rule.state(self.after - self.first) if rule.elementwise else {} for rule in self._rules
@@ -167,15 +171,32 @@ class Space:
         """
         self.clocks.tick(worker, clock)
         self._begun.pop(worker, None)
+        if self._left_at:
+            self._tell_early_leavers(clock + 1)
         if self.description.held:
             step = self._steps.setdefault(clock, _Step())
             step.ticked.add(worker)
             step.weights[worker] = weight
         self.close_rounds()
 
-    def leave(self, worker: int) -> bool:
+    def _tell_early_leavers(self, clock: int) -> None:
+        """Say, once, which workers have left by themselves long before a clock that another has reached."""
+        for worker, at in list(self._left_at.items()):
+            if clock > at + max(1, at // 10):
+                del self._left_at[worker]
+                if self._speaks:
+                    logger.warning(
+                        "worker %d has left at clock %d, and the others go on: it has taken fewer steps than they. Did "
+                        "it end in the middle?",
+                        worker,
+                        at,
+                    )
+
+    def leave(self, worker: int, lost: bool = False) -> bool:
         """A worker is lost or through: it holds nobody back."""
         left = self.clocks.leave(worker)
+        if left and not lost and not self.stopping:
+            self._left_at[worker] = self.clocks.of[worker]
         if left:
             try:
                 self.close_rounds()

@@ -529,14 +529,17 @@ class ServedRun(Run):
 
     def _explain(self, peer: int) -> str:
         network, client = self.client.network, self.client
-        if peer not in network.transport.lost():
+        if peer not in network.servers or not network.transport.gone(peer):
             return (
-                f"its server answers a read when the clocks allow it: this worker is at clock {client.clock} and reads "
+                f"a server answers a read when the clocks allow it: this worker is at clock {client.clock} and reads "
                 f"when all are at {self.wanted(client.clock)}, and when a server last told, the slowest was at "
                 f"{client.told.min_clock}. Look for a worker that hangs, or give sl.init() a longer timeout"
             )
         if network.dedicated:
-            return f"member {peer} was a server, and its part of the weights is gone: go on from a checkpoint"
+            return (
+                f"member {peer} was server {network.servers.index(peer)}, and its part of the weights is gone: go on "
+                "from a checkpoint"
+            )
         return (
             f"worker {peer} held a part of the weights, which is gone with it: servers of their own outlive workers "
             "(syncline run --servers 1), or go on from a checkpoint"

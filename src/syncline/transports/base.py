@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -27,6 +27,7 @@ __all__ = [
     "as_bytes",
     "bounded",
     "human",
+    "told_by_rank",
 ]
 
 Op = Literal["sum", "min", "max", "product"]
@@ -35,6 +36,9 @@ TAGS = 1 << 28
 """Tags are whole numbers below this."""
 LANE_TAGS = 1 << 27
 """From here on they belong to the executor's lanes; those below are the user's."""
+
+COMPARISON_TAGS = LANE_TAGS + 4096
+"""From here on, beyond any lane, ranks compare what they are about to call."""
 
 DEFAULT_TIMEOUT = 300.0
 """Seconds after which a wait for a peer is given up."""
@@ -228,8 +232,20 @@ class Transport(ABC):
     def entering(self, what: str) -> None:  # noqa: B027 (most transports need not know)
         """Told before each collective: who has not entered it is who the others wait for."""
 
-    def owing(self, tell: Callable[[], str]) -> None:  # noqa: B027 (most transports need not know)
-        """Told once by who uses the channel: how to learn what this rank has yet to deliver, for those who wait."""
+    def compare_call(self, number: int, call: str) -> bool:
+        """Compare this rank's `number`-th collective with the others', where that costs nothing; whether it was.
+
+        Raises an `IncompatibleError` where they differ.
+        """
+        return False
+
+    def owing(  # noqa: B027 (most transports need not know)
+        self, tell: Callable[[], str], awaited: Callable[[], int | None] | None = None
+    ) -> None:
+        """Told once by who uses the channel: how to learn what this rank has yet to deliver, for those who wait.
+
+        `awaited` tells for which rank of the world it waits itself before it can; None where it waits for nobody.
+        """
 
     @abstractmethod
     def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:
@@ -238,6 +254,10 @@ class Transport(ABC):
     def lost(self) -> dict[int, str]:
         """The world's ranks that are known to be gone, each with what is known of its end."""
         return {}
+
+    def gone(self, rank: int) -> str:
+        """Why nothing is to be expected of a rank of this channel any more, or nothing: it is lost, or has left."""
+        return self.lost().get(self.members[rank], "")
 
     def watch(self, ranks: Sequence[int]) -> None:  # noqa: B027 (most transports watch everyone, or nobody)
         """Told whom `lost` is to name soon after their end, though nothing was sent to them yet."""
@@ -320,6 +340,18 @@ def bounded(patience: float) -> float | None:
     (3.0, None)
     """
     return None if patience == math.inf else patience
+
+
+def told_by_rank(told: Mapping[int, str]) -> str:
+    """What each rank says, those that say the same together.
+
+    >>> told_by_rank({0: "barrier()", 1: "send()", 2: "barrier()"})
+    'ranks 0, 2: barrier(); rank 1: send()'
+    """
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(told):
+        groups.setdefault(told[rank], []).append(rank)
+    return "; ".join(f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {what}" for what, who in groups.items())
 
 
 def human(nbytes: int) -> str:

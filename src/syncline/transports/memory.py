@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from syncline.errors import WorldError
-from syncline.transports.base import LANE_TAGS, Handle, Transport, bounded, human
+from syncline.transports.base import COMPARISON_TAGS, LANE_TAGS, Handle, Transport, bounded, human
 from syncline.transports.mailbox import Mailbox, Posted
 
 __all__ = ["Completed", "LocalWindow", "MailboxHandle", "check_span", "describe_recv", "no_more", "tag_name"]
@@ -63,6 +63,8 @@ def describe_recv(transport: Transport, source: int | None, tag: int, nbytes: in
 
 def tag_name(tag: int) -> str:
     """A tag as people know it."""
+    if tag >= COMPARISON_TAGS:
+        return "comparison of calls"
     return f"tag {tag}" if tag < LANE_TAGS else f"lane {tag - LANE_TAGS}"
 
 

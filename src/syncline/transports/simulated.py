@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from syncline.errors import PeerLostError, WorldError
+from syncline.errors import IncompatibleError, PeerLostError, WorldError
 from syncline.runtime import Kernel, SimulatedRuntime
-from syncline.transports.base import DEFAULT_TIMEOUT, Handle, Transport, Window, bounded, human
+from syncline.transports.base import DEFAULT_TIMEOUT, Handle, Transport, Window, bounded, human, told_by_rank
 from syncline.transports.faults import Delay, Drop, Duplicate, Fault, Kill, Partition, ranks_of, slowness
 from syncline.transports.mailbox import Mailbox
 from syncline.transports.memory import MailboxHandle, check_span, no_more, tag_name
@@ -23,6 +23,8 @@ __all__ = ["Hub", "Message", "SimulatedTransport", "wide_channel"]
 
 WIDE = ("wide",)
 """The key of the channel that reaches all members of a hub, those beside the world too."""
+KEPT_CALLS = 1024
+"""Collectives of a channel whose calls are remembered: a rank that is further behind is not compared."""
 RETRY = 0.05
 """Seconds after which a message is sent again, where the network loses some."""
 
@@ -61,8 +63,12 @@ class Hub:
         self.runtimes = [SimulatedRuntime(kernel, rank) for rank in range(size)]
         self.messages: list[Message] = []
         self.lost: int | None = None
-        """The rank that the first to notice a loss has named: all later errors name the same one."""
+        """The rank that the first wait to time out has named: all later ones name the same."""
         self.gone: dict[int, float] = {}
+        self.blames: dict[int, int] = {}
+        """By rank: the one that is gone which its latest error has named."""
+        self._causes: dict[int, int] = {}
+        """Of ranks that ended because another was lost: that one."""
         self.killed: set[int] = set()
         self._broken: set[int] = set()
         self._out_free = [0.0] * size
@@ -77,6 +83,7 @@ class Hub:
         self.roots = {0, self.channel(WIDE)}
         """Channels that are there from the start: a rank may close one and come back to it."""
         self._windows: dict[tuple[object, ...], list[Tensor]] = {}
+        self._calls: dict[tuple[int, int], dict[int, str]] = {}
         self._schedule_faults()
 
     def slowness(self, rank: int) -> float:
@@ -179,10 +186,12 @@ class Hub:
 
         return strike
 
-    def leave(self, rank: int) -> None:
-        """A rank is no more. Its peers' links break once what it had sent has arrived."""
+    def leave(self, rank: int, because_of: int | None = None) -> None:
+        """A rank is no more, perhaps because another is lost. Its peers' links break once what it sent has arrived."""
         if rank in self.gone:
             return
+        if because_of is not None:
+            self._causes[rank] = because_of
         self.kernel.faulted = True
         self.gone[rank] = self.kernel.now
         self._break_when_quiet(rank)
@@ -211,6 +220,10 @@ class Hub:
         how = "was killed" if rank in self.killed else "ended with an exception"
         return f"it {how} at t={self.gone[rank]:.6g} s"
 
+    def cause_of(self, rank: int) -> int:
+        """The rank to name for one that is gone, or that waits for nobody any more: the one it has lost, or itself."""
+        return self._causes.get(rank, rank) if rank in self.gone else self.blames.get(rank, rank)
+
     def name_lost(self, peer: int | None) -> int | None:
         """The rank to name: the first that anyone named."""
         if self.lost is None and peer is not None:
@@ -232,6 +245,20 @@ class Hub:
     def channel(self, key: tuple[object, ...]) -> int:
         """The number of the channel that all members ask for by the same key."""
         return self._splits.setdefault(key, len(self._splits) + 1)
+
+    def calls_of(self, channel: int, number: int, size: int) -> dict[int, str]:
+        """What the ranks of a channel have called as their `number`-th collective, as far as they have come."""
+        calls = self._calls.get((channel, number))
+        if calls is None or len(calls) == size:  # in another world on the same channel numbers begin anew
+            calls = self._calls[channel, number] = {}
+        self._calls.pop((channel, number - KEPT_CALLS), None)
+        return calls
+
+    def break_channel(self, channel: int, error: Exception) -> None:
+        """Break every receive that waits on a channel."""
+        for (number, _), mailbox in list(self._mailboxes.items()):
+            if number == channel:
+                mailbox.fail(lambda _: error)
 
     def memory(self, key: tuple[object, ...], size: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
         """The windows of all members."""
@@ -316,10 +343,15 @@ class SimulatedTransport(Transport):
 
     def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:
         rank = None if peer is None else self.members[peer]
-        if rank in self.hub.gone or seconds >= self.timeout:
+        named: int | None
+        if rank is not None and (rank in self.hub.gone or rank in self.hub.blames):
+            named = self.hub.cause_of(rank)
+        elif seconds >= self.timeout:
             named = self.hub.name_lost(rank)
         else:  # a wait that was meant to be short: nobody is lost for that
             named = rank if self.hub.lost is None else self.hub.lost
+        if named is not None and named in self.hub.gone:
+            self.hub.blames[self.global_rank] = named
         since = self.hub.gone.get(-1 if named is None else named)
         gone = f" (gone since t={since:.6g} s)" if since is not None else f" after {seconds:.3g} s"
         whom = "anyone" if named is None else f"rank {named}"
@@ -329,6 +361,15 @@ class SimulatedTransport(Transport):
             pending=pending,
             seconds=seconds,
         )
+
+    def compare_call(self, number: int, call: str) -> bool:
+        calls = self.hub.calls_of(self._channel, number, self.size)
+        calls[self.global_rank] = call
+        if any(other != call for other in calls.values()):
+            error = IncompatibleError(f"the ranks disagree about their collective #{number}: {told_by_rank(calls)}")
+            self.hub.break_channel(self._channel, error)
+            raise error
+        return True
 
     def lost(self) -> dict[int, str]:
         return {rank: self.hub.end_of(rank) for rank in self.members if self.hub.broken(rank)}

@@ -4,24 +4,208 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any, Protocol, TypeVar
 
 from torch._C._distributed_c10d import TCPStore  # what torch.distributed re-exports untyped
 
 from syncline.environment import Environment, Rendezvous, detect
-from syncline.errors import WorldError
+from syncline.errors import SpecError, WorldError
+from syncline.runtime import Event, Queue, RealRuntime, Runtime
 
-__all__ = ["DEAD", "find_place", "first_line", "listening_address", "meet", "second_connection", "watch_program"]
+__all__ = [
+    "ALIVE",
+    "DEAD",
+    "LEFT",
+    "LOST_AFTER_VARIABLE",
+    "BoundedStore",
+    "KeyValueStore",
+    "StoreSilentError",
+    "find_place",
+    "first_line",
+    "listening_address",
+    "lost_after",
+    "meet",
+    "program_name",
+    "read_lost_after",
+    "second_connection",
+    "watch_program",
+]
 
 logger = logging.getLogger("syncline")
 
+T = TypeVar("T")
+
 DEAD = "syncline/dead"
-"""Where the launcher counts the ranks that it has seen end badly; under DEAD/RANK it says how.
+"""Where the launcher counts the programs that it has seen end badly; under DEAD/RANK it says how.
 
 Of a program that is no rank it says so under DEAD/NAME.
 """
+ALIVE = "syncline/alive"
+"""Under ALIVE/PROGRAM every program that has a world writes a growing number, twice a second; `LEFT` at its end."""
+LEFT = "left"
+ANSWER_S = 10.0
+"""Seconds that a call to the store may take: a network that is cut gives no answer and no error."""
+LOST_AFTER_VARIABLE, PROGRAM_VARIABLE = "SYNCLINE_LOST_AFTER", "SYNCLINE_PROGRAM"
+LOST_AFTER_S = 30.0
+"""Seconds without a sign of life after which a process counts as lost, unless the variable says otherwise."""
+MIN_LOST_AFTER_S = 2.0
+"""The least that the variable may say: signs of life come twice a second, on a busy machine now and then later."""
+
+
+def lost_after() -> float:
+    """Seconds without a sign of life after which a process counts as lost; infinite where the variable is 0."""
+    text = os.environ.get(LOST_AFTER_VARIABLE, "") or str(LOST_AFTER_S)
+    return read_lost_after(text, f"{LOST_AFTER_VARIABLE}={text}")
+
+
+def read_lost_after(text: str, given: str) -> float:
+    """A number of seconds as users write it; infinite for 0. `given` is what they have written it to.
+
+    >>> read_lost_after("12", "--lost-after 12"), read_lost_after("0", "--lost-after 0")
+    (12.0, inf)
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not (seconds == 0 or MIN_LOST_AFTER_S <= seconds < math.inf):
+        raise SpecError(
+            f"{given}: seconds without a sign of life are a number of at least {MIN_LOST_AFTER_S:g}, or 0 for no limit"
+        )
+    return seconds or math.inf
+
+
+def program_name() -> str:
+    """The name under which the launcher watches this process, such as "rank 3"; empty without such a launcher."""
+    return os.environ.get(PROGRAM_VARIABLE, "")
+
+
+class KeyValueStore(Protocol):
+    """What the watch over the ranks needs of a store. Calls that fail raise a `RuntimeError`."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def add(self, key: str, amount: int) -> int: ...
+
+    def check(self, keys: Sequence[str]) -> bool: ...
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+
+    def close(self) -> None: ...
+
+
+class StoreSilentError(RuntimeError):
+    """The store has not answered in time. It may do so later: its process may be stopped, or the network cut."""
+
+
+class BoundedStore:
+    """A connection to a store on which every call ends: a `StoreSilentError` after `ANSWER_S` seconds without answer.
+
+    torch's own calls wait without end where the network is cut. Here a task makes them; as long as one hangs there,
+    every further call fails at once.
+    """
+
+    def __init__(self, store: Any, runtime: Runtime, seconds: float = ANSWER_S) -> None:
+        self._store = store
+        self._runtime = runtime
+        self._seconds = seconds
+        self._calls: Queue[_Call | None] = runtime.queue(1 << 16)
+        self._hangs: _Call | None = None
+        self._closed = False
+        self._task = runtime.spawn(self._serve, name="store")
+
+    def set(self, key: str, value: str) -> None:
+        self._ask(lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        return self._ask(lambda: bytes(self._store.get(key)))
+
+    def add(self, key: str, amount: int) -> int:
+        return self._ask(lambda: int(self._store.add(key, amount)))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._ask(lambda: bool(self._store.check(list(keys))))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self._ask(lambda: bytes(self._store.compare_set(key, expected, desired)))
+
+    def prefixed(self, prefix: str) -> KeyValueStore:
+        """The part of the store whose keys begin with `prefix` and a slash."""
+        return _Prefixed(self, prefix)
+
+    def close(self) -> None:
+        """End the task, once what it was asked before is done. Later calls fail."""
+        self._closed = True
+        self._calls.put(None)
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        hangs = self._hangs
+        if self._closed:
+            raise RuntimeError("this connection to the store is closed")
+        if hangs is not None and not hangs.done.is_set():
+            raise StoreSilentError(f"the store has not answered for {self._runtime.now() - hangs.since:.0f} s")
+        call = _Call(question, self._runtime.event(), self._runtime.now())
+        self._calls.put(call)
+        if not call.done.wait(self._seconds):
+            self._hangs = call
+            raise StoreSilentError(f"the store did not answer within {self._seconds:.3g} s")
+        if call.error is not None:
+            raise call.error
+        return call.result  # type: ignore[no-any-return]
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call.make()
+
+
+class _Call:
+    """One question to the store."""
+
+    def __init__(self, question: Callable[[], Any], done: Event, since: float) -> None:
+        self.done = done
+        self.since = since
+        self.result: Any = None
+        self.error: Exception | None = None
+        self._question = question
+
+    def make(self) -> None:
+        try:
+            self.result = self._question()
+        except Exception as error:
+            self.error = error
+        finally:
+            self.done.set()
+
+
+class _Prefixed:
+    def __init__(self, store: KeyValueStore, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(f"{self._prefix}/{key}", value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(f"{self._prefix}/{key}")
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(f"{self._prefix}/{key}", amount)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._store.check([f"{self._prefix}/{key}" for key in keys])
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self._store.compare_set(f"{self._prefix}/{key}", expected, desired)
+
+    def close(self) -> None:
+        self._store.close()
 
 
 def find_place(environment: Environment) -> Rendezvous:
@@ -79,10 +263,11 @@ def meet(environment: Environment, place: Rendezvous, timeout: float) -> TCPStor
     return store
 
 
-def second_connection(place: Rendezvous, store: TCPStore, timeout: float) -> TCPStore:
-    """Beats go on while the first connection waits for a key."""
-    return TCPStore(
-        place.address, store.port, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False
+def second_connection(place: Rendezvous, store: TCPStore, runtime: Runtime, timeout: float) -> BoundedStore:
+    """A connection for signs of life: they go on while the first connection waits for a key."""
+    patience = timedelta(seconds=timeout)
+    return BoundedStore(
+        TCPStore(place.address, store.port, is_master=False, timeout=patience, wait_for_workers=False), runtime
     )
 
 
@@ -95,7 +280,7 @@ def watch_program(name: str, timeout: float) -> Callable[[], str | None]:
     place = environment.rendezvous
     if place is None or not place.hosted:
         return lambda: None
-    store = second_connection(place, meet(environment, place, timeout), timeout)
+    store = second_connection(place, meet(environment, place, timeout), RealRuntime(), timeout)
 
     def ended() -> str | None:
         try:

@@ -1,37 +1,78 @@
-"""`check=True`: before a collective, compare what every rank is about to do."""
+"""Before a collective, compare what every rank is about to do: the first ones of each kind, or all with `check=True`.
+
+rank 0    ◄── description ── rank 1, rank 2, …        in messages of their own: a rank that does not compare, and
+          ── verdict ──────► rank 1, rank 2, …        goes on into its collective, can take none of them for its own
+"""
 
 from __future__ import annotations
 
 import torch
 
-from syncline.collectives import NATIVE
-from syncline.collectives.run import exchange
-from syncline.errors import IncompatibleError
+from syncline.errors import IncompatibleError, PeerLostError
+from syncline.transports import Transport
+from syncline.transports.base import COMPARISON_TAGS, told_by_rank
 from syncline.world.team import Team
 
 __all__ = ["agree"]
 
 WIDTH = 256
+"""Bytes of a description."""
+DESCRIPTION, VERDICT = COMPARISON_TAGS, COMPARISON_TAGS + 1
 
 
 def agree(team: Team, description: str) -> None:
     """Raise on every rank alike when one of them describes its call differently."""
     number = team.next_call()
-    if not team.world.check or team.size == 1:
+    if team.size == 1:
         return
-    channel = team.channel
-    table = torch.zeros(channel.size, WIDTH, dtype=torch.uint8)
-    mine = f"#{number} {description}".encode()[:WIDTH].ljust(WIDTH, b"\0")
-    table[channel.rank] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    native = channel.transport.native
-    if native is not None:
-        native.allgather(table, table[channel.rank].clone()).wait()
-    else:
-        exchange(channel, "allgather", dict(enumerate(table)), NATIVE)
-    if bool((table == table[0]).all()):
+    if not team.world.check and (team.transport.compare_call(number, description) or not team.is_new(description)):
         return
-    calls: dict[str, list[int]] = {}
-    for rank, row in zip(team.ranks, table, strict=True):
-        calls.setdefault(bytes(row.tolist()).rstrip(b"\0").decode(errors="replace"), []).append(rank)
-    told = "; ".join(f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {call}" for call, who in calls.items())
-    raise IncompatibleError(f"the ranks disagree about their next collective: {told}")
+    told = f"#{number} {description}"
+    team.transport.entering(f"the comparison of {told}")
+    try:
+        differ = _lead(team, told) if team.rank == 0 else _follow(team.transport, told)
+    except PeerLostError as error:
+        words = f"{error}; it was to compare {told}"
+        raise PeerLostError(words, peer=error.peer, pending=told, seconds=error.seconds) from error
+    if differ:
+        raise IncompatibleError(f"the ranks disagree about their next collective: {differ}")
+
+
+def _lead(team: Team, told: str) -> str:
+    """Take in what the others are about to do, and tell them what differs."""
+    transport = team.transport
+    table = torch.zeros(transport.size, WIDTH, dtype=torch.uint8)
+    table[0] = _row(told)
+    handles = [transport.recv(table[rank], rank, DESCRIPTION, exact=True) for rank in range(1, transport.size)]
+    for handle in handles:
+        handle.wait()
+    calls = {rank: _text(row) for rank, row in zip(team.ranks, table, strict=True)}
+    differ = told_by_rank(calls) if len(set(calls.values())) > 1 else ""
+    words = torch.frombuffer(bytearray(differ.encode()), dtype=torch.uint8) if differ else None
+    length = torch.tensor([0 if words is None else words.numel()])
+    for buffer in (length,) if words is None else (length, words):
+        sent = [transport.send(buffer, rank, VERDICT, exact=True) for rank in range(1, transport.size)]
+        for handle in sent:
+            handle.wait()
+    return differ
+
+
+def _follow(transport: Transport, told: str) -> str:
+    """Say what this rank is about to do, and hear what differs."""
+    length = torch.zeros(1, dtype=torch.int64)
+    heard = transport.recv(length, 0, VERDICT, exact=True)
+    transport.send(_row(told), 0, DESCRIPTION, exact=True).wait()
+    heard.wait()
+    if not length.item():
+        return ""
+    words = torch.empty(int(length), dtype=torch.uint8)
+    transport.recv(words, 0, VERDICT, exact=True).wait()
+    return bytes(words.tolist()).decode(errors="replace")
+
+
+def _row(told: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(told.encode()[:WIDTH].ljust(WIDTH, b"\0")), dtype=torch.uint8)
+
+
+def _text(row: torch.Tensor) -> str:
+    return bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")

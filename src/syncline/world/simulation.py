@@ -143,7 +143,8 @@ def _note_failures(
             return
         failed.append(task)
         if return_exceptions:
-            hub.leave(task.rank)  # as a process that ends with a traceback
+            lost = task.error.peer if isinstance(task.error, PeerLostError) else None
+            hub.leave(task.rank, because_of=lost)  # as a process that ends with a traceback
         else:
             kernel.stop()
 

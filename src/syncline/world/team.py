@@ -23,6 +23,10 @@ __all__ = ["Pending", "Team"]
 
 T = TypeVar("T")
 
+FIRST_CALLS = 32
+"""Collectives of a team that are compared between the ranks, whatever they are."""
+MAX_CHECKED = 64
+"""Different collectives of a team that are compared once after that: shapes that never repeat cost no more."""
 LINE = 1024
 """Calls that may wait for a team's comm task; the next one waits to be let in."""
 
@@ -94,6 +98,7 @@ class Team:
         self._task: Task | None = None
         self._auto: Auto | None = None
         self._calls = 0
+        self._checked: set[str] = set()
         self._guard = world.runtime.lock()
         self._calling = False
         self._closed = False
@@ -159,6 +164,16 @@ class Team:
         """The number of the collective that begins now."""
         self._calls += 1
         return self._calls
+
+    def is_new(self, description: str) -> bool:
+        """Whether the call that begins now is one of the first, or another than all before it.
+
+        Ranks whose calls were the same so far answer alike where the next one is the same too.
+        """
+        new = description not in self._checked and len(self._checked) < MAX_CHECKED
+        if new:
+            self._checked.add(description)
+        return new or self._calls <= FIRST_CALLS
 
     def call(self, describe: str, work: Callable[[], T], async_: bool) -> T | Pending[T]:
         """Run one collective after all that were called before it: here, or in the team's comm task.

@@ -18,6 +18,7 @@ import torch
 from syncline.collectives import NATIVE, Buffers, Channel
 from syncline.collectives.run import exchange
 from syncline.environment import Environment, detect, hide, restore
+from syncline.environment.base import check_versions, package_version
 from syncline.errors import SpecError, SynclineError, UnsupportedError, WorldError
 from syncline.events import Recorder
 from syncline.runtime import Runtime
@@ -31,6 +32,10 @@ __all__ = ["World", "current_world", "init"]
 logger = logging.getLogger("syncline")
 
 NAME_BYTES = 256
+HOST_LENGTH = 160
+"""Characters of a host's name that the other ranks are told; the version of Syncline comes after them."""
+SPARE, CHECK = 1, 2
+"""Bits that a rank tells the others: it has processors to spare; it wants every collective compared."""
 LEAVING = 5.0
 """Seconds that leaving after an error may wait for what is still under way."""
 ENGINES = ("torch_dist", "mpi", "zeromq")
@@ -117,6 +122,7 @@ class World:
         self._teams = [self.everyone]
         self.left: list[Callable[[], None]] = []
         """What ends an epoch that a loop has left before its end, while other ranks wait for this one to end it."""
+        self._beside: list[Transport] = []
         self._kept: dict[Hashable, Closeable] = {}
         self._keeping = transport.runtime.lock()
         self._hidden: dict[str, str] = {}
@@ -155,8 +161,15 @@ class World:
 
     @property
     def lost(self) -> dict[int, str]:
-        """Ranks that are known to be gone, and how they ended: what the launcher and the transport have told."""
-        return self._transport.lost()
+        """Ranks that are known to be gone, and how they ended: what the launcher and the transports have told."""
+        found = self._transport.lost()
+        for transport in self._beside:
+            found = {**{rank: why for rank, why in transport.lost().items() if rank < self.size}, **found}
+        return found
+
+    def watch(self, transport: Transport) -> None:
+        """Count who is lost on another transport as lost here too; its first members are the ranks of this world."""
+        self._beside.append(transport)
 
     def team(self, ranks: Sequence[int] | None = None) -> Team:
         """A channel of their own for `ranks` (all: None). Every rank calls it, in the same order, members or not."""
@@ -368,8 +381,8 @@ def init(
 
     `transport` is "single", "torch_dist", "mpi", "zeromq", a transport of your own, or None for what fits: what the
     variable SYNCLINE_TRANSPORT names (`syncline run --mpi` sets it), else "torch_dist" or a world of one. A wait for a
-    peer ends in `PeerLostError` after `timeout` seconds. With `check` every collective first compares what the ranks
-    are about to do, and a difference is named on every rank instead of hanging or crashing.
+    peer ends in `PeerLostError` after `timeout` seconds. With `check`, given on any rank, every collective first
+    compares what the ranks are about to do, and names a difference on every rank; without it the first calls do.
 
     With `process_group` torch.distributed gets its default group among the same ranks, for samplers, metrics and
     SyncBatchNorm; it is destroyed with the world. With `hide` the launcher's variables (RANK, WORLD_SIZE, …) are out
@@ -416,12 +429,14 @@ def _join(asked: Asked) -> World:
             environment = Environment(source=environment.source)
         elif engine.size != environment.size:
             environment = _corrected(environment, engine)
-    hosts, lanes = ([environment.host], 1) if engine.size == 1 else _introduce(engine, environment)
+    hosts, lanes, check = [environment.host], 1, asked.check
+    if engine.size > 1:
+        hosts, lanes, check = _introduce(engine, environment, check)
     if not environment.local_known:
         mine = [rank for rank, host in enumerate(hosts) if host == environment.host]
         local_rank, local_size = mine.index(environment.rank), len(mine)
         environment = replace(environment, local_rank=local_rank, local_size=local_size, local_known=True)
-    world = World(environment, engine, hosts, asked.check, lanes)
+    world = World(environment, engine, hosts, check, lanes)
     world.engine = name
     return world
 
@@ -469,18 +484,23 @@ def _corrected(environment: Environment, engine: Transport) -> Environment:
     return replace(environment, rank=rank, size=size, local_rank=0, local_size=1, local_known=False)
 
 
-def _introduce(transport: Transport, environment: Environment) -> tuple[list[str], int]:
-    """Tell all ranks this one's host and whether it has processors to spare; theirs, and the lanes that suit all.
+def _introduce(transport: Transport, environment: Environment, check: bool) -> tuple[list[str], int, bool]:
+    """Tell all ranks about this one: its host, its version, whether it has processors to spare and wants `check`.
 
-    A lane combines while another's bytes are moved, by the engine's own thread: that takes two processors a rank.
+    The hosts of all, the lanes that suit all, and whether one of them wants `check`. A lane combines while another's
+    bytes are moved, by the engine's own thread: that takes two processors a rank.
     """
     table = torch.zeros(transport.size, NAME_BYTES, dtype=torch.uint8)
     sharing = (
         transport.size if "SYNCLINE_LAB" in os.environ else environment.local_size
     )  # a lab's hosts are one machine
     spare = len(os.sched_getaffinity(0)) >= 2 * sharing if hasattr(os, "sched_getaffinity") else False
-    mine = bytes([spare]) + environment.host.encode()[: NAME_BYTES - 1].ljust(NAME_BYTES - 1, b"\0")
+    words = f"{environment.host[:HOST_LENGTH]}\0{package_version()}".encode()[: NAME_BYTES - 1]
+    mine = bytes([SPARE * spare + CHECK * check]) + words.ljust(NAME_BYTES - 1, b"\0")
     table[transport.rank] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     exchange(Channel(transport, (), Buffers(transport.runtime)), "allgather", dict(enumerate(table)), NATIVE)
-    hosts = [bytes(row[1:].tolist()).rstrip(b"\0").decode(errors="replace") for row in table]
-    return hosts, 2 if bool(table[:, 0].all()) else 1
+    told = [bytes(row[1:].tolist()).rstrip(b"\0").decode(errors="replace").partition("\0") for row in table]
+    check_versions({f"rank {rank}": version for rank, (_, _, version) in enumerate(told)})
+    flags = [int(flag) for flag in table[:, 0]]
+    lanes = 2 if all(flag & SPARE for flag in flags) else 1
+    return [host for host, _, _ in told], lanes, any(flag & CHECK for flag in flags)

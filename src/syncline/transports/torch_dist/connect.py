@@ -9,9 +9,16 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from syncline.environment import Environment, Rendezvous
 from syncline.errors import PeerLostError, WorldError
 from syncline.runtime import RealRuntime
-from syncline.transports.store import find_place, first_line, listening_address, meet, second_connection
+from syncline.transports.liveness import Liveness
+from syncline.transports.store import (
+    find_place,
+    first_line,
+    listening_address,
+    meet,
+    program_name,
+    second_connection,
+)
 from syncline.transports.torch_dist.engine import Engine
-from syncline.transports.torch_dist.liveness import Liveness
 from syncline.transports.torch_dist.transport import TorchTransport
 
 __all__ = ["connect"]
@@ -26,21 +33,32 @@ def connect(environment: Environment, timeout: float) -> TorchTransport:
     name = f"syncline/{restart}/{generation}"
     prefix = PrefixStore(name, store)
     prefix.set(f"here/{environment.rank}", "1")
-    watch = second_connection(place, store, timeout)
+    runtime = RealRuntime()
+    watch = second_connection(place, store, runtime, timeout)
     liveness = Liveness(
-        PrefixStore(name, watch),
+        watch.prefixed(name),
         watch,
         rank=environment.rank,
         size=environment.size,
-        runtime=RealRuntime(),
+        runtime=runtime,
         host_rank=None if place.hosted else 0,
+        program=program_name(),
     )
     one_host = environment.local_known and environment.local_size == environment.size
-    engine = Engine(prefix, liveness, timeout, listening_address(place.address, one_host))
+    engine = Engine(prefix, liveness, timeout, listening_address(place.address, one_host), watch.close)
     try:
         return TorchTransport(engine, tuple(range(environment.size)), environment.rank)
+    except WorldError:
+        engine.close()
+        raise
     except PeerLostError as error:
-        liveness.close()
+        ended = liveness.dead.get(-1 if error.peer is None else error.peer)
+        engine.close()
+        if ended is not None:
+            raise WorldError(
+                f"rank {environment.rank} of {environment.size} ({environment.source}) cannot join: rank {error.peer} "
+                f"has ended before all had joined: {ended}"
+            ) from error
         raise WorldError(_who_is_missing(prefix, environment, place, timeout, error)) from error
 
 

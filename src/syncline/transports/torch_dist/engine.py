@@ -7,7 +7,8 @@ and it needs the process's one default group, which belongs to the user's script
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,10 +16,17 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from syncline.errors import UnsupportedError
-from syncline.transports.torch_dist.liveness import Liveness
+from syncline.errors import UnsupportedError, WorldError
+from syncline.transports.liveness import Liveness
 
 __all__ = ["Engine", "Groups"]
+
+MAX_DEVICES = 4
+"""gloo devices of a process. Each has a thread and a listening socket; channels share them in turn."""
+SPARE_DESCRIPTORS = 32
+"""Descriptors that making a channel leaves free: gloo aborts the process where it cannot have one."""
+LOOK_S, MAX_LOOK_S = 0.001, 0.05
+"""Seconds between looks for members that have not come yet: at first, and when that takes long."""
 
 
 class Groups:
@@ -48,12 +56,45 @@ class Groups:
 class Engine:
     """What all channels of a process share: the store, the watch over the others, where to listen."""
 
-    def __init__(self, store: Store, liveness: Liveness, timeout: float, address: str) -> None:
+    def __init__(
+        self,
+        store: Store,
+        liveness: Liveness,
+        timeout: float,
+        address: str,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        self._on_close = on_close
         self.store = store
         self.liveness = liveness
         self.timeout = timeout
         self._address = address
         self._made: list[Groups] = []
+        self._devices: list[Any] = []
+        self._channels = 0
+
+    def await_members(self, channel: str, members: Sequence[int], rank: int) -> None:
+        """Return when all members are ready to make a channel; raise soon after one is known to be gone.
+
+        gloo itself would wait for it until the timeout. A rank that has too few descriptors left says so, and all
+        members refuse.
+        """
+        refusal, runtime = _refusal(rank, len(members)), self.liveness.runtime
+        here = PrefixStore(f"channel/{channel}", self.store)
+        if refusal:
+            here.set("refused", refusal)
+        here.set(f"here/{rank}", "1")
+        keys, until, pause = [f"here/{member}" for member in members], runtime.now() + self.timeout, LOOK_S
+        while not here.check(keys):
+            gone = [member for member in members if member in self.liveness.lost()]
+            if gone:
+                raise RuntimeError(f"rank {gone[0]} is gone")
+            if runtime.now() > until:
+                raise RuntimeError("timed out: not all members have come")
+            runtime.sleep(pause)
+            pause = min(2 * pause, MAX_LOOK_S)
+        if here.check(["refused"]):
+            raise WorldError(here.get("refused").decode())
 
     def groups(self, channel: str, rank: int, size: int) -> Groups:
         """Meet the other members of a channel."""
@@ -62,15 +103,22 @@ class Engine:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=self.timeout)
-        interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
-        if interfaces:
-            options._devices = [gloo.create_device(interface=name) for name in interfaces.split(",")]
-        else:  # gloo itself would listen wherever the host's own name leads
-            options._devices = [gloo.create_device(hostname=self._address)]
+        options._devices = self._next_devices(gloo)
         cpu = gloo(PrefixStore("gloo", store), rank, size, options)
         groups = Groups(cpu, lambda: self._nccl(PrefixStore("nccl", store), rank, size))
         self._made.append(groups)
         return groups
+
+    def _next_devices(self, gloo: Any) -> list[Any]:
+        """The devices of the next channel: made for the first few, shared by the others."""
+        self._channels += 1
+        if len(self._devices) < MAX_DEVICES:
+            interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+            if interfaces:
+                self._devices.append([gloo.create_device(interface=name) for name in interfaces.split(",")])
+            else:  # gloo itself would listen wherever the host's own name leads
+                self._devices.append([gloo.create_device(hostname=self._address)])
+        return list(self._devices[self._channels % len(self._devices)])
 
     def _nccl(self, store: Store, rank: int, size: int) -> Any:
         if not dist.is_nccl_available():
@@ -91,3 +139,21 @@ class Engine:
         self.liveness.close()
         for groups in list(self._made):
             self.release(groups)
+        self._devices.clear()
+        if self._on_close is not None:
+            self._on_close()
+
+
+def _refusal(rank: int, members: int) -> str:
+    """Why this process cannot take part in another channel, or nothing: each peer takes a descriptor."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError:  # no Linux: nobody can tell
+        return ""
+    if limit == resource.RLIM_INFINITY or used + members + SPARE_DESCRIPTORS <= limit:
+        return ""
+    return (
+        f"rank {rank} has {used} of {limit} file descriptors in use, and a channel of {members} ranks takes "
+        f"{members - 1} more: close teams that are no longer needed (team.close()), or raise the limit (ulimit -n)"
+    )

@@ -96,7 +96,8 @@ class NativeTorch:
     def _describe(self, key: tuple[str, torch.dtype, torch.Size]) -> str:
         """What is waited for, in words; the same few again and again in training."""
         name, dtype, shape = key
-        words = f"{name} of {str(dtype).removeprefix('torch.')}{list(shape)} among {self._transport.size} ranks"
+        sizes = "" if name == "alltoall" else list(shape)  # there the ranks' own may differ
+        words = f"{name} of {str(dtype).removeprefix('torch.')}{sizes} among {self._transport.size} ranks"
         if len(self._words) < MOST_WORDS:
             self._words[key] = words
         return words

@@ -26,14 +26,15 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from syncline.errors import PeerLostError, ProtocolError, SynclineError
+from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SynclineError, WorldError
 from syncline.runtime import Task
 from syncline.transports.base import TAGS, Handle, Transport, human
 from syncline.transports.frames import HEADER_BYTES, Header
+from syncline.transports.limited_log import LimitedLog
+from syncline.transports.liveness import Verdict
 from syncline.transports.mailbox import LIMIT, Mailbox, Posted
 from syncline.transports.memory import Completed, MailboxHandle, describe_recv, no_more
 from syncline.transports.torch_dist.engine import Engine
-from syncline.transports.torch_dist.liveness import Verdict
 from syncline.transports.torch_dist.native import NativeTorch
 from syncline.transports.torch_dist.work import FOREVER, WorkHandle
 
@@ -62,7 +63,10 @@ class TorchTransport(Transport):
         self.entering(pending)
         over = self.liveness.waiting(pending, channel, members)
         try:
+            engine.await_members(channel, members, global_rank)
             self.groups = engine.groups(channel, self.rank, self.size)
+        except WorldError:
+            raise
         except (RuntimeError, ValueError) as error:
             raise self.failure(None, pending, 0.0, error) from error
         finally:
@@ -74,6 +78,7 @@ class TorchTransport(Transport):
         self._pumps: dict[int, dict[int, Task]] = {}
         self._silent: set[tuple[int, int]] = set()
         self._lock = self.runtime.lock()
+        self._refusals = LimitedLog(logger, self.runtime.now)
         self._closed = False
         self._aborted = False
         self._idle = 0
@@ -159,7 +164,7 @@ class TorchTransport(Transport):
                 self._mailbox.await_room(found.length, peer, tag)  # until then its sender waits
                 self._mailbox.deliver(self.read_body(header, peer, None), peer, tag)
             except ProtocolError as error:
-                logger.warning("rank %d: %s", self.members[self.rank], error)  # perhaps nobody waits to be told
+                self._refusals.warn(f"rank {self.members[self.rank]}: {error}")  # perhaps nobody waits to be told
                 self._break_receives(tag, peer, True, error)
             except (SynclineError, RuntimeError) as error:
                 if not self._closed:
@@ -217,10 +222,11 @@ class TorchTransport(Transport):
         """Whether this rank has closed or given up the channel."""
         return self._closed or self._aborted
 
-    def waiting(self, pending: str, idle: bool) -> Callable[[], object]:
+    def waiting(self, pending: str, peer: int | None, idle: bool) -> Callable[[], object]:
         """This rank begins to wait; call what is returned when that is over. The others are not told of an idle one."""
         if not idle:
-            return self.liveness.waiting(pending, self.channel, self.members)
+            whom = None if peer is None else self.members[peer]
+            return self.liveness.waiting(pending, self.channel, self.members, whom, self._break_waits)
         with self._lock:
             self._idle += 1
         return self._no_longer_idle
@@ -232,8 +238,8 @@ class TorchTransport(Transport):
     def entering(self, what: str) -> None:
         self.liveness.entering(self.channel, what)
 
-    def owing(self, tell: Callable[[], str]) -> None:
-        self.liveness.owing[self.channel] = tell
+    def owing(self, tell: Callable[[], str], awaited: Callable[[], int | None] | None = None) -> None:
+        self.liveness.owing[self.channel] = (tell, awaited)
 
     def lost(self) -> dict[int, str]:
         return self.liveness.lost()
@@ -250,6 +256,8 @@ class TorchTransport(Transport):
             broken=cause is not None and not timed_out,
             idle=idle,
         )
+        if verdict.mismatch:
+            return IncompatibleError(f"rank {self.members[self.rank]} waited for {pending}: {verdict.reason}")
         if verdict.rank == self.members[self.rank]:
             verdict = Verdict(verdict.rank, "the others have given this rank up")
         who = "a peer" if verdict.rank is None else f"rank {verdict.rank}"
@@ -265,6 +273,9 @@ class TorchTransport(Transport):
         """Break every wait on this channel, here and at the peers: gloo does so when one wait times out."""
         self._aborted = True
         self._mailbox.fail(no_more)
+        self._break_waits()
+
+    def _break_waits(self) -> None:
         # A peer that has left breaks its own pair at once and no other wait: only one that times out breaks them all.
         for peer in range(self.size):
             if peer != self.rank and self.groups.cpu is not None:
@@ -284,6 +295,8 @@ class TorchTransport(Transport):
                 for task in pumps.values():
                     task.join(PATIENCE)
         self.liveness.owing.pop(self.channel, None)
+        if self.channel == "0":
+            self.liveness.leave()  # first: the others' waits break with the groups, and they ask who is gone
         self.engine.release(self.groups)
         if self.channel == "0":
             self.engine.close()

@@ -60,7 +60,7 @@ class WorkHandle:
         transport = self._transport
         timeout = transport.timeout if timeout is None else timeout
         start = transport.runtime.now()
-        over = transport.waiting(self._pending, idle=timeout == math.inf)
+        over = transport.waiting(self._pending, self._peer, idle=timeout == math.inf)
         problem = None
         try:
             self.work.wait(FOREVER if timeout == math.inf else timedelta(seconds=timeout))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from torch._C._distributed_c10d import TCPStore
@@ -11,7 +12,16 @@ from torch._C._distributed_c10d import TCPStore
 from syncline.environment import Environment, Rendezvous
 from syncline.errors import WorldError
 from syncline.runtime import RealRuntime
-from syncline.transports.store import find_place, first_line, listening_address, meet, second_connection
+from syncline.transports.liveness import Liveness
+from syncline.transports.store import (
+    find_place,
+    first_line,
+    listening_address,
+    lost_after,
+    meet,
+    program_name,
+    second_connection,
+)
 from syncline.transports.zeromq.directory import Directory
 from syncline.transports.zeromq.node import Node
 from syncline.transports.zeromq.security import VARIABLE, choose_key
@@ -19,17 +29,25 @@ from syncline.transports.zeromq.transport import ZmqTransport
 
 __all__ = ["connect", "join"]
 
+WITH_LAUNCHER = 3
+"""How many times longer a peer may be silent where a launcher of ours watches it."""
 LOOK, LONGEST_LOOK = 0.02, 0.2
 """Seconds between looks for those who have not come yet: at first, and when that takes long."""
 
 
 def connect(
-    environment: Environment, timeout: float, key: str | None = None, label: str = "", patience: float | None = None
+    environment: Environment,
+    timeout: float,
+    key: str | None = None,
+    label: str = "",
+    patience: float | None = None,
+    name_of: Callable[[int], str] = "rank {}".format,
 ) -> ZmqTransport:
     """Join the world that the launcher describes. Every rank calls it; it returns when all are there.
 
-    With a `label` it is a world of its own beside others at the same meeting point, perhaps with other members.
-    `patience` is how long to wait for the others where that is not the timeout; `math.inf`: whenever they come.
+    With a `label` it is a world of its own beside others at the same meeting point, perhaps with other members, whose
+    names `name_of` tells. `patience` is how long to wait for the others where that is not the timeout; `math.inf`:
+    whenever they come.
     """
     place = find_place(environment)
     store = meet(environment, place, timeout)
@@ -37,13 +55,14 @@ def connect(
     generation = store.add(f"syncline/generation{beside}/{environment.rank}", 1)
     world = f"syncline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{generation}{beside}"
     one_host = environment.local_known and environment.local_size == environment.size
-    node = _node(store, place, world, timeout, key, one_host)
+    node = _node(store, place, world, timeout, key, one_host, name_of)
     with _closing_on_error(node):
         if environment.rank == 0:
             node.directory.open(environment.size)
             store.set(f"syncline/world{beside}", world)
         node.join(environment.rank)
         _await_all(node, environment, place, timeout if patience is None else patience)
+        node.directory.check_versions()
         return ZmqTransport(node, tuple(range(environment.size)), timeout)
 
 
@@ -74,6 +93,7 @@ def join(place: Rendezvous, timeout: float, key: str | None = None) -> ZmqTransp
                 )
             node.runtime.sleep(LOOK)
             node.directory.refresh()
+        node.directory.check_versions()
         return ZmqTransport(node, tuple(range(rank + 1)), timeout)
 
 
@@ -100,18 +120,37 @@ def _await_members(node: Node, place: Rendezvous, until: float) -> None:
         )
 
 
-def _node(store: TCPStore, place: Rendezvous, world: str, timeout: float, key: str | None, one_host: bool) -> Node:
+def _node(
+    store: TCPStore,
+    place: Rendezvous,
+    world: str,
+    timeout: float,
+    key: str | None,
+    one_host: bool,
+    name_of: Callable[[int], str] = "rank {}".format,
+) -> Node:
     address = listening_address(place.address, one_host)
     key = choose_key(address, key)
     runtime = RealRuntime()
-    ours = second_connection(place, store, timeout)
-    return Node(runtime, Directory(Directory.prefix(ours, world), ours, key, runtime), key, address)
+    ours = second_connection(place, store, runtime, timeout)
+    directory = Directory(ours.prefixed(f"{world}/zeromq"), ours, key, runtime, name_of)
+
+    def watch(rank: int) -> Liveness:
+        records = ours.prefixed(f"{world}/zeromq")
+        found = Liveness(records, ours, rank, 0, runtime, program=program_name(), gone=lambda: dict(directory.gone))
+        found.warn_after = math.inf  # the node warns of waits itself
+        return found
+
+    # Where a launcher watches the processes, its word comes first: it sees more than who hears nothing.
+    patience = (WITH_LAUNCHER if program_name() else 1) * lost_after()
+    return Node(runtime, directory, key, address, watch, patience)
 
 
 def _await_all(node: Node, environment: Environment, place: Rendezvous, timeout: float) -> None:
     until, pause = node.runtime.now() + timeout, LOOK
     while missing := sorted(set(range(environment.size)) - set(node.directory.members)):
         node.directory.refresh()
+        _refuse_the_dead(node, environment, missing)
         if node.runtime.now() > until:
             strangers = f"; {node.directory.refused} entries were refused: is {VARIABLE} the same everywhere?"
             raise WorldError(
@@ -123,3 +162,17 @@ def _await_all(node: Node, environment: Environment, place: Rendezvous, timeout:
             raise WorldError(f"rank {environment.rank} waited for ranks {missing}, and the store they meet at is gone")
         node.runtime.sleep(pause)
         pause = min(1.1 * pause, LONGEST_LOOK)
+
+
+def _refuse_the_dead(node: Node, environment: Environment, missing: list[int]) -> None:
+    """Raise where the launcher has seen one end that is still waited for. A server waits for whoever may come."""
+    directory = node.directory
+    try:
+        ended = directory.deaths_of(missing) if directory.reachable and directory.answers else {}
+    except RuntimeError:  # the next look at the store tells
+        return
+    for rank, reason in ended.items():
+        raise WorldError(
+            f"rank {environment.rank} of {environment.size} ({environment.source}) cannot join: "
+            f"{directory.name_of(rank)} has ended before all had joined: {reason}"
+        )

@@ -12,14 +12,15 @@ import hashlib
 import hmac
 import json
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch._C._distributed_c10d import PrefixStore, Store
-
+from syncline.environment.base import check_versions
 from syncline.errors import WorldError
 from syncline.runtime import Runtime
-from syncline.transports.store import DEAD
+from syncline.transports.limited_log import LimitedLog
+from syncline.transports.store import DEAD, KeyValueStore, StoreSilentError
 
 __all__ = ["Directory", "Entry"]
 
@@ -42,14 +43,26 @@ class Entry:
     endpoint: str = ""
     incarnation: str = ""
     reason: str = ""
+    version: str = field(default="", kw_only=True)
+    """Of Syncline, where it joined."""
 
 
 class Directory:
     """One node's view of the log."""
 
-    def __init__(self, store: Store, launcher: Store, key: str | None, runtime: Runtime) -> None:
+    def __init__(
+        self,
+        store: KeyValueStore,
+        launcher: KeyValueStore,
+        key: str | None,
+        runtime: Runtime,
+        name_of: Callable[[int], str] = "rank {}".format,
+    ) -> None:
+        self.name_of = name_of
+        """The name of a member as its launcher knows it: "rank 3" or "server 0"."""
         self._store = store
         self._launcher = launcher
+        self._refusals = LimitedLog(logger, runtime.now)
         self._key = None if key is None else key.encode()
         self._runtime = runtime
         self._lock = runtime.lock()
@@ -61,12 +74,17 @@ class Directory:
         self._news: list[Entry] = []
         self.members: dict[int, Entry] = {}
         self.gone: dict[int, str] = {}
+        self._found: set[int] = set()
+        """Those of the gone whose loss this node has found itself, and not yet read in the log."""
         self.left: set[int] = set()
         """Those of the gone who said farewell: what they sent before may still be on its way."""
         self.hints: dict[int, tuple[float, str]] = {}
         """With a key: who the launcher is said to have seen end, when this was read, and the reason."""
         self.refused = 0
         self.reachable = True
+        """Whether the store is there; False for good when its connection has broken."""
+        self.answers = True
+        """Whether the store has answered when it was last asked: it may be cut off, or its process stopped."""
 
     @property
     def behind(self) -> bool:
@@ -83,11 +101,6 @@ class Directory:
         with self._lock:  # a line is read and its rank known in one step
             entry = self.members.get(rank)
             return self.behind if entry is None else entry.incarnation == incarnation
-
-    @staticmethod
-    def prefix(store: Store, world: str) -> Store:
-        """The part of a store that belongs to one world's directory."""
-        return PrefixStore(f"{world}/zeromq", store)
 
     def open(self, size: int) -> None:
         """Reserve the ranks that were launched, 0 to size − 1; those who join come after."""
@@ -111,6 +124,11 @@ class Directory:
                 return
             # This process was held up in between: the others may have given the number up.
 
+    def close(self) -> None:
+        """Ask the store no more."""
+        self.reachable = False
+        self._launcher.close()
+
     def news(self) -> list[Entry]:
         """What has been added since this was last asked, oldest first, whoever has read it meanwhile."""
         self.refresh()
@@ -126,6 +144,11 @@ class Directory:
             try:
                 self._take_in(self._read_log())
                 self._take_in(self._read_deaths())
+                self.answers = True
+            except StoreSilentError as error:
+                if self.answers:
+                    logger.warning("the launcher's store does not answer: nobody can join meanwhile (%s)", error)
+                self.answers = False
             except RuntimeError as error:
                 self.reachable = False
                 logger.warning("the launcher's store does not answer: nobody can join any more (%s)", _brief(error))
@@ -134,6 +157,10 @@ class Directory:
         for entry in found:
             if entry.kind == "joined":
                 self.members[entry.rank] = entry
+            elif entry.rank in self._found:  # this node has found it too; the first to write it has the last word
+                self.gone[entry.rank] = entry.reason
+                self._found.discard(entry.rank)
+                continue
             elif entry.rank in self.gone:
                 continue  # several have noticed
             else:
@@ -170,15 +197,33 @@ class Directory:
         count = int(self._launcher.add(DEAD, 0))
         known = (count, len(self.members))  # of one who has just come it may have been said before
         if count and known != self._deaths:
-            for rank in list(self.members):
-                if rank not in self.gone and self._launcher.check([f"{DEAD}/{rank}"]):
-                    reason = _cause(self._launcher.get(f"{DEAD}/{rank}"))
-                    if self._key is None:
-                        found.append(Entry("lost", rank, reason=reason))
-                    else:
-                        self.hints.setdefault(rank, (self._runtime.now(), reason))
+            for rank, reason in self.deaths_of(rank for rank in list(self.members) if rank not in self.gone).items():
+                if self._key is None:
+                    found.append(Entry("lost", rank, reason=reason))
+                else:
+                    self.hints.setdefault(rank, (self._runtime.now(), reason))
             self._deaths = known
         return found
+
+    def deaths_of(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Which of these members the launcher is said to have seen end, and how; they need not have joined."""
+        found = {}
+        for rank in ranks if self._launcher.add(DEAD, 0) else ():
+            key = f"{DEAD}/{self.name_of(rank).removeprefix('rank ')}"
+            if self._launcher.check([key]):
+                found[rank] = _cause(self._launcher.get(key))
+        return found
+
+    def lose(self, rank: int, reason: str) -> None:
+        """Note a loss that this node has found itself, before anybody is told of it."""
+        with self._lock:
+            if rank not in self.gone:
+                self.gone[rank] = reason
+                self._found.add(rank)
+
+    def check_versions(self) -> None:
+        """Refuse members that run different versions of Syncline."""
+        check_versions({self.name_of(rank): self.members[rank].version for rank in self.present()})
 
     def _decode(self, line: bytes) -> Entry | None:
         try:
@@ -190,10 +235,11 @@ class Directory:
             if fields["kind"] not in ("joined", "left", "lost") or not isinstance(fields["rank"], int):
                 raise ValueError("it says nothing that is known")
             names = ("endpoint", "incarnation", "reason")
-            return Entry(fields["kind"], fields["rank"], *(str(fields[name]) for name in names))
+            texts = (str(fields[name]) for name in names)
+            return Entry(fields["kind"], fields["rank"], *texts, version=str(fields.get("version", "")))
         except (ValueError, KeyError, TypeError) as error:
             self.refused += 1
-            logger.warning("an entry of the directory was refused: %s", error)
+            self._refusals.warn(f"an entry of the directory was refused: {error}")
             return None
 
     def _mac(self, text: str) -> str:

@@ -6,6 +6,7 @@ Who reads the ROUTER is the crank's affair.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import struct
 from collections.abc import Callable, Sequence
@@ -14,10 +15,13 @@ from typing import Any
 
 import zmq
 
+from syncline.environment.base import package_version
 from syncline.errors import PeerLostError, ProtocolError, WorldError
 from syncline.runtime import Runtime
 from syncline.transports.base import human
 from syncline.transports.frames import HEADER_BYTES, Header
+from syncline.transports.limited_log import LimitedLog
+from syncline.transports.liveness import Liveness
 from syncline.transports.mailbox import Posted
 from syncline.transports.zeromq.channels import Channels
 from syncline.transports.zeromq.crank import Crank, Waited
@@ -35,13 +39,14 @@ REVIEW = 0.05
 CHORES = 0.25
 """Seconds between looks at who has come, gone, or fallen silent."""
 PING_AFTER = 1.0
-SILENCE = 30.0
-"""Seconds without a word, pings included, after which a peer whose connection still stands counts as lost."""
+HELD_UP_S = 2.0
+"""Seconds between two looks after which this process itself was held up: that time is nobody's silence."""
 GRACE = 0.5
 """Seconds of silence between a broken connection and the verdict: messages and a farewell may still be on the way."""
 HINTED = 2.0
 """Seconds of silence after which a peer is lost that somebody says to be dead."""
 LINGER = 5.0
+CUT_OFF = "this rank is cut off: it has heard neither the launcher's store nor any other rank"
 HELD = 32
 """Frames of one connection that libzmq keeps unread: then TCP makes the sender wait."""
 MOST_BANNED = 10_000
@@ -62,9 +67,23 @@ class _Peer:
 class Node:
     """This process among the others."""
 
-    def __init__(self, runtime: Runtime, directory: Directory, key: str | None, address: str) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        directory: Directory,
+        key: str | None,
+        address: str,
+        watch: Callable[[int], Liveness],
+        lost_after: float = math.inf,
+    ) -> None:
         self.runtime = runtime
         self.directory = directory
+        self.lost_after = lost_after
+        """Seconds without a word, pings included, after which a peer whose connection still stands counts as lost."""
+        self._watch = watch
+        self._liveness: Liveness | None = None
+        self._strangers = LimitedLog(logger, runtime.now)
+        self._looked = runtime.now()
         self.rank = -1
         self.given_up = ""
         self._context: zmq.Context[Any] = zmq.Context()
@@ -99,8 +118,16 @@ class Node:
     def join(self, rank: int) -> None:
         """Enrol under a rank and begin to serve."""
         self.rank = self.crank.rank = rank
-        self.directory.post(Entry("joined", rank, self.endpoint, self._incarnation.hex()))
+        entry = Entry("joined", rank, self.endpoint, self._incarnation.hex(), version=package_version())
+        self.directory.post(entry)
+        self._liveness = self._watch(rank)
         self._task = self.runtime.spawn(self._serve, name="zeromq")
+
+    @property
+    def liveness(self) -> Liveness:
+        """The records of who waits for whom."""
+        assert self._liveness is not None, "it has joined"
+        return self._liveness
 
     @property
     def closed(self) -> bool:
@@ -132,6 +159,10 @@ class Node:
         for peer in list(self._peers.values()):
             peer.link.abandon(channel, reason)
         self.nudge()
+
+    def name(self, rank: int | None = None) -> str:
+        """A member as people know it, such as "rank 3" or "server 0"; this one where none is named."""
+        return self.directory.name_of(self.rank if rank is None else rank)
 
     def gone(self, rank: int) -> str:
         """Why a rank is not there any more, or nothing."""
@@ -200,7 +231,7 @@ class Node:
         if self._may_belong(identity) and self._undecided.keep(identity, heard):
             return None
         self._undecided.leave(identity)
-        logger.warning("rank %d hears a stranger and does not listen: %s", self.rank, reason)
+        self._strangers.warn(f"rank {self.rank} hears a stranger and does not listen: {reason}")
         if len(self._known) > MOST_BANNED:
             self._known = {name: peer for name, peer in self._known.items() if peer is not None}
         self._known[identity] = None
@@ -279,6 +310,8 @@ class Node:
         return False
 
     def _hear(self, identity: bytes, peer: _Peer, content: Any, body: Any, extra: int) -> None:
+        if peer.link.gone:  # it was given up, and the others go on without it: what it says now comes too late
+            return
         peer.heard = self.runtime.now()
         try:
             header = Header.read(content[:HEADER_BYTES], peer.link.peer, KINDS)
@@ -304,11 +337,15 @@ class Node:
             self._chores(now)
 
     def _chores(self, now: float) -> None:
+        if now - self._looked > HELD_UP_S:
+            for peer in list(self._peers.values()):
+                peer.heard += now - self._looked
+        self._looked = now
         for entry in self.directory.news():
             if entry.kind != "joined" and entry.rank == self.rank:
                 self._give_up(f"the others have given this rank up: {entry.reason}")
             elif entry.kind == "lost":
-                logger.warning("rank %d is told: rank %d is lost: %s", self.rank, entry.rank, entry.reason)
+                logger.warning("%s is told: %s is lost: %s", self.name(), self.name(entry.rank), entry.reason)
                 if entry.rank in self._peers:
                     self._lose(entry.rank, entry.reason)
         for rank in list(self.directory.hints):
@@ -317,10 +354,18 @@ class Node:
                     self._connect(rank)  # to hear whether it is there
         ping = now >= self._next_ping
         if ping:
-            self._next_ping = now + PING_AFTER
+            self._next_ping = now + min(PING_AFTER, self.lost_after / 4)
+        if self._is_cut_off(now):
+            self._give_up(f"{CUT_OFF} for {self.lost_after:.3g} s")
         for rank, peer in list(self._peers.items()):
             if not peer.link.gone:
                 self._look_after(rank, peer, now, ping)
+
+    def _is_cut_off(self, now: float) -> bool:
+        """Whether it is this rank that the others cannot reach: neither the store nor any peer is heard."""
+        silences = [now - peer.heard for peer in self._peers.values() if not peer.link.gone]
+        silent = bool(silences) and max(silences) > self.lost_after and min(silences) > self.lost_after / 2
+        return silent and not self.directory.answers
 
     def _give_up(self, reason: str) -> None:
         """This rank can go on no more: break all that waits."""
@@ -336,8 +381,8 @@ class Node:
             self._announce(rank, self.directory.gone.get(rank) or told or "its connection broke")
         elif told and now - max(told_at, peer.heard) > HINTED:
             self._announce(rank, told)
-        elif now - peer.heard > SILENCE:
-            self._announce(rank, f"it has given no sign of life for {SILENCE:.0f} s")
+        elif now - peer.heard > self.lost_after:
+            self._announce(rank, f"it has given no sign of life for {self.lost_after:.3g} s")
         elif ping:
             peer.link.tell(PING)
         if told and peer.broken_at is None and peer.heard - told_at > HINTED:
@@ -345,14 +390,16 @@ class Node:
 
     def _announce(self, rank: int, reason: str) -> None:
         """Lose a peer, and let all name the same one."""
+        if rank in self.directory.gone:
+            self._lose(rank, reason)
+            return
+        self.directory.lose(rank, reason)  # first: who is told of the loss asks who is gone
         self._lose(rank, reason)
-        if rank not in self.directory.gone:
-            try:
-                self.directory.post(Entry("lost", rank, reason=reason))
-            except RuntimeError as error:
-                logger.warning("rank %d has lost rank %d: %s (the store does not answer)", self.rank, rank, reason)
-                logger.debug("the store does not answer: %s", error)
-                self.directory.gone.setdefault(rank, reason)
+        try:
+            self.directory.post(Entry("lost", rank, reason=reason))
+            logger.warning("%s has lost %s: %s", self.name(), self.name(rank), reason)
+        except RuntimeError as error:
+            logger.warning("%s has lost %s: %s (%s)", self.name(), self.name(rank), reason, error)
 
     def _lose(self, rank: int, reason: str, error: ProtocolError | None = None) -> None:
         peer = self._peers[rank]
@@ -369,10 +416,10 @@ class Node:
 
     def lost(self, rank: int | None, reason: str, pending: str, seconds: float) -> PeerLostError:
         """The error that names who is lost."""
-        who = "a peer" if rank is None else f"rank {rank}"
+        who = "a peer" if rank is None else self.name(rank)
         after = f" after {seconds:.3g} s" if seconds else ""
         return PeerLostError(
-            f"rank {self.rank} lost {who}{after} while waiting for {pending}: {reason}",
+            f"{self.name()} lost {who}{after} while waiting for {pending}: {reason}",
             peer=rank,
             pending=pending,
             seconds=seconds,
@@ -387,9 +434,9 @@ class Node:
         until = self.runtime.now() + timeout
         for peer in list(self._peers.values()):
             while not peer.link.gone and (outgoing := peer.link.oldest()) is not None:
-                pending = f"rank {peer.link.peer} to take {human(outgoing.nbytes)}"
+                pending = f"{self.name(peer.link.peer)} to take {human(outgoing.nbytes)}"
                 if not self.wait(outgoing, until - self.runtime.now(), pending.format):
-                    logger.warning("rank %d leaves, and waits no longer for %s", self.rank, pending)
+                    logger.warning("%s leaves, and waits no longer for %s", self.name(), pending)
                     break
         self.crank.stop(LINGER)
         if self._task is not None:
@@ -403,6 +450,9 @@ class Node:
                 self.directory.post(Entry("left", self.rank, reason="it has left"))
             except RuntimeError as error:
                 logger.debug("the store does not answer: %s", error)
+        if self._liveness is not None:
+            self._liveness.close()
+        self.directory.close()
         for peer in self._peers.values():
             peer.socket.disable_monitor()
             peer.monitor.close(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,10 +11,12 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from syncline.errors import PeerLostError, WorldError
+from syncline.errors import IncompatibleError, PeerLostError, WorldError
 from syncline.transports.base import Handle, Listening, Taking, Transport, human
+from syncline.transports.liveness import Verdict
 from syncline.transports.mailbox import Mailbox, Posted
 from syncline.transports.memory import Completed, tag_name
+from syncline.transports.zeromq.crank import Waited
 from syncline.transports.zeromq.listening import Ears, ZmqListening
 from syncline.transports.zeromq.node import Node
 from syncline.transports.zeromq.protocol import CrowdedError, Link, Outgoing
@@ -77,7 +80,7 @@ class ZmqTransport(Transport):
                 if self.node.crank.drives:
                     raise ConnectionError("it takes nothing of what was sent to it") from None
                 pending = partial(self.to_take, to, data.numel())
-                if not self.node.wait(crowd.oldest, self.timeout, pending):
+                if not self.wait(crowd.oldest, self.timeout, pending, to):
                     raise self.failure(to, pending(), self.timeout, None) from None
 
     def tell(self, parts: Sequence[bytes | memoryview], to: int, tag: int = 0, *, lossy: bool = False) -> None:
@@ -101,7 +104,7 @@ class ZmqTransport(Transport):
 
     def to_take(self, to: int, nbytes: int) -> str:
         """What a sender waits for, in the world's ranks."""
-        return f"rank {to if self._root else self.members[to]} to take {human(nbytes)}"
+        return f"{self.node.name(self._rank_of(to))} to take {human(nbytes)}"
 
     def _recv(self, data: Tensor, source: int | None, tag: int, exact: bool) -> Handle:
         rank = source if source is None or self._root else self.members[source]
@@ -144,16 +147,62 @@ class ZmqTransport(Transport):
             if rank != self.rank:
                 self.node.link(rank if self._root else self.members[rank])
 
+    def entering(self, what: str) -> None:
+        self.node.liveness.entering(self._channel, what)
+
+    def owing(self, tell: Callable[[], str], awaited: Callable[[], int | None] | None = None) -> None:
+        self.node.liveness.owing[self._channel] = (tell, awaited)
+
+    def gone(self, rank: int) -> str:
+        return self.node.gone(self._rank_of(rank))
+
+    def wait(self, thing: Waited, timeout: float, pending: Callable[[], str], peer: int | None) -> bool:
+        """Wait as the node does, and let the others know for whom; an idle wait is nobody's business."""
+        if thing.settled:
+            return True
+        if timeout == math.inf:
+            return self.node.wait(thing, timeout, pending)
+        rank = None if peer is None else self._rank_of(peer)
+        over = self.node.liveness.waiting(pending, self._channel, self.members, rank, self.abort)
+        try:
+            return self.node.wait(thing, timeout, pending)
+        finally:
+            over()
+
     def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:
-        rank = peer if peer is None or self._root else self.members[peer]
+        rank = None if peer is None else self._rank_of(peer)
         if self.node.given_up:
             return self.node.lost(self.node.rank, self.node.given_up, pending, seconds)
-        return self.node.lost(rank, self._reason(rank, cause), pending, seconds)
+        verdict = self._verdict(rank, seconds, cause)
+        if verdict.mismatch:
+            return IncompatibleError(f"rank {self.node.rank} waited for {pending}: {verdict.reason}")
+        if verdict.rank == self.node.rank:
+            verdict = Verdict(verdict.rank, "the others have given this rank up")
+        return self.node.lost(verdict.rank, verdict.reason, pending, seconds)
 
-    def _reason(self, rank: int | None, cause: BaseException | None) -> str:
+    def _verdict(self, rank: int | None, seconds: float, cause: BaseException | None) -> Verdict:
+        """Who is to blame for a wait for a rank: that one, or whom it waits for itself."""
         if rank is None:
-            return self._who_is_there()
-        return self.node.gone(rank) or (str(cause) if cause is not None else f"{LATE}; rank {rank} is still there")
+            return Verdict(None, self._who_is_there())
+        gone, asks = self.node.gone(rank), not self.node.crank.drives
+        differ = self.node.liveness.mismatch(self._channel) if asks and (gone or seconds >= self.timeout) else ""
+        if differ:
+            return Verdict(None, differ, mismatch=True)
+        if gone:
+            return self.node.liveness.cause_of(rank, gone) if asks else Verdict(rank, gone)
+        if cause is not None:
+            return Verdict(rank, str(cause))
+        if asks and seconds >= self.timeout:
+            return self.node.liveness.blame(self._channel, self.members, rank, broken=False)
+        return Verdict(rank, f"{LATE}; {self.node.name(rank)} is still there")
+
+    def refined(self, error: Exception, peer: int | None, pending: str) -> Exception:
+        """What a broken receive raises: the node, which broke it, knows its peer's end and not the cause of that."""
+        if isinstance(error, WorldError) and (text := self.node.liveness.mismatch_found(self._channel)):
+            return IncompatibleError(f"rank {self.node.rank} waited for {pending}: {text}")
+        if not isinstance(error, PeerLostError) or peer is None or not self.node.gone(self._rank_of(peer)):
+            return error
+        return self.failure(peer, pending, 0.0, None)
 
     def _who_is_there(self) -> str:
         """What is known of those from whom a message could have come."""
@@ -162,7 +211,7 @@ class ZmqTransport(Transport):
         gone = {rank: reason for rank in others if (reason := self.node.gone(rank))}
         if not gone:
             return f"{LATE}; everyone it could come from is still there"
-        ends = [f"rank {rank} ({reason})" for rank, reason in gone.items()]
+        ends = [f"{self.node.name(rank)} ({reason})" for rank, reason in gone.items()]
         named = ", ".join(ends[:SHOWN]) + (f" and {len(ends) - SHOWN} more" if len(ends) > SHOWN else "")
         if len(gone) == len(others):
             return f"everyone it could come from is gone: {named}"
@@ -182,6 +231,7 @@ class ZmqTransport(Transport):
         if self._closed:
             return
         self._closed = True
+        self.node.liveness.owing.pop(self._channel, None)
         if self._root:
             self.node.close(min(self.timeout, 60.0))
         else:
@@ -201,10 +251,10 @@ class _Sending:
     def wait(self, timeout: float | None = None) -> None:
         transport, outgoing = self._transport, self._outgoing
         patience = transport.timeout if timeout is None else timeout
-        if not transport.node.wait(outgoing, patience, self._pending):
+        if not transport.wait(outgoing, patience, self._pending, self._to):
             raise transport.failure(self._to, self._pending(), patience, None)
         if outgoing.error == GIVEN_UP:
-            raise transport.given_up(self._pending())
+            raise transport.refined(transport.given_up(self._pending()), self._to, self._pending())
         if outgoing.error:
             raise transport.failure(self._to, self._pending(), 0.0, ConnectionError(outgoing.error))
 
@@ -235,7 +285,7 @@ class _Receiving:
         if not posted.settled:
             self._wait(transport.timeout if timeout is None else timeout)
         if posted.error is not None:
-            raise posted.error
+            raise self._refined(posted.error)
         if self._data is not posted.data:
             self._data.copy_(posted.data)
         self.source, self.nbytes = transport.place(posted.source), posted.nbytes
@@ -245,13 +295,17 @@ class _Receiving:
         gone = transport.node.link(posted.wanted).gone if posted.wanted not in (None, transport.node.rank) else ""
         if gone and self._mailbox.withdraw(posted):
             raise transport.failure(self._wanted, self._pending(), 0.0, ConnectionError(gone))
-        if not transport.node.wait(posted, patience, self._pending) and self._mailbox.withdraw(posted):
+        if not transport.wait(posted, patience, self._pending, self._wanted) and self._mailbox.withdraw(posted):
             raise transport.failure(self._wanted, self._pending(), patience, None)
+
+    def _refined(self, error: Exception) -> Exception:
+        return self._transport.refined(error, self._wanted, self._pending())
 
     def _pending(self) -> str:
         posted = self._posted
         most = posted.data.numel() if posted.most < 0 else posted.most
-        whom = "anyone" if posted.wanted is None else f"rank {posted.wanted}"  # perhaps one that has joined
+        name = self._transport.node.name
+        whom = "anyone" if posted.wanted is None else name(posted.wanted)  # perhaps one that has joined
         return f"a message from {whom} ({tag_name(posted.tag)}, {human(most)})"
 
 
@@ -265,6 +319,6 @@ class _TakingIn(_Receiving):
         if not posted.settled:
             self._wait(self._transport.timeout if timeout is None else timeout)
         if posted.error is not None:
-            raise posted.error
+            raise self._refined(posted.error)
         assert posted.content is not None, "it has come"
         self.data = posted.content

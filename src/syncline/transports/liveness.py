@@ -1,0 +1,552 @@
+"""Who is alive, who waits for whom, and who is to blame: every rank keeps a record in the launcher's store.
+
+    beat/2    {"beat": 17, "calls": {"0": 12}, "waits": [{"peer": 1, "pending": "a message …"}], "blames": None}
+
+Twice a second a rank writes its record. A rank whose wait breaks or times out reads the records of the others, follows
+who waits for whom, and names the rank at the end of that chain: one whose record has stopped, or that does something
+else. It notes in its own record whom it blames, so that those who waited for it name the same one::
+
+    rank 0 ── waits for ──► rank 3 ── waits for ──► rank 2 ── waits for ──► rank 1   no sign of life
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from syncline.runtime import Runtime
+from syncline.transports.base import told_by_rank
+from syncline.transports.limited_log import LimitedLog
+from syncline.transports.store import ALIVE, DEAD, LEFT, KeyValueStore
+
+__all__ = ["Liveness", "Verdict"]
+
+logger = logging.getLogger("syncline")
+
+BEAT = 0.5
+"""Seconds between two records."""
+STALE = 3.0
+"""Seconds without a beat after which a rank counts as gone, once an error has made somebody ask."""
+WARN_AFTER = 10.0
+"""Seconds after which a wait is reported, in one line."""
+COMPARE_AFTER = 2.0
+"""Seconds of a wait after which the operations of the ranks that wait are compared."""
+PATIENCE = 5.0
+"""Seconds that closing waits at most: for the beat to stop, and on the store's host for the others to leave."""
+MAX_WAITS = 8
+"""Waits that a record tells of."""
+
+ASK_FOR_CHECK = "sl.init(check=True) compares every call before anything is sent"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who is to blame for a wait, and why we think so."""
+
+    rank: int | None
+    reason: str
+    alive: bool = False
+    """Whether it beats: then it is late, or has closed a channel."""
+    mismatch: bool = False
+    """Whether all are there, and in different operations."""
+
+
+@dataclass(eq=False)
+class _Wait:
+    pending: str | Callable[[], str]
+    channel: str
+    members: Sequence[int]
+    peer: int | None
+    since: float
+    break_off: Callable[[], None] | None = None
+    told: bool = False
+
+    def describe(self) -> str:
+        return self.pending if isinstance(self.pending, str) else self.pending()
+
+
+@dataclass
+class _Progress:
+    """How many collectives this rank has entered on each channel, with the latest of each."""
+
+    entered: dict[str, tuple[int, str]] = field(default_factory=dict)
+    latest: str = ""
+
+    def of(self, channel: str) -> tuple[int, str]:
+        return self.entered.get(channel, (0, ""))
+
+
+@dataclass
+class _View:
+    """What one look at the others has found."""
+
+    beats: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """The latest record of each."""
+    silent: set[int] = field(default_factory=set)
+    left: set[int] = field(default_factory=set)
+    gone: Mapping[int, str] = field(default_factory=dict)
+
+    def end_of(self, rank: int) -> str:
+        """Why nothing is to be expected of a rank, or nothing."""
+        if rank in self.gone:
+            return self.gone[rank]
+        if rank in self.left:
+            return "it has closed its world and left"
+        return f"it has given no sign of life for {STALE:.0f} s" if rank in self.silent else ""
+
+    def ended(self, ranks: Iterable[int]) -> bool:
+        """Whether one of them is known to be gone; silence alone is not known before its time."""
+        return any(rank in self.gone or rank in self.left for rank in ranks)
+
+    def blamed(self, rank: int) -> Verdict:
+        """Whom a rank has blamed for its own end; the rank itself where it has blamed nobody."""
+        blames = self.beats.get(rank, {}).get("blames")
+        if blames is not None and blames[0] is not None:
+            return Verdict(int(blames[0]), str(blames[1]))
+        return Verdict(rank, self.end_of(rank))
+
+    def calls(self, rank: int, channel: str) -> int:
+        """How many collectives a rank has entered on a channel."""
+        return int(self.beats.get(rank, {}).get("calls", {}).get(channel, 0))
+
+    def waits_for(self, rank: int) -> int | None:
+        """The rank that another one waits for; None where it waits for nobody in particular."""
+        waits = self.beats.get(rank, {}).get("waits", ())
+        return next((int(wait["peer"]) for wait in waits if wait["peer"] is not None), None)
+
+    def chain(self, start: int, me: int) -> list[int]:
+        """Who waits for whom, from a rank on, as far as is known; a circle is not gone round twice."""
+        chain = [start]
+        while not (self.end_of(chain[-1]) and chain[-1] not in self.silent):
+            waits = self.waits_for(chain[-1])
+            if waits is None or waits == me or waits in chain:
+                break
+            chain.append(waits)
+        return chain
+
+
+class Liveness:
+    """The watch of one rank over the others.
+
+    `gone` tells which ranks the transport knows to be gone. Without it the launcher's word counts, and the first rank
+    that is found to be lost is posted for all: channels whose members are fixed end with one of them.
+    """
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        launcher: KeyValueStore,
+        rank: int,
+        size: int,
+        runtime: Runtime,
+        host_rank: int | None = None,
+        *,
+        program: str = "",
+        gone: Callable[[], Mapping[int, str]] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.runtime = runtime
+        self.warn_after = WARN_AFTER
+        self.dead: dict[int, str] = {}
+        """Ranks that the launcher has seen end, and how."""
+        self.owing: dict[str, tuple[Callable[[], str], Callable[[], int | None] | None]] = {}
+        """By channel: what this rank has yet to deliver, and for whom it waits before it can."""
+        self._store = store
+        self._launcher = launcher
+        self._program = program
+        self._gone = gone
+        self._deaths = 0
+        self._host_rank = host_rank
+        self._progress = _Progress()
+        self._waits: dict[int, _Wait] = {}
+        self._blames: Verdict | None = None
+        self._mismatches: dict[str, str] = {}
+        self._posted: dict[int, str] = {}
+        """Ranks that this one or another has found to be lost, the first first."""
+        self._read = 0
+        self._number = 0
+        self._signs = 0
+        self._problems = LimitedLog(logger, runtime.now)
+        self._writing = runtime.lock()
+        self._reading = runtime.lock()
+        self._left = False
+        self._closed = runtime.event()
+        self._task = runtime.spawn(self._beat, name="liveness")
+
+    # What the transports tell.
+
+    def entering(self, channel: str, what: str) -> None:
+        """This rank enters its next collective on a channel."""
+        progress = self._progress
+        progress.entered[channel] = (progress.of(channel)[0] + 1, what)  # at once: another task reads it
+        progress.latest = what
+
+    def waiting(
+        self,
+        pending: str | Callable[[], str],
+        channel: str,
+        members: Sequence[int],
+        peer: int | None = None,
+        break_off: Callable[[], None] | None = None,
+    ) -> Callable[[], object]:
+        """This rank begins to wait, for `peer` or for any of the members; call what is returned when that is over.
+
+        `break_off` breaks the waits of the channel. It is called, in another task, where the ranks are found to be in
+        different operations.
+        """
+        wait = _Wait(pending, channel, members, peer, self.runtime.now(), break_off)
+        key = id(wait)
+        self._waits[key] = wait
+
+        def over() -> None:
+            self._waits.pop(key, None)
+            self._blames = None  # it has gone on since
+
+        return over
+
+    def leave(self) -> None:
+        """Say that this rank leaves of its own will. A second call does nothing."""
+        if not self._left:
+            self._left = True
+            self._ask(lambda: self._store.set(f"left/{self.rank}", "1"))
+
+    def close(self) -> None:
+        """Stop beating, and say that this rank leaves of its own will."""
+        if not self._closed.is_set():
+            self._closed.set()
+            # A thread that comes back from C++ while the interpreter shuts down takes the process down with it.
+            stopped = self._task.join(PATIENCE)
+            self.leave()
+            if stopped and self._program:
+                self._ask(lambda: self._launcher.set(f"{ALIVE}/{self._program}", LEFT))
+            if not self._posted:
+                self._see_the_others_off()
+
+    def _see_the_others_off(self) -> None:
+        """Where this process serves the store, let the others say that they leave: it may end with this call."""
+        others = [f"left/{rank}" for rank in range(self.size) if rank != self.rank]
+        until = self.runtime.now() + PATIENCE
+        while self._host_rank == self.rank and others and self.runtime.now() < until:
+            if self._ask(lambda: self._store.check(others)) is not False:
+                return
+            self.runtime.sleep(0.01)
+
+    # The beat.
+
+    def _beat(self) -> None:
+        while not self._closed.is_set():
+            self._signs += 1
+            if self._program:  # first, and whatever comes of the rest: who gives no sign of life is killed
+                self._ask(lambda: self._launcher.set(f"{ALIVE}/{self._program}", str(self._signs)))
+            try:
+                self._write()  # where the store does not answer, the next one may reach it
+                if self._gone is None:
+                    self._ask(self._read_posted)
+                    self._ask(self._read_deaths)
+                self._warn()
+                self._compare()
+            except Exception as error:  # what a rank owes is told by code of others
+                self._problems.warn(f"rank {self.rank} cannot tell the others how far it is: {error!r}")
+            self._closed.wait(BEAT)
+
+    def _write(self) -> None:
+        """Write this rank's record."""
+        with self._writing:
+            self._number += 1
+            blames = self._blames
+            record = {
+                "beat": self._number,
+                "calls": {channel: count for channel, (count, _) in list(self._progress.entered.items())},
+                "doing": self._progress.latest,
+                "owes": {channel: tell() for channel, (tell, _) in list(self.owing.items())},
+                "waits": self._describe_waits(),
+                "blames": None if blames is None else [blames.rank, blames.reason],
+            }
+            text = json.dumps(record)
+            self._ask(lambda: self._store.set(f"beat/{self.rank}", text))
+
+    def _describe_waits(self) -> list[dict[str, Any]]:
+        told = [self._describe(wait) for wait in list(self._waits.values())[:MAX_WAITS]]
+        for channel, (tell, awaited) in list(self.owing.items()):
+            peer = None if awaited is None else awaited()
+            if peer is not None and peer != self.rank:
+                told.append({"peer": peer, "pending": tell(), "channel": channel})
+        return told
+
+    def _describe(self, wait: _Wait) -> dict[str, Any]:
+        call, doing = self._progress.of(wait.channel)
+        told = {"peer": wait.peer, "pending": wait.describe(), "channel": wait.channel}
+        return {**told, "call": call, "doing": doing} if wait.break_off is not None else told
+
+    def _warn(self) -> None:
+        now = self.runtime.now()
+        for wait in list(self._waits.values()):
+            if not wait.told and now - wait.since > self.warn_after:
+                wait.told = True
+                late = self._late(wait.channel, wait.members)
+                who = f"; not there yet: {_ranks(late)}{self._owed(wait.channel, late[0])}" if late else ""
+                logger.warning("rank %d has waited %.0f s for %s%s", self.rank, now - wait.since, wait.describe(), who)
+
+    def _owed(self, channel: str, rank: int, beat: Mapping[str, Any] | None = None) -> str:
+        found = self._ask(lambda: self._read_beat(rank)) if beat is None else beat
+        owed = found.get("owes", {}).get(channel) if isinstance(found, Mapping) else ""
+        return f"; rank {rank} has not delivered {owed}" if owed else ""
+
+    def _late(self, channel: str, members: Iterable[int]) -> list[int]:
+        mine = self._progress.of(channel)[0]
+        late = []
+        for rank in members:
+            if rank != self.rank:
+                beat = self._ask(lambda rank=rank: self._read_beat(rank))  # type: ignore[misc]
+                if isinstance(beat, dict) and int(beat["calls"].get(channel, 0)) < mine:
+                    late.append(rank)
+        return late
+
+    # Ranks in different operations.
+
+    def _compare(self) -> None:
+        """Break a wait off whose neighbour waits in another operation: neither would ever end."""
+        now = self.runtime.now()
+        for wait in list(self._waits.values()):
+            if wait.break_off is None or now - wait.since < COMPARE_AFTER or self.rank not in wait.members:
+                continue
+            others = [rank for rank in wait.members if rank != self.rank]
+            place = wait.members.index(self.rank)
+            neighbours = {wait.members[(place + 1) % len(wait.members)], others[0]} if others else set()
+            for rank in sorted(neighbours - {self.rank}):
+                beat = self._ask(lambda rank=rank: self._read_beat(rank))  # type: ignore[misc]
+                text = self._difference(wait, rank, beat) if isinstance(beat, dict) else ""
+                if text and self._waits.get(id(wait)) is wait:
+                    break_off, wait.break_off = wait.break_off, None
+                    self._ask(lambda key=f"mismatch/{wait.channel}", text=text: self._store.set(key, text))  # type: ignore[misc]
+                    self._mismatches[wait.channel] = text
+                    break_off()
+                    return
+
+    def _difference(self, wait: _Wait, rank: int, beat: Mapping[str, Any]) -> str:
+        """In words, where a rank waits in another operation than this one, though both are in the same call."""
+        call, doing = self._progress.of(wait.channel)
+        for other in beat["waits"]:
+            if other["channel"] == wait.channel and other.get("call") == call and other["doing"] != doing:
+                return told_by_rank({self.rank: doing, rank: str(other["doing"])})
+        return ""
+
+    def mismatch(self, channel: str) -> str:
+        """What the ranks of a channel do at once, where that was found to differ; else nothing."""
+        if channel not in self._mismatches and self._ask(lambda: self._store.check([f"mismatch/{channel}"])) is True:
+            text = self._ask(lambda: self._store.get(f"mismatch/{channel}"))
+            if text is not _UNREACHABLE:
+                self._mismatches[channel] = bytes(text).decode(errors="replace")
+        return self.mismatch_found(channel)
+
+    def mismatch_found(self, channel: str) -> str:
+        """The same, as far as this rank knows; nobody is asked."""
+        found = self._mismatches.get(channel, "")
+        return f"the ranks are in different operations: {found}; {ASK_FOR_CHECK}" if found else ""
+
+    # The verdict.
+
+    def lost(self) -> dict[int, str]:
+        """The ranks that the launcher, or any rank, has found to be gone."""
+        return {**self._posted, **self.dead}
+
+    def blame(
+        self, channel: str, members: Sequence[int], peer: int | None, broken: bool, idle: bool = False
+    ) -> Verdict:
+        """Who is lost, for a wait for `peer` or for all members.
+
+        `broken` says that a connection broke, so that somebody must be gone; otherwise a timeout passed. Who ends an
+        `idle` wait and is alive has only closed that channel: nobody was late, and nobody is lost.
+        """
+        text = self.mismatch(channel)
+        if text:
+            return Verdict(None, text, alive=True, mismatch=True)
+        over = self.waiting("it", channel, members, peer)  # still, for those who wait for this rank and ask meanwhile
+        verdict = self._first_posted(members) or self._look(channel, members, peer, broken)
+        over()
+        if (idle and verdict.alive) or verdict.mismatch:
+            return verdict
+        if verdict.rank is not None and self._gone is None:
+            verdict = self._post(verdict, members)
+        self._blames = verdict
+        self._write()  # now: this process may end with what it raises
+        if self._host_rank == self.rank:
+            self.runtime.sleep(3 * BEAT)  # the store ends with this process: let the others read it first
+        return verdict
+
+    def cause_of(self, rank: int, reason: str) -> Verdict:
+        """Whom a rank that is gone has blamed for its own end; itself where it has blamed nobody."""
+        beat = self._ask(lambda: self._read_beat(rank))
+        blames = beat.get("blames") if isinstance(beat, dict) else None
+        verdict = Verdict(rank, reason)
+        if blames is not None and blames[0] not in (None, self.rank):
+            verdict = Verdict(int(blames[0]), str(blames[1]))
+        self._blames = verdict
+        self._write()
+        return verdict
+
+    def _read_deaths(self) -> None:
+        """What `syncline run` tells of ranks that have ended badly."""
+        with self._reading:
+            deaths = int(self._launcher.add(DEAD, 0))
+            if deaths == self._deaths:
+                return
+            for rank in range(self.size):
+                if rank not in self.dead and self._launcher.check([f"{DEAD}/{rank}"]):
+                    self._note_death(rank, self._launcher.get(f"{DEAD}/{rank}"))
+            self._deaths = deaths  # last: where the store fails midway, the next beat reads again
+
+    def _note_death(self, rank: int, text: bytes) -> None:
+        try:
+            self.dead[rank] = str(json.loads(text)["reason"])
+        except (ValueError, KeyError, TypeError):
+            logger.warning("rank %d cannot read how rank %d ended, and ignores it: %.80r", self.rank, rank, text)
+            return
+        logger.warning("rank %d is told: rank %d is lost: %s", self.rank, rank, self.dead[rank])
+
+    def _look(self, channel: str, members: Sequence[int], peer: int | None, broken: bool) -> Verdict:
+        """Read the others' records until it is clear who is alive, and judge by them."""
+        runtime, view, first = self.runtime, _View(), dict[int, Any]()
+        start = runtime.now()
+        watched = list(members) if self._gone is None or peer is None else [peer]
+        while True:
+            for rank in (each for each in watched if each != self.rank):
+                record = self._ask(lambda rank=rank: self._read_beat(rank))  # type: ignore[misc]
+                if record is _UNREACHABLE:
+                    return self._store_is_gone()
+                view.beats[rank] = record or {}
+                number = view.beats[rank].get("beat")
+                if rank not in first:
+                    first[rank] = number
+                    view.silent.add(rank)
+                elif first[rank] != number:
+                    view.silent.discard(rank)
+            self._look_for_ends(view)
+            posted = self._first_posted(members)
+            if posted is not None:
+                return posted
+            chain = [] if peer is None else view.chain(peer, self.rank)
+            new = [rank for rank in chain if rank not in watched]
+            ended = view.ended(watched if self._gone is None else chain)
+            over = runtime.now() - start >= STALE
+            if over or (not new and (ended or not (broken or view.silent))):
+                view.silent = view.silent if over else set()  # before that time nobody can tell
+                return self._judge(channel, members, peer, broken, view)
+            watched += new
+            runtime.sleep(BEAT / 2)
+
+    def _look_for_ends(self, view: _View) -> None:
+        """Who is known to be gone, by the launcher's word, the transport's, or its own."""
+        if self._gone is None:
+            self._ask(self._read_deaths)
+        view.gone = self.dead if self._gone is None else dict(self._gone())
+        for rank in view.beats:
+            if rank not in view.left and self._ask(lambda rank=rank: self._store.check([f"left/{rank}"])) is True:  # type: ignore[misc]
+                view.left.add(rank)
+
+    def _judge(self, channel: str, members: Sequence[int], peer: int | None, broken: bool, view: _View) -> Verdict:
+        """Who is to blame, by what the records say: somebody who is gone rather than somebody who is late."""
+        mine = self._progress.of(channel)[0]
+        late = [rank for rank in members if rank in view.beats and view.calls(rank, channel) < mine]
+        starts = [peer] if peer is not None else [] if broken else late
+        found = [self._follow(channel, start, view) for start in starts]
+        if self._gone is None:  # one that is gone ends the whole channel, whoever waits for it
+            found += [view.blamed(rank) for rank in members if view.end_of(rank) and rank not in view.left]
+            found += [view.blamed(rank) for rank in members if rank in view.left]
+        for verdict in found:
+            if not verdict.alive:
+                return verdict
+        differ = self._differ(channel, members, view) if peer is None else ""
+        if differ:
+            return Verdict(None, f"the ranks are in different operations: {differ}; {ASK_FOR_CHECK}", True, True)
+        if found:
+            return found[0]
+        state = "one of them has closed or given up this channel" if broken else "in the operation"
+        return Verdict(None, f"all ranks are alive{';' if broken else ' and'} {state}", alive=True)
+
+    def _follow(self, channel: str, start: int, view: _View) -> Verdict:
+        """The end of the chain of ranks that wait for each other."""
+        chain = view.chain(start, self.rank)
+        for rank in chain:
+            if view.end_of(rank) or view.beats.get(rank, {}).get("blames"):
+                return view.blamed(rank)
+        last, record = chain[-1], view.beats.get(chain[-1], {})
+        waits = view.waits_for(last)
+        if waits is not None and (waits == self.rank or waits in chain):
+            circle = sorted({self.rank, *chain} if waits == self.rank else set(chain[chain.index(waits) :]))
+            return Verdict(circle[0], f"{_ranks(circle)} wait for each other in a circle", alive=True)
+        late = view.calls(last, channel) < self._progress.of(channel)[0]
+        did = "has not entered this operation" if late else "did not answer"
+        busy = f" (its last one: {record['doing']})" if late and record.get("doing") else ""
+        pending = [wait["pending"] for wait in record.get("waits", ())]
+        waiting = f"; it waits for {pending[0]}" if pending else ""
+        return Verdict(last, f"it is alive but {did}{busy}{waiting}{self._owed(channel, last, record)}", alive=True)
+
+    def _differ(self, channel: str, members: Sequence[int], view: _View) -> str:
+        """In words, where ranks that are in the same call of a channel are in different operations."""
+        call, doing = self._progress.of(channel)
+        told = {self.rank: doing}
+        for rank in members:
+            for wait in view.beats.get(rank, {}).get("waits", ()):
+                if wait["channel"] == channel and wait.get("call") == call:
+                    told[rank] = str(wait["doing"])
+        return told_by_rank(told) if len(set(told.values())) > 1 else ""
+
+    def _store_is_gone(self) -> Verdict:
+        if self._posted:
+            rank, reason = next(iter(self._posted.items()))
+            return Verdict(rank, reason)
+        if self._host_rank is not None:
+            return Verdict(self._host_rank, "the store it serves does not answer")
+        return Verdict(None, "the launcher's store does not answer")
+
+    # What is posted for all.
+
+    def _post(self, verdict: Verdict, members: Sequence[int]) -> Verdict:
+        """Let all name this rank, unless another has posted one of this channel's before."""
+        text = json.dumps({"rank": verdict.rank, "reason": verdict.reason})
+        while True:
+            found = self._first_posted(members)
+            if found is not None:
+                return found
+            key = f"lost/{self._read}"
+            if self._ask(lambda key=key: self._store.compare_set(key, "", text)) is _UNREACHABLE:  # type: ignore[misc]
+                return verdict
+
+    def _first_posted(self, members: Sequence[int]) -> Verdict | None:
+        """The first rank of a channel that any rank has posted."""
+        if self._gone is None:
+            self._ask(self._read_posted)
+        return next((Verdict(rank, why) for rank, why in self._posted.items() if rank in members), None)
+
+    def _read_posted(self) -> None:
+        with self._reading:
+            while self._store.check([f"lost/{self._read}"]):
+                found = json.loads(self._store.get(f"lost/{self._read}"))
+                self._posted.setdefault(int(found["rank"]), str(found["reason"]))
+                self._read += 1
+
+    def _read_beat(self, rank: int) -> dict[str, Any] | None:
+        if not self._store.check([f"beat/{rank}"]):
+            return None
+        beat = json.loads(self._store.get(f"beat/{rank}"))
+        assert isinstance(beat, dict)
+        return beat
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        try:
+            return question()
+        except RuntimeError:  # DistNetworkError and its kin
+            return _UNREACHABLE
+
+
+_UNREACHABLE = object()
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"rank{'s' * (len(ranks) > 1)} {shown}{', …' if len(ranks) > 8 else ''}"

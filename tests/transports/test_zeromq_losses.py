@@ -1,0 +1,207 @@
+"""Who is lost on ZeroMQ, who is to blame, and what comes late: nodes in one process, some of them silent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from syncline.environment import Environment, Rendezvous
+from syncline.errors import PeerLostError, WorldError
+from syncline.testing.processes import PATIENCE
+from syncline.transports import zeromq
+from syncline.transports.zeromq import ZmqTransport, node
+from tests.transports.zeromq_crew import Here, enter, serve_a_store, talk, until
+from tests.transports.zeromq_rogues import Caller, Rogue
+
+pytestmark = pytest.mark.xdist_group("zeromq")
+
+
+@pytest.fixture
+def here() -> Iterator[Here]:
+    with Here(3) as world:
+        yield world
+
+
+def failure(wait: Callable[[], object]) -> PeerLostError:
+    with pytest.raises(PeerLostError) as caught:
+        wait()
+    return caught.value
+
+
+def waiting(rank: ZmqTransport, source: int, timeout: float) -> Callable[[], PeerLostError]:
+    """Begin to wait for a message in a task; what is returned gives the error it ended with."""
+    found: list[PeerLostError] = []
+    rank.timeout = timeout
+    receipt = rank.recv(torch.zeros(1), source, 5)
+    task = rank.runtime.spawn(lambda: found.append(failure(receipt.wait)))
+
+    def result() -> PeerLostError:
+        assert task.join(PATIENCE)
+        return found[0]
+
+    return result
+
+
+def test_a_silent_member_is_lost_after_the_stated_time(here: Here) -> None:
+    """It is connected and says nothing: `lost()` names it, and so does who waits for it."""
+    first = here.ranks[0]
+    first.node.lost_after = 0.5
+    with Rogue(here) as silent:
+        until(lambda: silent.rank in first.present(), "it is there")
+        error = failure(first.recv(torch.zeros(1), silent.rank, 5).wait)
+        assert error.peer == silent.rank
+        assert "no sign of life for 0.5 s" in str(error)
+        assert silent.rank in first.lost()
+        until(lambda: silent.rank in here.ranks[1].lost(), "the others are told")
+
+
+def test_what_a_lost_member_says_comes_too_late(here: Here) -> None:
+    """The others have gone on without it: nothing of it is delivered any more."""
+    first = here.ranks[0]
+    first.node.lost_after = 0.5
+    with Rogue(here) as frozen:
+        frozen.say(frozen.eager(0, b"in time"))
+        buffer = torch.zeros(7, dtype=torch.uint8)
+        first.recv(buffer, frozen.rank, 0).wait()
+        failure(first.recv(torch.zeros(1), frozen.rank, 5).wait)
+        receipt: Any = first.recv(buffer, None, 0)
+        frozen.say(frozen.eager(1, b"too late"))
+        with Caller(first.node.endpoint, b"a stranger, to see when the one before was read") as after:
+            after.say(b"hello")
+            until(lambda: after.identity in first.node._known, "all that came before was read")
+        assert not receipt.done()
+        talk(*here.ranks[:2])
+
+
+def test_a_process_that_was_held_up_itself_blames_nobody(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped and woken again, it finds old words from everybody; that is its own doing."""
+    first = here.ranks[0]
+    first.watch([1, 2])
+    until(lambda: all(peer.heard for peer in first.node._peers.values()), "they are connected")
+    peers = list(first.node._peers.values())
+    for peer in peers:
+        peer.heard -= 1000.0
+    first.node._looked -= 1000.0
+    first.node.lost_after = 100.0
+    first.node._chores(first.runtime.now())
+    assert first.lost() == {}
+
+
+def test_all_name_the_frozen_rank_of_a_chain(here: Here) -> None:
+    """Rank 1 waits for the silent one, rank 0 for rank 1: both time out at once, and both name the silent one."""
+    with Rogue(here) as frozen:
+        until(lambda: frozen.rank in here.ranks[1].present(), "it is there")
+        results = [waiting(here.ranks[1], frozen.rank, 2.0), waiting(here.ranks[0], 1, 2.0)]
+        errors = [result() for result in results]
+    assert [error.peer for error in errors] == [frozen.rank, frozen.rank]
+    assert "while waiting for a message from rank 1" in str(errors[1])
+    assert "no sign of life" in str(errors[1])
+
+
+def test_who_left_because_of_another_is_not_blamed(here: Here) -> None:
+    """Rank 1 has lost a peer, and leaves for that; rank 0, which waited for rank 1, names the one behind it."""
+    with Rogue(here) as killed:
+        until(lambda: killed.rank in here.ranks[1].present(), "it is there")
+        result = waiting(here.ranks[0], 1, PATIENCE)
+        here.store.set(f"syncline/dead/{killed.rank}", json.dumps({"reason": "it was killed by signal 9"}))
+        here.store.add("syncline/dead", 1)
+        assert failure(here.ranks[1].recv(torch.zeros(1), killed.rank, 5).wait).peer == killed.rank
+        here.ranks[1].close()
+        error = result()
+    assert error.peer == killed.rank
+    assert str(error).endswith("it was killed by signal 9")
+
+
+def test_a_loss_is_known_before_those_who_wait_are_told(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's client asks who is lost as soon as its wait breaks."""
+    first, known = here.ranks[0], list[bool]()
+    lose = node.Node._lose
+    with Rogue(here) as gone:
+        until(lambda: gone.rank in first.present(), "it is there")
+        first.watch([gone.rank])
+
+        def note(self: Any, rank: int, *how: Any) -> None:
+            if self is first.node and rank == gone.rank:
+                known.append(rank in first.lost())
+            lose(self, rank, *how)
+
+        monkeypatch.setattr(node.Node, "_lose", note)
+        first.node._announce(gone.rank, "its connection broke")
+    assert known[0]
+
+
+def test_a_rank_that_is_cut_off_gives_up(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the store nor any peer answers: it is this rank that is cut off, and it says so; closing ends too."""
+    first = here.ranks[0]
+    first.watch([1, 2])
+    talk(first, here.ranks[1])
+    stuck = first.runtime.event()
+    directory: Any = first.node.directory
+    real, directory._launcher._store = directory._launcher._store, Stuck(stuck)
+    monkeypatch.setattr(directory._launcher, "_seconds", 0.05)
+    first.node.lost_after = 0.2
+    for rank in here.ranks[1:]:
+        rank.node._next_ping = float("inf")
+        rank.node.lost_after = float("inf")
+    error = failure(first.recv(torch.zeros(1), 1, 5).wait)
+    assert error.peer == 0
+    assert "cut off" in str(error)
+    first.close()
+    stuck.set()
+    directory._launcher._store = real
+
+
+class Stuck:
+    """A store on a network that is cut."""
+
+    def __init__(self, mended: Any) -> None:
+        self._mended = mended
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *what: self._mended.wait(PATIENCE)
+
+
+# Joining.
+
+
+def test_a_rank_that_ends_before_it_joins_is_named_at_once() -> None:
+    """The launcher knows of its end: nobody waits for the whole timeout."""
+    store = serve_a_store()
+    store.set("syncline/dead/1", json.dumps({"rank": 1, "reason": "it was killed by signal 9 (SIGKILL)"}))
+    store.add("syncline/dead", 1)
+    with pytest.raises(WorldError, match=r"rank 1 has ended before all had joined: it was killed by signal 9"):
+        enter(store.port, 0, 2, timeout=PATIENCE)
+
+
+def test_a_server_that_ends_before_it_joins_is_named() -> None:
+    store = serve_a_store()
+    store.set("syncline/dead/server 0", json.dumps({"rank": None, "reason": "it was killed"}))
+    store.add("syncline/dead", 1)
+    place = Rendezvous("127.0.0.1", store.port, hosted=True)
+    environment = Environment(source="a test", rank=0, size=2, local_rank=0, local_size=2, rendezvous=place)
+    with pytest.raises(WorldError, match="server 0 has ended before all had joined: it was killed"):
+        zeromq.connect(environment, PATIENCE, label="server", name_of=("rank 0", "server 0").__getitem__)
+
+
+def test_members_of_different_versions_refuse_each_other(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "package_version", lambda: "9.9.9")
+    with pytest.raises(WorldError, match=r"rank 0 runs Syncline \S+, rank 3 runs 9.9.9: install the same version"):
+        zeromq.join(Rendezvous("127.0.0.1", here.port), PATIENCE)
+
+
+# Strangers.
+
+
+def test_strangers_fill_no_log(here: Here, caplog: pytest.LogCaptureFixture) -> None:
+    """A few lines, then none for a while, however many call; those in between are counted."""
+    victim = here.ranks[0]
+    for number in range(50):
+        with Caller(victim.node.endpoint, b"stranger %d" % number) as stranger:
+            stranger.say(b"hello")
+            until(lambda who=stranger.identity: who in victim.node._known, "it was heard")  # type: ignore[misc]
+    assert caplog.text.count("hears a stranger") == 5
+    talk(*here.ranks[:2])

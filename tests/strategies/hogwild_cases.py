@@ -38,8 +38,8 @@ def learn_digits(transport: Transport, epochs: int) -> tuple[float, float, list[
     workload = build("digits")
     model = workload.model(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+    before = workload.evaluate(model, workload.splits().validation)["accuracy"]  # later the others' steps show
     run = sl.distribute(model, optimizer, strategy="hogwild")
-    before = workload.evaluate(model, workload.splits().validation)["accuracy"]
     loader = torch.utils.data.DataLoader(workload.splits().train, batch_size=32, shuffle=True)
     for _ in range(epochs):
         for batch in run.shard(loader):

@@ -16,16 +16,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from syncline.bench.baselines.catalog import baseline_names, build_baseline
-from syncline.bench.workloads.catalog import MEANT as WORKLOADS_MEANT
+from syncline.bench.workloads.catalog import OTHER_NAMES as WORKLOADS_OTHER_NAMES
 from syncline.bench.workloads.catalog import build as build_workload
-from syncline.codecs.catalog import MEANT as CODECS_MEANT
+from syncline.codecs.catalog import OTHER_NAMES as CODECS_OTHER_NAMES
 from syncline.codecs.catalog import build_codec, codec_names
-from syncline.collectives.catalog import MEANT as COLLECTIVES_MEANT
+from syncline.collectives.catalog import OTHER_NAMES as COLLECTIVES_OTHER_NAMES
 from syncline.collectives.catalog import build
 from syncline.errors import SpecError, SynclineError
 from syncline.server.rules.catalog import build_rule, rule_names
 from syncline.specs import LONGEST, Registry, Spec, nearest, parse
-from syncline.strategies.catalog import MEANT as STRATEGIES_MEANT
+from syncline.strategies.catalog import OTHER_NAMES as STRATEGIES_OTHER_NAMES
 from syncline.strategies.catalog import build_strategy, strategy_names
 
 repeatable = settings(derandomize=True, deadline=None)
@@ -361,10 +361,10 @@ def test_codecs_of_the_field_lead_to_ours(spec: str, meant: str) -> None:
 @pytest.mark.parametrize(
     ("meant", "make"),
     [
-        (STRATEGIES_MEANT, build_strategy),
-        (CODECS_MEANT, build_codec),
-        (COLLECTIVES_MEANT, lambda spec: build("allreduce", spec)),
-        (WORKLOADS_MEANT, build_workload),
+        (STRATEGIES_OTHER_NAMES, build_strategy),
+        (CODECS_OTHER_NAMES, build_codec),
+        (COLLECTIVES_OTHER_NAMES, lambda spec: build("allreduce", spec)),
+        (WORKLOADS_OTHER_NAMES, build_workload),
     ],
 )
 def test_every_suggestion_can_be_built(meant: Mapping[str, str], make: Callable[[str], object]) -> None:

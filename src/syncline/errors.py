@@ -122,7 +122,7 @@ look for NaN in the data
         self.remedy = remedy
 
     def at_step(self, step: int) -> DivergedError:
-        """Tell the step where the error does not know it yet; the error itself."""
+        """Set the step if it is not set yet. Returns the error."""
         self.step = step if self.step is None else self.step
         return self
 

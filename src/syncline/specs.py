@@ -135,11 +135,12 @@ def _shown(node: ast.expr, text: str) -> str:
     return ast.get_source_segment(text.strip(), node) or text
 
 
-def nearest(name: str, known: Sequence[str], meant: Mapping[str, str] | None = None) -> str:
-    """A phrase that names what `name` may have been meant to be.
+def nearest(name: str, known: Sequence[str], other_names: Mapping[str, str] | None = None) -> str:
+    """A phrase that suggests names for an unknown one.
 
-    Case, hyphens and underscores do not count. `meant` maps what others call a thing to our specs for it, separated by
-    ';', or to a sentence, which ends with a period. Its keys are in small letters, without hyphens and underscores.
+    Case, hyphens and underscores do not count. `other_names` maps names that users may know from elsewhere to
+    our specs, separated by ';', or to a sentence, which ends with a period. Its keys are in small letters, without
+    hyphens and underscores.
 
     >>> nearest("rign", ["ring", "tree"])
     "did you mean 'ring'? available: 'ring', 'tree'"
@@ -148,7 +149,7 @@ def nearest(name: str, known: Sequence[str], meant: Mapping[str, str] | None = N
     """
     available = f"available: {', '.join(map(repr, sorted(known)))}"
     plain, by_plain = _plain(name), {_plain(each): each for each in known}
-    found = (meant or {}).get(plain, by_plain.get(plain))
+    found = (other_names or {}).get(plain, by_plain.get(plain))
     if found is not None and found.endswith("."):
         return f"{found[:-1]}; {available}"
     close = (
@@ -161,7 +162,7 @@ def nearest(name: str, known: Sequence[str], meant: Mapping[str, str] | None = N
 
 
 def _plain(name: str) -> str:
-    """A name without what people write in different ways.
+    """A name in small letters, without hyphens, underscores and spaces.
 
     >>> _plain("Local-SGD") == _plain("local_sgd")
     True
@@ -191,9 +192,9 @@ def _call(name: str, signature: inspect.Signature) -> str:
 class Registry(Generic[T]):
     """Names and the callables that build what they stand for.
 
-    `meant` maps what others call a thing to our name of it; see `nearest`.
+    `other_names` maps names that users may know from elsewhere to ours; see `nearest`.
 
-    >>> shapes = Registry[str]("shape", meant={"quadrat": "square"})
+    >>> shapes = Registry[str]("shape", other_names={"quadrat": "square"})
     >>> shapes.add("square", lambda side: f"a square of {side}")
     >>> shapes.build("square(side=3)")
     'a square of 3'
@@ -203,9 +204,9 @@ class Registry(Generic[T]):
     syncline.errors.SpecError: unknown shape 'Quadrat'; did you mean 'square'? available: 'square'
     """
 
-    def __init__(self, kind: str, meant: Mapping[str, str] | None = None) -> None:
+    def __init__(self, kind: str, other_names: Mapping[str, str] | None = None) -> None:
         self.kind = kind
-        self._meant = meant or {}
+        self._other_names = other_names or {}
         self._builders: dict[str, Callable[..., T]] = {}
 
     def add(self, name: str, builder: Callable[..., T]) -> None:
@@ -219,7 +220,7 @@ class Registry(Generic[T]):
         return sorted(self._builders)
 
     def read(self, text: str) -> tuple[Spec, ...]:
-        """Parse a text; what cannot be read is answered with the names there are."""
+        """Parse a text. The error for one that cannot be read lists the available names."""
         if not isinstance(text, str) or not text.strip():
             if isinstance(text, type):
                 raise SpecError(f"the {self.kind} is the class {text.__name__}; write {text.__name__}()")
@@ -229,7 +230,7 @@ class Registry(Generic[T]):
             return parse(text)
         except SpecError:
             name = text.partition("(")[0].strip()
-            known = _plain(name) in {*self._meant, *map(_plain, self.names())}
+            known = _plain(name) in {*self._other_names, *map(_plain, self.names())}
             if known and name not in self._builders:  # such as 1bit, which Python does not read as a name
                 raise SpecError(self._unknown(name)) from None
             raise
@@ -259,7 +260,7 @@ class Registry(Generic[T]):
             raise SpecError(f"{self.kind} {str(spec)!r}: {error}; {form}") from error
 
     def _unknown(self, name: str) -> str:
-        return f"unknown {self.kind} {name!r}; {nearest(name, self.names(), self._meant)}"
+        return f"unknown {self.kind} {name!r}; {nearest(name, self.names(), self._other_names)}"
 
 
 def _unknown_argument(spec: Spec, signature: inspect.Signature) -> str:

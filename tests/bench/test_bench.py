@@ -155,7 +155,7 @@ def test_the_table_tells_what_was_left_out_and_what_is_unsure(tmp_path: Path) ->
     ("arguments", "reason"),
     [
         (["--sizes", "huge"], "'huge' is not a size"),
-        (["-n", "1"], "at least two ranks"),
+        (["-n", "1"], "at least 2 ranks"),
         (["--algorithms", "rign"], "ring"),
         (["--lab", "2@100mbit", "--mpi"], "leave one out"),
         (["--hosts", "a:2", "--lab", "2@100mbit"], "leave one out"),

@@ -67,7 +67,7 @@ def test_wrong_line_gives_one_sentence(line: str, words: str, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("bench collectives -n 1", "-n 1: at least two ranks"),
+        ("bench collectives -n 1", "-n 1: give at least 2 ranks"),
         ("bench collectives --rounds 0", "--rounds 0: at least 1"),
         ("bench collectives --budget -1", "--budget -1.0: seconds, above 0"),
         ("bench step --bucket-bytes 0", "--bucket-bytes 0: at least 1"),

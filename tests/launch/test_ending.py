@@ -187,5 +187,8 @@ def test_those_who_do_not_listen_are_killed_after_the_grace(runs: Runs) -> None:
     run.finish()
     assert run.code == 4, run.describe()
     assert run.err == "syncline: rank 1 failed (exit code 4)\n"
-    assert "syncline: rank 0 may take 4 s more to end, then a signal ends them; Ctrl-C: at once\n" in run.all_err
+    assert (
+        "syncline: rank 0 may take 4 s more to end, then a signal ends them; press Ctrl-C to end them at once\n"
+        in run.all_err
+    )
     runs.assert_nothing_left()

@@ -38,8 +38,8 @@ def test_a_frozen_worker_is_lost_and_ended(runs: Runs, strategy: str, servers: i
     options = ("--servers", str(servers), "--on-failure", "continue", "--lost-after", "2")
     run = runs.run("run", "-n", "2", *options, script)
     assert run.code == 137, run.describe()
-    assert run.out.startswith("lost 1 it gave no sign of life for"), run.describe()
-    assert "syncline: rank 1 gave no sign of life for" in run.err
+    assert run.out.startswith("lost 1 it sent no heartbeat for"), run.describe()
+    assert "syncline: rank 1 sent no heartbeat for" in run.err
     assert run.err.endswith("syncline: rank 1 failed; the others ended by themselves\n")
     wait_for(lambda: not runs.processes(), "no process is left")
 

@@ -12,7 +12,7 @@ import pytest
 
 from syncline.launch import supervisor
 from syncline.launch.failures import Ended, Report, culprit, listed, read_report
-from syncline.launch.silence import SilenceWatch, State
+from syncline.launch.heartbeats import HeartbeatMonitor, State
 from syncline.launch.store import Board, serve_store
 from syncline.launch.supervisor import Policy, Supervisor
 
@@ -255,15 +255,15 @@ def test_one_without_a_sign_of_life_is_killed_and_has_failed(policy: Policy, ans
     assert code == 137
     assert crew.killed == ["rank 1"]
     goes_on = "; the others go on" if policy == "continue" else ""
-    told = [line for line in said if line.startswith("rank 1 gave no sign of life for")]
+    told = [line for line in said if line.startswith("rank 1 sent no heartbeat for")]
     assert told
     assert told[0].endswith(f"and was killed{goes_on}")
-    assert "no sign of life" in json.loads(board.store.get("syncline/dead/1"))["reason"]
+    assert "no heartbeat" in json.loads(board.store.get("syncline/dead/1"))["reason"]
 
 
 def test_a_silence_while_the_launcher_itself_was_held_up_does_not_count() -> None:
     """A laptop that sleeps, Ctrl-Z: all signs are old then, and nobody is lost."""
-    watch = SilenceWatch(lost_after=10.0)
+    watch = HeartbeatMonitor(lost_after=10.0)
     signs = {"rank 0": "7"}
     assert watch.look(0.0, signs, dict) == {}
     assert watch.look(1000.0, signs, dict) == {}
@@ -271,14 +271,14 @@ def test_a_silence_while_the_launcher_itself_was_held_up_does_not_count() -> Non
 
 def test_who_computes_lives_though_its_signs_stay_out() -> None:
     """Compiled code may keep all other threads of its process from running."""
-    watch = SilenceWatch(lost_after=3.0)
+    watch = HeartbeatMonitor(lost_after=3.0)
     found = [watch.look(float(now), {"rank 0": "7"}, lambda: {"rank 0": "busy"}) for now in range(20)]
     assert found == [{}] * 20
 
 
 @pytest.mark.parametrize("sign", ["", "left"], ids=["no world yet", "has left"])
 def test_who_owes_no_sign_of_life_is_lost_only_when_it_is_stopped(sign: str) -> None:
-    watch = SilenceWatch(lost_after=3.0)
+    watch = HeartbeatMonitor(lost_after=3.0)
     for now in range(20):
         assert watch.look(float(now), {"rank 0": sign}, dict) == {}
     found = [watch.look(float(now), {"rank 0": sign}, lambda: {"rank 0": "stopped"}) for now in range(20, 26)]

@@ -240,5 +240,5 @@ def test_a_wrapper_put_around_the_model_later_is_refused() -> None:
         sl.distribute(model, optimizer)
         wrapped = nn.parallel.DistributedDataParallel(nn.Sequential(model))
         wrapped(torch.ones(1, 1)).sum().backward()
-        with pytest.raises(IncompatibleError, match=r"put into a DistributedDataParallel.*hide=True"):
+        with pytest.raises(IncompatibleError, match=r"wrapped in a DistributedDataParallel.*hide=True"):
             optimizer.step()

@@ -71,7 +71,7 @@ SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)
 @pytest.mark.parametrize(
     ("arguments", "options", "words"),
     [
-        ((SGD, MODEL), {}, "the other way round: write sl.distribute(model, optimizer)"),
+        ((SGD, MODEL), {}, "in the wrong order: write sl.distribute(model, optimizer)"),
         ((MODEL.parameters(), SGD), {}, "the first is a torch.nn.Module, not generator"),
         ((MODEL, MODEL), {}, "torch.optim.Optimizer, or a list of them, not Linear"),
         ((MODEL, torch.optim.SGD), {}, "not the class SGD: call it"),

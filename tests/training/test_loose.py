@@ -379,7 +379,7 @@ def test_slowness_that_cannot_be(text: str, words: str) -> None:
     [
         ([Slow(1, 2.0)], None, "multiplies the seconds that a sample takes"),
         ([Slow(2, 2.0)], 0.1, "names no worker: there are 2, from 0 to 1"),
-        ([Slow(1, 2.0, start=2.0, stop=1.0)], 0.1, "ends after it begins"),
+        ([Slow(1, 2.0, start=2.0, stop=1.0)], 0.1, "stop must be after start"),
         ([], -1.0, "-1.0 seconds a sample"),
     ],
 )

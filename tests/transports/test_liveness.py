@@ -11,7 +11,7 @@ import pytest
 
 import syncline as sl
 from syncline.runtime import RealRuntime
-from syncline.transports.liveness import BEAT, Liveness, Verdict
+from syncline.transports.liveness import HEARTBEAT_EVERY_S, Liveness, Verdict
 from syncline.transports.store import ALIVE, BoundedStore, StoreSilentError, lost_after
 
 PATIENCE = 60.0
@@ -58,13 +58,13 @@ def watching(gone: dict[int, str] | None = None) -> tuple[Table, Watch]:
 
 
 def ring(watch: Watch, *, frozen: int, gone: dict[int, str] | None = None) -> list[Any]:
-    """Every rank waits for the one before it; `frozen` gives no sign of life. Whom each blames at its timeout."""
+    """Every rank waits for the one before it; `frozen` sends no heartbeat. Whom each blames at its timeout."""
 
     def wait(world: sl.World) -> Verdict | None:
         liveness, before = watch(world), (world.rank - 1) % world.size
         liveness.entering("0", "allreduce by ring")
         over = liveness.waiting("a message", "0", range(world.size), before)
-        world.runtime.sleep(3 * BEAT)
+        world.runtime.sleep(3 * HEARTBEAT_EVERY_S)
         if world.rank == frozen:
             liveness._closed.set()  # its beat ends, and nobody is told
             world.runtime.sleep(60.0)
@@ -82,7 +82,7 @@ def test_all_name_the_frozen_rank_of_a_ring(gone: dict[int, str] | None) -> None
     _, watch = watching(gone)
     verdicts = ring(watch, frozen=1)
     assert [each.rank for each in verdicts if each is not None] == [1, 1, 1]
-    assert all("no sign of life" in each.reason for each in verdicts if each is not None)
+    assert all("no heartbeat" in each.reason for each in verdicts if each is not None)
 
 
 def test_who_ended_because_of_another_is_not_blamed() -> None:
@@ -113,7 +113,7 @@ def test_a_blame_does_not_outlive_the_next_wait() -> None:
         if world.rank == 1:
             liveness.cause_of(2, "it was killed")
             liveness.waiting("a message", "0", range(3), 0)()
-        world.runtime.sleep(2 * BEAT)
+        world.runtime.sleep(2 * HEARTBEAT_EVERY_S)
         return liveness.cause_of(1, "its connection broke")
 
     assert sl.simulate(wait, ranks=3).results[0] == Verdict(1, "its connection broke")
@@ -127,9 +127,9 @@ def test_a_rank_that_has_left_is_named_though_it_beat_meanwhile() -> None:
         liveness = watch(world)
         liveness.entering("0", "barrier")
         if world.rank == 1:
-            world.runtime.sleep(0.9 * BEAT)
+            world.runtime.sleep(0.9 * HEARTBEAT_EVERY_S)
             liveness.leave()
-            world.runtime.sleep(3 * BEAT)
+            world.runtime.sleep(3 * HEARTBEAT_EVERY_S)
             liveness.close()
             return None
         return liveness.blame("0", range(world.size), None, broken=True)
@@ -240,7 +240,7 @@ def test_a_death_is_read_whatever_befalls_the_store(caplog: pytest.LogCaptureFix
 
     def wait(world: sl.World) -> dict[int, str]:
         liveness = Liveness(Table(), launcher, 0, 3, world.runtime)
-        world.runtime.sleep(3 * BEAT)
+        world.runtime.sleep(3 * HEARTBEAT_EVERY_S)
         return liveness.dead
 
     with caplog.at_level(logging.WARNING, "syncline"):
@@ -256,7 +256,7 @@ def test_the_launcher_sees_signs_of_life_until_the_world_is_closed() -> None:
         liveness = Liveness(table, table, 0, 1, world.runtime, program="rank 0")
         seen = []
         for _ in range(3):
-            world.runtime.sleep(1.2 * BEAT)
+            world.runtime.sleep(1.2 * HEARTBEAT_EVERY_S)
             seen.append(table.rows[f"{ALIVE}/rank 0"])
         liveness.close()
         return [*seen, table.rows[f"{ALIVE}/rank 0"]]
@@ -267,21 +267,21 @@ def test_the_launcher_sees_signs_of_life_until_the_world_is_closed() -> None:
 
 
 def test_a_rank_lives_though_what_it_owes_cannot_be_told(caplog: pytest.LogCaptureFixture) -> None:
-    """What it is asked for is the strategy's own code: an error there must not end its signs of life."""
+    """What it is asked for is the strategy's own code: an error there must not end its heartbeats."""
     table = Table()
 
     def live(world: sl.World) -> list[str]:
         liveness = Liveness(table, table, 0, 1, world.runtime, program="rank 0")
         liveness.owing["0"] = (lambda: str(1 / 0), None)
-        world.runtime.sleep(3 * BEAT)
+        world.runtime.sleep(3 * HEARTBEAT_EVERY_S)
         liveness.owing.clear()
         before = table.rows[f"{ALIVE}/rank 0"]
-        world.runtime.sleep(3 * BEAT)
+        world.runtime.sleep(3 * HEARTBEAT_EVERY_S)
         return [before, table.rows[f"{ALIVE}/rank 0"]]
 
     before, after = sl.simulate(live, ranks=1).results[0]
     assert before != after
-    assert "cannot tell the others how far it is: ZeroDivisionError" in caplog.text
+    assert "cannot write its record for the other ranks: ZeroDivisionError" in caplog.text
 
 
 # A store that hangs.

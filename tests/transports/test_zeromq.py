@@ -146,7 +146,7 @@ def test_news_that_others_have_read_is_not_lost(here: Here, monkeypatch: pytest.
     waiting.node.crank._leave()
     with pytest.raises(PeerLostError, match=r"lost rank 2 .*: it was seen to end"):
         receipt.wait()
-    with pytest.raises(PeerLostError, match="the others have given this rank up: it was seen to end"):
+    with pytest.raises(PeerLostError, match="the others have declared this rank lost: it was seen to end"):
         other.recv(torch.zeros(1), 0, 5).wait()
 
 
@@ -303,7 +303,7 @@ def test_a_stranger_is_not_listened_to(either: Here, name: str, caplog: pytest.L
         until(lambda: caller.identity in victim._known, "it is known for a stranger")
         assert victim._known[caller.identity] is None
         talk(*either.ranks[:2])
-    assert caplog.text.count("hears a stranger and does not listen") == 1, "once is enough"
+    assert caplog.text.count("ignores an unknown sender") == 1, "once is enough"
 
 
 def flip(frame: bytes, bit: int) -> bytes:

@@ -113,7 +113,7 @@ def test_who_never_appears_in_the_directory_is_a_stranger(
         until(lambda: late.identity in victim.node._known, "it is decided")
         assert victim.node._known[late.identity] is None
         talk(*here.ranks[:2])
-    assert f"hears a stranger and does not listen: rank {late.rank} is not in this world" in caplog.text
+    assert f"ignores an unknown sender: rank {late.rank} is not in this world" in caplog.text
     assert not victim.node._undecided
 
 

@@ -1,4 +1,4 @@
-"""Signals that ask a worker to stop: the first Ctrl-C is a wish, the second an order."""
+"""Signals that ask a worker to stop: the first Ctrl-C stops it after a step, the second at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ SAME_KEY = 0.5
 class CtrlC:
     """The first one asks the run to stop after a step; another one ends it at once.
 
-    With `terminated` SIGTERM asks for the same, however often it comes: batch systems send it to every process.
+    With `terminated` SIGTERM also asks it to stop after a step, however often it comes: batch systems send it to
+    every process.
     """
 
     def __init__(self, terminated: bool = False) -> None:

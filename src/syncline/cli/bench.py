@@ -62,7 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     second.add_argument("--fresh", action="store_true", help="measure even if this network is known")
     second.add_argument("--no-echo", dest="echo", action="store_false", help="only the model's numbers")
     second.add_argument("--rounds", type=int, default=15, help="turns of each echo; default 15")
-    third = what.add_parser("step", help="training steps beside others'")
+    third = what.add_parser("step", help="training steps beside those of other libraries")
     bench_step.configure(third)
     fourth = what.add_parser("teams", help="two models at once on their own teams")
     fourth.add_argument("--megabytes", default="4,2", help="gradients of the two models; default 4,2")
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.what == "stragglers":
         return bench_stragglers.run(arguments, folder)
     if arguments.ranks is not None and arguments.ranks < 2:
-        raise SpecError(f"-n {arguments.ranks}: at least two ranks exchange something")
+        raise SpecError(f"-n {arguments.ranks}: give at least 2 ranks")
     if arguments.rounds < 1:
         raise SpecError(f"--rounds {arguments.rounds}: at least 1")
     ways = {"MPI": by_mpi(arguments), "--lab": bool(arguments.lab), "--hosts": bool(arguments.hosts)}

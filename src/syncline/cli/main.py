@@ -36,10 +36,10 @@ HINTS = {
     **dict.fromkeys(("init", "create", "template"), "did you mean 'new'?"),
     **dict.fromkeys(("info", "doctor"), "did you mean 'env'?"),
 }
-"""What others call a command, and what to write here."""
+"""Commands that users of other tools may try, and what to write here."""
 
 FILE_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
-"""Errors of a file that are told by its name: what may not be read or written, and a disk that is full."""
+"""Errors of a file that are printed with its name: no permission, or a full disk."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.parser.refuse_unknown(unknown)
     try:
         return int(arguments.run(arguments))
-    except BrokenPipeError:  # nobody reads any more: | head
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else Python complains when it flushes at exit
         return 141
     except SynclineError as error:

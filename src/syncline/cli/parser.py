@@ -12,13 +12,13 @@ from syncline.specs import nearest
 __all__ = ["REFUSED", "CommandParser"]
 
 REFUSED = 2
-"""The exit code where nothing was run because the command line makes no sense, as argparse has it."""
+"""The exit code for a wrong command line, as in argparse."""
 
 
 class CommandParser(argparse.ArgumentParser):
     """argparse without its usage dump.
 
-    `hints` maps options that users of other tools may try to what to write here; the hint of "" is for any other.
+    `hints` maps options that users of other tools may try to what to write here; the hint under "" is for all others.
 
     >>> parser = CommandParser(prog="syncline run", hints={"--np": "write -n"})
     >>> _ = parser.add_argument("-n", type=int)
@@ -33,7 +33,7 @@ class CommandParser(argparse.ArgumentParser):
         self._hints = hints or {}
         self.register("type", int, _whole_number)
         self.register("type", float, _number)
-        self.set_defaults(parser=self)  # that of the innermost command remains
+        self.set_defaults(parser=self)  # the innermost command's parser is set last
 
     def error(self, message: str) -> NoReturn:
         """End with exit code 2, after one sentence and an example."""
@@ -45,7 +45,7 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(REFUSED, f"{self.prog}: {sentence}\n")
 
     def refuse_unknown(self, unknown: Sequence[str]) -> NoReturn:
-        """Refuse what the command does not take."""
+        """Refuse an unknown option or argument."""
         name = unknown[0].partition("=")[0]
         if not name.startswith("-"):
             self.error(f"unexpected argument {name!r}")
@@ -61,12 +61,12 @@ class CommandParser(argparse.ArgumentParser):
         known = [str(each) for each in action.choices]
         if isinstance(action, argparse._SubParsersAction):
             self.refuse(f"unknown command {value!r}; {self._hints.get(value) or nearest(value, known)}")
-        raise argparse.ArgumentError(action, f"{value!r} is none of its values; {nearest(str(value), known)}")
+        raise argparse.ArgumentError(action, f"{value!r} is not an allowed value; {nearest(str(value), known)}")
 
     def _example(self) -> str:
         lines = [line.strip() for line in (self.description or "").splitlines()]
         first = next((line.split("   ")[0] for line in lines if line.startswith(f"{self.prog} ")), None)
-        return f"{self.prog} --help tells more" if first is None else f"for example: {first}"
+        return f"{self.prog} --help shows all options" if first is None else f"for example: {first}"
 
 
 def _whole_number(text: str) -> int:

@@ -50,9 +50,9 @@ __all__ = ["HELP", "configure", "run"]
 HELP = "compare strategies: which one reaches a target accuracy first"
 HINTS = {
     **dict.fromkeys(
-        ("--strategy", "--strategies", "--codec", "--collective"), "name what takes part in a file: --entries FILE.toml"
+        ("--strategy", "--strategies", "--codec", "--collective"), "list the entries in a file: --entries FILE.toml"
     ),
-    **dict.fromkeys(("--lr", "--learning-rate"), "the entries say it, or --tune 3 tries three for each"),
+    **dict.fromkeys(("--lr", "--learning-rate"), "set it in the entries file, or try 3 for each with --tune 3"),
     "--seed": "write --seeds 1,2,3",
 }
 
@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_alone(arguments: argparse.Namespace) -> None:
-    """Refuse what --resume would ignore: its plan is written."""
+    """Refuse options that --resume would ignore: it uses the plan in the folder."""
     parser = argparse.ArgumentParser()
     configure(parser)
     usual = vars(parser.parse_args([]))

@@ -39,7 +39,7 @@ HINTS = {
     **dict.fromkeys(("--host", "-H", "--hostfile", "--machinefile"), "write --hosts a:2,b:2"),
     **dict.fromkeys(
         ("--strategy", "--codec", "--collective"),
-        "the script says it, as in sl.distribute(model, optimizer, strategy='ssp', codec='quantize(4)')",
+        "set it in the script, as in sl.distribute(model, optimizer, strategy='ssp', codec='quantize(4)')",
     ),
     "": "options of the script come after its name",
 }
@@ -62,7 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lost-after",
         metavar="SECONDS",
-        help="a worker that gives no sign of life for so long is killed, and has failed; default 30, 0: never",
+        help="kill a worker that sends no heartbeat for so many seconds; default 30, 0 for never",
     )
     parser.add_argument("--address", metavar="A", help="this machine's address that the workers can reach")
     parser.add_argument("-m", action="store_true", dest="module", help="run a module, as python -m does")
@@ -124,7 +124,7 @@ def _target(arguments: argparse.Namespace) -> tuple[str, ...]:
     if arguments.module:
         return ("-m", *program)
     if not os.path.exists(first):
-        raise SpecError(f"there is no script {first!r} in {os.getcwd()}; {_meant(arguments, program)}")
+        raise SpecError(f"there is no script {first!r} in {os.getcwd()}; {_suggestion(arguments, program)}")
     if os.path.isdir(first) and not os.path.exists(os.path.join(first, "__main__.py")):
         raise SpecError(f"{first} is a folder without __main__.py; name the script in it")
     if not os.access(first, os.R_OK):
@@ -132,8 +132,8 @@ def _target(arguments: argparse.Namespace) -> tuple[str, ...]:
     return tuple(program)
 
 
-def _meant(arguments: argparse.Namespace, program: Sequence[str]) -> str:
-    """What may have been meant by a first word that is no file."""
+def _suggestion(arguments: argparse.Namespace, program: Sequence[str]) -> str:
+    """What to write instead of a first argument that is not a file."""
     from syncline.bench.workloads import names
 
     first, second = program[0], program[1] if len(program) > 1 else "train.py"

@@ -89,7 +89,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _configure_training(parser: argparse.ArgumentParser, usual: Settings) -> None:
-    """Say how the workers synchronise, and what they do."""
+    """Add the options that say how the workers synchronise and what they train."""
     how = parser.add_argument_group("synchronisation")
     how.add_argument("--strategy", default=usual.strategy, help="allreduce, ssp(slack=3), …; default allreduce")
     how.add_argument("--codec", help="how gradients look on the wire; default: as they are")
@@ -131,7 +131,7 @@ def _configure_place(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--lost-after",
         metavar="SECONDS",
-        help="a worker that gives no sign of life for so long is killed, and has failed; default 30, 0: never",
+        help="kill a worker that sends no heartbeat for so many seconds; default 30, 0 for never",
     )
     where.add_argument("--lab", metavar="4@100mbit", help="on so many emulated hosts at that rate")
     where.add_argument("--mpi", action="store_true", help="let mpiexec start the workers, and MPI carry the bytes")
@@ -190,7 +190,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     try:
         with folder.lock():
-            if resume is False and folder.used():  # since the first look
+            if resume is False and folder.used():  # another job may have started there since the first check
                 raise IncompatibleError(folder.refusal())
             folder.remove("summary")  # of an earlier attempt
             return _launch(arguments, job, job_place)
@@ -241,17 +241,17 @@ def _check_company(arguments: argparse.Namespace) -> None:
 
 
 def _check_memory(arguments: argparse.Namespace, workers: int) -> None:
-    """Refuse strategies that write into each other's memory where they cannot."""
+    """Refuse strategies that access other workers' memory where that is not possible."""
     strategy = build_strategy(arguments.strategy)
     if workers == 1:
         return
     if isinstance(strategy, OneSided) and not arguments.mpi:
         raise IncompatibleError(
-            f"--strategy {strategy!r} writes into other workers' memory, which MPI allows: add --mpi"
+            f"--strategy {strategy!r} writes into other workers' memory, which needs MPI: add --mpi"
         )
     if isinstance(strategy, Hogwild) and (arguments.lab or arguments.hosts):
         where = f"--lab {arguments.lab}" if arguments.lab else f"--hosts {arguments.hosts}"
-        raise IncompatibleError(f"{where}: {strategy!r} shares the memory of one host; leave it out, or take downpour")
+        raise IncompatibleError(f"{where}: {strategy!r} needs the memory of one host; use one host, or downpour")
 
 
 def _settings(arguments: argparse.Namespace, workload: Workload, workers: int) -> Settings:

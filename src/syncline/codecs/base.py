@@ -83,7 +83,7 @@ class Part:
         return self.flat.numel()
 
     def drop_nonfinite_state(self) -> None:
-        """Set NaN and Inf to 0 in the residual and the memory: there they would spoil every later step."""
+        """Set NaN and Inf to 0 in the residual and the momentum: kept, they would make every later step NaN."""
         for kept in (self.residual, *self.memory.values()):
             if kept is not None:
                 kept.nan_to_num_(0.0, 0.0, 0.0)
@@ -152,24 +152,24 @@ class Codec(ABC):
 
     @property
     def counts_steps(self) -> bool:
-        """Whether each gradient must be a whole step's: one that contains an earlier reduced one would count twice."""
+        """Whether each gradient must be that of a whole step: a gradient reduced before would count twice."""
         return False
 
     @property
     def gradient_options(self) -> tuple[str, ...]:
-        """Its options, as they are written, that have a meaning only where gradients are all-reduced."""
+        """Its options, as written in a spec, that apply only where gradients are all-reduced."""
         return ()
 
     @property
     def parameter_options(self) -> tuple[str, ...]:
-        """Its options, as they are written, that have a meaning only where a part is a whole parameter."""
+        """Its options, as written in a spec, that apply only where a part is a whole parameter."""
         return ()
 
     def check(self, momentum: float) -> None:  # noqa: B027 (most have nothing against it)
         """Refuse an optimizer that cannot work with this codec; `momentum` is the largest it uses."""
 
     def check_beyond_allreduce(self, user: str) -> None:
-        """Refuse options that have a meaning only where gradients are all-reduced; `user` does something else."""
+        """Refuse options that apply only where gradients are all-reduced; `user` names the caller in messages."""
         for leaf in self.leaves():
             for option in leaf.gradient_options:
                 raise IncompatibleError(
@@ -235,7 +235,7 @@ class PayloadCodec(Codec):
     def notices(self) -> bool:
         """Whether `write` finds NaN and Inf in a part by itself, at no cost.
 
-        Every other codec, and one that has a residual to spoil, is given finite parts only: `pack_into` looks first.
+        Other codecs, and every codec with a residual, get finite parts only: `pack_into` checks first.
         """
         return False
 

@@ -116,9 +116,9 @@ class Cast(PayloadCodec):
 
 
 def round_to_half(values: Tensor, halves: Tensor, draw: Draw, size: int, stochastic: bool) -> None:
-    """Round a row to half precision: to the nearest or at random, and to no value beyond what `size` ranks can add up.
+    """Round a row to half precision, to the nearest or at random. Values are limited so that `size` of them add up.
 
-    Random bits are those of `draw`, from its start on.
+    The random bits are the first ones of `draw`.
     """
     limit, bits = _limit(halves.dtype, size)
     if stochastic:

@@ -22,7 +22,7 @@ __all__ = ["build_codec", "codec_names"]
 
 NOTHING = "none"
 """What stands for no codec where only text can be written."""
-MEANT = {
+OTHER_NAMES = {
     **dict.fromkeys(("fp16", "float16", "half"), "cast('fp16')"),
     **dict.fromkeys(("bf16", "bfloat16"), "cast('bf16')"),
     **dict.fromkeys(("int8", "8bit", "uint8"), "quantize(8)"),
@@ -37,7 +37,7 @@ MEANT = {
     **dict.fromkeys(("zlib", "gzip", "deflate", "zstd", "lz4", "compress"), "lossless"),
     **dict.fromkeys(("identity", "dense", "noop", "nothing"), "none"),
 }
-"""What others call a codec, and our specs for it."""
+"""Names that users may know a codec by, and our specs for it."""
 
 
 def build_codec(spec: str | Codec | None) -> Codec | None:
@@ -68,7 +68,7 @@ def codec_names() -> list[str]:
 
 
 def _registry() -> Registry[Codec]:
-    registry = Registry[Codec]("codec", MEANT)
+    registry = Registry[Codec]("codec", OTHER_NAMES)
     for codec in (
         *(Cast, Quantize, OneBit, Ternary, Lossless, Raw),
         *(TopK, RandomK, Threshold),

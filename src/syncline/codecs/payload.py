@@ -56,8 +56,8 @@ def pack_into(
 ) -> int:
     """Encode the parts of a bucket into `whole`, zeroed and of `most_bytes`; how many bytes were used.
 
-    A part that holds NaN or Inf is an error or, where there is a callback for it, `broken`: then zeros go instead. What
-    the codec remembers of that part stays as it was. Where finite values overflow with it, it stays finite.
+    A part that holds NaN or Inf is an error or, with a callback `broken`, is reported to it and sent as zeros. The
+    codec's state of that part does not change then. Where finite values overflow with the state, it stays finite.
     """
     elements = sum(part.numel for part in parts)
     _put(whole, 0, HEADER.pack(MAGIC, VERSION, codec.kind, codec.mark, elements))

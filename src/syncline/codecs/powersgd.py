@@ -34,7 +34,7 @@ BLOCK = 1 << 17
 """Elements that are multiplied at once: so many stay in the cache between one column and the next."""
 MOST = torch.finfo(torch.float32).max
 NEGLIGIBLE = 1e31
-"""Less than half a step between the largest float32 and the one below: nothing overflows by adding so little."""
+"""Less than half the gap between the two largest float32 numbers: adding it cannot overflow."""
 DEPENDENT = 1e-12
 """A column of which less than this is left after the others were taken out of it is one of them."""
 
@@ -91,7 +91,7 @@ class PowerSGD(Codec):
         wire: torch.dtype = torch.float32,
         stochastic: bool = False,
     ) -> Generator[Tensor, None, None]:
-        """Two rounds for the whole bucket, one where it has no matrix; everything travels as `wire`.
+        """Two rounds for the whole bucket, one where it has no matrix; everything is sent as `wire`.
 
         With `stochastic` values are rounded to half precision at random, so that the mean is right.
         """
@@ -115,7 +115,7 @@ class PowerSGD(Codec):
             return
         ps = [_orthonormal(whole) for whole in summed[: len(matrices)]]
         second = [
-            _Piece(each.matrix.T @ _down(p), _shrink(len(p)), draw.of(each.part.name, p.numel()))  # not the bits of P
+            _Piece(each.matrix.T @ _down(p), _shrink(len(p)), draw.of(each.part.name, p.numel()))  # other bits than P's
             for each, p in zip(matrices, ps, strict=True)
         ]
         sent = _Sent(second, size, wire, stochastic)
@@ -222,7 +222,7 @@ class _Wanted:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A tensor to be summed on the wire."""
+    """A tensor to be all-reduced."""
 
     tensor: Tensor
     shrunk: float
@@ -232,7 +232,7 @@ class _Piece:
 
 
 class _Sent:
-    """Pieces in one row, to be summed on the wire."""
+    """Pieces in one flat tensor, to be all-reduced together."""
 
     def __init__(self, pieces: Sequence[_Piece], size: int, wire: torch.dtype, stochastic: bool) -> None:
         self.shapes = [each.tensor.shape for each in pieces]

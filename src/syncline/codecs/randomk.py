@@ -81,7 +81,7 @@ class RandomK(SparseCodec):
         wire: torch.dtype = torch.float32,
         stochastic: bool = False,
     ) -> Generator[Tensor, None, None]:
-        """One round: the drawn values of all parts, as `wire`. What that type cannot say stays in the residual.
+        """One round: the drawn values of all parts, as `wire`. What that type cannot represent stays in the residual.
 
         With `stochastic` values are rounded to half precision at random, so that the mean is right.
         """

@@ -37,7 +37,7 @@ STAND_INS: dict[Operation, str] = {
     "scatter": "naive",
 }
 
-MEANT = {
+OTHER_NAMES = {
     **dict.fromkeys(("nccl", "gloo", "mpi", "default", "engine"), NATIVE),
     **dict.fromkeys(("rabenseifner", "recursivehalvingdoubling", "recursivehalving"), "halving_doubling"),
     "butterfly": "recursive_doubling",
@@ -45,10 +45,10 @@ MEANT = {
     **dict.fromkeys(("binarytree", "binomial", "binomialtree"), "tree"),
     **dict.fromkeys(("star", "central", "centralized"), "naive"),
 }
-"""What others call an algorithm, and our name for it; where an operation has no such algorithm, a close name helps."""
+"""Names that users may know an algorithm by, and our names for them."""
 
 _CATALOG: dict[Operation, Registry[Schedule]] = {
-    operation: Registry[Schedule](f"algorithm of {operation}", MEANT) for operation in get_args(Operation)
+    operation: Registry[Schedule](f"algorithm of {operation}", OTHER_NAMES) for operation in get_args(Operation)
 }
 
 

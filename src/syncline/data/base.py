@@ -47,7 +47,7 @@ class Source(ABC):
 
     @property
     def goes_on(self) -> bool:
-        """Whether a second iteration reads on where the first one stopped, as with an iterator."""
+        """Whether a second iteration continues where the first one stopped, as with an iterator."""
         return False
 
     @abstractmethod

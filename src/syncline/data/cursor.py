@@ -23,7 +23,7 @@ class Place:
         self.epoch = epoch
         self.samples = samples
         self.streams = [] if streams is None else list(streams)
-        """Where several loader processes read a stream each: how many items of each are consumed."""
+        """The number of consumed items of each loader process, where each reads a stream of its own."""
 
     def advance(self, samples: int) -> None:
         """Count samples as consumed by all ranks together."""
@@ -40,8 +40,7 @@ class Cursor(Place):
     An iteration begins a fresh epoch, as with a DataLoader. Only after `load_state_dict` the first one goes on where
     the checkpoint was made. The cursor moves before a batch is handed out, so that a checkpoint made in the loop's
     body counts that batch. In the body of the epoch's last batch the epoch is not over, and a run resumed from there
-    first sees an epoch with nothing left. So this loop does the same whether it was interrupted or not, wherever that
-    was:
+    first sees an epoch with nothing left. So this loop does the same whether or not, and wherever, it was interrupted:
 
         for epoch in range(cursor.epoch, epochs):
             for batch in data: ...
@@ -60,7 +59,7 @@ class Cursor(Place):
     def __init__(self, epoch: int = 0, samples: int = 0) -> None:
         super().__init__(epoch, samples)
         self.pending = samples > 0
-        """Whether the next iteration goes on from here."""
+        """Whether the next iteration continues from here."""
         self.start = samples
         """Where in its epoch the latest iteration began, or the pending one begins."""
         self.over = False
@@ -76,9 +75,9 @@ class Cursor(Place):
     def begin(self, goes_on: bool = False, work: int | None = None) -> Place:
         """An iteration begins: at the start of the next epoch, unless a resumed one is pending.
 
-        `goes_on`: the data can be read only once, and a second iteration reads on in the same epoch. `work` is how
-        much was trained so far, where anybody counts it: an unfinished iteration that began at the same count was a
-        look at the data, and is undone.
+        `goes_on`: the data can be read only once, and a second iteration reads on in the same epoch. `work` counts
+        the training done so far, where it is known: an unfinished iteration that began at the same count only
+        peeked at the data, and is undone.
         """
         if self._latest is not None and self._latest.unused(work):
             self._restore(self._latest.before)
@@ -105,7 +104,7 @@ class Cursor(Place):
             self._end_epoch()
 
     def leave(self, place: Place, work: int | None = None) -> None:
-        """An iteration is left before its end. One that nothing was trained on is as if it had not been."""
+        """An iteration ends early. If nothing was trained during it, the cursor goes back to where it was before."""
         if self._latest is None or place is not self._latest:
             return
         if self._latest.unused(work):
@@ -120,7 +119,7 @@ class Cursor(Place):
         return {"epoch": self.epoch, "samples": self.samples, "streams": list(self.streams)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Stand where `state_dict()` was taken; the next iteration goes on there."""
+        """Go to where `state_dict()` was taken; the next iteration continues there."""
         epoch, samples, streams = state.get("epoch"), state.get("samples"), state.get("streams", [])
         if not isinstance(streams, list) or not all(map(_is_count, (epoch, samples, *streams))):
             raise IncompatibleError(
@@ -141,7 +140,7 @@ class Cursor(Place):
 
 
 class _Standing(NamedTuple):
-    """All that a cursor knows."""
+    """The whole state of a cursor."""
 
     epoch: int
     samples: int
@@ -153,7 +152,7 @@ class _Standing(NamedTuple):
 
 
 class _Iteration(Place):
-    """The place of one iteration, and how the cursor stood before it."""
+    """The place of one iteration, and the cursor's state before it."""
 
     def __init__(self, cursor: Cursor, before: _Standing, work: int | None, loaded: int) -> None:
         super().__init__(cursor.epoch, cursor.samples, cursor.streams)

@@ -115,11 +115,11 @@ class MicroBatches:
 
     @property
     def steps(self) -> int | None:
-        """How many steps a whole epoch has, the same on every rank; None where that shows only at the end."""
+        """How many steps a whole epoch has, the same on every rank; None where it is not known before the end."""
         return self._count(0)
 
     def counts(self, place: Place) -> Counts | None:
-        """Who has how many steps in an epoch read from `place` on, where that is known."""
+        """How many steps the ranks have in an epoch read from `place` on, where that is known."""
         ranks = (0, self._part.rank, self._part.size - 1)
         most, own, fewest = (self._count(rank, place.samples) for rank in ranks)
         return None if most is None or own is None or fewest is None else Counts(most, own, fewest)

@@ -79,7 +79,7 @@ class Sharded:
         return self._source.pieces(0)
 
     def counts(self, place: Place) -> Counts | None:
-        """Who has how many pieces in an epoch read from `place` on, where that is known of all ranks."""
+        """How many pieces the ranks have in an epoch read from `place` on, where that is known for all."""
         ranks = (0, self._rank, self._size - 1)
         most, own, fewest = (self._source.pieces(rank, place.samples) for rank in ranks)
         if most is None or own is None or fewest is None or not self._split:

@@ -13,7 +13,7 @@ from syncline.errors import WorldError
 __all__ = ["SAVES", "Environment", "Rendezvous", "Variables", "check_versions", "package_version"]
 
 SAVES = "SYNCLINE_SAVES"
-"""Set by the launcher where Ctrl-C and SIGTERM ask the ranks to save and end; whoever serves them ends after them."""
+"""Set by the launcher if ranks save and end on Ctrl-C and SIGTERM; servers and the evaluator then end after them."""
 
 FIRST_PORT, PORTS = 20000, 12000
 """Ports derived from a job's name lie below Linux's ephemeral range (32768 and up)."""
@@ -95,7 +95,7 @@ def package_version() -> str:
 
 
 def check_versions(versions: Mapping[str, str]) -> None:
-    """Refuse processes of one world that run different versions of Syncline; by name, "" where none was told.
+    """Refuse processes of one world that run different versions of Syncline. `versions` is by name; "" means unknown.
 
     >>> check_versions({"rank 0": "1.2", "rank 1": "1.2"})
     >>> check_versions({"rank 0": "1.2", "rank 1": "1.3", "server 0": ""})

@@ -1,4 +1,4 @@
-"""The launchers' variables out of sight: for frameworks that would start torch.distributed themselves."""
+"""Hides the launchers' variables from frameworks that would start torch.distributed themselves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PREFIXES = ("OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 
 
 def hide(environ: MutableMapping[str, str]) -> dict[str, str]:
-    """Take out the variables that say which rank of how many this process is; what they said.
+    """Remove the variables that tell a process its rank and the number of ranks; returns them.
 
     >>> environ = {"RANK": "0", "WORLD_SIZE": "2", "HOME": "/root"}
     >>> hidden = hide(environ)
@@ -32,6 +32,6 @@ def hide(environ: MutableMapping[str, str]) -> dict[str, str]:
 
 
 def restore(environ: MutableMapping[str, str], hidden: Mapping[str, str]) -> None:
-    """Put them back; what was set anew meanwhile stays."""
+    """Put the hidden variables back, except those that were set again meanwhile."""
     for name, value in hidden.items():
         environ.setdefault(name, value)

@@ -43,7 +43,7 @@ class Coding:
         self._residuals: dict[str, Tensor] = {}
         self._memories: dict[str, dict[str, Tensor]] = {}
         self._reduced: dict[int, tuple[Callable[[], Tensor | None], int, int]] = {}
-        """The latest reduced gradients of codecs that count steps: which, its version, and after how many steps."""
+        """The latest reduced gradients of codecs that count steps: the tensor, its version, and the number of steps."""
         self._double = [
             name
             for name, parameter, picked in zip(names, parameters, self.picked, strict=True)
@@ -83,7 +83,7 @@ class Coding:
         return Part(flat, name, shape=self._shapes[index], residual=residual, memory=memory)
 
     def note_reduced(self, index: int, gradient: Tensor, steps: int) -> None:
-        """A parameter's gradient holds its mean over the ranks now, after so many steps of the optimizer."""
+        """Record that a parameter's gradient is now the mean over the ranks, after `steps` steps of the optimizer."""
         codec = self.picked[index]
         if codec is not None and codec.counts_steps:
             self._reduced[index] = (weakref.ref(gradient), gradient._version, steps)

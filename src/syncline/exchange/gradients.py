@@ -37,8 +37,8 @@ logger = logging.getLogger("syncline")
 
 Suspects = Sequence[tuple[Tensor | bool, str]]
 """What of this rank may not be finite, with its name."""
-NAMED_AT_MOST = 3
-"""Parameters of one rank in an error."""
+MAX_NAMED_PARAMETERS = 3
+"""Largest number of one rank's parameters that an error names."""
 
 
 class Gradients:
@@ -67,7 +67,7 @@ class Gradients:
         self._kinds = [(parameter.dtype, parameter.device) for parameter in self.parameters]
         self.exchange = exchange
         self.kind = kind
-        """What is reduced, for messages."""
+        """The name of what is reduced, for messages."""
         self.coding = (
             None if codec is None else Coding(codec, self.names, self.parameters, exchange.rank, exchange.size, seed)
         )
@@ -105,7 +105,7 @@ class Gradients:
         self._accumulated: dict[int, int] = {}
         """Parameters that have got gradients which nobody has reduced yet, and how many."""
         self._hooks: dict[int, _Hook] = {}
-        if not idle:  # idle: one worker has nobody to agree with
+        if not idle:  # idle: a world of one
             for index, parameter in enumerate(self.parameters):
                 if parameter.is_floating_point() or parameter.is_complex():  # no other dtype can have a gradient
                     self._hooks[index] = _Hook(parameter, partial(self._arrived, index))
@@ -230,7 +230,7 @@ class Gradients:
         return f"bucket {number} ({shown})"
 
     def judge(self, control: Control, suspects: Suspects, arrived: Sequence[bool], step: int) -> None:
-        """Raise, on every rank alike, what the ranks have told one another. `step`: steps complete before."""
+        """Raise the same error on every rank if the control numbers report one. `step`: steps complete before."""
         if control.not_finite and self.check_finite:
             raise self._not_finite([name for bad, name in suspects if bad], step)
         if self.find_unused_parameters:
@@ -251,8 +251,8 @@ class Gradients:
 
     def _not_finite(self, names: Sequence[str], step: int) -> DivergedError:
         """The error that names the parameters of this rank and of the others; every rank calls it."""
-        more = len(names) - NAMED_AT_MOST
-        told = self._gather_text(", ".join(names[:NAMED_AT_MOST]) + (f" and {more} more" if more > 0 else ""))
+        more = len(names) - MAX_NAMED_PARAMETERS
+        told = self._gather_text(", ".join(names[:MAX_NAMED_PARAMETERS]) + (f" and {more} more" if more > 0 else ""))
         found = {rank: text for rank, text in enumerate(told) if text}
         who = "; ".join(f"rank {rank}: {text}" for rank, text in found.items())
         rank, text = next(iter(found.items()), (None, ""))
@@ -317,7 +317,7 @@ class Gradients:
             found.arrive(index)
 
     def _check_pass(self, index: int) -> None:
-        """Refuse a pass whose gradients could not be reduced; this parameter's is its first."""
+        """Refuse a pass whose gradients could not be reduced. Called at the first gradient of the pass."""
         parameter = self.parameters[index]
         if (parameter.dtype, parameter.device) != self._kinds[index]:
             raise self.converted(index, parameter)
@@ -334,13 +334,13 @@ class Gradients:
         self._finish(found)
 
     def _pass_ended(self, over: weakref.ref[Callable[[], None]]) -> None:
-        """The engine has dropped the callback: a round that is still open was broken off by an error."""
+        """The autograd engine has dropped the callback: an error has ended the pass of a round that is still open."""
         if self._round is not None and over is self._pass:
             self._in_flight -= 1
             self._round = None
 
     def _put_hooks_last(self) -> set[int]:
-        """Move the hooks behind those that the script has registered since: these may still change a gradient.
+        """Move our hooks behind those that the script has registered since, which may still change a gradient.
 
         Returns the parameters whose hooks were moved.
         """
@@ -356,7 +356,7 @@ class Gradients:
             raise self.stepped_in_backward(index)
 
     def stepped_in_backward(self, index: int) -> IncompatibleError:
-        """What to say where a hook has used a gradient before the ranks have averaged it."""
+        """The error for a hook that has used a gradient before the ranks have averaged it."""
         return IncompatibleError(
             f"a hook removes the gradient of {self.names[index]} while backward runs, before the workers have averaged "
             "it (an optimizer that steps in backward?): the mean is there when backward() returns, so step the "
@@ -364,7 +364,7 @@ class Gradients:
         )
 
     def converted(self, index: int, tensor: Tensor) -> IncompatibleError:
-        """What to say where a parameter has another dtype or device than `distribute` has found."""
+        """The error for a parameter whose dtype or device has changed since `distribute`."""
         dtype, device = self._kinds[index]
         return IncompatibleError(
             f"{self.names[index]} was {_kind(dtype, device)} in distribute and is {_kind(tensor.dtype, tensor.device)} "
@@ -469,7 +469,7 @@ def _kind(dtype: torch.dtype, device: torch.device) -> str:
 
 
 class _Hook:
-    """A hook that is called when a gradient was added to a parameter's; on a frozen one too, which may thaw later."""
+    """A hook that is called after a gradient was accumulated; on frozen parameters too, which may be trained later."""
 
     def __init__(self, parameter: Parameter, fn: Callable[[Tensor], None]) -> None:
         frozen = not parameter.requires_grad
@@ -492,7 +492,7 @@ class _Hook:
         return all(str(getattr(fn, "__module__", "")).startswith("syncline.") for fn in others)
 
     def put_last(self) -> bool:
-        """Let the other hooks come first; whether they did not."""
+        """Put this hook behind all others. Returns whether it was not there already."""
         if next(reversed(self._table)) == self._handle.id:
             return False
         del self._table[self._handle.id]

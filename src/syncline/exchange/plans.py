@@ -35,7 +35,7 @@ def work_for(
 ) -> Work:
     """What makes means of the parts over the ranks, in place. `control` is summed: by itself, or told as bytes[p, n].
 
-    `before` learns of NaN and Inf, and writes the control numbers, when the work begins.
+    `before` is told of NaN and Inf, and writes the control numbers when the work begins.
     """
     size = exchange.size
     if codec.sums and exchange.ways.told is None:
@@ -69,7 +69,7 @@ class Guard(Protocol):
     def check(self, parts: Sequence[Part], whole: bool = False) -> None:
         """Look for them in parts that are about to be encoded; then write the control numbers, if this is the time.
 
-        `whole`: in what the residuals make of them, too. A part that holds one becomes zeros without a state.
+        `whole`: also in the sum with the residuals. A part that holds NaN or Inf becomes zeros without a state.
         """
         ...
 

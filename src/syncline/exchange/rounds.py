@@ -60,9 +60,9 @@ class Round:
         self._after = 1.0 if told is None else told.after
         self._after_coded = 1.0 if told is None else told.before * told.after * size  # a codec's sum is a mean already
         self.arrived = [False] * len(gradients.parameters)
-        """Whether the engine has come by a parameter."""
+        """Whether the autograd engine has reached a parameter."""
         self._absent: set[int] = set()
-        """Parameters that it has come by without a gradient: a Function's backward has returned None for them."""
+        """Parameters that it has reached without a gradient: a Function's backward returned None for them."""
         self._queue: list[int] = []
         """Gradients that are there and not yet in their buckets."""
         self._queued = 0
@@ -184,7 +184,7 @@ class Round:
         needed = gradients.careful or self._coding is not None or not gradients.observed
         if numbers.is_cuda and not (needed or self.buckets.outside):
             gradients.read_later(numbers, self._suspects, self._present(), self._step)
-            return Control.read(numbers) if self._lacks else gradients.usual.control  # who has what is missing here?
+            return Control.read(numbers) if self._lacks else gradients.usual.control  # who has it?
         if not numbers.is_cuda and torch.equal(numbers, gradients.usual.summed):
             return gradients.usual.control
         control = Control.read(numbers)
@@ -337,7 +337,7 @@ class Round:
         self._queued = 0
 
     def _note_absent(self, index: int) -> None:
-        """The engine has come by a parameter, and it has no gradient."""
+        """The autograd engine has reached a parameter that has no gradient."""
         self._gradients.check_hooks(index)
         self._absent.add(index)
         self.arrivals.remove(index)
@@ -357,7 +357,7 @@ class Round:
         self._large[index] = gradient
 
     def _scale_of(self, index: int) -> float:
-        """What a large gradient is multiplied with. A coded sum is divided once it is decoded: often most is zero."""
+        """The factor of a large gradient. An encoded sum is divided after decoding, when most of it is often zero."""
         coded = self._coding is not None and self._coding.picked[index] is not None
         return self._gradients.weight if coded else self._scale
 

@@ -49,7 +49,7 @@ from syncline.exchange.requests import IDLE, Gather, Reduction, Scatter, Swap
 __all__ = ["selector", "sparse_doubling", "sparse_split", "sparse_split_dense", "stream_bytes"]
 
 Broken: TypeAlias = Callable[[Part], None]
-"""Told of a part that holds NaN or Inf; zeros go in its place."""
+"""Called with a part that holds NaN or Inf; zeros are sent in its place."""
 Held: TypeAlias = Stream | Tensor | None
 """What a rank has of a sum: a stream, or a dense row. None: it is lost, for float32 cannot hold it; all hear of it."""
 

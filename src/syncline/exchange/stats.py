@@ -68,7 +68,7 @@ class Stats:
         return self._seconds * self._rounds / self._watched if self._watched else self._seconds
 
     def sent(self, logical: int, wire: int) -> None:
-        """A reduction of so many bytes begins; tasks that send beside each other may tell of theirs at once."""
+        """A reduction of so many bytes begins. Several tasks may call this at the same time."""
         wire = 0 if self.alone else wire
         with self.lock:
             self.bytes_logical += logical
@@ -140,7 +140,7 @@ class Stats:
         }
 
     def describe(self) -> dict[str, str]:
-        """The numbers as people read them, those that are zero in most runs only where they are not."""
+        """The numbers as text; those that are zero in most runs only if they are not zero."""
         told = {
             "steps": f"{self.steps} step{'s' * (self.steps != 1)}",
             "bytes": f"{human(self.bytes_wire)} of {human(self.bytes_logical)} sent",

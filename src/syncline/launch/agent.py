@@ -1,7 +1,7 @@
 """`python -m syncline.launch.agent`: starts a host's share of a run, as the launcher says on its standard input.
 
 The first line is the job as JSON, so that no secret is on a command line; each later line is a signal to pass on, or
-names a program to kill. The end of the input means that the launcher is gone or wants no more: what runs here ends.
+names a program to kill. At the end of the input the launcher has ended or stops the job: the programs here end.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _watch(crew: LocalCrew, board: Board, control: Control) -> None:
 
 
 class Order(NamedTuple):
-    """A signal to pass on: to all, to the ranks alone, or SIGKILL to the program of that name."""
+    """A signal for all programs or for the ranks only, or SIGKILL for the program of that name."""
 
     signal: int
     ranks_only: bool
@@ -99,7 +99,7 @@ class Control:
         return line
 
     def orders(self) -> list[Order]:
-        """What has come since the last call."""
+        """The orders that have arrived since the last call."""
         while not self.closed and select.select([self._fd], [], [], 0)[0]:
             self._read()
         *lines, self._rest = self._rest.split(b"\n")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from syncline.launch.failures import Ended
-from syncline.launch.silence import State
+from syncline.launch.heartbeats import State
 
 __all__ = ["Crew", "Several"]
 
@@ -27,13 +27,13 @@ class Crew(Protocol):
         """The names of those that have not ended."""
 
     def states(self) -> dict[str, State]:
-        """Those that a signal has stopped and those that compute, by name, as far as this machine can tell."""
+        """The states, by name, of programs that a signal has stopped or that compute, as far as they are known here."""
 
     def signal(self, number: int, ranks_only: bool = False) -> None:
-        """Send a signal to those that run, or to the ranks among them, with all the processes they have started."""
+        """Send a signal to the running programs, or only to the ranks, and to all processes that they have started."""
 
     def kill(self, name: str) -> None:
-        """Kill one of them, with all the processes it has started. Does not wait."""
+        """Kill one program and all processes that it has started. Does not wait."""
 
     def close(self) -> None:
         """End what is left, at once; nothing remains."""

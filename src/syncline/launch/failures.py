@@ -39,7 +39,7 @@ class Ended:
     report: Report | None = None
     time: float = field(default_factory=time.time)
     silent: float = 0.0
-    """Seconds without a sign of life after which the launcher has killed it; 0 where it ended by itself."""
+    """Seconds without a heartbeat after which the launcher killed it; 0 if it ended by itself."""
 
     @property
     def failed(self) -> bool:
@@ -61,13 +61,13 @@ class Ended:
         'rank 2 was killed by signal 9 (SIGKILL)'
         """
         if self.silent:
-            return f"{who} gave no sign of life for {self.silent:.0f} s (frozen, or cut off) and was killed"
+            return f"{who} sent no heartbeat for {self.silent:.0f} s (frozen, or cut off) and was killed"
         if self.code < 0:
             return f"{who} was killed by signal {-self.code} ({_signal_name(-self.code)})"
         return f"{who} failed (exit code {self.code})"
 
     def same_cause(self, other: Ended) -> bool:
-        """Whether both failed in the same way: the same exit code and the same error, where they told one."""
+        """Whether both failed with the same exit code and the same error, if they reported one."""
         told, too = self.report, other.report
         if told is None or too is None:
             return self.code == other.code and told is too
@@ -117,7 +117,7 @@ def culprit(failures: Sequence[Ended]) -> Ended:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names of programs, ranks first and in short.
+    """Names of programs for a message: ranks first, as ranges.
 
     >>> listed(["rank 0", "rank 1", "rank 2", "rank 3", "rank 5"])
     'ranks 0-3 and 5'

@@ -21,9 +21,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 
 from syncline.errors import WorldError
 from syncline.launch.failures import Ended, Report, read_report
+from syncline.launch.heartbeats import State
 from syncline.launch.output import Output
 from syncline.launch.programs import MPIEXEC, Program
-from syncline.launch.silence import State
 from syncline.launch.sweeper import Sweeper
 
 __all__ = ["LocalCrew"]
@@ -33,8 +33,8 @@ HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 ELASTICS_OWN = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 PATIENCE = 10.0
 """Seconds that a killed process may take to be gone."""
-LOOKS, BETWEEN_LOOKS_S = 2, 0.004
-"""Looks at a thread that runs, beyond the first, and the seconds between them."""
+STATE_CHECKS, STATE_CHECK_GAP_S = 2, 0.004
+"""How often a running thread is checked again, and the seconds between two checks."""
 
 
 @dataclass(eq=False)
@@ -142,15 +142,15 @@ def _has_ended(pid: int) -> bool:
 
 
 def _state(pid: int) -> State | None:
-    """What the kernel tells of a process: stopped by a signal, or with a thread that runs or waits for a processor.
+    """The state of a process in the kernel: stopped by a signal, or with a thread that runs or waits for a processor.
 
-    A thread that wakes now and then is no sign of life: it must be found running several times in a row.
+    A thread that wakes now and then does not count: it must be found running several times in a row.
     """
     if _thread_states(pid).get(str(pid)) == "T":
         return "stopped"
     running = set(_running(pid))
-    for _ in range(LOOKS if running else 0):
-        time.sleep(BETWEEN_LOOKS_S)
+    for _ in range(STATE_CHECKS if running else 0):
+        time.sleep(STATE_CHECK_GAP_S)
         running &= set(_running(pid))
     return "busy" if running else None
 
@@ -160,7 +160,7 @@ def _running(pid: int) -> list[str]:
 
 
 def _thread_states(pid: int) -> dict[str, str]:
-    """The state of each thread, as /proc tells it; nothing where there is no such process, or no /proc."""
+    """The state of each thread from /proc; empty if there is no such process, or no /proc."""
     found = {}
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):

@@ -10,7 +10,7 @@ __all__ = ["EVALUATOR", "MPIEXEC", "Place", "Program", "lay_out", "lay_out_evalu
 
 EVALUATOR = "evaluator"
 MPIEXEC = "mpiexec"
-"""The name of the program that stands for all ranks where mpiexec starts them."""
+"""The name of the one program that represents all ranks where mpiexec starts them."""
 
 
 @dataclass(frozen=True, kw_only=True)

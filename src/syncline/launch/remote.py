@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from syncline.launch.failures import Ended, Report
+from syncline.launch.heartbeats import State
 from syncline.launch.hosts import Host
 from syncline.launch.output import Output
 from syncline.launch.programs import Program
-from syncline.launch.silence import State
 from syncline.launch.ssh import Link
 from syncline.launch.store import Board
 

@@ -63,14 +63,14 @@ class Job:
     variables: Mapping[str, str] = field(default_factory=dict)
     """What every process is told beside where and who it is."""
     saves: bool = False
-    """Whether its ranks save and end by themselves when they are asked to stop, by Ctrl-C or SIGTERM; servers and
-    evaluator end after them. All find `SAVES` in their environment. mpiexec ends its ranks in its own way."""
+    """Whether its ranks save and end by themselves on Ctrl-C or SIGTERM; servers and evaluator end after them. All have
+    `SAVES` in their environment. mpiexec ends its ranks in its own way."""
     announce: bool = False
-    """Whether a line says who is started where standard error is no terminal, too."""
+    """Whether to print what is started even if standard error is no terminal."""
     horovod: bool = False
     """Whether the ranks are told who they are in Horovod's words too."""
     lost_after: str | None = None
-    """Seconds without a sign of life after which a program counts as lost, "0" for no limit; None: as is usual."""
+    """Seconds without a heartbeat after which a program counts as lost, "0" for no limit; None for the default."""
 
 
 def run_here(job: Job, ranks: int) -> int:
@@ -171,14 +171,14 @@ def _supervise(job: Job, crew: Crew, board: Board, places: Sequence[Place], outp
         output.say(f"syncline: {text}")
 
     if job.announce or sys.stderr.isatty():
-        say(f"starting {_crowd(job, places)}")
+        say(f"starting {_describe_programs(job, places)}")
     return _supervisor(job, crew, board, places, say).run()
 
 
-def _crowd(job: Job, places: Sequence[Place]) -> str:
-    """Who is started, for people.
+def _describe_programs(job: Job, places: Sequence[Place]) -> str:
+    """The programs that are started, for a message.
 
-    >>> _crowd(Job(target=(), servers=2, evaluators=1), [Place(name="here", slots=4)])
+    >>> _describe_programs(Job(target=(), servers=2, evaluators=1), [Place(name="here", slots=4)])
     '4 workers, 2 servers and an evaluator'
     """
     workers = sum(place.slots for place in places)

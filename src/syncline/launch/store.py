@@ -64,13 +64,13 @@ class Board:
         self._read = {ENDED: 0, RAISED: 0}
 
     def post_dead(self, ended: Ended) -> None:
-        """Tell the ranks that one of them, or a program beside them, has failed."""
+        """Tell the ranks that a rank, server or evaluator has failed."""
         who = ended.name if ended.rank is None else ended.rank
         self.store.set(f"{DEAD}/{who}", json.dumps({"rank": ended.rank, "reason": ended.reason()}))
         self.store.add(DEAD, 1)
 
     def read_signs(self, names: Iterable[str]) -> dict[str, str]:
-        """The latest sign of life of each program; "" of one that has given none."""
+        """The latest heartbeat of each program; "" for one that has sent none."""
         keys = {name: f"{ALIVE}/{name}" for name in names}
         return {name: self.store.get(key).decode() if self.store.check([key]) else "" for name, key in keys.items()}
 

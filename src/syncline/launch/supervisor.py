@@ -12,7 +12,7 @@ from typing import Literal
 
 from syncline.launch.crew import Crew
 from syncline.launch.failures import Ended, culprit, listed
-from syncline.launch.silence import SilenceWatch
+from syncline.launch.heartbeats import HeartbeatMonitor
 from syncline.launch.store import Board
 
 __all__ = ["Policy", "Supervisor", "Tick"]
@@ -26,10 +26,10 @@ ENDED_EARLY = 124
 PERIOD = 0.03
 GRACE = 5.0
 """Seconds between asking programs to end and killing them."""
-SAVING = 20.0
-"""The same where ranks save before they end. Slurm and Kubernetes kill after 30."""
+SAVE_TIMEOUT_S = 20.0
+"""The same in seconds where ranks save before they end. Slurm and Kubernetes kill after 30."""
 STOPPED = 128 + signal.SIGINT
-"""The exit code of a rank that was asked to stop, and has."""
+"""The exit code of a rank that has stopped as it was asked to."""
 ANSWER = 5.0
 """Seconds between killing programs and going without them: a host that is cut off does not answer."""
 SETTLE = 1.0
@@ -47,14 +47,14 @@ class Supervisor:
     """Watches a crew until nothing of it is left.
 
     ```text
-    running ──a rank fails (stop)───────────┐   a rank that gives no sign of life is killed, and has failed
+    running ──a rank fails (stop)───────────┐   a rank that sends no heartbeat is killed, and has failed
        │  ──Ctrl-C, SIGTERM, SIGHUP─────────┤──► asked to end ──grace, or Ctrl-C again──► killed ──no answer──► left
        └──all ranks have ended (servers)────┘   an evaluator may finish first
     ```
 
-    Where a job `saves`, the three signals all mean the same to its ranks: save, and end. They go to the ranks alone, as
-    Ctrl-C; whoever serves them is ended when they have. What must end for another reason is killed at once, for
-    SIGTERM is no longer the word for that.
+    Where a job `saves`, each of the three signals means "save and end" to its ranks. They go to the ranks only, as
+    Ctrl-C; servers and evaluator are ended after the ranks. Programs that must end for another reason are killed at
+    once, because SIGTERM would make them save.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Supervisor:
         self._end_signal = signal.SIGKILL if saves else signal.SIGTERM
         self._grace = GRACE
         self._stopped = False
-        """Whether ranks have said by their exit code that they were asked to stop, by somebody else than us."""
+        """Whether ranks have stopped, by their exit code, at a signal that did not come from this launcher."""
         self._ranks_ended: float | None = None
         self.ended_early: str | None = None
         """Why `tick` wanted an end."""
@@ -94,10 +94,10 @@ class Supervisor:
         self._raised: dict[str, float] = {}
         self._told: set[str] = set()
         self._lost_after = lost_after
-        self._silence = SilenceWatch(lost_after)
+        self._silence = HeartbeatMonitor(lost_after)
         self._listened = time.monotonic()
         self._lost: set[str] = set()
-        """Those that were killed for giving no sign of life: nobody waits for their end."""
+        """Programs that were killed because they sent no heartbeat. Their end is not waited for."""
 
     def run(self) -> int:
         """Start the crew, see it through; the exit code."""
@@ -155,13 +155,13 @@ class Supervisor:
         if self._signals:
             first, since = self._signals[0]
             again = self._signals[-1][1] - since > SAME_KEY
-            self._grace = SAVING if self._saves and self._asked is None else self._grace
+            self._grace = SAVE_TIMEOUT_S if self._saves and self._asked is None else self._grace
             self._ask(signal.SIGINT if self._saves else FORWARDED[signal.Signals(first)], now, self._saves)
             if again:
                 self._crew.signal(signal.SIGKILL)
         if self._asked is None and now - self._listened >= NOTICE:
             self._listened = now
-            self._end_the_silent(now)
+            self._kill_silent(now)
         if self._tick is not None and self._asked is None:
             self.ended_early = self._tick()
             if self.ended_early is not None:
@@ -182,8 +182,8 @@ class Supervisor:
             self._looked = now
             self._notice_those_who_do_not_end(now)
 
-    def _end_the_silent(self, now: float) -> None:
-        """Kill those that have given no sign of life for too long. They have failed, whether they end or not."""
+    def _kill_silent(self, now: float) -> None:
+        """Kill programs that have sent no heartbeat for too long. They count as failed at once."""
         if self._lost_after == math.inf:
             return
         names = [name for name in self._crew.running() if name not in self._lost]
@@ -213,7 +213,9 @@ class Supervisor:
             self._told.add("")
             names = ", ".join(self._crew.running())
             left = self._grace - NOTICE
-            self._say(f"{names} may take {left:.0f} s more to end, then a signal ends them; Ctrl-C: at once")
+            self._say(
+                f"{names} may take {left:.0f} s more to end, then a signal ends them; press Ctrl-C to end them at once"
+            )
 
     def _notice_those_who_do_not_end(self, now: float) -> None:
         for one in self._crew.raised():
@@ -276,7 +278,7 @@ class Supervisor:
 
 
 def _reason(alike: Sequence[Ended]) -> str:
-    """What happened to programs that failed in the same way."""
+    """A sentence about programs that failed in the same way."""
     first = alike[0]
     if len(alike) == 1:
         return first.reason(first.name)

@@ -3,8 +3,8 @@
     python sweeper.py FOLDER [--mpi] < pipe
 
 Each line of the pipe is the number of a process group that has begun (+12) or is over (-12). The pipe ends when the
-supervisor does, in whatever way; then the groups that are left are killed, and the folder is removed. With `--mpi` the
-shared memory goes too that MPICH leaves in /dev/shm when its ranks are killed.
+supervisor does, in whatever way; then the groups that are left are killed, and the folder is removed. With `--mpi` it
+also removes the shared memory that MPICH leaves in /dev/shm when its ranks are killed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["Sweeper", "remove_unmapped", "sweep_after_mpiexec"]
 
 SHARED = "/dev/shm"  # noqa: S108 - MPICH chooses it
 SEGMENTS = "mpich_shm_*"
-"""What MPICH calls its shared memory."""
-DYING_S, LOOK_S = 2.0, 0.1
-"""Seconds that killed ranks may take until they hold the memory no more, and between looks for that."""
+"""The file names of MPICH's shared memory."""
+EXIT_TIMEOUT_S, POLL_S = 2.0, 0.1
+"""Seconds that killed ranks may take to release the memory, and between two checks for that."""
 
 
 class Sweeper:
@@ -52,7 +52,7 @@ class Sweeper:
         self._process.wait()
 
     def outlive(self) -> None:
-        """Let the pipe end only when the program that this process becomes has ended, and all that it starts."""
+        """Keep the pipe open until the program that this process becomes, and all that it starts, have ended."""
         assert self._process.stdin is not None
         os.set_inheritable(self._process.stdin.fileno(), True)
 
@@ -64,12 +64,12 @@ class Sweeper:
 
 
 def sweep_after_mpiexec() -> None:
-    """Start one for the mpiexec that this process is about to become."""
+    """Start a sweeper for the mpiexec that this process is about to become."""
     Sweeper("", mpi=True).outlive()
 
 
 def remove_unmapped(since: float, folder: str = SHARED, proc: str = "/proc") -> list[Path]:
-    """Remove this user's MPICH memory that was made since then and that no process has mapped; what is still mapped."""
+    """Remove this user's MPICH memory made after `since` that no process has mapped. Returns what is still mapped."""
     made = [path for path in Path(folder).glob(SEGMENTS) if _is_ours(path, since)]
     mapped = _mapped(proc) if made else set()
     for path in made:
@@ -120,9 +120,9 @@ def main() -> None:
             os.killpg(group, signal.SIGKILL)
     if sys.argv[1]:
         shutil.rmtree(sys.argv[1], ignore_errors=True)
-    until = time.monotonic() + DYING_S
+    until = time.monotonic() + EXIT_TIMEOUT_S
     while "--mpi" in sys.argv[2:] and remove_unmapped(since) and time.monotonic() < until:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ def _show(text: str, first: bool) -> None:
 
 @contextlib.contextmanager
 def _first_to_tell(text: str) -> Iterator[bool]:
-    """Whether no other process of the same parent tells this at the moment: mpiexec's ranks often fail all alike.
+    """Whether no other process of the same parent prints this now: mpiexec's ranks often fail with the same error.
 
     An address in the kernel's abstract namespace decides. It is released when its process ends, whatever ends it.
     """

@@ -318,7 +318,7 @@ class Kernel:
     def run(self, progress: Callable[[], None] | None = None) -> None:
         """Run until every main task has ended. Called from outside, by a thread that is no task.
 
-        That thread calls `progress` about every second of real time. What it raises ends all, as Ctrl-C does.
+        That thread calls `progress` about every second of real time. An exception from it ends the run, as Ctrl-C does.
         """
         with one_processor(), calm_collector(), one_torch_thread():
             self._states.enter()
@@ -326,7 +326,7 @@ class Kernel:
                 self._hand_to(self._next())
                 try:
                     while not self._outside.acquire(timeout=-1 if progress is None else PROGRESS_EVERY_S):
-                        assert progress is not None, "without it the wait has no end"
+                        assert progress is not None, "otherwise the wait has no timeout"
                         progress()
                 except BaseException:  # Ctrl-C: unwind the tasks, then let it through
                     self.stopping = True

@@ -2,8 +2,8 @@
 
 Its number and where to meet are in the launcher's variables. It ends when every worker has left or is lost, with exit
 code 0. SIGTERM ends it too: it says goodbye to the workers, and then ends by that signal, so that whoever watches it
-knows why. Where its workers save when they are asked to stop, it leaves Ctrl-C and SIGTERM alone: they need it until
-they have, and the launcher ends it then.
+knows why. If its workers save when they are asked to stop, it ignores Ctrl-C and SIGTERM: the workers need
+it until they have saved, and then the launcher ends it.
 """
 
 from __future__ import annotations
@@ -70,16 +70,16 @@ def _join_mpi(over: Any) -> ServerNetwork:
 
 
 class _TerminatedError(BaseException):
-    """SIGTERM has come. No `Exception`: what serves goes on after those."""
+    """SIGTERM was received. It is not an `Exception`, because the serving loop continues after those."""
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # saying goodbye is not to be interrupted
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the goodbye messages must not be interrupted
     raise _TerminatedError
 
 
 def end_by(number: int) -> None:
-    """End this process by a signal, as if nobody had handled it."""
+    """End this process by a signal, as if the signal had no handler."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 

@@ -223,7 +223,7 @@ class Client:
         self.control({"do": "stop"}, everywhere=True)
 
     def applied(self) -> bool:
-        """Whether all that was pushed is in the weights, once every worker has finished training."""
+        """Whether all pushes are in the weights. Asked once every worker has finished training."""
         return True
 
     def finish_training(self) -> None:

@@ -23,7 +23,7 @@ __all__ = ["Description", "pack_starts"]
 LONGEST = 1 << 15
 MOST_KEYS = 1 << 40
 MOST_PIECES = 1 << 20
-MOST_PARAMETERS = 1 << 18
+MAX_PARAMETERS = 1 << 18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Description:
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """The keys at which a parameter begins, where that was told."""
+        """The keys at which a parameter begins; empty if they were not given."""
         return _unpack_starts(self.parameters, self.numel)
 
     @cached_property
@@ -132,7 +132,7 @@ class Description:
         self.build_rules()
         self.build_codec()
         if not self.starts and self.parameters:
-            raise ProtocolError("a space whose parameters begin nowhere")
+            raise ProtocolError("a space without the first keys of its parameters")
         if self.upward:
             parent = Description.from_json(self.upward.encode())
             if (parent.numel, parent.bounds) != (self.numel, self.bounds):
@@ -140,7 +140,7 @@ class Description:
 
 
 def pack_starts(starts: Sequence[int]) -> str:
-    """Where parameters begin, as text: models repeat their layers, so that it is short.
+    """The first keys of all parameters, packed as text: it is short, because models repeat their layers.
 
     >>> _unpack_starts(pack_starts([0, 4, 6]), numel=9)
     (0, 4, 6)
@@ -153,15 +153,15 @@ def _unpack_starts(text: str, numel: int) -> tuple[int, ...]:
         return ()
     try:
         packed = zlib.decompressobj()
-        data = packed.decompress(base64.b64decode(text, validate=True), 8 * MOST_PARAMETERS)
+        data = packed.decompress(base64.b64decode(text, validate=True), 8 * MAX_PARAMETERS)
         steps = np.frombuffer(data, "<u8")
     except (ValueError, zlib.error) as error:
-        raise ProtocolError(f"the places of parameters cannot be read: {error}") from None
+        raise ProtocolError(f"the first keys of the parameters cannot be read: {error}") from None
     if packed.unconsumed_tail or not steps.size or int(steps.max()) >= numel:
-        raise ProtocolError(f"the places of more than {MOST_PARAMETERS} parameters, or outside of {numel} keys")
+        raise ProtocolError(f"more than {MAX_PARAMETERS} parameters, or first keys outside of {numel} keys")
     starts = np.cumsum(steps)
     if starts[0] != 0 or (steps[1:] == 0).any() or int(starts[-1]) >= numel:
-        raise ProtocolError(f"parameters begin at ascending keys, from 0 on and below {numel}")
+        raise ProtocolError(f"the first keys of parameters must ascend, from 0 to below {numel}")
     return tuple(int(each) for each in starts)
 
 

@@ -341,7 +341,7 @@ class Desk:
         return [self._answer(session, request, told)]
 
     def lose(self, member: int, left: bool = False) -> list[Answer]:
-        """A member is lost, or has left by itself: its clocks hold nobody back, whether it has said hello or not."""
+        """A member is lost, or has left by itself: no read waits for its clocks any more, even if it never joined."""
         self._lost.add(member)
         self._leaving = True
         self._early = [(who, what) for who, what in self._early if who != member]
@@ -371,7 +371,7 @@ class Desk:
         )
 
     def slowest(self) -> tuple[int, int] | None:
-        """The worker for whose step parked reads wait, and its clock; None where nobody waits for one."""
+        """The worker whose step the deferred reads wait for, and its clock; None if no read waits."""
         waited = {id(session.space): session.space for session in self._sessions.values() if session.parked}
         clocks = [space.clocks for space in waited.values() if space.clocks.live]
         found = [(each.of[who], who) for each in clocks for who in each.of if each.trains(who)]

@@ -28,7 +28,7 @@ class Sum:
 
     pushes: list[Push]
     weight: float = 1.0
-    """How many gradients it adds up, where that counts: the scale of its pushes."""
+    """The number of gradients that it adds up, if that scales its pushes."""
 
 
 class Gathering(Space):

@@ -127,13 +127,13 @@ class Relay:
         return [(first, _tensor(future)) for first, future in futures]
 
     def _whole(self, found: Sum) -> bool:
-        """Whether a sum is about all parameters, so that its answers are all that the children read."""
+        """Whether a sum covers all parameters, so that its answers hold all that the children read."""
         parent, at = self._parent, 0
         for push in found.pushes:
             if push.keys is not None or push.first != at:
                 return False
             at += push.count
-        # Behind the parameters may lie buffers, which nobody pushes in a step.
+        # Buffers may follow the parameters; no worker pushes them in a step.
         return at == (parent.bounds[-1] if parent.rules[-1] == "assign" else parent.numel)
 
     def _push_then_pull(self, door: Client, found: Sum, wanted: int, coded: bool) -> Tensor:

@@ -91,7 +91,7 @@ class Server:
         return self
 
     def _awaits(self) -> int | None:
-        """The worker for whose step reads wait here, for those who wait for their answers."""
+        """The worker whose step the reads wait for here; clients that wait for answers name it."""
         with self._lock:
             found = self.desk.slowest()
         return None if found is None else self._transport.members[found[0]]

@@ -71,7 +71,7 @@ class Session:
     seen: Tensor | None = None
     """Which keys of it are the client's already."""
     edition: int = 0
-    """Of the space's weights, to which the view belongs."""
+    """The version of the space's weights that the view belongs to."""
     lists: OrderedDict[int, tuple[int, Tensor]] = field(default_factory=OrderedDict)
     """Lists of keys by their digest, each with the first key of its piece."""
     list_bytes: int = 0

@@ -69,7 +69,7 @@ class _Step:
     ticked: set[int] = field(default_factory=set)
     """Who has pushed all of it."""
     weights: dict[int, float] = field(default_factory=dict)
-    """How many gradients each brings, of which some may lie on other servers."""
+    """The number of gradients in each; parts of them may be on other servers."""
 
 
 class Space:
@@ -89,7 +89,7 @@ class Space:
         """What sub-masters tell of their children: steps, and how many of them came late."""
         self.late: dict[int, int] = {}
         self._speaks = server == 0
-        """Whether this server is the one of the space that logs what all of them see."""
+        """Whether this is the one server of the space that logs events which all of them see."""
         self._left_at: dict[int, int] = {}
         """Workers that have left by themselves, each with its clock then."""
         self._rules = description.build_rules()
@@ -104,7 +104,7 @@ class Space:
         self._held = dict.fromkeys(description.workers, 0)
         """Bytes that are kept of each worker's pushes."""
         self.edition = 0
-        """Counts how often the weights were replaced: what clients have of them is worth nothing then."""
+        """Counts how often the weights were replaced. Each time the clients' copies become invalid."""
         self._read_at = dict.fromkeys(description.workers, 0)
         self._begun: dict[int, int] = {}
         """How stale the steps are that have begun, by worker: all parts of a step are as stale as its first."""
@@ -166,28 +166,28 @@ class Space:
         return self.description.held and worker in self.clocks.of and 0 <= clock < self.round
 
     def tick(self, worker: int, clock: int, weight: float = 0.0) -> None:
-        """A worker has pushed all of its step, which counts as `weight` gradients in a mean. What a rule refuses then
-        is told to who closes the step.
+        """A worker has pushed all of its step, which counts as `weight` gradients in a mean. An error of a rule is
+        raised for the worker that completes the step.
         """
         self.clocks.tick(worker, clock)
         self._begun.pop(worker, None)
         if self._left_at:
-            self._tell_early_leavers(clock + 1)
+            self._warn_of_early_leavers(clock + 1)
         if self.description.held:
             step = self._steps.setdefault(clock, _Step())
             step.ticked.add(worker)
             step.weights[worker] = weight
         self.close_rounds()
 
-    def _tell_early_leavers(self, clock: int) -> None:
-        """Say, once, which workers have left by themselves long before a clock that another has reached."""
+    def _warn_of_early_leavers(self, clock: int) -> None:
+        """Warn once of workers that left by themselves long before the clock that another has reached."""
         for worker, at in list(self._left_at.items()):
             if clock > at + max(1, at // 10):
                 del self._left_at[worker]
                 if self._speaks:
                     logger.warning(
-                        "worker %d has left at clock %d, and the others go on: it has taken fewer steps than they. Did "
-                        "it end in the middle?",
+                        "worker %d has left at clock %d, and the others continue: it has taken fewer steps than they "
+                        "have. Did its script end too early?",
                         worker,
                         at,
                     )
@@ -302,7 +302,7 @@ class Space:
                 update.copy_(weights)
 
     def _piece_of(self, low: int, high: int) -> tuple[int, int]:
-        """What an optimizer holds at once: the piece in which a range lies; the range where no parameters are told."""
+        """The piece of one optimizer in which a range lies; the range itself if the parameters are unknown."""
         if not self.description.starts:
             return low, high
         edges = self.description.layout.edges
@@ -324,7 +324,7 @@ class Space:
         return applier
 
     def use_rules(self, specs: Sequence[str]) -> None:
-        """Go on with other settings of the rules, such as a momentum that a schedule has changed; state stays."""
+        """Continue with other settings of the rules, such as a momentum that a schedule has changed; state stays."""
         rules = [build_rule(spec) for spec in specs]
         for old, new in zip(self._rules, rules, strict=True):
             if old != new and not (isinstance(new, TorchRule) and _optimizer_of(old) == new.optimizer):
@@ -474,7 +474,7 @@ def add_up(workers: Sequence[list[Push]], edges: Sequence[int] = ()) -> list[Pus
 
 
 def _sum_ranges(pushes: Sequence[Push]) -> list[Push]:
-    """Ranges that differ, as a worker leaves out the parameters of which it has no gradient: cut alike, then added."""
+    """Add pushes whose ranges differ because workers leave out parameters without a gradient: cut alike, then add."""
     marks = sorted({mark for push in pushes for mark in (push.first, push.first + push.count)})
     found = []
     for first, after in pairwise(marks):

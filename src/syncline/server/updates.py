@@ -115,7 +115,7 @@ def encode_changes(session: Session, request: Request) -> tuple[Tensor, bool]:
             codec.decode(payload, view, accumulate=True, step=request.seed)
             return payload, False
         except DivergedError:
-            pass  # the workers see what they would see without a codec
+            pass  # sent exactly, as without a codec
     seen.fill_(True)
     view.copy_(weights)
     return weights.clone().view(torch.uint8), True

@@ -33,9 +33,9 @@ __all__ = ["AllReduce"]
 logger = logging.getLogger("syncline")
 
 AMP_SCALING = "_step_supports_amp_scaling"
-"""What an optimizer has that knows of scaled gradients: a GradScaler calls its step() and tells it what it found."""
+"""The attribute of optimizers that unscale gradients in step(): a GradScaler always calls it, and sets `found_inf`."""
 FOUND_INF = "found_inf"
-"""What a GradScaler tells it."""
+"""The attribute that a GradScaler sets on such an optimizer."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,7 +75,7 @@ class AllReduce(Strategy):
 
     @property
     def state_format(self) -> str:
-        """A delay keeps gradients on their way."""
+        """With a delay the state has the gradients in flight."""
         return f"allreduce(delay={self.delay})" if self.delay else "allreduce"
 
     def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
@@ -114,9 +114,9 @@ class _AllReduceRun(Run):
             find_unused_parameters=settings.find_unused_parameters,
         )
         self._arrivals: set[int] = set()
-        """Numbers of gradients that have come in a pass so far."""
+        """Indices of the gradients of the current pass so far."""
         self._stepped_at = -1
-        """Rounds at the latest step."""
+        """The number of rounds at the latest step."""
         self._hooks = [
             *(each.register_step_pre_hook(self._check_step) for each in self.optimizers),
             optimizer.register_step_pre_hook(self._before_step),
@@ -259,14 +259,14 @@ class _AllReduceRun(Run):
         return (args[0], mean_closure), {key: value for key, value in kwargs.items() if key != "closure"}
 
     def _check_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse a step with gradients that are not the mean of the workers'."""
+        """Refuse a step with gradients that are not the mean over the workers."""
         if self.exchange.size > 1:
             if torch._C._current_graph_task_id() != -1:
                 raise IncompatibleError(
                     "the optimizer steps while backward runs, before the workers have averaged the gradients: the mean "
                     "is there when backward() returns, so step then"
                 )
-            if self._rounds == self._stepped_at and optimizer is self.optimizer:  # no gradient has come since
+            if self._rounds == self._stepped_at and optimizer is self.optimizer:  # no gradient since
                 self._watch.check_replaced()
             self._stepped_at = self._rounds
         if self._delay and FOUND_INF in vars(optimizer):

@@ -20,7 +20,7 @@ from syncline.data import Cursor, MicroBatches, Sharded
 from syncline.errors import DivergedError, IncompatibleError, PeerLostError, SpecError
 from syncline.exchange import BUCKET_BYTES, Exchange, Stats, as_table, check_same, plain_name, share_tree, spread
 from syncline.specs import Spec
-from syncline.strategies.board import Board, Rendezvous
+from syncline.strategies.board import Board, BoardBarrier
 from syncline.strategies.reading import Shard, Steps
 from syncline.strategies.schedulers import Schedulers
 from syncline.strategies.watch import ModelWatch
@@ -46,7 +46,7 @@ class Settings:
     diagnose: int = 0
     """Every so many steps, what the codec does to each layer goes into the run log; 0: never."""
     more_optimizers: tuple[Optimizer, ...] = ()
-    """Those after the first, where a model has several."""
+    """The optimizers after the first, if a model has several."""
     find_unused_parameters: bool = False
     """Whether a worker without a gradient that others have counts with zeros in the mean; False: that is refused."""
 
@@ -82,7 +82,7 @@ class Strategy(ABC):
     several_optimizers: ClassVar[bool] = False
     """Whether several optimizers may train one model."""
     reduces_gradients: ClassVar[bool] = False
-    """Whether all that a codec encodes are gradients that the workers all-reduce."""
+    """Whether codecs encode only gradients that the workers all-reduce."""
 
     def check_codec(self, codec: Codec) -> None:
         """Refuse a codec with options that this strategy cannot obey. Called before anything is sent."""
@@ -154,24 +154,24 @@ class Run(ABC):
         self._cursors: dict[str, Mapping[str, Any]] = {}
         self._own: dict[str, torch.Tensor] | None = None
         """This worker's own tensors while the model holds the agreed ones; None outside `agreed()`."""
-        self._rendezvous: Rendezvous | None = None
+        self._board_barrier: BoardBarrier | None = None
         self._known = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
         reloaded = self._reload if self.copies_weights and exchange.size > 1 else None
         self._watch = ModelWatch(model, self.optimizers, self.synchronises, reloaded)
         self._checked_wrapper = False
-        # Before the strategy's own hook: what that sees has been checked.
+        # Before the strategy's own hook, so that it sees checked gradients.
         self._step_hooks = [each.register_step_pre_hook(self._begin_step) for each in self.optimizers]
         self.kept: dict[str, Any] = {}
         """Plain values that a loose run's loop has checkpoints keep for this worker alone."""
         self.saving_team: Team | None = None
-        """The workers of an asynchronous run that write a checkpoint together, while they do; else None."""
+        """While a checkpoint of an asynchronous run is written: the workers that write it; else None."""
         self._closed = False
         self._rates: list[list[float]] | None = None
         """At the reductions of an epoch in which workers may run out of data."""
         self._reductions = 0
         self.schedulers = Schedulers(optimizer, settings.schedulers)
         self.weighed = (1.0, False)
-        """What `weigh` was told last."""
+        """The latest arguments of `weigh`."""
 
     @property
     def world(self) -> World:
@@ -225,7 +225,7 @@ class Run(ABC):
         return 1
 
     def synchronises(self, parameter: nn.Parameter) -> bool:
-        """Whether the strategy keeps a parameter together on all workers."""
+        """Whether the strategy synchronises a parameter."""
         return id(parameter) in self._known
 
     def predict(self) -> dict[str, float] | None:
@@ -237,7 +237,7 @@ class Run(ABC):
 
     @property
     def work(self) -> int:
-        """Grows with every reduction and every step: what was read at the same count was not trained on."""
+        """A count that grows with every reduction and step. Data read while it stays the same was not trained on."""
         return self.stats.steps + self._reductions
 
     # Data.
@@ -278,13 +278,13 @@ class Run(ABC):
         return Steps(self, self._reader(MicroBatches, data, name, options))
 
     def expect(self, steps: int) -> None:
-        """Tell how many steps there will be: a strategy may need it (`cooldown`), and one that would never communicate
-        in so few says so now.
+        """Set the number of steps of the run. Some options need it (`cooldown`), and a strategy that would never
+        communicate in so few steps warns now.
         """
         if steps < 1:
             raise SpecError(f"a run of {steps} steps has none to count")
         self.total_steps = steps
-        self._warn_of_silence(steps, "is going to take")
+        self._warn_if_never_synchronised(steps, "is going to take")
 
     @property
     def wants_loss(self) -> bool:
@@ -317,7 +317,7 @@ class Run(ABC):
     def agreed(self) -> Iterator[None]:
         """Inside, the model holds the same weights and buffers on every worker: evaluate and save there.
 
-        Every worker enters it. What each had itself is back afterwards.
+        Every worker enters it. Afterwards each has its own weights and buffers back.
         """
         self.world.finish_left()
         if self._own is not None or (self.exchange.size == 1 and not self.loose):
@@ -337,7 +337,7 @@ class Run(ABC):
                 tensor.copy_(own[name])
 
     def shown_tensors(self) -> dict[str, torch.Tensor]:
-        """What `show_agreed` changes in the model, by name: the buffers, and the weights where those differ."""
+        """The tensors that `show_agreed` changes, by name: the buffers, and the weights if the workers' differ."""
         weights = self.model.named_parameters() if self.loose else ()
         return {plain_name(name): each.detach() for name, each in (*weights, *self.model.named_buffers())}
 
@@ -347,27 +347,27 @@ class Run(ABC):
         if board is None:
             self._agree_on_buffers()
             return
-        self.wait_for_all("enter agreed()")  # nobody steps from now on
+        self.wait_for_all("enter agreed()")  # no worker steps from now on
         board.weights_into(self.model)
         self.wait_for_all("read the weights")
 
     def wait_for_all(self, what: str) -> None:
         """Wait for the other workers of an asynchronous run. `what`: what all of them do, for messages.
 
-        While a checkpoint is written these are the workers that write it. A loss then ends the wait for all of them
-        alike, with a `PeerLostError`: they begin again without it.
+        While a checkpoint is written these are the workers that write it. If one is lost then, all others raise a
+        `PeerLostError` and begin again without it.
         """
         if self.saving_team is None:
-            self._meetings().meet(what)
+            self._barrier().wait(what)
         elif self.saving_team.size > 1:
             barrier(self.saving_team)
 
-    def _meetings(self) -> Rendezvous:
-        if self._rendezvous is None:
+    def _barrier(self) -> BoardBarrier:
+        if self._board_barrier is None:
             board = self.board()
             assert board is not None, "every asynchronous run has one"
-            self._rendezvous = Rendezvous(self.world, board)
-        return self._rendezvous
+            self._board_barrier = BoardBarrier(self.world, board)
+        return self._board_barrier
 
     def check_uneven(self) -> None:
         """Before an epoch in which workers may run out at different times: what would part them is refused."""
@@ -383,9 +383,9 @@ class Run(ABC):
         self._rates = [] if self._rates is None else self._rates
 
     def leave_uneven(self, somebody_ran_out: bool) -> None:
-        """This worker's loop has left such an epoch before its end.
+        """This worker's loop has left an uneven epoch before its end.
 
-        Workers that have run out wait for it. They are told before the next thing that all do together, not here.
+        Workers that have run out of data wait for it. They are told before the next collective call, not here.
         """
         if somebody_ran_out and not self.loose:
             self.world.left.append(self.settle_uneven)
@@ -459,7 +459,7 @@ class Run(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a run was; `local` is None where the checkpoint has none for this worker.
+        """Continue from a saved run. `local` is None if the checkpoint has no part for this worker.
 
         The model and the optimizer hold their states already. Of another strategy's checkpoint these are all that is
         taken over: the strategy's own state starts fresh.
@@ -467,7 +467,7 @@ class Run(ABC):
         shared, local = state["shared"], state["local"]
         self._watch.forget_loads()
         self.exchange.adopt(dict(shared["collectives"]))
-        # At its own pace each worker stands somewhere else; workers in step stand where rank 0 did.
+        # Workers of an asynchronous run are at different steps; all others are where rank 0 was.
         place = local["place"] if self.loose and local is not None and "place" in local else shared
         self._cursors = dict(place["cursors"])
         for key, (_, reader) in self._readers.items():
@@ -502,10 +502,10 @@ class Run(ABC):
         """
 
     def resume_steps(self) -> None:  # noqa: B027 (some count nowhere else)
-        """The count of steps is a checkpoint's of another strategy: whoever else counts them goes on from there."""
+        """The number of steps was loaded from another strategy's checkpoint: set all other step counters to it."""
 
     def _is_own_format(self, shared: Mapping[str, Any]) -> bool:
-        """Whether a checkpoint's strategy saves its state as this one does. Older checkpoints tell the spec alone."""
+        """Whether a checkpoint's strategy saves its state as this one does. Older checkpoints have only the spec."""
         spec, own = str(shared["strategy"]), self.strategy
         return bool(shared.get("format", spec.partition("(")[0]) == own.state_format or spec == repr(own))
 
@@ -528,7 +528,7 @@ class Run(ABC):
         if self._closed:
             return
         self.world.finish_left()
-        self._warn_of_silence(self.stats.steps, "has taken")
+        self._warn_if_never_synchronised(self.stats.steps, "has taken")
         if self.exchange.size > 1 or self.loose:
             self._watch.take_loaded()
             with torch.no_grad():
@@ -543,11 +543,11 @@ class Run(ABC):
             self.show_agreed()
             return
         board.finish()
-        self._meetings().close()
+        self._barrier().close()
         self.read_final()
 
     def read_final(self) -> None:
-        """Of an asynchronous run, when nobody takes a step any more: put the final weights into the model."""
+        """Put the final weights into the model. Asynchronous runs call it when no worker takes steps any more."""
         board = self.board()
         assert board is not None, "every asynchronous run has one"
         board.weights_into(self.model)
@@ -557,7 +557,7 @@ class Run(ABC):
         if self.loose:
             self.close()
         else:
-            self._warn_of_silence(self.stats.steps, "has taken")
+            self._warn_if_never_synchronised(self.stats.steps, "has taken")
 
     def _release(self) -> None:
         """Take the hooks off; the run is over on this worker."""
@@ -602,7 +602,7 @@ class Run(ABC):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Nothing of it: a module that keeps its run can be saved whole, and has none where it is loaded."""
+        """Pickles as None: a module that holds its run can be saved, and has no run where it is loaded."""
         return _no_run, ()
 
     def __enter__(self) -> Run:
@@ -620,7 +620,7 @@ class Run(ABC):
 
     def _begin_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before every step of an optimizer, and before the strategy's own hook."""
-        if self not in self.world.runs:  # it could not be made: what is wrong was raised
+        if self not in self.world.runs:  # its construction failed with an error
             return
         if not self._checked_wrapper:
             self._checked_wrapper = True
@@ -646,8 +646,8 @@ class Run(ABC):
                 ) from error
         self.restart()
 
-    def _warn_of_silence(self, steps: int, what: str) -> None:
-        """Say so where workers never communicate in so many steps."""
+    def _warn_if_never_synchronised(self, steps: int, what: str) -> None:
+        """Warn if the workers never communicate in so many steps."""
         first = self.first_exchange
         if first is not None and 0 < steps < first and self.exchange.size > 1 and self.exchange.rank == 0:
             logger.warning(
@@ -664,7 +664,7 @@ class Run(ABC):
         known = self._readers.get(key)
         if known is not None and known[0] is data and isinstance(known[1], kind):
             return known[1]
-        # Fresh batches under the same name: the epochs go on.
+        # A new loader under the same name continues the count of epochs.
         cursor = Cursor() if known is None else known[1].cursor
         reader = kind(data, rank=self.exchange.rank, size=self.exchange.size, cursor=cursor, **options)
         if known is None:
@@ -683,7 +683,7 @@ class Run(ABC):
         return found if found is not None else f"data{len([k for k in self._readers if k.startswith('data')])}"
 
     def _warn_of_another(self, data: Any) -> None:
-        """Tell of a second loader that shuffles the same dataset: a loop that makes one for each epoch, as a rule."""
+        """Warn of a second loader that shuffles the same dataset: usually a loop that makes one for each epoch."""
         shuffled = [each for each, _ in self._readers.values() if isinstance(each, DataLoader)]
         if self.world.rank == 0 and isinstance(data, DataLoader) and type(data.sampler) is RandomSampler:
             others = [each for each in shuffled if each.dataset is data.dataset and type(each.sampler) is RandomSampler]
@@ -736,7 +736,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _no_run() -> None:
-    """What a saved run is where it is loaded."""
+    """The value of a pickled run when it is loaded: None."""
     return
 
 
@@ -744,7 +744,7 @@ def check_gradients(run: Run) -> None:
     """Raise where this worker's gradients are not finite, and say whose: nobody else looks at them before its step."""
     given = [(name, each.grad) for name, each in run.model.named_parameters() if each.grad is not None]
     named = [(name, each._values() if each.is_sparse else each) for name, each in given]
-    sums = [torch.isfinite(each.sum()) for _, each in named]  # ten times faster than to look at each element
+    sums = [torch.isfinite(each.sum()) for _, each in named]  # ten times faster than checking each element
     if not sums or bool(torch.stack([each.to(sums[0].device) for each in sums]).all()):  # a GPU is waited for once
         return
     name = next((plain_name(name) for name, each in named if not bool(torch.isfinite(each).all())), None)

@@ -18,10 +18,10 @@ from syncline.errors import IncompatibleError, PeerLostError
 from syncline.server import Post
 from syncline.world import World
 
-__all__ = ["Board", "Post", "Rendezvous"]
+__all__ = ["Board", "BoardBarrier", "Post"]
 
 POLL_SECONDS = (1e-3, 0.25)
-"""Seconds between two looks at the board: the first gap, and the longest."""
+"""Seconds between two reads of the board: at first, and at most."""
 
 
 class Board(Protocol):
@@ -60,12 +60,12 @@ class Board(Protocol):
         ...
 
 
-class Rendezvous:
-    """Workers of an asynchronous run wait for each other, by posts: no collective that a lost worker would break.
+class BoardBarrier:
+    """A barrier among the workers of an asynchronous run, by posts: a lost worker does not break it.
 
     ```text
-    worker 0   meet("agreed") ── waits ──┐ both go on
-    worker 1                  meet("agreed")            worker 2 is lost: nobody waits for it
+    worker 0   wait("agreed") ── waits ──┐ both continue
+    worker 1                  wait("agreed")            worker 2 is lost: the others do not wait for it
     ```
     """
 
@@ -77,17 +77,17 @@ class Rendezvous:
         self._number = 0
         self._seen = 0
         self._met: dict[int, int] = {}
-        """How often each worker has come to a meeting."""
+        """How often each worker has called `wait`."""
         self._closed: set[int] = set()
 
-    def meet(self, what: str) -> None:
-        """Return when every worker that lives has called it as often as this one. `what`: what they do, in messages."""
+    def wait(self, what: str) -> None:
+        """Return when every worker that is not lost has called it as often as this one. `what` is for messages."""
         self._number += 1
         self._board.post(self.MET, [self._world.rank, self._number])
         self._wait(what, lambda rank: self._met.get(rank, 0) >= self._number)
 
     def close(self) -> None:
-        """Return when every worker that lives has called it: nobody takes a step any more."""
+        """Return when every worker that is not lost has called it: no worker takes steps any more."""
         self._closed.add(self._world.rank)
         self._board.post(self.CLOSED, [self._world.rank])
         self._wait("close their runs", lambda rank: rank in self._closed)
@@ -109,7 +109,7 @@ class Rendezvous:
         return [rank for rank in others if not there(rank)]
 
     def _wait(self, what: str, there: Callable[[int], bool]) -> None:
-        """As long as anybody takes steps or says something, the others are waited for."""
+        """Wait as long as the board shows progress: steps or posts of any worker."""
         runtime, timeout, rank = self._world.runtime, self._world.transport.timeout, self._world.rank
         gap, longest = POLL_SECONDS
         since, known = runtime.now(), (self._seen, [0])
@@ -118,7 +118,7 @@ class Rendezvous:
             if gone and rank not in self._closed:
                 raise IncompatibleError(
                     f"rank {rank} waits for all workers to {what}, and rank {gone[0]} has closed its run: every worker "
-                    "does so, as often as the others"
+                    "must make this call, as often as the others"
                 )
             now = (self._seen, self._board.steps())
             if now != known:
@@ -126,8 +126,8 @@ class Rendezvous:
             waited = runtime.now() - since
             if waited > timeout:
                 raise PeerLostError(
-                    f"rank {rank} has waited {waited:.0f} s for ranks {missing} to {what}, in which nobody took a step "
-                    f"(steps: {now[1]}): every worker does so",
+                    f"rank {rank} has waited {waited:.0f} s for ranks {missing} to {what}, and no worker took a step "
+                    f"meanwhile (steps: {now[1]}): every worker must make this call",
                     peer=missing[0],
                     pending=f"ranks {missing} to {what}",
                     seconds=waited,

@@ -38,7 +38,7 @@ STRATEGIES: tuple[type[Strategy], ...] = (
 )
 
 WHOLE_MODEL = "every worker holds the whole model here, and no strategy splits it."
-MEANT = {
+OTHER_NAMES = {
     **dict.fromkeys(("ddp", "distributeddataparallel", "dataparallel", "dp", "horovod"), "allreduce"),
     **dict.fromkeys(("sync", "synchronous", "syncsgd", "synchronoussgd", "ssgd"), "allreduce;bsp"),
     **dict.fromkeys(("ps", "parameterserver"), "bsp;ssp;downpour"),
@@ -57,7 +57,7 @@ MEANT = {
     **dict.fromkeys(("fsdp", "fullyshardeddataparallel", "zero", "zero1", "zero2", "zero3", "deepspeed"), WHOLE_MODEL),
     **dict.fromkeys(("tensorparallel", "modelparallel", "pipeline", "pipelineparallel"), WHOLE_MODEL),
 }
-"""What others call a strategy, and our specs for it."""
+"""Names that users may know a strategy by, and our specs for them."""
 
 
 def build_strategy(spec: str | Strategy) -> Strategy:
@@ -84,7 +84,7 @@ def default_presets() -> list[Preset]:
 
 
 def _registry() -> Registry[Strategy]:
-    registry = Registry[Strategy]("strategy", MEANT)
+    registry = Registry[Strategy]("strategy", OTHER_NAMES)
     for strategy in STRATEGIES:
         registry.add(strategy.name, strategy)
     return registry

@@ -211,7 +211,7 @@ class _DiLoCoRun(AveragingRun):
         if self.exchange.size == 1:
             return
         outer, velocity = state.get("outer"), state.get("velocity")
-        if not outer or not velocity:  # of one worker: the model was loaded before
+        if not outer or not velocity:  # saved by a world of one: the model was loaded before
             self._outer = [_precise(weight) for weight in self.weights]
             self._velocity, self._since = [torch.zeros_like(weight) for weight in self._outer], 0
             return

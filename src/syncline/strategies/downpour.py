@@ -103,7 +103,7 @@ class _DownpourRun(ServedRun):
         self._unsent = 0
         """Steps in `_sum`."""
         self._without: set[int] | None = None
-        """Numbers of the parameters that had no gradient in any of these; None: there is no step yet."""
+        """Indices of the parameters that had no gradient in any of these steps; None before the first step."""
         self._pushed: list[Future] = []
         self._asked: Future | None = None
         if strategy.warmup and exchange.rank > 0:

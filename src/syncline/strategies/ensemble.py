@@ -148,7 +148,7 @@ class _EnsembleRun(_AloneRun):
                 self._others = []
 
     def shown_tensors(self) -> dict[str, Tensor]:
-        """All that makes a member: parameters, frozen ones too, and buffers."""
+        """All tensors of a member: parameters, frozen ones too, and buffers."""
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         return {plain_name(name): tensor.detach() for name, tensor in named}
 
@@ -197,7 +197,7 @@ class _EnsembleRun(_AloneRun):
         self.stats.consensus = math.sqrt(apart)
 
     def _ask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """What all members predict on average, where the first one gives `output`."""
+        """The mean prediction of all members; `output` is that of the first."""
         if self._asking:
             return None
         if not isinstance(output, Tensor):
@@ -249,6 +249,6 @@ def _begin_anew(strategy: Ensemble, model: nn.Module, rank: int) -> None:
 
 
 def _reset_of(module: nn.Module) -> Callable[[], None] | None:
-    """What draws a module's own weights anew; attention's has an underscore before it."""
+    """The method that initialises a module's own weights; that of attention is private."""
     found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return found if callable(found) else None

@@ -116,19 +116,19 @@ class _HogwildRun(Run):
                 parameter.data = data
 
     def show_agreed(self) -> None:
-        self.wait_for_all("enter agreed()")  # nobody steps from now on
+        self.wait_for_all("enter agreed()")  # no worker steps from now on
         self._take_shared()
         self.wait_for_all("copy the weights")
 
     def shown_tensors(self) -> dict[str, Tensor]:
-        """The weights are shared: `agreed()` puts them aside itself."""
+        """No weights: they are shared, and `agreed()` saves them itself."""
         return {name: buffer.detach() for name, buffer in self._buffers().items()}
 
     def read_final(self) -> None:
         self._take_shared()
 
     def _take_shared(self) -> None:
-        """Hold the weights of all in memory of this worker's own."""
+        """Copy the shared weights into this worker's own memory."""
         for name, buffer in self._buffers().items():
             buffer.detach().copy_(self._shared[name])
         for parameter in self.model.parameters():
@@ -170,7 +170,7 @@ class _HogwildRun(Run):
                     self._shared[name].copy_(buffer.detach())
 
     def _check_memory(self) -> None:
-        """Refuse to go on with weights that no other worker sees."""
+        """Refuse weights that are no longer in shared memory."""
         name, parameter = self._first
         if parameter.data_ptr() != self._shared[plain_name(name)].data_ptr():
             raise IncompatibleError(

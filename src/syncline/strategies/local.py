@@ -76,8 +76,8 @@ class Local(Strategy):
 class LocalRun(AveragingRun):
     """Averages weights; `period` may change from round to round.
 
-    Codecs carry differences to the weights that all had after the last round, and so does half precision: the mean of
-    weights would be rounded in every round, however close they are.
+    With a codec or in half precision the workers average differences to the weights after the last round: the mean of
+    the weights themselves would be rounded in every round.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class LocalRun(AveragingRun):
         self._fraction = float(getattr(strategy, "fraction", 1.0))
         self._seed = int(getattr(strategy, "seed", 0))
         self._agreed: list[Tensor] | None = None
-        """Where rounds carry differences: what all had after the last round."""
+        """The weights after the last round, if rounds average differences."""
         halves = any(wide_dtype(weight.dtype) != weight.dtype for weight in self.weights)
         if (exchange.codec is not None or halves) and exchange.size > 1:
             self._agreed = [weight.clone() for weight in self.weights]
@@ -138,7 +138,7 @@ class LocalRun(AveragingRun):
         return self.stats.steps < self._synchronous_for
 
     def weigh(self, weight: float, uneven: bool = False) -> None:
-        """Counts in the first steps alone: later a worker's step is that of its own batch, whatever its size."""
+        """Has an effect in the first `after` steps only. Later each worker steps on its own batch of any size."""
         if self._reducer is not None:
             self._reducer.weight, self._reducer.careful = weight, uneven
 
@@ -146,8 +146,8 @@ class LocalRun(AveragingRun):
         return nullcontext() if self._reducer is None else self._reducer.paused()
 
     def _reduced(self, found: Round) -> None:
-        """A backward pass of the first steps is over: its gradients are the mean from now on."""
-        assert self._reducer is not None, "it has called"
+        """A backward pass of the first `after` steps is over, and its gradients are the mean."""
+        assert self._reducer is not None, "the reducer calls this"
         found.complete()
         self._reducer.done(found)
 
@@ -258,7 +258,7 @@ class LocalRun(AveragingRun):
             self._reducer.coding.load([])
 
     def _choose_phase(self) -> None:
-        """The steps that are behind may be more than the first ones, or fewer again."""
+        """After a load: the number of steps may be beyond the first `after` steps, or before their end again."""
         if not self.synchronous and self._reducer is not None:
             self._end_synchronous()
         elif self.synchronous and self._reducer is None and self.exchange.size > 1:
@@ -287,7 +287,7 @@ class LocalRun(AveragingRun):
         super().load_local_states(states)
         if self._reducer is not None and self._reducer.coding is not None:
             self._reducer.coding.load([state.get("first", {}) for state in states])
-            if not all("first" in state for state in states):  # older: what gradients had left was kept with the rest
+            if not all("first" in state for state in states):  # older: one residual for both phases
                 self.deltas.forget()
 
 

@@ -136,7 +136,7 @@ class MasterRun(ServedRun):
         return clock if self.strategy.sync else -1
 
     def scale(self) -> float:
-        """The master takes the mean of those that came, or each gradient as it is."""
+        """The master takes the mean of the gradients that arrived, or each gradient by itself."""
         return self.weight if self.strategy.sync else 1.0
 
     def talk(self) -> list[Future]:

@@ -53,7 +53,7 @@ class OwnRun(Run):
     # What a strategy says.
 
     def check_closure(self, closure: Any) -> None:
-        """Refuse a closure given to `optimizer.step()`, where the strategy cannot do with one; None: there is none."""
+        """Refuse a closure given to `optimizer.step()` if the strategy does not support it. None means no closure."""
 
     def before_step(self) -> None:
         """The gradients are there, and nothing is applied yet."""
@@ -197,7 +197,7 @@ class OwnRun(Run):
 
 
 class AveragingRun(OwnRun):
-    """One whose rounds are all-reductions, by the run's collective and codec."""
+    """A run whose rounds are all-reductions, with the run's collective and codec."""
 
     def __init__(
         self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings

@@ -59,7 +59,7 @@ class _Epochs(Generic[R]):
                 self._weigh(piece.weight, uneven or piece.total != run.exchange.size)
                 yield piece
             ended = True
-        finally:  # no communication here: the loop may have been left by an error
+        finally:  # no communication here: an error may have ended the loop
             trained = run.work != begun
             self._weigh(*((1.0, False) if ended or trained else before))
             reader.cursor.leave(place, run.work)

@@ -16,7 +16,7 @@ __all__ = ["Schedulers"]
 
 
 class Schedulers:
-    """Those that `distribute` was told of, and those of PyTorch's own that are attached to the optimizer.
+    """The schedulers named in `distribute`, and PyTorch's own that are attached to the optimizer.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
@@ -32,7 +32,7 @@ class Schedulers:
         self._named = list(named)
         self._found: list[weakref.ref[LRScheduler]] = []
         self._counts: list[tuple[LRScheduler, int]] = []
-        """Those that may be stepped after every batch, and where they stood when the epoch began."""
+        """Schedulers that may be stepped after every batch, with their step count at the start of the epoch."""
 
     @property
     def known(self) -> list[Any]:
@@ -40,7 +40,7 @@ class Schedulers:
         return [*self._named, *(each for each in (found() for found in self._found) if each is not None)]
 
     def begin_epoch(self) -> None:
-        """An epoch begins in which some ranks may miss steps: look for schedulers that nobody has named."""
+        """An epoch begins in which some ranks may miss steps: find schedulers that were not named."""
         named = any(getattr(each, "optimizer", None) is self._optimizer for each in self._named)
         attached = any("initial_lr" in group for group in self._optimizer.param_groups)
         if attached and not named and not (self._found and all(found() is not None for found in self._found)):
@@ -49,7 +49,7 @@ class Schedulers:
         self._counts = [(each, _steps(each)) for each in stepped if not isinstance(each, ReduceLROnPlateau)]
 
     def step_missed(self, taken: int, missed: int) -> None:
-        """Catch up with ranks that took `missed` steps more: where a scheduler took one for each that this rank did."""
+        """Catch up with ranks that took `missed` more steps, for schedulers that are stepped after every batch."""
         for scheduler, before in self._counts:
             if taken and _steps(scheduler) - before == taken:
                 for _ in range(missed):

@@ -77,7 +77,7 @@ class Served(Strategy):
 
     @property
     def state_format(self) -> str:
-        """Strategies that keep the same rule's state at the servers read each other's."""
+        """Strategies with the same rule can read each other's state at the servers."""
         rule = getattr(self, "rule", None)
         return "server" if rule is None else f"server({rule})"
 
@@ -124,7 +124,7 @@ class ServedRun(Run):
         self.parameters = self.keys.trains(model)
         self._known = {id(parameter) for parameter in self.parameters}
         self.absent: list[int] = []
-        """Numbers of the parameters that have no gradient in this step."""
+        """Indices of the parameters without a gradient in this step."""
         self.gradients = torch.zeros(self.keys.trained, dtype=torch.float32)
         """A row of this step's gradients, times this worker's weight."""
         self.weights = torch.empty(self.keys.trained, dtype=torch.float32)
@@ -132,7 +132,7 @@ class ServedRun(Run):
         self._weight_views = self.keys.views(self.weights)
         self.weight = 1.0
         self._multiplier = 1.0
-        """What this step's gradients are multiplied with: the worker's weight, over a GradScaler's scale."""
+        """The factor of this step's gradients: the worker's weight divided by a GradScaler's scale."""
         self._stashed: list[Tensor | None] | None = None
         self._counted = (0, 0)
         self.client = self.open_client(filters)
@@ -186,13 +186,13 @@ class ServedRun(Run):
         return clock
 
     def scale(self) -> float:
-        """What the servers multiply a push with: the mean over the workers that still train. Of a synchronous step they
-        take the mean themselves, and this is what the worker's batch counts in it.
+        """The factor of a push at the servers, so that pushes add up to a mean over the workers that still train. In a
+        synchronous step the servers take the mean, and this is the weight of the worker's batch in it.
         """
         return self.weight if self.plan.held else 1.0 / max(1, self.client.told.live)
 
     def settle_pushes(self) -> None:
-        """Wait until what this worker has sent is at the servers."""
+        """Wait until the servers have all that this worker has sent."""
 
     def before_step(self) -> None:
         """The gradients are in `gradients`: push them, and have the model hold the servers' weights."""
@@ -246,7 +246,7 @@ class ServedRun(Run):
             torch._foreach_copy_([parameter.detach() for parameter in self.parameters], self._weight_views)
 
     def tell_settings(self) -> None:
-        """Tell the servers the optimizer's settings where a schedule has changed one; rates go with each push."""
+        """Send the optimizer's settings to the servers if a schedule has changed one; pushes have the learning rate."""
         told, before = settings_of(self.optimizer), self._settings
         if self.plan.rule is not None or told == before:
             return
@@ -265,7 +265,7 @@ class ServedRun(Run):
         self._optimizer_loaded = True
 
     def _tell_state(self) -> None:
-        """A state that was loaded into the optimizer goes to the servers, from one worker."""
+        """One worker sends a state that was loaded into the optimizer to the servers."""
         if self._optimizer_loaded and self.plan.rule is None and self._speaks():
             with self.explained():
                 self._write_planes(read_optimizer(self.optimizer, self.keys, self.parameters, self.rules))
@@ -346,7 +346,7 @@ class ServedRun(Run):
             super().finish()
 
     def read_final(self) -> None:
-        """Nobody pushes any more: take the weights, the buffers and the optimizer's state over."""
+        """No worker pushes any more: read the weights, the buffers and the optimizer's state."""
         gap, longest = POLL_SECONDS
         until = self.world.runtime.now() + self.world.transport.timeout
         while not self.client.applied():
@@ -387,7 +387,7 @@ class ServedRun(Run):
         self.set_clocks([self.stats.steps // self.plan.stride] * self.exchange.size)
 
     def set_clocks(self, clocks: list[int]) -> None:
-        """Have every worker's clock stand there. Every worker calls it; nobody has anything under way."""
+        """Set every worker's clock. Every worker calls it, without pending requests."""
         self.wait_for_all("set the clocks")
         if self.exchange.rank == 0:
             self.client.control({"do": "clocks", "clocks": clocks}, everywhere=True)
@@ -395,7 +395,7 @@ class ServedRun(Run):
         self.client.clock = clocks[self.exchange.rank]
 
     def _read_planes(self) -> dict[str, Tensor]:
-        """What the rules remember, by its name; the optimizer has it too then."""
+        """The rules' state by name. It is also written into the optimizer."""
         names = self.client.planes()
         planes = {name: self.client.read_plane(number) for number, name in enumerate(names, 1)}
         if self.plan.rule is None:
@@ -416,7 +416,7 @@ class ServedRun(Run):
         }
 
     def clocks(self) -> list[int]:
-        """The clock of each worker, for a checkpoint. One that is lost goes on from where this worker is."""
+        """The clock of each worker, for a checkpoint. A lost worker gets this worker's clock."""
         gone = self.world.lost
         return [self.client.clock if rank in gone else clock for rank, clock in enumerate(self.client.steps())]
 
@@ -424,7 +424,7 @@ class ServedRun(Run):
         clocks = [int(clock) for clock in state["clocks"]]
         if len(clocks) != self.exchange.size:
             clocks = [max(clocks, default=0)] * self.exchange.size
-        self.wait_for_all("load a checkpoint")  # nobody reads what the servers hold any more
+        self.wait_for_all("load a checkpoint")  # no worker reads from the servers from now on
         if self.exchange.rank == 0:
             keys = self.keys
             self.client.put(None, keys.joined(dict(state["weights"]), self.client.get()))
@@ -537,7 +537,7 @@ class ServedRun(Run):
             )
         if network.dedicated:
             return (
-                f"member {peer} was server {network.servers.index(peer)}, and its part of the weights is gone: go on "
+                f"member {peer} was server {network.servers.index(peer)}, and its part of the weights is lost: resume "
                 "from a checkpoint"
             )
         return (

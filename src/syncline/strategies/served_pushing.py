@@ -73,8 +73,8 @@ class Pusher:
     ) -> list[Future]:
         """Send a row of gradients that are multiplied by `weight` already; with `tick` they are all of a step.
 
-        The `absent` parameters, by number, have no gradient: the servers leave them, and what the rule remembers of
-        them, as they are.
+        The `absent` parameters, by index, have no gradient: the servers change neither them nor the rule's state of
+        them.
         """
         self._number += 1
         if self._kept is not None:

@@ -20,7 +20,7 @@ from syncline.strategies.served_keys import KeyMap
 __all__ = ["read_optimizer", "settings_of", "write_optimizer"]
 
 SENT_ALONG = ("params", "lr", "initial_lr")
-"""What is no setting of a rule: parameters, and rates, which go with each push."""
+"""Keys of a parameter group that are no settings of a rule. Learning rates go with each push."""
 
 
 def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:

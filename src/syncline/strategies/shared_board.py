@@ -2,7 +2,7 @@
 
     words    0        stop
              8 …      steps of each worker         a word each, written by that worker alone
-             8+p …    whether it has finished, and whether it needs the others' memory no more
+             8+p …    whether it has finished, and whether it has read the final weights
     bytes    then     each worker's ring of posts: number, checksum, kind, values
 
 Every place has one writer, but the flag, which only ever rises. A post that is being written, or whose writer was
@@ -27,8 +27,8 @@ __all__ = ["SharedBoard"]
 
 HEAD = 8
 """Words before the counts."""
-FINISHED, PARTED = 1, 2
-"""What a worker says of its end."""
+FINISHED, DONE = 1, 2
+"""The end of a worker: it takes no more steps; it has also read the final weights."""
 MOST_POSTS = 256
 """Posts of a worker that are kept; a reader that comes later misses older ones."""
 MOST_VALUES = 24
@@ -80,9 +80,9 @@ class SharedBoard:
     def finish(self) -> None:
         self._finished[self._rank] = max(FINISHED, self._finished[self._rank])
 
-    def part(self) -> None:
+    def announce_done(self) -> None:
         """This worker has read the final weights."""
-        self._finished[self._rank] = PARTED
+        self._finished[self._rank] = DONE
 
     def finished(self) -> list[bool]:
         """Who has said that it takes no more steps; who was killed has not."""

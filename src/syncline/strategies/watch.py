@@ -1,8 +1,8 @@
-"""Watches the user's model and optimizers for what a strategy must know of: new parameters, and states loaded by hand.
+"""Watches the user's model and optimizers for new parameters and for states that the script loads.
 
-`model.load_state_dict()` after `sl.distribute` changes the weights behind the strategy's back: servers, centres and
-outer weights would still hold the old ones. The next step, or whatever needs the weights before it, starts from the
-loaded ones on every worker. Weights that were loaded and put back, as for an evaluation, are no reason to start anew.
+`model.load_state_dict()` after `sl.distribute` changes the model's weights only: servers, centres and outer weights
+would keep the old ones. So the next step, or the next use of the weights, starts from the loaded ones on every worker.
+Weights that were loaded and put back, as for an evaluation, change nothing.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class ModelWatch:
         self._loads, self._before = 0, []
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -114,11 +114,11 @@ class ModelWatch:
         if name is None:
             raise IncompatibleError(
                 f"parameter group {group} of the optimizer has got a parameter of shape {shape} that the model did not "
-                "have when sl.distribute was called, so that the workers would train it apart: add it to the model "
+                "have when sl.distribute was called, so each worker would train it alone: add it to the model "
                 "before, or close the run and call sl.distribute again"
             )
         raise IncompatibleError(
             f"{name} (shape {shape}, parameter group {group}) is trained now and was not when sl.distribute was "
-            "called, so that this strategy does not synchronise it: let it require a gradient and belong to the "
-            "optimizer before, or close the run and call sl.distribute again"
+            "called, so this strategy does not synchronise it: set requires_grad and add it to the optimizer before "
+            "sl.distribute, or close the run and call sl.distribute again"
         )

@@ -1,4 +1,4 @@
-"""Refuses models that somebody else synchronises too: gradients would be averaged twice, or on parts of a weight."""
+"""Refuses models that another wrapper synchronises: gradients would be averaged twice, or on parts of a weight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from syncline.errors import IncompatibleError
 __all__ = ["refuse_wrapped", "refuse_wrapper_around"]
 
 WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
-"""Classes of torch that synchronise a module themselves, by name: they need not be imported to be looked for."""
+"""Classes of torch that synchronise a module themselves, by name, so that they need not be imported."""
 
 
 def refuse_wrapped(model: nn.Module) -> None:
@@ -46,8 +46,8 @@ def refuse_wrapper_around(model: nn.Module) -> None:
         found = _wrapper(each)
         if found is not None and any(module is model for module in each.modules()):
             raise IncompatibleError(
-                f"the model that sl.distribute synchronises was put into a {found}, which averages its gradients once "
-                f"more: leave {found} out; a framework that adds it by itself finds no other workers after "
+                f"the model that sl.distribute synchronises was wrapped in a {found}, which averages its gradients "
+                f"again: leave {found} out; a framework that adds it by itself finds no other workers after "
                 "sl.init(hide=True)"
             )
 

@@ -154,11 +154,11 @@ class Basis:
 
     @property
     def writer(self) -> int:
-        """The rank that tells what came of the run."""
+        """The rank that reports the result of the run."""
         return 0
 
     def write_summary(self, outcome: Outcome, error: BaseException | None = None) -> None:
-        """What came of it, for scripts: written last."""
+        """Write the result for scripts, after everything else."""
         if self.place is not None and self.world.rank == self.writer:
             described = describe_run(self.workload, self.settings, self.attached, self.predicted)
             stats, lost = self.attached.stats, self.world.lost
@@ -242,7 +242,7 @@ class Basis:
             yield
         except BaseException as error:
             journal.stopped("aborted", error=f"{type(error).__name__}: {error}")
-            with suppress(Exception):  # what is to be told is the error itself
+            with suppress(Exception):  # the error itself is what must be reported
                 self.write_summary(self._broken_off(), error)
             raise
         finally:

@@ -47,13 +47,13 @@ def distribute(
     every n-th step records what it does to each layer.
     `collective` is "auto" (chosen now, for this network and these sizes), "native" (the engine's own) or a schedule;
     with a codec whose payloads do not sum on the wire "gather", "split" and others.
-    With `check_finite` NaN or Inf in a gradient raises `DivergedError` that names rank, parameter and step; leave it
-    off with a GradScaler, which wants to see them. A worker that runs out of data before the others gets the state of
+    With `check_finite` NaN or Inf in a gradient raises a `DivergedError` that names rank, parameter and step; leave it
+    off with a GradScaler, which needs to see them. A worker that runs out of data before the others gets the state of
     what is stepped after every batch: of PyTorch's own learning-rate schedulers, which are found by themselves, and of
     those that `schedulers` names: schedules of your own and a GradScaler. Several optimizers of one model are given as
     a list, with strategy allreduce.
     With `find_unused_parameters` a parameter that only some workers use in a step (an expert, a task's head) gets the
-    mean in which the others count with zeros; without, `allreduce` refuses it by name.
+    mean over all workers, in which the others count as zeros; without it, `allreduce` raises an error.
 
     >>> import torch, syncline as sl
     >>> def train(world):
@@ -100,7 +100,7 @@ def distribute(
 
 
 def _check_model(model: nn.Module, world: World) -> None:
-    """Refuse a model that somebody synchronises already."""
+    """Refuse a model that a run or a wrapper synchronises already."""
     if not any(True for _ in model.parameters()):
         raise IncompatibleError(f"the model ({type(model).__name__}) has no parameters to train")
     refuse_wrapped(model)
@@ -129,8 +129,8 @@ def _check_kinds(model: object, optimizer: object) -> None:
     """Refuse arguments in the wrong order or of another kind."""
     if isinstance(model, Optimizer) and isinstance(optimizer, nn.Module):
         raise SpecError(
-            f"distribute({type(model).__name__}, {type(optimizer).__name__}) is the other way round: write "
-            "sl.distribute(model, optimizer)"
+            f"distribute({type(model).__name__}, {type(optimizer).__name__}) has its arguments in the wrong order: "
+            "write sl.distribute(model, optimizer)"
         )
     if not isinstance(model, nn.Module):
         raise SpecError(f"distribute(model, optimizer): the first is a torch.nn.Module, not {_kind(model)}")
@@ -168,8 +168,8 @@ def _check_parameters(model: nn.Module) -> None:
             )
         if tensor.is_meta:
             raise IncompatibleError(
-                f"{name} is on the meta device and holds no numbers: give it memory by model.to_empty(device=…) and "
-                "values, make the optimizer, then call distribute"
+                f"{name} is on the meta device and holds no numbers: allocate it by model.to_empty(device=…) and set "
+                "its values, make the optimizer, then call distribute"
             )
         if hasattr(tensor, "_in_backward_optimizers"):
             raise IncompatibleError(
@@ -190,7 +190,7 @@ def _check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _warn_of_local_norms(model: nn.Module, world: World) -> None:
-    """Tell of SyncBatchNorm without torch.distributed's default group: it then normalises each worker's own batch."""
+    """Warn of SyncBatchNorm without torch.distributed's default group: it then normalises each worker's own batch."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if not names or world.size == 1 or world.rank != 0:
         return

@@ -6,8 +6,8 @@ worker 1   step   step   step   step   step   step   step    │ finished      o
 evaluator  ······ weights ── evaluates ── post ··· weights ──│─ target: stop ──┴── tests ── post
 ```
 
-It is a process of its own where the launcher started one, else a task of rank 0. Where it is lost, the lowest worker
-that is left runs another as a task.
+It is a separate process if the launcher started one, else a task of rank 0. If it is lost, the lowest worker that is
+not lost runs another as a task.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Evaluator:
         return gap
 
     def _await_start(self) -> Sequence[float]:
-        """The values of the post "start"; with it this process's clock is set, where rank 0 has another."""
+        """Wait for the post "start" and return its values. It also sets this process's clock to rank 0's."""
         begun = before = self._runtime.now()
         self._workload.splits()
         if self._clock is None:
@@ -137,7 +137,7 @@ class Evaluator:
         return self._notes.start
 
     def _take_up(self, start: Sequence[float]) -> None:
-        """Go on from what was evaluated before: by an earlier run, or by an evaluator that is lost."""
+        """Continue after the evaluations of an earlier run or of a lost evaluator."""
         _, evaluated, reached, since, a_sample = start
         self._evaluated = int(evaluated)
         self._at.time_to_target = None if math.isnan(reached) else reached
@@ -162,7 +162,7 @@ class Evaluator:
         self._stop_if_satisfied(metric)
 
     def _stop_if_satisfied(self, metric: float) -> None:
-        """End the run where its target was reached, and nobody has done so yet."""
+        """End the run if its target was reached and the run was not ended yet."""
         if self._at.satisfied(self._settings.evaluations_after) and not self._board.stopping():
             self._board.post("target", [metric])
             self._board.stop()

@@ -5,7 +5,7 @@ runs/digits-20261115-101500/
   log.jsonl            what happened: the one source that reports read
   config.json          what was asked for, and what was chosen
   system.json          what machine
-  summary.json         what came of it, written last
+  summary.json         the result, written last
   checkpoints/         step-00000100/ …
   trace-rank0.json     with trace: one for each rank
   tensorboard/         with tensorboard
@@ -64,7 +64,7 @@ class RunFolder:
         return self.log.exists() or self.checkpoints.exists()
 
     def lock(self) -> FileLock:
-        """Keep other jobs from writing here until it is released, or this process ends; refused where one does."""
+        """Keep other jobs from writing here until the lock is released or this process ends. Raises if one does."""
         make_writable(self.path)
         path = self.path / ".lock"
         try:
@@ -111,7 +111,7 @@ class RunFolder:
 
 
 def make_writable(folder: Path) -> None:
-    """Make a folder that a command is about to write to; refused before anything is started where that cannot be.
+    """Make a folder that a command is about to write to. Raises before anything is started if that fails.
 
     >>> make_writable(Path("/dev/null/runs"))
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""A lock on a file: one process holds it, and the kernel takes it back when that process ends, in whatever way."""
+"""A lock on a file: one process holds it, and the kernel releases it when that process ends, in whatever way."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ logger = logging.getLogger("syncline")
 
 
 class LockedError(Exception):
-    """Another process holds the lock. Callers turn it into a sentence of their own."""
+    """Another process holds the lock. Callers raise an error of their own for it."""
 
 
 class FileLock:
     """Holds a file, which is made if it is not there. A context manager.
 
-    With `wait` it waits for the process that holds it; without, a `LockedError` is raised. `own` says that the file is
-    there for the lock alone: it is removed when the lock is let go of. Where the file system has no locks nobody is
-    kept out; without `wait` a warning says so.
+    With `wait` it waits for the process that holds it; without, a `LockedError` is raised. With `own` the file
+    exists for the lock only, and is removed when the lock is released. On a file system without locks nothing is
+    locked; without `wait` a warning says so.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "lock"
@@ -46,7 +46,7 @@ class FileLock:
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 _lock(handle, self.path, wait)
-                # Whoever had it may have removed the file in between: then this is no longer the one that others find.
+                # The former holder may have removed the file meanwhile; then other processes would not find this one.
                 if self.path.exists() and os.path.samestat(os.fstat(handle), self.path.stat()):
                     return handle
             except BaseException:
@@ -55,12 +55,12 @@ class FileLock:
             os.close(handle)
 
     def write(self, text: str) -> None:
-        """Leave a line for those who find the file locked."""
+        """Write a line for processes that find the file locked."""
         os.ftruncate(self._handle, 0)
         os.pwrite(self._handle, text.encode(), 0)
 
     def release(self) -> None:
-        """Let go of it. A second call does nothing."""
+        """Release the lock. A second call does nothing."""
         if self._handle >= 0:
             if self._own:
                 with suppress(FileNotFoundError):
@@ -83,6 +83,6 @@ def _lock(handle: int, path: Path, wait: bool) -> None:
     except BlockingIOError:
         raise LockedError(str(path)) from None
     except OSError as error:
-        if wait:  # the caller goes on in any case
+        if wait:  # such callers continue without the lock
             return
         logger.warning("%s cannot be locked (%s): nothing keeps another process from writing there", path, error)

@@ -71,15 +71,15 @@ class LooseLoop(Basis):
         self.notes = Notes(board)
         self.tally = Tally(self.length, self.batch, self.world.size)
         self.evaluator: Task | None = None
-        """Where this worker evaluates."""
+        """This worker's evaluator, if it evaluates."""
         self.evaluator_silent = False
         self.ended_badly = watch_program(EVALUATOR, self.world.transport.timeout) if self.apart else None
-        """How the evaluator's process has ended, as the launcher tells; None while it knows of no end."""
+        """Returns how the evaluator's process has failed, from the launcher; None while it has not."""
         self.looked = self.now()
         self.told = 0
         """Evaluations that are in the log."""
         self.met = -1
-        """This worker's steps when it last met the others to save."""
+        """This worker's steps at the last checkpoint that all saved together."""
 
     def run(self, stop: Callable[[], bool] | None) -> Outcome:
         """Train until this worker's epochs are over or somebody stops the run; then wait for the others."""
@@ -127,7 +127,7 @@ class LooseLoop(Basis):
         a_sample = math.nan if self.pace is None else self.pace.seconds_a_sample
         return [self.watch.elapsed, at.evaluated, reached, at.since_target, a_sample]
 
-    # Who evaluates.
+    # Which worker evaluates.
 
     def _evaluate_here(self, start: Sequence[float]) -> None:
         """Run the evaluator as a task of this worker."""
@@ -145,7 +145,7 @@ class LooseLoop(Basis):
         self.evaluator = self.world.runtime.spawn(evaluator.run, name="evaluator")
 
     def _evaluator_end(self) -> str | None:
-        """How the evaluator was lost; None where it was not, as far as is known."""
+        """How the evaluator was lost; None as long as no loss is known."""
         rank = self.notes.evaluator
         if rank is None and self.ended_badly is not None:
             silent = f"it has said nothing for {self.world.transport.timeout:g} s" if self.evaluator_silent else None
@@ -153,7 +153,7 @@ class LooseLoop(Basis):
         return self.world.lost.get(0 if rank is None else rank)
 
     def _replace_evaluator(self) -> None:
-        """Where the evaluator is lost, the lowest worker that is left takes its place."""
+        """If the evaluator is lost, the lowest worker that is left replaces it."""
         if self.evaluator is not None or self.world.rank != self.living[0]:
             return
         end = self._evaluator_end()
@@ -272,7 +272,7 @@ class LooseLoop(Basis):
 
     @property
     def living(self) -> list[int]:
-        """The workers that are not known to be lost. The lowest leads: what must be decided once, it decides."""
+        """The workers that are not known to be lost. The lowest is the leader: it makes the decisions for all."""
         gone = self.world.lost
         return [rank for rank in range(self.world.size) if rank not in gone or rank == self.world.rank]
 
@@ -303,11 +303,11 @@ class LooseLoop(Basis):
                 )
 
     def _checkpoint(self) -> None:
-        """Where one is due, meet the workers that live after as many steps of each, and save.
+        """If a checkpoint is due, wait until every worker that is not lost has taken as many steps, and save.
 
-        Nobody waits inside a step for one that waits here: a strategy's own waits are for steps before this one. So
-        steps are counted, and not rounds, which a worker without data in a last round passes without a step. Whoever
-        was told to stop does not come: then there is no checkpoint.
+        No worker waits inside a step for one that waits here: a strategy waits only for earlier steps. So steps are
+        counted, not rounds, because a worker without data takes part in a last round without a step. A worker that
+        was told to stop does not take part, and then there is no checkpoint.
         """
         every, taken = self.settings.checkpoint_every, self.attached.stats.steps
         if not every or taken % every or taken == self.met or self.place is None or taken >= self.total:
@@ -324,11 +324,11 @@ class LooseLoop(Basis):
             self.watch.start()
 
     def _settled(self, taken: int) -> bool:
-        """Whether it is known if all save here. The leader says so; who has finished does not come."""
+        """Whether the leader has decided if all save here. Workers that have finished do not take part."""
         self._read()
         living = self.living
         if taken in self.notes.decided or any(self.notes.begins.get(rank, -1) >= taken for rank in living):
-            return True  # a run that goes on: some were further than that already, and never come
+            return True  # a resumed run: some workers were beyond this step already
         if self.world.rank != living[0]:
             return living[0] in self.notes.finished
         here = self.notes.arrived.get(taken, set()).issuperset(living)
@@ -338,7 +338,7 @@ class LooseLoop(Basis):
         return taken in self.notes.decided
 
     def _save(self, step: int) -> None:
-        """All that live are here. Where they cannot save although they are left there is no checkpoint, and a line."""
+        """All workers that are not lost are here. If they cannot save, a warning says so and the run continues."""
         assert self.place is not None, "nobody saves nowhere"
         self.attached.kept = asdict(self.at)
         try:
@@ -368,7 +368,7 @@ class LooseLoop(Basis):
             logger.warning("the evaluator has said its last word and does not end")
         if ended != "signal" and self.at.satisfied(self.settings.evaluations_after):
             ended = "target"
-        assert self.notes.test is not None, "it was waited for"
+        assert self.notes.test is not None, "the wait above ends with it"
         return self._conclude(ended, self.notes.test[0])
 
     def _finished(self, reason: Reason | None) -> bool:
@@ -384,7 +384,7 @@ class LooseLoop(Basis):
         return self.notes.over is not None
 
     def _await_test(self) -> None:
-        """The evaluator's last word. One that is silent for the whole timeout counts as lost, once."""
+        """Wait for the evaluator's last result. An evaluator without messages for the whole timeout counts as lost."""
         what = "the evaluator to test the final weights"
         try:
             self._wait(what, self._tested)

@@ -4,7 +4,7 @@
 |---|---|---|
 | `ready` | an evaluator of its own process | nothing: it has the data and looks at the board |
 | `start` | rank 0 | seconds before, total steps evaluated, seconds to the target (NaN), evaluations since it, seconds a sample (NaN) |
-| `evaluator` | a worker | rank: it evaluates in the place of one that is lost |
+| `evaluator` | a worker | rank: it evaluates in place of a lost evaluator |
 | `begins` | a worker | rank, the steps that it has taken before this attempt |
 | `evaluation` | the evaluator | total rounds, samples, loss, metric, seconds since the start |
 | `target`, `signal` | the evaluator, a worker | that it has called `stop()`, and why |
@@ -110,7 +110,7 @@ class Notes:
     ready: bool = False
     start: tuple[float, ...] | None = None
     evaluator: int | None = None
-    """The worker that evaluates; None: the process for it, or rank 0."""
+    """The worker that evaluates; None for the evaluator's process, or rank 0."""
     evaluations: list[Evaluation] = field(default_factory=list)
     signal: bool = False
     target: bool = False
@@ -120,7 +120,7 @@ class Notes:
     finished: dict[int, int] = field(default_factory=dict)
     staleness: dict[int, dict[int, int]] = field(default_factory=dict)
     over: tuple[Reason, int | None] | None = None
-    """Why, and the step under which all save; None: nobody does."""
+    """The reason, and the step under which all save; None if no worker saves."""
     test: tuple[float, ...] | None = None
 
     def read(self) -> None:

@@ -21,10 +21,10 @@ __all__ = ["checkpoints_in", "find_checkpoints", "folder_held", "seed_everything
 
 @contextmanager
 def folder_held(world: World, place: RunFolder | None, begins: bool, lock: bool) -> Iterator[None]:
-    """Inside, rank 0 holds the run's folder; one that is in use, or where a run `begins` and one is, is refused.
+    """Inside, rank 0 holds the lock of the run's folder. Refuses a folder in use, or with a run if a new one `begins`.
 
-    Every rank calls it, and raises alike: another rank may already see what rank 0 writes. Without `lock` it is held
-    by the launcher.
+    Every rank calls it, and all raise the same error: another rank may already see what rank 0 writes. Without `lock`
+    the launcher holds the lock.
     """
     if place is None:
         yield

@@ -63,4 +63,4 @@ def check_slow(slow: Sequence[Slow], workers: int, seconds_a_sample: float | Non
         if not 0 <= one.rank < workers:
             raise SpecError(f"{one} names no worker: there are {workers}, from 0 to {workers - 1}")
         if not one.start < one.stop:
-            raise SpecError(f"a slowness ends after it begins, and stop={one.stop:g} is not after start={one.start:g}")
+            raise SpecError(f"stop must be after start, and stop={one.stop:g} is not after start={one.start:g}")

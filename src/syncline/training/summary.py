@@ -1,4 +1,4 @@
-"""What `summary.json` tells of a run that has ended: for scripts that start runs and want their results."""
+"""The content of `summary.json`: the result of a run, for scripts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def summarize(
     lost: Mapping[int, str],
     error: BaseException | None = None,
 ) -> dict[str, Any]:
-    """The whole document; `described` is that of `config.json`. With `error` the outcome is how far the run came."""
+    """The whole document; `described` is that of `config.json`. With `error`, `outcome` is the state at the error."""
     target = described["target"]
     aborted = error is not None or outcome.stopped_by == "signal"
     return {
@@ -56,7 +56,7 @@ def summarize(
 
 
 def json_number(value: Any) -> Any:
-    """A value as JSON can have it: NaN and infinity are written as words.
+    """A value that JSON can hold: NaN and infinity become strings.
 
     >>> json_number(math.nan), json_number(0.5)
     ('nan', 0.5)

@@ -38,7 +38,7 @@ LANE_TAGS = 1 << 27
 """From here on they belong to the executor's lanes; those below are the user's."""
 
 COMPARISON_TAGS = LANE_TAGS + 4096
-"""From here on, beyond any lane, ranks compare what they are about to call."""
+"""The first tag of messages in which ranks compare their next collective. Lanes use smaller tags."""
 
 DEFAULT_TIMEOUT = 300.0
 """Seconds after which a wait for a peer is given up."""
@@ -233,7 +233,7 @@ class Transport(ABC):
         """Told before each collective: who has not entered it is who the others wait for."""
 
     def compare_call(self, number: int, call: str) -> bool:
-        """Compare this rank's `number`-th collective with the others', where that costs nothing; whether it was.
+        """Compare this rank's `number`-th collective with the others', if that costs nothing. Returns whether it did.
 
         Raises an `IncompatibleError` where they differ.
         """
@@ -242,9 +242,9 @@ class Transport(ABC):
     def owing(  # noqa: B027 (most transports need not know)
         self, tell: Callable[[], str], awaited: Callable[[], int | None] | None = None
     ) -> None:
-        """Told once by who uses the channel: how to learn what this rank has yet to deliver, for those who wait.
+        """Register a function that describes what this rank has not delivered yet, for messages on waiting ranks.
 
-        `awaited` tells for which rank of the world it waits itself before it can; None where it waits for nobody.
+        `awaited` returns the rank of the world that this rank itself waits for; None where there is none.
         """
 
     @abstractmethod
@@ -256,7 +256,7 @@ class Transport(ABC):
         return {}
 
     def gone(self, rank: int) -> str:
-        """Why nothing is to be expected of a rank of this channel any more, or nothing: it is lost, or has left."""
+        """Why a rank of this channel will send nothing more: it is lost, or has left. Empty while it is there."""
         return self.lost().get(self.members[rank], "")
 
     def watch(self, ranks: Sequence[int]) -> None:  # noqa: B027 (most transports watch everyone, or nobody)
@@ -343,7 +343,7 @@ def bounded(patience: float) -> float | None:
 
 
 def told_by_rank(told: Mapping[int, str]) -> str:
-    """What each rank says, those that say the same together.
+    """What each rank does, for a message; ranks that do the same are grouped.
 
     >>> told_by_rank({0: "barrier()", 1: "send()", 2: "barrier()"})
     'ranks 0, 2: barrier(); rank 1: send()'

@@ -1,4 +1,4 @@
-"""Warnings that strangers can cause: a few are logged, of the others only how many there were."""
+"""Warnings that unknown senders can cause: the first few are logged, then only their number."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 __all__ = ["LimitedLog"]
 
-FIRST = 5
+MAX_SINGLE_WARNINGS = 5
 """Warnings that are logged one by one."""
-EVERY_S = 60.0
+SUMMARY_EVERY_S = 60.0
 """Seconds between two lines after that."""
 
 
@@ -17,7 +17,7 @@ class LimitedLog:
     """Logs the first few warnings, then at most one line a minute, with the number of those in between.
 
     >>> lines = LimitedLog(logging.getLogger("syncline.example"), now=lambda: 0.0)
-    >>> [lines.warn("a stranger calls") for _ in range(6)]
+    >>> [lines.warn("an unknown sender") for _ in range(6)]
     [True, True, True, True, True, False]
     """
 
@@ -29,14 +29,14 @@ class LimitedLog:
         self._next = 0.0
 
     def warn(self, text: str) -> bool:
-        """Log a warning, or count it; whether it was logged."""
+        """Log a warning, or only count it. Returns whether it was logged."""
         now = self._now()
-        if self._logged >= FIRST and now < self._next:
+        if self._logged >= MAX_SINGLE_WARNINGS and now < self._next:
             self._kept_back += 1
             return False
         more = f" (and {self._kept_back} more like it)" if self._kept_back else ""
         self._logger.warning("%s%s", text, more)
         self._logged += 1
         self._kept_back = 0
-        self._next = now + EVERY_S
+        self._next = now + SUMMARY_EVERY_S
         return True

@@ -1,12 +1,12 @@
-"""Who is alive, who waits for whom, and who is to blame: every rank keeps a record in the launcher's store.
+"""Finds the lost rank: every rank keeps a record in the launcher's store of what it does and which rank it waits for.
 
     beat/2    {"beat": 17, "calls": {"0": 12}, "waits": [{"peer": 1, "pending": "a message …"}], "blames": None}
 
-Twice a second a rank writes its record. A rank whose wait breaks or times out reads the records of the others, follows
-who waits for whom, and names the rank at the end of that chain: one whose record has stopped, or that does something
-else. It notes in its own record whom it blames, so that those who waited for it name the same one::
+Twice a second a rank writes its record. A rank whose wait breaks or times out reads the records of the others and
+follows the chain of waits to its end. The rank there is the cause: its record has stopped, or it does something else.
+The reader writes that rank into its own record, so that ranks that waited for the reader name the same one::
 
-    rank 0 ── waits for ──► rank 3 ── waits for ──► rank 2 ── waits for ──► rank 1   no sign of life
+    rank 0 ── waits for ──► rank 3 ── waits for ──► rank 2 ── waits for ──► rank 1   no heartbeat
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ __all__ = ["Liveness", "Verdict"]
 
 logger = logging.getLogger("syncline")
 
-BEAT = 0.5
+HEARTBEAT_EVERY_S = 0.5
 """Seconds between two records."""
-STALE = 3.0
-"""Seconds without a beat after which a rank counts as gone, once an error has made somebody ask."""
-WARN_AFTER = 10.0
+STALE_AFTER_S = 3.0
+"""Seconds without a heartbeat after which a rank counts as lost, once a wait has failed."""
+WARN_AFTER_S = 10.0
 """Seconds after which a wait is reported, in one line."""
-COMPARE_AFTER = 2.0
+COMPARE_AFTER_S = 2.0
 """Seconds of a wait after which the operations of the ranks that wait are compared."""
-PATIENCE = 5.0
-"""Seconds that closing waits at most: for the beat to stop, and on the store's host for the others to leave."""
+CLOSE_TIMEOUT_S = 5.0
+"""Seconds that closing waits for the heartbeat task to stop, and on the store's host for the others to leave."""
 MAX_WAITS = 8
-"""Waits that a record tells of."""
+"""Largest number of waits in a record."""
 
 ASK_FOR_CHECK = "sl.init(check=True) compares every call before anything is sent"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who is to blame for a wait, and why we think so."""
+    """The rank that caused a wait to fail, and the reason."""
 
     rank: int | None
     reason: str
     alive: bool = False
-    """Whether it beats: then it is late, or has closed a channel."""
+    """Whether it sends heartbeats: then it is late, or has closed a channel."""
     mismatch: bool = False
-    """Whether all are there, and in different operations."""
+    """Whether all ranks are alive, but in different operations."""
 
 
 @dataclass(eq=False)
@@ -81,7 +81,7 @@ class _Progress:
 
 @dataclass
 class _View:
-    """What one look at the others has found."""
+    """The state of the other ranks, as read from the store."""
 
     beats: dict[int, dict[str, Any]] = field(default_factory=dict)
     """The latest record of each."""
@@ -90,19 +90,19 @@ class _View:
     gone: Mapping[int, str] = field(default_factory=dict)
 
     def end_of(self, rank: int) -> str:
-        """Why nothing is to be expected of a rank, or nothing."""
+        """Why a rank will send nothing more; empty while it is alive."""
         if rank in self.gone:
             return self.gone[rank]
         if rank in self.left:
             return "it has closed its world and left"
-        return f"it has given no sign of life for {STALE:.0f} s" if rank in self.silent else ""
+        return f"it has sent no heartbeat for {STALE_AFTER_S:.0f} s" if rank in self.silent else ""
 
     def ended(self, ranks: Iterable[int]) -> bool:
-        """Whether one of them is known to be gone; silence alone is not known before its time."""
+        """Whether one of them is known to be gone. Missing heartbeats count only after `STALE_AFTER_S`."""
         return any(rank in self.gone or rank in self.left for rank in ranks)
 
     def blamed(self, rank: int) -> Verdict:
-        """Whom a rank has blamed for its own end; the rank itself where it has blamed nobody."""
+        """The rank that another one named as the cause of its own end; else that other rank itself."""
         blames = self.beats.get(rank, {}).get("blames")
         if blames is not None and blames[0] is not None:
             return Verdict(int(blames[0]), str(blames[1]))
@@ -113,12 +113,12 @@ class _View:
         return int(self.beats.get(rank, {}).get("calls", {}).get(channel, 0))
 
     def waits_for(self, rank: int) -> int | None:
-        """The rank that another one waits for; None where it waits for nobody in particular."""
+        """The rank that another one waits for; None where it waits for no single rank."""
         waits = self.beats.get(rank, {}).get("waits", ())
         return next((int(wait["peer"]) for wait in waits if wait["peer"] is not None), None)
 
     def chain(self, start: int, me: int) -> list[int]:
-        """Who waits for whom, from a rank on, as far as is known; a circle is not gone round twice."""
+        """The chain of ranks that wait for each other, beginning with `start`. Each rank is listed once."""
         chain = [start]
         while not (self.end_of(chain[-1]) and chain[-1] not in self.silent):
             waits = self.waits_for(chain[-1])
@@ -129,10 +129,10 @@ class _View:
 
 
 class Liveness:
-    """The watch of one rank over the others.
+    """Writes one rank's record, and finds the rank that caused a failed wait.
 
-    `gone` tells which ranks the transport knows to be gone. Without it the launcher's word counts, and the first rank
-    that is found to be lost is posted for all: channels whose members are fixed end with one of them.
+    `gone` returns the ranks that the transport knows to be gone. Without it the launcher's messages count, and the
+    first lost rank is posted for all: a channel with fixed members cannot continue without one of them.
     """
 
     def __init__(
@@ -150,11 +150,11 @@ class Liveness:
         self.rank = rank
         self.size = size
         self.runtime = runtime
-        self.warn_after = WARN_AFTER
+        self.warn_after = WARN_AFTER_S
         self.dead: dict[int, str] = {}
         """Ranks that the launcher has seen end, and how."""
         self.owing: dict[str, tuple[Callable[[], str], Callable[[], int | None] | None]] = {}
-        """By channel: what this rank has yet to deliver, and for whom it waits before it can."""
+        """By channel: functions that return what this rank has not delivered yet, and the rank that it waits for."""
         self._store = store
         self._launcher = launcher
         self._program = program
@@ -166,7 +166,7 @@ class Liveness:
         self._blames: Verdict | None = None
         self._mismatches: dict[str, str] = {}
         self._posted: dict[int, str] = {}
-        """Ranks that this one or another has found to be lost, the first first."""
+        """Ranks that any rank has found to be lost, in that order."""
         self._read = 0
         self._number = 0
         self._signs = 0
@@ -177,7 +177,7 @@ class Liveness:
         self._closed = runtime.event()
         self._task = runtime.spawn(self._beat, name="liveness")
 
-    # What the transports tell.
+    # Called by the transports.
 
     def entering(self, channel: str, what: str) -> None:
         """This rank enters its next collective on a channel."""
@@ -193,7 +193,7 @@ class Liveness:
         peer: int | None = None,
         break_off: Callable[[], None] | None = None,
     ) -> Callable[[], object]:
-        """This rank begins to wait, for `peer` or for any of the members; call what is returned when that is over.
+        """This rank begins to wait for `peer`, or for any of the members. Call the returned function at its end.
 
         `break_off` breaks the waits of the channel. It is called, in another task, where the ranks are found to be in
         different operations.
@@ -209,49 +209,49 @@ class Liveness:
         return over
 
     def leave(self) -> None:
-        """Say that this rank leaves of its own will. A second call does nothing."""
+        """Write that this rank leaves by itself. A second call does nothing."""
         if not self._left:
             self._left = True
             self._ask(lambda: self._store.set(f"left/{self.rank}", "1"))
 
     def close(self) -> None:
-        """Stop beating, and say that this rank leaves of its own will."""
+        """Stop the heartbeats, and write that this rank leaves by itself."""
         if not self._closed.is_set():
             self._closed.set()
             # A thread that comes back from C++ while the interpreter shuts down takes the process down with it.
-            stopped = self._task.join(PATIENCE)
+            stopped = self._task.join(CLOSE_TIMEOUT_S)
             self.leave()
             if stopped and self._program:
                 self._ask(lambda: self._launcher.set(f"{ALIVE}/{self._program}", LEFT))
             if not self._posted:
-                self._see_the_others_off()
+                self._wait_until_others_left()
 
-    def _see_the_others_off(self) -> None:
-        """Where this process serves the store, let the others say that they leave: it may end with this call."""
+    def _wait_until_others_left(self) -> None:
+        """Where this process serves the store, wait until the others have left: the store ends with the process."""
         others = [f"left/{rank}" for rank in range(self.size) if rank != self.rank]
-        until = self.runtime.now() + PATIENCE
+        until = self.runtime.now() + CLOSE_TIMEOUT_S
         while self._host_rank == self.rank and others and self.runtime.now() < until:
             if self._ask(lambda: self._store.check(others)) is not False:
                 return
             self.runtime.sleep(0.01)
 
-    # The beat.
+    # Heartbeats.
 
     def _beat(self) -> None:
         while not self._closed.is_set():
             self._signs += 1
-            if self._program:  # first, and whatever comes of the rest: who gives no sign of life is killed
+            if self._program:  # first, even if the rest fails: without it this process is killed
                 self._ask(lambda: self._launcher.set(f"{ALIVE}/{self._program}", str(self._signs)))
             try:
-                self._write()  # where the store does not answer, the next one may reach it
+                self._write()  # if the store does not answer, the next attempt may succeed
                 if self._gone is None:
                     self._ask(self._read_posted)
                     self._ask(self._read_deaths)
                 self._warn()
                 self._compare()
-            except Exception as error:  # what a rank owes is told by code of others
-                self._problems.warn(f"rank {self.rank} cannot tell the others how far it is: {error!r}")
-            self._closed.wait(BEAT)
+            except Exception as error:  # `owing` calls code of the strategies
+                self._problems.warn(f"rank {self.rank} cannot write its record for the other ranks: {error!r}")
+            self._closed.wait(HEARTBEAT_EVERY_S)
 
     def _write(self) -> None:
         """Write this rank's record."""
@@ -309,10 +309,10 @@ class Liveness:
     # Ranks in different operations.
 
     def _compare(self) -> None:
-        """Break a wait off whose neighbour waits in another operation: neither would ever end."""
+        """Break a wait if the other rank waits in another operation: neither wait would ever end."""
         now = self.runtime.now()
         for wait in list(self._waits.values()):
-            if wait.break_off is None or now - wait.since < COMPARE_AFTER or self.rank not in wait.members:
+            if wait.break_off is None or now - wait.since < COMPARE_AFTER_S or self.rank not in wait.members:
                 continue
             others = [rank for rank in wait.members if rank != self.rank]
             place = wait.members.index(self.rank)
@@ -328,7 +328,7 @@ class Liveness:
                     return
 
     def _difference(self, wait: _Wait, rank: int, beat: Mapping[str, Any]) -> str:
-        """In words, where a rank waits in another operation than this one, though both are in the same call."""
+        """A description, where a rank waits in another operation than this one in the same call; else empty."""
         call, doing = self._progress.of(wait.channel)
         for other in beat["waits"]:
             if other["channel"] == wait.channel and other.get("call") == call and other["doing"] != doing:
@@ -336,7 +336,7 @@ class Liveness:
         return ""
 
     def mismatch(self, channel: str) -> str:
-        """What the ranks of a channel do at once, where that was found to differ; else nothing."""
+        """What the ranks of a channel do, if they were found to be in different operations; else empty."""
         if channel not in self._mismatches and self._ask(lambda: self._store.check([f"mismatch/{channel}"])) is True:
             text = self._ask(lambda: self._store.get(f"mismatch/{channel}"))
             if text is not _UNREACHABLE:
@@ -344,11 +344,11 @@ class Liveness:
         return self.mismatch_found(channel)
 
     def mismatch_found(self, channel: str) -> str:
-        """The same, as far as this rank knows; nobody is asked."""
+        """The same from what this rank has read before, without a call to the store."""
         found = self._mismatches.get(channel, "")
         return f"the ranks are in different operations: {found}; {ASK_FOR_CHECK}" if found else ""
 
-    # The verdict.
+    # Which rank is the cause.
 
     def lost(self) -> dict[int, str]:
         """The ranks that the launcher, or any rank, has found to be gone."""
@@ -357,15 +357,15 @@ class Liveness:
     def blame(
         self, channel: str, members: Sequence[int], peer: int | None, broken: bool, idle: bool = False
     ) -> Verdict:
-        """Who is lost, for a wait for `peer` or for all members.
+        """Find the rank that caused a wait for `peer`, or for all members, to fail.
 
-        `broken` says that a connection broke, so that somebody must be gone; otherwise a timeout passed. Who ends an
-        `idle` wait and is alive has only closed that channel: nobody was late, and nobody is lost.
+        `broken`: a connection broke, so that a rank must be gone; otherwise a timeout passed. `idle`: the wait had no
+        deadline; if a living rank ends it, that rank has only closed the channel and is not lost.
         """
         text = self.mismatch(channel)
         if text:
             return Verdict(None, text, alive=True, mismatch=True)
-        over = self.waiting("it", channel, members, peer)  # still, for those who wait for this rank and ask meanwhile
+        over = self.waiting("it", channel, members, peer)  # ranks that wait for this one may read its record meanwhile
         verdict = self._first_posted(members) or self._look(channel, members, peer, broken)
         over()
         if (idle and verdict.alive) or verdict.mismatch:
@@ -373,13 +373,13 @@ class Liveness:
         if verdict.rank is not None and self._gone is None:
             verdict = self._post(verdict, members)
         self._blames = verdict
-        self._write()  # now: this process may end with what it raises
+        self._write()  # at once: the caller's error may end this process
         if self._host_rank == self.rank:
-            self.runtime.sleep(3 * BEAT)  # the store ends with this process: let the others read it first
+            self.runtime.sleep(3 * HEARTBEAT_EVERY_S)  # the store ends with this process: let the others read it first
         return verdict
 
     def cause_of(self, rank: int, reason: str) -> Verdict:
-        """Whom a rank that is gone has blamed for its own end; itself where it has blamed nobody."""
+        """The rank that a lost rank has named as the cause of its own end; else the lost rank itself."""
         beat = self._ask(lambda: self._read_beat(rank))
         blames = beat.get("blames") if isinstance(beat, dict) else None
         verdict = Verdict(rank, reason)
@@ -390,7 +390,7 @@ class Liveness:
         return verdict
 
     def _read_deaths(self) -> None:
-        """What `syncline run` tells of ranks that have ended badly."""
+        """Read from the store which ranks `syncline run` has seen fail."""
         with self._reading:
             deaths = int(self._launcher.add(DEAD, 0))
             if deaths == self._deaths:
@@ -398,7 +398,7 @@ class Liveness:
             for rank in range(self.size):
                 if rank not in self.dead and self._launcher.check([f"{DEAD}/{rank}"]):
                     self._note_death(rank, self._launcher.get(f"{DEAD}/{rank}"))
-            self._deaths = deaths  # last: where the store fails midway, the next beat reads again
+            self._deaths = deaths  # last: if the store fails midway, the next heartbeat reads again
 
     def _note_death(self, rank: int, text: bytes) -> None:
         try:
@@ -409,7 +409,7 @@ class Liveness:
         logger.warning("rank %d is told: rank %d is lost: %s", self.rank, rank, self.dead[rank])
 
     def _look(self, channel: str, members: Sequence[int], peer: int | None, broken: bool) -> Verdict:
-        """Read the others' records until it is clear who is alive, and judge by them."""
+        """Read the other ranks' records until it is clear which are alive, and find the cause."""
         runtime, view, first = self.runtime, _View(), dict[int, Any]()
         start = runtime.now()
         watched = list(members) if self._gone is None or peer is None else [peer]
@@ -432,15 +432,15 @@ class Liveness:
             chain = [] if peer is None else view.chain(peer, self.rank)
             new = [rank for rank in chain if rank not in watched]
             ended = view.ended(watched if self._gone is None else chain)
-            over = runtime.now() - start >= STALE
+            over = runtime.now() - start >= STALE_AFTER_S
             if over or (not new and (ended or not (broken or view.silent))):
-                view.silent = view.silent if over else set()  # before that time nobody can tell
+                view.silent = view.silent if over else set()  # too early to tell
                 return self._judge(channel, members, peer, broken, view)
             watched += new
-            runtime.sleep(BEAT / 2)
+            runtime.sleep(HEARTBEAT_EVERY_S / 2)
 
     def _look_for_ends(self, view: _View) -> None:
-        """Who is known to be gone, by the launcher's word, the transport's, or its own."""
+        """Add the ranks that are gone according to the launcher, the transport or themselves."""
         if self._gone is None:
             self._ask(self._read_deaths)
         view.gone = self.dead if self._gone is None else dict(self._gone())
@@ -449,12 +449,12 @@ class Liveness:
                 view.left.add(rank)
 
     def _judge(self, channel: str, members: Sequence[int], peer: int | None, broken: bool, view: _View) -> Verdict:
-        """Who is to blame, by what the records say: somebody who is gone rather than somebody who is late."""
+        """Find the cause from the records: a rank that is gone rather than one that is late."""
         mine = self._progress.of(channel)[0]
         late = [rank for rank in members if rank in view.beats and view.calls(rank, channel) < mine]
         starts = [peer] if peer is not None else [] if broken else late
         found = [self._follow(channel, start, view) for start in starts]
-        if self._gone is None:  # one that is gone ends the whole channel, whoever waits for it
+        if self._gone is None:  # a lost rank ends the whole channel
             found += [view.blamed(rank) for rank in members if view.end_of(rank) and rank not in view.left]
             found += [view.blamed(rank) for rank in members if rank in view.left]
         for verdict in found:
@@ -487,7 +487,7 @@ class Liveness:
         return Verdict(last, f"it is alive but {did}{busy}{waiting}{self._owed(channel, last, record)}", alive=True)
 
     def _differ(self, channel: str, members: Sequence[int], view: _View) -> str:
-        """In words, where ranks that are in the same call of a channel are in different operations."""
+        """A description, where ranks in the same call of a channel are in different operations; else empty."""
         call, doing = self._progress.of(channel)
         told = {self.rank: doing}
         for rank in members:
@@ -504,10 +504,10 @@ class Liveness:
             return Verdict(self._host_rank, "the store it serves does not answer")
         return Verdict(None, "the launcher's store does not answer")
 
-    # What is posted for all.
+    # Posts that all ranks read.
 
     def _post(self, verdict: Verdict, members: Sequence[int]) -> Verdict:
-        """Let all name this rank, unless another has posted one of this channel's before."""
+        """Post the cause for all ranks, unless one of this channel was posted before. Returns what all name."""
         text = json.dumps({"rank": verdict.rank, "reason": verdict.reason})
         while True:
             found = self._first_posted(members)
@@ -540,7 +540,7 @@ class Liveness:
     def _ask(self, question: Callable[[], Any]) -> Any:
         try:
             return question()
-        except RuntimeError:  # DistNetworkError and its kin
+        except RuntimeError:  # such as DistNetworkError
             return _UNREACHABLE
 
 

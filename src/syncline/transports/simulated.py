@@ -23,8 +23,8 @@ __all__ = ["Hub", "Message", "SimulatedTransport", "wide_channel"]
 
 WIDE = ("wide",)
 """The key of the channel that reaches all members of a hub, those beside the world too."""
-KEPT_CALLS = 1024
-"""Collectives of a channel whose calls are remembered: a rank that is further behind is not compared."""
+MAX_KEPT_CALLS = 1024
+"""Number of latest collectives of a channel whose calls are kept. A rank further behind is not compared."""
 RETRY = 0.05
 """Seconds after which a message is sent again, where the network loses some."""
 
@@ -66,9 +66,9 @@ class Hub:
         """The rank that the first wait to time out has named: all later ones name the same."""
         self.gone: dict[int, float] = {}
         self.blames: dict[int, int] = {}
-        """By rank: the one that is gone which its latest error has named."""
+        """By rank: the lost rank that its latest error has named."""
         self._causes: dict[int, int] = {}
-        """Of ranks that ended because another was lost: that one."""
+        """By rank that ended because another was lost: that other rank."""
         self.killed: set[int] = set()
         self._broken: set[int] = set()
         self._out_free = [0.0] * size
@@ -187,7 +187,7 @@ class Hub:
         return strike
 
     def leave(self, rank: int, because_of: int | None = None) -> None:
-        """A rank is no more, perhaps because another is lost. Its peers' links break once what it sent has arrived."""
+        """A rank ends, perhaps because another is lost. Its peers' links break once what it sent has arrived."""
         if rank in self.gone:
             return
         if because_of is not None:
@@ -221,7 +221,7 @@ class Hub:
         return f"it {how} at t={self.gone[rank]:.6g} s"
 
     def cause_of(self, rank: int) -> int:
-        """The rank to name for one that is gone, or that waits for nobody any more: the one it has lost, or itself."""
+        """The rank to name in an error about a rank that has ended: the one that it has lost, or itself."""
         return self._causes.get(rank, rank) if rank in self.gone else self.blames.get(rank, rank)
 
     def name_lost(self, peer: int | None) -> int | None:
@@ -249,9 +249,9 @@ class Hub:
     def calls_of(self, channel: int, number: int, size: int) -> dict[int, str]:
         """What the ranks of a channel have called as their `number`-th collective, as far as they have come."""
         calls = self._calls.get((channel, number))
-        if calls is None or len(calls) == size:  # in another world on the same channel numbers begin anew
+        if calls is None or len(calls) == size:  # a new world on the same channel counts from the start
             calls = self._calls[channel, number] = {}
-        self._calls.pop((channel, number - KEPT_CALLS), None)
+        self._calls.pop((channel, number - MAX_KEPT_CALLS), None)
         return calls
 
     def break_channel(self, channel: int, error: Exception) -> None:

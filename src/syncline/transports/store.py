@@ -41,30 +41,30 @@ logger = logging.getLogger("syncline")
 T = TypeVar("T")
 
 DEAD = "syncline/dead"
-"""Where the launcher counts the programs that it has seen end badly; under DEAD/RANK it says how.
+"""Key of the number of programs that have failed, written by the launcher.
 
-Of a program that is no rank it says so under DEAD/NAME.
+DEAD/RANK has the reason of a failed rank, DEAD/NAME that of another program.
 """
 ALIVE = "syncline/alive"
-"""Under ALIVE/PROGRAM every program that has a world writes a growing number, twice a second; `LEFT` at its end."""
+"""Under ALIVE/PROGRAM every program that has a world writes its heartbeat, a growing number; `LEFT` at its end."""
 LEFT = "left"
-ANSWER_S = 10.0
-"""Seconds that a call to the store may take: a network that is cut gives no answer and no error."""
+STORE_TIMEOUT_S = 10.0
+"""Timeout in seconds of a call to the store: a cut network gives neither an answer nor an error."""
 LOST_AFTER_VARIABLE, PROGRAM_VARIABLE = "SYNCLINE_LOST_AFTER", "SYNCLINE_PROGRAM"
 LOST_AFTER_S = 30.0
-"""Seconds without a sign of life after which a process counts as lost, unless the variable says otherwise."""
+"""Seconds without a heartbeat after which a process counts as lost, unless the variable says otherwise."""
 MIN_LOST_AFTER_S = 2.0
-"""The least that the variable may say: signs of life come twice a second, on a busy machine now and then later."""
+"""Smallest value of the variable in seconds: heartbeats are sent twice a second, later on a busy machine."""
 
 
 def lost_after() -> float:
-    """Seconds without a sign of life after which a process counts as lost; infinite where the variable is 0."""
+    """Seconds without a heartbeat after which a process counts as lost; infinite where the variable is 0."""
     text = os.environ.get(LOST_AFTER_VARIABLE, "") or str(LOST_AFTER_S)
     return read_lost_after(text, f"{LOST_AFTER_VARIABLE}={text}")
 
 
 def read_lost_after(text: str, given: str) -> float:
-    """A number of seconds as users write it; infinite for 0. `given` is what they have written it to.
+    """Parse a number of seconds; infinite for 0. `given` names the option or variable in messages.
 
     >>> read_lost_after("12", "--lost-after 12"), read_lost_after("0", "--lost-after 0")
     (12.0, inf)
@@ -74,9 +74,7 @@ def read_lost_after(text: str, given: str) -> float:
     except ValueError:
         seconds = -1.0
     if not (seconds == 0 or MIN_LOST_AFTER_S <= seconds < math.inf):
-        raise SpecError(
-            f"{given}: seconds without a sign of life are a number of at least {MIN_LOST_AFTER_S:g}, or 0 for no limit"
-        )
+        raise SpecError(f"{given}: give a number of seconds, at least {MIN_LOST_AFTER_S:g}, or 0 for no limit")
     return seconds or math.inf
 
 
@@ -86,7 +84,7 @@ def program_name() -> str:
 
 
 class KeyValueStore(Protocol):
-    """What the watch over the ranks needs of a store. Calls that fail raise a `RuntimeError`."""
+    """The methods of a store that `Liveness` uses. Calls that fail raise a `RuntimeError`."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -106,13 +104,13 @@ class StoreSilentError(RuntimeError):
 
 
 class BoundedStore:
-    """A connection to a store on which every call ends: a `StoreSilentError` after `ANSWER_S` seconds without answer.
+    """A connection to a store whose calls time out: a `StoreSilentError` after `STORE_TIMEOUT_S` seconds.
 
-    torch's own calls wait without end where the network is cut. Here a task makes them; as long as one hangs there,
-    every further call fails at once.
+    torch's own calls wait for ever where the network is cut. Here a separate task makes them. While a call hangs in
+    that task, every further call fails at once.
     """
 
-    def __init__(self, store: Any, runtime: Runtime, seconds: float = ANSWER_S) -> None:
+    def __init__(self, store: Any, runtime: Runtime, seconds: float = STORE_TIMEOUT_S) -> None:
         self._store = store
         self._runtime = runtime
         self._seconds = seconds
@@ -141,7 +139,7 @@ class BoundedStore:
         return _Prefixed(self, prefix)
 
     def close(self) -> None:
-        """End the task, once what it was asked before is done. Later calls fail."""
+        """End the task after the calls before this one. Later calls fail."""
         self._closed = True
         self._calls.put(None)
 
@@ -166,7 +164,7 @@ class BoundedStore:
 
 
 class _Call:
-    """One question to the store."""
+    """One call to the store."""
 
     def __init__(self, question: Callable[[], Any], done: Event, since: float) -> None:
         self.done = done
@@ -264,7 +262,7 @@ def meet(environment: Environment, place: Rendezvous, timeout: float) -> TCPStor
 
 
 def second_connection(place: Rendezvous, store: TCPStore, runtime: Runtime, timeout: float) -> BoundedStore:
-    """A connection for signs of life: they go on while the first connection waits for a key."""
+    """A second connection, for heartbeats: the first one may be waiting for a key."""
     patience = timedelta(seconds=timeout)
     return BoundedStore(
         TCPStore(place.address, store.port, is_master=False, timeout=patience, wait_for_workers=False), runtime
@@ -272,9 +270,9 @@ def second_connection(place: Rendezvous, store: TCPStore, runtime: Runtime, time
 
 
 def watch_program(name: str, timeout: float) -> Callable[[], str | None]:
-    """What the launcher tells of a program beside the ranks: a call gives how it ended badly, None while it has not.
+    """A function that returns how a program beside the ranks has failed; None while it has not.
 
-    Where no launcher of ours serves the store nothing is told.
+    It always returns None where the store is not that of `syncline run`.
     """
     environment = detect()
     place = environment.rendezvous

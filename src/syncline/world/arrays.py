@@ -77,7 +77,7 @@ def import_dlpack(x: Any) -> Tensor:
 
 
 def _is_traced(x: Any) -> bool:
-    """Whether this stands for an array in a function that JAX traces."""
+    """Whether this is a tracer, without values, in a function that JAX traces."""
     return any(each.__name__ == "Tracer" and each.__module__.partition(".")[0] == "jax" for each in type(x).__mro__)
 
 

@@ -1,7 +1,7 @@
-"""Before a collective, compare what every rank is about to do: the first ones of each kind, or all with `check=True`.
+"""Compares the ranks' next collective before it runs: the first ones of each kind, or all with `check=True`.
 
-rank 0    ◄── description ── rank 1, rank 2, …        in messages of their own: a rank that does not compare, and
-          ── verdict ──────► rank 1, rank 2, …        goes on into its collective, can take none of them for its own
+rank 0    ◄── description ── rank 1, rank 2, …        under tags of their own: a rank that does not compare, and
+          ── verdict ──────► rank 1, rank 2, …        enters its collective, cannot receive them by mistake
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from syncline.world.team import Team
 __all__ = ["agree"]
 
 WIDTH = 256
-"""Bytes of a description."""
+"""Size of a description in bytes."""
 DESCRIPTION, VERDICT = COMPARISON_TAGS, COMPARISON_TAGS + 1
 
 
@@ -39,7 +39,7 @@ def agree(team: Team, description: str) -> None:
 
 
 def _lead(team: Team, told: str) -> str:
-    """Take in what the others are about to do, and tell them what differs."""
+    """Receive the other ranks' descriptions, and send them the difference."""
     transport = team.transport
     table = torch.zeros(transport.size, WIDTH, dtype=torch.uint8)
     table[0] = _row(told)
@@ -58,7 +58,7 @@ def _lead(team: Team, told: str) -> str:
 
 
 def _follow(transport: Transport, told: str) -> str:
-    """Say what this rank is about to do, and hear what differs."""
+    """Send this rank's description, and receive the difference."""
     length = torch.zeros(1, dtype=torch.int64)
     heard = transport.recv(length, 0, VERDICT, exact=True)
     transport.send(_row(told), 0, DESCRIPTION, exact=True).wait()

@@ -365,19 +365,19 @@ def _splits(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[int
     return counts
 
 
-MEANT = {
+OTHER_NAMES = {
     **dict.fromkeys(("avg", "average"), "mean"),
     "add": "sum",
     **dict.fromkeys(("prod", "mul", "multiply"), "product"),
     "maximum": "max",
     "minimum": "min",
 }
-"""What others call a reduction, and our name for it."""
+"""Names that users may know a reduction by, and our names for them."""
 
 
 def _wire_op(op: str, dtype: torch.dtype) -> Op:
     if op not in REDUCTIONS:
-        raise SpecError(f"unknown reduction {op!r}; {nearest(str(op), list(REDUCTIONS), MEANT)}")
+        raise SpecError(f"unknown reduction {op!r}; {nearest(str(op), list(REDUCTIONS), OTHER_NAMES)}")
     if op == "mean":
         if not (dtype.is_floating_point or dtype.is_complex):
             raise IncompatibleError(f"the mean of {dtype} is not {dtype}: use op='sum', or a floating-point dtype")

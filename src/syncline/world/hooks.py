@@ -1,4 +1,4 @@
-"""Hooks on a user's module that stay with that module: a copy of it, or a pickled one, has a hook that does nothing.
+"""Hooks on a user's module that are not copied: a copied or unpickled module has a hook that does nothing.
 
 A bound method as a hook would be copied with its object: `copy.deepcopy(model)` would copy a whole run.
 """
@@ -14,7 +14,7 @@ from typing import Any
 __all__ = ["ModuleHook"]
 
 NOTHING: tuple[Any, ...] = (logging.getLogger("syncline").log, logging.NOTSET, "")
-"""As arguments of `partial` a hook that does nothing. It is unpickled where Syncline is not installed."""
+"""Arguments of `partial` for a hook that does nothing. It can be unpickled where Syncline is not installed."""
 
 
 class ModuleHook:

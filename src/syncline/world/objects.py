@@ -55,14 +55,14 @@ def broadcast_object(value: Any = None, root: int = 0, group: Team | None = None
 
 def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
-        return "the value is too deeply nested to be sent, or holds itself"
+        return "the value is too deeply nested to be sent, or contains itself"
     if isinstance(error, ValueError) and not isinstance(error, IncompatibleError):
         return f"a number in the value has too many digits to be sent ({error})"
     return str(error)
 
 
 def _describe(node: Any, path: str, tensors: list[Tensor]) -> dict[str, Any]:
-    """The tree as JSON. Dicts are lists of pairs, for their keys need not be strings; of a tensor, its looks."""
+    """The tree as JSON. A dict is a list of pairs, because keys need not be strings. A tensor is shape and dtype."""
     if isinstance(node, np.generic):
         node = node.item()
     if isinstance(node, Mapping):

@@ -77,8 +77,8 @@ def simulate(
     They are numbered after the ranks, so that a fault may strike them; the ranks reach them by `world.wide`. The
     simulation ends with the ranks, whatever these still do.
 
-    `progress` is called about once a second of real time with the virtual time; what it raises ends the simulation. By
-    default a line every ten seconds tells it, where standard error is a terminal.
+    `progress` is called about once a second of real time with the virtual time; an exception from it ends the
+    simulation. By default a line is printed every ten seconds if standard error is a terminal.
 
     >>> import torch, syncline as sl
     >>> def step(world):
@@ -109,7 +109,7 @@ def simulate(
         for member, each in enumerate(asides, start=ranks)
     ]
     failed = _note_failures(kernel, hub, [*mains, *beside], return_exceptions)
-    shown = _Shown(ranks).show if progress is None and sys.stderr.isatty() else progress
+    shown = _ProgressPrinter(ranks).show if progress is None and sys.stderr.isatty() else progress
     kernel.run(None if shown is None else lambda: shown(kernel.now))
     tasks = [*failed, *kernel.tasks]
     _raise_first(kernel, tasks, mains, return_exceptions, f"seed={seed}{', chaos=True' if chaos else ''}")
@@ -117,19 +117,19 @@ def simulate(
     return Simulation(results, kernel.now, tuple(hub.messages), tuple(sorted(hub.killed)), seed)
 
 
-class _Shown:
-    """Lines on the terminal that tell how far a long simulation is."""
+class _ProgressPrinter:
+    """Prints the progress of a long simulation."""
 
     def __init__(self, ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._ranks, self._clock = ranks, clock
         self._began = self._shown = clock()
 
     def show(self, now: float) -> None:
-        """Tell the virtual time, now and then."""
+        """Print the virtual time, at most every `SHOW_EVERY_S` seconds."""
         if self._clock() - self._shown >= SHOW_EVERY_S:
             self._shown = self._clock()
             passed = self._shown - self._began
-            print(f"syncline: {self._ranks} simulated ranks: {now:.4g} s of theirs in {passed:.0f} s", file=sys.stderr)
+            print(f"syncline: {self._ranks} simulated ranks: {now:.4g} virtual s in {passed:.0f} s", file=sys.stderr)
 
 
 def _note_failures(
@@ -144,7 +144,7 @@ def _note_failures(
         failed.append(task)
         if return_exceptions:
             lost = task.error.peer if isinstance(task.error, PeerLostError) else None
-            hub.leave(task.rank, because_of=lost)  # as a process that ends with a traceback
+            hub.leave(task.rank, because_of=lost)  # like a process that ends with a traceback
         else:
             kernel.stop()
 

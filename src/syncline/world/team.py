@@ -26,7 +26,7 @@ T = TypeVar("T")
 FIRST_CALLS = 32
 """Collectives of a team that are compared between the ranks, whatever they are."""
 MAX_CHECKED = 64
-"""Different collectives of a team that are compared once after that: shapes that never repeat cost no more."""
+"""Largest number of different later collectives that are compared, once each: new shapes do not cost for ever."""
 LINE = 1024
 """Calls that may wait for a team's comm task; the next one waits to be let in."""
 
@@ -166,9 +166,9 @@ class Team:
         return self._calls
 
     def is_new(self, description: str) -> bool:
-        """Whether the call that begins now is one of the first, or another than all before it.
+        """Whether this call is one of the first, or different from all before it.
 
-        Ranks whose calls were the same so far answer alike where the next one is the same too.
+        Ranks whose calls were the same so far get the same answer for the same next call.
         """
         new = description not in self._checked and len(self._checked) < MAX_CHECKED
         if new:

@@ -33,20 +33,20 @@ logger = logging.getLogger("syncline")
 
 NAME_BYTES = 256
 HOST_LENGTH = 160
-"""Characters of a host's name that the other ranks are told; the version of Syncline comes after them."""
+"""Length of the host name that is sent to the other ranks; the version of Syncline follows it."""
 SPARE, CHECK = 1, 2
-"""Bits that a rank tells the others: it has processors to spare; it wants every collective compared."""
+"""Bits that a rank sends to the others: it has processors to spare; it wants every collective compared."""
 LEAVING = 5.0
 """Seconds that leaving after an error may wait for what is still under way."""
 ENGINES = ("torch_dist", "mpi", "zeromq")
 TRANSPORT_VARIABLE = "SYNCLINE_TRANSPORT"
 """Says which transport, where the script does not."""
-MEANT = {
+OTHER_NAMES = {
     **dict.fromkeys(("gloo", "nccl", "torch", "torchdistributed", "distributed", "ddp"), "torch_dist"),
     **dict.fromkeys(("mpi4py", "openmpi", "mpich"), "mpi"),
     **dict.fromkeys(("zmq", "pyzmq", "tcp"), "zeromq"),
 }
-"""What others call an engine, and the name of our transport on it."""
+"""Names that users may know an engine by, and our transports for them."""
 
 _current: contextvars.ContextVar[World | None] = contextvars.ContextVar("syncline_world", default=None)
 _of_process: list[World] = []
@@ -62,7 +62,7 @@ class Closeable(Protocol):
 
 
 class OpenRun(Protocol):
-    """A run of `sl.distribute` that is not closed yet, as far as the world must know it."""
+    """A run of `sl.distribute` that is not closed yet: the members that the world uses."""
 
     @property
     def model(self) -> torch.nn.Module:
@@ -121,7 +121,7 @@ class World:
         self.everyone = Team(self, range(self.size), transport, self._host_numbers, lanes)
         self._teams = [self.everyone]
         self.left: list[Callable[[], None]] = []
-        """What ends an epoch that a loop has left before its end, while other ranks wait for this one to end it."""
+        """Functions that end an epoch which a loop has left early, while other ranks wait for this one."""
         self._beside: list[Transport] = []
         self._kept: dict[Hashable, Closeable] = {}
         self._keeping = transport.runtime.lock()
@@ -161,14 +161,14 @@ class World:
 
     @property
     def lost(self) -> dict[int, str]:
-        """Ranks that are known to be gone, and how they ended: what the launcher and the transports have told."""
+        """Ranks that are known to be gone, and how they ended, from the launcher and the transports."""
         found = self._transport.lost()
         for transport in self._beside:
             found = {**{rank: why for rank, why in transport.lost().items() if rank < self.size}, **found}
         return found
 
     def watch(self, transport: Transport) -> None:
-        """Count who is lost on another transport as lost here too; its first members are the ranks of this world."""
+        """Count ranks that are lost on another transport as lost here too. Its first members are this world's ranks."""
         self._beside.append(transport)
 
     def team(self, ranks: Sequence[int] | None = None) -> Team:
@@ -218,7 +218,7 @@ class World:
         return cast(K, kept)
 
     def finish_left(self) -> None:
-        """End the epochs that were left: before anything that all ranks do together."""
+        """End the epochs that were left early. Called before every collective call."""
         while self.left:
             self.left.pop()()
 
@@ -235,10 +235,10 @@ class World:
         else:
             self.runtime.sleep(seconds)
 
-    def claim(self, asked: Asked) -> World:
-        """What `init` gives on a simulated rank: this world, set up as it was asked for."""
+    def init_simulated(self, asked: InitOptions) -> World:
+        """The result of `init` on a simulated rank: this world, set up with these options."""
         if self.claimed and not self.closed:
-            return self.again(asked)
+            return self.init_again(asked)
         if asked.process_group:
             raise UnsupportedError(
                 f"process_group=True: a process has one default process group, and these {self.size} ranks are "
@@ -250,8 +250,8 @@ class World:
             self._transport.timeout = asked.timeout
         return self
 
-    def again(self, asked: Asked) -> World:
-        """What a second `init` gives: this world, unless it asks for another one."""
+    def init_again(self, asked: InitOptions) -> World:
+        """The result of a second `init`: this world. Raises if the options differ."""
         wrong = {
             "transport": asked.transport is not None and asked.transport not in (self._transport, self.engine),
             "timeout": asked.timeout not in (DEFAULT_TIMEOUT, self._transport.timeout),
@@ -266,7 +266,7 @@ class World:
                 )
         return self.set_up(asked)
 
-    def set_up(self, asked: Asked) -> World:
+    def set_up(self, asked: InitOptions) -> World:
         """Make the default process group and hide the launcher's variables, where that was asked for."""
         if isinstance(self._transport, SimulatedTransport):
             return self
@@ -280,7 +280,7 @@ class World:
     def close(self) -> None:
         """Close the runs that are still open, then leave the world after the asynchronous calls that are under way.
 
-        Every rank calls it. A second call does nothing; a forgotten one is made up for at exit.
+        Every rank calls it. A second call does nothing; without a call the world is closed at exit.
         """
         if self.closed:
             return
@@ -297,7 +297,7 @@ class World:
                 try:
                     run.close_at_exit()
                 except SynclineError as error:
-                    logger.warning("rank %d leaves, and its run did not end in order: %s", self.rank, error)
+                    logger.warning("rank %d leaves, and its run could not be closed: %s", self.rank, error)
         self._leave()
 
     def _leave(self) -> None:
@@ -360,8 +360,8 @@ class World:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What `init` was told."""
+class InitOptions:
+    """The arguments of `init`."""
 
     transport: str | Transport | None
     timeout: float
@@ -382,11 +382,11 @@ def init(
     `transport` is "single", "torch_dist", "mpi", "zeromq", a transport of your own, or None for what fits: what the
     variable SYNCLINE_TRANSPORT names (`syncline run --mpi` sets it), else "torch_dist" or a world of one. A wait for a
     peer ends in `PeerLostError` after `timeout` seconds. With `check`, given on any rank, every collective first
-    compares what the ranks are about to do, and names a difference on every rank; without it the first calls do.
+    compares what the ranks are about to do, and names a difference on every rank; without it only the first calls do.
 
     With `process_group` torch.distributed gets its default group among the same ranks, for samplers, metrics and
-    SyncBatchNorm; it is destroyed with the world. With `hide` the launcher's variables (RANK, WORLD_SIZE, …) are out
-    of sight until the world is closed: a framework that would wrap the model for torch.distributed then sees one
+    SyncBatchNorm; it is destroyed with the world. With `hide` the launcher's variables (RANK, WORLD_SIZE, …) are
+    hidden until the world is closed: a framework that would wrap the model for torch.distributed then sees one
     process. A second call returns the same world, unless it asks for something else.
 
     >>> import torch, syncline as sl
@@ -394,14 +394,14 @@ def init(
     ...     sl.allreduce(torch.ones(2), op="sum")
     tensor([1., 1.])
     """
-    asked = Asked(transport=transport, timeout=timeout, check=check, process_group=process_group, hide=hide)
+    asked = InitOptions(transport=transport, timeout=timeout, check=check, process_group=process_group, hide=hide)
     simulated = _current.get()
     if simulated is not None:
-        return simulated.claim(asked)
+        return simulated.init_simulated(asked)
     if not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise WorldError(f"timeout={timeout!r} is not a time to wait: give seconds, above 0")
+        raise WorldError(f"timeout={timeout!r} is not a number of seconds above 0")
     if _of_process:
-        return _of_process[0].again(asked)
+        return _of_process[0].init_again(asked)
     world = _join(asked)
     _of_process.append(world)
     atexit.register(world._leave_at_exit)
@@ -414,7 +414,7 @@ def init(
     return world
 
 
-def _join(asked: Asked) -> World:
+def _join(asked: InitOptions) -> World:
     environment = detect()
     if isinstance(asked.transport, Transport):
         engine, name = asked.transport, asked.transport.name
@@ -466,7 +466,7 @@ def _connect(name: str, environment: Environment, timeout: float) -> Transport:
     if name == "single":
         return SingleTransport(timeout=timeout)
     if name not in ENGINES:
-        raise SpecError(f"unknown transport {name!r}; {nearest(str(name), ['single', *ENGINES], MEANT)}")
+        raise SpecError(f"unknown transport {name!r}; {nearest(str(name), ['single', *ENGINES], OTHER_NAMES)}")
     # Only now: an engine that is not used need not be installed.
     engine = importlib.import_module(f"syncline.transports.{name}")
     transport: Transport = engine.connect(environment, timeout)

@@ -106,7 +106,7 @@ class ForeignRun(Run):
         return False
 
     def shown_tensors(self) -> dict[str, Tensor]:
-        """Batch norms, and the weights where those differ."""
+        """The buffers of batch norms, and the weights where the workers' differ."""
         weights = {name: each.detach() for name, each in self.model.named_parameters() if each.requires_grad}
         return {**super().shown_tensors(), **(weights if self.parts else {})}
 

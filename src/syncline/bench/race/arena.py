@@ -114,4 +114,4 @@ class SimulatedArena:
 
 
 class _HungError(Exception):
-    """A simulation has taken longer than a run may."""
+    """A simulation has taken longer than the time limit of a run."""

@@ -32,7 +32,7 @@ from syncline.exchange import check_wire
 from syncline.launch.mpi import why_no_mpi
 from syncline.specs import nearest, parse
 from syncline.strategies import Preset, Strategy, build_strategy, default_presets, strategy_names
-from syncline.strategies.catalog import MEANT
+from syncline.strategies.catalog import OTHER_NAMES
 from syncline.training.distribute import momentum_of
 from syncline.training.workload import Workload
 
@@ -56,9 +56,9 @@ SCALING = "sqrt"
 GIVEN = frozenset(field.name for field in fields(Entry)) - {"baseline", "rate_from"}
 """What an entry of a file may say."""
 MPI = "mpi"
-MOST_BITS = 1024
-"""Of a whole number that a message shows by its digits."""
-MOST_SHOWN = 80
+MAX_SHOWN_BITS = 1024
+"""A message shows the digits of whole numbers up to this size."""
+MAX_SHOWN_CHARS = 80
 """Characters of a value that a message shows."""
 
 
@@ -80,7 +80,9 @@ def build_entrant(spec: str) -> Strategy:
         return build_baseline(spec)
     name = parse(spec)[0].name
     if name not in strategy_names():
-        raise SpecError(f"unknown strategy {name!r}; {nearest(name, [*strategy_names(), *baseline_names()], MEANT)}")
+        raise SpecError(
+            f"unknown strategy {name!r}; {nearest(name, [*strategy_names(), *baseline_names()], OTHER_NAMES)}"
+        )
     return build_strategy(spec)
 
 
@@ -206,16 +208,16 @@ def _entry(table: Mapping[str, Any], where: str, workload: Workload) -> Entry:
 
 
 def _is_rate(value: Any) -> bool:
-    """Whether it is a number, from 0 to what a float holds."""
+    """Whether it is a number from 0 to the largest float."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
 def _shown(value: Any) -> str:
-    """A value as it was read, the beginning of a long one."""
-    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+    """A value for a message: whole, or the beginning of a long one."""
+    if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:
         return f"a number of {value.bit_length()} bits"
     text = repr(value)
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}…"
 
 
 def _fitted(entry: Entry, usual: _Momentum) -> Entry:

@@ -63,15 +63,15 @@ class Registry:
 def locked(path: Path) -> Iterator[None]:
     """Keep others from writing inside: two of them would tear the chain. The lock ends with the process."""
     if not path.exists():
-        raise ProtocolError(f"{path} is missing: what was run is not known; begin a new race")
+        raise ProtocolError(f"{path} is missing, so it is not known which runs are done; begin a new race")
     try:
         lock = FileLock(path)
     except LockedError:
         where = path.parent
-        raise IncompatibleError(f"{where} is being raced by another process: wait for it, or stop it") from None
+        raise IncompatibleError(f"{where} is in use by another race: wait for it, or stop it") from None
     except OSError as error:
         why = error.strerror or error
-        raise SpecError(f"{path} cannot be written to ({why}): a race goes on only where it can") from None
+        raise SpecError(f"{path} cannot be written to ({why}): a race must be able to write there") from None
     with lock:
         yield
 

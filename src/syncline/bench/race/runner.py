@@ -32,7 +32,7 @@ class Watcher(Protocol):
 
 
 def begin(folder: Path, plan: Plan, workload: Workload) -> None:
-    """Write the plan down, before anything is run; one process at a time, so that plans do not mix."""
+    """Write the plan before anything is run. One process at a time does so, so that plans do not mix."""
     place = RunFolder(folder)
     with place.lock():
         if (folder / PLAN).exists():

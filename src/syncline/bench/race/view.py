@@ -1,6 +1,6 @@
 """A race on the terminal: who has run, who is running, what came of it, how long it will take.
 
-On a terminal the table rewrites itself; elsewhere each run leaves a line when it ends, and a long one now and then.
+On a terminal the table rewrites itself. Elsewhere each run prints a line when it ends, a long one every half minute.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ __all__ = ["View"]
 
 PERIOD = 1.0
 """Seconds between two looks at the log of the run that goes on."""
-PLAIN = 30.0
-"""The same where no table rewrites itself: each leaves a line."""
+LINE_EVERY_S = 30.0
+"""Seconds between two lines of progress where standard error is no terminal."""
 MARKS = {"failed": "failed", "diverged": "diverged", "hung": "hung", "interrupted": "stopped"}
 
 
@@ -68,7 +68,7 @@ class View:
         self._draw()
 
     def tick(self) -> None:
-        if self._clock() - self._looked < (PERIOD if self._live is not None else PLAIN):
+        if self._clock() - self._looked < (PERIOD if self._live is not None else LINE_EVERY_S):
             return
         self._looked = self._clock()
         if self._current is not None:

@@ -15,14 +15,14 @@ from syncline.training.workload import Workload
 
 __all__ = ["build", "names"]
 
-MEANT = {
+OTHER_NAMES = {
     "mnist": "digits;fashion",
     **dict.fromkeys(("fashionmnist", "fmnist"), "fashion"),
     **dict.fromkeys(("linear", "linearregression", "leastsquares"), "regression"),
     "logisticregression": "logistic",
     **dict.fromkeys(("transformer", "gpt", "charlm", "language", "text"), "stdlib"),
 }
-"""What others call such a workload, and our names for it."""
+"""Names that users may know a workload by, and our names for it."""
 
 
 def build(spec: str) -> Workload:
@@ -62,7 +62,7 @@ def _is_path(text: str) -> bool:
 
 
 def _registry() -> Registry[Workload]:
-    registry = Registry[Workload]("workload", MEANT)
+    registry = Registry[Workload]("workload", OTHER_NAMES)
     for kind in (Digits, Fashion, Logistic, Regression, Stdlib):
         registry.add(kind.name, kind)
     return registry

@@ -110,7 +110,7 @@ def _room(numel: int, count: int) -> tuple[Tensor, Tensor]:
 
 @jit
 def _gather(added: Any, total: Any, both: bool, threshold: Any, found: Any, velocity: Any, momentum: Any) -> int:
-    """Add, and note what reaches the threshold: in order, up to 8 less than there is room for. NaN counts as larger.
+    """Add, and collect values from the threshold on: in order, at most 8 less than the capacity. NaN counts as larger.
 
     With a velocity that is what is added, once momentum times it and `added` have become the new one.
     Comparing a stretch into bytes is vectorised; then eight of them are looked at as one word, and most are 0.

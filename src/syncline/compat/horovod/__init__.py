@@ -6,7 +6,7 @@ ops          what the script calls
        ├─ negotiation   the coordinator's table: who has asked for what; a pure state machine
        ├─ requests      what is told about an operation, as bytes
        ├─ operations    how each kind is carried out, many small ones in one buffer
-       └─ lockstep      counts what is complete, and ends waits for a rank that has left
+       └─ lockstep      counts completed collectives, and ends waits for a rank that has left
 optimizer    DistributedOptimizer, on the machinery of `sl.distribute`
 ```
 """

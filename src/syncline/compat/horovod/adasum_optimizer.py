@@ -98,7 +98,7 @@ class AdasumOptimizer(Optimizer):
             super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the optimizer's; refused once the parameters are those whose steps are combined."""
+        """As the optimizer's; refused once the ranks have agreed on the parameters."""
         if self._deltas is not None:
             raise IncompatibleError(NO_NEW_GROUPS)
         super().add_param_group(param_group)

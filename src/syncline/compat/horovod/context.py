@@ -69,7 +69,7 @@ class Context:
         return self._engines[self.check_set(process_set)]
 
     def check_set(self, process_set: ProcessSet) -> int:
-        """The number of a set that can be used. One of an earlier init() may have the number of another."""
+        """The number of a registered set. A set of an earlier init() may carry a number that another set has now."""
         number = process_set.process_set_id
         known = self._sets.get(number) if number is not None else None
         if number is None or known is None or (known is not process_set and known.ranks != process_set.ranks):
@@ -104,7 +104,7 @@ class Context:
         return [self._sets[number] for number in sorted(self._sets)]
 
     def data_team(self, process_set: ProcessSet) -> tuple[Team, Lockstep]:
-        """A channel of its own for the members of a set, who all ask for it, and the count of its collectives."""
+        """A channel for the members of a set, and the counter of its collectives. Every member calls it."""
         engine = self.engine(process_set)
 
         def make(plan: Plan) -> tuple[Team, Lockstep]:
@@ -120,7 +120,7 @@ class Context:
         return self._ask(engine, "team", (), make)  # type: ignore[no-any-return]
 
     def leave(self, reason: str) -> None:
-        """Tell the other ranks that an operation failed here, before the time that closing takes."""
+        """Tell the other ranks at once that an operation failed here; closing may take longer."""
         for engine in list(self._engines.values()):
             if engine is not None:
                 engine.leave(reason)
@@ -141,7 +141,7 @@ class Context:
 
     def close(self) -> None:
         """Leave all sets; the last made first."""
-        self.leave("")  # first: who waits for this rank's gradients learns it so
+        self.leave("")  # first: ranks that wait for this rank's gradients stop waiting
         for optimizer in list(self.optimizers):
             optimizer.close()
         while self._engines:
@@ -221,7 +221,7 @@ def _door() -> _Door | None:
 
 
 def context(operation: bool = False) -> Context:
-    """Of the current world, or the error that Horovod raises where there is none: another one for an operation."""
+    """The context of the current world. Without one it raises Horovod's error, which differs for an operation."""
     door = _door()
     if door is None or door.context is None:
         raise UninitializedOperationError if operation else NotInitializedError

@@ -9,8 +9,8 @@ executor task          runs, in the order of the answers  ◄── one ──�
 ```
 
 A message goes when somebody waits, or a cycle after the first request of it. It is short: a bit for each operation
-that was carried out like this before, and in full what is new. Who has left is told on a line of its own, for the
-executor may be in the middle of an operation.
+that was carried out like this before, and in full what is new. Departures of ranks are sent under a tag of their own,
+because the executor may be in the middle of an operation.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ NEWS, FAREWELL = 0, 1
 SHUT_DOWN = "Horovod has been shut down"
 MOST = 64 << 20
 """Bytes of requests in full that one message may have."""
-TAG, ALARM = 1, 2
+TAG, DEPARTURE_TAG = 1, 2
 LINE = 1 << 16
 GROUPINGS = 256
 """Answers whose groups and buffers are kept for the next time."""
@@ -88,7 +88,7 @@ class Engine:
         runtime = self._runtime = team.world.runtime
         self._steps = Lockstep(runtime, self._abort)
         self._broken = False
-        """Whether an operation broke off on this rank."""
+        """Whether an operation failed on this rank."""
         self._lock = runtime.lock()
         self._sending = runtime.lock()
         self._tabling = runtime.lock()
@@ -110,12 +110,12 @@ class Engine:
         self._parted: set[int] = set()
         """To whom this rank has said farewell."""
         self._reason = ""
-        """Why this rank takes part in nothing more, where it is no shutdown."""
+        """Why this rank has stopped; empty after a plain shutdown."""
         self._unwatched = 0
         """How often in a row those who wait have sent everything: then nobody need be woken at every request."""
         self._counts: dict[str, int] = {}
         self._idle = True
-        self._rank = team.rank  # known in a world that is closed, too
+        self._rank = team.rank  # a closed world does not answer any more
         self._mask_bytes = (settings.cache_capacity + 7) // 8
         self._table = Table(team.size, settings.cache_capacity, team.ranks) if team.rank == 0 else None
         self._answers: Queue[Answer | None] = runtime.queue(LINE)
@@ -128,7 +128,7 @@ class Engine:
                 for source in (range(1, team.size) if team.rank == 0 else ())
             ]
             if not hearers:
-                hearers = [executor, runtime.spawn(self._await_alarms, name="hvd-alarm")]
+                hearers = [executor, runtime.spawn(self._receive_departures, name="hvd-alarm")]
             self._tasks = [executor, runtime.spawn(self._tend, name="hvd-cycle"), *hearers]
             self._listeners = hearers
 
@@ -180,7 +180,7 @@ class Engine:
             self._dirty.set()
 
     def refuse(self, request: Request) -> None:
-        """Tell the others that this rank has refused a call: they need not wait for it."""
+        """Tell the other ranks that this rank has refused a call, so that they do not wait for it."""
         if self._control is None:
             return
         with self._lock:
@@ -213,15 +213,13 @@ class Engine:
                 self._break(f"the coordinator cannot be told: {error}", error)
 
     def leave(self, reason: str = "") -> None:
-        """Take part in nothing more, and tell the others so; `reason` where it is no shutdown. A second call tells
-        nothing new.
-        """
+        """Stop taking part and tell the other ranks; `reason` is empty for a plain shutdown. Later calls do nothing."""
         with self._lock:
             self._over = self._over or SHUT_DOWN
             self._reason = self._reason or reason
         if self._control is not None:
             for rank in self._others():
-                self._part_from(rank)
+                self._send_departure(rank)
 
     def close(self) -> None:
         """Leave: what was asked for and not answered fails. Others may go on with what does not need this rank."""
@@ -267,7 +265,7 @@ class Engine:
                 kind, mask, body = self._take(source)
                 if kind == FAREWELL:
                     departure = self._departure(body, source)
-                    self._part_from(source, answering=True)
+                    self._send_departure(source, answering=True)
                     break
                 if not table.known(mask):
                     raise ProtocolError(f"rank {source} asks for operations without a number", peer=source)
@@ -279,7 +277,7 @@ class Engine:
         with self._tabling:
             table.leave(source, departure.why)
             self._announce(table.settle())
-            self._tell(self._others(), NEWS, 0, pack_departure(departure), ALARM)
+            self._tell(self._others(), NEWS, 0, pack_departure(departure), DEPARTURE_TAG)
         self._departed(departure)
 
     def _tend(self) -> None:
@@ -347,22 +345,22 @@ class Engine:
                     self._carry_out(answer)
         except SynclineError as error:
             if not self._over:
-                self._give_out(str(error), error)
+                self._stop_after_error(str(error), error)
         except Exception as error:
-            self._give_out(f"{type(error).__name__}: {error}", error)
+            self._stop_after_error(f"{type(error).__name__}: {error}", error)
 
-    def _give_out(self, why: str, cause: Exception) -> None:
-        """An operation broke off on this rank: it can do no more, and those in the middle of it must not wait."""
+    def _stop_after_error(self, why: str, cause: Exception) -> None:
+        """Stop this rank's engine after an operation failed, and end the waits of the ranks that take part in it."""
         self._broken = True
         self._break(why, cause)
         self.leave(why)
         self._abort()
 
-    def _await_alarms(self) -> None:
-        """Hear from the coordinator who has left, until it is this rank or the coordinator."""
+    def _receive_departures(self) -> None:
+        """Receive the departures of ranks from the coordinator, until this rank or the coordinator leaves."""
         try:
             while True:
-                _, _, body = self._take(0, ALARM)
+                _, _, body = self._take(0, DEPARTURE_TAG)
                 if not body:
                     return
                 departure = read_departure(body, 0)
@@ -374,7 +372,7 @@ class Engine:
                 self._departed(self._lost(0, error))
 
     def _departed(self, departure: Departure) -> None:
-        """Another rank takes part in nothing more: end the waits for it."""
+        """Another rank has left: end the waits for it."""
         completed = dict(departure.rounds)
         for number, channel in enumerate(self.channels):
             channel.departed(departure.why, completed.get(number, 0) if departure.known else None)
@@ -387,7 +385,7 @@ class Engine:
         return Departure(rank, f"rank {found} is lost: {error}")
 
     def _abort(self) -> None:
-        """Break the waits of an operation; the set's channel is of no more use."""
+        """Break the waits of an operation. The process set's channel cannot be used afterwards."""
         with suppress(SynclineError):  # closed meanwhile
             self.team.transport.abort()
 
@@ -397,7 +395,7 @@ class Engine:
         kind, mask, body = self._take(0)
         if kind == FAREWELL:
             departure, self._deserted = self._departure(body, 0), True
-            self._part_from(0, answering=True)
+            self._send_departure(0, answering=True)
             self._break(departure.why, None)
             return None
         return read_answer(mask, body)
@@ -412,7 +410,7 @@ class Engine:
         with self._tabling:
             table.ask(0, mask, requests, 0.0)
             answer = table.settle()
-        with torch.no_grad(), suppress(Exception):  # who waits for it is told
+        with torch.no_grad(), suppress(Exception):  # the ranks that wait for it get the error
             self._carry_out(answer)
 
     def _carry_out(self, answer: Answer) -> None:
@@ -516,8 +514,8 @@ class Engine:
             return [] if self._deserted else [0]
         return [rank for rank in range(1, self.team.size) if rank not in self._table.gone]
 
-    def _part_from(self, rank: int, answering: bool = False) -> None:
-        """Say farewell, once; it is answered by another, which tells nothing more."""
+    def _send_departure(self, rank: int, answering: bool = False) -> None:
+        """Send the goodbye message, once. The other rank answers it with one of its own."""
         mine = self.team.ranks[self._rank]
         with self._lock:
             said = rank in self._parted
@@ -531,7 +529,7 @@ class Engine:
         with self._sending:
             self._tell([rank], FAREWELL, 0, body)
             if self._table is not None:
-                self._tell([rank], FAREWELL, 0, body, ALARM)
+                self._tell([rank], FAREWELL, 0, body, DEPARTURE_TAG)
 
     def _departure(self, body: bytes, source: int) -> Departure:
         if body:

@@ -142,8 +142,8 @@ def alltoall(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Send rows to each rank: `splits` says how many, equal parts without it. Differentiable.
 
-    Gives what came from all ranks; where `splits` was given, with the number of rows that came from each. Rows beyond
-    the sum of `splits` go nowhere.
+    Returns the rows received from all ranks; with `splits` also the number of rows received from each. Rows beyond
+    the sum of `splits` are not sent.
     """
     output, received = _Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
     return output if splits is None else (output, received)
@@ -204,7 +204,7 @@ class _Allreduce(torch.autograd.Function):
 
 
 class _Allgather(torch.autograd.Function):
-    """A rank's rows get the average, over the ranks, of the gradients that came for them."""
+    """The gradient of a rank's rows is the average over the ranks of the gradients of these rows."""
 
     @staticmethod
     def forward(ctx: Any, name: str | None, members: ProcessSet, grouped: bool, *tensors: Tensor) -> Any:
@@ -248,7 +248,7 @@ class _Broadcast(torch.autograd.Function):
 
 
 class _Alltoall(torch.autograd.Function):
-    """Gradients go back the way that rows came; rows that went nowhere get zeros."""
+    """Gradients are sent back to the ranks that sent the rows; rows that were not sent get zeros."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, splits: Any, name: str | None, members: ProcessSet) -> Any:
@@ -266,7 +266,7 @@ class _Alltoall(torch.autograd.Function):
 
 
 class _Reducescatter(torch.autograd.Function):
-    """Each rank's part of the gradient goes to all; after a sum it is multiplied by their number."""
+    """Every rank gathers all parts of the gradient; after a sum they are multiplied by the number of ranks."""
 
     @staticmethod
     def forward(ctx: Any, told: Any, grouped: bool, *tensors: Tensor) -> tuple[Tensor, ...]:

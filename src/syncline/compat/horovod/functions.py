@@ -43,7 +43,7 @@ def broadcast_parameters(
     >>> sl.simulate(same, ranks=3).results
     (1.0, 1.0, 1.0)
     """
-    context(operation=True)  # before anything else: without one, that is what is wrong
+    context(operation=True)  # first, so that a missing init() is the error that is raised
     handles = [
         broadcast_async_(tensor.detach(), root_rank, name, process_set)
         for name, tensor in _pairs(params)
@@ -76,8 +76,8 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank the root's optimizer state: learning rates and other options, momenta, counts.
 
-    It works whatever the other ranks' optimizers hold, nothing included, and for L-BFGS too. No step is taken, where
-    Horovod takes one with zeros for gradients to make the state. `model` tells Horovod which of those zeros must be
+    The other ranks' optimizers may hold any state or none; L-BFGS works too. No step is taken; Horovod takes one
+    with zero gradients to create the state. `model` tells Horovod which of those zeros must be
     sparse; it is not needed here.
     """
     meet = getattr(optimizer, "_current", None)  # a DistributedOptimizer's, which stands on this module

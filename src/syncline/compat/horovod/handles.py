@@ -92,6 +92,6 @@ class Handles:
         return found
 
     def take(self, number: int) -> Any:
-        """What a number stands for, the last time; None where it stands for nothing."""
+        """Remove a handle and return what it stood for; None for an unknown number."""
         with self._lock:
             return self._held.pop(number, None)

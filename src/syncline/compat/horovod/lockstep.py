@@ -1,9 +1,9 @@
-"""Collectives that all ranks of a channel run in one order, and the end of a wait for a rank that has left.
+"""Counts collectives that all ranks of a channel run in the same order, and ends waits for a rank that has left.
 
 ```text
 rank 0    1 done   2 done   3 …waits
-rank 1    1 done   2 done   left: told that 2 are done     → rank 0 gives 3 up at once
-rank 2    1 done   2 …what rank 1 owes is on its way       → completes 2, and does not begin 3
+rank 1    1 done   2 done   leaves: "2 are done"           → rank 0 stops waiting for 3 at once
+rank 2    1 done   2 …waits for rank 1's message           → completes 2, and does not begin 3
 ```
 """
 
@@ -18,8 +18,8 @@ from syncline.runtime import Runtime
 __all__ = ["Lockstep"]
 
 LOST_GRACE_S = 5.0
-"""Seconds for a collective to complete after a rank was lost of which nobody knows how far it went."""
-AGAIN_S = 0.1
+"""Seconds that a collective may still take to complete after a rank was lost whose progress is unknown."""
+RETRY_EVERY_S = 0.1
 """Seconds between attempts to break a wait."""
 
 
@@ -41,7 +41,7 @@ class Lockstep:
     def __init__(self, runtime: Runtime, give_up: Callable[[], None]) -> None:
         self.completed = 0
         self.why = ""
-        """Who has left, once somebody has."""
+        """Which rank has left, as a sentence for errors; empty while all are there."""
         self._runtime = runtime
         self._give_up = give_up
         self._running = False
@@ -50,10 +50,10 @@ class Lockstep:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """This rank waits for the next collective within it; refused where that cannot complete."""
-        self._running = True  # before the look: a departure that comes meanwhile looks the other way round
+        """Wraps the wait for the next collective. Raises where that collective cannot complete."""
+        self._running = True  # before the check: a departure that arrives meanwhile sees it
         try:
-            if self._in_vain():
+            if self._cannot_complete():
                 raise HorovodInternalError(self.why)
             yield
         finally:
@@ -61,19 +61,19 @@ class Lockstep:
         self.completed += 1
 
     def departed(self, why: str, completed: int | None) -> None:
-        """Another rank takes part in nothing more after so many collectives; None: nobody knows after how many."""
+        """Another rank has left after `completed` collectives; None where that number is unknown."""
         last = self.completed + self._running if completed is None else completed
         if self._last is None or last < self._last:
             self.why, self._last = why, last
-        if self._in_vain() or (completed is None and self._running):
-            grace = 0.0 if self._in_vain() else LOST_GRACE_S
+        if self._cannot_complete() or (completed is None and self._running):
+            grace = 0.0 if self._cannot_complete() else LOST_GRACE_S
             self._runtime.spawn(self._end_wait, self.completed, grace, name="hvd-gives-up")
 
-    def _in_vain(self) -> bool:
+    def _cannot_complete(self) -> bool:
         return self._running and self._last is not None and self.completed >= self._last
 
     def _end_wait(self, completed: int, grace: float) -> None:
         self._runtime.sleep(grace)
         while self._running and self.completed == completed:
             self._give_up()
-            self._runtime.sleep(AGAIN_S)  # it may break only what waits at this moment, and another wait may follow
+            self._runtime.sleep(RETRY_EVERY_S)  # one call breaks the current wait only; another may follow

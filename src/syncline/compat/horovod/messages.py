@@ -69,12 +69,12 @@ def read_answer(mask: int, body: bytes) -> Answer:
 
 
 def pack_departure(departure: Departure) -> bytearray:
-    """The last that a rank tells."""
+    """Encode a rank's goodbye message."""
     writer = Writer()
     departure.pack(writer)
     return writer.data
 
 
 def read_departure(body: bytes, source: int) -> Departure:
-    """How a rank has left."""
+    """Decode a rank's goodbye message."""
     return Departure.read(Reader(body, source))

@@ -22,7 +22,7 @@ from syncline.compat.horovod.requests import Failed, Plan, Request, disagreement
 __all__ = ["Answer", "Stalled", "Table", "bits"]
 
 UNNAMED = "noname."
-"""What the labels of operations begin with to which the user has given no name: each comes but once."""
+"""Prefix of the labels of operations without a name of the user's. Each such label is used once."""
 
 
 def bits(mask: int) -> Iterator[int]:
@@ -94,7 +94,7 @@ class Table:
         self._asked: dict[str, dict[int, Request]] = {}
         """In full, by name and rank."""
         self._postponed: dict[str, list[tuple[int, Request, float]]] = {}
-        """Asked for by ranks that are further than others: the same name is not settled yet for the time before."""
+        """Requests of ranks that are ahead: an earlier operation with the same name is still open on other ranks."""
         self._since: dict[str, float] = {}
         self._batches: list[tuple[float, int]] = []
         """Since when the bits of a mask are set."""
@@ -119,10 +119,10 @@ class Table:
             self._ask_in_full(rank, request, now)
 
     def leave(self, rank: int, why: str) -> None:
-        """A rank asks for nothing more: what needs it fails, for those who wait at once, for others when they ask."""
+        """A rank has left. Operations that need it fail: at once on ranks that wait, on others when they request it."""
         self.gone[rank] = why
         waiting = [(number, since) for since, mask in self._batches for number in bits(mask)]
-        for number, since in waiting:  # from now on each is looked at by itself
+        for number, since in waiting:  # from now on each is decided on its own
             for other in [other for other, mask in enumerate(self._masks) if mask >> number & 1]:
                 self._ask_in_full(other, self._entries[number].requests[other], since)
 
@@ -171,7 +171,7 @@ class Table:
         return found
 
     def give_up(self, stalled: Stalled) -> Failed:
-        """Take an operation off the table that will not come about, and what was asked for after it by its name."""
+        """Remove an operation that cannot take place, and later requests with the same name."""
         self._postponed.pop(stalled.name, None)
         self._forget(stalled.name)
         missing = [self._ranks[rank] for rank in stalled.missing]
@@ -222,7 +222,7 @@ class Table:
             self._clear(ready)
 
     def _settle_without(self, answer: Answer, ready: int) -> int:
-        """Known operations that ranks which have joined will not ask for: sums go without them, the others fail."""
+        """Known operations that joined ranks will not ask for: sums are computed without these ranks, others fail."""
         union = 0
         for mask in self._masks:
             union |= mask
@@ -268,7 +268,7 @@ class Table:
         answer.plans.append(self._remember(asked, first))
 
     def _settle_refused(self, name: str, refused: int, answer: Answer) -> None:
-        """Tell those who wait for a call that a rank has refused; the others are told when they ask."""
+        """Tell the ranks that wait for a call that one rank has refused it; the others are told when they ask."""
         asked = self._asked[name]
         waiting = tuple(rank for rank, request in asked.items() if not request.refusal)
         if waiting:
@@ -278,7 +278,7 @@ class Table:
             self._forget(name)
 
     def _why_not_joined(self, request: Request) -> str:
-        """Why an operation cannot do without those who have joined; empty where it can."""
+        """Why an operation cannot run without the joined ranks; empty where it can."""
         if request.kind != "allreduce" or request.op not in ("sum", "average", "adasum"):
             what = request.kind if request.kind != "allreduce" else f"{request.kind} with op {request.op}"
             return f"{what} is not possible after ranks {sorted(self._joined)} have joined: they have nothing to give"

@@ -271,7 +271,7 @@ def _traded(team: Team, plan: Plan, asked: Pending) -> tuple[Tensor, Tensor]:
     received = torch.tensor(incoming, dtype=torch.int32)
     output = tensor.new_empty(sum(incoming), *tensor.shape[1:])
     outgoing = list(plan.rows[rank])
-    outgoing_parts = torch.split(tensor[: sum(outgoing)], outgoing)  # what is left over goes nowhere
+    outgoing_parts = torch.split(tensor[: sum(outgoing)], outgoing)  # rows beyond the sum are not sent
     incoming_parts = torch.split(output, incoming)
     incoming_parts[rank].copy_(outgoing_parts[rank])
     parts = {rank * size + to: outgoing_parts[to] for to in range(size) if to != rank}

@@ -46,7 +46,7 @@ _OP_NAMES = {op: op.name.lower() for op in ReduceOp}
 AVERAGE = "average"
 GROUPED = "grouped_"
 AVERAGE_IS_OLD = "Parameter `average` has been replaced with `op` and will be removed in v1.0"
-"""Horovod's words: scripts filter the warning by them."""
+"""Horovod's text: scripts filter the warning by it."""
 
 
 def chosen_op(op: int | None, average: bool | None) -> ReduceOp:
@@ -210,7 +210,7 @@ def alltoall_async(
 ) -> int:
     """Begin to send rows to each rank: `splits` says how many, equal parts without it.
 
-    The result is a pair: what came from all ranks, and the number of rows that came from each.
+    The result is a pair: the rows received from all ranks, and the number received from each.
     """
     return _Told("alltoall", name, process_set=process_set).trade(tensor, splits)
 
@@ -301,7 +301,7 @@ def several(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _together(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """As `several`, and on one device."""
+    """The tensors of a group, checked by `several` and to be on one device."""
     found = several(tensors)
     devices = {str(_dense(tensor).device) for tensor in found}
     if len(devices) > 1:
@@ -416,7 +416,7 @@ class _Told:
         return self.submit(check)
 
     def submit(self, check: Callable[[], _Operands]) -> int:
-        """Ask for the operation with what `check` gives. What it refuses is told to the others, who wait for it."""
+        """Request the operation with the operands that `check` returns. If `check` raises, the other ranks are told."""
         here = context(operation=True)
         engine: Engine = here.engine(self._set)
         kind = self._kind
@@ -449,14 +449,14 @@ class _Told:
 
 
 def check_adasum(process_set: ProcessSet) -> None:
-    """Refuse a number of ranks that makes no pairs."""
+    """Refuse a number of ranks that is not a power of two."""
     size = process_set.size()
     if size & (size - 1):
         raise UnsupportedAdasumError(f"Adasum combines pairs of ranks: it needs a power of two of them, not {size}")
 
 
 def _own_memory(tensor: Tensor) -> Tensor:
-    """A tensor that can be written to: each of its elements has a place of its own."""
+    """The tensor, if it can be written in place: its elements must not overlap in memory."""
     if torch._debug_has_internal_overlap(tensor) == 1:
         raise IncompatibleError(
             f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} cannot be changed in place: "
@@ -466,7 +466,7 @@ def _own_memory(tensor: Tensor) -> Tensor:
 
 
 def _checked_splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) -> tuple[int, ...]:
-    """The rows for each rank; those beyond their sum go nowhere."""
+    """The number of rows for each rank. Rows beyond their sum are not sent."""
     if tensor.dim() == 0:
         raise IncompatibleError("alltoall needs a first dimension to share out; this tensor has none")
     rows = tensor.shape[0]

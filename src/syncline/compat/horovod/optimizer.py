@@ -33,7 +33,7 @@ SYNCHRONIZED_BEFORE = (
     "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
     "optimizer.synchronize() in your code."
 )
-"""Horovod's words: scripts filter the warning by them. Here the gradients are not reduced a second time."""
+"""Horovod's text: scripts filter the warning by it. Here the gradients are not reduced a second time."""
 
 
 class Way(Protocol):

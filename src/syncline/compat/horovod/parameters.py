@@ -36,7 +36,7 @@ ZEROED_TOO_SOON = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize()"
 )
 GROUPS_ARE_NEWER = "Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0."
-"""Horovod's words, which scripts look for."""
+"""Horovod's text, which scripts may match."""
 NO_NEW_GROUPS = (
     "add_param_group on a DistributedOptimizer: its ranks have agreed on the parameters; add the group to the plain "
     "optimizer, and make the DistributedOptimizer of it anew"
@@ -141,9 +141,9 @@ def below(kind: type[K], optimizer: Optimizer) -> K:
 
 @contextmanager
 def loading_in_place(optimizer: Optimizer) -> Iterator[None]:
-    """Within it, `load_state_dict` fills the groups and the state that are there, where torch makes new ones.
+    """Inside, `load_state_dict` fills the existing groups and state in place, where torch creates new ones.
 
-    A scheduler of the optimizer that a DistributedOptimizer was made of works on these groups.
+    Schedulers of the wrapped optimizer hold references to these groups.
     """
     groups, state = optimizer.param_groups, optimizer.state
     yield

@@ -21,7 +21,7 @@ class ProcessSet:
     """
 
     mpi_comm = None
-    """Horovod's attribute; sets are made of ranks here."""
+    """Horovod's attribute. Here a process set is always made from ranks."""
 
     def __init__(self, ranks_or_comm: Sequence[int]) -> None:
         try:
@@ -108,7 +108,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Give a set up; False for the global one, and for one that was not added.
+    """Remove a process set. Returns False for the global one, and for one that was not added.
 
     Every rank calls it, after the set's operations have ended.
     """

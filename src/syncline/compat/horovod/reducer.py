@@ -64,8 +64,8 @@ class Reducer:
         sparse_only: bool = False,
         codes_alone: bool = True,
     ) -> None:
-        """`sparse_only`: the optimizer takes sparse gradients only. `codes_alone`: one rank alone uses the codec, too;
-        Horovod's compressors round what travels, and nothing travels there.
+        """`sparse_only`: the optimizer takes sparse gradients only. `codes_alone`: the codec is applied in a world of
+        one, too. Horovod's compressors are not: they round what is sent, and there nothing is sent.
         """
         self.context = held
         self.passes = passes
@@ -170,7 +170,7 @@ class Reducer:
             self._gradients.close()
             self._gradients = None
         if self._exchange is not None and not self._exchange.world.closed:
-            self._exchange.team.release()  # nobody waits for what may still be under way
+            self._exchange.team.release()  # no rank waits for reductions that are still in flight
         self._exchange = None
         if self in self.context.optimizers:
             self.context.optimizers.remove(self)
@@ -187,7 +187,7 @@ class Reducer:
         return [other for other in self.context.optimizers if isinstance(other, Reducer) and other is not self]
 
     def _attach(self, named: Mapping[str, Parameter], codec: Codec | None) -> None:
-        # Asked for by name: a rank that does not make this optimizer is found out at once.
+        # Requested by name: a rank that does not create this optimizer is reported at once.
         team, self._steps = self.context.data_team(self._set)
         exchange = self._exchange = Exchange(self.context.world, "auto", codec, team)
         with self._in_step("the ranks could not agree on this optimizer"):
@@ -243,7 +243,7 @@ class Reducer:
         if gradient is not None and gradient.requires_grad:
             raise PassesError(
                 f"{self._gradients.names[index]} got a gradient that can be differentiated: a DistributedOptimizer "
-                "does not take backward(create_graph=True), for its reductions are no part of the graph; use "
+                "does not support backward(create_graph=True), because its reductions are not part of the graph; use "
                 "torch.autograd.grad(…, create_graph=True) for the inner gradients"
             )
         self._open.add(task)
@@ -266,9 +266,9 @@ class Reducer:
 
     @contextmanager
     def _in_step(self, what: str) -> Iterator[None]:
-        """A wait for all ranks. Errors of the transport are Horovod's, and are told to those who wait for this rank."""
+        """Wraps a wait for all ranks: errors of the transport become Horovod's, and the other ranks are told."""
         steps = self._steps
-        assert steps is not None, "there is somebody to wait for"
+        assert steps is not None, "there are other ranks"
         try:
             with steps.waiting():
                 yield
@@ -285,7 +285,7 @@ class Reducer:
             parameter.grad = parameter.grad.to_dense()
 
     def _make_sparse(self, parameters: Sequence[Tensor]) -> None:
-        """Give those whose gradients were sparse sparse ones again: optimizers may take no others."""
+        """Make gradients sparse again that were sparse before: some optimizers take no others."""
         for parameter in parameters:
             dims = self._sparse_dims.get(id(parameter))
             if dims is not None and parameter.grad is not None and parameter.grad.layout == torch.strided:

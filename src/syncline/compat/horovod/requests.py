@@ -83,7 +83,7 @@ class Request:
     splits: tuple[int, ...] = ()
     """Of an all-to-all, the rows for each rank; of a process set that is added, its ranks."""
     refusal: str = ""
-    """Why this rank does not take part, where it has refused the call: nobody need wait for it."""
+    """Why this rank has refused the call; the other ranks need not wait for it."""
 
     def pack(self, into: Writer) -> None:
         into.put(
@@ -159,7 +159,7 @@ class Failed:
     late: tuple[int, ...] = ()
     """Ranks that have not asked for it yet: they are told when they do."""
     only: tuple[int, ...] = ()
-    """The ranks whom it concerns; empty: all."""
+    """The ranks that it concerns; empty for all."""
 
     def pack(self, into: Writer) -> None:
         into.text(self.name)
@@ -177,14 +177,14 @@ class Failed:
 
 @dataclass(frozen=True)
 class Departure:
-    """A rank that takes part in nothing more, and how far it went: the others need not wait for what comes after."""
+    """A rank that has left, and how many operations it completed: the others need not wait for later ones."""
 
     rank: int
     why: str
     known: bool = False
-    """Whether it has told how far it went; of a rank that is lost nobody knows."""
+    """Whether the numbers below are known; they are not for a lost rank."""
     carried: int = -1
-    """Operations that it has carried out; -1: all that it was told to."""
+    """Operations that it has carried out; -1 for all that it was assigned."""
     rounds: tuple[tuple[int, int], ...] = ()
     """Channels of optimizers, and the reductions of gradients that it has completed on each."""
 

@@ -28,13 +28,11 @@ class Applier(Protocol):
     """A rule at work on one piece of the weights, where the rule is not elementwise."""
 
     def apply(self, update: Tensor, rate: float | None = None, first: int = 0) -> None:
-        """Change the piece in place, or whole parameters of it from element `first` on. `update` may be used as
-        scratch.
-        """
+        """Change the piece in place, or whole parameters of it from element `first` on. `update` may be overwritten."""
         ...
 
     def use(self, rule: Any) -> None:
-        """Go on with other settings of the same optimizer."""
+        """Continue with other settings of the same optimizer."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -74,7 +72,7 @@ class Rule(ABC):
         raise AssertionError(f"{self!r} is not elementwise: open() it for each piece")
 
     def open(self, weights: Tensor, starts: Sequence[int] = ()) -> Applier:
-        """Where it is not elementwise: begin with a piece, a row of float32 that is changed in place from now on.
+        """For a rule that is not elementwise: begin with a piece, a row of float32 that is changed in place.
 
         `starts` are the elements at which another parameter begins: a step may leave some parameters out.
         """

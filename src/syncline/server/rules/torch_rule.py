@@ -164,7 +164,7 @@ class _Piece:
         return dict(next(iter(self.rule.make(parameter.detach()).state.values()), {}))
 
     def _split(self) -> None:
-        """Have a parameter for each of the model's, with its part of the state."""
+        """Split the piece into the model's parameters, each with its part of the state."""
         if len(self._spans) > 1 or len(self._edges) == 2:
             return
         state, rate = self.state_dict(), self._group["lr"]
@@ -175,7 +175,7 @@ class _Piece:
             self.load_state_dict(state)
 
     def _fits_one(self, rows: dict[str, Tensor]) -> bool:
-        """Whether one parameter may hold the state: all of the piece has some, and the same single numbers."""
+        """Whether one parameter can hold the state: the whole piece has state, and its scalars are equal."""
         slots = self.rule.slots
         single = all(
             slots[name] or _is_one_value(rows[name]) for name in slots if rows[name].shape == self._weights.shape
@@ -183,7 +183,7 @@ class _Piece:
         return single and not any(bool(rows[name].isnan().any()) for name in slots)
 
     def _slot(self, name: str, saved: Tensor, start: int, stop: int) -> Tensor:
-        """A tensor of the state, as it is to be; a single number comes as a row of it, one for each weight."""
+        """A tensor of the state in the optimizer's shape. A scalar arrives as a row with one copy for each weight."""
         elementwise, row = self.rule.slots[name], saved.shape == self._weights.shape
         part = saved[start:stop] if row else saved
         if not row or saved.dtype != torch.float32 or not (elementwise or _is_one_value(part)):
@@ -200,7 +200,7 @@ def _is_one_value(row: Tensor) -> bool:
 
 
 def _row_of(state: Any, numel: int) -> Tensor:
-    """A slot of the state as a row; NaN where there is none yet, as zeros are no beginning."""
+    """A tensor of the state as a row; NaN if there is none yet, because zeros would be a valid state."""
     if not isinstance(state, Tensor):
         return torch.full((numel,), math.nan, dtype=torch.float32)
     return state.to(torch.float32).expand(numel) if state.dim() == 0 else state.clone()

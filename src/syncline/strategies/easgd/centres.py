@@ -47,7 +47,7 @@ class Centre:
 
     def __init__(self, weights: Mapping[str, Tensor], exchange: Exchange, deltas: Deltas, alpha: float) -> None:
         self.values = [weight.detach().to(wide_dtype(weight.dtype), copy=True) for weight in weights.values()]
-        """The centre that this worker is tied to, at least in float32: it moves by small parts of the way."""
+        """The centre of this worker, at least in float32: its changes are too small for half precision."""
         self.alpha = alpha
         self._names = list(weights)
         self._exchange = exchange

@@ -71,7 +71,7 @@ class Choco:
         """What the neighbours believe of this worker, as a row."""
         self._hats = {source: self.hat.clone() for source in neighbours.sources}
         self._scratch = torch.empty_like(self.hat)
-        self._decoded = self._scratch.float()  # itself, where it is that
+        self._decoded = self._scratch.float()  # the same tensor if it is float32
 
     def begin(self, weights: Sequence[Tensor], number: int) -> None:
         neighbours, layout = self._neighbours, self._layout

@@ -68,7 +68,7 @@ class PairwiseRun(Run):
         self._kept = torch.empty(0, dtype=torch.float32)
         self._snapshot = _row_like(list(self._names.values()))
         self._narrow = any(each.dtype != self._snapshot.dtype for each in self._names.values())
-        """Whether the model holds the weights with less precision than they are averaged with."""
+        """Whether the model's dtype is less precise than the one in which weights are averaged."""
         buffers = _row_like(self._shown_buffers(model)).to(self._snapshot.dtype)
         state = torch.cat([self._snapshot, buffers, _bytes_of(self._other_buffers(model)).to(buffers.dtype)])
         self.partners: Partners | None = None
@@ -212,7 +212,7 @@ class PairwiseRun(Run):
         self.stats.consensus = math.sqrt(sum(float((row - mean).square().sum()) for row in weights) / len(weights))
 
     def _write(self, model: nn.Module, rows: Sequence[Tensor]) -> None:
-        """Fill a model with the mean of all rows; of buffers that have none, with those of the lowest rank."""
+        """Fill a model with the mean of all rows; buffers that cannot be averaged are those of the lowest rank."""
         tensors = [*trained(model).values(), *self._shown_buffers(model)]
         with torch.no_grad():
             torch._foreach_copy_([tensor.detach() for tensor in tensors], _views(mean_of(rows), tensors))
@@ -228,7 +228,7 @@ class PairwiseRun(Run):
 
     @staticmethod
     def _other_buffers(model: nn.Module) -> list[Tensor]:
-        """Buffers of which there is no mean, such as counters."""
+        """Buffers that cannot be averaged, such as counters."""
         return [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
 
     def finish(self) -> None:
@@ -309,7 +309,7 @@ class PairwiseRun(Run):
         self._take_model()
 
     def _take_model(self) -> None:
-        """The weights are what the model holds. Nobody averages with weights that are not there yet."""
+        """Take the weights from the model. Workers wait for each other, so that none averages with missing weights."""
         partners = self.partners
         if partners is not None:
             self.wait_for_all("load their weights")

@@ -155,7 +155,7 @@ class OneSidedRun(Run):
 
     def read_final(self) -> None:
         super().read_final()
-        self._board.part()
+        self._board.announce_done()
 
     def close(self) -> None:
         if self._closed:
@@ -182,7 +182,7 @@ class OneSidedRun(Run):
         return True
 
     def restart(self) -> None:
-        """States that others have sent belong to other weights."""
+        """Drop states from other workers: they belong to the old weights."""
         self.wait_for_all("start from the loaded weights")
         self.slots.collect()
         self._publish()

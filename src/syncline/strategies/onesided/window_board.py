@@ -17,7 +17,7 @@ from torch import nn
 from syncline.errors import PeerLostError
 from syncline.runtime import Lock
 from syncline.strategies.board import POLL_SECONDS, Post
-from syncline.strategies.shared_board import ENTRY_WORDS, HEAD, MOST_POSTS, PARTED, SharedBoard
+from syncline.strategies.shared_board import DONE, ENTRY_WORDS, HEAD, MOST_POSTS, SharedBoard
 from syncline.world import World
 
 __all__ = ["WindowBoard"]
@@ -80,25 +80,28 @@ class WindowBoard:
         self._fetch(posts=True)
         return self._board.read_posts(since)
 
-    def part(self) -> None:
-        """Wait until the others need this worker's memory no more: who cannot be reached has left already."""
-        self._board.part()
+    def announce_done(self) -> None:
+        """Announce that this worker has read the final weights, and wait until the others have: they read its memory.
+
+        A worker that cannot be reached has left already.
+        """
+        self._board.announce_done()
         runtime, (gap, longest) = self._world.runtime, POLL_SECONDS
         until = runtime.now() + self._world.transport.timeout
-        while (waiting := [rank for rank in self.others() if not self._has_parted(rank)]) and runtime.now() < until:
+        while (waiting := [rank for rank in self.others() if not self._is_done(rank)]) and runtime.now() < until:
             runtime.sleep(gap)
             gap = min(2 * gap, longest)
         if waiting:
             logger.warning("rank %d leaves while ranks %s may still read its weights", self._world.rank, waiting)
 
-    def _has_parted(self, rank: int) -> bool:
+    def _is_done(self, rank: int) -> bool:
         place = HEAD + self._world.size + rank
         try:
             with self._lock:
                 self._fetch_from(rank, posts=False)
         except PeerLostError:
             return True
-        return int(self._words[place]) == PARTED
+        return int(self._words[place]) == DONE
 
     def stop(self) -> None:
         for rank in self.others():

@@ -2,7 +2,7 @@
 
 step-00000100/              a checkpoint, whole: it got this name by one rename
 step-00000100-2/            the same step saved again; the first one goes once this is there
-abandoned-step-00000120/    a later step than one that was saved after it: the run has gone back behind it
+abandoned-step-00000120/    training went back to an older checkpoint, and this one is of a later step
 damaged-step-00000090/      it was found damaged when checkpoints were counted
 .step-00000200.3f9a.lock    held by whoever writes the one below, let go of by the kernel when that process dies
 .step-00000200.3f9a/        being written, or left by a dead attempt
@@ -33,7 +33,7 @@ logger = logging.getLogger("syncline")
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 _ASIDE = re.compile(r"\.step-\d{8,}\.[0-9a-z]+")
 ABANDONED, DAMAGED = "abandoned", "damaged"
-"""What the names of checkpoints begin with that `entries` does not list."""
+"""Prefixes of the names of checkpoints that `entries` does not list."""
 
 
 @dataclass(frozen=True, order=True)
@@ -72,7 +72,7 @@ class Attempt:
         self.folder = folder
         self.step = step
         self.path = folder / f".{Entry(step, 1).name}.{secrets.token_hex(6)}"
-        # Before the folder: one without a lock is nobody's.
+        # Before the folder is made: a folder without a lock counts as abandoned.
         self._lock = FileLock(self.path.with_name(self.path.name + ".lock"), wait=True, own=True)
         try:
             self.path.mkdir()
@@ -81,7 +81,7 @@ class Attempt:
             raise
 
     def commit(self) -> int:
-        """Give it its name. Everything in it is on the disk already. The edition of its step that it is."""
+        """Rename it to its final name. Everything in it is on the disk already. Returns its edition of the step."""
         same = [entry.edition for entry in entries(self.folder) if entry.step == self.step]
         edition = max(same, default=0) + 1
         while True:
@@ -128,7 +128,7 @@ def sweep(folder: Path) -> None:
 
 
 class Resumed:
-    """The step from which training went on in each folder, until a checkpoint is written there."""
+    """By folder: the step from which training was resumed, until a checkpoint is written there."""
 
     def __init__(self) -> None:
         self.steps: dict[Path, int] = {}
@@ -139,17 +139,17 @@ class Resumed:
 
 
 def set_abandoned_aside(folder: Path, step: int, resumed: int | None = None) -> None:
-    """Rename the checkpoints behind which training went back, and say so; called before one of `step` is written.
+    """Rename abandoned checkpoints, and warn; called before one of `step` is written.
 
-    Steps only grow while a run goes on, so that those of later steps are of training that was given up: `load` must not
-    take one of them for the newest. Where training went on from step `resumed`, so are all after that.
+    Steps only grow during a run. So checkpoints of later steps belong to training that was given up, and `load` must
+    not take one of them for the newest. If training was resumed from step `resumed`, so do all after that step.
     """
     last = step if resumed is None else min(step, resumed)
     names = _set_aside(folder, [entry for entry in entries(folder) if entry.step > last], ABANDONED)
     if names:
         logger.warning(
-            "the checkpoint of step %d is written, and %s has others of later steps than %d: training went back behind "
-            "them. They are kept as %s: they are no longer loaded by themselves, and never removed",
+            "the checkpoint of step %d is written, and %s has others of later steps than %d: training went back to an "
+            "older one. They are kept as %s: load() takes them only by their path, and nothing removes them",
             step,
             folder,
             last,
@@ -188,8 +188,8 @@ def _beyond(folder: Path, found: Sequence[Entry], count: int) -> list[Entry]:
             verify_changed(folder / entry.name)
         except ProtocolError as error:
             for name in _set_aside(folder, [entry], DAMAGED):
-                logger.warning("%s; it does not count among those that are kept, and is now %s", error, name)
-        except OSError:  # it cannot be read now: nothing is known of it, so that nothing is done
+                logger.warning("%s; it does not count in keep, and is renamed to %s", error, name)
+        except OSError:  # it cannot be read now: keep it
             good += 1
         else:
             good += 1
@@ -197,7 +197,7 @@ def _beyond(folder: Path, found: Sequence[Entry], count: int) -> list[Entry]:
 
 
 def _set_aside(folder: Path, found: Sequence[Entry], kind: str) -> list[str]:
-    """Give checkpoints names that `entries` does not list; their new names."""
+    """Rename checkpoints so that `entries` does not list them. Returns their new names."""
     names: list[str] = []
     for entry in found:
         first = name = f"{kind}-{Entry(entry.step, 1).name}"

@@ -76,7 +76,7 @@ def load(
             loading.undo()
             raise
         loading.restore_randomness()
-        if any(kind_of(value) in ("run", "optimizer") for value in objects.values()):  # to train on, not to look at
+        if any(kind_of(value) in ("run", "optimizer") for value in objects.values()):  # loaded to continue training
             meeting.resumed[loading.path.absolute().parent] = loading.manifest.step
         return loading.values | {"step": loading.manifest.step}
 
@@ -140,7 +140,7 @@ class _Loading:
         self.values = {name: self.states[name] for name, (kind, _) in saved.items() if kind == "value"}
         # With fewer ranks than before each takes over what some of those that are gone have kept.
         mine = range(self.meeting.rank, self.manifest.ranks, self.meeting.size)
-        parts = [rank_part(rank) for rank in mine if self.manifest.has_part(rank)]  # one that was lost has none
+        parts = [rank_part(rank) for rank in mine if self.manifest.has_part(rank)]  # a lost rank has none
         if parts:
             self.own, *self.others = [read_part(self.path / part) for part in parts]
             randomness.check(self.own["random"], str(self.path / parts[0]))
@@ -193,7 +193,7 @@ class _Loading:
         names = names_of(run.model)
         local = None if self.own is None else self.own["runs"][name]
         if local is not None and self.manifest.ranks != self.meeting.size:
-            # Each worker's share of the data is another now: all go on from the place of the one that wrote it.
+            # The shares of the data have changed: all continue from the position of the rank that wrote it.
             local = {key: value for key, value in local.items() if key != "place"}
         state = {"shared": self.states[name]["shared"], "local": local}
         if self.others:

@@ -30,11 +30,11 @@ class Manifest:
 
     step: int
     ranks: int
-    """Those that were lost before it was saved have no part in it."""
+    """The size of the world. Ranks that were lost before it was saved have no part in it."""
     files: dict[str, dict[str, Any]]
 
     def has_part(self, rank: int) -> bool:
-        """Whether there is anything of a rank's own in it."""
+        """Whether a rank has a part of its own in it."""
         return any(name.startswith(f"{rank_part(rank)}/") for name in self.files)
 
 
@@ -72,9 +72,9 @@ def verify(folder: Path, checksums: bool = True) -> Manifest:
 
 
 def verify_changed(folder: Path) -> None:
-    """As `verify`; checksums are compared only where a file was written to after the manifest, which comes last.
+    """As `verify`; checksums are compared only where a file was written to after the manifest, which is written last.
 
-    Of a checkpoint that another version of Syncline wrote nothing is known, and so nothing is said.
+    A checkpoint of another version of Syncline is not checked.
     """
     told = read_json(folder / MANIFEST)
     if isinstance(told, dict) and told.get("version", VERSION) != VERSION:

@@ -31,8 +31,8 @@ RESUMED = "checkpoints resumed"
 class Meeting:
     """The world of the runs that are saved, else the current one, else this process alone.
 
-    `ranks` are those of its workers that take part, in the world's numbers: all of them, but where a run's workers go
-    at their own pace and some are lost (`Survivors`). The lowest of them, `root`, does what is done once.
+    `ranks` are the ranks that take part: all workers, except in an asynchronous run of which some are lost
+    (`Survivors`). The lowest of them, `root`, does what is done once.
     """
 
     def __init__(self, world: World | None) -> None:
@@ -46,7 +46,7 @@ class Meeting:
         self._loose: list[Run] = []
         self._task: Task | None = None
         self.resumed = {} if world is None else world.keep(RESUMED, Resumed).steps
-        """By folder: the step from which training went on, where this process remembers it."""
+        """By folder: the step from which this process resumed training."""
 
     @classmethod
     def of(cls, objects: Mapping[str, Any]) -> Meeting:
@@ -69,7 +69,7 @@ class Meeting:
 
     @classmethod
     def to_save(cls, objects: Mapping[str, Any]) -> Meeting:
-        """As `of`, for saving: among the workers that are left, where a run goes on without the lost."""
+        """As `of`, for saving: among the workers that are not lost, if the run continues without the lost ones."""
         meeting = cls.of(objects)
         world = meeting.world
         if world is None or world.size == 1:
@@ -96,12 +96,12 @@ class Meeting:
             run.saving_team = self.team
 
     def release(self) -> None:
-        """The save is over, whatever came of it."""
+        """The save has ended, with or without success."""
         for run in self._loose:
             run.saving_team = None
 
     def settle(self, edition: int | None, error: PeerLostError | None) -> int | None:
-        """The edition that an attempt has saved, or None where all begin again without those that were lost."""
+        """The edition that an attempt has saved; None if all begin again without the workers that were lost."""
         if self._survivors is not None:
             return self._survivors.settle(edition, error)
         if error is not None:

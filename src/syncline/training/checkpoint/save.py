@@ -4,7 +4,7 @@ every rank   its own part ──┐                          ┌── returns t
 rank 0       makes a folder ┴ shared part · manifest · rename · prune
              aside
 
-Where workers go at their own pace and some are lost, the others save (`survivors`); the lowest does what rank 0 does.
+If workers of an asynchronous run are lost, the others save (`survivors`); the lowest of them does rank 0's part.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def save(folder: str | PathLike[str], *, step: int, keep: int | None = 3, **obje
     An object is a run, a module, an optimizer, anything with `state_dict()` (a scheduler, a GradScaler), or a plain
     value; its keyword is its name for `load`. The random-number states of every rank go along. The checkpoint is there
     whole or not at all, whatever happens meanwhile; if a rank cannot write, every rank raises. The newest `keep` stay,
-    all with None; those of later steps, behind which training went back, are set aside.
+    all with None; those of later steps, if training went back, are renamed.
 
     >>> import tempfile, torch
     >>> folder, model = tempfile.mkdtemp(), torch.nn.Linear(2, 1)

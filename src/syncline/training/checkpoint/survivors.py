@@ -1,4 +1,4 @@
-"""Saving where workers may be lost: those that are left agree on who saves, and on whether it was saved.
+"""Saving if workers are lost: the others agree on which workers save, and on whether the checkpoint was saved.
 
 ```text
 worker 0   "saving" ──┐  "members" 0, 2      own part ──┐ shared part, manifest, rename   "saved" ──► returns
@@ -6,8 +6,8 @@ worker 1   ✝          │      ▼                          │               
 worker 2   "saving" ──┴── reads who saves ── own part ──┴────────────────────────────── reads it ──► returns
 ```
 
-A strategy whose workers go at their own pace has a board that outlives any worker. What all must do alike is decided by
-the lowest worker that is not lost, and posted there. Where one is lost while it saves, the others begin again.
+An asynchronous strategy has a board that outlives any worker. The lowest worker that is not lost makes the decisions
+and posts them there. If a worker is lost while it saves, the others begin again.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ __all__ = ["Survivors"]
 SAVING, MEMBERS, SAVED = "saving", "members", "saved"
 """Kinds of posts: rank and attempt; attempt and who takes part; attempt and the edition, or one of the two below."""
 AGAIN, NEVER = 0, -1
-"""In place of an edition: somebody was lost, and the others begin again; or nobody knows who, and all raise."""
+"""In place of an edition: a worker was lost, and the others begin again; or it is unknown which, and all raise."""
 WORD_BITS = 48
 """Ranks in one number of a post: a float holds 53 bits exactly."""
-MOST_WORDS = 23
-SHORTEST, LONGEST = 1e-3, 0.2
-"""Seconds between two looks at the board."""
-KNOWN = 10.0
-"""Seconds in which a loss that broke a save must become known."""
+MAX_WORDS = 23
+"""Largest number of such numbers in a post."""
+MIN_POLL_S, MAX_POLL_S = 1e-3, 0.2
+"""Seconds between two reads of the board: at first, and at most."""
+LOSS_TIMEOUT_S = 10.0
+"""Seconds within which the launcher or the transport must report the loss that broke a save."""
 
 
 class Survivors:
-    """One worker's view of who saves. One for each board of a process: attempts are counted on it."""
+    """One worker's view of which workers save. A process has one for each board, because it counts the attempts."""
 
     def __init__(self, world: World, board: Board) -> None:
         self.world, self._board = world, board
@@ -47,7 +48,7 @@ class Survivors:
         self._teams: dict[tuple[int, ...], Team] = {}
 
     def assemble(self) -> Team:
-        """Wait until every worker that is not lost wants to save; the team of those that do so."""
+        """Wait until every worker that is not lost is ready to save. Returns the team of these workers."""
         self._attempt += 1
         attempt, rank = self._attempt, self.world.rank
         self._board.post(SAVING, [rank, attempt])
@@ -66,7 +67,7 @@ class Survivors:
         members = self._members[attempt]
         if rank not in members:
             raise PeerLostError(
-                f"rank {rank} wants to save, and the other workers have given it up: ranks {list(members)} save "
+                f"rank {rank} waits to save, and the other workers have declared it lost: ranks {list(members)} save "
                 "without it",
                 peer=rank,
                 pending="a checkpoint",
@@ -74,9 +75,9 @@ class Survivors:
         return self._team(members)
 
     def settle(self, edition: int | None, error: PeerLostError | None) -> int | None:
-        """What came of an attempt, the same on every worker: the edition that was saved, or None to begin again.
+        """The result of an attempt, the same on every worker: the edition that was saved, or None to begin again.
 
-        `edition` is None where this worker has seen a loss, `error`. Raised where nobody knows who is lost.
+        `edition` is None if this worker has seen a loss, `error`, which is raised if the lost worker is unknown.
         """
         attempt, rank = self._attempt, self.world.rank
         members = self._members[attempt]
@@ -84,7 +85,7 @@ class Survivors:
         def known() -> bool:
             living = [member for member in members if member not in self.world.lost or member == rank]
             if attempt not in self._saved and living[0] == rank:
-                # The lowest that is left has written the shared part, or has heard from the one that did.
+                # The lowest worker that is left has written the shared part, or knows whether it was written.
                 self._tell(SAVED, [attempt, self._fate(members) if edition is None else edition])
             return attempt in self._saved
 
@@ -112,17 +113,17 @@ class Survivors:
         return self._teams[members]
 
     def _fate(self, members: tuple[int, ...]) -> int:
-        """After a loss: whether it is known who was lost. The launcher or the transport tells soon."""
+        """After a loss: wait until the launcher or the transport reports the lost worker."""
         runtime = self.world.runtime
-        until = runtime.now() + min(KNOWN, self.world.transport.timeout)
+        until = runtime.now() + min(LOSS_TIMEOUT_S, self.world.transport.timeout)
         while not any(member in self.world.lost for member in members):
             if runtime.now() >= until:
                 return NEVER
-            runtime.sleep(LONGEST)
+            runtime.sleep(MAX_POLL_S)
         return AGAIN
 
     def _tell(self, kind: str, values: list[float]) -> None:
-        """Post a decision, and read the board: of two decisions the first one counts, on every worker."""
+        """Post a decision, and read the board. If there are two decisions, all workers take the first."""
         self._board.post(kind, values)
         self._read()
 
@@ -137,13 +138,13 @@ class Survivors:
                 self._saved.setdefault(int(post.values[0]), int(post.values[1]))
 
     def _wait(self, what: str, known: Callable[[], bool]) -> None:
-        """Look at the board until `known`; any post of anybody shows that the others go on."""
+        """Read the board until `known` is true. Any post shows that the others are alive, and restarts the timeout."""
         runtime, patience = self.world.runtime, self.world.transport.timeout
-        gap, since, before = SHORTEST, runtime.now(), self._since
+        gap, since, before = MIN_POLL_S, runtime.now(), self._since
         self._read()
         while not known():
             runtime.sleep(gap)
-            gap = min(1.5 * gap, LONGEST)
+            gap = min(1.5 * gap, MAX_POLL_S)
             self._read()
             if self._since != before:
                 since, before = runtime.now(), self._since
@@ -157,7 +158,7 @@ class Survivors:
 
 
 def _as_words(ranks: list[int], size: int) -> list[float]:
-    """Who takes part, as numbers of a post; nothing where all do.
+    """The ranks that take part, as numbers of a post; empty if all do.
 
     >>> _as_words([0, 2], 3), _as_words([0, 1, 2], 3)
     ([5.0], [])
@@ -165,10 +166,10 @@ def _as_words(ranks: list[int], size: int) -> list[float]:
     if len(ranks) == size:
         return []
     words = [0] * -(-size // WORD_BITS)
-    if len(words) > MOST_WORDS:
+    if len(words) > MAX_WORDS:
         raise UnsupportedError(
-            f"{size - len(ranks)} of {size} workers are lost, and the others save where there were at most "
-            f"{MOST_WORDS * WORD_BITS} of them: go on from the latest checkpoint"
+            f"{size - len(ranks)} of {size} workers are lost, and the others can save only in a world of at most "
+            f"{MAX_WORDS * WORD_BITS} workers: resume from the latest checkpoint"
         )
     for rank in ranks:
         words[rank // WORD_BITS] |= 1 << rank % WORD_BITS

@@ -178,7 +178,7 @@ class Engine:
             self.let_go()
 
     def retire(self, comm: Any) -> None:
-        """Free a communicator once all its ranks have let it go: a rank that closes early waits for nobody.
+        """Free a communicator once all its ranks have released it. A rank that closes early does not wait.
 
         They tell each other by messages, not by a barrier: others may be in a collective on this communicator, and MPI
         would match the two.

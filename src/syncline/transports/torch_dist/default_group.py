@@ -23,7 +23,7 @@ INTERFACES = "GLOO_SOCKET_IFNAME"
 
 
 def has_default_group() -> bool:
-    """Whether somebody has made one in this process."""
+    """Whether this process has a default process group."""
     return bool(dist.is_initialized())
 
 
@@ -60,7 +60,7 @@ class DefaultGroup:
         group, self._group = self._group, None
         if group is None:
             return
-        sys.excepthook = self._hook  # torch puts the rank before each line of a traceback
+        sys.excepthook = self._hook  # init_process_group installs one that prefixes each line of a traceback
         if dist.is_initialized() and dist.group.WORLD is group:
             dist.destroy_process_group()
 
@@ -86,7 +86,7 @@ def _store(environment: Environment, timeout: float) -> Store:
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Have gloo listen on the loopback interface alone, unless somebody has named others."""
+    """Let gloo listen on the loopback interface only, unless `GLOO_SOCKET_IFNAME` is set."""
     if INTERFACES in os.environ or not os.path.exists("/sys/class/net/lo"):
         yield
         return

@@ -22,11 +22,11 @@ from syncline.transports.liveness import Liveness
 __all__ = ["Engine", "Groups"]
 
 MAX_DEVICES = 4
-"""gloo devices of a process. Each has a thread and a listening socket; channels share them in turn."""
+"""Largest number of gloo devices of a process. Each has a thread and a listening socket; channels share them."""
 SPARE_DESCRIPTORS = 32
-"""Descriptors that making a channel leaves free: gloo aborts the process where it cannot have one."""
-LOOK_S, MAX_LOOK_S = 0.001, 0.05
-"""Seconds between looks for members that have not come yet: at first, and when that takes long."""
+"""File descriptors that stay free when a channel is made: gloo aborts the process if it gets none."""
+MIN_POLL_S, MAX_POLL_S = 0.001, 0.05
+"""Seconds between two checks for members that have not joined yet: at first, and at most."""
 
 
 class Groups:
@@ -76,23 +76,23 @@ class Engine:
     def await_members(self, channel: str, members: Sequence[int], rank: int) -> None:
         """Return when all members are ready to make a channel; raise soon after one is known to be gone.
 
-        gloo itself would wait for it until the timeout. A rank that has too few descriptors left says so, and all
-        members refuse.
+        gloo itself would wait for it until the timeout. If a rank has too few file descriptors left, all members
+        refuse the channel.
         """
         refusal, runtime = _refusal(rank, len(members)), self.liveness.runtime
         here = PrefixStore(f"channel/{channel}", self.store)
         if refusal:
             here.set("refused", refusal)
         here.set(f"here/{rank}", "1")
-        keys, until, pause = [f"here/{member}" for member in members], runtime.now() + self.timeout, LOOK_S
+        keys, until, pause = [f"here/{member}" for member in members], runtime.now() + self.timeout, MIN_POLL_S
         while not here.check(keys):
             gone = [member for member in members if member in self.liveness.lost()]
             if gone:
                 raise RuntimeError(f"rank {gone[0]} is gone")
             if runtime.now() > until:
-                raise RuntimeError("timed out: not all members have come")
+                raise RuntimeError("timed out: not all members have joined")
             runtime.sleep(pause)
-            pause = min(2 * pause, MAX_LOOK_S)
+            pause = min(2 * pause, MAX_POLL_S)
         if here.check(["refused"]):
             raise WorldError(here.get("refused").decode())
 
@@ -116,7 +116,7 @@ class Engine:
             interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
             if interfaces:
                 self._devices.append([gloo.create_device(interface=name) for name in interfaces.split(",")])
-            else:  # gloo itself would listen wherever the host's own name leads
+            else:  # by default gloo listens on the address that the host's own name resolves to
                 self._devices.append([gloo.create_device(hostname=self._address)])
         return list(self._devices[self._channels % len(self._devices)])
 
@@ -145,11 +145,11 @@ class Engine:
 
 
 def _refusal(rank: int, members: int) -> str:
-    """Why this process cannot take part in another channel, or nothing: each peer takes a descriptor."""
+    """Why this process cannot open another channel: each peer takes a file descriptor. Empty if it can."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     try:
         used = len(os.listdir("/proc/self/fd"))
-    except OSError:  # no Linux: nobody can tell
+    except OSError:  # not Linux: the number is unknown
         return ""
     if limit == resource.RLIM_INFINITY or used + members + SPARE_DESCRIPTORS <= limit:
         return ""

@@ -96,7 +96,7 @@ class NativeTorch:
     def _describe(self, key: tuple[str, torch.dtype, torch.Size]) -> str:
         """What is waited for, in words; the same few again and again in training."""
         name, dtype, shape = key
-        sizes = "" if name == "alltoall" else list(shape)  # there the ranks' own may differ
+        sizes = "" if name == "alltoall" else list(shape)  # its sizes may differ between ranks
         words = f"{name} of {str(dtype).removeprefix('torch.')}{sizes} among {self._transport.size} ranks"
         if len(self._words) < MOST_WORDS:
             self._words[key] = words
@@ -104,7 +104,7 @@ class NativeTorch:
 
 
 def _hint(error: str) -> str:
-    """What to do about an error of NCCL that says too little.
+    """What to do about an error of NCCL whose own message is unclear.
 
     >>> _hint("NCCL error: invalid usage")[:44]
     '; NCCL needs a GPU of its own for each rank:'

@@ -164,7 +164,7 @@ class TorchTransport(Transport):
                 self._mailbox.await_room(found.length, peer, tag)  # until then its sender waits
                 self._mailbox.deliver(self.read_body(header, peer, None), peer, tag)
             except ProtocolError as error:
-                self._refusals.warn(f"rank {self.members[self.rank]}: {error}")  # perhaps nobody waits to be told
+                self._refusals.warn(f"rank {self.members[self.rank]}: {error}")  # perhaps no caller is waiting
                 self._break_receives(tag, peer, True, error)
             except (SynclineError, RuntimeError) as error:
                 if not self._closed:
@@ -259,7 +259,7 @@ class TorchTransport(Transport):
         if verdict.mismatch:
             return IncompatibleError(f"rank {self.members[self.rank]} waited for {pending}: {verdict.reason}")
         if verdict.rank == self.members[self.rank]:
-            verdict = Verdict(verdict.rank, "the others have given this rank up")
+            verdict = Verdict(verdict.rank, "the others have declared this rank lost")
         who = "a peer" if verdict.rank is None else f"rank {verdict.rank}"
         after = f" after {seconds:.3g} s" if seconds else ""
         return PeerLostError(
@@ -296,7 +296,7 @@ class TorchTransport(Transport):
                     task.join(PATIENCE)
         self.liveness.owing.pop(self.channel, None)
         if self.channel == "0":
-            self.liveness.leave()  # first: the others' waits break with the groups, and they ask who is gone
+            self.liveness.leave()  # first: closing the groups breaks the others' waits, and they look for the lost rank
         self.engine.release(self.groups)
         if self.channel == "0":
             self.engine.close()

@@ -29,8 +29,8 @@ from syncline.transports.zeromq.transport import ZmqTransport
 
 __all__ = ["connect", "join"]
 
-WITH_LAUNCHER = 3
-"""How many times longer a peer may be silent where a launcher of ours watches it."""
+LAUNCHER_TIMEOUT_FACTOR = 3
+"""The timeout for silent peers is so many times longer where `syncline run` watches their processes."""
 LOOK, LONGEST_LOOK = 0.02, 0.2
 """Seconds between looks for those who have not come yet: at first, and when that takes long."""
 
@@ -45,9 +45,8 @@ def connect(
 ) -> ZmqTransport:
     """Join the world that the launcher describes. Every rank calls it; it returns when all are there.
 
-    With a `label` it is a world of its own beside others at the same meeting point, perhaps with other members, whose
-    names `name_of` tells. `patience` is how long to wait for the others where that is not the timeout; `math.inf`:
-    whenever they come.
+    With a `label` it is a separate world at the same meeting point, perhaps with other members; `name_of` returns
+    their names. `patience` is the time in seconds to wait for the others, if not the timeout; `math.inf` for no limit.
     """
     place = find_place(environment)
     store = meet(environment, place, timeout)
@@ -141,8 +140,8 @@ def _node(
         found.warn_after = math.inf  # the node warns of waits itself
         return found
 
-    # Where a launcher watches the processes, its word comes first: it sees more than who hears nothing.
-    patience = (WITH_LAUNCHER if program_name() else 1) * lost_after()
+    # If a launcher watches the processes, its decision comes first: it sees more than missing messages.
+    patience = (LAUNCHER_TIMEOUT_FACTOR if program_name() else 1) * lost_after()
     return Node(runtime, directory, key, address, watch, patience)
 
 
@@ -150,7 +149,7 @@ def _await_all(node: Node, environment: Environment, place: Rendezvous, timeout:
     until, pause = node.runtime.now() + timeout, LOOK
     while missing := sorted(set(range(environment.size)) - set(node.directory.members)):
         node.directory.refresh()
-        _refuse_the_dead(node, environment, missing)
+        _raise_if_ended(node, environment, missing)
         if node.runtime.now() > until:
             strangers = f"; {node.directory.refused} entries were refused: is {VARIABLE} the same everywhere?"
             raise WorldError(
@@ -164,12 +163,12 @@ def _await_all(node: Node, environment: Environment, place: Rendezvous, timeout:
         pause = min(1.1 * pause, LONGEST_LOOK)
 
 
-def _refuse_the_dead(node: Node, environment: Environment, missing: list[int]) -> None:
-    """Raise where the launcher has seen one end that is still waited for. A server waits for whoever may come."""
+def _raise_if_ended(node: Node, environment: Environment, missing: list[int]) -> None:
+    """Raise if a missing member has ended according to the launcher. A server waits for any number of members."""
     directory = node.directory
     try:
         ended = directory.deaths_of(missing) if directory.reachable and directory.answers else {}
-    except RuntimeError:  # the next look at the store tells
+    except RuntimeError:  # the next attempt may succeed
         return
     for rank, reason in ended.items():
         raise WorldError(

@@ -44,7 +44,7 @@ class Entry:
     incarnation: str = ""
     reason: str = ""
     version: str = field(default="", kw_only=True)
-    """Of Syncline, where it joined."""
+    """The version of Syncline of a member that joined."""
 
 
 class Directory:
@@ -75,16 +75,16 @@ class Directory:
         self.members: dict[int, Entry] = {}
         self.gone: dict[int, str] = {}
         self._found: set[int] = set()
-        """Those of the gone whose loss this node has found itself, and not yet read in the log."""
+        """Lost members that this node has found itself and has not read in the log yet."""
         self.left: set[int] = set()
         """Those of the gone who said farewell: what they sent before may still be on its way."""
         self.hints: dict[int, tuple[float, str]] = {}
         """With a key: who the launcher is said to have seen end, when this was read, and the reason."""
         self.refused = 0
         self.reachable = True
-        """Whether the store is there; False for good when its connection has broken."""
+        """Whether the store's connection is open. Once broken it stays False."""
         self.answers = True
-        """Whether the store has answered when it was last asked: it may be cut off, or its process stopped."""
+        """Whether the store answered the last call. It may be cut off, or its process stopped."""
 
     @property
     def behind(self) -> bool:
@@ -125,7 +125,7 @@ class Directory:
             # This process was held up in between: the others may have given the number up.
 
     def close(self) -> None:
-        """Ask the store no more."""
+        """Make no more calls to the store."""
         self.reachable = False
         self._launcher.close()
 
@@ -157,7 +157,7 @@ class Directory:
         for entry in found:
             if entry.kind == "joined":
                 self.members[entry.rank] = entry
-            elif entry.rank in self._found:  # this node has found it too; the first to write it has the last word
+            elif entry.rank in self._found:  # this node has found it too; the first entry in the log counts
                 self.gone[entry.rank] = entry.reason
                 self._found.discard(entry.rank)
                 continue
@@ -206,7 +206,7 @@ class Directory:
         return found
 
     def deaths_of(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Which of these members the launcher is said to have seen end, and how; they need not have joined."""
+        """Which of these members have ended according to the launcher, and how. They need not have joined."""
         found = {}
         for rank in ranks if self._launcher.add(DEAD, 0) else ():
             key = f"{DEAD}/{self.name_of(rank).removeprefix('rank ')}"
@@ -215,7 +215,7 @@ class Directory:
         return found
 
     def lose(self, rank: int, reason: str) -> None:
-        """Note a loss that this node has found itself, before anybody is told of it."""
+        """Record a loss that this node has found itself, before the others learn of it."""
         with self._lock:
             if rank not in self.gone:
                 self.gone[rank] = reason

@@ -39,8 +39,8 @@ REVIEW = 0.05
 CHORES = 0.25
 """Seconds between looks at who has come, gone, or fallen silent."""
 PING_AFTER = 1.0
-HELD_UP_S = 2.0
-"""Seconds between two looks after which this process itself was held up: that time is nobody's silence."""
+MAX_LOOP_GAP_S = 2.0
+"""After a longer gap in its loop this process was suspended itself; that time does not count as a peer's silence."""
 GRACE = 0.5
 """Seconds of silence between a broken connection and the verdict: messages and a farewell may still be on the way."""
 HINTED = 2.0
@@ -79,7 +79,7 @@ class Node:
         self.runtime = runtime
         self.directory = directory
         self.lost_after = lost_after
-        """Seconds without a word, pings included, after which a peer whose connection still stands counts as lost."""
+        """Seconds without a message or a ping after which a peer counts as lost though its connection is open."""
         self._watch = watch
         self._liveness: Liveness | None = None
         self._strangers = LimitedLog(logger, runtime.now)
@@ -125,7 +125,7 @@ class Node:
 
     @property
     def liveness(self) -> Liveness:
-        """The records of who waits for whom."""
+        """The records of which rank waits for which."""
         assert self._liveness is not None, "it has joined"
         return self._liveness
 
@@ -161,7 +161,7 @@ class Node:
         self.nudge()
 
     def name(self, rank: int | None = None) -> str:
-        """A member as people know it, such as "rank 3" or "server 0"; this one where none is named."""
+        """The name of a member for messages, such as "rank 3" or "server 0"; by default that of this one."""
         return self.directory.name_of(self.rank if rank is None else rank)
 
     def gone(self, rank: int) -> str:
@@ -231,7 +231,7 @@ class Node:
         if self._may_belong(identity) and self._undecided.keep(identity, heard):
             return None
         self._undecided.leave(identity)
-        self._strangers.warn(f"rank {self.rank} hears a stranger and does not listen: {reason}")
+        self._strangers.warn(f"rank {self.rank} ignores an unknown sender: {reason}")
         if len(self._known) > MOST_BANNED:
             self._known = {name: peer for name, peer in self._known.items() if peer is not None}
         self._known[identity] = None
@@ -310,7 +310,7 @@ class Node:
         return False
 
     def _hear(self, identity: bytes, peer: _Peer, content: Any, body: Any, extra: int) -> None:
-        if peer.link.gone:  # it was given up, and the others go on without it: what it says now comes too late
+        if peer.link.gone:  # it counts as lost, and the others continue without it: its late messages are dropped
             return
         peer.heard = self.runtime.now()
         try:
@@ -337,13 +337,13 @@ class Node:
             self._chores(now)
 
     def _chores(self, now: float) -> None:
-        if now - self._looked > HELD_UP_S:
+        if now - self._looked > MAX_LOOP_GAP_S:
             for peer in list(self._peers.values()):
                 peer.heard += now - self._looked
         self._looked = now
         for entry in self.directory.news():
             if entry.kind != "joined" and entry.rank == self.rank:
-                self._give_up(f"the others have given this rank up: {entry.reason}")
+                self._give_up(f"the others have declared this rank lost: {entry.reason}")
             elif entry.kind == "lost":
                 logger.warning("%s is told: %s is lost: %s", self.name(), self.name(entry.rank), entry.reason)
                 if entry.rank in self._peers:
@@ -362,7 +362,7 @@ class Node:
                 self._look_after(rank, peer, now, ping)
 
     def _is_cut_off(self, now: float) -> bool:
-        """Whether it is this rank that the others cannot reach: neither the store nor any peer is heard."""
+        """Whether this rank itself is cut off: it hears neither the store nor any peer."""
         silences = [now - peer.heard for peer in self._peers.values() if not peer.link.gone]
         silent = bool(silences) and max(silences) > self.lost_after and min(silences) > self.lost_after / 2
         return silent and not self.directory.answers
@@ -382,7 +382,7 @@ class Node:
         elif told and now - max(told_at, peer.heard) > HINTED:
             self._announce(rank, told)
         elif now - peer.heard > self.lost_after:
-            self._announce(rank, f"it has given no sign of life for {self.lost_after:.3g} s")
+            self._announce(rank, f"it has sent no heartbeat for {self.lost_after:.3g} s")
         elif ping:
             peer.link.tell(PING)
         if told and peer.broken_at is None and peer.heard - told_at > HINTED:
@@ -393,7 +393,7 @@ class Node:
         if rank in self.directory.gone:
             self._lose(rank, reason)
             return
-        self.directory.lose(rank, reason)  # first: who is told of the loss asks who is gone
+        self.directory.lose(rank, reason)  # first: callers that get the error ask which ranks are gone
         self._lose(rank, reason)
         try:
             self.directory.post(Entry("lost", rank, reason=reason))

@@ -157,7 +157,7 @@ class ZmqTransport(Transport):
         return self.node.gone(self._rank_of(rank))
 
     def wait(self, thing: Waited, timeout: float, pending: Callable[[], str], peer: int | None) -> bool:
-        """Wait as the node does, and let the others know for whom; an idle wait is nobody's business."""
+        """Wait as the node does, and write into this rank's record which rank it waits for, unless the wait is idle."""
         if thing.settled:
             return True
         if timeout == math.inf:
@@ -177,11 +177,11 @@ class ZmqTransport(Transport):
         if verdict.mismatch:
             return IncompatibleError(f"rank {self.node.rank} waited for {pending}: {verdict.reason}")
         if verdict.rank == self.node.rank:
-            verdict = Verdict(verdict.rank, "the others have given this rank up")
+            verdict = Verdict(verdict.rank, "the others have declared this rank lost")
         return self.node.lost(verdict.rank, verdict.reason, pending, seconds)
 
     def _verdict(self, rank: int | None, seconds: float, cause: BaseException | None) -> Verdict:
-        """Who is to blame for a wait for a rank: that one, or whom it waits for itself."""
+        """The rank that caused a wait for `rank` to fail: that rank, or one that it waits for itself."""
         if rank is None:
             return Verdict(None, self._who_is_there())
         gone, asks = self.node.gone(rank), not self.node.crank.drives
@@ -197,7 +197,7 @@ class ZmqTransport(Transport):
         return Verdict(rank, f"{LATE}; {self.node.name(rank)} is still there")
 
     def refined(self, error: Exception, peer: int | None, pending: str) -> Exception:
-        """What a broken receive raises: the node, which broke it, knows its peer's end and not the cause of that."""
+        """The error of a broken receive. The node, which broke it, knows that the peer ended, but not why."""
         if isinstance(error, WorldError) and (text := self.node.liveness.mismatch_found(self._channel)):
             return IncompatibleError(f"rank {self.node.rank} waited for {pending}: {text}")
         if not isinstance(error, PeerLostError) or peer is None or not self.node.gone(self._rank_of(peer)):
@@ -305,7 +305,7 @@ class _Receiving:
         posted = self._posted
         most = posted.data.numel() if posted.most < 0 else posted.most
         name = self._transport.node.name
-        whom = "anyone" if posted.wanted is None else name(posted.wanted)  # perhaps one that has joined
+        whom = "anyone" if posted.wanted is None else name(posted.wanted)  # it may have joined later
         return f"a message from {whom} ({tag_name(posted.tag)}, {human(most)})"
 
 

@@ -1,4 +1,4 @@
-"""For how long each program has given no sign of life."""
+"""Measures for how long each program has sent no heartbeat."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Literal
 
 from syncline.transports.store import LEFT
 
-__all__ = ["SilenceWatch", "State"]
+__all__ = ["HeartbeatMonitor", "State"]
 
 State = Literal["stopped", "busy"]
-"""What the kernel tells of a process: stopped by a signal, or running."""
+"""The state of a process in the kernel: stopped by a signal, or running."""
 
 MAX_GAP_S = 2.0
-"""Seconds that count at most between two looks: while the launcher itself is held up, nobody is silent."""
+"""Largest time in seconds that counts between two checks: the launcher itself may have been suspended."""
 
 
-class SilenceWatch:
-    """Counts the seconds in which a program's sign of life stays the same.
+class HeartbeatMonitor:
+    """Counts the seconds in which a program's heartbeat number stays the same.
 
-    A program that has no world yet, or has left its world, gives none: it is taken for alive unless it is stopped. So
-    is one that computes: compiled code that does not let other threads run keeps its signs back.
+    A program that has no world yet, or has left its world, sends none. It counts as alive unless a signal has stopped
+    it. So does one that computes: compiled code may keep the thread that sends the heartbeats from running.
 
-    >>> watch = SilenceWatch(lost_after=3.0)
+    >>> watch = HeartbeatMonitor(lost_after=3.0)
     >>> [watch.look(now, {"rank 0": "7", "rank 1": str(now)}, dict) for now in (0.0, 2.0, 4.0)]
     [{}, {}, {'rank 0': 4.0}]
     """
@@ -34,9 +34,10 @@ class SilenceWatch:
         self._silent: dict[str, float] = {}
 
     def look(self, now: float, signs: Mapping[str, str], states: Callable[[], Mapping[str, State]]) -> dict[str, float]:
-        """Take in the latest sign of each program that runs, "" for none; who was silent for too long, and how long.
+        """Check the latest heartbeat of each running program, "" for none. Returns the programs that were silent for
+        too long, with the seconds.
 
-        `states` is asked only where a sign is the same as before.
+        `states` is called only if a heartbeat is the same as before.
         """
         gap = 0.0 if self._looked is None else min(now - self._looked, MAX_GAP_S)
         self._looked = now

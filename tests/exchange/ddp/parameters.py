@@ -111,7 +111,7 @@ def frozen_later(side: Side) -> Any:
     return gradients(model)
 
 
-@case("Thawed later")
+@case("Unfrozen later")
 def thawed(side: Side) -> Any:
     model = net()
     model[0].requires_grad_(False)

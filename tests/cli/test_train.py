@@ -65,7 +65,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
         ("digits -n 2 --pace 0.001 --slow rank=1,faktor=4", SpecError, "did you mean 'factor'"),
         ("digits --pace -1", SpecError, "-1.0 seconds a sample"),
         ("digits -n 2 --strategy onesided", IncompatibleError, "which needs MPI: add --mpi"),
-        ("digits --lab 2@1gbit --strategy hogwild", IncompatibleError, "shares the memory of one host"),
+        ("digits --lab 2@1gbit --strategy hogwild", IncompatibleError, "needs the memory of one host"),
         ("digits --servers -1 --strategy ssp", SpecError, "--servers -1: a number of servers cannot be negative"),
         ("digits --servers 1", IncompatibleError, "--servers 1: allreduce asks no servers"),
         ("digits --servers 1 --strategy hogwild", IncompatibleError, "hogwild asks no servers"),

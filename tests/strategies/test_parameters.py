@@ -112,7 +112,7 @@ def test_a_parameter_that_the_model_did_not_have_is_refused(spec: str) -> None:
         optimizer.add_param_group({"params": model.added.parameters()})
         take(model, optimizer, torch.ones(1, 3))
 
-    with pytest.raises(IncompatibleError, match=r"group 1.*before, or close the run"):
+    with pytest.raises(IncompatibleError, match=r"group 1.*or close the run"):
         play(work)
 
 

@@ -338,5 +338,5 @@ def test_closing_does_not_hang_on_a_store_that_does() -> None:
 @pytest.mark.parametrize("text", ["never", "-1", "0.1", "inf"])
 def test_the_time_after_which_one_is_lost_is_checked(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SYNCLINE_LOST_AFTER", text)
-    with pytest.raises(sl.SpecError, match=f"SYNCLINE_LOST_AFTER={text}: seconds"):
+    with pytest.raises(sl.SpecError, match=f"SYNCLINE_LOST_AFTER={text}: give a number of seconds"):
         lost_after()

@@ -92,7 +92,8 @@ def test_a_key_goes_along_with_mpi_on_hosts(monkeypatch: pytest.MonkeyPatch, key
     handed: list[Mapping[str, str]] = []
     monkeypatch.setattr(run, "mpi_command", lambda target, ranks, hosts, environ, *servers: ["mpiexec", *environ])
 
-    def hand_over(command: list[str], variables: Mapping[str, str]) -> int:
+    def hand_over(command: list[str], variables: Mapping[str, str], mpi: bool) -> int:
+        assert mpi, "what MPICH leaves behind is removed"
         commands.append(command)
         handed.append(variables)
         return 0

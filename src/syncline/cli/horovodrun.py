@@ -240,7 +240,7 @@ def _run_mpi(job: Job, hosts: tuple[Host, ...], options: list[str]) -> int:
         variables["SYNCLINE_KEY"] = network_key()
     variables |= threads_each(max(host.slots for host in hosts))
     environ = {**os.environ, **variables}
-    return hand_over(mpi_command(job.target, ranks, elsewhere, environ, options=options), variables)
+    return hand_over(mpi_command(job.target, ranks, elsewhere, environ, options=options), variables, mpi=True)
 
 
 @contextlib.contextmanager

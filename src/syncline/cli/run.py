@@ -26,7 +26,6 @@ from syncline.launch.machine import warn_if_crowded
 from syncline.launch.mpi import mpi_command
 from syncline.launch.slurm import srun_command
 from syncline.launch.start import Job, hand_over, run_here, run_on_hosts
-from syncline.launch.sweeper import sweep_after_mpiexec
 from syncline.launch.variables import company, network_key, threads_each
 from syncline.transports.store import read_lost_after
 
@@ -111,8 +110,7 @@ def _run_mpi(job: Job, ranks: int, hosts: tuple[Host, ...]) -> int:
     variables |= threads_each(ranks if not hosts else max(host.slots for host in hosts))
     environ = {**os.environ, **variables}
     command = mpi_command(job.target, ranks, hosts, environ, job.servers, job.server)
-    sweep_after_mpiexec()
-    return hand_over(command, variables)
+    return hand_over(command, variables, mpi=True)
 
 
 def _target(arguments: argparse.Namespace) -> tuple[str, ...]:

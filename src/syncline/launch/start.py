@@ -24,6 +24,7 @@ from syncline.launch.remote import RemoteCrew, Share
 from syncline.launch.ssh import address_towards
 from syncline.launch.store import Board, serve_store
 from syncline.launch.supervisor import Policy, Supervisor, Tick
+from syncline.launch.sweeper import sweep_after_mpiexec
 from syncline.launch.variables import carried, common_variables, company, network_key, threads_each
 from syncline.transports.store import LOST_AFTER_VARIABLE, lost_after, read_lost_after
 
@@ -142,8 +143,10 @@ def run_on_hosts(job: Job, hosts: Sequence[Host]) -> int:
         return _supervise(job, Several(crews), board, places, output)
 
 
-def hand_over(command: Sequence[str], variables: Mapping[str, str]) -> int:
-    """Become another launcher: signals, output and exit code are then its own."""
+def hand_over(command: Sequence[str], variables: Mapping[str, str], mpi: bool = False) -> int:
+    """Become another launcher: signals, output and exit code are then its own. `mpi` says that it is mpiexec."""
+    if mpi:
+        sweep_after_mpiexec()
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(command[0], list(command), {**os.environ, **variables})

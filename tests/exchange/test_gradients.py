@@ -267,7 +267,8 @@ def test_a_swapped_tensor_is_refused(strategy: str, part: Any) -> None:
         model: Any = net()
         _, optimizer = attach(model, strategy=strategy)
         for parameter in model[part].parameters():
-            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().clone()))
+            other = nn.Parameter(parameter.detach().clone())
+            torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
         backward(model(batch(world.rank)).sum())
         optimizer.step()
 

@@ -484,7 +484,7 @@ def test_a_loaded_optimizer_reaches_servers_without_a_state() -> None:
             optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
             backward(model[0](torch.ones(1, 2)).sum())
             optimizer.step()
-        return [*map(float, optimizer.state[model[0].weight]["momentum_buffer"].view(-1))]
+        return [*map(float, optimizer.state[next(model.parameters())]["momentum_buffer"].view(-1))]
 
     for found in sl.simulate(case, ranks=2).results:
         assert found == pytest.approx([10.0, 10.0])  # 0.9 · 10 + 1

@@ -258,3 +258,44 @@ def test_a_replaced_parameter_is_refused(strategy: str) -> None:
 
     with pytest.raises(sl.IncompatibleError, match=r"0\.weight was replaced in the model"):
         sl.simulate(case, ranks=2)
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "local(period=2, after=3)"])
+@pytest.mark.parametrize("part", [0, slice(None)])
+def test_a_swapped_tensor_is_refused(strategy: str, part: Any) -> None:
+    def case(world: sl.World) -> None:
+        model: Any = net()
+        _, optimizer = attach(model, strategy=strategy)
+        for parameter in model[part].parameters():
+            other = nn.Parameter(parameter.detach().clone())
+            torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+        backward(model(batch(world.rank)).sum())
+        optimizer.step()
+
+    with pytest.raises(sl.IncompatibleError, match=r"exchanged for another .* no longer averaged"):
+        sl.simulate(case, ranks=2)
+
+
+def test_elements_in_one_place_are_refused() -> None:
+    def case(world: sl.World) -> None:
+        model = net()
+        model.register_buffer("mask", torch.ones(2, 1).expand(2, 3))
+        attach(model)
+
+    with pytest.raises(sl.IncompatibleError, match=r"elements of mask lie in one place"):
+        sl.simulate(case, ranks=2)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_first_steps_of_local_count_zeros_for_the_unused(told: bool) -> None:
+    def case(world: sl.World) -> list[float]:
+        model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
+        _, optimizer = attach(model, strategy="local(period=2, after=2)", find_unused_parameters=told)
+        before = [float(parameter.detach()) for parameter in model.parameters()]
+        backward(model[world.rank](torch.ones(1, 1)).sum())
+        optimizer.step()
+        after = [float(parameter.detach()) for parameter in model.parameters()]
+        return [new - old for new, old in zip(after, before, strict=True)]
+
+    for moved in sl.simulate(case, ranks=2).results:
+        assert moved == pytest.approx([-0.05, -0.05])

@@ -167,3 +167,11 @@ def test_a_clock_that_jumps_is_refused() -> None:
         clocks.tick(7, 0)
     assert clocks.leave(1)
     assert not clocks.leave(1)
+
+
+def test_a_question_for_planes_changes_no_numbers() -> None:
+    """Another worker may ask what a shard remembers while one writes or reads by numbers."""
+    space = Space(describe(rules=("momentum(1.0, mu=0.5)",)), 0)
+    space.name_planes(["first", "second"])
+    space.name_planes()
+    assert space.read(2, 0, 3).tolist() == [0.0] * 3

@@ -471,3 +471,20 @@ def test_what_is_not_finite_does_not_reach_the_servers() -> None:
         with run.agreed():
             assert bool(torch.isfinite(flat(model)).all())
         run.close()
+
+
+def test_a_loaded_optimizer_reaches_servers_without_a_state() -> None:
+    """A server whose parameters nobody has used remembers nothing: all workers ask for its state at once."""
+
+    def case(world: sl.World) -> list[float]:
+        model = nn.ModuleList([nn.Linear(2, 1, bias=False) for _ in range(2)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with distributed(model, optimizer):
+            state = {0: {"momentum_buffer": torch.full((1, 2), 10.0)}}  # of the one that is used
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
+            backward(model[0](torch.ones(1, 2)).sum())
+            optimizer.step()
+        return [*map(float, optimizer.state[next(model.parameters())]["momentum_buffer"].view(-1))]
+
+    for found in sl.simulate(case, ranks=2).results:
+        assert found == pytest.approx([10.0, 10.0])  # 0.9 · 10 + 1

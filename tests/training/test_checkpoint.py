@@ -337,7 +337,7 @@ def test_a_rollback_keeps_steps_that_are_saved_again(tmp_path: Path) -> None:
             save(tmp_path, step=step, run=run, value=step)
         load(tmp_path, step=110, run=model)  # a look at the model alone is no rollback
         save(tmp_path, step=130, keep=None, run=run, value=130)
-        load(tmp_path / "step-00000100", run=run)
+        load(tmp_path / ".." / tmp_path.name / "step-00000100", run=run)  # the same folder by another path
         save(tmp_path, step=110, run=run, value=-110)
         assert load(tmp_path, run=run) == {"step": 110, "value": -110}
         save(tmp_path, step=110, run=run, value=-111)
@@ -346,7 +346,7 @@ def test_a_rollback_keeps_steps_that_are_saved_again(tmp_path: Path) -> None:
     assert load(tmp_path / aside[0]) == {"step": 110, "value": 110}
 
 
-@pytest.mark.parametrize("how", ["cut", "flipped", "no manifest"])
+@pytest.mark.parametrize("how", ["cut", "flipped", "no manifest", "dangling link"])
 def test_damaged_ones_do_not_count_in_keep(tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str) -> None:
     for step in (10, 20, 30):
         save(tmp_path, step=step, value=torch.full((8,), float(step)))
@@ -365,6 +365,10 @@ def damage(path: Path, how: str) -> None:
         (path / "manifest.json").unlink()
         return
     file = next((path / "shared").glob("*.safetensors"))
+    if how == "dangling link":
+        file.unlink()
+        file.symlink_to("nowhere")
+        return
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data if how == "flipped" else data[:-1])

@@ -355,6 +355,17 @@ class Gradients:
         if self._hooks and not self._hooks[index].alone:
             raise self.stepped_in_backward(index)
 
+    def check_attached(self) -> None:
+        """Refuse parameters whose tensors were exchanged: their hooks have gone with the old ones."""
+        for index, hook in self._hooks.items():
+            if not hook.attached:
+                raise IncompatibleError(
+                    f"the tensor of {self.names[index]} was exchanged for another after sl.distribute (by "
+                    "torch.utils.swap_tensors, which load_state_dict() and model.to() use with "
+                    "torch.__future__.set_swap_module_params_on_conversion(True)), and its gradients are no longer "
+                    "averaged: change the model first, then call sl.distribute"
+                )
+
     def stepped_in_backward(self, index: int) -> IncompatibleError:
         """The error for a hook that has used a gradient before the ranks have averaged it."""
         return IncompatibleError(
@@ -482,8 +493,16 @@ class _Hook:
             if frozen:
                 parameter.requires_grad_(False)
         self._fn = fn
+        self._parameter = parameter
+        self._tensor: int = parameter._cdata
+        """Which tensor the parameter is, for torch: the one that has the hook."""
         self._table: dict[int, Any] = parameter._post_accumulate_grad_hooks
         """All hooks of the parameter, in the order in which they are called."""
+
+    @property
+    def attached(self) -> bool:
+        """Whether the parameter still has it."""
+        return bool(self._parameter._cdata == self._tensor)
 
     @property
     def alone(self) -> bool:

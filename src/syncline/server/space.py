@@ -388,14 +388,15 @@ class Space:
     # State: what the rules remember, as planes beside the weights.
 
     def name_planes(self, names: Sequence[str] | None = None) -> list[str]:
-        """The planes' names: those there are, or those that a checkpoint has."""
-        if names is None:
-            found = {name for state in self._states for name in state}
-            for applier in self._appliers.values():
-                found |= set(applier.state_dict())
-            names = sorted(found)
-        self._planes, self._loading = list(names), {}
-        return self._planes
+        """The names of the planes that are here; or number all of them, those of other servers or a checkpoint too."""
+        if names is not None:
+            self._planes, self._loading = list(names), {}
+            return self._planes
+        # A question changes no numbers: several workers read at once, and another may be between the two calls.
+        found = {name for state in self._states for name in state}
+        for applier in self._appliers.values():
+            found |= set(applier.state_dict())
+        return sorted(found)
 
     def _plane(self, number: int) -> str:
         if not 1 <= number <= len(self._planes):

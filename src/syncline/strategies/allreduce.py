@@ -114,8 +114,8 @@ class _AllReduceRun(Run):
             find_unused_parameters=settings.find_unused_parameters,
         )
         self._arrivals: set[int] = set()
-        """Indices of the gradients of the current pass so far."""
-        self._stepped_at = -1
+        """How many gradients a pass had, for each number that has occurred."""
+        self._stepped_at = 0
         """The number of rounds at the latest step."""
         self._hooks = [
             *(each.register_step_pre_hook(self._check_step) for each in self.optimizers),
@@ -195,7 +195,7 @@ class _AllReduceRun(Run):
         self._finish(found)
         if len(found.arrivals) not in self._arrivals and self.exchange.size > 1:
             self._arrivals.add(len(found.arrivals))
-            self._watch.check_replaced()
+            self._check_parameters()
 
     def _finish(self, found: Round) -> None:
         """Backward is over: which gradients does the step apply?"""
@@ -267,7 +267,7 @@ class _AllReduceRun(Run):
                     "is there when backward() returns, so step then"
                 )
             if self._rounds == self._stepped_at and optimizer is self.optimizer:  # no gradient since
-                self._watch.check_replaced()
+                self._check_parameters()
             self._stepped_at = self._rounds
         if self._delay and FOUND_INF in vars(optimizer):
             for key in (FOUND_INF, "grad_scale"):
@@ -276,6 +276,11 @@ class _AllReduceRun(Run):
                 f"{self.strategy!r} cannot be used with a GradScaler: a gradient that was scaled {self._delay} steps "
                 "ago would be unscaled with today's scale; train with bfloat16, which needs no scaler, or without delay"
             )
+
+    def _check_parameters(self) -> None:
+        """Gradients have not come, or not those that came before: refuse parameters that nobody averages any more."""
+        self._watch.check_replaced()
+        self._gradients.check_attached()
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.stats.steps += 1

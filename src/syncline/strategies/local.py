@@ -120,6 +120,7 @@ class LocalRun(AveragingRun):
             codec=self.exchange.codec,
             seed=settings.seed,
             diagnose=settings.diagnose,
+            find_unused_parameters=True,  # as the later steps, whose averages ask nobody what a worker has used
         )
 
     # Steps.
@@ -157,6 +158,10 @@ class LocalRun(AveragingRun):
                 f"{self.strategy!r} averages gradients in its first {self._synchronous_for} steps, and there a "
                 "closure's loss would be this worker's alone: call backward() and then step(), or leave `after` out"
             )
+
+    def before_step(self) -> None:
+        if self._reducer is not None:
+            self._reducer.check_attached()
 
     def after_step(self) -> None:
         if self.stats.steps <= self._synchronous_for:

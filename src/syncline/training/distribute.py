@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -22,6 +23,9 @@ from syncline.world import World, current_world
 __all__ = ["distribute", "momentum_of"]
 
 logger = logging.getLogger("syncline")
+
+OVERLAPS = 1
+"""What torch says of a tensor in which several elements lie in one place."""
 
 
 def distribute(
@@ -72,7 +76,7 @@ def distribute(
     way = build_strategy(strategy)
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
     _check_model(model, world)
-    _check_parameters(model)
+    _check_parameters(model, world.size)
     _check_optimizers(model, optimizers, way)
     settings = Settings(
         bucket_bytes=BUCKET_BYTES if bucket_bytes is None else bucket_bytes,
@@ -159,7 +163,7 @@ def _check_options(bucket_bytes: int | None, schedulers: Sequence[Any], seed: in
         raise SpecError(f"schedulers=[…] is a list, not {type(schedulers).__name__}: write schedulers=[scheduler]")
 
 
-def _check_parameters(model: nn.Module) -> None:
+def _check_parameters(model: nn.Module, size: int) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise IncompatibleError(
@@ -170,6 +174,11 @@ def _check_parameters(model: nn.Module) -> None:
             raise IncompatibleError(
                 f"{name} is on the meta device and holds no numbers: allocate it by model.to_empty(device=…) and set "
                 "its values, make the optimizer, then call distribute"
+            )
+        if size > 1 and torch._debug_has_internal_overlap(tensor) == OVERLAPS:
+            raise IncompatibleError(
+                f"several elements of {name} lie in one place in memory (as expand() makes them), so that it cannot be "
+                "written to: give each its own by .contiguous(), then make the optimizer and call distribute"
             )
         if hasattr(tensor, "_in_backward_optimizers"):
             raise IncompatibleError(

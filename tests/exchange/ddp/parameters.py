@@ -204,6 +204,18 @@ def assigned(side: Side) -> Any:
     return model.state_dict()
 
 
+@case("load_state_dict after wrapping, with torch.__future__.set_swap_module_params_on_conversion(True)")
+def swapped(side: Side) -> Any:
+    module = side.attach(model := net())
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    side.steps(module)
+    return model.state_dict()
+
+
 @case("model.double() after wrapping")
 def converted(side: Side) -> Any:
     module = side.attach(model := net())

@@ -294,6 +294,14 @@ def uneven_accumulation(side: Side) -> Any:
     return gradients(model)
 
 
+@case("A step after passes under no_sync alone", alike=False)
+def accumulation_alone(side: Side) -> Any:
+    module = side.attach(model := net())
+    with side.no_sync():
+        side.steps(module)
+    return model.state_dict()
+
+
 @case("Several backwards without zero_grad")
 def several_backwards(side: Side) -> Any:
     return side.passes(side.attach(net()), zero=False)

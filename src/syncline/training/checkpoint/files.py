@@ -106,7 +106,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"{path} is not JSON: {error}") from None
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise ProtocolError(f"{path} is missing") from None
 
 

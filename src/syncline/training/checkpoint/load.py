@@ -77,7 +77,7 @@ def load(
             raise
         loading.restore_randomness()
         if any(kind_of(value) in ("run", "optimizer") for value in objects.values()):  # loaded to continue training
-            meeting.resumed[loading.path.absolute().parent] = loading.manifest.step
+            meeting.resumed[loading.path.resolve().parent] = loading.manifest.step
         return loading.values | {"step": loading.manifest.step}
 
 

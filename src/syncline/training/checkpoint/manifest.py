@@ -61,7 +61,7 @@ def verify(folder: Path, checksums: bool = True) -> Manifest:
         raise ProtocolError(f"{folder / name} is not in the manifest: it was put there by somebody else; remove it")
     for name, told in manifest.files.items():
         path = folder / name
-        if name not in found:
+        if name not in found or not path.is_file():
             raise ProtocolError(f"{path} is missing: {_hint(folder)}")
         size = path.stat().st_size
         if size != told["bytes"]:
@@ -80,7 +80,7 @@ def verify_changed(folder: Path) -> None:
     if isinstance(told, dict) and told.get("version", VERSION) != VERSION:
         return
     sealed = (folder / MANIFEST).stat().st_mtime_ns
-    changed = any(path.stat().st_mtime_ns >= sealed for path in folder.glob("*/*"))
+    changed = any(path.lstat().st_mtime_ns >= sealed for path in folder.glob("*/*"))
     verify(folder, checksums=changed)
 
 

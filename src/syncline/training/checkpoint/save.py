@@ -136,16 +136,16 @@ class _Saving:
             self.files |= describe(self.aside, SHARED)
             self._look_for_parts()
             write_manifest(self.aside, Manifest(self.step, self.meeting.size, self.files))
-            set_abandoned_aside(self.folder, self.step, self.meeting.resumed.get(self.folder.absolute()))
+            set_abandoned_aside(self.folder, self.step, self.meeting.resumed.get(self.folder.resolve()))
             edition = self.attempt.commit()
-            self.meeting.resumed.pop(self.folder.absolute(), None)
+            self.meeting.resumed.pop(self.folder.resolve(), None)
             return edition
 
         with ExitStack() as stack:
             for run in self.runs.values():
                 stack.enter_context(run.agreed())
             edition = int(self.meeting.patiently("write the shared part of the checkpoint", work)[0])
-        self.meeting.resumed.pop(self.folder.absolute(), None)
+        self.meeting.resumed.pop(self.folder.resolve(), None)
         if self.attempt is not None:
             prune(self.folder, Entry(self.step, edition), keep)
         return edition

@@ -91,6 +91,25 @@ def test_a_process_that_was_held_up_itself_blames_nobody(here: Here, monkeypatch
     assert first.lost() == {}
 
 
+def test_the_launcher_decides_about_a_process_that_is_silent_everywhere(here: Here) -> None:
+    """A process that only computes writes nothing into the store either; one that does is cut off from this rank."""
+    first, silent = here.ranks[0], here.ranks[1].node
+    first.watch([1])
+    silent.liveness._closed.set()
+    assert silent.liveness._task.join(PATIENCE)
+    first.node.launched, silent._next_ping = True, float("inf")
+    first.node.lost_after = 0.2
+    peer = first.node._peers[1]
+    until(lambda: peer.beat is not None and first.runtime.now() - peer.heard > 1.0, "several looks have found it silent")
+    assert first.lost() == {}
+
+    def write_and_look() -> bool:
+        silent.liveness._write()
+        return 1 in first.lost()
+
+    until(write_and_look, "records come, and no word")
+
+
 def test_all_name_the_frozen_rank_of_a_chain(here: Here) -> None:
     """Rank 1 waits for the silent one, rank 0 for rank 1: both time out at once, and both name the silent one."""
     with Rogue(here) as frozen:

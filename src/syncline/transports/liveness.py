@@ -389,6 +389,11 @@ class Liveness:
         self._write()
         return verdict
 
+    def beat_of(self, rank: int) -> int | None:
+        """The number of a rank's latest record, 0 where it has written none; None where the store does not answer."""
+        record = self._ask(lambda: self._read_beat(rank))
+        return None if record is _UNREACHABLE else int((record or {}).get("beat", 0))
+
     def _read_deaths(self) -> None:
         """Read from the store which ranks `syncline run` has seen fail."""
         with self._reading:

@@ -114,6 +114,7 @@ class BoardBarrier:
         gap, longest = POLL_SECONDS
         since, known = runtime.now(), (self._seen, [0])
         while missing := self._missing(there):
+            self._refuse_those_who_left(what, there, missing)
             gone = [each for each in missing if each in self._closed]
             if gone and rank not in self._closed:
                 raise IncompatibleError(
@@ -134,3 +135,15 @@ class BoardBarrier:
                 )
             runtime.sleep(gap)
             gap = min(2 * gap, longest)
+
+    def _refuse_those_who_left(self, what: str, there: Callable[[int], bool], missing: Sequence[int]) -> None:
+        """Raise where one of those that are missing has left the world, and never comes."""
+        left = {rank: why for rank in missing if (why := self._world.gone(rank))}
+        still = self._missing(there) if left else []  # once more: a post may have come just before it left
+        for rank in (each for each in still if each in left):
+            raise PeerLostError(
+                f"rank {self._world.rank} waits for ranks {missing} to {what}, and rank {rank} has ended without closing "
+                f"its run ({left[rank]}): every worker closes it, with run.close() or at the end of a with block",
+                peer=rank,
+                pending=f"ranks {missing} to {what}",
+            )

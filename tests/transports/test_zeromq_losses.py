@@ -100,7 +100,9 @@ def test_the_launcher_decides_about_a_process_that_is_silent_everywhere(here: He
     first.node.launched, silent._next_ping = True, float("inf")
     first.node.lost_after = 0.2
     peer = first.node._peers[1]
-    until(lambda: peer.beat is not None and first.runtime.now() - peer.heard > 1.0, "several looks have found it silent")
+    until(
+        lambda: peer.beat is not None and first.runtime.now() - peer.heard > 1.0, "several looks have found it silent"
+    )
     assert first.lost() == {}
 
     def write_and_look() -> bool:

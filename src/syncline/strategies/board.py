@@ -22,6 +22,8 @@ __all__ = ["Board", "BoardBarrier", "Post"]
 
 POLL_SECONDS = (1e-3, 0.25)
 """Seconds between two reads of the board: at first, and at most."""
+LOOK_FOR_LEFT_S = 1.0
+"""Seconds between two looks for workers that have left: on some transports each asks the launcher's store."""
 
 
 class Board(Protocol):
@@ -113,8 +115,11 @@ class BoardBarrier:
         runtime, timeout, rank = self._world.runtime, self._world.transport.timeout, self._world.rank
         gap, longest = POLL_SECONDS
         since, known = runtime.now(), (self._seen, [0])
+        look = since + LOOK_FOR_LEFT_S
         while missing := self._missing(there):
-            self._refuse_those_who_left(what, there, missing)
+            if runtime.now() >= look:
+                self._refuse_those_who_left(what, there, missing)
+                look = runtime.now() + LOOK_FOR_LEFT_S
             gone = [each for each in missing if each in self._closed]
             if gone and rank not in self._closed:
                 raise IncompatibleError(

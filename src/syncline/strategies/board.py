@@ -147,8 +147,8 @@ class BoardBarrier:
         still = self._missing(there) if left else []  # once more: a post may have come just before it left
         for rank in (each for each in still if each in left):
             raise PeerLostError(
-                f"rank {self._world.rank} waits for ranks {missing} to {what}, and rank {rank} has ended without closing "
-                f"its run ({left[rank]}): every worker closes it, with run.close() or at the end of a with block",
+                f"rank {self._world.rank} waits for ranks {missing} to {what}, and rank {rank} has ended without "
+                f"closing its run ({left[rank]}): every worker closes it, with run.close() or at the end of a with block",
                 peer=rank,
                 pending=f"ranks {missing} to {what}",
             )

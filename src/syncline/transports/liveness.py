@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from syncline.runtime import Runtime
-from syncline.transports.base import told_by_rank
+from syncline.transports.base import ASK_FOR_CHECK, told_by_rank
 from syncline.transports.limited_log import LimitedLog
 from syncline.transports.store import ALIVE, DEAD, LEFT, KeyValueStore
 
@@ -40,7 +40,6 @@ MAX_WAITS = 8
 """Largest number of waits in a record."""
 
 LEFT_WORLD = "it has closed its world and left"
-ASK_FOR_CHECK = "sl.init(check=True) compares every call before anything is sent"
 
 
 @dataclass(frozen=True)

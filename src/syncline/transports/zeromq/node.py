@@ -124,7 +124,8 @@ class Node:
 
     def join(self, rank: int) -> None:
         """Enrol under a rank and begin to serve."""
-        self.rank = self.crank.rank = rank
+        self.rank = rank
+        self.crank.name = self.name()
         entry = Entry("joined", rank, self.endpoint, self._incarnation.hex(), version=package_version())
         self.directory.post(entry)
         self._liveness = self._watch(rank)

@@ -11,6 +11,7 @@ import torch
 
 from syncline.environment import Environment, Rendezvous
 from syncline.errors import PeerLostError, WorldError
+from syncline.runtime import RealRuntime
 from syncline.testing.processes import PATIENCE
 from syncline.transports import zeromq
 from syncline.transports.zeromq import ZmqTransport, node
@@ -212,6 +213,22 @@ def test_members_of_different_versions_refuse_each_other(here: Here, monkeypatch
     monkeypatch.setattr(node, "package_version", lambda: "9.9.9")
     with pytest.raises(WorldError, match=r"rank 0 runs Syncline \S+, rank 3 runs 9.9.9: install the same version"):
         zeromq.join(Rendezvous("127.0.0.1", here.port), PATIENCE)
+
+
+def test_launched_ranks_of_different_versions_all_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first to find out leaves at once; the other does not take that for a loss."""
+    store, versions, told = serve_a_store(), ["1.2", "9.9.9"], list[str]()
+    monkeypatch.setattr(node, "package_version", lambda: versions.pop())
+
+    def come(rank: int) -> None:
+        with pytest.raises(WorldError) as caught:
+            enter(store.port, rank, 2).close()
+        told.append(str(caught.value))
+
+    tasks = [RealRuntime().spawn(come, rank) for rank in range(2)]
+    assert all(task.join(PATIENCE) for task in tasks)
+    assert all("install the same version" in text and "9.9.9" in text for text in told)
+    assert len(told) == 2
 
 
 # Strangers.

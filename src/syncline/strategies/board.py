@@ -148,7 +148,7 @@ class BoardBarrier:
         for rank in (each for each in still if each in left):
             raise PeerLostError(
                 f"rank {self._world.rank} waits for ranks {missing} to {what}, and rank {rank} has ended without "
-                f"closing its run ({left[rank]}): every worker closes it, with run.close() or at the end of a with block",
+                f"closing its run ({left[rank]}): every worker closes it, by run.close() or a with block",
                 peer=rank,
                 pending=f"ranks {missing} to {what}",
             )

@@ -61,7 +61,7 @@ def connect(
             store.set(f"syncline/world{beside}", world)
         node.join(environment.rank)
         _await_all(node, environment, place, timeout if patience is None else patience)
-        node.directory.check_versions()
+        node.directory.check_versions(launched=environment.size)
         return ZmqTransport(node, tuple(range(environment.size)), timeout)
 
 

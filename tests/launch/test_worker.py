@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -39,3 +41,17 @@ def test_mpi_ranks_show_one_error_once(monkeypatch: pytest.MonkeyPatch, capsys: 
         "rank 0 failed:",
         "ValueError: boom",
     ]
+
+
+@pytest.mark.parametrize(
+    ("end", "known"),
+    [("pass", "None"), ("sys.exit(0)", "None"), ("sys.exit(3)", "SystemExit(3)"), ("1 / 0", "ZeroDivisionError")],
+)
+def test_exit_handlers_know_whether_an_error_ends_the_worker(end: str, known: str, tmp_path: Path) -> None:
+    """A run's exit handler waits for the other ranks, unless this one fails."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import atexit, sys\natexit.register(lambda: print(repr(getattr(sys, 'last_value', None))))\n{end}\n"
+    )
+    found = subprocess.run([sys.executable, worker.__file__, str(script)], capture_output=True, text=True, check=False)
+    assert found.stdout.startswith(known)

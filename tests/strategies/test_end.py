@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
@@ -93,6 +94,43 @@ def test_leaving_the_world_closes_its_runs(spec: str) -> None:
 
     first, second = play(work)
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("spec", ["ssp(slack=3)", "downpour", "gossip(pairwise=True)"])
+def test_sys_exit_in_a_with_block_ends_the_run_as_its_end_does(spec: str) -> None:
+    """The others need this worker's process: its part of the weights, or its last word."""
+
+    def work(world: sl.World) -> Tensor:
+        with contextlib.suppress(SystemExit), begin(spec) as run:
+            train(world, run, 6 - 4 * world.rank)
+            raise SystemExit(0)
+        return whole(run.model)
+
+    first, second = play(work)
+    assert torch.equal(first, second)
+
+
+def test_a_worker_that_left_without_closing_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = set[int]()
+    monkeypatch.setattr(sl.World, "gone", lambda self, rank: "it has left" if rank in left else "")
+
+    def work(world: sl.World) -> float:
+        run = begin("ssp(slack=3)")
+        train(world, run, 2)
+        if world.rank == 1:  # as the servers see one that leaves
+            run.board().finish()
+            left.add(1)
+            world.compute(1000.0)  # its part of the weights stays
+            return 0.0
+        with pytest.raises(PeerLostError, match="rank 1 has ended without closing its run") as caught:
+            run.close()
+        assert caught.value.peer == 1
+        assert "clock" not in str(caught.value)
+        return world.runtime.now()
+
+    found = sl.simulate(work, ranks=2, return_exceptions=True).results
+    assert isinstance(found[0], float), found[0]
+    assert found[0] < 10.0
 
 
 def test_a_worker_that_closes_while_another_enters_agreed_is_named() -> None:

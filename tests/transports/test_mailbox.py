@@ -9,6 +9,7 @@ from torch import Tensor
 from syncline.errors import PeerLostError, ProtocolError
 from syncline.runtime import RealRuntime
 from syncline.transports import mailbox as module
+from syncline.transports.base import LANE_TAGS
 from syncline.transports.mailbox import Mailbox, Posted
 
 
@@ -110,6 +111,11 @@ def test_a_wrong_length(mailbox: Mailbox, posted_first: bool, exact: bool, lengt
     assert str(waiting.error) == f"rank 4 sent {length} B (tag 6) where {word} 2 B were due"
     assert waiting.error.peer == 4
     assert waiting.data.tolist() == [0, 0]
+
+
+def test_a_wrong_length_in_a_collective_hints_at_check(mailbox: Mailbox) -> None:
+    mailbox.deliver(message(7), source=4, tag=LANE_TAGS)
+    assert "check=True" in str(post(mailbox, room=2, tag=LANE_TAGS, exact=True).error)
 
 
 def test_an_exact_length(mailbox: Mailbox) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from syncline.environment import Environment, Rendezvous
 from syncline.errors import PeerLostError, WorldError
+from syncline.runtime import RealRuntime
 from syncline.testing.processes import PATIENCE
 from syncline.transports import zeromq
 from syncline.transports.zeromq import ZmqTransport, node
@@ -89,6 +90,27 @@ def test_a_process_that_was_held_up_itself_blames_nobody(here: Here, monkeypatch
     first.node.lost_after = 100.0
     first.node._chores(first.runtime.now())
     assert first.lost() == {}
+
+
+def test_the_launcher_decides_about_a_process_that_is_silent_everywhere(here: Here) -> None:
+    """A process that only computes writes nothing into the store either; one that does is cut off from this rank."""
+    first, silent = here.ranks[0], here.ranks[1].node
+    first.watch([1])
+    silent.liveness._closed.set()
+    assert silent.liveness._task.join(PATIENCE)
+    first.node.launched, silent._next_ping = True, float("inf")
+    first.node.lost_after = 0.2
+    peer = first.node._peers[1]
+    until(
+        lambda: peer.beat is not None and first.runtime.now() - peer.heard > 1.0, "several looks have found it silent"
+    )
+    assert first.lost() == {}
+
+    def write_and_look() -> bool:
+        silent.liveness._write()
+        return 1 in first.lost()
+
+    until(write_and_look, "records come, and no word")
 
 
 def test_all_name_the_frozen_rank_of_a_chain(here: Here) -> None:
@@ -191,6 +213,22 @@ def test_members_of_different_versions_refuse_each_other(here: Here, monkeypatch
     monkeypatch.setattr(node, "package_version", lambda: "9.9.9")
     with pytest.raises(WorldError, match=r"rank 0 runs Syncline \S+, rank 3 runs 9.9.9: install the same version"):
         zeromq.join(Rendezvous("127.0.0.1", here.port), PATIENCE)
+
+
+def test_launched_ranks_of_different_versions_all_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first to find out leaves at once; the other does not take that for a loss."""
+    store, versions, told = serve_a_store(), ["1.2", "9.9.9"], list[str]()
+    monkeypatch.setattr(node, "package_version", lambda: versions.pop())
+
+    def come(rank: int) -> None:
+        with pytest.raises(WorldError) as caught:
+            enter(store.port, rank, 2).close()
+        told.append(str(caught.value))
+
+    tasks = [RealRuntime().spawn(come, rank) for rank in range(2)]
+    assert all(task.join(PATIENCE) for task in tasks)
+    assert all("install the same version" in text and "9.9.9" in text for text in told)
+    assert len(told) == 2
 
 
 # Strangers.

@@ -49,14 +49,26 @@ def main() -> None:
         module, code = load(arguments)
         sys.modules["__main__"] = module
         exec(code, module.__dict__)  # noqa: S102 - the user's own script is what we are here to run
-    except SystemExit:
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            _remember(end)
         raise
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        _remember(error)
         sys.exit(130)
     except BaseException as error:
+        _remember(error)
         report(error, error_file)
         sys.exit(1)
     del ours
+
+
+def _remember(error: BaseException) -> None:
+    """Let exit handlers know that an error ends the process, as Python does for one that nobody caught.
+
+    One that ends well waits at its exit for the ranks that still need it. One that fails must not.
+    """
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
 
 
 def end_with_the_supervisor() -> None:

@@ -611,7 +611,8 @@ class Run(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
+        ends = isinstance(error, SystemExit) and not error.code  # as at the plain end of a process
+        if error is None or (ends and self.loose):
             self.close()
         elif not self._closed:
             self._release()

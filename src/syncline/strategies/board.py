@@ -22,6 +22,8 @@ __all__ = ["Board", "BoardBarrier", "Post"]
 
 POLL_SECONDS = (1e-3, 0.25)
 """Seconds between two reads of the board: at first, and at most."""
+LOOK_FOR_LEFT_S = 1.0
+"""Seconds between two looks for workers that have left: on some transports each asks the launcher's store."""
 
 
 class Board(Protocol):
@@ -113,7 +115,11 @@ class BoardBarrier:
         runtime, timeout, rank = self._world.runtime, self._world.transport.timeout, self._world.rank
         gap, longest = POLL_SECONDS
         since, known = runtime.now(), (self._seen, [0])
+        look = since + LOOK_FOR_LEFT_S
         while missing := self._missing(there):
+            if runtime.now() >= look:
+                self._refuse_those_who_left(what, there, missing)
+                look = runtime.now() + LOOK_FOR_LEFT_S
             gone = [each for each in missing if each in self._closed]
             if gone and rank not in self._closed:
                 raise IncompatibleError(
@@ -134,3 +140,15 @@ class BoardBarrier:
                 )
             runtime.sleep(gap)
             gap = min(2 * gap, longest)
+
+    def _refuse_those_who_left(self, what: str, there: Callable[[int], bool], missing: Sequence[int]) -> None:
+        """Raise where one of those that are missing has left the world, and never comes."""
+        left = {rank: why for rank in missing if (why := self._world.gone(rank))}
+        still = self._missing(there) if left else []  # once more: a post may have come just before it left
+        for rank in (each for each in still if each in left):
+            raise PeerLostError(
+                f"rank {self._world.rank} waits for ranks {missing} to {what}, and rank {rank} has ended without "
+                f"closing its run ({left[rank]}): every worker closes it, by run.close() or a with block",
+                peer=rank,
+                pending=f"ranks {missing} to {what}",
+            )

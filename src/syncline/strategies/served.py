@@ -30,6 +30,7 @@ from syncline.codecs import Chooser, Codec
 from syncline.errors import DivergedError, IncompatibleError, PeerLostError, SpecError
 from syncline.exchange import Exchange
 from syncline.server import Client, Future, ServerNetwork, open_space, server_network
+from syncline.server.clocks import FOREVER
 from syncline.server.filters import Filter, build_filter
 from syncline.server.layout import spans
 from syncline.server.protocol import WINDOW
@@ -310,10 +311,11 @@ class ServedRun(Run):
         except DivergedError as error:  # a push does not count the steps
             raise error.at_step(self.stats.steps) from None
         except PeerLostError as error:
-            if error.peer is None:
+            words = "" if error.peer is None else self._explain(error.peer)
+            if not words:
                 raise
             raise PeerLostError(
-                f"{error}; {self._explain(error.peer)}", peer=error.peer, pending=error.pending, seconds=error.seconds
+                f"{error}; {words}", peer=error.peer, pending=error.pending, seconds=error.seconds
             ) from error
 
     def count(self) -> None:
@@ -530,6 +532,8 @@ class ServedRun(Run):
     def _explain(self, peer: int) -> str:
         network, client = self.client.network, self.client
         if peer not in network.servers or not network.transport.gone(peer):
+            if client.told.min_clock >= FOREVER:  # nobody trains any more: no read waits for a clock
+                return ""
             return (
                 f"a server answers a read when the clocks allow it: this worker is at clock {client.clock} and reads "
                 f"when all are at {self.wanted(client.clock)}, and when a server last told, the slowest was at "

@@ -26,6 +26,7 @@ __all__ = [
     "Window",
     "as_bytes",
     "bounded",
+    "hint_of_mismatch",
     "human",
     "told_by_rank",
 ]
@@ -39,6 +40,8 @@ LANE_TAGS = 1 << 27
 
 COMPARISON_TAGS = LANE_TAGS + 4096
 """The first tag of messages in which ranks compare their next collective. Lanes use smaller tags."""
+
+ASK_FOR_CHECK = "sl.init(check=True) compares every call before anything is sent"
 
 DEFAULT_TIMEOUT = 300.0
 """Seconds after which a wait for a peer is given up."""
@@ -352,6 +355,15 @@ def told_by_rank(told: Mapping[int, str]) -> str:
     for rank in sorted(told):
         groups.setdefault(told[rank], []).append(rank)
     return "; ".join(f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {what}" for what, who in groups.items())
+
+
+def hint_of_mismatch(tag: int) -> str:
+    """What to do about a message of the wrong length: one of a collective comes from ranks that call different ones.
+
+    >>> hint_of_mismatch(6), hint_of_mismatch(LANE_TAGS)[:42]
+    ('', '; do all ranks call the same collective? s')
+    """
+    return f"; do all ranks call the same collective? {ASK_FOR_CHECK}" if LANE_TAGS <= tag < COMPARISON_TAGS else ""
 
 
 def human(nbytes: int) -> str:

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from syncline.runtime import Runtime
-from syncline.transports.base import told_by_rank
+from syncline.transports.base import ASK_FOR_CHECK, told_by_rank
 from syncline.transports.limited_log import LimitedLog
 from syncline.transports.store import ALIVE, DEAD, LEFT, KeyValueStore
 
-__all__ = ["Liveness", "Verdict"]
+__all__ = ["LEFT_WORLD", "Liveness", "Verdict"]
 
 logger = logging.getLogger("syncline")
 
@@ -39,7 +39,7 @@ CLOSE_TIMEOUT_S = 5.0
 MAX_WAITS = 8
 """Largest number of waits in a record."""
 
-ASK_FOR_CHECK = "sl.init(check=True) compares every call before anything is sent"
+LEFT_WORLD = "it has closed its world and left"
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class _View:
         if rank in self.gone:
             return self.gone[rank]
         if rank in self.left:
-            return "it has closed its world and left"
+            return LEFT_WORLD
         return f"it has sent no heartbeat for {STALE_AFTER_S:.0f} s" if rank in self.silent else ""
 
     def ended(self, ranks: Iterable[int]) -> bool:
@@ -389,6 +389,15 @@ class Liveness:
         self._write()
         return verdict
 
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank has said that it leaves."""
+        return self._ask(lambda: self._store.check([f"left/{rank}"])) is True
+
+    def beat_of(self, rank: int) -> int | None:
+        """The number of a rank's latest record, 0 where it has written none; None where the store does not answer."""
+        record = self._ask(lambda: self._read_beat(rank))
+        return None if record is _UNREACHABLE else int((record or {}).get("beat", 0))
+
     def _read_deaths(self) -> None:
         """Read from the store which ranks `syncline run` has seen fail."""
         with self._reading:
@@ -445,7 +454,7 @@ class Liveness:
             self._ask(self._read_deaths)
         view.gone = self.dead if self._gone is None else dict(self._gone())
         for rank in view.beats:
-            if rank not in view.left and self._ask(lambda rank=rank: self._store.check([f"left/{rank}"])) is True:  # type: ignore[misc]
+            if rank not in view.left and self.has_left(rank):
                 view.left.add(rank)
 
     def _judge(self, channel: str, members: Sequence[int], peer: int | None, broken: bool, view: _View) -> Verdict:

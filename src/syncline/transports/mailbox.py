@@ -10,7 +10,7 @@ from torch import Tensor
 
 from syncline.errors import ProtocolError
 from syncline.runtime import Event, Runtime
-from syncline.transports.base import human
+from syncline.transports.base import hint_of_mismatch, human
 
 __all__ = ["Arrived", "Mailbox", "Posted"]
 
@@ -235,7 +235,7 @@ def _hand_over(posted: Posted, message: Arrived) -> None:
     if length > room or (posted.exact and length < room):
         posted.error = ProtocolError(
             f"rank {message.source} sent {human(length)} (tag {message.tag}) where "
-            f"{'exactly' if posted.exact else 'at most'} {human(room)} were due",
+            f"{'exactly' if posted.exact else 'at most'} {human(room)} were due{hint_of_mismatch(message.tag)}",
             peer=message.source,
         )
     elif posted.most >= 0:

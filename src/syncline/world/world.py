@@ -167,6 +167,10 @@ class World:
             found = {**{rank: why for rank, why in transport.lost().items() if rank < self.size}, **found}
         return found
 
+    def gone(self, rank: int) -> str:
+        """Why nothing is to be expected of a rank any more, or nothing: it is lost, or has left its world."""
+        return next((why for each in (self._transport, *self._beside) if (why := each.gone(rank))), "")
+
     def watch(self, transport: Transport) -> None:
         """Count ranks that are lost on another transport as lost here too. Its first members are this world's ranks."""
         self._beside.append(transport)

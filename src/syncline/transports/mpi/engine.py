@@ -233,11 +233,12 @@ class Engine:
 
         MPI's own end waits for every rank, with no time limit, and one that fails never sends what the others wait
         for. So a rank that ends by an uncaught exception, or after it lost a peer, aborts the job: mpiexec then ends
-        the others at once, as torchrun does. A `sys.exit(3)` outside of the world's `with` cannot be told from an end
-        in peace: such a rank waits here, and says so.
+        the others at once, as torchrun does. Without `syncline run` a `sys.exit(3)` outside of the world's `with`
+        cannot be told from an end in peace: such a rank waits here, and says so.
         """
         if self.mpi.Is_finalized() or self.comm.Get_size() == 1:
             return
+        self.leaving(getattr(sys, "last_value", None))
         if self.unclean:
             abort_job(self.mpi, self.code)
         try:

@@ -31,7 +31,7 @@ from syncline.runtime import Task
 from syncline.transports.base import TAGS, Handle, Transport, human
 from syncline.transports.frames import HEADER_BYTES, Header
 from syncline.transports.limited_log import LimitedLog
-from syncline.transports.liveness import Verdict
+from syncline.transports.liveness import LEFT_WORLD, Verdict
 from syncline.transports.mailbox import LIMIT, Mailbox, Posted
 from syncline.transports.memory import Completed, MailboxHandle, describe_recv, no_more
 from syncline.transports.torch_dist.engine import Engine
@@ -243,6 +243,9 @@ class TorchTransport(Transport):
 
     def lost(self) -> dict[int, str]:
         return self.liveness.lost()
+
+    def gone(self, rank: int) -> str:
+        return super().gone(rank) or (LEFT_WORLD if self.liveness.has_left(self.members[rank]) else "")
 
     def failure(
         self, peer: int | None, pending: str, seconds: float, cause: BaseException | None, idle: bool = False

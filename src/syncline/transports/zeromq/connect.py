@@ -61,7 +61,7 @@ def connect(
             store.set(f"syncline/world{beside}", world)
         node.join(environment.rank)
         _await_all(node, environment, place, timeout if patience is None else patience)
-        node.directory.check_versions()
+        node.directory.check_versions(launched=environment.size)
         return ZmqTransport(node, tuple(range(environment.size)), timeout)
 
 
@@ -141,8 +141,9 @@ def _node(
         return found
 
     # If a launcher watches the processes, its decision comes first: it sees more than missing messages.
-    patience = (LAUNCHER_TIMEOUT_FACTOR if program_name() else 1) * lost_after()
-    return Node(runtime, directory, key, address, watch, patience)
+    launched = bool(program_name())
+    patience = (LAUNCHER_TIMEOUT_FACTOR if launched else 1) * lost_after()
+    return Node(runtime, directory, key, address, watch, patience, launched)
 
 
 def _await_all(node: Node, environment: Environment, place: Rendezvous, timeout: float) -> None:

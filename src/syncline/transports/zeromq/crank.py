@@ -37,7 +37,8 @@ class Crank:
     """`take_in` waits for the next message and takes it in, True when it was the bell; `ring` rings that bell."""
 
     def __init__(self, runtime: Runtime, take_in: Callable[[], bool], ring: Callable[[], None]) -> None:
-        self.rank = -1
+        self.name = "rank -1"
+        """Of this process, for messages: a server or an evaluator is no rank."""
         self.stopped = False
         self._runtime = runtime
         self._take_in = take_in
@@ -63,7 +64,7 @@ class Crank:
             try:
                 deeds.popleft()()
             except Exception:
-                logger.exception("rank %d could not deal with a message", self.rank)
+                logger.exception("%s could not deal with a message", self.name)
 
     @property
     def drives(self) -> bool:
@@ -78,13 +79,13 @@ class Crank:
         deadline, warn = now + timeout, now + (WARN_AFTER if timeout < math.inf else math.inf)
         while not thing.settled:
             if self.stopped:
-                raise WorldError(f"rank {self.rank} has closed its transport while it waited for {pending()}")
+                raise WorldError(f"{self.name} has closed its transport while it waited for {pending()}")
             now = self._runtime.now()
             if now >= deadline:
                 return False
             if now >= warn:
                 warn = deadline
-                logger.warning("rank %d has waited %.0f s for %s", self.rank, WARN_AFTER, pending())
+                logger.warning("%s has waited %.0f s for %s", self.name, WARN_AFTER, pending())
             until = min(deadline, warn)
             if self.take("thread"):
                 try:
@@ -122,7 +123,7 @@ class Crank:
     def _wait_for_the_driver(self, thing: Waited, until: float, pending: Callable[[], str]) -> None:
         """Another turns the crank: wait until it has settled this, or has left."""
         if self.drives:
-            raise WorldError(f"rank {self.rank} would wait for {pending()} while it deals with a message")
+            raise WorldError(f"{self.name} would wait for {pending()} while it deals with a message")
         with self._lock:
             background = self._driver == "background"
             if background:

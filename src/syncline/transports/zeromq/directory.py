@@ -221,9 +221,13 @@ class Directory:
                 self.gone[rank] = reason
                 self._found.add(rank)
 
-    def check_versions(self) -> None:
-        """Refuse members that run different versions of Syncline."""
-        check_versions({self.name_of(rank): self.members[rank].version for rank in self.present()})
+    def check_versions(self, launched: int = 0) -> None:
+        """Refuse members that run different versions of Syncline: those present, and all of the first `launched`.
+
+        One of these may have refused the others already, and left: all are to say why.
+        """
+        ranks = sorted({*range(launched), *self.present()})
+        check_versions({self.name_of(rank): self.members[rank].version for rank in ranks})
 
     def _decode(self, line: bytes) -> Entry | None:
         try:

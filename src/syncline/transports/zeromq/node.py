@@ -45,6 +45,8 @@ GRACE = 0.5
 """Seconds of silence between a broken connection and the verdict: messages and a farewell may still be on the way."""
 HINTED = 2.0
 """Seconds of silence after which a peer is lost that somebody says to be dead."""
+BEATS_UNHEARD = 6
+"""Records that a silent peer has written into the store before it is known that only this rank does not hear it."""
 LINGER = 5.0
 CUT_OFF = "this rank is cut off: it has heard neither the launcher's store nor any other rank"
 HELD = 32
@@ -62,6 +64,8 @@ class _Peer:
         self.monitor = monitor
         self.heard = now
         self.broken_at: float | None = None
+        self.beat: tuple[float, int] | None = None
+        """When the peer was last heard, and the number of its record at the first look after that."""
 
 
 class Node:
@@ -75,11 +79,14 @@ class Node:
         address: str,
         watch: Callable[[int], Liveness],
         lost_after: float = math.inf,
+        launched: bool = False,
     ) -> None:
         self.runtime = runtime
         self.directory = directory
         self.lost_after = lost_after
         """Seconds without a message or a ping after which a peer counts as lost though its connection is open."""
+        self.launched = launched
+        """Whether `syncline run` watches the processes, and tells which of them are lost."""
         self._watch = watch
         self._liveness: Liveness | None = None
         self._strangers = LimitedLog(logger, runtime.now)
@@ -117,7 +124,8 @@ class Node:
 
     def join(self, rank: int) -> None:
         """Enrol under a rank and begin to serve."""
-        self.rank = self.crank.rank = rank
+        self.rank = rank
+        self.crank.name = self.name()
         entry = Entry("joined", rank, self.endpoint, self._incarnation.hex(), version=package_version())
         self.directory.post(entry)
         self._liveness = self._watch(rank)
@@ -381,12 +389,27 @@ class Node:
             self._announce(rank, self.directory.gone.get(rank) or told or "its connection broke")
         elif told and now - max(told_at, peer.heard) > HINTED:
             self._announce(rank, told)
-        elif now - peer.heard > self.lost_after:
+        elif now - peer.heard > self.lost_after and self._is_for_us_to_tell(rank, peer):
             self._announce(rank, f"it has sent no heartbeat for {self.lost_after:.3g} s")
         elif ping:
             peer.link.tell(PING)
         if told and peer.broken_at is None and peer.heard - told_at > HINTED:
             self.directory.hints.pop(rank, None)  # it lives, whatever was said
+
+    def _is_for_us_to_tell(self, rank: int, peer: _Peer) -> bool:
+        """Whether this node decides that a silent peer is lost.
+
+        A launcher sees whether a process computes, and ends one that is silent everywhere. So where the store answers,
+        this node decides only about a peer whose records the store still gets: the way from it to here is cut.
+        """
+        if not (self.launched and self.directory.reachable and self.directory.answers):
+            return True
+        number = self.liveness.beat_of(rank)
+        if number is None:
+            return True
+        if peer.beat is None or peer.beat[0] != peer.heard:
+            peer.beat = (peer.heard, number)
+        return number - peer.beat[1] >= BEATS_UNHEARD
 
     def _announce(self, rank: int, reason: str) -> None:
         """Lose a peer, and let all name the same one."""

@@ -181,9 +181,7 @@ class PairwiseRun(Run):
                 weights.copy_(self._now)
             _read(parameters, self._snapshot)
             self._seen = partners.changes
-            _read(self._shown_buffers(self.model), partners.state[weights.numel() :])
-            others = _bytes_of(self._other_buffers(self.model))
-            partners.state[partners.state.numel() - others.numel() :] = others
+            self._publish_buffers(partners)
         self.stats.read_at(changed)
 
     # The model of all.
@@ -195,6 +193,18 @@ class PairwiseRun(Run):
             self._settle()
         with super().agreed():
             yield
+
+    def show_agreed(self) -> None:
+        if self.partners is not None:
+            with self.partners.held:
+                self._publish_buffers(self.partners)
+        super().show_agreed()
+
+    def _publish_buffers(self, partners: Partners) -> None:
+        """Show this worker's buffers to those who want the mean; `partners.held` is held."""
+        _read(self._shown_buffers(self.model), partners.state[partners.weights.numel() :])
+        others = _bytes_of(self._other_buffers(self.model))
+        partners.state[partners.state.numel() - others.numel() :] = others
 
     def _weights_into(self, model: nn.Module) -> None:
         """The mean of what everybody has now, as each tells it; of those that are there."""

@@ -155,6 +155,25 @@ def test_weights_swapped_on_one_worker_and_put_back_change_nothing(spec: str) ->
     assert torch.equal(with_swap, without)
 
 
+@pytest.mark.parametrize("spec", ["easgd(period=2)", "diloco(period=2)", "bsp", "gossip(pairwise=True)"])
+def test_what_one_worker_has_trained_goes_on_with_more(spec: str, tmp_path: Path) -> None:
+    def work(world: sl.World, resume: bool) -> float:
+        run = begin(spec, start=100.0 if resume else 0.0)
+        if resume:
+            sl.load(tmp_path, run=run)
+        else:
+            for _ in range(3):
+                step(run)
+            sl.save(tmp_path, step=3, run=run)
+        found = shown(run)
+        run.close()
+        return found
+
+    (saved,) = play(partial(work, resume=False), ranks=1)
+    assert saved < -1.0
+    assert play(partial(work, resume=True)) == (saved, saved)
+
+
 @pytest.mark.parametrize("trains", [(0, 1), (1,)])
 @pytest.mark.parametrize(
     "spec", ["bsp", "diloco(period=2)", "easgd(period=2, sync=False)", "gossip", "gossip(pairwise=True)", "ensemble"]

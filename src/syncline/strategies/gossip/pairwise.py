@@ -232,14 +232,17 @@ class PairwiseRun(Run):
                 buffer.copy_(rows[0][at:after].to(torch.uint8).view(buffer.dtype).view(buffer.shape))
                 at = after
 
-    @staticmethod
-    def _shown_buffers(model: nn.Module) -> list[Tensor]:
-        return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    def _shown_buffers(self, model: nn.Module) -> list[Tensor]:
+        """Buffers that are averaged."""
+        return [buffer for buffer in model.buffers() if self._holds(buffer)]
 
-    @staticmethod
-    def _other_buffers(model: nn.Module) -> list[Tensor]:
-        """Buffers that cannot be averaged, such as counters."""
-        return [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
+    def _other_buffers(self, model: nn.Module) -> list[Tensor]:
+        """Buffers that cannot be averaged, such as counters, and those that the row would round."""
+        return [buffer for buffer in model.buffers() if not self._holds(buffer)]
+
+    def _holds(self, buffer: Tensor) -> bool:
+        kind = self._snapshot.dtype
+        return buffer.is_floating_point() and torch.promote_types(buffer.dtype, kind) == kind
 
     def finish(self) -> None:
         self._settle()

@@ -118,7 +118,7 @@ def test_a_part_loaded_after_distribute_counts(spec: str) -> None:
 
     def work(world: sl.World) -> tuple[float, float]:
         model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1))
-        run = sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.0), strategy=spec)
+        run: Any = sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.0), strategy=spec)
         step(run)
         world.barrier()
         run.model[0].load_state_dict({"weight": torch.full((1, 1), 7.0)})
@@ -183,9 +183,9 @@ def test_a_checkpoint_counts_where_other_layers_are_trained(spec: str, trains: t
 
     def start(world: sl.World, first: float, trained: tuple[int, ...]) -> Any:
         model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(3)))
-        for number, layer in enumerate(model):
-            nn.init.constant_(layer.weight, first + number)
-            layer.requires_grad_(number in trained)
+        for number, weight in enumerate(model.parameters()):
+            nn.init.constant_(weight, first + number)
+            weight.requires_grad_(number in trained)
         return sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01), strategy=spec)
 
     def first(world: sl.World) -> Tensor:

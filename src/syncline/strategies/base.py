@@ -512,7 +512,7 @@ class Run(ABC):
         """The number of steps was loaded from another strategy's checkpoint: set all other step counters to it."""
 
     def _why_fresh(self, shared: Mapping[str, Any]) -> str | None:
-        """Why the strategy's state in a checkpoint cannot be loaded; None: it can. Older checkpoints have only the spec."""
+        """Why the strategy cannot load its state of a checkpoint; None: it can. Older ones have only the spec."""
         spec, own = str(shared["strategy"]), self.strategy
         if shared.get("format", spec.partition("(")[0]) != own.state_format and spec != repr(own):
             return f"of strategy {spec}"

@@ -166,6 +166,29 @@ def test_training_that_never_communicates_says_so(spec: str, caplog: pytest.LogC
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize(
+    "spec", ["easgd(period=9)", "easgd(period=1, centres=2, root_every=4)", "easgd(period=9, sync=False)"]
+)
+def test_training_that_never_communicates_is_not_lost(spec: str) -> None:
+    def work(world: sl.World) -> tuple[float, float]:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with sl.distribute(model, optimizer, strategy=spec) as run:
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.ones(1, 1)).sum().backward()
+                optimizer.step()
+            with run.agreed():
+                shown = model.weight.item()
+        return shown, model.weight.item()
+
+    first, *others = play(work, ranks=4)
+    assert all(other == first for other in others)
+    assert -3.0 <= first[1] < -1.0
+    assert first[0] == first[1] or "sync=False" in spec
+
+
 def test_average_and_ensemble_are_silent_by_design(caplog: pytest.LogCaptureFixture) -> None:
     def work(world: sl.World) -> None:
         for spec in ("average", "ensemble"):

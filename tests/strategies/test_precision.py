@@ -81,6 +81,20 @@ def test_float64_is_refused_where_weights_are_kept_in_float32(spec: str) -> None
         play(work)
 
 
+@pytest.mark.parametrize("spec", ["allreduce", "bsp", "gossip(pairwise=True)", "onesided", "hogwild"])
+def test_a_buffer_of_double_precision_is_not_rounded(spec: str) -> None:
+    def work(world: sl.World) -> float:
+        model = one_weight()
+        model.register_buffer("seen", torch.full((1,), 1.0 / 3.0, dtype=torch.float64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with sl.distribute(model, optimizer, strategy=spec):
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+        return float(model.get_buffer("seen"))
+
+    assert play(work) == (1.0 / 3.0,) * 2
+
+
 # GradScaler.
 
 

@@ -112,6 +112,26 @@ def test_a_state_dict_loaded_after_distribute_counts(spec: str) -> None:
     assert found[0][1] == found[1][1]
 
 
+@pytest.mark.parametrize("spec", ["bsp", "downpour", "diloco(period=2)", "easgd(period=2)", "gossip(pairwise=True)"])
+def test_a_part_loaded_after_distribute_counts(spec: str) -> None:
+    """As a pretrained backbone."""
+
+    def work(world: sl.World) -> tuple[float, float]:
+        model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1))
+        run: Any = sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.0), strategy=spec)
+        step(run)
+        world.barrier()
+        run.model[0].load_state_dict({"weight": torch.full((1, 1), 7.0)})
+        with run.agreed():
+            first = float(run.model[0].weight.detach())
+        for _ in range(2):
+            step(run)
+        run.close()
+        return first, float(run.model[0].weight.detach())
+
+    assert play(work) == ((7.0, 7.0),) * 2
+
+
 @pytest.mark.parametrize("spec", ["bsp", "diloco(period=2)", "easgd(period=2)", "gossip(pairwise=True)"])
 def test_weights_swapped_on_one_worker_and_put_back_change_nothing(spec: str) -> None:
     """As for an evaluation of averaged weights on rank 0 alone."""
@@ -133,6 +153,90 @@ def test_weights_swapped_on_one_worker_and_put_back_change_nothing(spec: str) ->
 
     with_swap, without = (play(partial(work, swap=swap))[0] for swap in (True, False))
     assert torch.equal(with_swap, without)
+
+
+@pytest.mark.parametrize("spec", ["easgd(period=2)", "diloco(period=2)", "bsp", "gossip(pairwise=True)"])
+def test_what_one_worker_has_trained_goes_on_with_more(spec: str, tmp_path: Path) -> None:
+    def work(world: sl.World, resume: bool) -> float:
+        run = begin(spec, start=100.0 if resume else 0.0)
+        if resume:
+            sl.load(tmp_path, run=run)
+        else:
+            for _ in range(3):
+                step(run)
+            sl.save(tmp_path, step=3, run=run)
+        found = shown(run)
+        run.close()
+        return found
+
+    (saved,) = play(partial(work, resume=False), ranks=1)
+    assert saved < -1.0
+    assert play(partial(work, resume=True)) == (saved, saved)
+
+
+@pytest.mark.parametrize("trains", [(0, 1), (1,)])
+@pytest.mark.parametrize(
+    "spec", ["bsp", "diloco(period=2)", "easgd(period=2, sync=False)", "gossip", "gossip(pairwise=True)", "ensemble"]
+)
+def test_a_checkpoint_counts_where_other_layers_are_trained(spec: str, trains: tuple[int, ...], tmp_path: Path) -> None:
+    """Layers are thawed, or frozen, from one part of a training to the next."""
+
+    def start(world: sl.World, first: float, trained: tuple[int, ...]) -> Any:
+        model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(3)))
+        for number, weight in enumerate(model.parameters()):
+            nn.init.constant_(weight, first + number)
+            weight.requires_grad_(number in trained)
+        return sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01), strategy=spec)
+
+    def first(world: sl.World) -> Tensor:
+        run = start(world, 1.0, (0, 2))
+        for _ in range(3):
+            step(run)
+        world.barrier()
+        sl.save(tmp_path, step=3, run=run)
+        with run.agreed():
+            shown = whole(run.model)
+        run.close()
+        return shown
+
+    def second(world: sl.World) -> tuple[Tensor, Tensor]:
+        run = start(world, 50.0, trains)
+        sl.load(tmp_path, run=run)
+        with run.agreed():
+            shown = whole(run.model)
+        step(run)
+        run.close()
+        return shown, whole(run.model)
+
+    saved = play(first)[0]
+    for shown, after in play(second):
+        torch.testing.assert_close(shown, saved, rtol=0, atol=1e-6)
+        assert float(after[2]) == float(saved[2])  # frozen now
+
+
+@pytest.mark.parametrize("spec", ["bsp", "hogwild", "gossip(pairwise=True)", "onesided", "local(period=2)"])
+def test_agreed_shows_the_batch_norms_of_a_checkpoint(spec: str, tmp_path: Path) -> None:
+    def start() -> Any:
+        model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+        return sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.0), strategy=spec)
+
+    def work(world: sl.World, resume: bool) -> list[float]:
+        run = start()
+        if resume:
+            sl.load(tmp_path, run=run)
+        else:
+            for _ in range(3):
+                run.model(torch.tensor([[1.0], [3.0]])).sum().backward()
+                run.optimizer.step()
+            sl.save(tmp_path, step=3, run=run)
+        with run.agreed():
+            shown = [float(each) for each in run.model[1].buffers()]
+        run.close()
+        return [*shown, *(float(each) for each in run.model[1].buffers())]
+
+    saved = play(partial(work, resume=False))
+    assert play(partial(work, resume=True)) == saved
+    assert saved[0][2] == 3.0
 
 
 @pytest.mark.parametrize("spec", ["bsp", "ssp(slack=0)", "master"])

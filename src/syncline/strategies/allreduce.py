@@ -129,6 +129,11 @@ class _AllReduceRun(Run):
     def no_sync(self) -> AbstractContextManager[None]:
         return self._gradients.paused()
 
+    @property
+    def needs_same_parameters(self) -> bool:
+        """No: what the codec has left, and gradients on their way, are kept by name."""
+        return False
+
     def predict(self) -> dict[str, float] | None:
         return self._gradients.predict()
 

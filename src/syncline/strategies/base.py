@@ -220,6 +220,11 @@ class Run(ABC):
         return False
 
     @property
+    def needs_same_parameters(self) -> bool:
+        """Whether the strategy's own state counts only where the same parameters are trained as when it was saved."""
+        return True
+
+    @property
     def first_exchange(self) -> int | None:
         """The step after which workers communicate for the first time; None: by design they never do in training."""
         return 1
@@ -449,6 +454,7 @@ class Run(ABC):
             "shared": {
                 "strategy": repr(self.strategy),
                 "format": self.strategy.state_format,
+                "trained": self._trained_names(),
                 "collectives": self.exchange.choices,
                 "cursors": cursors,
                 "steps": self.stats.steps,
@@ -461,8 +467,8 @@ class Run(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved run. `local` is None if the checkpoint has no part for this worker.
 
-        The model and the optimizer hold their states already. Of another strategy's checkpoint these are all that is
-        taken over: the strategy's own state starts fresh.
+        The model and the optimizer hold their states already. Of another strategy's checkpoint, or where other
+        parameters are trained now, these are all that is taken over: the strategy's own state starts fresh.
         """
         shared, local = state["shared"], state["local"]
         self._watch.forget_loads()
@@ -476,15 +482,16 @@ class Run(ABC):
         self.kept = dict(place.get("kept", {}))
         for optimizer, saved in zip(self.optimizers[1:], shared.get("optimizers", []), strict=False):
             optimizer.load_state_dict(saved)
-        if self._is_own_format(shared):
+        fresh = self._why_fresh(shared)
+        if fresh is None:
             self.load_shared_state(shared["state"])
             self.load_local_states([] if local is None else [local["strategy"], *state.get("others", [])])
         else:
             if self.exchange.rank == 0:
                 logger.warning(
-                    "the checkpoint is of strategy %s: %r takes over its model and the optimizer's state, and starts "
-                    "its own state fresh",
-                    shared["strategy"],
+                    "the checkpoint is %s: %r takes over its model and the optimizer's state, and starts its own state "
+                    "fresh",
+                    fresh,
                     self.strategy,
                 )
             self.restart()
@@ -504,10 +511,21 @@ class Run(ABC):
     def resume_steps(self) -> None:  # noqa: B027 (some count nowhere else)
         """The number of steps was loaded from another strategy's checkpoint: set all other step counters to it."""
 
-    def _is_own_format(self, shared: Mapping[str, Any]) -> bool:
-        """Whether a checkpoint's strategy saves its state as this one does. Older checkpoints have only the spec."""
+    def _why_fresh(self, shared: Mapping[str, Any]) -> str | None:
+        """Why the strategy cannot load its state of a checkpoint; None: it can. Older ones have only the spec."""
         spec, own = str(shared["strategy"]), self.strategy
-        return bool(shared.get("format", spec.partition("(")[0]) == own.state_format or spec == repr(own))
+        if shared.get("format", spec.partition("(")[0]) != own.state_format and spec != repr(own):
+            return f"of strategy {spec}"
+        if not self.needs_same_parameters or "trained" not in shared:
+            return None
+        before, now = set(shared["trained"]), set(self._trained_names())
+        other = min(before ^ now, default=None)
+        if other is None:
+            return None
+        return f"of a run that {'trained' if other in before else 'had frozen'} {other}, unlike this one"
+
+    def _trained_names(self) -> list[str]:
+        return [plain_name(name) for name, parameter in self.model.named_parameters() if parameter.requires_grad]
 
     def shared_state(self) -> dict[str, Any]:
         """What the strategy itself must remember."""

@@ -159,6 +159,11 @@ class _EnsembleRun(_AloneRun):
         for name, tensor in held.items():
             tensor.copy_(first[name])
 
+    @property
+    def needs_same_parameters(self) -> bool:
+        """No: each member goes on with all of its weights."""
+        return False
+
     def finish(self) -> None:
         """Every worker keeps its own member: there is no one model."""
 

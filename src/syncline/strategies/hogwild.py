@@ -116,6 +116,7 @@ class _HogwildRun(Run):
                 parameter.data = data
 
     def show_agreed(self) -> None:
+        self._publish_buffers()
         self.wait_for_all("enter agreed()")  # no worker steps from now on
         self._take_shared()
         self.wait_for_all("copy the weights")
@@ -123,6 +124,10 @@ class _HogwildRun(Run):
     def shown_tensors(self) -> dict[str, Tensor]:
         """No weights: they are shared, and `agreed()` saves them itself."""
         return {name: buffer.detach() for name, buffer in self._buffers().items()}
+
+    def finish(self) -> None:
+        self._publish_buffers()
+        super().finish()
 
     def read_final(self) -> None:
         self._take_shared()
@@ -162,8 +167,12 @@ class _HogwildRun(Run):
         self.stats.steps += 1
         self.stats.read_at(0 if self._total is None else max(0, total - self._total - 1))
         self._total = total
+        self._publish_buffers()
+
+    def _publish_buffers(self) -> None:
+        """The lowest worker that is left shows its buffers to all."""
         gone = self.world.lost
-        if all(rank in gone for rank in range(self.exchange.rank)):  # the lowest that is left
+        if all(rank in gone for rank in range(self.exchange.rank)):
             for name, (holder, key) in self._buffer_homes.items():
                 buffer = holder[key]
                 if buffer is not None:

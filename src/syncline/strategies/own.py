@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError
-from syncline.exchange import Exchange, share_tree, spread
+from syncline.exchange import Exchange, plain_name, share_tree, spread
 from syncline.strategies.base import Run, Settings, Strategy, check_gradients, mean_of_all
 from syncline.strategies.deltas import Deltas, trained
 from syncline.strategies.scaler import refuse_skipped_steps
@@ -173,8 +173,9 @@ class OwnRun(Run):
         own = states[0]
         put_state(self.optimizer, self._names, own["optimizer"])
         if self.as_many:
+            parameters = {plain_name(name): each.detach() for name, each in self.model.named_parameters()}
             for name, value in own["weights"].items():
-                self._names[name].detach().copy_(value)
+                parameters[name].copy_(value)
             self.load_own_state(own["own"])
 
     # Within.

@@ -429,7 +429,7 @@ class ServedRun(Run):
         self.wait_for_all("load a checkpoint")  # no worker reads from the servers from now on
         if self.exchange.rank == 0:
             keys = self.keys
-            self.client.put(None, keys.joined(dict(state["weights"]), self.client.get()))
+            self.client.put(None, keys.joined(dict(state["weights"]), keys.read(self.model)))
             self._write_planes(
                 {
                     name: keys.joined(dict(row), torch.zeros(keys.numel, dtype=torch.float32))

@@ -1,8 +1,8 @@
 """Watches the user's model and optimizers for new parameters and for states that the script loads.
 
-`model.load_state_dict()` after `sl.distribute` changes the model's weights only: servers, centres and outer weights
-would keep the old ones. So the next step, or the next use of the weights, starts from the loaded ones on every worker.
-Weights that were loaded and put back, as for an evaluation, change nothing.
+`model.load_state_dict()` after `sl.distribute`, or that of a part such as a backbone, changes the model's weights only:
+servers, centres and outer weights would keep the old ones. So the next step, or the next use of the weights, starts
+from the loaded ones on every worker. Weights that were loaded and put back, as for an evaluation, change nothing.
 """
 
 from __future__ import annotations
@@ -44,11 +44,13 @@ class ModelWatch:
         """Loads into the model since the latest step."""
         self._before: list[Tensor] = []
         """The weights before the first of these loads."""
+        self._loading_into: nn.Module | None = None
+        """The module whose `load_state_dict()` is under way; it loads its own parts."""
         self._hooks: list[Any] = []
-        if reloaded is not None:
-            self._hooks = [
-                model.register_load_state_dict_pre_hook(ModuleHook(self._loading)),  # type: ignore[no-untyped-call]
-                model.register_load_state_dict_post_hook(ModuleHook(self._loaded)),  # type: ignore[no-untyped-call]
+        for module in model.modules() if reloaded is not None else ():
+            self._hooks += [
+                module.register_load_state_dict_pre_hook(ModuleHook(self._loading)),  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_post_hook(ModuleHook(self._loaded)),  # type: ignore[no-untyped-call]
             ]
 
     def check_parameters(self) -> None:
@@ -103,11 +105,14 @@ class ModelWatch:
         return all(torch.equal(one, other) for one, other in zip(now, self._before, strict=True))
 
     def _loading(self, module: nn.Module, *args: Any) -> None:
-        if not self._loads:
+        if self._loading_into is None:
+            self._loading_into = module
+        if not self._loads and not self._before:
             self._before = [parameter.detach().clone() for parameter in self._model.parameters()]
 
     def _loaded(self, module: nn.Module, keys: Any) -> None:
-        self._loads += 1
+        if self._loading_into in (module, None):
+            self._loads, self._loading_into = self._loads + 1, None
 
     def _refuse(self, name: str | None, parameter: nn.Parameter, group: int) -> None:
         shape = list(parameter.shape)

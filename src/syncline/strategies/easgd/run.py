@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.exchange import Exchange
-from syncline.strategies.base import Settings, Strategy
+from syncline.strategies.base import Settings, Strategy, mean_of_all
 from syncline.strategies.easgd.ahead import Ahead
 from syncline.strategies.easgd.centres import Centre
 from syncline.strategies.easgd.tree import CentreTree
@@ -58,6 +58,8 @@ class ElasticRun(AveragingRun):
             self.centre, self.deltas = tree, tree.deltas
         else:
             self.centre = Centre(self._names, exchange, self.deltas, alpha)
+        self._first_round = root_every if len(groups) > 1 else 1
+        """The number of the round that moves the centre of all for the first time."""
         self.deltas.prepare()
 
     @property
@@ -97,7 +99,9 @@ class ElasticRun(AveragingRun):
         return alive
 
     def model_of_all(self) -> list[Tensor]:
-        """The centre: no message is needed, for all have it."""
+        """The centre: no message is needed, for all have it. Before it has moved, the mean: training is not lost."""
+        if self.rounds < self._first_round and self.stats.steps:
+            return mean_of_all(self.exchange, self.own)
         return [value.clone() for value in self.centre.root]
 
     # State.
@@ -114,9 +118,14 @@ class ElasticRun(AveragingRun):
         return {**super().shared_state(), **self.centre.shared_state()}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        """A worker that the checkpoint does not know begins at the centre."""
+        """A worker that the checkpoint does not know begins at the centre.
+
+        Where that has not moved yet, or there was but one worker, it is at the model that was loaded before.
+        """
         super().load_shared_state(state)
         self.centre.load_shared_state(state)
+        if int(state.get("workers", 0)) == 1 or (self.rounds < self._first_round and not self.as_many):
+            self.centre.start(self.weights)
         self.take_over(self.centre.root)
         if self.ahead is not None:
             self.ahead.rest(self.weights)

@@ -102,6 +102,8 @@ class ServedElasticRun(ServedRun):
         with self.waiting("the last push"):
             if self.exchange.size == 1:
                 self._show(tick=False)
+            elif self._since and self.client.clock == 0:  # else none of this worker's steps would be in the centre
+                self._trade()
             self._settle()
         super().ending()
         self._board.tell_steps(self.exchange.rank, self.stats.steps)

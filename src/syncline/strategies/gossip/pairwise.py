@@ -181,9 +181,7 @@ class PairwiseRun(Run):
                 weights.copy_(self._now)
             _read(parameters, self._snapshot)
             self._seen = partners.changes
-            _read(self._shown_buffers(self.model), partners.state[weights.numel() :])
-            others = _bytes_of(self._other_buffers(self.model))
-            partners.state[partners.state.numel() - others.numel() :] = others
+            self._publish_buffers(partners)
         self.stats.read_at(changed)
 
     # The model of all.
@@ -195,6 +193,18 @@ class PairwiseRun(Run):
             self._settle()
         with super().agreed():
             yield
+
+    def show_agreed(self) -> None:
+        if self.partners is not None:
+            with self.partners.held:
+                self._publish_buffers(self.partners)
+        super().show_agreed()
+
+    def _publish_buffers(self, partners: Partners) -> None:
+        """Show this worker's buffers to those who want the mean; `partners.held` is held."""
+        _read(self._shown_buffers(self.model), partners.state[partners.weights.numel() :])
+        others = _bytes_of(self._other_buffers(self.model))
+        partners.state[partners.state.numel() - others.numel() :] = others
 
     def _weights_into(self, model: nn.Module) -> None:
         """The mean of what everybody has now, as each tells it; of those that are there."""
@@ -222,14 +232,17 @@ class PairwiseRun(Run):
                 buffer.copy_(rows[0][at:after].to(torch.uint8).view(buffer.dtype).view(buffer.shape))
                 at = after
 
-    @staticmethod
-    def _shown_buffers(model: nn.Module) -> list[Tensor]:
-        return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    def _shown_buffers(self, model: nn.Module) -> list[Tensor]:
+        """Buffers that are averaged."""
+        return [buffer for buffer in model.buffers() if self._holds(buffer)]
 
-    @staticmethod
-    def _other_buffers(model: nn.Module) -> list[Tensor]:
-        """Buffers that cannot be averaged, such as counters."""
-        return [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
+    def _other_buffers(self, model: nn.Module) -> list[Tensor]:
+        """Buffers that cannot be averaged, such as counters, and those that the row would round."""
+        return [buffer for buffer in model.buffers() if not self._holds(buffer)]
+
+    def _holds(self, buffer: Tensor) -> bool:
+        kind = self._snapshot.dtype
+        return buffer.is_floating_point() and torch.promote_types(buffer.dtype, kind) == kind
 
     def finish(self) -> None:
         self._settle()

@@ -91,7 +91,7 @@ def test_a_line_that_a_crash_cut_off_is_no_line(tmp_path: Path) -> None:
 def test_one_race_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "registry.jsonl"
     path.touch()
-    with locked(path), pytest.raises(IncompatibleError, match="another process"), locked(path):
+    with locked(path), pytest.raises(IncompatibleError, match="another race"), locked(path):
         pass
     with locked(path):
         pass

@@ -278,3 +278,10 @@ def test_real_processes(gloo: Pool) -> None:
     for one, other in zip(real, simulated, strict=True):
         torch.testing.assert_close(one["together"], other["together"])
         torch.testing.assert_close(one["left"], other["left"])
+
+
+def test_a_regression_has_no_mean_of_probabilities() -> None:
+    outputs = [torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]])]
+    with pytest.raises(sl.IncompatibleError, match="mean='outputs'"):
+        mean_prediction(outputs)
+    assert mean_prediction(outputs, "outputs").tolist() == [[2.0], [3.0]]

@@ -242,3 +242,11 @@ def test_a_wrapper_put_around_the_model_later_is_refused() -> None:
         wrapped(torch.ones(1, 1)).sum().backward()
         with pytest.raises(IncompatibleError, match=r"wrapped in a DistributedDataParallel.*hide=True"):
             optimizer.step()
+
+
+def test_the_module_inside_a_wrapper_is_refused() -> None:
+    with sl.init(process_group=True):
+        wrapped = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        with pytest.raises(IncompatibleError, match="wrapped in a DistributedDataParallel"):
+            sl.distribute(wrapped.module, optimizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from syncline.environment import detect
 from syncline.errors import SpecError, WorldError
 from syncline.optim.checks import count, positive
 from syncline.specs import nearest
@@ -54,4 +55,6 @@ def _current_size() -> int:
     try:
         return current_world().size
     except WorldError:  # a script that is tried without sl.init() is a script of one worker
+        if detect().size > 1:  # a launcher has started several
+            raise
         return 1

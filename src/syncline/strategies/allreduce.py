@@ -67,7 +67,7 @@ class AllReduce(Strategy):
         for key in ("delay", "warmup", "cooldown"):
             value = getattr(self, key)
             if not isinstance(value, int) or value < 0:
-                raise SpecError(f"allreduce({key}={value!r}): a number of steps, not negative")
+                raise SpecError(f"allreduce({key}={value!r}): it is a number of steps, 0 or more")
         if self.steps is not None and (not isinstance(self.steps, int) or self.steps < 1):
             raise SpecError(f"allreduce(steps={self.steps!r}): a number of steps, at least one")
         if self.delay == 0 and (self.warmup or self.cooldown):

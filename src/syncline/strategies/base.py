@@ -382,8 +382,8 @@ class Run(ABC):
         if len(self.world.runs) > 1:
             raise IncompatibleError(
                 f"{len(self.world.runs)} runs train in this world, and this data may end earlier on some workers than "
-                "on others, who would wait in the other runs: give the loader drop_last=True, or a length that the "
-                "workers divide"
+                "on others, who would wait in the other runs: close a run that is no longer needed (run.close()), or "
+                "give the loader drop_last=True or a length that the workers divide"
             )
         self._rates = [] if self._rates is None else self._rates
 

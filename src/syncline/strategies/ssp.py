@@ -48,7 +48,7 @@ class Ssp(Served):
 
     def __post_init__(self) -> None:
         if isinstance(self.slack, bool) or not isinstance(self.slack, int) or self.slack < 0:
-            raise SpecError(f"ssp(slack={self.slack!r}): a number of steps, not negative")
+            raise SpecError(f"ssp(slack={self.slack!r}): it is a number of steps, 0 or more")
         self.check_rule(self.rule, self.filters)
         if not isinstance(self.factors, bool):
             raise SpecError(f"ssp(factors={self.factors!r}): True or False")

@@ -34,7 +34,7 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 def refuse_wrapper_around(model: nn.Module) -> None:
-    """Refuse a model that was wrapped after `sl.distribute`, such as by a framework that finds RANK and WORLD_SIZE.
+    """Refuse a model that is inside a wrapper of torch, such as of a framework that finds RANK and WORLD_SIZE.
 
     A wrapper needs torch's process group. Where there is none nothing is searched.
     """
@@ -46,8 +46,8 @@ def refuse_wrapper_around(model: nn.Module) -> None:
         found = _wrapper(each)
         if found is not None and any(module is model for module in each.modules()):
             raise IncompatibleError(
-                f"the model that sl.distribute synchronises was wrapped in a {found}, which averages its gradients "
-                f"again: leave {found} out; a framework that adds it by itself finds no other workers after "
+                f"the model that sl.distribute synchronises is wrapped in a {found}, which averages its gradients "
+                f"too: leave {found} out; a framework that adds it by itself finds no other workers after "
                 "sl.init(hide=True)"
             )
 

@@ -17,7 +17,7 @@ from syncline.codecs import Codec, build_codec
 from syncline.errors import IncompatibleError, SpecError
 from syncline.exchange import BUCKET_BYTES, Exchange, check_same, spread
 from syncline.strategies import Run, Settings, Strategy, build_strategy
-from syncline.strategies.wrappers import refuse_wrapped
+from syncline.strategies.wrappers import refuse_wrapped, refuse_wrapper_around
 from syncline.world import World, current_world
 
 __all__ = ["distribute", "momentum_of"]
@@ -108,6 +108,7 @@ def _check_model(model: nn.Module, world: World) -> None:
     if not any(True for _ in model.parameters()):
         raise IncompatibleError(f"the model ({type(model).__name__}) has no parameters to train")
     refuse_wrapped(model)
+    refuse_wrapper_around(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for run in world.runs:
         shared = [names[id(each)] for each in run.model.parameters() if id(each) in names]

@@ -261,9 +261,9 @@ class TorchTransport(Transport):
         )
         if verdict.mismatch:
             return IncompatibleError(f"rank {self.members[self.rank]} waited for {pending}: {verdict.reason}")
-        if verdict.rank == self.members[self.rank]:
-            verdict = Verdict(verdict.rank, "the others have declared this rank lost")
         who = "a peer" if verdict.rank is None else f"rank {verdict.rank}"
+        if verdict.rank == self.members[self.rank]:
+            verdict, who = Verdict(verdict.rank, "they have declared this rank lost"), "the others"
         after = f" after {seconds:.3g} s" if seconds else ""
         return PeerLostError(
             f"rank {self.members[self.rank]} lost {who}{after} while waiting for {pending}: {verdict.reason}",

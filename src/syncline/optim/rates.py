@@ -24,7 +24,8 @@ def scale_lr(rate: float, rule: str = "linear", workers: int | None = None) -> f
     | `"sqrt"` | η·√p | adaptive optimizers; SGD where linear diverges (Krizhevsky 2014) |
     | `"none"` | η | the global batch did not grow |
 
-    `workers` is the size of the current world unless told, and 1 where there is no world: call it after `sl.init()`.
+    `workers` is the size of the current world unless told: call it after `sl.init()`. Without a world it is 1,
+    which is refused if a launcher has started several workers.
     It stands for how much larger the global batch has become; where you hold the batch fixed while workers change,
     leave the rate alone.
 

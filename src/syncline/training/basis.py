@@ -18,7 +18,7 @@ from syncline.training.checkpoint import load, save
 from syncline.training.config import describe_run
 from syncline.training.folder import RunFolder
 from syncline.training.journal import Journal
-from syncline.training.outcome import At, Outcome
+from syncline.training.outcome import At, Outcome, Reason
 from syncline.training.pace import Pace
 from syncline.training.phases import phases
 from syncline.training.progress import Moment, Progress, Silent, Speedometer
@@ -164,12 +164,12 @@ class Basis:
             stats, lost = self.attached.stats, self.world.lost
             self.place.write("summary", summarize(outcome, self.place, described, stats, lost, error))
 
-    def _broken_off(self) -> Outcome:
-        """How far the run came before an error ended it."""
+    def outcome(self, reason: Reason, test: float | None = None) -> Outcome:
+        """How far the run came on this worker, and why it ended."""
         at = self.at
         return Outcome(
             metric=self.workload.metric,
-            test=None,
+            test=None if reason == "signal" else test,
             validation=at.validation,
             seconds=self.watch.trained,
             elapsed=self.watch.elapsed,
@@ -177,7 +177,7 @@ class Basis:
             epochs=at.epoch,
             steps=at.step,
             samples=at.samples,
-            stopped_by="signal",
+            stopped_by=reason,
         )
 
     def save(self) -> None:
@@ -243,7 +243,7 @@ class Basis:
         except BaseException as error:
             journal.stopped("aborted", error=f"{type(error).__name__}: {error}")
             with suppress(Exception):  # the error itself is what must be reported
-                self.write_summary(self._broken_off(), error)
+                self.write_summary(self.outcome("signal"), error)
             raise
         finally:
             progress.close()

@@ -14,7 +14,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence, Sized
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -295,23 +295,12 @@ class _Loop(Basis):
         return [float(number) for number in told]
 
     def _conclude(self, reason: Reason) -> Outcome:
-        at, metric = self.at, self.workload.metric
+        metric = self.workload.metric
         found = {} if reason == "signal" else self._evaluate(self.workload.splits().test)
         watch = self.watch
         with self.events.span(EVALUATION, lane="compute", what="waits for the result"):
             test, seconds, elapsed = self._from_rank_0([found.get(metric, 0.0), watch.trained, watch.elapsed])
-        outcome = Outcome(
-            metric=metric,
-            test=None if reason == "signal" else test,
-            validation=at.validation,
-            seconds=seconds,
-            elapsed=elapsed,
-            time_to_target=at.time_to_target,
-            epochs=at.epoch,
-            steps=at.step,
-            samples=at.samples,
-            stopped_by=reason,
-        )
+        outcome = replace(self.outcome(reason, test), seconds=seconds, elapsed=elapsed)
         self.write_config()
         totals = {**self.attached.stats.as_dict(), DATA: self.events.totals.get(DATA, 0.0)}
         del totals["steps"]

@@ -17,7 +17,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -401,18 +401,7 @@ class LooseLoop(Basis):
 
     def _conclude(self, reason: Reason, test: float) -> Outcome:
         at, steps = self.at, self.board.steps()
-        outcome = Outcome(
-            metric=self.workload.metric,
-            test=None if reason == "signal" else test,
-            validation=at.validation,
-            seconds=self.watch.trained,
-            elapsed=self.watch.elapsed,
-            time_to_target=at.time_to_target,
-            epochs=at.epoch,
-            steps=at.step,
-            samples=self.tally.samples(steps),
-            stopped_by=reason,
-        )
+        outcome = replace(self.outcome(reason, test), samples=self.tally.samples(steps))
         self.write_config()
         stats = self.attached.stats
         totals = {**stats.as_dict(), DATA: self.events.totals.get(DATA, 0.0)}

@@ -24,10 +24,9 @@ def scale_lr(rate: float, rule: str = "linear", workers: int | None = None) -> f
     | `"sqrt"` | η·√p | adaptive optimizers; SGD where linear diverges (Krizhevsky 2014) |
     | `"none"` | η | the global batch did not grow |
 
-    `workers` is the size of the current world unless told: call it after `sl.init()`. Without a world it is 1,
-    which is refused if a launcher has started several workers.
-    It stands for how much larger the global batch has become; where you hold the batch fixed while workers change,
-    leave the rate alone.
+    `workers` is the size of the current world by default: call this after `sl.init()`. Without a world it is 1; if a
+    launcher has started several workers, an error is raised. It stands for how much larger the global batch has become;
+    if the batch stays the same while workers change, leave the rate as it is.
 
     >>> scale_lr(0.1, workers=8), scale_lr(0.1, "sqrt", workers=4)
     (0.8, 0.2)

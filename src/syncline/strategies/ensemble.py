@@ -99,8 +99,8 @@ def mean_prediction(outputs: Sequence[Tensor], mean: str = "probabilities") -> T
         return torch.stack(list(outputs)).mean(dim=0)
     if outputs[0].dim() == 0 or outputs[0].shape[-1] == 1:
         raise IncompatibleError(
-            f"the model's output of shape {tuple(outputs[0].shape)} has one value per sample, which is no class of "
-            "several: write ensemble(mean='outputs') for a regression"
+            f"the model gives one value per sample (output of shape {tuple(outputs[0].shape)}), so there are no class "
+            "probabilities to average: write ensemble(mean='outputs')"
         )
     rows = torch.stack([output.log_softmax(dim=-1) for output in outputs])
     return rows.logsumexp(dim=0) - math.log(len(outputs))

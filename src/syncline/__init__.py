@@ -6,78 +6,82 @@
 tensor([1., 1., 1.])
 """
 
+from importlib import import_module as _import_module
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
-from syncline.codecs import (
-    BySize,
-    Cast,
-    Codec,
-    Lossless,
-    OneBit,
-    PerLayer,
-    PowerSGD,
-    Quantize,
-    RandomK,
-    Ternary,
-    Threshold,
-    TopK,
-)
-from syncline.errors import (
-    DeadlockError,
-    DivergedError,
-    IncompatibleError,
-    PeerLostError,
-    ProtocolError,
-    SpecError,
-    SynclineError,
-    UnsupportedError,
-    WorldError,
-)
-from syncline.optim import LAMB, LARS, cosine_decay, exponential_decay, scale_lr, step_decay, warmup
-from syncline.server import Client, Future, handler, store
-from syncline.strategies import (
-    AdaComm,
-    AllReduce,
-    Average,
-    Bsp,
-    DiLoCo,
-    Downpour,
-    Easgd,
-    Ensemble,
-    Gossip,
-    Hogwild,
-    Local,
-    Master,
-    OneSided,
-    Run,
-    Shard,
-    Ssp,
-    Step,
-    Steps,
-    Strategy,
-)
-from syncline.strategies.onesided import KMeans, LeastSquares, Logistic, Solution, aggregate, asgd
-from syncline.training import distribute, latest, load, save
-from syncline.transports import Link, Network, faults
-from syncline.world import (
-    Pending,
-    Simulation,
-    Team,
-    World,
-    allgather,
-    allreduce,
-    alltoall,
-    barrier,
-    broadcast,
-    broadcast_object,
-    gather,
-    init,
-    recv,
-    reduce_scatter,
-    send,
-    simulate,
-)
+if _TYPE_CHECKING:
+    from syncline.codecs import (
+        BySize,
+        Cast,
+        Codec,
+        Lossless,
+        OneBit,
+        PerLayer,
+        PowerSGD,
+        Quantize,
+        RandomK,
+        Ternary,
+        Threshold,
+        TopK,
+    )
+    from syncline.errors import (
+        DeadlockError,
+        DivergedError,
+        IncompatibleError,
+        PeerLostError,
+        ProtocolError,
+        SpecError,
+        SynclineError,
+        UnsupportedError,
+        WorldError,
+    )
+    from syncline.optim import LAMB, LARS, cosine_decay, exponential_decay, scale_lr, step_decay, warmup
+    from syncline.server import Client, Future, handler, store
+    from syncline.strategies import (
+        AdaComm,
+        AllReduce,
+        Average,
+        Bsp,
+        DiLoCo,
+        Downpour,
+        Easgd,
+        Ensemble,
+        Gossip,
+        Hogwild,
+        Local,
+        Master,
+        OneSided,
+        Run,
+        Shard,
+        Ssp,
+        Step,
+        Steps,
+        Strategy,
+    )
+    from syncline.strategies.onesided import KMeans, LeastSquares, Logistic, Solution, aggregate, asgd
+    from syncline.training import distribute, latest, load, save
+    from syncline.transports import Link, Network, faults
+    from syncline.world import (
+        Pending,
+        Simulation,
+        Team,
+        World,
+        allgather,
+        allreduce,
+        alltoall,
+        barrier,
+        broadcast,
+        broadcast_object,
+        gather,
+        init,
+        recv,
+        reduce_scatter,
+        send,
+        simulate,
+    )
 
 try:
     __version__ = _version("syncline")
@@ -166,3 +170,35 @@ __all__ = [
     "store",
     "warmup",
 ]
+
+_MODULES = (
+    "errors",
+    "codecs",
+    "optim",
+    "server",
+    "strategies",
+    "strategies.onesided",
+    "training",
+    "world",
+    "transports",
+)
+"""Where the names are defined."""
+
+
+def __getattr__(name: str) -> _Any:
+    """Import a name, or a subpackage, when it is first used: the command shows its help without torch."""
+    if name in __all__:
+        for module in (_import_module(f"syncline.{each}") for each in _MODULES):
+            if name in module.__all__:
+                return globals().setdefault(name, getattr(module, name))
+    elif not name.startswith("_"):
+        try:
+            return _import_module(f"syncline.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"syncline.{name}":
+                raise
+    raise AttributeError(f"module 'syncline' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -43,9 +43,7 @@ from syncline.errors import IncompatibleError, SpecError, UnsupportedError
 from syncline.exchange import check_wire
 from syncline.training.folder import make_writable
 
-__all__ = ["HELP", "configure", "run"]
-
-HELP = "measure collectives, codecs, the network, servers and training steps"
+__all__ = ["configure", "run"]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -25,9 +25,7 @@ from syncline.launch import machine
 from syncline.launch.mpi import find_mpiexec, flavour_of, installed_mpis, mpiexec_version
 from syncline.training.system import describe_machine, describe_versions
 
-__all__ = ["HELP", "collect", "configure", "run"]
-
-HELP = "say what a bug report needs: versions, machine, launcher, network"
+__all__ = ["collect", "configure", "run"]
 
 SHOWN = re.compile(
     r"(SYNCLINE|TORCHELASTIC|OMP|MKL|NCCL|GLOO|TP|UCX|CUDA|SLURM|PMI|OMPI|PMIX|I_MPI|MPI)_|"

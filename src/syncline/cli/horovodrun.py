@@ -34,9 +34,7 @@ from syncline.launch.ssh import ssh_command
 from syncline.launch.start import Job, hand_over, run_here, run_on_hosts
 from syncline.launch.variables import company, network_key, threads_each
 
-__all__ = ["HELP", "configure", "run"]
-
-HELP = "run a script in horovodrun's words"
+__all__ = ["configure", "run"]
 
 logger = logging.getLogger("syncline")
 

@@ -17,9 +17,8 @@ import shutil
 from syncline.errors import SpecError
 from syncline.launch.start import Job
 
-__all__ = ["HELP", "configure", "run"]
+__all__ = ["configure", "run"]
 
-HELP = "run a command on each host of an emulated cluster"
 HINTS = {"-n": "the number of hosts comes first: syncline lab 4 100mbit -- command"}
 
 

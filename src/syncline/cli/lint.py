@@ -22,9 +22,7 @@ from syncline.bench.race.reading import PLAN, REGISTRY, Race, read_race
 from syncline.bench.race.registry import Registry, locked
 from syncline.errors import ProtocolError, SpecError
 
-__all__ = ["HELP", "configure", "run"]
-
-HELP = "look for twelve ways to fool the masses in the logs of a race or a run"
+__all__ = ["configure", "run"]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -15,8 +15,20 @@ from syncline.errors import SynclineError
 
 __all__ = ["main"]
 
-COMMANDS = ("run", "horovodrun", "train", "race", "report", "lint", "watch", "new", "lab", "bench", "env")
-"""Each is a module of this package with `HELP`, `configure(parser)` and `run(arguments) -> exit code`."""
+COMMANDS = {
+    "run": "run a script on many workers",
+    "horovodrun": "run a script in horovodrun's words",
+    "train": "train a workload on many workers",
+    "race": "compare strategies: which one reaches a target accuracy first",
+    "report": "write the report of a race anew",
+    "lint": "look for twelve ways to fool the masses in the logs of a race or a run",
+    "watch": "follow a race or a training in the browser",
+    "new": "write a workload of your own to begin with",
+    "lab": "run a command on each host of an emulated cluster",
+    "bench": "measure collectives, codecs, the network, servers and training steps",
+    "env": "say what a bug report needs: versions, machine, launcher, network",
+}
+"""Each is a module of this package with `configure(parser)` and `run(arguments) -> exit code`."""
 OVERVIEW = f"""\
 syncline {__version__}: train neural networks on many workers, and measure which synchronisation strategy suits them
 
@@ -49,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words:
         print(OVERVIEW)
         return REFUSED
-    parser = _parser()
+    parser = _parser(words[0])
     _check_first(parser, words[0])
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
@@ -71,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> CommandParser:
+def _parser(chosen: str) -> CommandParser:
+    """All commands with a line each, and the options of the chosen one, whose module alone is imported."""
     parser = CommandParser(
         prog="syncline",
         description="Train neural networks on many workers, and measure which synchronisation strategy suits them.",
@@ -80,10 +93,13 @@ def _parser() -> CommandParser:
     )
     parser.add_argument("-V", "--version", action="version", version=f"syncline {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name in COMMANDS:
+    for name, line in COMMANDS.items():
+        if name != chosen:
+            commands.add_parser(name, help=line)
+            continue
         module = importlib.import_module(f"syncline.cli.{name}")
         hints = getattr(module, "HINTS", {})
-        command = commands.add_parser(name, help=module.HELP, description=module.__doc__, hints=hints)
+        command = commands.add_parser(name, help=line, description=module.__doc__, hints=hints)
         module.configure(command)
         command.set_defaults(run=module.run)
     return parser

@@ -17,9 +17,7 @@ from pathlib import Path
 
 from syncline.errors import IncompatibleError, SpecError
 
-__all__ = ["HELP", "configure", "run"]
-
-HELP = "write a workload of your own to begin with"
+__all__ = ["configure", "run"]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

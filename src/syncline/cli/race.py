@@ -45,9 +45,8 @@ from syncline.training.folder import fresh_name
 from syncline.training.system import code_digest, code_version
 from syncline.training.workload import Workload
 
-__all__ = ["HELP", "configure", "run"]
+__all__ = ["configure", "run"]
 
-HELP = "compare strategies: which one reaches a target accuracy first"
 HINTS = {
     **dict.fromkeys(
         ("--strategy", "--strategies", "--codec", "--collective"), "list the entries in a file: --entries FILE.toml"

@@ -29,9 +29,8 @@ from syncline.launch.start import Job, hand_over, run_here, run_on_hosts
 from syncline.launch.variables import company, network_key, threads_each
 from syncline.transports.store import read_lost_after
 
-__all__ = ["HELP", "configure", "run"]
+__all__ = ["configure", "run"]
 
-HELP = "run a script on many workers"
 SLURM = "slurm"
 HINTS = {
     **dict.fromkeys(("--nproc-per-node", "--nproc_per_node", "--np", "--num-workers", "--workers"), "write -n N"),

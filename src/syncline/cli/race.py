@@ -1,7 +1,9 @@
 """Compare synchronisation strategies: which one reaches the target first here, and why. One page shows the result.
 
 examples:
-  syncline race digits -n 4                                     the default field, three seeds; minutes
+  syncline race digits -n 4                                     five entries, three seeds; about two minutes
+  syncline race digits -n 4 --simulate 100mbit                  twelve entries on simulated slow links; a minute
+  syncline race digits -n 4 --entries all                       all kinds of strategies and codecs; many minutes
   syncline race fashion -n 4 --lab 100mbit                      on four emulated hosts with slow links (needs root)
   syncline race workload.py -n 2 --target 0.9                   your own: syncline new workload.py makes a template
   syncline race digits -n 4 --entries mine.toml --seeds 5
@@ -30,8 +32,8 @@ from pathlib import Path
 from syncline.bench.ctrl_c import INTERRUPTED
 from syncline.bench.lint import lint
 from syncline.bench.race.arena import Arena, ProcessArena, SimulatedArena
-from syncline.bench.race.field import Field, default_field, read_field
-from syncline.bench.race.pace import parse_network, seconds_a_sample
+from syncline.bench.race.field import Field, default_field, read_field, short_field
+from syncline.bench.race.pace import expected_seconds, parse_network, seconds_a_sample
 from syncline.bench.race.plan import Place, Plan, Tuning
 from syncline.bench.race.reading import Race, read_race
 from syncline.bench.race.runner import Runner, begin
@@ -42,6 +44,7 @@ from syncline.errors import IncompatibleError, SpecError
 from syncline.launch.lab import Lab, parse_lab
 from syncline.launch.machine import warn_if_crowded
 from syncline.training.folder import fresh_name
+from syncline.training.progress import duration
 from syncline.training.system import code_digest, code_version
 from syncline.training.workload import Workload
 
@@ -55,6 +58,8 @@ HINTS = {
     "--seed": "write --seeds 1,2,3",
 }
 
+ALL = Path("all")
+"""What --entries takes in place of a file: every kind of strategy and codec."""
 LARGE = 10_000
 """Samples from which an epoch is evaluated several times: the time to target is known to an evaluation."""
 RATIO = 3.0
@@ -68,7 +73,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-n", type=int, dest="ranks", default=4, help="workers; default 4")
     what = parser.add_argument_group("what is raced")
-    what.add_argument("--entries", type=Path, metavar="FILE.toml", help="who takes part; default: a field of all kinds")
+    what.add_argument(
+        "--entries", type=Path, metavar="all|FILE.toml", help="who takes part; default: a few that differ most"
+    )
     what.add_argument("--seeds", default="3", metavar="N|a,b,…", help="so many, or these; default 3")
     what.add_argument("--target", type=float, help="the validation metric to reach; default: the workload's")
     what.add_argument("--epochs", type=int, help="times over the data, at most; default: the workload's")
@@ -106,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
         folder, plan, workload = _new(arguments)
         begin(folder, plan, workload)
         race = read_race(folder)
-        _announce(plan, folder)
+        _announce(plan, folder, workload)
     complete = False
     try:
         with _arena(race.plan) as arena, View(race) as view:
@@ -178,10 +185,12 @@ def _new(arguments: argparse.Namespace) -> tuple[Path, Plan, Workload]:
 
 
 def _field(arguments: argparse.Namespace, workload: Workload) -> Field:
-    simulated = arguments.simulate is not None
-    if arguments.entries is not None:
-        return read_field(arguments.entries, workload, simulated, one_host=arguments.lab is None)
-    return default_field(workload, simulated, one_host=arguments.lab is None)
+    simulated, one_host = arguments.simulate is not None, arguments.lab is None
+    if arguments.entries is None:
+        return short_field(workload, simulated, one_host)
+    if arguments.entries == ALL:
+        return default_field(workload, simulated, one_host)
+    return read_field(arguments.entries, workload, simulated, one_host)
 
 
 def _plan(arguments: argparse.Namespace, workload: Workload, field: Field) -> Plan:
@@ -302,9 +311,11 @@ def _arena(plan: Plan) -> Iterator[Arena]:
         yield ProcessArena()
 
 
-def _announce(plan: Plan, folder: Path) -> None:
+def _announce(plan: Plan, folder: Path, workload: Workload) -> None:
     runs = len(plan.tuning_runs()) + len(plan.runs())
-    _say(f"{len(plan.entries)} entries, {len(plan.seeds)} seeds, {runs} runs; follow them: syncline watch {folder}")
+    takes = duration(expected_seconds(plan, workload))
+    _say(f"{len(plan.entries)} entries, {len(plan.seeds)} seeds, {runs} runs, about {takes}")
+    _say(f"follow them: syncline watch {folder}")
     for name, reason in plan.skipped.items():
         _say(f"left out: {name}: {reason}")
 

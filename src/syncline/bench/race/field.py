@@ -41,7 +41,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["Field", "build_entrant", "default_field", "read_field"]
+__all__ = ["Field", "build_entrant", "default_field", "read_field", "short_field"]
 
 CODECS = (
     "cast('fp16')",
@@ -50,6 +50,23 @@ CODECS = (
     "powersgd(2)",
 )
 """Over all-reduce: half the bits, few bits, few elements, low rank."""
+SHORT = (
+    "allreduce",
+    "local(period=8)",
+    "topk(0.01, momentum=0.9, whole=4096)|quantize(4)",
+    "ssp(slack=3)",
+    "gossip(pairwise=True)",
+    "quantize(4)",
+    "adacomm(start=32)",
+    "easgd(period=4, sync=False)",
+    "powersgd(2)",
+    "diloco(period=16, outer_momentum=0.5)",
+    "gossip",
+    "bsp",
+)
+"""The field of a short race: one entry of each family first, then those that differ from it most."""
+SHORT_ON_PROCESSES = 5
+"""Entries of a short race on real processes, whose runs take seconds to start."""
 SCALING = "sqrt"
 """Of the workload's rate, where nobody says otherwise: the batch grows with the workers."""
 
@@ -91,6 +108,13 @@ def is_baseline(spec: str) -> bool:
     return parse(spec)[0].name in baseline_names()
 
 
+def short_field(workload: Workload, simulated: bool = False, one_host: bool = True) -> Field:
+    """The entries of the default field that differ most: twelve on the simulator, five on real processes."""
+    entries = {entry.name: entry for entry in default_field(workload, simulated, one_host).entries}
+    chosen = [entries[name] for name in SHORT if name in entries]
+    return Field(tuple(chosen if simulated else chosen[:SHORT_ON_PROCESSES]), {})
+
+
 def default_field(workload: Workload, simulated: bool = False, one_host: bool = True) -> Field:
     """Every family of strategies, a few codecs over all-reduce, and the baselines that can run here."""
     rate = workload.defaults.learning_rate
@@ -102,9 +126,7 @@ def default_field(workload: Workload, simulated: bool = False, one_host: bool = 
     skipped = dict.fromkeys(apart, "its workers share the memory of one host")
     lab = not one_host and not simulated
     no_mpi = why_no_mpi(lab) if any(entry.engine for entry in found) else None
-    if simulated:  # whose ranks have windows of their own
-        found = [replace(entry, engine=None) for entry in found]
-    elif no_mpi is not None:
+    if no_mpi is not None and not simulated:
         skipped |= {entry.name: f"it runs on MPI, and {no_mpi}" for entry in found if entry.engine}
         found = [entry for entry in found if not entry.engine]
     for spec in default_baselines():
@@ -119,6 +141,8 @@ def default_field(workload: Workload, simulated: bool = False, one_host: bool = 
             entries.append(_fitted(entry, usual))
         except IncompatibleError as error:
             skipped[entry.name] = str(error)
+    if simulated:  # its ranks need no engine
+        entries = [replace(entry, engine=None) for entry in entries]
     return Field(tuple(entries), skipped)
 
 

@@ -1,22 +1,28 @@
-"""What a simulated race must be told: the network, and how long a worker computes for a sample."""
+"""How long a race takes: the network of a simulated one, the time a worker computes for a sample, the whole."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 
 import torch
 
+from syncline.bench.race.plan import Plan
 from syncline.errors import SpecError
 from syncline.launch.lab.shaping import parse_rate
 from syncline.specs import Registry
 from syncline.training.workload import Workload, batches
 from syncline.transports import Network
 
-__all__ = ["parse_network", "seconds_a_sample"]
+__all__ = ["expected_seconds", "parse_network", "seconds_a_sample"]
 
 LATENCY = 50e-6
 TRIES = 12
+START_S, START_CPU_S = 1.5, 2.5
+"""Seconds that a run on real processes takes beside its training, and processor seconds that each worker takes."""
+SIMULATED_S, SIMULATED_STEP_S = 0.2, 0.0015
+"""Seconds that a simulated run takes beside its computing, and seconds of each worker's step."""
 
 
 def parse_network(text: str) -> Network:
@@ -56,3 +62,19 @@ def seconds_a_sample(workload: Workload, batch: int) -> float:
     finally:
         torch.set_num_threads(threads)
     return statistics.median(taken[2:]) / len(first[0])
+
+
+def expected_seconds(plan: Plan, workload: Workload) -> float:
+    """Roughly how long a race takes here, from a measured step and what runs took on a machine of two cores."""
+    samples = workload.splits().sizes()["train"]
+    a_sample = plan.seconds_a_sample or seconds_a_sample(workload, plan.batch)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    total = 0.0
+    for run in (*plan.tuning_runs(), *plan.runs()):
+        epochs = plan.settings(run).epochs or plan.epochs
+        computing = epochs * samples * a_sample
+        if plan.place.kind == "simulated":
+            total += SIMULATED_S + computing + SIMULATED_STEP_S * epochs * samples / plan.batch
+        else:
+            total += START_S + (computing + START_CPU_S * run.workers) / min(run.workers, cores)
+    return total

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from syncline.testing import Pool
 from tests.launch.runs import Runs
+
+LONG_S = 60.0
+"""Seconds of tests from which the slowest files are listed."""
 
 
 @pytest.fixture(scope="session")
@@ -45,6 +50,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         named = vars(item).get("_nodeid")
         if named is not None and named != item.nodeid:
             item._id = type(item._id).parse(named)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """After a long session, list the ten files that took longest, in seconds of one xdist worker."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.split("::")[0]] += report.duration
+    if seconds.total() > LONG_S:
+        terminalreporter.section("slowest files")
+        for name, spent in seconds.most_common(10):
+            terminalreporter.write_line(f"{spent:7.1f} s  {name}")
 
 
 def pytest_configure() -> None:

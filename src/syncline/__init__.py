@@ -62,7 +62,8 @@ if _TYPE_CHECKING:
         Strategy,
     )
     from syncline.strategies.onesided import KMeans, LeastSquares, Logistic, Solution, aggregate, asgd
-    from syncline.training import distribute, latest, load, save
+    from syncline.training.checkpoint import latest, load, save
+    from syncline.training.distribute import distribute
     from syncline.transports import Link, Network, faults
     from syncline.world import (
         Pending,
@@ -178,7 +179,8 @@ _MODULES = (
     "server",
     "strategies",
     "strategies.onesided",
-    "training",
+    "training.checkpoint",
+    "training.distribute",
     "world",
     "transports",
 )

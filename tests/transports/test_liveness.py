@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 import syncline as sl
+from syncline.environment.heartbeats import ALIVE, lost_after
 from syncline.runtime import RealRuntime
 from syncline.transports.liveness import HEARTBEAT_EVERY_S, Liveness, Verdict
-from syncline.transports.store import ALIVE, BoundedStore, StoreSilentError, lost_after
+from syncline.transports.store import BoundedStore, StoreSilentError
 
 PATIENCE = 60.0
 

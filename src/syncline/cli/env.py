@@ -15,15 +15,13 @@ import re
 import resource
 import socket
 from collections.abc import Mapping
-from typing import Any
-
-import torch
 
 from syncline.environment import detect
 from syncline.errors import SynclineError
 from syncline.launch import machine
 from syncline.launch.mpi import find_mpiexec, flavour_of, installed_mpis, mpiexec_version
 from syncline.training.system import describe_machine, describe_versions
+from syncline.training.torch_build import has_backend, nccl_version
 
 __all__ = ["collect", "configure", "run"]
 
@@ -88,13 +86,11 @@ def _machine() -> dict[str, object]:
 
 
 def _engines() -> dict[str, object]:
-    distributed = getattr(torch._C, "_distributed_c10d", None)
-    nccl: Any = torch.cuda.nccl
     mpiexec = find_mpiexec()
     version = _mpi_version(mpiexec)
     return {
-        "gloo": hasattr(distributed, "ProcessGroupGloo"),
-        "nccl": ".".join(map(str, nccl.version())) if hasattr(distributed, "ProcessGroupNCCL") else None,
+        "gloo": has_backend("Gloo"),
+        "nccl": nccl_version(),
         "mpiexec": mpiexec,
         "mpi": None if version is None else _first_version(version),
         "mpi packages": installed_mpis(),

@@ -21,8 +21,6 @@ import os
 import shlex
 from collections.abc import Iterator
 
-import torch
-
 import syncline
 from syncline.compat.horovod.settings import PREFIX, read
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
@@ -33,6 +31,7 @@ from syncline.launch.mpi import mpi_command, why_no_mpi
 from syncline.launch.ssh import ssh_command
 from syncline.launch.start import Job, hand_over, run_here, run_on_hosts
 from syncline.launch.variables import company, network_key, threads_each
+from syncline.training.torch_build import has_backend
 
 __all__ = ["configure", "run"]
 
@@ -264,9 +263,8 @@ def _in_bytes(text: str) -> str:
 
 
 def _what_is_built_in() -> str:
-    engines = getattr(torch._C, "_distributed_c10d", None)
     mpi = why_no_mpi() is None
-    gloo, nccl = hasattr(engines, "ProcessGroupGloo"), hasattr(engines, "ProcessGroupNCCL")
+    gloo, nccl = has_backend("Gloo"), has_backend("NCCL")
     groups = {
         "Available Frameworks": {"TensorFlow": False, "PyTorch": True, "MXNet": False},
         "Available Controllers": {"MPI": mpi, "Gloo": gloo},

@@ -20,6 +20,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
+from syncline.environment.heartbeats import read_lost_after
 from syncline.errors import IncompatibleError, SpecError
 from syncline.launch.hosts import HERE, Host, parse_hosts
 from syncline.launch.machine import warn_if_crowded
@@ -27,7 +28,6 @@ from syncline.launch.mpi import mpi_command
 from syncline.launch.slurm import srun_command
 from syncline.launch.start import Job, hand_over, run_here, run_on_hosts
 from syncline.launch.variables import company, network_key, threads_each
-from syncline.transports.store import read_lost_after
 
 __all__ = ["configure", "run"]
 

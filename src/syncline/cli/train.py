@@ -51,7 +51,6 @@ from syncline.training.settings import DECAYS, Settings
 from syncline.training.start import checkpoints_in
 from syncline.training.stragglers import check_slow, parse_slow
 from syncline.training.workload import Workload
-from syncline.transports.store import read_lost_after
 
 __all__ = ["configure", "run"]
 

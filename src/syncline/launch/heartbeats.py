@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from syncline.transports.store import LEFT
+from syncline.environment.heartbeats import LEFT
 
 __all__ = ["HeartbeatMonitor", "State"]
 

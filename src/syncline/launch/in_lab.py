@@ -6,8 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Mapping
-
-from torch._C._distributed_c10d import TCPStore
+from typing import TYPE_CHECKING
 
 from syncline.errors import SpecError
 from syncline.launch.lab import Lab, LabHost
@@ -16,6 +15,9 @@ from syncline.launch.programs import Place
 from syncline.launch.start import Job, run_placed
 from syncline.launch.store import serve_store
 from syncline.launch.variables import network_key
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 __all__ = ["meet_in_lab", "run_in_lab"]
 

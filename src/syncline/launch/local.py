@@ -16,8 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, Std, start_processes
+from typing import TYPE_CHECKING
 
 from syncline.errors import WorldError
 from syncline.launch.failures import Ended, Report, read_report
@@ -25,6 +24,9 @@ from syncline.launch.heartbeats import State
 from syncline.launch.output import Output
 from syncline.launch.programs import MPIEXEC, Program
 from syncline.launch.sweeper import Sweeper
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import PContext
 
 __all__ = ["LocalCrew"]
 
@@ -72,6 +74,8 @@ class LocalCrew:
                 self._sweeper.begun(process.pid)
 
     def _start(self, program: Program, folder: str, handled: str) -> _Process:
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
+
         argv = (*program.enter, sys.executable, str(WORKER), *program.target)
         own = {"SYNCLINE_SUPERVISOR": str(os.getpid()), "PYTHONUNBUFFERED": "1", HANDLED: handled}
         context = start_processes(

@@ -7,11 +7,10 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import BinaryIO
-
-from torch._C._distributed_c10d import TCPStore
+from typing import TYPE_CHECKING, BinaryIO
 
 from syncline.environment.base import SAVES
+from syncline.environment.heartbeats import LOST_AFTER_VARIABLE, lost_after, read_lost_after
 from syncline.launch.crew import Crew, Several
 from syncline.launch.failures import Ended
 from syncline.launch.horovod import tell_horovods
@@ -26,7 +25,9 @@ from syncline.launch.store import Board, serve_store
 from syncline.launch.supervisor import Policy, Supervisor, Tick
 from syncline.launch.sweeper import sweep_after_mpiexec
 from syncline.launch.variables import carried, common_variables, company, network_key, threads_each
-from syncline.transports.store import LOST_AFTER_VARIABLE, lost_after, read_lost_after
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 __all__ = [
     "SERVER",

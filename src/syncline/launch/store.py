@@ -6,12 +6,14 @@ import json
 import socket
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
-from torch._C._distributed_c10d import Store, TCPStore
-
+from syncline.environment.heartbeats import ALIVE, DEAD
 from syncline.errors import ProtocolError, WorldError
 from syncline.launch.failures import Ended
-from syncline.transports.store import ALIVE, DEAD
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store, TCPStore
 
 __all__ = ["ENDED", "Board", "join_store", "serve_store"]
 
@@ -23,6 +25,8 @@ READY = "run/agent"
 
 def serve_store(address: str, ranks: int = 1) -> TCPStore:
     """A store that listens at `address` alone, at a free port: torch by itself would listen on every interface."""
+    from torch._C._distributed_c10d import TCPStore
+
     listener = _listen(address, max(128, ranks))
     port = int(listener.getsockname()[1])
     return TCPStore(
@@ -53,6 +57,8 @@ def _listen(address: str, backlog: int) -> socket.socket:
 
 def join_store(address: str, port: int) -> TCPStore:
     """The store that another process serves."""
+    from torch._C._distributed_c10d import TCPStore
+
     return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=PATIENCE), wait_for_workers=False)
 
 

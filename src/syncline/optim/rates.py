@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 from syncline.environment import detect
-from syncline.errors import SpecError, WorldError
+from syncline.errors import WorldError
 from syncline.optim.checks import count, positive
-from syncline.specs import nearest
+from syncline.scaling import scale_factor
 from syncline.world import current_world
 
 __all__ = ["scale_lr", "scale_of"]
-
-RULES = ["linear", "none", "sqrt"]
 
 
 def scale_lr(rate: float, rule: str = "linear", workers: int | None = None) -> float:
@@ -45,10 +41,7 @@ def scale_of(rule: str, workers: int | None = None) -> float:
     >>> scale_of("sqrt", 9)
     3.0
     """
-    if rule not in RULES:
-        raise SpecError(f"unknown rule {rule!r} for the learning rate; {nearest(str(rule), RULES)}")
-    workers = _current_size() if workers is None else count("workers", workers)
-    return {"linear": float(workers), "sqrt": math.sqrt(workers), "none": 1.0}[rule]
+    return scale_factor(rule, _current_size() if workers is None else count("workers", workers))
 
 
 def _current_size() -> int:

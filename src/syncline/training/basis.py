@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 from torch.utils.data import DataLoader
 
 from syncline.errors import IncompatibleError
@@ -22,14 +23,16 @@ from syncline.training.outcome import At, Outcome, Reason
 from syncline.training.pace import Pace
 from syncline.training.phases import phases
 from syncline.training.progress import Moment, Progress, Silent, Speedometer
-from syncline.training.settings import Schedule, Settings
+from syncline.training.settings import Settings
 from syncline.training.stragglers import Slow
 from syncline.training.summary import summarize
 from syncline.training.system import describe_world
 from syncline.training.watch import Watch
 from syncline.training.workload import Workload
 
-__all__ = ["Basis"]
+__all__ = ["Basis", "Schedule"]
+
+Schedule = LRScheduler | ChainedScheduler
 
 
 def _reader(run: Run, workload: Workload, settings: Settings) -> Shard | Steps:

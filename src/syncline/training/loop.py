@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 from syncline.errors import DivergedError
 from syncline.exchange import check_same
 from syncline.strategies import Run, Strategy
-from syncline.training.basis import Basis
+from syncline.training.basis import Basis, Schedule
 from syncline.training.distribute import distribute
 from syncline.training.folder import RunFolder
 from syncline.training.journal import Journal
@@ -34,7 +34,7 @@ from syncline.training.phases import AGREEING, DATA, EVALUATION, phases
 from syncline.training.progress import Progress, Silent, duration
 from syncline.training.ranks import RankTable
 from syncline.training.rehearsal import rehearse
-from syncline.training.settings import Schedule, Settings, steps_of_epoch
+from syncline.training.settings import Settings, steps_of_epoch
 from syncline.training.start import find_checkpoints, folder_held, seed_everything
 from syncline.training.stragglers import Slow, check_slow
 from syncline.training.workload import Workload

@@ -25,14 +25,14 @@ from syncline.errors import DivergedError, IncompatibleError, PeerLostError
 from syncline.runtime import Task
 from syncline.strategies import Run
 from syncline.strategies.board import Board
-from syncline.training.basis import Basis
+from syncline.training.basis import Basis, Schedule
 from syncline.training.evaluator import Evaluator
 from syncline.training.folder import RunFolder
 from syncline.training.notes import REASONS, Evaluation, Notes, Tally, post_staleness
 from syncline.training.outcome import At, Outcome, Reason
 from syncline.training.phases import AGREEING, DATA, EVALUATION, phases
 from syncline.training.progress import duration
-from syncline.training.settings import Schedule, Settings
+from syncline.training.settings import Settings
 from syncline.training.workload import Workload
 from syncline.transports.store import watch_program
 

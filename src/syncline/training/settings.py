@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-
-from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
+from typing import TYPE_CHECKING
 
 from syncline.errors import SpecError
-from syncline.optim import cosine_decay, scale_lr, warmup
+from syncline.scaling import scale_factor
 from syncline.specs import nearest
-from syncline.training.workload import Workload
 
-__all__ = ["DECAYS", "Schedule", "Settings", "steps_of_epoch"]
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from syncline.training.basis import Schedule
+    from syncline.training.workload import Workload
+
+__all__ = ["DECAYS", "Settings", "steps_of_epoch"]
 
 DECAYS = ("none", "cosine")
-
-Schedule = LRScheduler | ChainedScheduler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +97,7 @@ class Settings:
         rate = self.learning_rate
         if rate is not None and not 0 < rate < math.inf:
             raise SpecError(f"lr {rate}: a finite number above 0")
-        # Refuses a rule that is none.
-        scale_lr(1.0 if self.learning_rate is None else self.learning_rate, self.scaling, workers=1)
+        scale_factor(self.scaling, workers=1)  # refuses an unknown rule
 
     def a_step(self, workers: int) -> int:
         """Samples that all workers together take in a step."""
@@ -106,7 +107,7 @@ class Settings:
     def rate(self, workers: int) -> float:
         """The learning rate for so many workers."""
         assert self.learning_rate is not None, "settings are resolved before they are used"
-        return scale_lr(self.learning_rate, self.scaling, workers=workers)
+        return self.learning_rate * scale_factor(self.scaling, workers)
 
     def optimizer(self, workload: Workload, model: nn.Module, workers: int) -> Optimizer:
         """The workload's, with the rate for so many workers and the momentum that is asked for."""
@@ -121,6 +122,10 @@ class Settings:
 
     def schedule(self, optimizer: Optimizer, workers: int, epoch_steps: int, total_steps: int) -> Schedule | None:
         """Warm-up and decay as one scheduler, or None where the rate stays as it is."""
+        from torch.optim.lr_scheduler import ChainedScheduler
+
+        from syncline.optim import cosine_decay, warmup
+
         parts: list[LRScheduler] = []
         steps = round(self.warmup * epoch_steps)
         if steps:

@@ -9,11 +9,13 @@ import platform
 import sys
 from importlib import metadata
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 import syncline
-from syncline.world import World
+from syncline.training.torch_build import gpu_names
+
+if TYPE_CHECKING:
+    from syncline.world import World
 
 __all__ = [
     "code_digest",
@@ -41,7 +43,6 @@ def describe_versions() -> Facts:
 
 def describe_machine() -> Facts:
     """System, processors, memory and GPUs of the machine that this process is on."""
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "system": _system(),
@@ -50,7 +51,7 @@ def describe_machine() -> Facts:
         "cores": os.cpu_count(),
         "cores usable": usable,
         "memory GiB": _memory(),
-        "gpus": [torch.cuda.get_device_name(number) for number in range(gpus)],
+        "gpus": gpu_names(),
     }
 
 
@@ -62,6 +63,8 @@ def describe_world(world: World) -> dict[str, Facts]:
     ...     describe_world(world)["world"]["engine"]
     'single'
     """
+    import torch
+
     return {
         "versions": describe_versions(),
         "machine": {"host": world.host, **describe_machine()},

@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from syncline.environment.heartbeats import ALIVE, DEAD, LEFT
 from syncline.runtime import Runtime
 from syncline.transports.base import ASK_FOR_CHECK, told_by_rank
 from syncline.transports.limited_log import LimitedLog
-from syncline.transports.store import ALIVE, DEAD, LEFT, KeyValueStore
+from syncline.transports.store import KeyValueStore
 
 __all__ = ["LEFT_WORLD", "Liveness", "Verdict"]
 

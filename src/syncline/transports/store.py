@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import socket
 from collections.abc import Callable, Sequence
@@ -14,24 +13,19 @@ from typing import Any, Protocol, TypeVar
 from torch._C._distributed_c10d import TCPStore  # what torch.distributed re-exports untyped
 
 from syncline.environment import Environment, Rendezvous, detect
-from syncline.errors import SpecError, WorldError
+from syncline.environment.heartbeats import DEAD
+from syncline.errors import WorldError
 from syncline.runtime import Event, Queue, RealRuntime, Runtime
 
 __all__ = [
-    "ALIVE",
-    "DEAD",
-    "LEFT",
-    "LOST_AFTER_VARIABLE",
     "BoundedStore",
     "KeyValueStore",
     "StoreSilentError",
     "find_place",
     "first_line",
     "listening_address",
-    "lost_after",
     "meet",
     "program_name",
-    "read_lost_after",
     "second_connection",
     "watch_program",
 ]
@@ -40,42 +34,9 @@ logger = logging.getLogger("syncline")
 
 T = TypeVar("T")
 
-DEAD = "syncline/dead"
-"""Key of the number of programs that have failed, written by the launcher.
-
-DEAD/RANK has the reason of a failed rank, DEAD/NAME that of another program.
-"""
-ALIVE = "syncline/alive"
-"""Under ALIVE/PROGRAM every program that has a world writes its heartbeat, a growing number; `LEFT` at its end."""
-LEFT = "left"
 STORE_TIMEOUT_S = 10.0
 """Timeout in seconds of a call to the store: a cut network gives neither an answer nor an error."""
-LOST_AFTER_VARIABLE, PROGRAM_VARIABLE = "SYNCLINE_LOST_AFTER", "SYNCLINE_PROGRAM"
-LOST_AFTER_S = 30.0
-"""Seconds without a heartbeat after which a process counts as lost, unless the variable says otherwise."""
-MIN_LOST_AFTER_S = 2.0
-"""Smallest value of the variable in seconds: heartbeats are sent twice a second, later on a busy machine."""
-
-
-def lost_after() -> float:
-    """Seconds without a heartbeat after which a process counts as lost; infinite where the variable is 0."""
-    text = os.environ.get(LOST_AFTER_VARIABLE, "") or str(LOST_AFTER_S)
-    return read_lost_after(text, f"{LOST_AFTER_VARIABLE}={text}")
-
-
-def read_lost_after(text: str, given: str) -> float:
-    """Parse a number of seconds; infinite for 0. `given` names the option or variable in messages.
-
-    >>> read_lost_after("12", "--lost-after 12"), read_lost_after("0", "--lost-after 0")
-    (12.0, inf)
-    """
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not (seconds == 0 or MIN_LOST_AFTER_S <= seconds < math.inf):
-        raise SpecError(f"{given}: give a number of seconds, at least {MIN_LOST_AFTER_S:g}, or 0 for no limit")
-    return seconds or math.inf
+PROGRAM_VARIABLE = "SYNCLINE_PROGRAM"
 
 
 def program_name() -> str:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from syncline.errors import ProtocolError, SpecError
-from syncline.optim import scale_lr
+from syncline.scaling import scale_factor
 from syncline.training.settings import Settings
 
 __all__ = ["FORMAT", "Entry", "Kind", "Place", "Plan", "Run", "Tuning"]
@@ -143,7 +143,7 @@ class Plan:
         together = self.batch * self.workers if strong else self.batch * run.workers
         rate = None if entry.learning_rate is None else entry.learning_rate * factor
         if strong and rate is not None:  # the same batch of all wants the same rate, however many they are
-            rate = scale_lr(rate, entry.scaling, workers=self.workers)
+            rate *= scale_factor(entry.scaling, self.workers)
         tuning = self.tuning if run.kind == "tuning" else None
         return Settings(
             strategy=entry.strategy,

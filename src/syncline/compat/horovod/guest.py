@@ -16,7 +16,7 @@ from syncline.compat.horovod.context import Context
 from syncline.compat.horovod.functions import broadcast_object
 from syncline.compat.horovod.parameters import PassesError, after_gradient
 from syncline.strategies import Run, Strategy
-from syncline.training import distribute
+from syncline.training.distribute import distribute
 
 __all__ = ["Guest", "StandIn"]
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from torch._C._distributed_c10d import TCPStore
 
 from syncline.environment import Environment, Rendezvous
+from syncline.environment.heartbeats import lost_after
 from syncline.errors import WorldError
 from syncline.runtime import RealRuntime
 from syncline.transports.liveness import Liveness
@@ -17,7 +18,6 @@ from syncline.transports.store import (
     find_place,
     first_line,
     listening_address,
-    lost_after,
     meet,
     program_name,
     second_connection,

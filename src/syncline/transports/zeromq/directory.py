@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from syncline.environment.base import check_versions
+from syncline.environment.heartbeats import DEAD
 from syncline.errors import WorldError
 from syncline.runtime import Runtime
 from syncline.transports.limited_log import LimitedLog
-from syncline.transports.store import DEAD, KeyValueStore, StoreSilentError
+from syncline.transports.store import KeyValueStore, StoreSilentError
 
 __all__ = ["Directory", "Entry"]
 

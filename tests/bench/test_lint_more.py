@@ -211,7 +211,7 @@ def test_a_few_equal_samples_are_told(races: Races, tmp_path: Path, shared: int,
     digests["test"][:shared] = digests["train"][:shared]
     digests["test"].tofile(folder / "splits/test.u64")
     case = Case(read_race(folder))
-    case.__dict__["workload"] = None  # data that is really so: it is not compared with what this machine has
+    case.__dict__["data"] = None  # data that is really so: it is not compared with what this machine has
     notes = list(check_splits(case))
     assert [(note.severity, f"train and test share {shared} samples" in note.evidence) for note in notes] == [
         (severity, True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
 import syncline
@@ -84,3 +86,14 @@ def test_bench_refuses_before_it_starts_ranks(
     monkeypatch.setattr("syncline.cli.bench_launch.run_here", lambda *_: pytest.fail("it was started"))
     assert main(line.split()) == 2
     assert words in capsys.readouterr().err
+
+
+def test_ctrl_c_during_the_import_of_a_command_ends_quietly(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(importlib, "import_module", interrupt)
+    assert main(["race", "digits"]) == 130
+    assert capsys.readouterr().err == ""

@@ -116,7 +116,7 @@ def test_refused(
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "race.json").touch()
     (tmp_path / "aimless.py").write_text(SCRIPT.replace("TARGET = 0.5", ""))
-    monkeypatch.setattr(race, "Runner", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr("syncline.bench.race.runner.Runner", lambda *_: pytest.fail("it was started"))
     with pytest.raises(kind) as caught:
         race.run(parsed(*line.split()))
     assert words in str(caught.value)

@@ -20,23 +20,21 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from syncline.bench.race.arena import Arena, ProcessArena, SimulatedArena
-from syncline.bench.race.entrant import Entrant
-from syncline.bench.race.field import build_entrant
 from syncline.bench.race.reading import RanRun, read_run
 from syncline.bench.stats import ratios, summarize
-from syncline.bench.workloads import build
 from syncline.errors import SpecError
 from syncline.specs import nearest
 from syncline.training.settings import Settings
-from syncline.training.stragglers import Slow
-from syncline.transports import Network
+
+if TYPE_CHECKING:
+    from syncline.bench.race.arena import Arena
+    from syncline.training.stragglers import Slow
 
 __all__ = ["SCENARIOS", "StragglersPlan", "measure", "table"]
 
-LOOPBACK = Network(latency=3e-4, bandwidth=1e9)
+LATENCY_S, BYTES_PER_S = 3e-4, 1e9
 """What the simulator takes for the messages between processes of one machine; a step's sleep is far longer."""
 AWHILE = 8
 """Steps' times that a wandering slowness stays with one worker."""
@@ -75,6 +73,9 @@ class StragglersPlan:
 
     def check(self) -> None:
         """Refuse what cannot be measured."""
+        from syncline.bench.race.field import build_entrant
+        from syncline.bench.workloads import build
+
         for name in self.scenarios:
             if name not in SCENARIOS:
                 raise SpecError(f"unknown scenario {name!r}; {nearest(name, list(SCENARIOS))}")
@@ -96,6 +97,8 @@ class StragglersPlan:
 
 
 def _wandering(plan: StragglersPlan) -> list[Slow]:
+    from syncline.training.stragglers import Slow
+
     span = AWHILE * plan.step
     return [
         Slow(number % plan.workers, plan.factor, number * span, (number + 1) * span)
@@ -104,6 +107,8 @@ def _wandering(plan: StragglersPlan) -> list[Slow]:
 
 
 def _lasting(plan: StragglersPlan) -> list[Slow]:
+    from syncline.training.stragglers import Slow
+
     return [Slow(plan.workers - 1, plan.factor)]
 
 
@@ -120,7 +125,10 @@ SCENARIOS: dict[str, Callable[[StragglersPlan], list[Slow]]] = {
 
 def measure(plan: StragglersPlan, say: Say) -> dict[str, Any]:
     """Run everything, in an order drawn for each seed; seconds to the target, infinite where it was not reached."""
-    arenas: dict[str, Arena] = {"simulated": SimulatedArena(LOOPBACK)}
+    from syncline.bench.race.arena import ProcessArena, SimulatedArena
+    from syncline.transports import Network
+
+    arenas: dict[str, Arena] = {"simulated": SimulatedArena(Network(latency=LATENCY_S, bandwidth=BYTES_PER_S))}
     if not plan.simulate:
         arenas["measured"] = ProcessArena()
     found: dict[str, Any] = {}
@@ -141,6 +149,9 @@ def measure(plan: StragglersPlan, say: Say) -> dict[str, Any]:
 
 
 def _run(plan: StragglersPlan, scenario: str, spec: str, seed: int, way: str, arena: Arena) -> float:
+    from syncline.bench.race.entrant import Entrant
+    from syncline.bench.workloads import build
+
     folder = Path(plan.out).parent / scenario / f"{_file(spec)}-{way}-seed{seed}"
     folder.mkdir(parents=True)
     workload = build(plan.workload)

@@ -33,14 +33,10 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from syncline.bench import collectives, negotiation, network, teams
-from syncline.bench.collectives_report import plot, table
 from syncline.bench.sizes import parse_sizes
 from syncline.cli import bench_codecs, bench_server, bench_step, bench_stragglers
 from syncline.cli.bench_launch import add_places, by_mpi, launch
-from syncline.collectives import build
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
-from syncline.exchange import check_wire
 from syncline.training.folder import make_writable
 
 __all__ = ["configure", "run"]
@@ -108,21 +104,29 @@ def run(arguments: argparse.Namespace) -> int:
     code = launch(arguments, arguments.what, plan, arguments.lab)
     if code:
         return code
+    _show(arguments.what, result)
+    return 0
+
+
+def _show(what: str, result: Path) -> None:
+    """Print what a bench has written, and draw it where there is a picture."""
+    from syncline.bench import negotiation, network, teams
+    from syncline.bench.collectives_report import plot, table
+
     document = json.loads(result.read_text())
-    if arguments.what == "network":
+    if what == "network":
         print(network.describe(document))
-    elif arguments.what == "teams":
+    elif what == "teams":
         print(f"{teams.describe(document)}\n\nwritten: {result}")
-    elif arguments.what == "negotiation":
+    elif what == "negotiation":
         print(f"{negotiation.describe(document)}\n\nwritten: {result}")
     else:
         print(table(document))
         try:
-            pictures = plot(document, folder / "collectives")
+            pictures = plot(document, result.with_suffix(""))
             print("\nwritten: " + ", ".join(map(str, [result, *pictures])))
         except UnsupportedError as error:
             print(f"\nwritten: {result}; {error}")
-    return 0
 
 
 def _pair(option: str, text: str) -> tuple[float, float]:
@@ -136,6 +140,10 @@ def _pair(option: str, text: str) -> tuple[float, float]:
 
 
 def _plan(arguments: argparse.Namespace, out: str) -> dict[str, object]:
+    from syncline.bench import collectives, negotiation, network, teams
+    from syncline.collectives import build
+    from syncline.exchange import check_wire
+
     if arguments.what == "teams":
         sizes, pauses = _pair("--megabytes", arguments.megabytes), _pair("--compute", arguments.compute)
         collective, turns = arguments.collective, arguments.rounds

@@ -6,8 +6,6 @@ import argparse
 import json
 from pathlib import Path
 
-from syncline.bench.codecs import CodecsPlan, measure
-from syncline.bench.codecs_report import codecs_plot, codecs_table
 from syncline.bench.sizes import parse_sizes
 from syncline.errors import UnsupportedError
 from syncline.training.folder import make_writable
@@ -25,6 +23,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, folder: Path) -> int:
     """Measure; the exit code."""
+    from syncline.bench.codecs import CodecsPlan, measure
+    from syncline.bench.codecs_report import codecs_plot, codecs_table
+
     named = [spec.strip() for spec in arguments.codecs.split(";") if spec.strip()]
     usual = CodecsPlan(sizes=parse_sizes(arguments.sizes), rounds=arguments.rounds, threads=arguments.threads)
     plan = CodecsPlan(usual.sizes, named, usual.rounds, usual.threads) if named else usual

@@ -10,11 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from syncline.bench.server import rates, soak
-from syncline.bench.server.end import PROGRAM
-from syncline.bench.server.report import place, rates_table, sweep_table
 from syncline.bench.sizes import parse_size, parse_sizes
 from syncline.errors import IncompatibleError, SpecError
 from syncline.launch.hosts import parse_hosts
@@ -25,6 +22,9 @@ from syncline.launch.mpi import mpi_command
 from syncline.launch.start import Job, run_here, run_on_hosts
 from syncline.launch.variables import company, threads_each
 from syncline.training.folder import make_writable
+
+if TYPE_CHECKING:
+    from syncline.bench.server.rates import RatesPlan
 
 __all__ = ["configure", "run"]
 
@@ -52,6 +52,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, folder: Path) -> int:
     """Measure; the exit code."""
+    from syncline.bench.server.report import rates_table
+
     _check(arguments)
     make_writable(folder)
     if arguments.soak is not None:
@@ -101,10 +103,12 @@ def _ranks(arguments: argparse.Namespace) -> int:
     return 4 if arguments.ranks is None else int(arguments.ranks)
 
 
-def _plan(arguments: argparse.Namespace, result: Path, servers: int) -> rates.RatesPlan:
+def _plan(arguments: argparse.Namespace, result: Path, servers: int) -> RatesPlan:
+    from syncline.bench.server.rates import RatesPlan
+
     ranks = _ranks(arguments)
     counts = sorted({*(count for count in (1, 2, 4) if count <= ranks), ranks})
-    return rates.RatesPlan(
+    return RatesPlan(
         out=str(result.absolute()),
         engine=arguments.engine,
         sizes=parse_sizes(arguments.sizes),
@@ -125,6 +129,9 @@ def choices(workers: int) -> list[int]:
 
 def _sweep(arguments: argparse.Namespace, folder: Path) -> int:
     """Launch every choice in turn, some times over: what disturbs the machine for a while disturbs all of them."""
+    from syncline.bench.server.rates import RatesPlan
+    from syncline.bench.server.report import place, sweep_table
+
     nbytes, workers, result = parse_size(arguments.size), _ranks(arguments), folder / "sweep.json"
     samples: dict[str, list[list[float]]] = {}
     own = folder / "sweep-last.json"
@@ -134,7 +141,7 @@ def _sweep(arguments: argparse.Namespace, folder: Path) -> int:
         for servers in tried if turn % 2 == 0 else tried[::-1]:
             name = f"{servers} server{'s' if servers > 1 else ''}" if servers else "co-located"
             print(f"pass {turn + 1} of {arguments.passes}: {name}", file=sys.stderr, flush=True)
-            plan = rates.RatesPlan(
+            plan = RatesPlan(
                 out=str(own.absolute()), engine=arguments.engine, sizes=[nbytes], workers=[workers],
                 rounds=arguments.rounds, depth=arguments.depth, echo=False,
             )  # fmt: skip
@@ -151,6 +158,8 @@ def _sweep(arguments: argparse.Namespace, folder: Path) -> int:
 
 
 def _soak(arguments: argparse.Namespace, folder: Path) -> int:
+    from syncline.bench.server import soak
+
     servers = 2 if arguments.servers is None else arguments.servers
     result = folder / "soak.json"
     plan = soak.SoakPlan(
@@ -164,6 +173,8 @@ def _soak(arguments: argparse.Namespace, folder: Path) -> int:
 
 def _launch(arguments: argparse.Namespace, module: str, plan: Mapping[str, object], servers: int) -> int:
     """Start workers and servers; the exit code."""
+    from syncline.bench.server.end import PROGRAM
+
     target = ("-m", f"syncline.bench.server.{module}", json.dumps(plan))
     job, ranks = Job(target=target, servers=servers, server=PROGRAM), _ranks(arguments)
     if arguments.lab:

@@ -9,20 +9,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from syncline.bench import step
-from syncline.bench.contenders import BASELINES, DENSE, OURS, wire
-from syncline.bench.step_report import codec_steps_table, step_table
-from syncline.bench.subjects import SUBJECTS
 from syncline.cli.bench_launch import add_places, launch
-from syncline.codecs.catalog import build_codec
 from syncline.errors import SpecError
-from syncline.exchange import check_wire
 from syncline.launch.lab import parse_lab
 from syncline.specs import nearest
-from syncline.strategies import build_strategy
 from syncline.training.folder import make_writable
+
+if TYPE_CHECKING:
+    from syncline.bench.step import StepPlan
 
 __all__ = ["configure", "run", "step_labs"]
 
@@ -33,12 +29,12 @@ MEMORY_RUNS = 3
 def configure(parser: argparse.ArgumentParser) -> None:
     """Say what it takes."""
     parser.add_argument(
-        "--against", default="ddp", help=f"whose steps to compare with, of {','.join(BASELINES)}; default ddp"
+        "--against", default="ddp", help="whose steps to compare with, of ddp,ddp-fp16,hvd; default ddp"
     )
     parser.add_argument(
         "--codec", action="append", default=[], help="of ours; several by ';' or by giving it again; none: without one"
     )
-    parser.add_argument("--models", help=f"of {', '.join(SUBJECTS)}; default all, with --codec mlp")
+    parser.add_argument("--models", help="of mlp, resnet, transformer; default all, with --codec mlp")
     parser.add_argument("--rounds", type=int, default=5, help="repeats; default 5")
     parser.add_argument("--turns", type=int, default=20, help="steps of each contender in a repeat; default 20")
     parser.add_argument("--strategy", default="allreduce", help="the synchronisation strategy; default allreduce")
@@ -56,6 +52,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, folder: Path) -> int:
     """Measure in one place after another; one table at the end, of what is there even when a run fails."""
+    from syncline.bench.step_report import codec_steps_table, step_table
+
     labs = step_labs(arguments.lab, arguments.rate)
     result = folder / "step.json"
     plan = _plan(arguments, result)
@@ -113,7 +111,14 @@ def _listed(text: str, separator: str = ",") -> list[str]:
     return [part.strip() for part in text.split(separator) if part.strip()]
 
 
-def _plan(arguments: argparse.Namespace, result: Path) -> step.StepPlan:
+def _plan(arguments: argparse.Namespace, result: Path) -> StepPlan:
+    from syncline.bench.contenders import BASELINES, DENSE, OURS, wire
+    from syncline.bench.step import StepPlan
+    from syncline.bench.subjects import SUBJECTS
+    from syncline.codecs.catalog import build_codec
+    from syncline.exchange import check_wire
+    from syncline.strategies import build_strategy
+
     codecs = _codecs(arguments.codec)
     models = _listed(arguments.models if arguments.models is not None else "mlp" if codecs else ",".join(SUBJECTS))
     against = list(dict.fromkeys(_listed(arguments.against)))
@@ -132,7 +137,7 @@ def _plan(arguments: argparse.Namespace, result: Path) -> step.StepPlan:
     build_strategy(arguments.strategy)
     for spec in codecs or [OURS]:
         check_wire(wire(arguments.collective, dense=spec == DENSE), None if spec == OURS else build_codec(spec))
-    return step.StepPlan(
+    return StepPlan(
         out=str(result.absolute()),
         models=models,
         against=against,
@@ -150,6 +155,9 @@ def _plan(arguments: argparse.Namespace, result: Path) -> step.StepPlan:
 
 def _codecs(given: Sequence[str]) -> list[str]:
     """The codecs as they write themselves; refused here, not on every rank."""
+    from syncline.bench.contenders import DENSE
+    from syncline.codecs.catalog import build_codec
+
     found = []
     for text in (spec for texts in given for spec in _listed(texts, ";")):
         codec = build_codec(text)
@@ -160,7 +168,7 @@ def _codecs(given: Sequence[str]) -> list[str]:
 
 
 def _memory(
-    arguments: argparse.Namespace, plan: step.StepPlan, folder: Path, lab: str | None, runs: int
+    arguments: argparse.Namespace, plan: StepPlan, folder: Path, lab: str | None, runs: int
 ) -> list[dict[str, object]]:
     """Peak memory of the first of ours and the first of theirs, each in processes of its own."""
     found: list[dict[str, object]] = []

@@ -61,6 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words:
         print(OVERVIEW)
         return REFUSED
+    try:
+        return _run(words)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(words: Sequence[str]) -> int:
+    """Import the chosen command and run it."""
     parser = _parser(words[0])
     _check_first(parser, words[0])
     arguments, unknown = parser.parse_known_args(words)
@@ -79,8 +87,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"syncline {arguments.command}: {error.filename}: {error.strerror}", file=sys.stderr)
         return REFUSED
-    except KeyboardInterrupt:
-        return 130
 
 
 def _parser(chosen: str) -> CommandParser:

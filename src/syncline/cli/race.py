@@ -28,25 +28,24 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from syncline.bench.ctrl_c import INTERRUPTED
 from syncline.bench.lint import lint
-from syncline.bench.race.arena import Arena, ProcessArena, SimulatedArena
-from syncline.bench.race.field import Field, default_field, read_field, short_field
-from syncline.bench.race.pace import expected_seconds, parse_network, seconds_a_sample
 from syncline.bench.race.plan import Place, Plan, Tuning
 from syncline.bench.race.reading import Race, read_race
-from syncline.bench.race.runner import Runner, begin
-from syncline.bench.race.view import View
 from syncline.bench.report import analyse, judge, write_report
-from syncline.bench.workloads import ScriptWorkload, build
 from syncline.errors import IncompatibleError, SpecError
 from syncline.launch.lab import Lab, parse_lab
 from syncline.launch.machine import warn_if_crowded
 from syncline.training.folder import fresh_name
 from syncline.training.progress import duration
 from syncline.training.system import code_digest, code_version
-from syncline.training.workload import Workload
+
+if TYPE_CHECKING:
+    from syncline.bench.race.arena import Arena
+    from syncline.bench.race.field import Field
+    from syncline.training.workload import Workload
 
 __all__ = ["configure", "run"]
 
@@ -102,6 +101,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Race; the exit code."""
+    from syncline.bench.race.runner import Runner, begin
+    from syncline.bench.race.view import View
+
     if arguments.resume is not None:
         folder = arguments.resume
         _check_alone(arguments)
@@ -164,6 +166,8 @@ def _conclude(folder: Path, complete: bool) -> int:
 
 
 def _new(arguments: argparse.Namespace) -> tuple[Path, Plan, Workload]:
+    from syncline.bench.workloads import ScriptWorkload, build
+
     if arguments.workload is None:
         raise SpecError("name a workload: syncline race digits -n 4, or a file of your own, or --resume FOLDER")
     if arguments.lab and arguments.simulate:
@@ -185,6 +189,8 @@ def _new(arguments: argparse.Namespace) -> tuple[Path, Plan, Workload]:
 
 
 def _field(arguments: argparse.Namespace, workload: Workload) -> Field:
+    from syncline.bench.race.field import default_field, read_field, short_field
+
     simulated, one_host = arguments.simulate is not None, arguments.lab is None
     if arguments.entries is None:
         return short_field(workload, simulated, one_host)
@@ -194,6 +200,8 @@ def _field(arguments: argparse.Namespace, workload: Workload) -> Field:
 
 
 def _plan(arguments: argparse.Namespace, workload: Workload, field: Field) -> Plan:
+    from syncline.bench.race.pace import seconds_a_sample
+
     usual = workload.defaults
     target = usual.target if arguments.target is None else arguments.target
     if target is None:
@@ -243,6 +251,8 @@ def _plan(arguments: argparse.Namespace, workload: Workload, field: Field) -> Pl
 
 def _place(arguments: argparse.Namespace) -> Place:
     if arguments.simulate is not None:
+        from syncline.bench.race.pace import parse_network
+
         parse_network(arguments.simulate)
         return Place(kind="simulated", detail=arguments.simulate)
     if arguments.lab is None:
@@ -298,6 +308,9 @@ def _at_least(name: str, value: int) -> int:
 
 @contextlib.contextmanager
 def _arena(plan: Plan) -> Iterator[Arena]:
+    from syncline.bench.race.arena import ProcessArena, SimulatedArena
+    from syncline.bench.race.pace import parse_network
+
     if plan.place.kind == "simulated":
         yield SimulatedArena(parse_network(plan.place.detail))
     elif plan.place.kind == "lab":
@@ -312,6 +325,8 @@ def _arena(plan: Plan) -> Iterator[Arena]:
 
 
 def _announce(plan: Plan, folder: Path, workload: Workload) -> None:
+    from syncline.bench.race.pace import expected_seconds
+
     runs = len(plan.tuning_runs()) + len(plan.runs())
     takes = duration(expected_seconds(plan, workload))
     _say(f"{len(plan.entries)} entries, {len(plan.seeds)} seeds, {runs} runs, about {takes}")
@@ -327,6 +342,8 @@ def _told(workload: Workload) -> dict[str, str]:
 
 def _same_code(race: Race) -> None:
     """Another version's times and accuracies do not belong in the same table."""
+    from syncline.bench.workloads import build
+
     plan = race.plan
     told = _told(build(plan.workload))
     changed = [key for key in told if plan.data and plan.data.get(key) != told[key]]

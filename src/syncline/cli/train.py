@@ -28,29 +28,21 @@ import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from syncline.bench.train import TrainPlan
-from syncline.bench.workloads import ScriptWorkload, build
 from syncline.cli.train_kmeans import is_kmeans, train_kmeans
-from syncline.codecs import build_codec
+from syncline.environment.heartbeats import read_lost_after
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
-from syncline.exchange import check_wire
 from syncline.launch.hosts import Host, parse_hosts
 from syncline.launch.in_lab import run_in_lab
 from syncline.launch.lab import parse_lab
 from syncline.launch.machine import warn_if_crowded
 from syncline.launch.start import Job, run_here, run_on_hosts
-from syncline.strategies import Gossip, Hogwild, OneSided, build_strategy
-from syncline.strategies.served import Served
-from syncline.training.checkpoint import latest
-from syncline.training.checkpoint.manifest import MANIFEST
-from syncline.training.evaluator import wants_evaluator
 from syncline.training.folder import RunFolder, fresh_name
 from syncline.training.settings import DECAYS, Settings
-from syncline.training.start import checkpoints_in
-from syncline.training.stragglers import check_slow, parse_slow
-from syncline.training.workload import Workload
+
+if TYPE_CHECKING:
+    from syncline.training.workload import Workload
 
 __all__ = ["configure", "run"]
 
@@ -150,6 +142,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Train; the exit code."""
     if is_kmeans(arguments.workload):
         return train_kmeans(arguments)
+    from syncline.bench.train import TrainPlan
+    from syncline.bench.workloads import build
+    from syncline.strategies import build_strategy
+    from syncline.training.evaluator import wants_evaluator
+    from syncline.training.stragglers import check_slow, parse_slow
+
     job_place = _place(arguments)
     _check_company(arguments)
     _check_memory(arguments, job_place[1])
@@ -213,6 +211,9 @@ def _place(arguments: argparse.Namespace) -> tuple[tuple[Host, ...], int]:
 
 def _check_company(arguments: argparse.Namespace) -> None:
     """Refuse servers that nobody would ask, and going on where those who are left could not."""
+    from syncline.strategies import Gossip, build_strategy
+    from syncline.strategies.served import Served
+
     strategy, servers = build_strategy(arguments.strategy), arguments.servers
     if arguments.lost_after is not None:
         read_lost_after(arguments.lost_after, f"--lost-after {arguments.lost_after}")
@@ -240,6 +241,8 @@ def _check_company(arguments: argparse.Namespace) -> None:
 
 def _check_memory(arguments: argparse.Namespace, workers: int) -> None:
     """Refuse strategies that access other workers' memory where that is not possible."""
+    from syncline.strategies import Hogwild, OneSided, build_strategy
+
     strategy = build_strategy(arguments.strategy)
     if workers == 1:
         return
@@ -254,6 +257,11 @@ def _check_memory(arguments: argparse.Namespace, workers: int) -> None:
 
 def _settings(arguments: argparse.Namespace, workload: Workload, workers: int) -> Settings:
     """The settings, refused here rather than on every rank."""
+    from syncline.bench.workloads import ScriptWorkload
+    from syncline.codecs import build_codec
+    from syncline.exchange import check_wire
+    from syncline.strategies import build_strategy
+
     given = {name: getattr(arguments, name) for name in asdict(Settings())}
     settings = Settings(**given)
     settings.check()
@@ -278,6 +286,10 @@ def _settings(arguments: argparse.Namespace, workload: Workload, workers: int) -
 
 def _folder(arguments: argparse.Namespace, workload: Workload) -> tuple[RunFolder, bool | str]:
     """Where the run writes, and what it goes on from."""
+    from syncline.training.checkpoint import latest
+    from syncline.training.checkpoint.manifest import MANIFEST
+    from syncline.training.start import checkpoints_in
+
     resume = arguments.resume
     if resume is None:
         folder = RunFolder(arguments.out or Path("runs") / fresh_name(workload.spec))
@@ -305,6 +317,8 @@ def _folder(arguments: argparse.Namespace, workload: Workload) -> tuple[RunFolde
 
 def _compare(folder: RunFolder, workload: Workload, settings: Settings) -> None:
     """Refuse another workload; say so where a run goes on with other settings than it began with."""
+    from syncline.bench.workloads import ScriptWorkload
+
     before = folder.read("config") or {}
     if before.get("workload", workload.spec) != workload.spec:
         raise IncompatibleError(f"{folder.path} holds a run of {before['workload']}, not of {workload.spec}")

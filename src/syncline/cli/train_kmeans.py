@@ -12,7 +12,6 @@ import argparse
 import os
 from typing import Any
 
-from syncline.bench.kmeans import KMeansPlan, build_blobs
 from syncline.errors import IncompatibleError, SpecError
 from syncline.launch.machine import warn_if_crowded
 from syncline.launch.mpi import mpi_command
@@ -59,6 +58,8 @@ def is_kmeans(spec: str) -> bool:
 
 def train_kmeans(arguments: argparse.Namespace) -> int:
     """Solve it; the exit code. One-sided SGD on several workers is handed over to mpiexec."""
+    from syncline.bench.kmeans import KMeansPlan, build_blobs
+
     ranks = 1 if arguments.ranks is None else arguments.ranks
     if ranks < 1:
         raise SpecError(f"-n {ranks}: a run takes at least one worker")

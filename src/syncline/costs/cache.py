@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from syncline.costs.calibration import Calibration
+from syncline.environment.cache import cache_folder
 
 __all__ = ["cache_file", "recall", "remember"]
 
@@ -16,11 +17,8 @@ logger = logging.getLogger("syncline")
 
 
 def cache_file() -> Path:
-    """Where calibrations are kept: `SYNCLINE_CACHE`, or syncline/ in the user's cache folder."""
-    folder = os.environ.get("SYNCLINE_CACHE")
-    if folder is None:
-        folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "syncline")
-    return Path(folder) / "networks.json"
+    """Where calibrations are kept."""
+    return cache_folder() / "networks.json"
 
 
 def recall(where: str) -> Calibration | None:

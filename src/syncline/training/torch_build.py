@@ -1,4 +1,4 @@
-"""What torch was built with and which GPUs it can use, read from its files where they tell: its import takes a second."""
+"""What torch was built with and which GPUs it can use, read from its files: importing torch takes a second or two."""
 
 from __future__ import annotations
 
@@ -72,14 +72,15 @@ def _has_cuda_driver() -> bool:
 
 def _folder() -> Path:
     found = importlib.util.find_spec("torch")
-    assert found is not None and found.origin is not None, "torch is a dependency of this package"
-    return Path(found.origin).parent
+    assert found is not None, "torch is a dependency of this package"
+    return Path(str(found.origin)).parent
 
 
 def _version() -> ModuleType:
     """torch/version.py, without the package around it."""
     found = importlib.util.spec_from_file_location("torch_version", _folder() / "version.py")
-    assert found is not None and found.loader is not None
+    assert found is not None
+    assert found.loader is not None
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return module

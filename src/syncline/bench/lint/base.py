@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
+from syncline.bench.lint.data import describe_data, is_built_in
 from syncline.bench.race.plan import Entry, Plan
 from syncline.bench.race.plan import Run as PlannedRun
 from syncline.bench.race.reading import Race, RanRun
-from syncline.bench.workloads import build, names
-from syncline.errors import SynclineError
-from syncline.training.workload import Workload
 
 __all__ = ["Case", "Finding", "Note", "Rule", "Severity", "State", "Verdict", "some"]
 
@@ -65,16 +63,10 @@ class Case:
         return [run for run in self.race.runs if run.status == "finished" and not _aborted(run)]
 
     @cached_property
-    def workload(self) -> Workload | None:
-        """As this machine has it, with its data. A script is never run to check what somebody says about it."""
-        try:
-            if self.plan.workload.partition("(")[0].strip() not in names():
-                return None
-            found = build(self.plan.workload)
-            found.splits()
-        except (SynclineError, OSError):
-            return None
-        return found
+    def data(self) -> dict[str, Any] | None:
+        """The workload as this machine has it. A script is never run to check what somebody says about it."""
+        spec = self.plan.workload
+        return describe_data(spec) if is_built_in(spec.partition("(")[0].strip()) else None
 
     def entry(self, run: RanRun) -> Entry | None:
         """As it ran: tuned, but for the runs that tuned it."""

@@ -6,15 +6,12 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from syncline.bench.lint.base import Case, Note
-from syncline.bench.race.splits import MOST, digest_sample, read_splits
-from syncline.training.workload import batches
+from syncline.bench.race.splits import MOST, read_splits
 
 __all__ = ["check_splits"]
 
 OVERLAP = 0.005
 """Of the smaller split. Some collections hold the same picture twice: a few are told, more are no accident."""
-SAMPLED = 256
-"""Samples of each split that are looked up among the digests."""
 SPLIT = "make the splits disjoint, and race again: none of these numbers says anything about unseen data"
 
 
@@ -41,17 +38,16 @@ def check_splits(case: Case) -> Iterator[Note]:
 
 def _data(case: Case) -> Iterator[Note]:
     """The digests against the data as this machine has it, where it has the same."""
-    workload, found = case.workload, read_splits(case.race.path)
+    here, found = case.data, read_splits(case.race.path)
     known = next((run.config.get("sha256") for run in case.counted), None)
-    if workload is None or not found or known != workload.describe().get("sha256"):
+    if here is None or not found or known != here["config"].get("sha256"):
         return
     for name in found:
-        split = getattr(workload.splits(), name)
-        inputs, targets = next(batches(split, SAMPLED))
-        strange = sum(digest_sample(inputs[row], targets[row]) not in found[name] for row in range(len(inputs)))
-        if strange and len(split) <= MOST:
+        first = here["digests"][name]
+        strange = sum(digest not in found[name] for digest in first)
+        if strange and here["config"]["samples"][name] <= MOST:
             yield Note(
-                f"{strange} of the first {len(inputs)} samples of {name} are not in splits/{name}.u64: it is not a "
+                f"{strange} of the first {len(first)} samples of {name} are not in splits/{name}.u64: it is not a "
                 "list of this workload's data",
                 SPLIT,
             )

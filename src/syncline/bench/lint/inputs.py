@@ -7,12 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from syncline.bench.lint.base import Case, Note, some
+from syncline.bench.lint.data import is_built_in
 from syncline.bench.lint.evidence import events
 from syncline.bench.race.reading import RanRun
-from syncline.bench.workloads import names
 
 __all__ = ["check", "check_run", "looked"]
 
@@ -23,7 +21,7 @@ AGAIN = "train on the workload's own samples, as they are, and race again"
 def looked(case: Case) -> str:
     """What is there."""
     known = [run for run in case.race.runs if run.config]
-    beside = "" if case.workload is None else "the data on this machine"
+    beside = "" if case.data is None else "the data on this machine"
     missing = "" if beside else f"{case.plan.workload} cannot be built by the lint here: runs beside each other alone"
     return f"input and data of {len(known)} runs, beside {beside}" if beside and known else missing if known else ""
 
@@ -40,9 +38,9 @@ def check(case: Case) -> Iterator[Note]:
             yield Note(f"{field} is not the same for all: {told}", AGAIN)
     for run in known:
         yield from check_run(run)
-    if known and case.workload is not None:
-        yield from _beside(known[0], _described(case))
-    elif known and str(known[0].config.get("workload")).partition("(")[0] in names():
+    if known and case.data is not None:
+        yield from _beside(known[0], case.data["config"])
+    elif known and is_built_in(str(known[0].config.get("workload")).partition("(")[0]):
         # Whoever names a script in the plan keeps the lint from building the workload.
         trained = str(known[0].config.get("workload"))
         if case.plan.workload.partition("(")[0].strip() != trained.partition("(")[0]:
@@ -71,12 +69,3 @@ def _beside(run: RanRun, here: dict[str, Any]) -> Iterator[Note]:
             yield Note(
                 f"{field} is {run.config.get(field)} in {run.folder}, and {here.get(field)} by the workload", AGAIN
             )
-
-
-def _described(case: Case) -> dict[str, Any]:
-    """As `config.json` has it, from the data on this machine."""
-    assert case.workload is not None
-    first = torch.as_tensor(case.workload.splits().train[0][0])
-    kinds = sorted({str(one.dtype).removeprefix("torch.") for one in case.workload.model(0).parameters()})
-    shape = {"shape": list(first.shape), "dtype": str(first.dtype).removeprefix("torch."), "parameters": kinds}
-    return {**case.workload.describe(), "input": shape}

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from syncline.bench.lint.base import Case, Note, some
 from syncline.bench.lint.evidence import close, events, number, wall_ms
-from syncline.bench.race.field import build_entrant
 from syncline.bench.race.reading import RanRun
-from syncline.codecs import build_codec
+from syncline.bench.remembered import remembered
 from syncline.errors import SynclineError
-from syncline.optim import scale_lr
+from syncline.scaling import scale_factor
 
 __all__ = ["check", "check_run", "looked"]
 
@@ -70,8 +70,8 @@ def check_run(run: RanRun) -> Iterator[Note]:
         for event in events(run, key):
             if not close(event.get("value"), value):
                 yield Note(f"{run.folder}: the log has {key} {event.get('value')!r}, config.json {value!r}", ONE)
-    for name, spec in _built(config).items():
-        if name in chosen and chosen[name] != spec:
+    for name, spec in _built(config, chosen).items():
+        if chosen[name] != spec:
             yield Note(f"{run.folder} was to run with {name} {spec!r}, and ran with {chosen[name]!r}", ONE)
     yield from _rates(run)
 
@@ -91,16 +91,30 @@ def _versions(case: Case) -> Iterator[Note]:
             )
 
 
-def _built(config: dict[str, Any]) -> dict[str, str | None]:
+def _built(config: dict[str, Any], chosen: Collection[str]) -> dict[str, str | None]:
     """What the specs of a configuration become when they are built; nothing for what is not installed here."""
     found: dict[str, str | None] = {}
-    try:
-        codec = build_codec(config.get("codec"))
-        found["codec"] = None if codec is None else repr(codec)
-        found["strategy"] = repr(build_entrant(str(config.get("strategy"))))
-    except SynclineError:
-        pass
+    with suppress(SynclineError):
+        if "codec" in chosen:
+            found["codec"] = None if config.get("codec") is None else _codec(config["codec"])
+        if "strategy" in chosen:
+            found["strategy"] = _strategy(str(config.get("strategy")))
     return found
+
+
+@remembered
+def _codec(spec: str) -> str | None:
+    from syncline.codecs import build_codec
+
+    codec = build_codec(spec)
+    return None if codec is None else repr(codec)
+
+
+@remembered
+def _strategy(spec: str) -> str:
+    from syncline.bench.race.field import build_entrant
+
+    return repr(build_entrant(spec))
 
 
 def _rates(run: RanRun) -> Iterator[Note]:
@@ -109,7 +123,7 @@ def _rates(run: RanRun) -> Iterator[Note]:
     rate, scaling = number(config.get("learning_rate")), str(config.get("scaling"))
     if rate is None:
         return
-    scaled = scale_lr(rate, scaling, workers=int(config.get("workers") or 1))
+    scaled = rate * scale_factor(scaling, int(config.get("workers") or 1))
     steady = config.get("decay") == "none" and not config.get("warmup")
     used = [number(event.get("value")) for event in events(run, "sl_learning_rate")]
     wrong = [one for one in used if one is not None and (not close(one, scaled) if steady else one > scaled * 1.0001)]

@@ -9,7 +9,7 @@ from typing import Any
 from syncline.bench.lint.base import Case, Note
 from syncline.bench.lint.evidence import close
 from syncline.bench.race.plan import Tuning
-from syncline.strategies import default_presets
+from syncline.bench.remembered import remembered
 from syncline.training.system import code_digest
 
 __all__ = ["check", "looked"]
@@ -88,8 +88,8 @@ def _chosen(case: Case) -> Iterator[Note]:
 
 def _sources(case: Case) -> Iterator[Note]:
     """A rate that is neither the workload's nor a preset's was found by runs that nobody has counted."""
-    presets = {preset.spec: preset.rate for preset in default_presets()}
-    usual = case.workload.defaults.learning_rate if case.workload and case.plan.code_digest == code_digest() else None
+    presets = _preset_rates()
+    usual = case.data["learning_rate"] if case.data and case.plan.code_digest == code_digest() else None
     for entry in case.plan.entries:
         if entry.rate_from == "tuned":
             yield Note(f"the rate of {entry.name} is tuned, and no tuning run is here", COUNT)
@@ -105,3 +105,11 @@ def _sources(case: Case) -> Iterator[Note]:
                 "say how it was found, or tune inside the race (--tune)",
                 "warning",
             )
+
+
+@remembered
+def _preset_rates() -> dict[str, float]:
+    """What each preset multiplies the workload's rate by."""
+    from syncline.strategies import default_presets
+
+    return {preset.spec: preset.rate for preset in default_presets()}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from syncline.training.workload import Workload, batches
+    from syncline.training.workload import Workload
 
 __all__ = ["MOST", "SPLITS", "digest_sample", "read_splits", "write_splits"]
 
@@ -19,6 +21,8 @@ MOST = 1 << 17
 
 def write_splits(workload: Workload, folder: Path) -> dict[str, str]:
     """Write `splits/<name>.u64`, sorted digests of 8 bytes; the sums of the files."""
+    from syncline.training.workload import batches
+
     place = folder / "splits"
     place.mkdir(parents=True, exist_ok=True)
     sums = {}
@@ -28,7 +32,8 @@ def write_splits(workload: Workload, folder: Path) -> dict[str, str]:
             for inputs, targets in batches(getattr(workload.splits(), name), 512)
             for row in range(len(inputs))
         ]
-        data = np.sort(np.array(found, dtype="<u8"))[:MOST].tobytes()
+        kept = sorted(found)[:MOST]
+        data = struct.pack(f"<{len(kept)}Q", *kept)
         (place / f"{name}.u64").write_bytes(data)
         sums[name] = hashlib.sha256(data).hexdigest()
     return sums
@@ -41,12 +46,15 @@ def read_splits(folder: Path) -> dict[str, frozenset[int]]:
         path = folder / "splits" / f"{name}.u64"
         if path.exists():
             data = path.read_bytes()
-            found[name] = frozenset(np.frombuffer(data[: len(data) // 8 * 8], dtype="<u8").tolist())
+            count = len(data) // 8
+            found[name] = frozenset(struct.unpack(f"<{count}Q", data[: 8 * count]))
     return found
 
 
 def digest_sample(inputs: torch.Tensor, target: torch.Tensor) -> int:
     """Of one sample: its input and its target, byte by byte."""
+    import torch
+
     told = hashlib.blake2b(digest_size=8)
     for tensor in (inputs, target):
         told.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())

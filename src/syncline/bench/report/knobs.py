@@ -7,9 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from syncline.bench.race.field import build_entrant
 from syncline.bench.race.plan import Entry
-from syncline.codecs import build_codec
+from syncline.bench.remembered import remembered
 from syncline.errors import SynclineError
 from syncline.specs import Spec, parse
 
@@ -62,7 +61,7 @@ def count_knobs(entry: Entry) -> Knobs:
 
 def _strategy(spec: str) -> int | None:
     try:
-        return _arguments(build_entrant(spec))
+        return _strategy_arguments(spec)
     except (SynclineError, ImportError):  # a report may be read where the baseline's package is not installed
         return None
 
@@ -70,9 +69,24 @@ def _strategy(spec: str) -> int | None:
 def _codec(spec: str | None) -> int | None:
     try:
         links = parse(spec) if spec else ()
-        return sum(_arguments(codec) for codec in (build_codec(str(link)) for link in links) if codec is not None)
+        return sum(_codec_arguments(str(link)) for link in links)
     except SynclineError:
         return None
+
+
+@remembered
+def _strategy_arguments(spec: str) -> int:
+    from syncline.bench.race.field import build_entrant
+
+    return _arguments(build_entrant(spec))
+
+
+@remembered
+def _codec_arguments(spec: str) -> int:
+    from syncline.codecs import build_codec
+
+    codec = build_codec(spec)
+    return 0 if codec is None else _arguments(codec)
 
 
 def _arguments(thing: Any) -> int:

@@ -24,7 +24,7 @@ from syncline.bench.workloads.datasets import Pairs, draw
 from syncline.bench.workloads.download import check_url, fetch
 from syncline.bench.workloads.idx import read_idx
 from syncline.bench.workloads.models import image_cnn, mlp, seeded
-from syncline.costs.cache import cache_file
+from syncline.environment.cache import cache_folder
 from syncline.errors import ProtocolError, SpecError, UnsupportedError
 from syncline.training.workload import Defaults, Splits
 
@@ -139,7 +139,7 @@ class Fashion(Classification):
 def _places() -> list[Path]:
     data = os.environ.get("SYNCLINE_DATA")
     named = [Path(data) / "fashion-mnist", Path(data)] if data else []
-    return [*named, DEBIAN, cache_file().parent / "fashion-mnist"]
+    return [*named, DEBIAN, cache_folder() / "fashion-mnist"]
 
 
 def _in(folder: Path, file: _File) -> Path:

@@ -31,10 +31,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from syncline.bench.ctrl_c import INTERRUPTED
-from syncline.bench.lint import lint
 from syncline.bench.race.plan import Place, Plan, Tuning
 from syncline.bench.race.reading import Race, read_race
-from syncline.bench.report import analyse, judge, write_report
 from syncline.errors import IncompatibleError, SpecError
 from syncline.launch.lab import Lab, parse_lab
 from syncline.launch.machine import warn_if_crowded
@@ -150,6 +148,9 @@ def _option(name: str) -> str:
 
 def _conclude(folder: Path, complete: bool) -> int:
     """Lint, report, and say where it is."""
+    from syncline.bench.lint import lint
+    from syncline.bench.report import analyse, judge, write_report
+
     race = read_race(folder)
     ended = [run for run in race.runs if run.status not in ("interrupted", "running")]
     if ended:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import json
 import os
 import signal
-import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from syncline.cli import main
-from syncline.launch import in_lab, start
-from syncline.launch.hosts import parse_hosts
-from syncline.launch.lab import parse_lab
+from tests.launch.forked import Forked
 
 PATIENCE = 90.0
 SLOW = ("they take turns", "before they hold any model", "then a signal ends them")
 T = TypeVar("T")
+COMMAND = Path(__file__).with_name("command.py")
 
 PRELUDE = """
 import os, pathlib, sys, time
@@ -96,30 +92,36 @@ class Runs:
     def read(self, name: str) -> str:
         """What a worker has posted, once it has."""
         path = self.folder / name
-        wait_for(path.exists, f"{name} is posted; {[run.describe() for run in self.started]}")
+        wait_for(lambda: path.exists() or self._all_ended(), f"{name} is posted, but {self._describe()}")
+        assert path.exists(), f"all runs have ended without {name}: {self._describe()}"
         return path.read_text()
+
+    def _all_ended(self) -> bool:
+        return all(run.process.exitcode is not None for run in self.started)
+
+    def _describe(self) -> str:
+        return "\n".join(run.describe() for run in self.started)
 
     def post(self, name: str) -> None:
         """Tell the workers something."""
         (self.folder / name).touch()
 
     def processes(self) -> list[int]:
-        """Every process that comes of these runs."""
+        """Every process that comes of these runs: in their folder, or with their mark."""
         mark = f"TEST_MARK={self.mark}".encode()
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
-                try:
-                    if mark in (entry / "environ").read_bytes():
+                with contextlib.suppress(OSError):
+                    if mark in (entry / "environ").read_bytes() or (entry / "cwd").samefile(self.folder):
                         found.append(int(entry.name))
-                except OSError:
-                    continue
         return found
 
     def assert_nothing_left(self) -> None:
         """No process, and no temporary folder."""
         wait_for(lambda: not self.processes(), f"no process is left, but {self.processes()}")
-        assert list(self.temporary.iterdir()) == []
+        left = list(self.temporary.iterdir())
+        assert not left, left
 
     def close(self) -> None:
         for run in self.started:
@@ -131,7 +133,7 @@ class Runs:
 
 
 class Run:
-    """One run, in a process that is forked from one which has imported torch already."""
+    """One run. Its launcher and its ranks are forked from processes that have imported torch already."""
 
     def __init__(
         self,
@@ -143,17 +145,14 @@ class Run:
     ) -> None:
         number = len(runs.started)
         self._out, self._err = runs.folder / f"out{number}", runs.folder / f"err{number}"
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "syncline.cli.run", "syncline.launch.in_lab"])
-        self.process = context.Process(
-            target=_command,
-            args=(list(arguments), environ, str(runs.folder), str(self._out), str(self._err), job, where),
-        )
-        self.process.start()
+        asked = {"arguments": list(arguments), "folder": str(runs.folder), "job": job, "where": where}
+        with open(self._out, "ab") as out, open(self._err, "ab") as err, open(os.devnull) as nothing:
+            streams = [nothing.fileno(), out.fileno(), err.fileno()]
+            self.process = Forked((str(COMMAND), json.dumps(asked)), environ, streams)
 
     @property
     def out(self) -> str:
-        return self._out.read_bytes().decode() if self._out.exists() else ""
+        return self._out.read_bytes().decode()
 
     @property
     def err(self) -> str:
@@ -162,11 +161,10 @@ class Run:
 
     @property
     def all_err(self) -> str:
-        return self._err.read_text() if self._err.exists() else ""
+        return self._err.read_text()
 
     @property
     def pid(self) -> int:
-        assert self.process.pid is not None
         return self.process.pid
 
     @property
@@ -180,32 +178,3 @@ class Run:
 
     def describe(self) -> str:
         return f"exit code {self.process.exitcode}\n{self.out}\n{self.err}"
-
-
-def _command(
-    arguments: list[str],
-    environ: dict[str, str],
-    folder: str,
-    out: str,
-    err: str,
-    job: Mapping[str, Any] | None,
-    where: str,
-) -> None:
-    for path, fd in ((out, 1), (err, 2)):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(file, fd)
-        os.close(file)
-    os.environ.clear()
-    os.environ.update(environ)
-    os.chdir(folder)
-    tempfile.tempdir = None  # to be looked up again
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where the tests run in the background
-    if job is not None:
-        sys.exit(_run(start.Job(target=tuple(arguments), **job), where))
-    sys.exit(main.main(arguments))
-
-
-def _run(job: start.Job, where: str) -> int:
-    if "@" in where:
-        return in_lab.run_in_lab(job, *parse_lab(where))
-    return start.run_on_hosts(job, parse_hosts(where)) if where else start.run_here(job, 2)

@@ -1,8 +1,4 @@
-"""Programs on this machine, started and watched with torch's elastic multiprocessing.
-
-One of elastic's contexts for each program: a context of several would end them all when one fails, and whether
-to do that is the supervisor's to say.
-"""
+"""Programs on this machine: started by the prefork process or as new processes, and watched."""
 
 from __future__ import annotations
 
@@ -10,44 +6,57 @@ import contextlib
 import logging
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from syncline.errors import WorldError
 from syncline.launch.failures import Ended, Report, read_report
 from syncline.launch.heartbeats import State
 from syncline.launch.output import Output
+from syncline.launch.prefork import Prefork, find_prefork
 from syncline.launch.programs import MPIEXEC, Program
 from syncline.launch.sweeper import Sweeper
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing import PContext
-
-__all__ = ["LocalCrew"]
+__all__ = ["WORKER", "LocalCrew"]
 
 WORKER = Path(__file__).with_name("worker.py")
-HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-ELASTICS_OWN = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+"""The program in which every rank runs."""
 PATIENCE = 10.0
 """Seconds that a killed process may take to be gone."""
 STATE_CHECKS, STATE_CHECK_GAP_S = 2, 0.004
 """How often a running thread is checked again, and the seconds between two checks."""
+logger = logging.getLogger("syncline")
 
 
 @dataclass(eq=False)
 class _Process:
     program: Program
-    context: PContext
     pid: int
+    error_file: str
+    parent: Prefork | subprocess.Popen[bytes]
+    """Who started it: the prefork process, or we ourselves."""
 
-    @property
-    def error_file(self) -> str:
-        return str(self.context.error_files[0])
+    def has_ended(self) -> bool:
+        if isinstance(self.parent, Prefork):
+            return self.parent.code(self.pid) is not None
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            return True
+
+    def reap(self) -> int:
+        """The exit code of a process that has ended; its number may be given to another from now on."""
+        if isinstance(self.parent, Prefork):
+            code = self.parent.code(self.pid)
+            assert code is not None
+            self.parent.release(self.pid)
+            return code
+        return self.parent.wait()
 
 
 class LocalCrew:
@@ -60,39 +69,41 @@ class LocalCrew:
         self._sweeper: Sweeper | None = None
 
     def start(self) -> None:
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
         folder = tempfile.mkdtemp(prefix="syncline-run-")
         self._sweeper = Sweeper(folder, mpi=any(program.name == MPIEXEC for program in self._programs))
-        with _signals_left_alone() as handled:
-            for number, program in enumerate(self._programs):
-                try:
-                    process = self._start(program, os.path.join(folder, str(number)), handled)
-                except OSError as error:
-                    count = len(self._programs)
-                    raise WorldError(f"cannot start {program.name} of {count}: {error}; start fewer") from error
-                self._running.append(process)
-                self._sweeper.begun(process.pid)
+        for number, program in enumerate(self._programs):
+            try:
+                process = self._start(program, os.path.join(folder, str(number)))
+            except OSError as error:
+                count = len(self._programs)
+                raise WorldError(f"cannot start {program.name} of {count}: {error}; start fewer") from error
+            self._running.append(process)
+            self._sweeper.begun(process.pid)
 
-    def _start(self, program: Program, folder: str, handled: str) -> _Process:
-        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
-
-        argv = (*program.enter, sys.executable, str(WORKER), *program.target)
-        own = {"SYNCLINE_SUPERVISOR": str(os.getpid()), "PYTHONUNBUFFERED": "1", HANDLED: handled}
-        context = start_processes(
-            name=program.name,
-            entrypoint=argv[0],
-            args={0: argv[1:]},
-            envs={0: {**program.variables, **own}},
-            logs_specs=DefaultLogsSpecs(folder, redirects=Std.NONE if program.prefix is None else Std.ALL),
-        )
-        if program.prefix is not None:
-            for path, sink in ((context.stdouts[0], self._output.out), (context.stderrs[0], self._output.err)):
-                self._output.follow(path, sink, program.prefix)
-                os.unlink(path)  # both ends are open: nothing is left of it however we end
-        return _Process(program, context, context.pids()[0])
+    def _start(self, program: Program, folder: str) -> _Process:
+        os.mkdir(folder)
+        error_file = os.path.join(folder, "error.json")
+        own = {"TORCHELASTIC_ERROR_FILE": error_file, "PYTHONUNBUFFERED": "1"}
+        variables = {**os.environ, **program.variables, **own}
+        with contextlib.ExitStack() as opened:
+            streams = [0, 1, 2]
+            if program.prefix is not None:
+                for number, sink in ((1, self._output.out), (2, self._output.err)):
+                    path = os.path.join(folder, f"stream{number}")
+                    streams[number] = opened.enter_context(open(path, "wb")).fileno()
+                    self._output.follow(path, sink, program.prefix)
+                    os.unlink(path)  # both ends are open: nothing is left of it however we end
+            prefork, why = find_prefork(program.target, variables)
+            if prefork is None:
+                logger.info("%s is started as a new process: %s", program.name, why)
+            pid = None if prefork is None else prefork.start(program.target, variables, program.enter, streams)
+            if prefork is not None and pid is not None:
+                return _Process(program, pid, error_file, prefork)
+            process = _start_new(program, variables, streams)
+            return _Process(program, process.pid, error_file, process)
 
     def poll(self) -> list[Ended]:
-        ended = [process for process in self._running if _has_ended(process.pid)]
+        ended = [process for process in self._running if process.has_ended()]
         self._running = [process for process in self._running if process not in ended]
         return [self._reap(process) for process in ended]
 
@@ -102,7 +113,7 @@ class LocalCrew:
         if self._sweeper is not None:
             self._sweeper.over(process.pid)
         report = read_report(process.error_file)
-        code = _exit_code(process.context)
+        code = process.reap()
         if process.program.prefix is not None:
             self._output.finish(process.program.prefix)
         return _ended(process.program, code, report)
@@ -138,11 +149,16 @@ class LocalCrew:
             self._sweeper.close()
 
 
-def _has_ended(pid: int) -> bool:
-    try:
-        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:
-        return True
+def _start_new(program: Program, variables: dict[str, str], streams: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start a program as a new process, which imports all that it needs."""
+    return subprocess.Popen(
+        (*program.enter, sys.executable, str(WORKER), *program.target),
+        env={**variables, "SYNCLINE_SUPERVISOR": str(os.getpid())},
+        stdin=streams[0],
+        stdout=streams[1],
+        stderr=streams[2],
+        start_new_session=True,
+    )
 
 
 def _state(pid: int) -> State | None:
@@ -174,16 +190,6 @@ def _thread_states(pid: int) -> dict[str, str]:
     return found
 
 
-def _exit_code(context: PContext) -> int:
-    try:
-        result = None
-        while result is None:
-            result = context.wait(0)
-    except (ValueError, KeyError, TypeError):  # elastic cannot read what the script itself has left as a report
-        return 1
-    return int(result.failures[0].exitcode) if result.failures else 0
-
-
 def _ended(program: Program, code: int, report: Report | None) -> Ended:
     known = report if code > 0 else None
     name = program.name if known is None or known.rank is None else f"rank {known.rank}"
@@ -193,17 +199,3 @@ def _ended(program: Program, code: int, report: Report | None) -> Ended:
 def _signal_group(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
-
-
-@contextlib.contextmanager
-def _signals_left_alone() -> Iterator[str]:
-    """Keep elastic from putting its signal handlers over ours; what the workers are to have instead."""
-    before = os.environ.get(HANDLED)
-    os.environ[HANDLED] = ""
-    try:
-        yield before or ELASTICS_OWN
-    finally:
-        if before is None:
-            del os.environ[HANDLED]
-        else:
-            os.environ[HANDLED] = before

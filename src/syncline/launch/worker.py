@@ -4,7 +4,8 @@
     python worker.py -m module args…      as `python -m module args…`
     python worker.py --exec command…      any command; it only ends with its supervisor
 
-It is started by its path and imports the standard library alone: a script that needs no torch waits for none.
+A new process starts it by its path, and it imports the standard library alone: a script that needs no torch waits for
+none. The prefork process calls `main()` in a process that it has forked, where torch is imported already.
 """
 
 from __future__ import annotations

@@ -1,0 +1,47 @@
+"""The command, started by `Runs`: its ranks are forked from this process, which has imported torch already.
+
+python command.py '{"arguments": ["run", "-n", "2", "script.py"], "folder": "/tmp/…", "job": null, "where": ""}'
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from syncline.cli.main import main
+from syncline.launch import in_lab, start
+from syncline.launch.hosts import parse_hosts
+from syncline.launch.lab import parse_lab
+from syncline.launch.prefork import Prefork, adopt, serve
+
+
+def give_prefork() -> None:
+    """Fork a prefork process for this launcher. Returns in the launcher."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        os.setsid()
+        serve(theirs)
+    theirs.close()
+    adopt(Prefork(ours), {**os.environ, "OMP_NUM_THREADS": "1"})  # what the process was started with
+
+
+def run(asked: Mapping[str, Any]) -> int:
+    """Run the command, or the job that it describes."""
+    if asked["job"] is None:
+        return main(asked["arguments"])
+    job, where = start.Job(target=tuple(asked["arguments"]), **asked["job"]), asked["where"]
+    if "@" in where:
+        return in_lab.run_in_lab(job, *parse_lab(where))
+    return start.run_on_hosts(job, parse_hosts(where)) if where else start.run_here(job, 2)
+
+
+if __name__ == "__main__":
+    told = json.loads(sys.argv[1])
+    os.chdir(told["folder"])
+    give_prefork()
+    sys.exit(run(told))

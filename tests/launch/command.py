@@ -25,9 +25,10 @@ def give_prefork() -> None:
     if os.fork() == 0:
         ours.close()
         os.setsid()
+        del sys.path[0]  # the folder of this script
         serve(theirs)
     theirs.close()
-    adopt(Prefork(ours), {**os.environ, "OMP_NUM_THREADS": "1"})  # what the process was started with
+    adopt(Prefork(ours), os.environ)
 
 
 def run(asked: Mapping[str, Any]) -> int:

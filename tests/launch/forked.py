@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
 
-from syncline.launch.prefork import Prefork
-
-_prefork: list[Prefork] = []
+from syncline.launch.prefork import find_prefork
 
 
 class Forked:
     """A Python program in a process of its own: `target` as `launch/worker.py` takes it, and its standard streams."""
 
     def __init__(self, target: Sequence[str], variables: Mapping[str, str], streams: Sequence[int]) -> None:
-        if not _prefork:
-            _prefork.append(Prefork.launch({**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}))
-            atexit.register(_prefork[0].close)
-        assert _prefork[0].wait_until_ready(), _prefork[0].fault
-        pid = _prefork[0].start(target, variables, (), streams)
-        assert pid is not None, _prefork[0].fault
+        prefork, why = find_prefork(target, variables)
+        assert prefork is not None, why
+        pid = prefork.start(target, variables, (), streams)
+        assert pid is not None, prefork.fault
+        self._prefork = prefork
         self.pid = pid
         self._code: int | None = None
 
     @property
     def exitcode(self) -> int | None:
         if self._code is None:
-            self._code = _prefork[0].code(self.pid)
+            self._code = self._prefork.code(self.pid)
             if self._code is not None:
-                _prefork[0].release(self.pid)
+                self._prefork.release(self.pid)
         return self._code
 
     def is_alive(self) -> bool:

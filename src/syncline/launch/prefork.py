@@ -186,7 +186,8 @@ def begin_prefork(variables: Mapping[str, str]) -> None:
         for other in _made:
             changed = sorted({name for name, _ in set(key) ^ set(other)})
             logger.info("another prefork process is started: %s differs", ", ".join(changed))
-        _made[key] = Prefork.launch({**variables, "PYTHONUNBUFFERED": "1"})
+        rest = {name: value for name, value in os.environ.items() if not READ_EARLY.fullmatch(name)}
+        _made[key] = Prefork.launch({**rest, **dict(key)})
 
 
 def adopt(prefork: Prefork, variables: Mapping[str, str]) -> None:
@@ -386,7 +387,7 @@ def _exit(code: object, before: Collection[str]) -> NoReturn:
     for finish in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
         with contextlib.suppress(BaseException):
             finish()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # too late for KeyboardInterrupt
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
     threading.excepthook = lambda _: None  # of daemon threads, which Python would stop here

@@ -7,14 +7,15 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 
-from syncline.launch.prefork import find_prefork
+from syncline.launch.prefork import SWITCH, find_prefork
 
 
 class Forked:
     """A Python program in a process of its own: `target` as `launch/worker.py` takes it, and its standard streams."""
 
     def __init__(self, target: Sequence[str], variables: Mapping[str, str], streams: Sequence[int]) -> None:
-        prefork, why = find_prefork(target, variables)
+        # The launcher is forked even where its ranks are not to be.
+        prefork, why = find_prefork(target, {**variables, SWITCH: "1"})
         assert prefork is not None, why
         pid = prefork.start(target, variables, (), streams)
         assert pid is not None, prefork.fault

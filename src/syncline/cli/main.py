@@ -29,6 +29,8 @@ COMMANDS = {
     "env": "say what a bug report needs: versions, machine, launcher, network",
 }
 """Each is a module of this package with `configure(parser)` and `run(arguments) -> exit code`."""
+STARTING = ("run", "train", "race", "bench")
+"""The commands that start workers; `horovodrun` has the options of Horovod's."""
 OVERVIEW = f"""\
 syncline {__version__}: train neural networks on many workers, and measure which synchronisation strategy suits them
 
@@ -74,6 +76,8 @@ def _run(words: Sequence[str]) -> int:
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
         arguments.parser.refuse_unknown(unknown)
+    if getattr(arguments, "verbose", False):
+        logging.getLogger("syncline").setLevel(logging.INFO)
     try:
         return int(arguments.run(arguments))
     except BrokenPipeError:  # the reader has closed the pipe, as `head` does
@@ -107,6 +111,8 @@ def _parser(chosen: str) -> CommandParser:
         hints = getattr(module, "HINTS", {})
         command = commands.add_parser(name, help=line, description=module.__doc__, hints=hints)
         module.configure(command)
+        if name in STARTING:
+            command.add_argument("--verbose", action="store_true", help="say how the workers are started")
         command.set_defaults(run=module.run)
     return parser
 

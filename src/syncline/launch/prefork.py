@@ -60,7 +60,7 @@ class Prefork:
 
     def __init__(self, control: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
         self._control = control
-        self._process = process
+        self.process = process
         self._ready = False
         self._codes: dict[int, int] = {}
         self.fault: str | None = None
@@ -70,7 +70,7 @@ class Prefork:
     def launch(cls, variables: Mapping[str, str]) -> Prefork:
         """Start a prefork process with these variables. Does not wait until it is ready."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, str(Path(__file__)), str(theirs.fileno()), " " * TITLE_ROOM]
+        command = [sys.executable, str(Path(__file__)), str(theirs.fileno()), ",".join(PRELOADED), " " * TITLE_ROOM]
         with theirs:
             process = subprocess.Popen(
                 command,
@@ -142,8 +142,8 @@ class Prefork:
     def close(self) -> None:
         """End it, with all ranks that still run."""
         self._control.close()
-        if self._process is not None:
-            self._process.wait()
+        if self.process is not None:
+            self.process.wait()
 
     def _receive(self, timeout_s: float, purpose: str) -> dict[str, Any] | None:
         """The next message; None after `timeout_s`, which is a fault where something was waited for (`purpose`)."""
@@ -169,8 +169,8 @@ class Prefork:
         self.fault = f"the prefork process failed: {why}"
         if self._ready:
             logger.warning("%s; the ranks that it has started end with it", self.fault)
-        if self._process is not None:
-            self._process.kill()
+        if self.process is not None:
+            self.process.kill()
 
 
 _made: dict[tuple[tuple[str, str], ...], Prefork] = {}
@@ -242,9 +242,14 @@ def main() -> NoReturn:
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]  # the folder of this file, which Python puts there
     control = socket.socket(fileno=int(sys.argv[1]))
-    for name in PRELOADED:
-        with contextlib.suppress(ImportError):
+    for name in filter(None, sys.argv[2].split(",")):
+        try:
             importlib.import_module(name)
+        except ImportError:
+            continue  # whoever needs it says that it is missing
+        except Exception as error:
+            _tell(control, fault=f"import {name} fails: {type(error).__name__}")
+            sys.exit(0)
     serve(control)
 
 
@@ -364,8 +369,7 @@ def _run_rank(request: Mapping[str, Any]) -> NoReturn:
     time.tzset()
     tempfile.tempdir = None  # the folder is looked up again
     importlib.invalidate_caches()
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
+    _seed()
     sys.argv[:] = [str(worker.__file__), *request["target"]]
     if not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, "")  # the worker replaces it by the script's folder
@@ -377,6 +381,14 @@ def _run_rank(request: Mapping[str, Any]) -> NoReturn:
     except SystemExit as end:
         code = end.code
     _exit(code, before)
+
+
+def _seed() -> None:
+    """Give this process random numbers of its own, as each new process has. Python does it for its own at each fork."""
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
 
 
 def _exit(code: object, before: Collection[str]) -> NoReturn:

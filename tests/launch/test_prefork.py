@@ -1,0 +1,204 @@
+"""Ranks that are forked from a process which has imported torch: as new processes, but at once."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from syncline.launch import prefork
+from syncline.launch.prefork import Prefork, find_prefork
+from tests.hunting import HUNTING, only_hunting
+from tests.launch.runs import Runs, wait_for
+
+WAYS = {"forked": {}, "new": {"SYNCLINE_PREFORK": "0"}}
+PROPERTIES = """
+import json, random, signal, stat, threading, multiprocessing
+def handler(number):
+    found = signal.getsignal(number)
+    return found if isinstance(found, int) else found.__name__
+fds = sorted(int(fd) for fd in os.listdir("/proc/self/fd"))
+found = {
+    "argv": sys.argv, "path": sys.path, "flags": list(sys.flags), "executable": sys.executable,
+    "folder": os.getcwd(), "umask": os.umask(0o077), "session": os.getsid(0) == os.getpgrp() == os.getpid(),
+    "signals": [handler(number) for number in (1, 2, 13, 15, 17)], "nice": os.nice(0),
+    "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    "environ": {name: value for name, value in os.environ.items() if name not in
+                ("MASTER_PORT", "SYNCLINE_RUN_ID", "TORCHELASTIC_ERROR_FILE", "SYNCLINE_PREFORK")},
+    "fds": fds[:3] + [fd for fd in fds[3:] if os.path.exists(f"/proc/self/fd/{fd}")],
+    "title": open("/proc/self/cmdline", "rb").read().rstrip(b"\\0").decode().split("\\0"),
+    "comm": open("/proc/self/comm").read(), "threads": len(os.listdir("/proc/self/task")),
+    "streams": [[each.encoding, each.write_through, each.line_buffering, each.isatty()] for each in
+                (sys.stdout, sys.stderr)], "hook": sys.excepthook is sys.__excepthook__,
+    "main": [threading.current_thread().name, multiprocessing.current_process().name, __name__, __file__],
+}
+import numpy, torch
+found |= {"numbers": torch.get_num_threads(), "dtype": str(torch.get_default_dtype())}
+post(f"found{rank}", json.dumps(found))
+post(f"random{rank}", json.dumps([random.random(), numpy.random.rand(), torch.initial_seed()]))
+assert sys.stdin.read() == ""
+kept = open(here / f"kept{rank}", "w")
+kept.write("written")  # and never closed
+import atexit, tempfile
+atexit.register(lambda: say("exit", rank))
+say(tempfile.gettempdir())
+threading.Thread(target=lambda: (threading.main_thread().join(), say("thread", rank))).start()
+sys.exit("enough" if rank else 0)
+"""
+
+
+@pytest.fixture
+def none_made(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No prefork process is there yet, and none is left."""
+    made: dict[Any, Prefork] = {}
+    monkeypatch.setattr(prefork, "_made", made)
+    monkeypatch.setattr(prefork, "PRELOADED", ())
+    yield
+    for each in made.values():
+        each.close()
+
+
+def test_a_rank_finds_the_same_both_ways(tmp_path: Path) -> None:
+    told: dict[str, list[Any]] = {}
+    for way, variables in WAYS.items():
+        (tmp_path / way / "here").mkdir(parents=True)
+        runs = Runs(tmp_path / way / "here")
+        run = runs.run("run", "-n", "2", runs.script(PROPERTIES), "a", "--b", variables=variables)
+        assert run.code == 1, run.describe()
+        found = [runs.read(f"found{rank}") for rank in range(2)]
+        draws = [json.loads(runs.read(f"random{rank}")) for rank in range(2)]
+        assert not set(draws[0]) & set(draws[1])
+        assert [(runs.folder / f"kept{rank}").read_text() for rank in range(2)] == ["written", "written"]
+        said = [*found, json.dumps([sorted(run.out.splitlines()), run.err])]
+        told[way] = [json.loads(text.replace(str(runs.folder), "HERE").replace(runs.mark, "MARK")) for text in said]
+        runs.assert_nothing_left()
+    for forked, new in zip(told["forked"][:2], told["new"][:2], strict=True):
+        assert {name: value for name, value in forked.items() if value != new[name]} == {}
+    assert told["forked"] == told["new"]
+    assert "[1] enough" in told["new"][-1][1]
+
+
+def _code(found: Prefork, rank: int) -> int | None:
+    """The exit code of a rank, once it has ended."""
+    wait_for(lambda: found.code(rank) is not None, "the rank ends")
+    return found.code(rank)
+
+
+def _ready(runs: Runs) -> list[int]:
+    """The prefork process and two ranks that run, once they do."""
+    return [int(runs.read("parent0")), *(int(runs.read(f"ready{rank}")) for rank in range(2))]
+
+
+@pytest.mark.parametrize("attempt", range(100 if HUNTING else 1))
+@pytest.mark.parametrize("victim", ["prefork process", "rank", "supervisor"])
+def test_nothing_is_left_after_kill(runs: Runs, victim: str, attempt: int) -> None:
+    script = runs.script(
+        """
+if rank == 0:
+    post("parent0", os.getppid())
+    if os.fork() == 0:
+        until("never")  # what a rank has started ends, too
+post(f"ready{rank}", os.getpid())
+until("never")
+"""
+    )
+    run = runs.start("run", "-n", "2", script)
+    parent, first, _ = _ready(runs)
+    os.kill({"prefork process": parent, "rank": first, "supervisor": run.pid}[victim], signal.SIGKILL)
+    run.finish()
+    assert run.code == (-9 if victim == "supervisor" else 137), run.describe()
+    if victim == "prefork process":
+        assert "the prefork process failed: it has ended; the ranks that it has started end with it" in run.err
+    runs.assert_nothing_left()
+
+
+@pytest.mark.usefixtures("none_made")
+def test_a_prefork_process_that_has_ended_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('ran ')")
+    target = (str(tmp_path / "script.py"),)
+    pids = set()
+    for times in range(1, 3):
+        found, why = find_prefork(target, os.environ)
+        assert found is not None, why
+        rank = found.start(target, os.environ, (), [0, 1, 2])
+        assert rank is not None
+        assert _code(found, rank) == 0
+        assert (tmp_path / "ran").read_text() == "ran " * times
+        found.release(rank)
+        assert found.process is not None
+        pids.add(found.process.pid)
+        found.process.kill()
+        found.process.wait()
+        assert found.code(-1) == -signal.SIGKILL
+        assert found.start(target, os.environ, (), [0, 1, 2]) is None
+    assert len(pids) == 2
+
+
+@pytest.mark.usefixtures("none_made")
+def test_other_variables_take_another_prefork_process() -> None:
+    first, _ = find_prefork(("script.py",), {**os.environ, "RANK": "0"})
+    assert find_prefork(("script.py",), {**os.environ, "RANK": "1", "MASTER_PORT": "7"})[0] is first
+    for name in ("OMP_NUM_THREADS", "PYTHONPATH", "TORCH_LOGS", "LC_ALL"):
+        assert find_prefork(("script.py",), {**os.environ, name: "C"})[0] not in (None, first), name
+
+
+@pytest.mark.usefixtures("none_made")
+def test_what_cannot_be_forked_is_a_new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "script.py").write_text("import os\nos.environ['OMP_NUM_THREADS'] = '3'\nimport torch")
+    (tmp_path / "other.py").write_text("import torch")
+    other = (str(tmp_path / "other.py"),)
+    found, why = find_prefork((str(tmp_path / "script.py"),), os.environ)
+    assert found is None
+    assert "script.py names OMP_NUM_THREADS, which is read when torch is imported" in why
+    assert find_prefork(("--exec", "ls"), os.environ) == (None, "it is no Python program")
+    assert find_prefork(other, {**os.environ, "SYNCLINE_PREFORK": "0"}) == (None, "SYNCLINE_PREFORK=0")
+    monkeypatch.setattr(prefork, "GPUS", (str(tmp_path),))
+    found, why = find_prefork(other, os.environ)
+    assert found is None
+    assert "there is a GPU" in why
+
+
+@pytest.mark.usefixtures("none_made")
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()", "1 thread"),
+        ("import os; os._exit(3)", "it has ended"),
+    ],
+)
+def test_imports_that_forbid_a_fork(tmp_path: Path, text: str, expected: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(text)
+    found, why = find_prefork(("script.py",), {**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert found is None
+    assert expected in why
+    assert find_prefork(("script.py",), {**os.environ, "PYTHONPATH": str(tmp_path)}) == (None, why)
+
+
+def test_verbose_says_why_a_rank_is_a_new_process(runs: Runs) -> None:
+    run = runs.run("run", "-n", "1", "--verbose", runs.script("say('ran')"), variables={"SYNCLINE_PREFORK": "0"})
+    assert (run.code, run.out) == (0, "ran\n"), run.describe()
+    assert "rank 0 is started as a new process: SYNCLINE_PREFORK=0" in run.err
+
+
+@only_hunting
+def test_forks_keep_no_descriptor(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("pass")
+    target = (str(tmp_path / "script.py"),)
+    found, why = find_prefork(target, os.environ)
+    assert found is not None, why
+    counts = []
+    for _ in range(50):
+        rank = found.start(target, os.environ, (), [0, 1, 2])
+        assert rank is not None
+        assert _code(found, rank) == 0
+        found.release(rank)
+        with contextlib.suppress(OSError):
+            assert found.process is not None
+            counts.append(len(os.listdir(f"/proc/{found.process.pid}/fd")))
+    assert max(counts[10:]) <= min(counts[10:]) + 1

@@ -177,17 +177,21 @@ _made: dict[tuple[tuple[str, str], ...], Prefork] = {}
 """The prefork processes of this launcher, by the variables that are read early."""
 
 
-def begin_prefork(variables: Mapping[str, str]) -> None:
-    """Start the imports of a prefork process for ranks with these variables, if one can be used. Does not wait."""
+def begin_prefork(target: Sequence[str], variables: Mapping[str, str]) -> str | None:
+    """Start a prefork process for this target and these variables, or say why it cannot be. Does not wait for it."""
+    why = _unusable(variables) or _unusable_for(target)
+    if why is not None:
+        return why
     key = _read_early(variables)
     if key in _made and _made[key].died:
         _made.pop(key).close()
-    if key not in _made and _unusable(variables) is None:
+    if key not in _made:
         for other in _made:
             changed = sorted({name for name, _ in set(key) ^ set(other)})
             logger.info("another prefork process is started: %s differs", ", ".join(changed))
         rest = {name: value for name, value in os.environ.items() if not READ_EARLY.fullmatch(name)}
         _made[key] = Prefork.launch({**rest, **dict(key)})
+    return None
 
 
 def adopt(prefork: Prefork, variables: Mapping[str, str]) -> None:
@@ -197,10 +201,9 @@ def adopt(prefork: Prefork, variables: Mapping[str, str]) -> None:
 
 def find_prefork(target: Sequence[str], variables: Mapping[str, str]) -> tuple[Prefork | None, str]:
     """The prefork process for a rank with this target and these variables, or None and why there is none."""
-    why = _unusable(variables) or _unusable_for(target)
+    why = begin_prefork(target, variables)
     if why is not None:
         return None, why
-    begin_prefork(variables)
     found = _made[_read_early(variables)]
     if not found.wait_until_ready():
         return None, found.fault or ""

@@ -18,6 +18,7 @@ from syncline.launch.hosts import HERE, Host
 from syncline.launch.local import LocalCrew
 from syncline.launch.mpi_layout import lay_out_mpi
 from syncline.launch.output import Output
+from syncline.launch.prefork import begin_prefork
 from syncline.launch.programs import EVALUATOR, Place, Program, lay_out, lay_out_evaluator, lay_out_servers
 from syncline.launch.remote import RemoteCrew, Share
 from syncline.launch.ssh import address_towards
@@ -77,13 +78,20 @@ class Job:
 
 def run_here(job: Job, ranks: int) -> int:
     """Run on this machine; the exit code."""
-    address = job.address or LOOPBACK
-    return run_placed(job, [local_place(ranks)], serve_store(address, ranks), address)
+    address, place = job.address or LOOPBACK, local_place(ranks)
+    _begin_prefork(job, place)
+    return run_placed(job, [place], serve_store(address, ranks), address)
 
 
 def local_place(ranks: int) -> Place:
     """This machine, its cores shared among so many ranks."""
     return Place(name=HERE, slots=ranks, variables=threads_each(ranks))
+
+
+def _begin_prefork(job: Job, place: Place) -> None:
+    """Let the prefork process import torch while this one does, for its store."""
+    if not job.mpi:
+        begin_prefork(job.target, {**os.environ, **job.variables, **place.variables})
 
 
 def run_placed(job: Job, places: Sequence[Place], store: TCPStore, address: str) -> int:
@@ -118,6 +126,9 @@ def run_quietly(job: Job, places: Sequence[Place], store: TCPStore, address: str
 def run_on_hosts(job: Job, hosts: Sequence[Host]) -> int:
     """Run on hosts, over ssh where they are not this machine; the exit code."""
     address = job.address or address_towards(hosts)
+    for host in hosts:
+        if host.name == HERE:
+            _begin_prefork(job, local_place(host.slots))
     store = serve_store(address, sum(host.slots for host in hosts))
     common = common_variables(address, store.port)
     if any(host.name != HERE for host in hosts):

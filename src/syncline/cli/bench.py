@@ -19,6 +19,7 @@ examples:
   syncline bench stragglers -n 4                               bsp, ssp and downpour where some workers are slow
   syncline bench negotiation -n 4                              what Horovod's matching by name costs a step
   syncline bench step -n 2 --against hvd                       the same step written for Horovod
+  syncline bench start -n 4                                    how long workers take to start
 
 Medians with 95 % intervals of the median; ratios are paired within rounds. A table goes to the terminal, and the
 samples with a picture to runs/bench-… (or --out).
@@ -29,6 +30,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -73,9 +75,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     eighth.add_argument("--tensors", type=int, default=100, help="named tensors in a step; default 100")
     eighth.add_argument("--numel", type=int, default=1000, help="numbers in each; default 1000")
     eighth.add_argument("--rounds", type=int, default=200, help="turns of each; default 200")
+    ninth = what.add_parser("start", help="how long workers take to start")
+    ninth.add_argument("-n", type=int, dest="ranks", default=4, help="workers; default %(default)s")
+    ninth.add_argument("--rounds", type=int, default=9, help="starts in each way; default %(default)s")
     for command in (first, second, fourth, eighth):
         add_places(command)
-    for command in (first, second, third, fourth, fifth, sixth, seventh, eighth):
+    for command in (first, second, third, fourth, fifth, sixth, seventh, eighth, ninth):
         command.add_argument("--out", type=Path, help="folder for the samples and the picture")
 
 
@@ -88,6 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
         return bench_server.run(arguments, folder)
     if arguments.what == "stragglers":
         return bench_stragglers.run(arguments, folder)
+    if arguments.what == "start":
+        return _start(arguments, folder)
     if arguments.ranks is not None and arguments.ranks < 2:
         raise SpecError(f"-n {arguments.ranks}: give at least 2 ranks")
     if arguments.rounds < 1:
@@ -105,6 +112,20 @@ def run(arguments: argparse.Namespace) -> int:
     if code:
         return code
     _show(arguments.what, result)
+    return 0
+
+
+def _start(arguments: argparse.Namespace, folder: Path) -> int:
+    """Measure how long workers take to start; the exit code."""
+    from syncline.bench.start import measure, table
+
+    if arguments.ranks < 1 or arguments.rounds < 1:
+        raise SpecError(f"-n {arguments.ranks} --rounds {arguments.rounds}: at least one of each")
+    make_writable(folder)
+    document = measure(arguments.ranks, arguments.rounds, lambda text: print(text, file=sys.stderr, flush=True))
+    result = folder / "start.json"
+    result.write_text(json.dumps(document, indent=1))
+    print(f"{table(document)}\n\nwritten: {result}")
     return 0
 
 

@@ -1,0 +1,81 @@
+"""How long workers take to start: from the request to the first line of the script, on the last of them.
+
+Forked from the prefork process and as new processes, in turns.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from syncline.bench.stats import ratios, summarize
+from syncline.errors import WorldError
+from syncline.launch.start import Job, local_place, run_quietly
+from syncline.launch.store import serve_store
+
+__all__ = ["WAYS", "measure", "table"]
+
+WAYS = {"forked": "1", "new processes": "0"}
+"""The ways to start workers, and the value of SYNCLINE_PREFORK for each."""
+SCRIPT = """import os, pathlib, sys, time
+began = time.time()
+import torch, syncline
+pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(f"{began} {time.time()}")
+"""
+
+
+def measure(ranks: int, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Start that many workers in both ways, in turns; the samples in seconds.
+
+    The first round is not counted: in it the prefork process imports torch.
+    """
+    line: dict[str, list[float]] = {way: [] for way in WAYS}
+    imported: dict[str, list[float]] = {way: [] for way in WAYS}
+    for turn in range(rounds + 1):
+        for way, value in WAYS.items():
+            began, ready = _start(ranks, value)
+            if turn == 0:
+                say(f"first start, {way}: {began:.2f} s to the first line; not counted")
+                continue
+            line[way].append(began)
+            imported[way].append(ready)
+            say(f"{turn}/{rounds}, {way}: {began:.2f} s to the first line, {ready:.2f} s to the end of its imports")
+    return {"ranks": ranks, "first_line_s": line, "imported_s": imported}
+
+
+def table(document: dict[str, Any]) -> str:
+    """Medians, with 95 % intervals of the median, and how many times longer new processes take.
+
+    >>> told = {"ranks": 2, "first_line_s": {"forked": [0.1], "new processes": [0.4]}}
+    >>> print(table(told | {"imported_s": told["first_line_s"]}))
+    start of 2 workers, seconds  forked     new processes  new processes / forked
+    to the first line            0.1 (n=1)  0.4 (n=1)      4 (n=1)
+    to the end of its imports    0.1 (n=1)  0.4 (n=1)      4 (n=1)
+    """
+    rows = [[f"start of {document['ranks']} workers, seconds", *WAYS, "new processes / forked"]]
+    for name, key in (("to the first line", "first_line_s"), ("to the end of its imports", "imported_s")):
+        forked, new = (document[key][way] for way in WAYS)
+        rows.append([name, *(str(each) for each in (summarize(forked), summarize(new), ratios(new, forked)))])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _start(ranks: int, prefork: str) -> tuple[float, float]:
+    """Seconds from the request to the first line and to the end of its imports, of the last worker."""
+    with tempfile.TemporaryDirectory(prefix="syncline-bench-") as folder:
+        script, log = Path(folder, "script.py"), Path(folder, "log")
+        script.write_text(SCRIPT)
+        job = Job(target=(str(script), folder), variables={"SYNCLINE_PREFORK": prefork})
+        asked = time.time()
+        with open(log, "wb") as file:
+            store = serve_store("127.0.0.1", ranks)
+            ending = run_quietly(job, [local_place(ranks)], store, "127.0.0.1", file, lambda: None)
+        if ending.code:
+            raise WorldError(f"the workers ended with exit code {ending.code}: {log.read_text().strip()}")
+        times = [[float(word) - asked for word in Path(folder, str(rank)).read_text().split()] for rank in range(ranks)]
+    return max(began for began, _ in times), max(ready for _, ready in times)

@@ -231,14 +231,6 @@ def test_workers_at_their_own_pace_and_one_of_them_slow(runs: Runs) -> None:
     assert found["sl_phases"]["value"]["elapsed"] >= 4 * 2 * 539 * 0.0005, "all wait at the end for the slow one"
 
 
-def process_with(runs: Runs, variable: str) -> int:
-    """The process with that variable among those that came of these runs."""
-    wanted = variable.encode()
-    found = [pid for pid in runs.processes() if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
-    assert len(found) == 1, f"{variable} is {found}"
-    return found[0]
-
-
 def evaluations(folder: Path) -> list[float]:
     """The validation accuracies in the log so far."""
     if not (folder / "log.jsonl").exists():
@@ -256,8 +248,9 @@ def test_a_killed_worker_does_not_end_the_run(runs: Runs) -> None:
     run = runs.start("train", "digits", "-n", "3", *options, "--pace", "0.003", "--target", "0.9", "--epochs", "60")
     folder = runs.folder / "a"
     wait_for(lambda: evaluations(folder) or run.process.exitcode is not None, run.describe())
-    os.kill(process_with(runs, "RANK=2"), signal.SIGKILL)
-    os.kill(process_with(runs, "SYNCLINE_ROLE=evaluator"), signal.SIGKILL)
+    _, _, _, third, evaluator = run.programs()
+    os.kill(third, signal.SIGKILL)
+    os.kill(evaluator, signal.SIGKILL)
     ended(run.finish(), 128 + signal.SIGKILL)
     assert "target 0.9 reached after" in run.out.splitlines()[-1]
     assert "syncline: rank 2 was killed by signal 9 (SIGKILL); the others go on" in run.err

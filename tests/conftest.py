@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from collections import Counter
@@ -63,6 +64,17 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.section("slowest files")
         for name, spent in seconds.most_common(10):
             terminalreporter.write_line(f"{spent:7.1f} s  {name}")
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Leave the collector of garbage alone while half a million objects are made that all stay."""
+    gc.disable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Take modules and tests out of the collector's sight: it, and a search for referrers, would go through them."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_configure() -> None:

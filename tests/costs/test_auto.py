@@ -72,6 +72,12 @@ def test_measuring_corrects_a_wrong_model() -> None:
     assert predict(chosen, 4, 120_000, right).seconds < predict(predicted, 4, 120_000, right).seconds * 1.001
 
 
+@pytest.mark.parametrize(("jitter", "settled"), [(0.0, True), (0.5, False)])
+def test_a_few_calls_decide_only_where_times_do_not_vary(jitter: float, settled: bool) -> None:
+    taken = sl.simulate(lambda world: reduced(world, 10, 12), 3, network=Network(jitter=jitter)).results[0]
+    assert bool(taken[-1]) == settled
+
+
 def test_why_is_recorded() -> None:
     def run(world: sl.World) -> list[Any]:
         seen: list[Any] = []

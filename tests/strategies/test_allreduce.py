@@ -20,11 +20,10 @@ def distance(first: Tensor, second: Tensor) -> float:
     return float((first - second).norm() / second.norm())
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(("optimizer", "ranks"), [*((name, 2) for name in OPTIMIZERS), ("momentum", 3), ("adam", 4)])
 def test_k_workers_equal_one_with_k_times_the_batch(optimizer: str, ranks: int) -> None:
-    alone = sl.simulate(lambda world: train(world, optimizer), ranks=1).results[0]
-    together = sl.simulate(lambda world: train(world, optimizer), ranks=ranks).results
+    alone = sl.simulate(lambda world: train(world, optimizer, 20), ranks=1).results[0]
+    together = sl.simulate(lambda world: train(world, optimizer, 20), ranks=ranks).results
     assert all(torch.equal(together[0], other) for other in together)
     assert distance(together[0], alone) < 1e-5
 

@@ -61,6 +61,19 @@ def gradients(model: nn.Module) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("codec", [None, "quantize(4)"])
+def test_a_world_of_one_sends_nothing(codec: str | None) -> None:
+    def case(world: sl.World) -> int:
+        model = mlp()
+        run, optimizer = run_of(model, codec=codec, check_finite=True, collective="auto")
+        backward(model(torch.ones(2, 6)).sum())
+        optimizer.step()
+        run.close()
+        return run.stats.bytes_wire
+
+    assert sl.simulate(case, ranks=1).results == (0,)
+
+
 def test_small_buckets_leave_while_backward_goes_on() -> None:
     def case(world: sl.World) -> list[str]:
         model = mlp()

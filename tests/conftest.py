@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,14 +55,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """After a long session, list the ten files that took longest, in seconds of one xdist worker."""
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
                 seconds[report.nodeid.split("::")[0]] += report.duration
-    if seconds.total() > LONG_S:
+    if sum(seconds.values()) > LONG_S:
         terminalreporter.section("slowest files")
-        for name, spent in seconds.most_common(10):
+        for name, spent in sorted(seconds.items(), key=lambda each: -each[1])[:10]:
             terminalreporter.write_line(f"{spent:7.1f} s  {name}")
 
 

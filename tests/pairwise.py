@@ -31,13 +31,9 @@ def pairwise(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
         chosen: dict[int, int] = dict(min(left, key=sorted))
         for factor in range(len(factors)):
             if factor not in chosen:
-                chosen[factor] = max(
-                    range(len(factors[factor])),
-                    key=lambda value, factor=factor: (
-                        _gain((factor, value), chosen, left),
-                        -_used(rows, factor, value),
-                    ),
-                )
+                values = range(len(factors[factor]))
+                gains = [(_gain((factor, each), chosen, left), -_used(rows, factor, each)) for each in values]
+                chosen[factor] = gains.index(max(gains))
         rows.append(tuple(chosen[factor] for factor in range(len(factors))))
         left -= {frozenset(pair) for pair in combinations(enumerate(rows[-1]), 2)}
     if len(factors) == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from collections import defaultdict
@@ -61,8 +62,19 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
                 seconds[report.nodeid.split("::")[0]] += report.duration
     if sum(seconds.values()) > LONG_S:
         terminalreporter.section("slowest files")
-        for name, spent in sorted(seconds.items(), key=lambda item: -item[1])[:10]:
+        for name, spent in sorted(seconds.items(), key=lambda each: -each[1])[:10]:
             terminalreporter.write_line(f"{spent:7.1f} s  {name}")
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Leave the collector of garbage alone while half a million objects are made that all stay."""
+    gc.disable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Take modules and tests out of the collector's sight: it, and a search for referrers, would go through them."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_configure() -> None:

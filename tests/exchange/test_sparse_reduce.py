@@ -32,6 +32,7 @@ from syncline.exchange.sparse_reduce import (
     stream_bytes,
 )
 from tests.exchange.lockstep import failing, lockstep
+from tests.pairwise import parametrize_pairwise
 
 Way = Literal["gather", "doubling", "split", "split_dense"]
 WAYS: tuple[Way, ...] = ("gather", "doubling", "split", "split_dense")
@@ -134,9 +135,7 @@ def chosen(kind: str, size: int, numel: int) -> list[Tensor]:
 KINDS = ("disjoint", "identical", "empty", "one has some", "one shared", "random: dense in the end")
 
 
-@pytest.mark.parametrize("size", range(1, 10))
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", WAYS)
+@parametrize_pairwise(way=WAYS, kind=KINDS, size=range(1, 10))
 def test_the_sum_is_the_dense_sum(way: Way, kind: str, size: int) -> None:
     ranks = Ranks(ANY, way, size)
     inputs = chosen(kind, size, ranks.numel)
@@ -215,13 +214,11 @@ def test_shards_turn_dense_each_for_itself() -> None:
     assert torch.equal(inputs[0], expected)
 
 
-@pytest.mark.parametrize(
-    "codec",
-    [TopK(0.03), TopK(16, bucket=512), TopK(0.05) | Quantize(4), Threshold(2.0), TopK(0.9), RandomK(0.1)],
-    ids=repr,
+@parametrize_pairwise(
+    codec=[TopK(0.03), TopK(16, bucket=512), TopK(0.05) | Quantize(4), Threshold(2.0), TopK(0.9), RandomK(0.1)],
+    size=[2, 5, 8],
+    way=WAYS,
 )
-@pytest.mark.parametrize("size", [2, 5, 8])
-@pytest.mark.parametrize("way", WAYS)
 def test_ranks_agree_to_the_bit_on_the_sum_of_what_their_payloads_say(way: Way, size: int, codec: PayloadCodec) -> None:
     ranks, again = Ranks(codec, way, size), Ranks(codec, way, size)
     inputs = ranks.fractions(size)

@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+import io
 import json
-import subprocess
+import runpy
 import sys
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
 from syncline.bench.workloads.fashion import DEBIAN
 from tests.launching import ROOT
 
 
-def table_of(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "examples/large_batch.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+@dataclass
+class Ran:
+    """What the example has printed, and its exit code."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def table_of(*arguments: str) -> Ran:
+    """Run the example in this process: torch is imported already."""
+    out, err, code, threads = io.StringIO(), io.StringIO(), 0, torch.get_num_threads()
+    try:
+        with mock.patch.object(sys, "argv", ["large_batch.py", *arguments]), redirect_stdout(out), redirect_stderr(err):
+            runpy.run_path(str(ROOT / "examples/large_batch.py"), run_name="__main__")
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        err.write("" if isinstance(ended.code, int) else str(ended.code or ""))
+    finally:
+        torch.set_num_threads(threads)
+    return Ran(code, out.getvalue(), err.getvalue())
 
 
 @pytest.mark.skipif(not DEBIAN.is_dir(), reason="needs Debian's dataset-fashion-mnist")

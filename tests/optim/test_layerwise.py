@@ -192,14 +192,14 @@ def test_parameters_without_a_gradient_stay(make: Made) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_dtypes_side_by_side(make: Made, dtype: torch.dtype) -> None:
     """Half precision beside single: norms are taken in float32, which a large layer of float16 needs."""
-    narrow = torch.full((400, 400), 100.0, dtype=dtype, requires_grad=True)  # ‖w‖ = 40,000; w² overflows float16
-    wide = torch.full((400, 400), 100.0, requires_grad=True)
+    narrow = torch.full((400, 400), 200.0, dtype=dtype, requires_grad=True)  # ‖w‖ = 80,000 overflows float16
+    wide = torch.full((400, 400), 200.0, requires_grad=True)
     scalar = torch.ones((), dtype=dtype, requires_grad=True)
     narrow.grad, wide.grad, scalar.grad = torch.ones_like(narrow), torch.ones_like(wide), torch.ones_like(scalar)
     make([narrow, wide, scalar], lr=0.5).step()
     assert (narrow.dtype, wide.dtype, scalar.dtype) == (dtype, torch.float32, dtype)
     torch.testing.assert_close(narrow.data.float(), wide.data, rtol=0.01, atol=0)
-    assert not torch.equal(wide.data, torch.full_like(wide, 100.0))
+    assert not torch.equal(wide.data, torch.full_like(wide, 200.0))
 
 
 @BOTH

@@ -23,7 +23,7 @@ from syncline.transports import SingleTransport, Transport
 from syncline.transports.faults import Drop, Duplicate, Fault, Kill, Slow
 from syncline.world import Simulation
 
-SEEDS = 1000 if os.environ.get("SYNCLINE_HUNT") else 5
+SEEDS = 1000 if os.environ.get("SYNCLINE_HUNT") else 3
 """For each of the hunts below: about sixty in all in a plain run."""
 WORKERS, STEPS = 4, 4
 Tag = tuple[int, int]

@@ -49,6 +49,15 @@ def test_cuts_that_differ_are_summed_all_the_same_and_a_rule_sees_a_key_once() -
     assert space.weights.tolist() == [-3.0, -4.0, -3.0, -3.0, -3.0, -3.0, -4.0, -3.0]
 
 
+def test_a_mean_is_over_gradients_not_over_workers() -> None:
+    """The second worker's batch is half as large: a gradient and a half."""
+    space = held(mean=True)
+    for worker, weight in ((0, 1.0), (1, 0.5)):
+        space.push(worker, 0, push(torch.full((8,), weight)))
+        space.tick(worker, 0, weight)
+    assert space.weights.tolist() == [1.0] * 8
+
+
 def test_half_a_step_of_a_lost_worker_does_not_count() -> None:
     space = held()
     space.push(1, 0, push(torch.ones(8)))

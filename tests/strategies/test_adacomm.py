@@ -83,6 +83,15 @@ def test_the_period_follows_the_mean_loss_of_all_workers() -> None:
     assert found[11:] == [1] * 3  # a plateau
 
 
+def test_losses_that_differ_give_one_period() -> None:
+    """Worker 1 has two thirds of the loss, and loses them: a third is left, and √⅓ · 4 is above 2."""
+
+    def work(world: sl.World) -> list[int]:
+        return told(world, AdaComm(start=4, interval=4), [2.0] * 4 + [0.0 if world.rank else 2.0] * 4, 8)
+
+    assert [found[-1] for found in sl.simulate(work, ranks=2).results] == [3, 3]
+
+
 def test_a_period_never_falls_below_the_least() -> None:
     losses = [2.0] * 4 + [0.01] * 100
     assert min(shared(AdaComm(start=4, interval=4, least=3), losses, 20)) == 3

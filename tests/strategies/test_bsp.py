@@ -7,15 +7,20 @@ import torch
 
 import syncline as sl
 from syncline.errors import SpecError
+from tests.hunting import seeds
+from tests.pairwise import parametrize_pairwise
 from tests.strategies.served_cases import apart, results, together
 
 STEPS = 8
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
-@pytest.mark.parametrize(("workers", "dedicated"), [(2, 0), (2, 1), (3, 2), (4, 3), (4, 0)])
-@pytest.mark.parametrize("strategy", ["bsp", "ssp(slack=0)"])
-def test_it_equals_one_process_bit_for_bit(optimizer: str, workers: int, dedicated: int, strategy: str) -> None:
+@parametrize_pairwise(
+    optimizer=["sgd", "momentum", "adam"],
+    nodes=[(2, 0), (2, 1), (3, 2), (4, 3), (4, 0)],
+    strategy=["bsp", "ssp(slack=0)"],
+)
+def test_it_equals_one_process_bit_for_bit(optimizer: str, nodes: tuple[int, int], strategy: str) -> None:
+    workers, dedicated = nodes
     wanted = together(optimizer, workers, STEPS)
     found = results(apart(optimizer, strategy, STEPS), workers, dedicated)
     assert all(torch.equal(wanted, each) for each in found)
@@ -27,7 +32,7 @@ def test_it_equals_allreduce_to_rounding(optimizer: str) -> None:
     torch.testing.assert_close(results(apart(optimizer, "bsp", STEPS), 4)[0], reduced, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(3, every=10))
 def test_no_order_of_events_changes_its_bits(seed: int) -> None:
     wanted = together("momentum", 3, STEPS)
     found = results(apart("momentum", "bsp", STEPS), 3, dedicated=2, seed=seed, chaos=True)

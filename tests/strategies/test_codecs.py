@@ -58,8 +58,8 @@ PAIRS = [(codec, way) for codec, ways in WAYS.items() for way in ways]
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_all_ranks_hold_the_same_bits_after_100_steps(codec: str) -> None:
-    case = sl.simulate(lambda world: train(world, "sgd", 100, codec=codec, collective="auto"), ranks=2)
+def test_all_ranks_hold_the_same_bits_after_30_steps(codec: str) -> None:
+    case = sl.simulate(lambda world: train(world, "sgd", 30, codec=codec, collective="auto"), ranks=2)
     assert all(torch.equal(case.results[0], other) for other in case.results)
     assert bool(torch.isfinite(case.results[0]).all())
     assert not torch.equal(case.results[0], flat(mlp()))
@@ -225,6 +225,9 @@ def test_a_rank_without_data_adds_nothing_and_keeps_what_it_has_left(codec: str)
             optimizer.zero_grad()
             backward(nn.functional.cross_entropy(model(x), y))
             optimizer.step()
+            left = left_of(run).clone()
+        if world.rank > 0:  # the seventh sample is rank 0's
+            assert torch.equal(left_of(run), left)
         return flat(model)
 
     results = sl.simulate(case, ranks=3).results

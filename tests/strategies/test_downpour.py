@@ -18,7 +18,7 @@ from syncline.transports.faults import Delay, Kill, Slow
 from tests.strategies.cases import backward
 from tests.strategies.served_cases import Tags, apart, results, servers, step_tag
 
-SEEDS = 1000 if os.environ.get("SYNCLINE_HUNT") else 10
+SEEDS = 1000 if os.environ.get("SYNCLINE_HUNT") else 4
 WORKERS, STEPS = 3, 7
 SUM = "rule='sgd(lr=1.0)'"
 """At the servers: minus the sum of what was pushed."""

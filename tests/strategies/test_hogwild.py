@@ -22,7 +22,7 @@ from tests.launch.runs import Runs, wait_for
 from tests.strategies.cases import backward, data, flat, mlp
 from tests.strategies.hogwild_cases import Tagged, ask_for_different_sizes, learn_digits, one_host, share_and_let_go
 
-SEEDS = 1000 if os.environ.get("SYNCLINE_HUNT") else 60
+SEEDS = 1000 if os.environ.get("SYNCLINE_HUNT") else 20
 WORKERS, STEPS = 4, 5
 
 

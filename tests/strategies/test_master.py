@@ -24,7 +24,7 @@ from syncline.world.simulation import Aside
 from tests.strategies.cases import OPTIMIZERS, backward, flat, mlp
 from tests.strategies.served_cases import Tags, apart, loss_of, results, servers, step_tag, together
 
-SEEDS = 1000 if os.environ.get("SYNCLINE_HUNT") else 8
+SEEDS = 1000 if os.environ.get("SYNCLINE_HUNT") else 4
 """For each of the hunts below."""
 WORKERS, STEPS = 4, 4
 

@@ -15,7 +15,7 @@ from syncline.testing import hunt
 from syncline.transports.faults import Kill, Slow
 from tests.strategies.served_cases import Tags, apart, results, servers, step_tag
 
-SEEDS = 1000 if os.environ.get("SYNCLINE_HUNT") else 10
+SEEDS = 1000 if os.environ.get("SYNCLINE_HUNT") else 4
 WORKERS, STEPS = 4, 6
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
+from tests.hunting import HUNTING
 from tests.strategies.every import EVERY, SYNCHRONOUS, play, whole
 
 FRESH = [spec for spec in EVERY if spec != "ensemble"]
@@ -69,7 +70,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, flo
 def test_every_strategy_takes_over_the_checkpoint_of_every_other(
     into: str, saved: dict[str, tuple[Path, float, float]]
 ) -> None:
-    for spec, (folder, agreed, velocity) in saved.items():
+    number = FRESH.index(into)
+    for other, (spec, (folder, agreed, velocity)) in enumerate(saved.items()):
+        if not HUNTING and (number + other) % 4:
+            continue  # every strategy with a quarter of the others, each with different ones
         if ("momentum" in spec) != ("momentum" in into) or spec == into == "allreduce(delay=1)":
             continue  # the optimizers differ; gradients on their way are tested elsewhere
 

@@ -15,6 +15,7 @@ from syncline.training.evaluator import Evaluator, is_evaluator, wants_evaluator
 from syncline.training.notes import REASONS, Notes, post_staleness
 from syncline.training.settings import Settings
 from syncline.world import World
+from tests.hunting import seeds
 from tests.training.loosely import Common, Loosely, MemoryBoard
 from tests.training.tiny import Tiny
 
@@ -61,7 +62,7 @@ def steady(world: World, board: MemoryBoard, steps: int = 10, seconds: float = 0
 
 
 @pytest.mark.parametrize("late", [0.0, 2.0])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(1, every=3))
 def test_it_looks_when_the_multiple_is_passed_and_not_before(seed: int, late: float) -> None:
     """Also where its process comes seconds after the workers': they wait for it, and its clock is theirs."""
     notes = watched(steady, Settings(epochs=9, evaluate_every=3), seed, late=late)

@@ -21,6 +21,7 @@ from syncline.training.settings import Settings
 from syncline.training.stragglers import Slow, parse_slow
 from syncline.transports.faults import Kill
 from syncline.world import Simulation, World, current_world
+from tests.hunting import seeds
 from tests.training.loosely import Common, Loosely
 from tests.training.tiny import Tiny
 
@@ -54,7 +55,7 @@ def events(folder: Path, key: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(1, every=3))
 def test_each_worker_takes_its_own_steps(ranks: int, seed: int) -> None:
     """50 samples in rounds of 4·k: with three ranks one has nothing in an epoch's last round, with four two."""
     found, common = simulate(Settings(epochs=3), ranks, seed=seed, latency=1e-3)
@@ -133,7 +134,7 @@ def lines_of_allreduce(folder: Path) -> list[dict[str, Any]]:
     return read_log(folder)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(1, every=4))
 def test_a_straggler_holds_nobody_back(seed: int) -> None:
     """Three times as slow, and for a while: the others are done when they would have been without it."""
     alone, _ = simulate(Settings(epochs=4), 3, seed=seed)
@@ -156,7 +157,7 @@ def test_slowness_and_faults_of_the_simulator_multiply() -> None:
     assert found.results[1].seconds == pytest.approx(6 * found.results[0].seconds)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(1, every=4))
 @pytest.mark.parametrize("victim", [1, 2])
 def test_a_killed_worker_is_not_waited_for(tmp_path: Path, seed: int, victim: int) -> None:
     found, common = simulate(
@@ -173,7 +174,7 @@ def test_a_killed_worker_is_not_waited_for(tmp_path: Path, seed: int, victim: in
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000020"], "of those that are left"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(1, every=3))
 def test_the_others_end_without_rank_0(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     """It had the evaluator: another worker evaluates, and the target is found."""
     found, common = simulate(Settings(epochs=4), 3, seed=seed, faults=[Kill(0, at=0.25)])
@@ -225,7 +226,7 @@ def test_an_evaluator_that_was_killed_is_replaced(monkeypatch: pytest.MonkeyPatc
         assert {outcome.stopped_by for outcome in aimed.results} == {"target"}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(1, every=3))
 def test_the_target_stops_all(tmp_path: Path, seed: int) -> None:
     settings = Settings(epochs=500, target=0.9, evaluate_every=2, evaluations_after=2)
     found, common = simulate(settings, 3, seed=seed, folder=tmp_path, slow=[Slow(1, 4.0)])
@@ -257,7 +258,7 @@ def test_a_wish_to_stop_is_everybodys(tmp_path: Path) -> None:
     assert len(list((tmp_path / "checkpoints").iterdir())) == 1
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(1, every=3))
 def test_a_stopped_run_goes_on(tmp_path: Path, seed: int) -> None:
     """Each worker where it was: with the straggler behind the others, nothing is read twice and nothing left out."""
     slow = [Slow(1, 3.0)]
@@ -302,7 +303,7 @@ def test_checkpoints_are_met_for_after_going_on(tmp_path: Path) -> None:
     assert told == [begun, *range(begun + 2 - begun % 2, 28 + 1, 2)]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(1, every=3))
 def test_checkpoints_are_met_for(tmp_path: Path, seed: int) -> None:
     """After every fifth step of each: the fast wait there, and nowhere else."""
     settings = Settings(epochs=2, checkpoint_every=5)
@@ -312,7 +313,7 @@ def test_checkpoints_are_met_for(tmp_path: Path, seed: int) -> None:
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000005", "step-00000010"]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(1, every=6))
 @pytest.mark.parametrize("at", [0.2, 0.35, 0.5])
 def test_who_is_killed_before_a_checkpoint_holds_nobody_up(tmp_path: Path, seed: int, at: float) -> None:
     settings = Settings(epochs=4, checkpoint_every=4)
@@ -322,7 +323,7 @@ def test_who_is_killed_before_a_checkpoint_holds_nobody_up(tmp_path: Path, seed:
     assert [outcome.steps for outcome in found.results[:2]] == [20, 20]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(1, every=6))
 def test_who_is_stopped_before_a_checkpoint_holds_nobody_up(tmp_path: Path, seed: int) -> None:
     """The straggler is asked to stop while the others wait for it."""
     calls = iter(range(10**6))

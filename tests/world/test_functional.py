@@ -12,6 +12,9 @@ import syncline as sl
 from syncline.testing import Pool
 from syncline.testing.functional import check_functional
 from syncline.transports import SingleTransport
+from tests.hunting import HUNTING, seeds
+
+SIZES = range(1, 10) if HUNTING else (1, 2, 3, 5, 8)
 
 
 def test_single() -> None:
@@ -20,12 +23,12 @@ def test_single() -> None:
     assert contextvars.copy_context().run(check_functional, SingleTransport()) > 100
 
 
-@pytest.mark.parametrize("size", range(1, 10))
+@pytest.mark.parametrize("size", SIZES)
 def test_simulated(size: int) -> None:
     assert min(sl.simulate(lambda world: check_functional(world.transport), size, seed=size).results) > 100
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", seeds(1, every=3))
 def test_simulated_in_any_order(seed: int) -> None:
     network = sl.Network(eager=0, jitter=0.5)
     run = sl.simulate(lambda world: check_functional(world.transport, True), 3, network=network, seed=seed, chaos=True)
@@ -33,7 +36,7 @@ def test_simulated_in_any_order(seed: int) -> None:
 
 
 @pytest.mark.xdist_group("gloo")
-@pytest.mark.parametrize("size", range(1, 10))
+@pytest.mark.parametrize("size", SIZES)
 def test_gloo(gloo: Pool, size: int) -> None:
     assert min(gloo.run(check_functional, size)) > 100
 

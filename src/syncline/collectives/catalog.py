@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import get_args
 
 from syncline.collectives import (
@@ -67,8 +68,15 @@ def build(operation: Operation, algorithm: str) -> Schedule:
     >>> build("allreduce", "double_tree(chunks=4)")
     double_tree(chunks=4)
     """
-    registry = _CATALOG[operation]
-    return registry.build(STAND_INS[operation] if algorithm == NATIVE else algorithm)
+    if not isinstance(algorithm, str):
+        return _CATALOG[operation].build(algorithm)  # which says what is wrong with it
+    return _build(operation, STAND_INS[operation] if algorithm == NATIVE else algorithm)
+
+
+@lru_cache(maxsize=256)
+def _build(operation: Operation, spec: str) -> Schedule:
+    """Schedules do not change, and every collective call asks for one: parse each spec once."""
+    return _CATALOG[operation].build(spec)
 
 
 def _add(

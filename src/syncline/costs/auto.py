@@ -10,6 +10,9 @@ nothing is wasted but the difference. After some rounds the slow ones drop out; 
 
 Ranks that share a host share its processors too, which the model does not know: there all schedules have their try.
 
+On a simulated network without jitter predictions are exact and no call differs from the one before. There only
+candidates within 10 % of the best prediction are tried, once each.
+
 While trying, the ranks meet before and after a call, and its time is the shortest over the ranks: that of the last to
 begin until the last has ended. A rank's own time alone would leave out what others still wait for, or put in what it
 waited for them. Small tensors are reduced a few times more, on a copy, so that the meetings count for less.
@@ -42,8 +45,12 @@ AUTO = "auto"
 MOST_TRIED = 5
 WORTH_A_TRY = 2.0
 """A schedule is tried when its prediction is at most so many times the best."""
+EXACT_WORTH_A_TRY = 1.1
+"""The same where predictions are exact: on a simulated network without jitter."""
 LOOKS = ((1, 4.0), (5, 1.4), (12, 1.12), (32, 1.0))
 """Samples of each candidate until a look, and how much slower than the best it may be to stay."""
+EXACT_LOOKS = ((1, 1.0),)
+"""The same where every call of a candidate takes the same time: on a simulated network without jitter."""
 LONGEST = 60.0
 """Seconds: where going on to the last look would take longer, the second one decides."""
 SMALL = 1 << 17
@@ -66,9 +73,12 @@ class Choice:
 class _Trial:
     """Candidates and the times of their calls."""
 
-    def __init__(self, candidates: list[str], predicted: dict[str, float]) -> None:
+    def __init__(self, candidates: list[str], predicted: dict[str, float], exact: bool = False) -> None:
         self.candidates = candidates
         self.predicted = predicted
+        self.schedule = EXACT_LOOKS if exact else LOOKS
+        self.warm_up = 0 if exact else 1
+        """Calls of each candidate that do not count: the first makes connections and buffers."""
         self.times: dict[str, list[float]] = {name: [] for name in candidates}
         self.looks = 0
         self.turn = 0
@@ -83,22 +93,24 @@ class _Trial:
         """Note a time; True when it is time for a look at them."""
         self.times[self.next()].append(seconds)
         self.turn += 1
-        wanted = LOOKS[self.looks][0] + 1  # the first call of each makes connections and buffers
+        wanted = self.schedule[self.looks][0] + self.warm_up
         return all(len(self.times[name]) >= wanted for name in self.candidates)
 
     def look(self, shared: Callable[[Tensor], Tensor]) -> str | None:
         """Drop the slow ones; the winner when it is the last look. `shared` gives each call's shortest time."""
-        table = shared(torch.tensor([self.times[name][1:] for name in self.candidates], dtype=torch.float64))
+        table = shared(
+            torch.tensor([self.times[name][self.warm_up :] for name in self.candidates], dtype=torch.float64)
+        )
         medians = {name: statistics.median(row) for name, row in zip(self.candidates, table.tolist(), strict=True)}
         best = min(medians.values())
-        keep = LOOKS[self.looks][1]
+        keep = self.schedule[self.looks][1]
         self.looks += 1
         self.candidates = [name for name in self.candidates if medians[name] <= keep * best]
         self.turn = 0
         self.medians = medians
-        going_on = sum(medians[name] for name in self.candidates) * LOOKS[-1][0]
+        going_on = sum(medians[name] for name in self.candidates) * self.schedule[-1][0]
         patient = self.looks < 2 or going_on <= LONGEST
-        if len(self.candidates) > 1 and self.looks < len(LOOKS) and patient:
+        if len(self.candidates) > 1 and self.looks < len(self.schedule) and patient:
             return None
         if medians.get(NATIVE, float("inf")) <= self.prefer_native * best:
             return NATIVE
@@ -108,7 +120,8 @@ class _Trial:
         """Seconds until then, about: by what was measured, before that by the prediction."""
         known = self.medians or self.predicted
         others = sum(known.get(name, 0.0) for name in self.candidates)
-        calls = LOOKS[self.looks][0] + 1 - (LOOKS[self.looks - 1][0] + 1 if self.looks else 0)
+        done = self.schedule[self.looks - 1][0] if self.looks else -self.warm_up
+        calls = self.schedule[self.looks][0] - done
         return calls * others
 
     def best_guess(self) -> Choice:
@@ -238,11 +251,13 @@ class Auto:
             self._settle(key, Choice(own[0] if own else "ring", "nothing else is worth a try here"))
             return
         network, nbytes = self.network(), tensor.numel() * tensor.element_size()
+        exact = network is channel.transport.network and network.jitter == 0.0
         plan = None
         if channel.rank == 0:
             predicted = {name: predict_on(channel, name, nbytes, network).seconds for name in names("allreduce")}
             ranked = sorted(predicted, key=lambda name: predicted[name])
-            worth = [name for name in ranked if predicted[name] <= WORTH_A_TRY * predicted[ranked[0]]][:MOST_TRIED]
+            most = (EXACT_WORTH_A_TRY if exact else WORTH_A_TRY) * predicted[ranked[0]]
+            worth = [name for name in ranked if predicted[name] <= most][:MOST_TRIED]
             alone = len(set(channel.hosts)) == channel.size or channel.transport.network is not None
             predicted |= {name: predict_on(channel, name, nbytes, network).seconds for name in own}
             plan = [own + (worth if alone else ranked), predicted]
@@ -250,7 +265,7 @@ class Auto:
         if len(candidates) == 1:
             self._settle(key, Choice(candidates[0], "predicted", predicted))
         else:
-            self._trials[key] = _Trial(candidates, predicted)
+            self._trials[key] = _Trial(candidates, predicted, exact)
 
     def _settle(self, key: str, choice: Choice) -> None:
         """From now on for good."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,17 +114,20 @@ def test_uniform_numbers_are_uniform() -> None:
         assert bool(((counts - expected).abs() < 5 * expected**0.5).all()), counts
 
 
-@needs_numba
-def test_the_slice_of_a_part_gets_its_own_bits() -> None:
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("codec", [Cast("bf16", stochastic=True), Quantize(4), Ternary(bucket=1024)], ids=repr)
+def test_the_slice_of_a_part_gets_its_own_bits(codec: PayloadCodec, plain: bool) -> None:
     """Drawn with `start`, a slice is rounded as within the whole."""
     values = torch.randn(4096, generator=torch.Generator().manual_seed(0))
-    whole, half = Cast("bf16", stochastic=True), torch.empty(2048)
-    body = torch.zeros(whole.body_bytes(4096), dtype=torch.uint8)
-    whole.write(Part(values), body, Draw(5))
-    piece = torch.zeros(whole.body_bytes(2048), dtype=torch.uint8)
-    whole.write(Part(values[2048:]), piece, Draw(5, start=2048))
-    whole.read(piece, half, accumulate=False)
-    assert torch.equal(body[4096:], piece)
+
+    def decoded(row: Tensor, start: int) -> Tensor:
+        body, out = torch.zeros(codec.body_bytes(row.numel()), dtype=torch.uint8), torch.empty(row.numel())
+        codec.write(Part(row), body, Draw(5, start=start))
+        codec.read(body, out, accumulate=False)
+        return out
+
+    with reference_only() if plain else nullcontext():
+        assert torch.equal(decoded(values, 0)[2048:], decoded(values[2048:], 2048))
 
 
 def test_without_numba_the_reference_serves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,20 @@ def test_what_is_not_finite_is_refused_and_changes_no_state(spec: str) -> None:
         ], name
 
 
+@pytest.mark.parametrize("plain", [False, True])
+def test_an_overflow_with_the_state_leaves_it_finite(plain: bool) -> None:
+    """Finite values that add up to Inf with what was left unsent: reported, and no later step is NaN by it."""
+    for spec in CODECS:
+        codec = build_codec(spec)
+        assert isinstance(codec, PayloadCodec)
+        large = torch.full((NUMEL,), 3e38)
+        part = Part(large.clone(), "p", residual=large.clone() if codec.keeps_residual else None)
+        with reference_only() if plain else nullcontext():
+            pack(codec, [part], Draw(1), lambda part: None)
+        kept = [*part.memory.values(), *([] if part.residual is None else [part.residual])]
+        assert all(bool(torch.isfinite(each).all()) for each in kept), spec
+
+
 @pytest.mark.parametrize("spec", CODECS)
 def test_both_kernels_give_the_same_bits_at_the_edges_of_float32(spec: str) -> None:
     codec = build_codec(spec)

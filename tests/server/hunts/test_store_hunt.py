@@ -11,4 +11,4 @@ from tests.server.hunts.store_cases import check_eventful, check_store
 @pytest.mark.hunt
 @pytest.mark.parametrize("consistency", ["sequential", "quorum", "ssp", "eventual"])
 def test_every_read_is_explained_and_nothing_acknowledged_is_lost(consistency: str) -> None:
-    check_eventful(hunted(check_store, seeds(12), consistency))
+    check_eventful(hunted(check_store, seeds(5), consistency))

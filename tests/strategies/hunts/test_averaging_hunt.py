@@ -11,7 +11,7 @@ from syncline.strategies.own import OwnRun
 from tests.hunting import hunted, seeds
 from tests.strategies.hunts.averaging_cases import KINDS, check_averaging
 
-SEEDS = seeds(8)
+SEEDS = seeds(4)
 
 
 @pytest.mark.hunt

@@ -13,7 +13,7 @@ from syncline.strategies.easgd.served import ServedElasticRun
 from tests.hunting import hunted, seeds
 from tests.strategies.hunts.easgd_cases import check_served, check_together
 
-SEEDS = seeds(12)
+SEEDS = seeds(6)
 
 
 @pytest.mark.hunt

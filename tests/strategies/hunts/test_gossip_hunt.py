@@ -10,7 +10,7 @@ from syncline.strategies.gossip.partners import Partners
 from tests.hunting import hunted, seeds
 from tests.strategies.hunts.gossip_cases import check_choco, check_killed, check_mixing, check_pairs
 
-SEEDS = seeds(25)
+SEEDS = seeds(10)
 
 
 @pytest.mark.hunt

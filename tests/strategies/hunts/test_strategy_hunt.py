@@ -12,4 +12,4 @@ from tests.strategies.hunts.strategy_cases import STRATEGIES, check_strategy
 @pytest.mark.hunt
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_read_is_explained_and_nothing_acknowledged_is_lost(strategy: str) -> None:
-    check_eventful(hunted(check_strategy, seeds(10), strategy))
+    check_eventful(hunted(check_strategy, seeds(4), strategy))

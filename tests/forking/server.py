@@ -18,23 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PRELOADED = (
-    "torch",
-    "torch._dynamo",  # torch imports it at the first step of an optimizer
-    "torch.distributed.checkpoint.hf_storage",
-    "torch.distributed.checkpoint.state_dict_loader",
-    "torch.distributed.checkpoint.state_dict_saver",
-    "numba",
-    "syncline.bench.race.runner",
-    "syncline.bench.workloads",
-    "syncline.cli.bench",
-    "syncline.cli.run",
-    "syncline.cli.train",
-    "syncline.testing",
-    "syncline.transports.torch_dist",
-    "syncline.transports.zeromq",
-)
-"""None of them starts a thread, MPI or CUDA."""
+from syncline.testing.processes import PRELOADED
+
+MORE = ("syncline.bench.race.runner", "syncline.bench.workloads", "syncline.cli.bench")
 MAX_REQUEST_BYTES = 1 << 20
 
 
@@ -156,8 +142,9 @@ def main() -> None:
     path = sys.argv[1]
     own = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     base = [each for each in sys.path if each and each not in own]
-    for name in PRELOADED:
-        importlib.import_module(name)
+    for name in (*PRELOADED, *MORE):
+        with contextlib.suppress(ImportError):  # a package that is not installed
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()
     server = Server(path)

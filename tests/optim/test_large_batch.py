@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from syncline.bench.workloads.fashion import DEBIAN
-from tests.launching import ROOT
+from tests.launching import Ended, finish, start
 
 
-def table_of(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "examples/large_batch.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+def table_of(*arguments: str) -> Ended:
+    (ended,) = finish([start(["examples/large_batch.py", *arguments], {})])
+    return ended
 
 
 @pytest.mark.skipif(not DEBIAN.is_dir(), reason="needs Debian's dataset-fashion-mnist")
@@ -37,27 +35,27 @@ def test_a_small_table_twice(tmp_path: Path) -> None:
         "4096",
     ]
     first = table_of(*few, "--rules", "none")
-    assert first.returncode == 0, first.stderr
-    assert "batch 4096, none, seed 0: " in first.stdout
+    assert first.code == 0, first.err
+    assert "batch 4096, none, seed 0: " in first.out
     cells = json.loads(path.read_text())["cells"]
     assert list(cells) == ["batch 4096, none, seed 0"]
 
     second = table_of(*few, "--rules", "none", "lars")
-    assert second.returncode == 0, second.stderr
-    assert "none, seed 0" not in second.stdout, "trained again"
-    assert "| batch | none | LARS, linear |" in second.stdout
-    assert f"| 4,096 | {100 * cells['batch 4096, none, seed 0']['accuracy']:.2f}" in second.stdout
+    assert second.code == 0, second.err
+    assert "none, seed 0" not in second.out, "trained again"
+    assert "| batch | none | LARS, linear |" in second.out
+    assert f"| 4,096 | {100 * cells['batch 4096, none, seed 0']['accuracy']:.2f}" in second.out
     cells = json.loads(path.read_text())["cells"]
     assert list(cells) == ["batch 4096, none, seed 0", "batch 4096, lars from 3, seed 0"]
     assert all(0.1 <= cell["accuracy"] <= 1 for cell in cells.values())
 
     other = table_of(*few, "--rate", "0.5")
-    assert other.returncode != 0
-    assert "has cells of other settings" in other.stderr
+    assert other.code != 0
+    assert "has cells of other settings" in other.err
 
 
 def test_help_and_a_batch_that_is_no_multiple() -> None:
-    assert "--warmup-epochs" in table_of("--help").stdout
+    assert "--warmup-epochs" in table_of("--help").out
     refused = table_of("--batches", "100")
-    assert refused.returncode == 2
-    assert "multiples of 64" in refused.stderr
+    assert refused.code == 2
+    assert "multiples of 64" in refused.err

@@ -31,8 +31,8 @@ def test_example(arguments: list[str], says: str) -> None:
         (["compare_allreduce.py", "--megabytes", "0.1", "--repeats", "3"], "halving_doubling"),
         (["check_cost.py", "--repeats", "2"], "check adds"),
         (["train.py"], "2 workers: 3"),
-        (["sparse_logistic.py", "--steps", "60"], "balanced test accuracy 0."),
-        (["topics.py", "--sweeps", "2", "--words", "20"], "every one is counted once"),
+        (["sparse_logistic.py", "--steps", "20", "--files", "70"], "balanced test accuracy 0."),
+        (["topics.py", "--sweeps", "2", "--words", "20", "--files", "30"], "every one is counted once"),
         (["harness_cost.py", "--workload", "digits", "--steps", "5", "--repeats", "1"], "the race's"),
     ],
 )

@@ -85,8 +85,10 @@ class Server:
                 if key.fd == 0:
                     self._end()
                     return None
-                if key.fileobj in self._selector.get_map() and (child := key.data()):
-                    return child
+                if key.fileobj in self._selector.get_map():  # one that was handled before may have ended it
+                    child: tuple[Request, list[int]] | None = key.data()
+                    if child is not None:
+                        return child
 
     def _accept(self) -> tuple[Request, list[int]] | None:
         connection, _ = self._listener.accept()

@@ -121,6 +121,16 @@ def test_a_world_of_one_trains_as_plain_torch() -> None:
 # What is shared, and what is not.
 
 
+def test_all_begin_with_the_weights_of_rank_0() -> None:
+    def case(world: sl.World) -> float:
+        model = nn.Linear(1, 1)
+        nn.init.constant_(model.weight, 5.0 + world.rank)
+        begin(model)
+        return model.weight.item()
+
+    assert simulate(case, 3) == (5.0, 5.0, 5.0)
+
+
 def test_weights_are_shared_buffers_are_rank_0s() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:

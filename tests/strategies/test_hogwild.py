@@ -121,16 +121,6 @@ def test_a_world_of_one_trains_as_plain_torch() -> None:
 # What is shared, and what is not.
 
 
-def test_all_begin_with_the_weights_of_rank_0() -> None:
-    def case(world: sl.World) -> float:
-        model = nn.Linear(1, 1)
-        nn.init.constant_(model.weight, 5.0 + world.rank)
-        begin(model)
-        return model.weight.item()
-
-    assert simulate(case, 3) == (5.0, 5.0, 5.0)
-
-
 def test_weights_are_shared_buffers_are_rank_0s() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
@@ -190,6 +180,21 @@ def test_a_closed_run_leaves_private_weights() -> None:
         return model.weight.item(), board.finished()
 
     assert simulate(case, 3) == ((0.0, [True] * 3), (1.0, [True] * 3), (2.0, [True] * 3))
+
+
+def test_a_worker_that_fails_takes_private_weights_along() -> None:
+    def case(world: sl.World) -> float:
+        model = nn.Linear(1, 1)
+        nn.init.zeros_(model.weight)
+        _, run, _ = begin(model)
+        if world.rank == 1:
+            with pytest.raises(ValueError, match="mine"), run:
+                raise ValueError("mine")
+            nn.init.ones_(model.weight)
+        world.compute(1.0)
+        return model.weight.item()
+
+    assert simulate(case, 2) == (0.0, 1.0)
 
 
 def test_a_resumed_run_counts_on_with_each_workers_own_steps() -> None:

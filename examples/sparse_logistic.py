@@ -24,12 +24,12 @@ Document = tuple[torch.Tensor, float]
 """The keys of its words, sorted, and 1 if it is about networks."""
 
 
-def documents() -> list[Document]:
+def documents(files: int | None) -> list[Document]:
     """Every docstring of the library's modules, in the order of their hashes: the same for all workers."""
     folder = Path(sysconfig.get_path("stdlib"))
     paths = [path for path in sorted(folder.glob("*.py")) + sorted(folder.glob("*/*.py")) if path.parent.name != "test"]
     found: dict[str, Document] = {}
-    for path in paths:
+    for path in paths[:files]:
         if "site-packages" in path.parts or "idlelib" in path.parts:
             continue
         top = path.relative_to(folder).parts[0].removesuffix(".py")
@@ -71,8 +71,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--files", type=int, help="of the library, at most; all without it")
     options = parser.parse_args()
-    everything = documents()
+    everything = documents(options.files)
     cut = len(everything) * 4 // 5
     train, test = everything[:cut], everything[cut:]
     with sl.init() as world, sl.store(FEATURES, rule="adagrad(0.1)") as weights:

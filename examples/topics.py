@@ -25,11 +25,11 @@ DULL = 0.25
 """Words in more than this part of the documents say nothing."""
 
 
-def documents(words_each: int) -> tuple[list[np.ndarray], list[str]]:
+def documents(words_each: int, files: int | None) -> tuple[list[np.ndarray], list[str]]:
     """Word numbers of each document, and the words."""
     folder = Path(sysconfig.get_path("stdlib"))
     texts = []
-    for path in sorted(folder.glob("*.py")) + sorted(folder.glob("[a-z]*/*.py")):
+    for path in (sorted(folder.glob("*.py")) + sorted(folder.glob("[a-z]*/*.py")))[:files]:
         if path.parent.name in ("test", "idlelib", "site-packages"):
             continue
         tree = ast.walk(ast.parse(path.read_bytes()))
@@ -92,8 +92,9 @@ def main() -> None:
     parser.add_argument("--topics", type=int, default=8)
     parser.add_argument("--sweeps", type=int, default=25)
     parser.add_argument("--words", type=int, default=120, help="of each document, at most")
+    parser.add_argument("--files", type=int, help="of the library, at most; all without it")
     options = parser.parse_args()
-    texts, known = documents(options.words)
+    texts, known = documents(options.words, options.files)
     topics, words = options.topics, len(known)
     with sl.init() as world, sl.store((words + 1) * topics) as counts:
         sampler = Sampler(texts[world.rank :: world.size], topics, seed=world.rank)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from syncline.testing.processes import free_port
+from tests.forking import forked_python
 
 ROOT = Path(__file__).parent.parent
 PATIENCE = 120
@@ -41,12 +41,11 @@ def torch_variables(size: int) -> list[dict[str, str]]:
 
 
 def start(command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[str]:
-    """One rank, in a clean environment."""
+    """One rank, in a clean environment; forked from a process that has imported torch already."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PMI_", "OMPI_"))}
     environ |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **variables}
-    return subprocess.Popen(
-        [sys.executable, *command], env=environ, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    words = forked_python(command, environ)
+    return subprocess.Popen(words, env=environ, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def finish(processes: Sequence[subprocess.Popen[str]]) -> list[Ended]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.forking import forked_python
 from tests.hunting import HUNTING
 from tests.launching import ROOT, Ended
 
@@ -44,11 +45,11 @@ class Flavour:
         return self.mpiexec.exists()
 
 
-MPICH = Flavour("MPICH", BIN / "mpiexec", 9)
+MPICH = Flavour("MPICH", BIN / "mpiexec", 5)
 OPEN_MPI = Flavour(
     "Open MPI",
     OPENMPI / "bin" / "mpiexec",
-    5,  # each rank takes seconds to start; MPICH has the larger ones
+    3,  # MPICH has the larger ones
     ("--oversubscribe", "--bind-to", "none"),
     {
         LIBRARY: str(OPENMPI / "lib" / "libmpi.so.40"),
@@ -76,13 +77,18 @@ def own_environ() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
 
 
-def collect(command: Sequence[str], variables: Mapping[str, str]) -> Ended:
-    """Run a command to its end, in a session of its own; nothing of it is left behind."""
+def job_environ(variables: Mapping[str, str]) -> dict[str, str]:
+    """What a job is started with: this process's variables without a launcher's, and these."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     usual = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}
+    return own_environ() | usual | dict(variables)
+
+
+def collect(command: Sequence[str], environ: Mapping[str, str]) -> Ended:
+    """Run a command to its end, in a session of its own; nothing of it is left behind."""
     process = subprocess.Popen(
         list(command),
-        env=own_environ() | usual | dict(variables),
+        env=dict(environ),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -102,20 +108,26 @@ def mpiexec(
     flavour: Flavour,
     *command: str,
     ranks: int = 2,
+    beside: Sequence[str] = (),
+    others: int = 0,
     variables: Mapping[str, str] | None = None,
     library: Flavour | None = None,
 ) -> Ended:
-    """Run Python with these arguments on so many ranks; after a ":" mpiexec's own words for others beside them.
+    """Run Python with these arguments on so many ranks, and `others` more with the arguments `beside`.
 
-    With `library` mpi4py loads that of another MPI, which is named by its variable, or by none.
+    The ranks are forked from a process that has imported torch. With `library` mpi4py loads that of another MPI,
+    which is named by its variable, or by none.
     """
     loads = library or flavour
     need(flavour)
     need(loads)
-    words = [str(flavour.mpiexec), *flavour.options, "-n", str(ranks), sys.executable, *command]
     own = {name: value for name, value in flavour.variables.items() if name != LIBRARY}
     named = {name: value for name, value in loads.variables.items() if name == LIBRARY}
-    return collect(words, {**own, **named, **(variables or {})})
+    environ = job_environ({**own, **named, **(variables or {})})
+    words = [str(flavour.mpiexec), *flavour.options, "-n", str(ranks), *forked_python(command, environ)]
+    if others:
+        words += [":", "-n", str(others), *forked_python(beside, environ)]
+    return collect(words, environ)
 
 
 def play(flavour: Flavour, module: str, *arguments: str, ranks: int = 2) -> list[dict[str, Any]]:

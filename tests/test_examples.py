@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.launching import ROOT, finish, start, torch_variables
+from tests.launching import ROOT, finish, launch, start, torch_variables
 
 
 @pytest.mark.parametrize(
@@ -22,10 +19,9 @@ from tests.launching import ROOT, finish, start, torch_variables
     ],
 )
 def test_example(arguments: list[str], says: str) -> None:
-    command = [sys.executable, f"examples/{arguments[0]}", *arguments[1:]]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert says in done.stdout
+    (ended,) = finish([start([f"examples/{arguments[0]}", *arguments[1:]], {})])
+    assert ended.code == 0, ended.err
+    assert says in ended.out
 
 
 @pytest.mark.xdist_group("gloo")
@@ -35,8 +31,8 @@ def test_example(arguments: list[str], says: str) -> None:
         (["compare_allreduce.py", "--megabytes", "0.1", "--repeats", "3"], "halving_doubling"),
         (["check_cost.py", "--repeats", "2"], "check adds"),
         (["train.py"], "2 workers: 3"),
-        (["sparse_logistic.py", "--steps", "60"], "balanced test accuracy 0."),
-        (["topics.py", "--sweeps", "2", "--words", "20"], "every one is counted once"),
+        (["sparse_logistic.py", "--steps", "20", "--files", "70"], "balanced test accuracy 0."),
+        (["topics.py", "--sweeps", "2", "--words", "20", "--files", "30"], "every one is counted once"),
         (["harness_cost.py", "--workload", "digits", "--steps", "5", "--repeats", "1"], "the race's"),
     ],
 )
@@ -50,6 +46,6 @@ def test_the_measurements_on_gloo(command: list[str], says: str) -> None:
 def test_the_readme_example() -> None:
     text = (ROOT / "README.md").read_text()
     code = text.split("```python\n")[1].split("```")[0]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "World(rank 0 of 1" in done.stdout
+    (ended,) = launch(code, [{}])
+    assert ended.code == 0, ended.err
+    assert "World(rank 0 of 1" in ended.out

@@ -65,6 +65,7 @@ def test_bytes_on_the_wire(found: list[dict[str, Any]]) -> None:
     plain, _, half, low = (found[0]["hooks"][spec]["sl_comm_bytes_wire"] for spec in HOOKS)
     assert plain == STEPS * DENSE
     assert half == plain / 2
+    assert found[0]["hooks"][HOOKS[2]]["far"] > 0, "half precision rounds: torch's hook was at work"
     thin = 4 * (2 * (64 + 64) + 64 + 2 * (64 + 10) + 10)  # two columns of each matrix's sides, biases as they are
     assert low == 3 * DENSE + (STEPS - 3) * thin
     assert found[0]["hooks"][HOOKS[3]]["sl_codec_seconds"] > 0

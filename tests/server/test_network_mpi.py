@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from syncline.launch.local import WORKER
@@ -31,8 +29,8 @@ with sl.init() as world:
 def serve(flavour: Flavour, script: str, servers: int) -> tuple[int, list[str], str]:
     """Two workers, and so many servers; the exit code, what was printed, and that with what else was said."""
     told = {"SYNCLINE_WORKERS": "2", "SYNCLINE_SERVERS": str(servers), "SYNCLINE_TRANSPORT": "mpi"}
-    beside = [":", "-n", str(servers), sys.executable, str(WORKER), "-m", "tests.server.echo_server"]
-    ended = mpiexec(flavour, "-c", script, *(beside if servers else ()), variables=told)
+    beside = [str(WORKER), "-m", "tests.server.echo_server"]
+    ended = mpiexec(flavour, "-c", script, beside=beside, others=servers, variables=told)
     return ended.code, sorted(ended.out.split("\n"))[1:], ended.out + ended.err
 
 

@@ -182,6 +182,21 @@ def test_a_closed_run_leaves_private_weights() -> None:
     assert simulate(case, 3) == ((0.0, [True] * 3), (1.0, [True] * 3), (2.0, [True] * 3))
 
 
+def test_a_worker_that_fails_takes_private_weights_along() -> None:
+    def case(world: sl.World) -> float:
+        model = nn.Linear(1, 1)
+        nn.init.zeros_(model.weight)
+        _, run, _ = begin(model)
+        if world.rank == 1:
+            with pytest.raises(ValueError, match="mine"), run:
+                raise ValueError("mine")
+            nn.init.ones_(model.weight)
+        world.compute(1.0)
+        return model.weight.item()
+
+    assert simulate(case, 2) == (0.0, 1.0)
+
+
 def test_a_resumed_run_counts_on_with_each_workers_own_steps() -> None:
     def case(world: sl.World) -> list[int]:
         model = nn.Linear(2, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import random
 import signal
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 import syncline as sl
+from syncline.testing.processes import fork_context
 from syncline.training.checkpoint import load, save
 from syncline.training.checkpoint.folder import entries
 from tests.launching import finish, start, torch_variables
@@ -32,13 +32,6 @@ HUNT = bool(os.environ.get("SYNCLINE_HUNT"))
 KILLS = 50 if HUNT else 5
 RANK_KILLS = 8 if HUNT else 2
 PATIENCE = 120.0
-PRELOADED = [
-    "torch",
-    "syncline.training.checkpoint",
-    "torch.distributed.checkpoint.state_dict_saver",
-    "torch.distributed.checkpoint.state_dict_loader",
-    "torch.distributed.checkpoint.hf_storage",
-]
 
 
 class Marked(nn.Module):
@@ -81,8 +74,7 @@ def look(folder: str, told: Connection) -> None:
 
 @pytest.fixture(scope="module")
 def spawn() -> Iterator[Callable[..., tuple[ForkServerProcess, Connection]]]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = fork_context()
     begun: list[ForkServerProcess] = []
 
     def begin(target: Callable[..., None], folder: Path) -> tuple[ForkServerProcess, Connection]:
@@ -141,6 +133,7 @@ def test_killed_while_writing(tmp_path: Path, spawn: Any, repetition: int) -> No
 
 RANK = """
 import sys, torch, syncline as sl
+from syncline.testing.processes import fork_context
 from syncline.training.checkpoint import load, save
 from tests.training.test_checkpoint_killed import Marked
 torch.set_num_threads(1)

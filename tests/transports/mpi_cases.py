@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from contextvars import Context
 from pathlib import Path
@@ -236,6 +237,11 @@ MORE: tuple[Callable[[MpiTransport], None], ...] = (
 MORE_SIZES = (1, 2, 3)
 
 
+def sizes(largest: int) -> tuple[int, ...]:
+    """The sizes of the contract: one to three, and the largest."""
+    return tuple(sorted({1, 2, 3, largest}))
+
+
 class Report:
     """One rank's file."""
 
@@ -248,8 +254,8 @@ class Report:
 
 
 def contract(transport: MpiTransport, report: Report) -> None:
-    """Every case on every size, on channels of the first ranks."""
-    for size in range(1, transport.size + 1):
+    """Every case on several sizes, on channels of the first ranks."""
+    for size in sizes(transport.size):
         channel: Any = transport.split(range(size))
         cases: list[Callable[[Any], Any]] = [*CASES, *(MORE if size in MORE_SIZES else ())]
         for case in cases if channel is not None else []:
@@ -365,9 +371,8 @@ def send_to_oneself() -> None:
 
 
 def alone(folder: Path) -> None:
-    """Each line of alone.json in a process of its own, forked before MPI starts: importing torch takes longer than
-    all of them.
-    """
+    """Each line of alone.json in a process of its own, forked before MPI starts. A warning is an error."""
+    warnings.simplefilter("error")
     print("mpi4py" in sys.modules)
     for name, first, variables in json.loads((folder / "alone.json").read_text()):
         sys.stdout.flush()

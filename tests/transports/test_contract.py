@@ -12,6 +12,9 @@ from syncline.transports import Network, SingleTransport, Transport
 from syncline.world import World, simulate
 from tests.hunting import seeds
 
+ON_PROCESSES = (1, 2, 3, 6)
+"""Sizes on real processes; the simulator has every one up to nine."""
+
 
 class TestSingle(TransportContract):
     sizes = range(1, 2)
@@ -35,6 +38,8 @@ class TestSimulatedRendezvous(TransportContract):
 
 @pytest.mark.xdist_group("gloo")
 class TestGloo(TransportContract):
+    sizes = ON_PROCESSES
+
     @pytest.fixture(autouse=True)
     def _pool(self, gloo: Pool) -> None:
         self.pool = gloo
@@ -45,6 +50,8 @@ class TestGloo(TransportContract):
 
 @pytest.mark.xdist_group("zeromq")
 class TestZeroMQ(TransportContract):
+    sizes = ON_PROCESSES
+
     @pytest.fixture(autouse=True)
     def _pool(self, zeromq: Pool) -> None:
         self.pool = zeromq

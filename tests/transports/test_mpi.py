@@ -19,7 +19,8 @@ from syncline.errors import UnsupportedError
 from syncline.testing import TransportContract
 from syncline.testing.transports import Case
 from syncline.transports.mpi import connect
-from tests.mpi import MPICH, OPEN_MPI, Flavour, both, collect, mpiexec, need, one_or_both
+from tests.forking import forked_python
+from tests.mpi import MPICH, OPEN_MPI, Flavour, both, collect, job_environ, mpiexec, need, one_or_both
 from tests.transports import mpi_cases
 
 pytestmark = pytest.mark.xdist_group("mpi")
@@ -102,12 +103,12 @@ class OnMpi(TransportContract):
 
 class TestMpich(OnMpi):
     flavour = MPICH
-    sizes = range(1, MPICH.ranks + 1)
+    sizes = mpi_cases.sizes(MPICH.ranks)
 
 
 class TestOpenMpi(OnMpi):
     flavour = OPEN_MPI
-    sizes = range(1, OPEN_MPI.ranks + 1)
+    sizes = mpi_cases.sizes(OPEN_MPI.ranks)
 
 
 def test_a_put_lands_while_its_target_computes_on_the_simulator() -> None:
@@ -227,7 +228,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Told]:
     """Plain python, no mpiexec: how each of ALONE ended, and under "" what they have in common."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "alone.json").write_text(json.dumps([(name, *each) for name, each in ALONE.items()]))
-    done = collect([sys.executable, "-W", "error", "-m", "tests.transports.mpi_cases", "alone", str(folder)], {})
+    environ = job_environ({})
+    done = collect(forked_python(["-m", "tests.transports.mpi_cases", "alone", str(folder)], environ), environ)
     ended = {"": Told(done.code, done.out + done.err, [])}
     for name in ALONE:
         code, out = folder / f"{name}.code", folder / f"{name}.out"

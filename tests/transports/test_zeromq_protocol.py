@@ -18,6 +18,7 @@ from syncline.transports import frames
 from syncline.transports.frames import HEADER_BYTES, Header
 from syncline.transports.mailbox import Mailbox, Posted
 from syncline.transports.zeromq import protocol
+from syncline.transports.zeromq.channels import Channels
 from syncline.transports.zeromq.protocol import (
     ACCEPT,
     CREDIT,
@@ -431,3 +432,12 @@ def test_one_that_leaves_is_still_heard(ear: Ear) -> None:
         ear.link.send(0, 0, blank(1))
     ear.hears(EAGER, 0, 1, b"x")
     assert ear.post(1).settled
+
+
+def test_what_comes_for_a_closed_channel_is_turned_away() -> None:
+    """Its senders get their room back, for what came before the end and for what comes late."""
+    channels, taken = Channels(RealRuntime()), list[str]()
+    channels.mailbox(5).deliver(memoryview(bytes(3)), 1, 0, lambda: taken.append("before"))
+    channels.close(5)
+    channels.mailbox(5).deliver(memoryview(bytes(3)), 1, 0, lambda: taken.append("after"))
+    assert taken == ["before", "after"]

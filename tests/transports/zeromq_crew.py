@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import socket
 import traceback
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from syncline.environment import Environment, Rendezvous
 from syncline.runtime import RealRuntime
-from syncline.testing.processes import PATIENCE
+from syncline.testing.processes import PATIENCE, fork_context
 from syncline.transports import zeromq
 from syncline.transports.zeromq import ZmqTransport, crank
 from syncline.transports.zeromq.protocol import PART_BYTES
@@ -93,8 +92,7 @@ class Crew:
         self.store = serve_a_store()
         self.port = self.store.port
         self.members: list[Member] = []
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed", "syncline", "syncline.transports.zeromq"])
+        self._context = fork_context()
 
     def start(self, fn: Callable[..., Any], *args: Any) -> Member:
         """Run `fn(pipe, *args)` in a process; what it returns is the last thing it says."""

@@ -14,13 +14,31 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from types import TracebackType
 from typing import Any
 
 from syncline.errors import SynclineError
 from syncline.transports import Transport
 
-__all__ = ["Pool", "free_port"]
+__all__ = ["PRELOADED", "Pool", "fork_context", "free_port"]
+
+PRELOADED = (
+    "torch",
+    "torch._dynamo",  # torch imports it at the first step of an optimizer, in one second
+    "torch.distributed.checkpoint.hf_storage",
+    "torch.distributed.checkpoint.state_dict_loader",
+    "torch.distributed.checkpoint.state_dict_saver",
+    "numba",
+    "syncline.cli.run",
+    "syncline.cli.train",
+    "syncline.launch.in_lab",
+    "syncline.testing",
+    "syncline.training.checkpoint",
+    "syncline.transports.torch_dist",
+    "syncline.transports.zeromq",
+)
+"""What processes of tests use, whichever asks first; none of these starts a thread, MPI or CUDA."""
 
 PATIENCE = 120.0
 """Seconds that a test's slowest step may take on a busy machine."""
@@ -33,13 +51,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def fork_context() -> ForkServerContext:
+    """Processes that are forked from one which has imported torch and syncline: importing them takes seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    return context
+
+
 class Pool:
     """`size` processes joined by an engine on the loopback interface; `run` uses the first few of them."""
 
     def __init__(self, size: int, timeout: float = 60.0, engine: str = "torch_dist") -> None:
         self.size = size
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "syncline", f"syncline.transports.{engine}"])
+        context = fork_context()
         port = free_port()
         self._pipes: list[Connection] = []
         self._processes = []

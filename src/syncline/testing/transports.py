@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -304,7 +304,7 @@ CASES: tuple[Case, ...] = (
 class TransportContract:
     """Inherit and give `run`: it runs `case(transport)` on each of `size` ranks and raises what any of them raised."""
 
-    sizes: range = range(1, 10)
+    sizes: Sequence[int] = range(1, 10)
 
     def run(self, case: Case, size: int) -> None:
         raise UnsupportedError("a contract test says how its transport is run: define run(case, size)")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.hunting import only_hunting
 from tests.launch.runs import Runs
-from tests.launching import ROOT, finish, start
+from tests.launching import ROOT, finish, start, torch_variables
 
 EXAMPLES = ROOT / "examples"
 
@@ -20,15 +20,11 @@ def alone(script: str, *arguments: str) -> str:
     return ended.out.strip()
 
 
-def together(runs: Runs, script: str, *arguments: str) -> str:
-    """What it prints on two workers."""
-    return finished(runs, "run", "-n", "2", str(EXAMPLES / script), *arguments)
-
-
-def finished(runs: Runs, *arguments: str) -> str:
-    run = runs.run(*arguments)
-    assert run.code == 0, run.describe()
-    return run.out.strip()
+def together(script: str, *arguments: str) -> str:
+    """What rank 0 prints of two workers."""
+    ended = finish([start([str(EXAMPLES / script), *arguments], each) for each in torch_variables(2)])
+    assert [each.code for each in ended] == [0, 0], ended
+    return ended[0].out.strip()
 
 
 def numbers(line: str, pattern: str) -> list[float]:
@@ -44,8 +40,8 @@ def check_digits(line: str, workers: int) -> None:
     assert accuracy > 0.8
 
 
-def test_digits_with_both_give_the_same_bits(runs: Runs) -> None:
-    theirs, ours = together(runs, "horovod_mnist.py"), together(runs, "distribute_mnist.py")
+def test_digits_with_both_give_the_same_bits() -> None:
+    theirs, ours = together("horovod_mnist.py"), together("distribute_mnist.py")
     check_digits(theirs, workers=2)
     assert theirs == ours  # the loss, the accuracy and the checksum of all weights
 
@@ -68,13 +64,13 @@ def check_words(line: str) -> list[float]:
     return [first, last, accuracy]
 
 
-def test_a_sparse_embedding_travels_as_rows(runs: Runs) -> None:
-    check_words(together(runs, "horovod_embedding.py"))
+def test_a_sparse_embedding_travels_as_rows() -> None:
+    check_words(together("horovod_embedding.py"))
 
 
 @only_hunting
-def test_a_sparse_embedding_travels_as_rows_or_as_a_table(runs: Runs) -> None:
-    sparse, dense = together(runs, "horovod_embedding.py"), together(runs, "horovod_embedding.py", "--sparse-as-dense")
+def test_a_sparse_embedding_travels_as_rows_or_as_a_table() -> None:
+    sparse, dense = together("horovod_embedding.py"), together("horovod_embedding.py", "--sparse-as-dense")
     assert check_words(dense) == pytest.approx(check_words(sparse), abs=2e-3)  # sums in another order
 
 
@@ -87,8 +83,9 @@ def test_a_sparse_embedding_on_one_worker() -> None:
 
 def test_a_gan_by_horovodruns_words(runs: Runs) -> None:
     script = str(EXAMPLES / "horovod_gan.py")
-    line = finished(runs, "horovodrun", "-np", "2", "-H", "localhost:2", "python", script)
-    first, last = numbers(line, r"workers: 2; distance ([\d.]+) to ([\d.]+); weights the same")
+    run = runs.run("horovodrun", "-np", "2", "-H", "localhost:2", "python", script)
+    assert run.code == 0, run.describe()
+    first, last = numbers(run.out.strip(), r"workers: 2; distance ([\d.]+) to ([\d.]+); weights the same")
     assert last < 0.3 * first
 
 

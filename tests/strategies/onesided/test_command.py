@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 
 import pytest
 
@@ -12,8 +11,9 @@ import syncline as sl
 from syncline.bench.kmeans import Blobs, KMeansPlan, build_blobs, describe, solve
 from syncline.cli import train
 from syncline.cli.train_kmeans import is_kmeans, train_kmeans
+from tests.forking import forked_python
 from tests.launching import finish, start
-from tests.mpi import MPICH, collect, need
+from tests.mpi import MPICH, collect, job_environ, need
 
 SMALL = "kmeans(k=5, dims=3, points=20000)"
 
@@ -27,7 +27,8 @@ def parsed(*words: str) -> argparse.Namespace:
 def through_mpi(*command: str) -> str:
     """Run to the end, which is a good one; what was said."""
     need(MPICH)
-    ended = collect([sys.executable, *command], {})
+    environ = job_environ({})
+    ended = collect(forked_python(command, environ), environ)
     assert ended.code == 0, ended
     return ended.out + ended.err
 

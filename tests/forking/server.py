@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from syncline.testing.processes import PRELOADED
+from tests.launch.command import give_prefork
 
 MORE = ("syncline.bench.race.runner", "syncline.bench.workloads", "syncline.cli.bench")
 MAX_REQUEST_BYTES = 1 << 20
@@ -49,6 +50,8 @@ class Request:
         first, *rest = self.arguments
         paths = [each for each in self.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
         sys.path[:] = ["", *paths, *base]
+        if self.arguments[:2] == ["-m", "syncline"]:
+            give_prefork()
         namespace = sys.modules["__main__"].__dict__
         namespace.clear()
         namespace.update(__name__="__main__", __builtins__=builtins, __doc__=None, __spec__=None)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextvars
 import random
 import signal
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -281,3 +283,122 @@ def test_networks_refuse_nonsense() -> None:
     for bad in ({"latency": -1.0}, {"bandwidth": 0.0}, {"combine": -1.0}, {"ranks_per_host": 2}, {"slow": {0: 0.0}}):
         with pytest.raises(sl.SpecError):
             sl.Network(**bad)
+
+
+def train(world: sl.World) -> list[torch.Tensor]:
+    """Gradients are averaged by hooks that wait, in the middle of each backward pass."""
+    torch.manual_seed(world.rank)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    sums: list[torch.Tensor] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda leaf: sums.append(sl.allreduce(leaf.grad, algorithm="ring"))
+        )
+    for _ in range(2):
+        world.compute(random.random() * 1e-3)
+        model(torch.rand(2, 3)).sum().backward()
+    return sums
+
+
+@pytest.mark.parametrize("chaos", [False, True], ids=["in order", "chaos"])
+def test_greenlets_and_threads_run_the_same(chaos: bool) -> None:
+    def both(world: sl.World) -> tuple[Any, Any]:
+        return busy(world), [each.tolist() for each in train(world)]
+
+    faults = [sl.faults.Slow(1, 3.0), sl.faults.Delay(1e-3, probability=0.3)]
+    for seed in range(8):
+        first, second = (
+            sl.simulate(both, 4, network=NETWORK, faults=faults, seed=seed, chaos=chaos, threads=threads)
+            for threads in (False, True)
+        )
+        assert first == second
+
+
+def test_waiting_tasks_keep_the_thread_state_of_torch_apart() -> None:
+    def state() -> tuple[Any, ...]:
+        x = torch.ones(2, 2, requires_grad=True)
+        y = x @ x
+        made = torch.empty(0)
+        return (torch.is_grad_enabled(), y.requires_grad, y.dtype, y.is_inference(), made.device.type)
+
+    def work(world: sl.World) -> list[tuple[Any, ...]]:
+        seen = []
+        contexts = [
+            torch.no_grad(),
+            torch.inference_mode(),
+            torch.autocast("cpu", torch.bfloat16),
+            torch.device("meta"),
+        ]
+        with contexts[world.rank] if world.rank < len(contexts) else torch.enable_grad():
+            for _ in range(3):
+                seen.append(state())
+                world.runtime.sleep(1e-3)
+            seen.append(state())
+        return [*seen, state()]
+
+    results = sl.simulate(work, 5).results
+    assert results == sl.simulate(work, 5, threads=True).results
+    assert len({result[0] for result in results}) == 5
+    assert len({result[-1] for result in results}) == 1, "what a context has set ends with it"
+
+
+def test_saved_tensor_hooks_belong_to_the_task_that_set_them() -> None:
+    def work(world: sl.World) -> int:
+        packed: list[torch.Tensor] = []
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            packed.append(tensor)
+            return tensor
+
+        x = torch.ones(2, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            for _ in range(2):
+                world.runtime.sleep(1e-3)
+                x.exp()
+        return len(packed)
+
+    assert sl.simulate(work, 3).results == (2, 2, 2)
+
+
+def test_a_wait_in_a_thread_of_the_user_needs_threads() -> None:
+    def work(world: sl.World) -> list[torch.Tensor]:
+        got: list[torch.Tensor] = []
+        errors: list[Exception] = []
+
+        def reduce() -> None:
+            try:
+                got.append(sl.allreduce(torch.ones(1), op="sum"))
+            except sl.SynclineError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(reduce,))
+        thread.start()
+        thread.join()
+        if errors:
+            raise errors[0]
+        return got
+
+    with pytest.raises(sl.UnsupportedError, match="threads=True"):
+        sl.simulate(work, 2)
+    assert sl.simulate(work, 2, threads=True).results[1] == [torch.tensor([2.0])]
+
+
+def test_a_simulation_in_a_simulated_task() -> None:
+    def outer(world: sl.World) -> float:
+        inner = sl.simulate(lambda world: sl.allreduce(torch.ones(1), op="sum"), 3)
+        return float(inner.results[0]) + float(sl.allreduce(torch.ones(1), op="sum"))
+
+    assert sl.simulate(outer, 2).results == (5.0, 5.0)
+
+
+def test_context_variables_set_in_a_hook_are_kept() -> None:
+    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
+
+    def work(world: sl.World) -> int:
+        x = torch.ones(1, requires_grad=True)
+        x.register_hook(lambda grad: (variable.set(world.rank + 1), None)[1])
+        (2 * x).sum().backward()
+        world.barrier()
+        return variable.get()
+
+    assert sl.simulate(work, 3).results == (1, 2, 3)

@@ -15,11 +15,12 @@ from syncline.transports import Op
 __all__ = ["Carrier", "DenseCarrier", "PiecesCarrier", "bounds"]
 
 _COMBINE: dict[Op, Callable[..., Tensor]] = {
-    "sum": torch.add,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "product": torch.mul,
+    "sum": Tensor.add_,
+    "min": lambda place, data: torch.minimum(place, data, out=place),
+    "max": lambda place, data: torch.maximum(place, data, out=place),
+    "product": Tensor.mul_,
 }
+"""Each combines its second argument into its first."""
 
 
 class Carrier(Protocol):
@@ -74,7 +75,7 @@ class DenseCarrier:
     def merge(self, move: Move, data: Tensor) -> None:
         if move.combine:
             place = self._flat[self._edges[move.chunk] : self._edges[move.chunk + move.width]]
-            self._combine(place, data.view(place.dtype), out=place)
+            self._combine(place, data.view(place.dtype))
             self._buffers.give(data)
 
 

@@ -67,7 +67,8 @@ class Lane:
                     self._finish_sending(move)  # it lands in place
                 data = carrier.landing(move)
                 self._landing.append((move, data, transport.recv(data, move.peer, tag, exact=True)))
-        self._let_through(now.sends)
+        if self._sending:
+            self._let_through(now.sends)
         for move in now.sends:
             if carrier.nbytes(move):
                 self._sending.append((move, transport.send(carrier.read(move), move.peer, tag, exact=True)))
@@ -92,19 +93,15 @@ class Lane:
 
     def _let_through(self, sends: Sequence[Move]) -> None:
         """Wait for large sends of earlier rounds to other peers than the next ones."""
-        peers = {move.peer for move in sends}
-        for sent, handle in self._sending if sends else ():
+        peers = [move.peer for move in sends]
+        for sent, handle in self._sending if peers else ():
             if sent.peer not in peers and self._carrier.nbytes(sent) >= ONE_AT_A_TIME:
                 handle.wait()
 
     def _finish_sending(self, move: Move) -> None:
         """Wait for the sends that still read what this move will overwrite."""
-        if not self._sending:
-            return
-        kept: deque[tuple[Move, Handle]] = deque()
-        for sent, handle in self._sending:
-            if sent.chunk < move.chunk + move.width and move.chunk < sent.chunk + sent.width:
-                handle.wait()
-            else:
-                kept.append((sent, handle))
-        self._sending = kept
+        first, end = move.chunk, move.chunk + move.width
+        reading = [each for each in self._sending if each[0].chunk < end and first < each[0].chunk + each[0].width]
+        for each in reading:
+            each[1].wait()
+            self._sending.remove(each)

@@ -34,10 +34,10 @@ class Event(Protocol):
 
     def is_set(self) -> bool: ...
 
-    def wait(self, timeout: float | None = None, why: str = "", hang: bool = False) -> bool:
+    def wait(self, timeout: float | None = None, why: object = "", hang: bool = False) -> bool:
         """Wait until set; False when the timeout came first.
 
-        `why` says for whom and for what, in a report of who waits for whom. `hang` marks a timeout that
+        The `str` of `why` says for whom and for what, in a report of who waits for whom. `hang` marks a timeout that
         stands for "something is broken" rather than for a plan: the simulator does not wait for it to
         pass before it calls a deadlock by its name.
         """

@@ -1,15 +1,19 @@
-"""The simulator's kernel: tasks that pass a baton, and a queue of things to happen in virtual time.
+"""The simulator's kernel: tasks that take turns, and a queue of things to happen in virtual time.
 
-One task runs at a time; it hands over only inside `block`. Whoever hands over looks up what happens next
-itself, so that a switch costs one wake-up of one thread::
+One task runs at a time; it hands over only inside `block`. A task that hands over looks up what happens next
+itself, so that a switch goes from one task to the next directly::
 
     task A                      kernel state                task B
     ───────                     ────────────                ───────
     block("recv from B")  ──►   pop entries, fire them
                                  … entry resumes B    ──►   returns from its block()
-    (waits for its baton)                                   send(A) schedules a delivery
+    (waits)                                                 send(A) schedules a delivery
                                  pop: delivery → resume A   block(…)
     returns from block    ◄──
+
+Tasks are greenlets of one thread, the home thread: a switch takes about 1 µs. A backward pass runs on a thread of its
+own, because torch cannot interleave two of them on one thread. With `threads=True` each task is a thread. A thread
+waits for its baton, a lock; the home thread waits for its own while a thread runs.
 
 Time advances only when nothing is left to do at the present instant. In chaos mode the seed draws any pending
 entry instead of the earliest; deadlines then fire only when nothing else is left.
@@ -23,16 +27,24 @@ import math
 import random
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from threading import get_ident
+from typing import Any, NoReturn
 
-from syncline.errors import DeadlockError
+import torch
+from greenlet import getcurrent, greenlet
+
+from syncline.errors import DeadlockError, UnsupportedError
+from syncline.runtime.backward import backward_on_threads
 from syncline.runtime.hosting import calm_collector, one_processor, one_torch_thread
 from syncline.runtime.randomness import RandomStates
+from syncline.runtime.thread_state import ThreadState
 
 __all__ = ["Entry", "Interrupted", "Kernel", "SimulatedTask"]
 
 Fire = Callable[[], "SimulatedTask | None"]
 NEVER = math.inf
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward pass that calls this function; −1: none does."""
 PROGRESS_EVERY_S = 1.0
 """Seconds of real time between two calls of `progress`."""
 
@@ -46,23 +58,25 @@ class Entry:
 
     __slots__ = ("fire", "live", "time")
 
-    def __init__(self, time: float, fire: Fire) -> None:
+    def __init__(self, time: float, fire: Fire | SimulatedTask) -> None:
         self.time = time
-        self.fire = fire
+        self.fire: Fire | SimulatedTask = fire
         self.live = True
 
 
 class SimulatedTask:
-    """A task of one rank: a thread that runs only while it holds the baton."""
+    """A task of one rank: a greenlet of the home thread, or a thread that runs only while it holds its baton."""
 
-    def __init__(self, kernel: Kernel, rank: int, name: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(
+        self, kernel: Kernel, rank: int, name: str, fn: Callable[..., Any], args: tuple[Any, ...], threads: bool
+    ) -> None:
         self.kernel = kernel
         self.rank = rank
         self.name = name
         self.result: Any = None
         self.error: BaseException | None = None
         self.claimed = False  # somebody has seen the error
-        self.why = ""
+        self.why: object = ""
         self.since = 0.0
         self.hangs_at = NEVER
         self.hung = False
@@ -70,20 +84,37 @@ class SimulatedTask:
         self._finished = False
         self._joiners: list[SimulatedTask] = []
         self.resume_entry: Entry | None = None
-        self.baton = threading.Lock()
-        self.baton.acquire()
+        self.baton = make_baton() if threads else None
+        """What its thread waits for; None while it runs on the home thread."""
+        self._work = (fn, args)
         self._context = contextvars.copy_context()
-        self._thread = threading.Thread(target=self._run, args=(fn, args), daemon=True, name=f"rank{rank}-{name}")
+        self._begun = False
+        self.greenlet: greenlet | None = None
 
-    def start(self) -> None:
-        """Let the thread come to its first wait for the baton."""
-        self._thread.start()
+    def switch(self) -> SimulatedTask | None:
+        """Go on with it; called by the hub. Returns the next task to go on with; None: wait for the baton."""
+        if self.greenlet is None:
+            self._begun = True
+            self.greenlet = greenlet(self._run, parent=self.kernel.hub)
+        following: SimulatedTask | None = self.greenlet.switch()
+        return following
 
-    def started(self) -> bool:
-        return self._thread.ident is not None
+    def release(self) -> None:
+        """Go on with it, on its thread."""
+        assert self.baton is not None, "a task without a thread is switched to"
+        if not self._begun:
+            self._begun = True
+            name = f"rank{self.rank}-{self.name}"
+            threading.Thread(target=self._run_on_thread, args=(self.baton,), daemon=True, name=name).start()
+        self.baton.release()
 
-    def _run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self.baton.acquire()
+    def _run_on_thread(self, baton: threading.Lock) -> None:
+        baton.acquire()
+        self._run()
+
+    def _run(self) -> SimulatedTask | None:
+        fn, args = self._work
+        del self._work
         try:
             if not self.interrupt:
                 self.result = self._context.run(fn, *args)
@@ -91,8 +122,9 @@ class SimulatedTask:
             pass
         except BaseException as error:
             self.error = error
+        del fn, args
         self._finished = True
-        self.kernel.finished(self)
+        return self.kernel.finished(self)
 
     def done(self) -> bool:
         return self._finished
@@ -119,10 +151,17 @@ class SimulatedTask:
         return f"rank {self.rank} ({self.name})"
 
 
+def make_baton() -> threading.Lock:
+    """A lock that is taken: the next to acquire it waits until it is released."""
+    baton = threading.Lock()
+    baton.acquire()
+    return baton
+
+
 class Kernel:
     """Virtual time and the order of events, drawn from a seed."""
 
-    def __init__(self, seed: int = 0, chaos: bool = False) -> None:
+    def __init__(self, seed: int = 0, chaos: bool = False, threads: bool = False) -> None:
         self.now = 0.0
         self.random = random.Random(seed)
         self.chaos = chaos
@@ -140,8 +179,13 @@ class Kernel:
         self._current: SimulatedTask | None = None
         self._mains: set[SimulatedTask] = set()
         self._main_ranks: set[int] = set()
-        self._outside = threading.Lock()
-        self._outside.acquire()
+        self._unfinished = 0
+        self._threads = threads
+        self._outside = make_baton()
+        self._home = make_baton()
+        self._home_ident = -1
+        self.hub: greenlet | None = None
+        """The greenlet of the home thread that waits while a thread runs."""
 
     # What happens next.
 
@@ -149,14 +193,14 @@ class Kernel:
         """Let `fire` happen `delay` seconds from now; it returns the task to resume, or None."""
         return self.schedule_at(self.now + delay, fire, deadline=deadline)
 
-    def schedule_at(self, time: float, fire: Fire, *, deadline: bool = False) -> Entry:
-        """Let `fire` happen at that time, or now if that has passed."""
+    def schedule_at(self, time: float, fire: Fire | SimulatedTask, *, deadline: bool = False) -> Entry:
+        """Let `fire` happen, or a task go on, at that time, or now if that has passed."""
         entry = Entry(time, fire)
         if self.chaos and not deadline:
             self._pool.append(entry)
         else:
             self._sequence += 1
-            heapq.heappush(self._heap, (entry.time, self.random.random(), self._sequence, entry))
+            heapq.heappush(self._heap, (time, self.random.random(), self._sequence, entry))
         return entry
 
     def cancel(self, entry: Entry) -> None:
@@ -164,15 +208,20 @@ class Kernel:
         entry.live = False
 
     def _pop(self) -> Entry | None:
-        pool = self._pool
+        pool, draw = self._pool, self.random.getrandbits
         while pool:
-            index = self.random.randrange(len(pool))
+            count = len(pool)
+            bits = count.bit_length()
+            index = draw(bits)
+            while index >= count:  # as random.randrange draws, without its checks
+                index = draw(bits)
             pool[index], pool[-1] = pool[-1], pool[index]
             entry = pool.pop()
             if entry.live:
                 return entry
-        while self._heap:
-            entry = heapq.heappop(self._heap)[3]
+        heap = self._heap
+        while heap:
+            entry = heapq.heappop(heap)[3]
             if entry.live:
                 return entry
         return None
@@ -182,7 +231,7 @@ class Kernel:
         while True:
             if not self._mains and not self.stopping:
                 self.stop()
-            if self.stopping and all(task.done() for task in self.tasks):
+            if self.stopping and not self._unfinished:
                 return None
             entry = self._pop()
             if entry is None or (entry.time > self._hang_bound and not self.chaos):
@@ -195,11 +244,12 @@ class Kernel:
                 if entry is None:
                     self._call_deadlock()
                     continue
-            self.cancel(entry)
+            entry.live = False
             if entry.time > self.now:
                 self.now = entry.time
-            task = entry.fire()
-            if task is not None and not task.done():
+            fire = entry.fire
+            task = fire if isinstance(fire, SimulatedTask) else fire()
+            if task is not None and not task._finished:
                 return task
 
     def _give_up(self, before: float) -> SimulatedTask | None:
@@ -234,8 +284,9 @@ class Kernel:
 
     def spawn(self, rank: int, name: str, fn: Callable[..., Any], *args: Any, main: bool = False) -> SimulatedTask:
         """A new task of `rank`. The simulation lasts until every main task has ended."""
-        task = SimulatedTask(self, rank, name, fn, args)
+        task = SimulatedTask(self, rank, name, fn, args, self._threads)
         self.tasks.append(task)
+        self._unfinished += 1
         if main:
             self._mains.add(task)
             self._main_ranks.add(rank)
@@ -250,31 +301,39 @@ class Kernel:
     def wake(self, task: SimulatedTask, at: float | None = None) -> None:
         """Let a blocked task go on, now or at a later time."""
         if task.resume_entry is None or not task.resume_entry.live:
-            task.resume_entry = self.schedule_at(self.now if at is None else at, lambda: task)
+            task.resume_entry = self.schedule_at(self.now if at is None else at, task)
 
-    def block(self, why: str) -> None:
-        """Hand the baton over until somebody wakes the running task."""
-        task = self.running()
+    def block(self, why: object) -> None:
+        """Hand over until somebody wakes the running task. `why` is what it waits for, in a report: its `str`."""
+        task = self._current or self.running()
         if self.stopping or task.interrupt:
             raise Interrupted
+        baton = task.baton
+        if baton is None and (get_ident() != self._home_ident or current_graph_task() != -1):
+            self._refuse_wait()
         task.why, task.since = why, self.now
         following = self._next()
         if following is not task:
-            self._hand_to(following)
-            task.baton.acquire()
+            assert following is not None, "the running task has not ended"
+            if baton is None:
+                self._switch_to(following, task)
+            else:
+                self._hand_to(following)
+                baton.acquire()
         task.why = ""
         if task.interrupt:
             raise Interrupted
 
-    def block_until(self, timeout: float | None, why: str, hang: bool = False) -> bool:
+    def block_until(self, timeout: float | None, why: object, hang: bool = False) -> bool:
         """Block until woken (True) or until the timeout passes (False)."""
         if timeout is None:
             self.block(why)
             return True
-        task = self.running()
+        task = self._current or self.running()
         if hang:
             task.hung, task.hangs_at = False, self.now + timeout
-            self._hang_bound = min(self._hang_bound, task.hangs_at)
+            if task.hangs_at < self._hang_bound:
+                self._hang_bound = task.hangs_at
             try:
                 self.block(why)
             finally:
@@ -296,22 +355,118 @@ class Kernel:
             self.cancel(deadline)
         return not expired
 
-    def finished(self, task: SimulatedTask) -> None:
-        """The last act of a task's thread: pass the baton on for good."""
+    def finished(self, task: SimulatedTask) -> SimulatedTask | None:
+        """The last act of a task. Returns the task that the home thread goes on with; None: it waits for its baton."""
         self._mains.discard(task)
+        self._unfinished -= 1
         task.wake_joiners()
         self.on_finish(task)
-        self._hand_to(self._next())
+        following = self._next()
+        if task.baton is None and following is not None and following.baton is None:
+            self._make_current(following)
+            return following
+        self._hand_to(following)
+        return None
 
-    def _hand_to(self, task: SimulatedTask | None) -> None:
+    # Who runs.
+
+    def _make_current(self, task: SimulatedTask | None) -> None:
         self._states.switch(task.rank if task is not None else None)
         self._current = task
+
+    def _leave_home(self, task: SimulatedTask, following: SimulatedTask | None = None) -> None:
+        """Let the home thread go on with `following`; None: let it wait for its baton. Returns when this task goes on."""
+        task.greenlet = getcurrent()  # not the one that began, if the user's code has greenlets of its own
+        if following is not None and following.greenlet is not None:
+            following.greenlet.switch()
+        else:  # the hub begins a greenlet, which would stand on this one's stack otherwise
+            assert self.hub is not None, "the task runs on the home thread"
+            self.hub.switch(following)
+
+    def _switch_to(self, following: SimulatedTask, task: SimulatedTask) -> None:
+        """On the home thread: let another task run until this one goes on."""
+        try:
+            restore = self._thread_state.put_aside()
+        except UnsupportedError:
+            self.wake(following)
+            raise
+        if following.baton is None:
+            self._states.switch(following.rank)
+            self._current = following
+            self._leave_home(task, following)
+        else:
+            self._hand_to(following)
+            self._leave_home(task)
+        if restore is not None:
+            restore()
+
+    def _hand_to(self, task: SimulatedTask | None) -> None:
+        """Let a task run on another thread than this one. With none left, the simulation is over."""
+        self._make_current(task)
         if task is None:
             self._outside.release()
-            return
-        if not task.started():
-            task.start()
-        task.baton.release()
+        elif task.baton is None:
+            self._home.release()
+        else:
+            task.release()
+
+    def _refuse_wait(self) -> NoReturn:
+        """Refuse a wait that would keep the home thread from running the other tasks."""
+        where = "a backward pass" if get_ident() == self._home_ident else "a thread that it has started"
+        raise UnsupportedError(
+            f"{self._current} of a simulation waits for others inside {where}, where no other rank can run: "
+            "call sl.simulate(…, threads=True)"
+        )
+
+    def _call_on_thread(self, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call `fn` as the running task, on a thread of its own. Called on the home thread."""
+        task = self.running()
+        try:
+            restore = self._thread_state.put_aside()
+        except UnsupportedError:  # then nothing in it may wait for others
+            return fn(*args, **options)
+        context, after = contextvars.copy_context(), [restore]
+        results: list[Any] = []
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            if restore is not None:
+                restore()
+            try:
+                results.append(context.run(fn, *args, **options))
+            except BaseException as error:
+                errors.append(error)
+            after[0] = self._thread_state.put_aside()
+            task.baton = None
+            self._home.release()
+
+        task.baton = make_baton()  # from here on its waits are those of a thread
+        threading.Thread(target=work, daemon=True, name=f"rank{task.rank}-{task.name}-backward").start()
+        self._leave_home(task)
+        if after[0] is not None:
+            after[0]()
+        for variable, value in context.items():
+            if variable.get(None) is not value:
+                variable.set(value)
+        if errors:
+            raise errors.pop()
+        return results.pop()
+
+    def _host(self, ready: threading.Lock) -> None:
+        """The home thread: run greenlets until the simulation is over."""
+        self._thread_state = ThreadState()
+        self._home_ident = threading.get_ident()
+        self.hub = getcurrent()
+        following: SimulatedTask | None = None
+        with backward_on_threads(self._call_on_thread):
+            ready.release()
+            while True:
+                if following is None:
+                    self._home.acquire()
+                    following = self._current
+                    if following is None:
+                        return
+                following = following.switch()
 
     # Beginning and end.
 
@@ -320,7 +475,11 @@ class Kernel:
 
         That thread calls `progress` about every second of real time. An exception from it ends the run, as Ctrl-C does.
         """
+        ready = make_baton()
+        home = threading.Thread(target=self._host, args=(ready,), daemon=True, name="simulator")
         with one_processor(), calm_collector(), one_torch_thread():
+            home.start()
+            ready.acquire()
             self._states.enter()
             try:
                 self._hand_to(self._next())
@@ -334,6 +493,9 @@ class Kernel:
                     raise
             finally:
                 self._states.leave()
+                self._current = None
+                self._home.release()
+                home.join()
 
     def interrupt(self, tasks: Iterable[SimulatedTask]) -> None:
         """Unwind these tasks wherever they wait."""

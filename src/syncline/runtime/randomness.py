@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,13 +12,43 @@ import torch
 __all__ = ["RandomStates"]
 
 _numpy_state: Any = np.random  # the generators behind np.random can be swapped, which its type hints do not say
+_python: Any = random.getrandbits.__self__  # type: ignore[attr-defined]  # the generator behind random's functions
+MERSENNE_WORDS = 625
+"""Words of 32 bits in the state of `random.Random`: the position, then the state of the Mersenne Twister."""
 
 
-@dataclass
-class _State:
-    torch: torch.Tensor
-    numpy: Any
-    python: Any
+_State = tuple[torch.Tensor, Any, Any]
+"""The states of torch, NumPy and `random`."""
+
+
+def _words_of(generator: random.Random) -> memoryview:
+    """The memory that holds the state of a generator."""
+    words = (ctypes.c_uint32 * MERSENNE_WORDS).from_address(id(generator) + object.__basicsize__)
+    return memoryview(words).cast("B")
+
+
+def _knows_layout() -> bool:
+    """Whether this Python keeps the state of a generator as CPython does."""
+    if random.Random.__basicsize__ < object.__basicsize__ + 4 * MERSENNE_WORDS:
+        return False
+    generator = random.Random(0)
+    position, *words = _words_of(generator).cast("I")
+    return generator.getstate()[1] == (*words, position)
+
+
+_words = _words_of(_python) if _knows_layout() else None
+"""Copying the words takes 1 µs. `getstate` makes an object of each of them, which takes 20 µs."""
+
+
+def _take_python(generator: Any = _python, words: memoryview | None = _words) -> Any:
+    return generator.getstate() if words is None else (bytes(words), generator.gauss_next)
+
+
+def _put_python(state: Any) -> None:
+    if _words is None:
+        random.setstate(state)
+    else:
+        _words[:], _python.gauss_next = state
 
 
 class RandomStates:
@@ -51,18 +81,20 @@ class RandomStates:
 
     def _fresh(self, rank: int) -> _State:
         torch_seed, numpy_seed, python_seed = np.random.SeedSequence([abs(self.seed), rank]).generate_state(3)
-        return _State(
+        python = random.Random(int(python_seed))
+        return (
             torch.Generator().manual_seed(int(torch_seed)).get_state(),
             np.random.MT19937(int(numpy_seed)),
-            random.Random(int(python_seed)).getstate(),
+            _take_python(python, None if _words is None else _words_of(python)),
         )
 
     @staticmethod
     def _take() -> _State:
-        return _State(torch.get_rng_state(), _numpy_state.get_bit_generator(), random.getstate())
+        return (torch.default_generator.get_state(), _numpy_state.get_bit_generator(), _take_python())
 
     @staticmethod
     def _put(state: _State) -> None:
-        torch.set_rng_state(state.torch)
-        _numpy_state.set_bit_generator(state.numpy)
-        random.setstate(state.python)
+        of_torch, of_numpy, of_python = state
+        torch.default_generator.set_state(of_torch)
+        _numpy_state.set_bit_generator(of_numpy)
+        _put_python(of_python)

@@ -83,7 +83,7 @@ class _ThreadEvent:
         self._event = threading.Event()
         self.set, self.clear, self.is_set = self._event.set, self._event.clear, self._event.is_set
 
-    def wait(self, timeout: float | None = None, why: str = "", hang: bool = False) -> bool:
+    def wait(self, timeout: float | None = None, why: object = "", hang: bool = False) -> bool:
         return self._event.wait(timeout)
 
 

@@ -47,11 +47,13 @@ class SimulatedRuntime:
 class _Waiters:
     """Tasks in line; each wait takes its place and leaves it, whatever ends it."""
 
+    __slots__ = ("kernel", "line")
+
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
-        self.line: deque[SimulatedTask] = deque()
+        self.line: list[SimulatedTask] = []
 
-    def wait(self, timeout: float | None, why: str, hang: bool = False) -> bool:
+    def wait(self, timeout: float | None, why: object, hang: bool = False) -> bool:
         task = self.kernel.running()
         self.line.append(task)
         try:
@@ -62,25 +64,24 @@ class _Waiters:
 
     def wake_one(self) -> None:
         if self.line:
-            self.kernel.wake(self.line.popleft())
+            self.kernel.wake(self.line.pop(0))
 
     def wake_all(self) -> None:
         while self.line:
             self.wake_one()
 
 
-class _BatonEvent:
-    __slots__ = ("_flag", "_kernel", "_waiters")
+class _BatonEvent(_Waiters):
+    __slots__ = ("_flag",)
 
     def __init__(self, kernel: Kernel) -> None:
+        super().__init__(kernel)
         self._flag = False
-        self._kernel = kernel
-        self._waiters: _Waiters | None = None
 
     def set(self) -> None:
         self._flag = True
-        if self._waiters is not None:
-            self._waiters.wake_all()
+        if self.line:
+            self.wake_all()
 
     def clear(self) -> None:
         self._flag = False
@@ -88,12 +89,8 @@ class _BatonEvent:
     def is_set(self) -> bool:
         return self._flag
 
-    def wait(self, timeout: float | None = None, why: str = "", hang: bool = False) -> bool:
-        if self._flag:
-            return True
-        if self._waiters is None:
-            self._waiters = _Waiters(self._kernel)
-        return self._waiters.wait(timeout, why or "an event", hang)
+    def wait(self, timeout: float | None = None, why: object = "", hang: bool = False) -> bool:
+        return self._flag or super().wait(timeout, why or "an event", hang)
 
 
 class _BatonQueue:
@@ -129,19 +126,21 @@ class _BatonQueue:
         return len(self._items)
 
 
-class _BatonLock:
+class _BatonLock(_Waiters):
+    __slots__ = ("_held",)
+
     def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
+        super().__init__(kernel)
         self._held = False
-        self._waiters = _Waiters(kernel)
 
     def __enter__(self) -> None:
         while self._held:
-            self._waiters.wait(None, "a lock that another task holds")
+            self.wait(None, "a lock that another task holds")
         self._held = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._held = False
-        self._waiters.wake_one()
+        if self.line:
+            self.wake_one()

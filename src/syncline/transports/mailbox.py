@@ -121,9 +121,9 @@ class Mailbox:
         if ear is not None:
             ear(message)
             return True
-        for posted in self._posted:
-            if _fits(posted, message):
-                self._posted.remove(posted)
+        for index, posted in enumerate(self._posted):
+            if posted.tag == message.tag and (posted.wanted is None or posted.wanted == message.source):
+                del self._posted[index]
                 _hand_over(posted, message)
                 return True
         if self._shut is not None:
@@ -143,9 +143,9 @@ class Mailbox:
         with self._lock:
             if not self._changed.is_set():
                 self._changed.set()
-            for message in self._arrived:
-                if _fits(posted, message):
-                    self._arrived.remove(message)
+            for index, message in enumerate(self._arrived):
+                if message.tag == posted.tag and (posted.wanted is None or posted.wanted == message.source):
+                    del self._arrived[index]
                     self._waiting_bytes -= 0 if message.data is None else message.nbytes
                     _hand_over(posted, message)
                     return posted
@@ -225,10 +225,6 @@ class Mailbox:
             return None if posted.settled else posted.event
 
 
-def _fits(posted: Posted, message: Arrived) -> bool:
-    return posted.tag == message.tag and posted.wanted in (None, message.source)
-
-
 def _hand_over(posted: Posted, message: Arrived) -> None:
     length, room = message.nbytes, posted.data.numel() if posted.most < 0 else posted.most
     posted.source, posted.nbytes = message.source, length
@@ -245,7 +241,7 @@ def _hand_over(posted: Posted, message: Arrived) -> None:
         else:
             posted.content = message.data.numpy().data if isinstance(message.data, Tensor) else message.data
     elif isinstance(message.data, Tensor):
-        posted.data[:length].copy_(message.data)
+        (posted.data if length == room else posted.data[:length]).copy_(message.data)
     elif length and message.data is not None:
         posted.data.numpy().data[:length] = message.data
     if message.accept is None:

@@ -24,7 +24,9 @@ class Completed:
 
 
 class MailboxHandle:
-    """A receive that a mailbox will fill."""
+    """A receive that a mailbox will fill. Its `str` says what it waits for."""
+
+    __slots__ = ("_mailbox", "_posted", "_transport", "nbytes", "source")
 
     def __init__(self, transport: Transport, mailbox: Mailbox, posted: Posted) -> None:
         self._transport = transport
@@ -42,12 +44,15 @@ class MailboxHandle:
         event = None if posted.settled else self._mailbox.event_of(posted)
         if event is not None:
             patience = transport.timeout if timeout is None else timeout
-            pending = describe_recv(transport, posted.wanted, posted.tag, posted.data.numel())
-            if not event.wait(bounded(patience), pending, hang=timeout is None) and self._mailbox.withdraw(posted):
-                raise transport.failure(posted.wanted, pending, patience, None)
+            if not event.wait(bounded(patience), self, hang=timeout is None) and self._mailbox.withdraw(posted):
+                raise transport.failure(posted.wanted, str(self), patience, None)
         if posted.error is not None:
             raise posted.error
         self.source, self.nbytes = posted.source, posted.nbytes
+
+    def __str__(self) -> str:
+        posted = self._posted
+        return describe_recv(self._transport, posted.wanted, posted.tag, posted.data.numel())
 
 
 def no_more(posted: Posted) -> WorldError:

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -42,14 +43,44 @@ class Message(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Flight:
-    source: int
-    to: int
     tag: int
     nbytes: int
     sent: float
-    beta: float
     head: float
     land: Callable[[], None]
+
+
+class _Wire:
+    """The connection from one rank to another, and the messages on it, in the order in which they were sent."""
+
+    __slots__ = ("alpha", "beta", "hub", "landing", "last_head", "source", "to", "transit")
+
+    def __init__(self, hub: Hub, source: int, to: int) -> None:
+        self.hub, self.source, self.to = hub, source, to
+        link = hub.network.link(source, to)
+        self.alpha, self.beta = link.latency, 1.0 / link.bandwidth
+        self.last_head = 0.0
+        self.transit: deque[_Flight] = deque()
+        self.landing: deque[_Flight] = deque()
+
+    def arrive(self) -> None:
+        """The first byte is at the receiver's port: of the earliest sent, whichever entry fired (chaos)."""
+        hub, to = self.hub, self.to
+        flight = self.transit.popleft()
+        start = max(flight.head, hub.in_free[to])
+        held = (hub.network.per_message + flight.nbytes * self.beta) * hub.slowness(to)
+        flight.head = hub.in_free[to] = start + held
+        self.landing.append(flight)
+        hub.kernel.schedule_at(flight.head, self.land)
+
+    def land(self) -> None:
+        """The last byte is there."""
+        hub = self.hub
+        flight, now = self.landing.popleft(), hub.kernel.now
+        assert now >= flight.head, "a message was about to be seen before its virtual arrival"
+        if self.to not in hub.gone:
+            hub.messages.append(Message(self.source, self.to, flight.tag, flight.nbytes, flight.sent, now))
+            flight.land()
 
 
 class Hub:
@@ -72,11 +103,9 @@ class Hub:
         self.killed: set[int] = set()
         self._broken: set[int] = set()
         self._out_free = [0.0] * size
-        self._in_free = [0.0] * size
-        self._transit: dict[tuple[int, int], deque[_Flight]] = defaultdict(deque)
-        self._landing: dict[tuple[int, int], deque[_Flight]] = defaultdict(deque)
-        self._last_head: dict[tuple[int, int], float] = defaultdict(float)
-        self._links: dict[tuple[int, int], tuple[float, float]] = {}
+        self.in_free = [0.0] * size
+        """By rank: when its port is free to receive."""
+        self._wires: dict[tuple[int, int], _Wire] = {}
         self._mailboxes: dict[tuple[int, int], Mailbox] = {}
         self._transports: list[SimulatedTransport] = []
         self._splits: dict[tuple[object, ...], int] = {}
@@ -88,7 +117,7 @@ class Hub:
 
     def slowness(self, rank: int) -> float:
         """How many times longer than the others a rank takes now."""
-        factor = self.network.slow.get(rank, 1.0)
+        factor = self.network.slow.get(rank, 1.0) if self.network.slow else 1.0
         return factor * slowness(self.faults, rank, self.kernel.now) if self.faults else factor
 
     # Messages.
@@ -98,44 +127,26 @@ class Hub:
     ) -> float:
         """Put a message on the wire; `land` is called when it has arrived. The time its sender's port is free again."""
         kernel = self.kernel
-        alpha, beta = self._link(source, to)
+        wire = self._wires.get((source, to))
+        if wire is None:
+            wire = self._wires[source, to] = _Wire(self, source, to)
         start = max(kernel.now, self._out_free[source])
-        left = self._out_free[source] = start + (self.network.per_message + nbytes * beta) * self.slowness(source)
+        held = (self.network.per_message + nbytes * wire.beta) * self.slowness(source)
+        left = self._out_free[source] = start + held
         copies = self._copies() if lossy else 1
         for _ in range(copies):
-            latency = alpha * (1.0 + self.network.jitter * kernel.random.random()) + self._lateness(source, to)
-            head = max(start + latency, self._last_head[source, to], self._held_until(source, to))
-            if head == math.inf:
-                break
-            self._last_head[source, to] = head
-            flight = _Flight(source, to, tag, nbytes, kernel.now, beta, head, land)
-            self._transit[source, to].append(flight)
-            kernel.schedule_at(head, lambda: self._arrive(source, to))
+            latency = wire.alpha * (1.0 + self.network.jitter * kernel.random.random())
+            if self.faults:
+                latency += self._lateness(source, to)
+            head = max(start + latency, wire.last_head)
+            if self.faults:
+                head = max(head, self._held_until(source, to))
+                if head == math.inf:
+                    break
+            wire.last_head = head
+            wire.transit.append(_Flight(tag, nbytes, kernel.now, head, land))
+            kernel.schedule_at(head, wire.arrive)
         return left
-
-    def _link(self, source: int, to: int) -> tuple[float, float]:
-        if (source, to) not in self._links:
-            link = self.network.link(source, to)
-            self._links[source, to] = (link.latency, 1.0 / link.bandwidth)
-        return self._links[source, to]
-
-    def _arrive(self, source: int, to: int) -> None:
-        # The first byte is at the receiver's port: the earliest sent of this pair, whichever entry fired (chaos).
-        flight = self._transit[source, to].popleft()
-        start = max(flight.head, self._in_free[to])
-        held = (self.network.per_message + flight.nbytes * flight.beta) * self.slowness(to)
-        done = self._in_free[to] = start + held
-        flight.head = done
-        self._landing[source, to].append(flight)
-        self.kernel.schedule_at(done, lambda: self._land(source, to))
-
-    def _land(self, source: int, to: int) -> None:
-        flight = self._landing[source, to].popleft()
-        assert self.kernel.now >= flight.head, "a message was about to be seen before its virtual arrival"
-        if to in self.gone:
-            return
-        self.messages.append(Message(source, to, flight.tag, flight.nbytes, flight.sent, self.kernel.now))
-        flight.land()
 
     def _copies(self) -> int:
         copies = 1
@@ -199,10 +210,9 @@ class Hub:
     def _break_when_quiet(self, rank: int) -> None:
         arrivals = [
             flight.head
-            for wires in (self._transit, self._landing)
-            for (source, _), line in wires.items()
-            for flight in line
-            if source == rank
+            for wire in self._wires.values()
+            if wire.source == rank
+            for flight in (*wire.transit, *wire.landing)
         ]
         if arrivals:  # look again when the last of them is due
             self.kernel.schedule_at(max([*arrivals, self.kernel.now + 1e-9]), lambda: self._break_when_quiet(rank))
@@ -238,9 +248,10 @@ class Hub:
 
     def mailbox(self, channel: int, rank: int) -> Mailbox:
         """The incoming messages of one rank on one channel."""
-        if (channel, rank) not in self._mailboxes:
-            self._mailboxes[channel, rank] = Mailbox(self.runtimes[rank])
-        return self._mailboxes[channel, rank]
+        mailbox = self._mailboxes.get((channel, rank))
+        if mailbox is None:
+            mailbox = self._mailboxes[channel, rank] = Mailbox(self.runtimes[rank])
+        return mailbox
 
     def channel(self, key: tuple[object, ...]) -> int:
         """The number of the channel that all members ask for by the same key."""
@@ -304,24 +315,15 @@ class SimulatedTransport(Transport):
         return RETRY if any(isinstance(fault, Drop) for fault in self.hub.faults) else None
 
     def _send(self, data: Tensor, to: int, tag: int, exact: bool, lossy: bool) -> Handle:
-        receiver = self.members[to]
-        if self.hub.broken(receiver):
-            raise self.failure(to, f"a message to rank {receiver} ({tag_name(tag)}, {human(data.numel())})", 0.0, None)
-        handle = _SendHandle(self, to, data.numel(), wait_for_match=not lossy and data.numel() > self.hub.network.eager)
-        copy, mailbox, rank, matched = (
-            data.clone(),
-            self.hub.mailbox(self._channel, receiver),
-            self.rank,
-            handle.matched,
-        )
-
-        def land() -> None:
-            mailbox.deliver(copy, rank, tag, matched)
-
+        hub, receiver, nbytes = self.hub, self.members[to], data.numel()
+        if hub.broken(receiver):
+            raise self.failure(to, f"a message to rank {receiver} ({tag_name(tag)}, {human(nbytes)})", 0.0, None)
+        handle = _SendHandle(self, to, nbytes, wait_for_match=not lossy and nbytes > hub.network.eager)
+        land = partial(hub.mailbox(self._channel, receiver).deliver, data.clone(), self.rank, tag, handle.matched)
         if receiver == self.global_rank:
             land()
         else:
-            handle.left = self.hub.launch(self.global_rank, receiver, tag, data.numel(), land, lossy)
+            handle.left = hub.launch(self.global_rank, receiver, tag, nbytes, land, lossy)
         return handle
 
     def _recv(self, data: Tensor, source: int | None, tag: int, exact: bool) -> Handle:
@@ -416,6 +418,8 @@ def _nothing() -> None:
 
 class _SendHandle:
     """Done when the port is free again and, above the network's eager limit, the receive is there."""
+
+    __slots__ = ("_event", "_to", "_transport", "left", "matched", "nbytes", "source")
 
     def __init__(self, transport: SimulatedTransport, to: int, nbytes: int, wait_for_match: bool = True) -> None:
         self._transport = transport

@@ -65,6 +65,7 @@ def simulate(
     return_exceptions: bool = False,
     aside: Sequence[Aside | Callable[[Transport], Any]] = (),
     progress: Callable[[float], None] | None = None,
+    threads: bool = False,
 ) -> Simulation:
     """Run `fn(world)` once on each of `ranks` virtual ranks. The same seed gives the same run, bit for bit.
 
@@ -79,6 +80,10 @@ def simulate(
 
     `progress` is called about once a second of real time with the virtual time; an exception from it ends the
     simulation. By default a line is printed every ten seconds if standard error is a terminal.
+
+    Tasks are greenlets of one thread. With `threads` each is a thread: several times slower, the same run bit for bit.
+    It is for code that waits for other ranks where one thread cannot go on with another task, such as in a thread
+    that `fn` has started.
 
     >>> import torch, syncline as sl
     >>> def step(world):
@@ -96,7 +101,7 @@ def simulate(
         raise WorldError(f"simulate(fn, ranks) runs fn(world) on each rank, and {fn!r} is no function")
     if network is not None and not isinstance(network, Network):
         raise WorldError(f"network={network!r}: write network=sl.Network(latency=1e-4, bandwidth=12.5e6)")
-    kernel = Kernel(seed, chaos)
+    kernel = Kernel(seed, chaos, threads)
     asides = [each if isinstance(each, Aside) else Aside(each) for each in aside]
     hub = Hub(kernel, ranks + len(asides), network or Network(), faults)
     roles = tuple(each.role for each in asides)
@@ -137,9 +142,10 @@ def _note_failures(
 ) -> list[SimulatedTask]:
     """The members that fail, in a list that fills as they do; the first ends the simulation, unless others go on."""
     failed: list[SimulatedTask] = []
+    noted = set(members)
 
     def ended(task: SimulatedTask) -> None:
-        if task.error is None or task not in members or kernel.stopping:
+        if task.error is None or task not in noted or kernel.stopping:
             return
         failed.append(task)
         if return_exceptions:

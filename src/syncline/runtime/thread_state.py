@@ -1,0 +1,123 @@
+"""What torch keeps for each thread, where several simulated tasks share one thread.
+
+A task that waits in the middle of `torch.no_grad()`, `torch.autocast(…)` and the like must not pass that on to the
+next task. It is put aside before the switch and restored after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.overrides import _pop_mode as pop_function_mode
+from torch.overrides import _push_mode as push_function_mode
+from torch.utils import _python_dispatch as dispatch
+
+from syncline.errors import UnsupportedError
+
+__all__ = ["ThreadState"]
+
+AUTOCAST_DEVICES = ("cpu", "cuda")
+_torch: Any = torch._C  # its type hints leave out much of what is here
+_autograd: Any = _torch._autograd
+_frames: Any = _torch._dynamo.eval_frame
+
+# These are called at every switch: bound once, they take half the time.
+deepen_autocast: Callable[[], int] = _torch.autocast_increment_nesting
+leave_autocast: Callable[[], int] = _torch.autocast_decrement_nesting
+included_keys: Callable[[], object] = _torch._dispatch_tls_local_include_set
+excluded_keys: Callable[[], object] = _torch._dispatch_tls_local_exclude_set
+has_forward_grad: Callable[[], bool] = _torch._is_fwd_grad_enabled
+has_torch_function: Callable[[], bool] = _torch._is_torch_function_enabled
+count_function_modes: Callable[[], int] = _torch._len_torch_function_stack
+saved_tensor_hooks: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks
+frame_callback: Callable[[], object] = _frames.get_eval_frame_callback
+
+
+class ThreadState:
+    """Knows the state that a new thread has: made on one."""
+
+    def __init__(self) -> None:
+        self._included = included_keys()
+        self._excluded = excluded_keys()
+        self._autocast = [(device, False, torch.get_autocast_dtype(device)) for device in AUTOCAST_DEVICES]
+
+    def put_aside(self) -> Callable[[], None] | None:
+        """Give this thread the state of a new one. Returns what restores it, or None if nothing was to be done."""
+        graded = torch.is_grad_enabled()
+        if not graded:
+            _torch._set_grad_enabled(True)
+        if self._is_new():
+            return None if graded else _disable_grad
+        undo = ExitStack()
+        if not graded:
+            undo.callback(_disable_grad)
+        try:
+            self._reset(undo)
+            if not self._is_new():
+                raise UnsupportedError(
+                    "a simulated rank waits for others inside an operator, a torch.func transform or another place "
+                    "that torch keeps to one thread: call sl.simulate(…, threads=True)"
+                )
+        except BaseException:
+            undo.close()
+            raise
+        return undo.close
+
+    def _is_new(self) -> bool:
+        """Whether all but the grad mode is as on a new thread."""
+        deepen_autocast()
+        return (
+            leave_autocast() == 0
+            and included_keys() == self._included
+            and excluded_keys() == self._excluded
+            and has_forward_grad()
+            and has_torch_function()
+            and count_function_modes() == 0
+            and saved_tensor_hooks(False) is None
+            and frame_callback() is None
+        )
+
+    def _reset(self, undo: ExitStack) -> None:
+        """Reset each part of the state; `undo` takes them back, the last one first."""
+        if frame_callback() is not None:
+            undo.callback(_frames.set_eval_frame, _frames.set_eval_frame(None))
+        while (hooks := saved_tensor_hooks(False)) is not None:
+            _autograd._pop_saved_tensors_default_hooks()
+            undo.callback(_autograd._push_saved_tensors_default_hooks, *hooks)
+        while count_function_modes():
+            undo.callback(push_function_mode, pop_function_mode())
+        while dispatch._get_current_dispatch_mode_stack():
+            undo.callback(dispatch._push_mode, dispatch._pop_mode())
+        self._reset_autocast(undo)
+        if torch.is_inference_mode_enabled():
+            guard = _torch._InferenceMode(False)
+            guard.__enter__()
+            undo.callback(guard.__exit__, None, None, None)
+        if not has_forward_grad():
+            _torch._set_fwd_grad_enabled(True)
+            undo.callback(_torch._set_fwd_grad_enabled, False)
+
+    def _reset_autocast(self, undo: ExitStack) -> None:
+        deepen_autocast()
+        nesting = leave_autocast()
+        if not nesting:
+            return
+        now = [(dev, torch.is_autocast_enabled(dev), torch.get_autocast_dtype(dev)) for dev in AUTOCAST_DEVICES]
+        undo.callback(_set_autocast, now, nesting, torch.is_autocast_cache_enabled())
+        _set_autocast(self._autocast, -nesting, True)
+
+
+def _disable_grad() -> None:
+    _torch._set_grad_enabled(False)
+
+
+def _set_autocast(devices: list[tuple[str, bool, torch.dtype]], deeper: int, cached: bool) -> None:
+    for device, enabled, dtype in devices:
+        _torch.set_autocast_enabled(device, enabled)
+        _torch.set_autocast_dtype(device, dtype)
+    for _ in range(abs(deeper)):
+        (deepen_autocast if deeper > 0 else leave_autocast)()
+    _torch.set_autocast_cache_enabled(cached)

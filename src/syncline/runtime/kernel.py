@@ -28,6 +28,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable
 from threading import get_ident
+from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -81,6 +82,8 @@ class SimulatedTask:
         self.hangs_at = NEVER
         self.hung = False
         self.interrupt = False
+        self.draws = True
+        """Whether it may draw random numbers before its next wait."""
         self._finished = False
         self._joiners: list[SimulatedTask] = []
         self.resume_entry: Entry | None = None
@@ -158,6 +161,23 @@ def make_baton() -> threading.Lock:
     return baton
 
 
+class _WithoutDraws:
+    """A section in which the running task draws no random numbers: switches to it leave their states as they are."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+
+    def __enter__(self) -> None:
+        self._kernel.running().draws = False
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        task = self._kernel.running()
+        task.draws = True
+        self._kernel.restore_random_state(task)
+
+
 class Kernel:
     """Virtual time and the order of events, drawn from a seed."""
 
@@ -172,6 +192,7 @@ class Kernel:
         self.on_finish: Callable[[SimulatedTask], None] = lambda task: None
         self.tasks: list[SimulatedTask] = []
         self._states = RandomStates(seed)
+        self.without_draws = _WithoutDraws(self)
         self._heap: list[tuple[float, float, int, Entry]] = []
         self._pool: list[Entry] = []
         self._sequence = 0
@@ -370,12 +391,17 @@ class Kernel:
 
     # Who runs.
 
+    def restore_random_state(self, task: SimulatedTask) -> None:
+        """Give the running task the random-number states of its rank."""
+        self._states.switch(task.rank)
+
     def _make_current(self, task: SimulatedTask | None) -> None:
-        self._states.switch(task.rank if task is not None else None)
+        if task is not None and task.draws:
+            self._states.switch(task.rank)
         self._current = task
 
     def _leave_home(self, task: SimulatedTask, following: SimulatedTask | None = None) -> None:
-        """Let the home thread go on with `following`; None: let it wait for its baton. Returns when this task goes on."""
+        """Let the home thread go on with `following`, or wait for its baton. Returns when this task goes on."""
         task.greenlet = getcurrent()  # not the one that began, if the user's code has greenlets of its own
         if following is not None and following.greenlet is not None:
             following.greenlet.switch()
@@ -391,8 +417,7 @@ class Kernel:
             self.wake(following)
             raise
         if following.baton is None:
-            self._states.switch(following.rank)
-            self._current = following
+            self._make_current(following)
             self._leave_home(task, following)
         else:
             self._hand_to(following)

@@ -70,9 +70,9 @@ class RandomStates:
         self._put(self._outside)
         self._rank = None
 
-    def switch(self, rank: int | None) -> None:
+    def switch(self, rank: int) -> None:
         """Make the generators those of `rank`."""
-        if rank is None or rank == self._rank:
+        if rank == self._rank:
             return
         if self._rank is not None:
             self._states[self._rank] = self._take()

@@ -6,6 +6,7 @@ import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, Protocol
 
 import torch
@@ -231,6 +232,10 @@ class Transport(ABC):
 
     def combined(self, nbytes: int) -> None:  # noqa: B027 (most transports have nothing to add)
         """Told after `nbytes` were reduced: where time is virtual, this is where it passes."""
+
+    def without_draws(self) -> AbstractContextManager[None]:
+        """Entered for code that draws no random numbers: the simulator need not swap their states while it waits."""
+        return nullcontext()
 
     def entering(self, what: str) -> None:  # noqa: B027 (most transports need not know)
         """Told before each collective: who has not entered it is who the others wait for."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -401,6 +402,9 @@ class SimulatedTransport(Transport):
     def shared(self, numel: int, dtype: torch.dtype) -> Tensor:
         self._made += 1
         return self.hub.memory((self._channel, self._made, "shared"), 1, numel, dtype)[0]
+
+    def without_draws(self) -> AbstractContextManager[None]:
+        return self.hub.kernel.without_draws
 
     def combined(self, nbytes: int) -> None:
         seconds = nbytes * self.hub.network.combine * self.hub.slowness(self.global_rank)

@@ -105,8 +105,9 @@ def simulate(
     asides = [each if isinstance(each, Aside) else Aside(each) for each in aside]
     hub = Hub(kernel, ranks + len(asides), network or Network(), faults)
     roles = tuple(each.role for each in asides)
+    hosts = tuple(f"host{hub.network.host(rank)}" for rank in range(ranks))
     mains = [
-        kernel.spawn(rank, "main", _start, fn, rank, hub, tuple(range(ranks)), roles, timeout, check, main=True)
+        kernel.spawn(rank, "main", _start, fn, rank, hub, hosts, roles, timeout, check, main=True)
         for rank in range(ranks)
     ]
     beside = [
@@ -162,12 +163,12 @@ def _start(
     fn: Callable[[World], Any],
     rank: int,
     hub: Hub,
-    everyone: tuple[int, ...],
+    hosts: tuple[str, ...],
     beside: tuple[str, ...],
     timeout: float,
     check: bool,
 ) -> Any:
-    world = _world_of(rank, hub, everyone, beside, timeout, check)
+    world = _world_of(rank, hub, hosts, beside, timeout, check)
     make_current(world)
     return fn(world)
 
@@ -177,22 +178,20 @@ def _start_aside(aside: Aside, member: int, hub: Hub, timeout: float) -> Any:
 
 
 def _world_of(
-    rank: int, hub: Hub, everyone: tuple[int, ...], beside: tuple[str, ...], timeout: float, check: bool
+    rank: int, hub: Hub, hosts: tuple[str, ...], beside: tuple[str, ...], timeout: float, check: bool
 ) -> World:
-    hosts = [hub.network.host(other) for other in everyone]
-    mine = [other for other in everyone if hosts[other] == hosts[rank]]
     environment = Environment(
         source="sl.simulate",
         rank=rank,
-        size=len(everyone),
-        local_rank=mine.index(rank),
-        local_size=len(mine),
-        host=f"host{hosts[rank]}",
+        size=len(hosts),
+        local_rank=hosts[:rank].count(hosts[rank]),
+        local_size=hosts.count(hosts[rank]),
+        host=hosts[rank],
     )
-    transport = SimulatedTransport(hub, everyone, rank, timeout=timeout)
+    transport = SimulatedTransport(hub, tuple(range(len(hosts))), rank, timeout=timeout)
     if beside:
         transport.wide, transport.beside = wide_channel(hub, rank, timeout), beside
-    return World(environment, transport, [f"host{host}" for host in hosts], check)
+    return World(environment, transport, hosts, check)
 
 
 def _raise_first(

@@ -16,6 +16,7 @@ import torch
 
 import syncline as sl
 from syncline.transports import Message
+from syncline.transports.faults import Fault
 
 NETWORK = sl.Network(latency=100e-6, bandwidth=1e8, jitter=0.5)
 
@@ -290,13 +291,14 @@ def train(world: sl.World) -> list[torch.Tensor]:
     torch.manual_seed(world.rank)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
     sums: list[torch.Tensor] = []
-    for parameter in model.parameters():
+    parameters: Any = model.parameters()
+    for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(
             lambda leaf: sums.append(sl.allreduce(leaf.grad, algorithm="ring"))
         )
     for _ in range(2):
         world.compute(random.random() * 1e-3)
-        model(torch.rand(2, 3)).sum().backward()
+        torch.autograd.backward(model(torch.rand(2, 3)).sum())
     return sums
 
 
@@ -305,7 +307,7 @@ def test_greenlets_and_threads_run_the_same(chaos: bool) -> None:
     def both(world: sl.World) -> tuple[Any, Any]:
         return busy(world), [each.tolist() for each in train(world)]
 
-    faults = [sl.faults.Slow(1, 3.0), sl.faults.Delay(1e-3, probability=0.3)]
+    faults: list[Fault] = [sl.faults.Slow(1, 3.0), sl.faults.Delay(1e-3, probability=0.3)]
     for seed in range(8):
         first, second = (
             sl.simulate(both, 4, network=NETWORK, faults=faults, seed=seed, chaos=chaos, threads=threads)
@@ -323,7 +325,7 @@ def test_waiting_tasks_keep_the_thread_state_of_torch_apart() -> None:
 
     def work(world: sl.World) -> list[tuple[Any, ...]]:
         seen = []
-        contexts = [
+        contexts: list[Any] = [
             torch.no_grad(),
             torch.inference_mode(),
             torch.autocast("cpu", torch.bfloat16),
@@ -395,7 +397,7 @@ def test_context_variables_set_in_a_hook_are_kept() -> None:
     variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
 
     def work(world: sl.World) -> int:
-        x = torch.ones(1, requires_grad=True)
+        x: Any = torch.ones(1, requires_grad=True)
         x.register_hook(lambda grad: (variable.set(world.rank + 1), None)[1])
         (2 * x).sum().backward()
         world.barrier()

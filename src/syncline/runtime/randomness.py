@@ -33,7 +33,7 @@ def _knows_layout() -> bool:
         return False
     generator = random.Random(0)
     position, *words = _words_of(generator).cast("I")
-    return generator.getstate()[1] == (*words, position)
+    return bool(generator.getstate()[1] == (*words, position))
 
 
 _words = _words_of(_python) if _knows_layout() else None

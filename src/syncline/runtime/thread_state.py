@@ -11,9 +11,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.overrides import _pop_mode as pop_function_mode
-from torch.overrides import _push_mode as push_function_mode
-from torch.utils import _python_dispatch as dispatch
+import torch.overrides
+import torch.utils._python_dispatch
 
 from syncline.errors import UnsupportedError
 
@@ -22,6 +21,8 @@ __all__ = ["ThreadState"]
 AUTOCAST_DEVICES = ("cpu", "cuda")
 _torch: Any = torch._C  # its type hints leave out much of what is here
 _autograd: Any = _torch._autograd
+overrides: Any = torch.overrides
+dispatch: Any = torch.utils._python_dispatch
 _frames: Any = _torch._dynamo.eval_frame
 
 # These are called at every switch: bound once, they take half the time.
@@ -88,8 +89,8 @@ class ThreadState:
             _autograd._pop_saved_tensors_default_hooks()
             undo.callback(_autograd._push_saved_tensors_default_hooks, *hooks)
         while count_function_modes():
-            undo.callback(push_function_mode, pop_function_mode())
-        while dispatch._get_current_dispatch_mode_stack():
+            undo.callback(overrides._push_mode, overrides._pop_mode())
+        while _torch._len_torch_dispatch_stack():
             undo.callback(dispatch._push_mode, dispatch._pop_mode())
         self._reset_autocast(undo)
         if torch.is_inference_mode_enabled():

@@ -81,7 +81,7 @@ def simulate(
     `progress` is called about once a second of real time with the virtual time; an exception from it ends the
     simulation. By default a line is printed every ten seconds if standard error is a terminal.
 
-    Tasks are greenlets of one thread. With `threads` each is a thread: several times slower, the same run bit for bit.
+    Tasks are greenlets of one thread. With `threads` each is a thread: slower, the same run bit for bit.
     It is for code that waits for other ranks where one thread cannot go on with another task, such as in a thread
     that `fn` has started.
 

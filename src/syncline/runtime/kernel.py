@@ -11,8 +11,8 @@ itself, so that a switch goes from one task to the next directly::
                                  pop: delivery → resume A   block(…)
     returns from block    ◄──
 
-Tasks are greenlets of one thread, the home thread: a switch wakes no other thread. A backward pass runs on a thread of its
-own, because torch cannot interleave two of them on one thread. With `threads=True` each task is a thread. A thread
+Tasks are greenlets of one thread, the home thread: a switch wakes no other thread. A backward pass runs on a thread of
+its own, because torch cannot interleave two of them on one thread. With `threads=True` each task is a thread. A thread
 waits for its baton, a lock; the home thread waits for its own while a thread runs.
 
 Time advances only when nothing is left to do at the present instant. In chaos mode the seed draws any pending

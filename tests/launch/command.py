@@ -16,7 +16,8 @@ from syncline.cli.main import main
 from syncline.launch import in_lab, start
 from syncline.launch.hosts import parse_hosts
 from syncline.launch.lab import parse_lab
-from syncline.launch.prefork import Prefork, adopt, serve
+from syncline.launch.prefork import Prefork, adopt
+from syncline.launch.prefork_process import serve
 
 
 def give_prefork() -> None:

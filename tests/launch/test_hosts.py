@@ -160,7 +160,7 @@ def test_each_signal_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
     share = Share(0, Host("a", 2), programs)
     with Output(io.BytesIO(), io.BytesIO()) as output:
         crew = RemoteCrew([share], "127.0.0.1", 9, Board(serve_store("127.0.0.1")), output)
-        crew.start()
+        crew.start(lambda: False)
         for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM):
             crew.signal(number)
     [(_, link)] = crew._links

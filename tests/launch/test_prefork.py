@@ -180,6 +180,15 @@ def test_imports_that_forbid_a_fork(tmp_path: Path, text: str, expected: str) ->
     assert find_prefork(("script.py",), {**os.environ, "PYTHONPATH": str(tmp_path)}) == (None, why)
 
 
+@pytest.mark.usefixtures("none_made")
+def test_imports_are_not_waited_for_after_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "endless.py").write_text("import signal; signal.pause()")
+    monkeypatch.setattr(prefork, "PRELOADED", ("endless",))
+    pressed = iter([False, False, True])
+    found, why = find_prefork(("script.py",), {**os.environ, "PYTHONPATH": str(tmp_path)}, lambda: next(pressed))
+    assert (found, why) == (None, "it is not waited for")
+
+
 def test_verbose_says_why_a_rank_is_a_new_process(runs: Runs) -> None:
     run = runs.run("run", "-n", "1", "--verbose", runs.script("say('ran')"), variables={"SYNCLINE_PREFORK": "0"})
     assert (run.code, run.out) == (0, "ran\n"), run.describe()

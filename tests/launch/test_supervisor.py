@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -57,7 +57,7 @@ class Scripted:
         self.killed: list[str] = []
         self.closed = False
 
-    def start(self) -> None:
+    def start(self, give_up: Callable[[], bool]) -> None:
         return
 
     def poll(self) -> list[Ended]:

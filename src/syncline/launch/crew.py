@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from syncline.launch.failures import Ended
@@ -14,8 +14,8 @@ __all__ = ["Crew", "Several"]
 class Crew(Protocol):
     """Programs on this machine or elsewhere, watched without a policy: that is the supervisor's."""
 
-    def start(self) -> None:
-        """Start them all."""
+    def start(self, give_up: Callable[[], bool]) -> None:
+        """Start them all, but no more as soon as `give_up` says so."""
 
     def poll(self) -> list[Ended]:
         """Those that have ended since the last call. Does not wait."""
@@ -45,9 +45,9 @@ class Several:
     def __init__(self, crews: Sequence[Crew]) -> None:
         self.crews = crews
 
-    def start(self) -> None:
+    def start(self, give_up: Callable[[], bool]) -> None:
         for crew in self.crews:
-            crew.start()
+            crew.start(give_up)
 
     def poll(self) -> list[Ended]:
         return [ended for crew in self.crews for ended in crew.poll()]

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,19 +68,21 @@ class LocalCrew:
         self._running: list[_Process] = []
         self._sweeper: Sweeper | None = None
 
-    def start(self) -> None:
+    def start(self, give_up: Callable[[], bool] = lambda: False) -> None:
         folder = tempfile.mkdtemp(prefix="syncline-run-")
         self._sweeper = Sweeper(folder, mpi=any(program.name == MPIEXEC for program in self._programs))
         for number, program in enumerate(self._programs):
+            if give_up():
+                return
             try:
-                process = self._start(program, os.path.join(folder, str(number)))
+                process = self._start(program, os.path.join(folder, str(number)), give_up)
             except OSError as error:
                 count = len(self._programs)
                 raise WorldError(f"cannot start {program.name} of {count}: {error}; start fewer") from error
             self._running.append(process)
             self._sweeper.begun(process.pid)
 
-    def _start(self, program: Program, folder: str) -> _Process:
+    def _start(self, program: Program, folder: str, give_up: Callable[[], bool]) -> _Process:
         os.mkdir(folder)
         error_file = os.path.join(folder, "error.json")
         own = {"TORCHELASTIC_ERROR_FILE": error_file, "PYTHONUNBUFFERED": "1"}
@@ -93,7 +95,7 @@ class LocalCrew:
                     streams[number] = opened.enter_context(open(path, "wb")).fileno()
                     self._output.follow(path, sink, program.prefix)
                     os.unlink(path)  # both ends are open: nothing is left of it however we end
-            prefork, why = find_prefork(program.target, variables)
+            prefork, why = find_prefork(program.target, variables, give_up)
             if prefork is None:
                 logger.info("%s is started as a new process: %s", program.name, why)
             pid = None if prefork is None else prefork.start(program.target, variables, program.enter, streams)

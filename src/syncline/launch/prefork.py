@@ -4,35 +4,28 @@
              ◄──pid, later its exit code──────────────                           (the ranks are its children)
 
 The launcher starts one for each set of the variables that torch and Python read when they are imported (`READ_EARLY`).
-The prefork process starts no thread and never touches a GPU. It ends with the launcher, and the kernel ends the ranks
-with it. `SYNCLINE_PREFORK=0` switches it off; `find_prefork` says when ranks are started as new processes instead.
+It ends with the launcher, and the kernel ends the ranks with it. `SYNCLINE_PREFORK=0` switches it off; `find_prefork`
+says when ranks are started as new processes instead. This is the launcher's side; `prefork_process.py` is the other.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
-import gc
-import importlib
 import json
 import logging
 import os
 import re
-import selectors
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import threading
 import time
-import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-__all__ = ["Prefork", "adopt", "begin_prefork", "find_prefork", "serve"]
+__all__ = ["Prefork", "adopt", "begin_prefork", "find_prefork"]
 
 SWITCH = "SYNCLINE_PREFORK"
 GPUS = ("/dev/nvidiactl", "/dev/kfd")
@@ -48,9 +41,10 @@ READ_EARLY = re.compile(
 """Variables that the interpreter, torch and its libraries read when they are loaded."""
 READY_TIMEOUT_S = 120.0
 """Seconds that the prefork process may take for its imports on a busy machine."""
+POLL_S = 0.1
 ANSWER_TIMEOUT_S = 30.0
 """Seconds that it may take to fork a rank."""
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PROCESS = Path(__file__).with_name("prefork_process.py")
 TITLE_ROOM = 4096
 """Bytes of a rank's command line, as `ps` shows it; a longer one is cut."""
 logger = logging.getLogger("syncline")
@@ -71,7 +65,7 @@ class Prefork:
     def launch(cls, variables: Mapping[str, str]) -> Prefork:
         """Start a prefork process with these variables. Does not wait until it is ready."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, str(Path(__file__)), str(theirs.fileno()), ",".join(PRELOADED), " " * TITLE_ROOM]
+        command = [sys.executable, str(PROCESS), str(theirs.fileno()), ",".join(PRELOADED), " " * TITLE_ROOM]
         with theirs:
             process = subprocess.Popen(
                 command,
@@ -83,12 +77,13 @@ class Prefork:
             )
         return cls(ours, process)
 
-    def wait_until_ready(self) -> bool:
-        """Whether it can fork ranks, once it has imported what they need."""
-        if not self._ready and self.fault is None:
-            told = self._receive(READY_TIMEOUT_S, "its imports")
+    def wait_until_ready(self, give_up: Callable[[], bool]) -> bool:
+        """Whether it can fork ranks, once it has imported what they need. Waits no longer where `give_up` says so."""
+        until = time.monotonic() + READY_TIMEOUT_S
+        while not self._ready and self.fault is None and not give_up():
+            told = self._receive(POLL_S, "" if time.monotonic() < until else "its imports")
             self.fault = self.fault or (told.get("fault") if told else None)
-            self._ready = self.fault is None
+            self._ready = self.fault is None and told is not None
         return self._ready and self.fault is None
 
     @property
@@ -113,6 +108,7 @@ class Prefork:
             "folder": os.getcwd(),
             "umask": umask,
         }
+        self._control.settimeout(ANSWER_TIMEOUT_S)
         with open(os.memfd_create("request"), "w+b") as file:
             file.write(json.dumps(request).encode())
             file.flush()
@@ -137,6 +133,7 @@ class Prefork:
     def release(self, pid: int) -> None:
         """Let the system use the process number of a rank that has ended again."""
         self._codes.pop(pid, None)
+        self._control.settimeout(ANSWER_TIMEOUT_S)
         with contextlib.suppress(OSError):
             self._control.send(json.dumps({"do": "release", "pid": pid}).encode())
 
@@ -160,7 +157,7 @@ class Prefork:
             data = self._control.recv(1 << 16)
         except (BlockingIOError, TimeoutError):
             if purpose:
-                self._fail(f"it did not finish {purpose} within {timeout_s:.0f} s")
+                self._fail(f"it did not finish {purpose} in time")
             return None
         except OSError as error:
             self._fail(error.strerror or str(error))
@@ -208,14 +205,19 @@ def adopt(prefork: Prefork, variables: Mapping[str, str]) -> None:
     _made[_read_early(variables)] = prefork
 
 
-def find_prefork(target: Sequence[str], variables: Mapping[str, str]) -> tuple[Prefork | None, str]:
-    """The prefork process for a rank with this target and these variables, or None and why there is none."""
+def find_prefork(
+    target: Sequence[str], variables: Mapping[str, str], give_up: Callable[[], bool] = lambda: False
+) -> tuple[Prefork | None, str]:
+    """The prefork process for a rank with this target and these variables, or None and why there is none.
+
+    It is waited for while it imports torch, until `give_up` says so.
+    """
     why = begin_prefork(target, variables)
     if why is not None:
         return None, why
     found = _made[_read_early(variables)]
-    if not found.wait_until_ready():
-        return None, found.fault or ""
+    if not found.wait_until_ready(give_up):
+        return None, found.fault or "it is not waited for"
     return found, ""
 
 
@@ -247,228 +249,3 @@ def _unusable_for(target: Sequence[str]) -> str | None:
             if READ_EARLY.fullmatch(name):
                 return f"{target[0]} names {name}, which is read when torch is imported"
     return None
-
-
-def main() -> NoReturn:
-    """Import what ranks need, and fork them as the launcher asks."""
-    if not getattr(sys.flags, "safe_path", False):
-        del sys.path[0]  # the folder of this file, which Python puts there
-    control = socket.socket(fileno=int(sys.argv[1]))
-    handlers = _ignore_signals()
-    for name in filter(None, sys.argv[2].split(",")):
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            continue  # whoever needs it says that it is missing
-        except Exception as error:
-            _tell(control, fault=f"import {name} fails: {type(error).__name__}")
-            sys.exit(0)
-    _serve(control, handlers)
-
-
-def serve(control: socket.socket) -> NoReturn:
-    """Fork ranks of this process as the launcher at the other end asks, until it ends."""
-    _serve(control, _ignore_signals())
-
-
-def _ignore_signals() -> dict[int, Any]:
-    """Ignore the signals that end a job, which batch systems send to every process. Returns the handlers of ranks."""
-    return {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
-
-
-def _serve(control: socket.socket, handlers: Mapping[int, Any]) -> NoReturn:
-    _free_threads()
-    threads = len(os.listdir("/proc/self/task"))
-    if threads > 1:
-        _tell(control, fault=f"its imports have started {threads - 1} threads, which a fork would lose")
-        sys.exit(0)
-    gc.collect()
-    gc.freeze()  # else the collector of every rank would write to all pages, which are shared until then
-    _tell(control)
-    request = _Server(control).run()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    _run_rank(request)
-
-
-class _Server:
-    """The loop of the prefork process."""
-
-    def __init__(self, control: socket.socket) -> None:
-        self._control = control
-        self._ranks: dict[int, int] = {}
-        """Descriptors of the ranks' processes that have not been released, by process number."""
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(control, selectors.EVENT_READ)
-
-    def run(self) -> dict[str, Any]:
-        while True:
-            for key, _ in self._selector.select():
-                if key.fileobj is not self._control:
-                    self._tell_end(key.data)
-                    continue
-                try:
-                    data, fds, _, _ = socket.recv_fds(self._control, 4096, 4)
-                except OSError:
-                    data, fds = b"", []
-                if not data:
-                    self._end()
-                told = json.loads(data)
-                if told["do"] == "release":
-                    self._release(int(told["pid"]))
-                    continue
-                request = self._start(fds)
-                if request is not None:
-                    return request
-
-    def _start(self, fds: list[int]) -> dict[str, Any] | None:
-        with open(fds[0], "rb") as file:
-            file.seek(0)
-            request: dict[str, Any] = json.load(file)
-        begun, begins = os.pipe()
-        try:
-            pid = os.fork()
-        except OSError as error:
-            _tell(self._control, error=error.errno)
-            pid = -1
-        if pid == 0:
-            os.close(begun)
-            self._become_rank(fds[1:])
-            os.close(begins)
-            return request
-        for fd in (*fds[1:], begins):
-            os.close(fd)
-        os.read(begun, 1)  # ends when the rank has its own process group, so that the launcher can send it signals
-        os.close(begun)
-        if pid > 0:
-            self._ranks[pid] = os.pidfd_open(pid)
-            self._selector.register(self._ranks[pid], selectors.EVENT_READ, pid)
-            _tell(self._control, started=pid)
-        return None
-
-    def _become_rank(self, streams: Sequence[int]) -> None:
-        """In the new process: its session, its streams, and no descriptor of the prefork process."""
-        os.setsid()
-        self._selector.close()
-        self._control.close()
-        for fd in self._ranks.values():
-            os.close(fd)
-        for number, fd in enumerate(streams):
-            os.dup2(fd, number)
-        for fd in set(streams) - {0, 1, 2}:
-            os.close(fd)
-
-    def _tell_end(self, pid: int) -> None:
-        # The process stays a zombie until it is released: until then its number, and its group's, is nobody else's.
-        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        assert found is not None
-        killed = found.si_code != os.CLD_EXITED
-        self._selector.unregister(self._ranks[pid])
-        _tell(self._control, ended=pid, code=-found.si_status if killed else found.si_status)
-
-    def _release(self, pid: int) -> None:
-        fd = self._ranks.pop(pid, None)
-        if fd is not None:
-            os.close(fd)
-            os.waitpid(pid, 0)
-
-    def _end(self) -> NoReturn:
-        """The launcher has ended: end the ranks that still run, with all processes that they have started."""
-        for pid in self._ranks:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
-        os._exit(0)
-
-
-def _run_rank(request: Mapping[str, Any]) -> NoReturn:
-    """Run the worker in this process, as if it had been started by `python worker.py` with the request's variables."""
-    from syncline.launch import worker  # not before: the prefork process itself does not need it
-
-    os.environ.clear()
-    os.environ.update(request["variables"])
-    os.environ["SYNCLINE_SUPERVISOR"] = str(os.getppid())
-    os.umask(int(request["umask"]))
-    for path in request["namespaces"]:
-        _enter(path)
-    os.chdir(request["folder"])
-    time.tzset()
-    tempfile.tempdir = None  # the folder is looked up again
-    importlib.invalidate_caches()
-    _seed()
-    sys.argv[:] = [str(worker.__file__), *request["target"]]
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path.insert(0, "")  # the worker replaces it by the script's folder
-    _set_title([sys.executable, *sys.argv])
-    before = set(sys.modules)
-    code: object = 0
-    try:
-        worker.main()
-    except SystemExit as end:
-        code = end.code
-    _exit(code, before)
-
-
-def _seed() -> None:
-    """Give this process random numbers of its own, as each new process has. Python does it for its own at each fork."""
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
-    if "torch" in sys.modules:
-        sys.modules["torch"].default_generator.seed()
-
-
-def _exit(code: object, before: Collection[str]) -> NoReturn:
-    """End this process as Python does, but leave the modules alone that were imported before the fork.
-
-    To free them would copy most of the memory that is shared with the prefork process.
-    """
-    for finish in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
-        with contextlib.suppress(BaseException):
-            finish()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # too late for KeyboardInterrupt
-    if code is not None and not isinstance(code, int):
-        print(code, file=sys.stderr)
-    threading.excepthook = lambda _: None  # of daemon threads, which Python would stop here
-    sys.last_value = sys.last_traceback = None
-    for name in [name for name in sys.modules if name == "__main__" or name not in before]:
-        vars(sys.modules[name]).clear()  # ends objects of the script: its open files are written
-    gc.collect()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(code & 0xFF if isinstance(code, int) else int(code is not None))
-
-
-def _enter(path: str) -> None:
-    """Enter a namespace of the kernel."""
-    fd = os.open(path, os.O_RDONLY)
-    if ctypes.CDLL(None, use_errno=True).setns(fd, 0):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    os.close(fd)
-
-
-def _free_threads() -> None:
-    """Let libraries end threads that they end at every fork and start again when needed, as OpenBLAS does."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python warns of a fork beside threads, and this is to end them
-        pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-
-
-def _set_title(command: Sequence[str]) -> None:
-    """Write over the command line of this process, which `ps` and `pgrep -f` show."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, by proc(5)
-    if 0 < start < end:
-        title = b"\0".join(word.encode(errors="surrogateescape") for word in command)[: end - start - 1]
-        ctypes.memmove(start, title.ljust(end - start, b"\0"), end - start)
-
-
-def _tell(control: socket.socket, **message: object) -> None:
-    with contextlib.suppress(OSError):  # the launcher has ended, which the next read shows
-        control.send(json.dumps(message).encode())
-
-
-if __name__ == "__main__":
-    main()

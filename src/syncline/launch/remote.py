@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from syncline.launch.failures import Ended, Report
@@ -39,7 +39,7 @@ class RemoteCrew:
         self._output = output
         self._raised: dict[str, Ended] = {}
 
-    def start(self) -> None:
+    def start(self, give_up: Callable[[], bool]) -> None:
         for share, link in self._links:
             share.left = {program.name: program for program in share.programs}
             link.start(

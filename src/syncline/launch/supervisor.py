@@ -103,7 +103,7 @@ class Supervisor:
         """Start the crew, see it through; the exit code."""
         with self._listening():
             try:
-                self._crew.start()
+                self._crew.start(lambda: bool(self._signals))
                 while True:
                     self._take_note(self._crew.poll())
                     if not self._crew.running() or self._gives_up():

@@ -13,6 +13,8 @@ from tests.forking import forked_python
 
 ROOT = Path(__file__).parent.parent
 PATIENCE = 120
+OTHERS = ("SLURM_", "PMI_", "OMPI_", "KMP_")
+"""Variables of other launchers, and those that scikit-learn sets when it is imported."""
 
 
 @dataclass
@@ -42,7 +44,7 @@ def torch_variables(size: int) -> list[dict[str, str]]:
 
 def start(command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[str]:
     """One rank, in a clean environment; forked from a process that has imported torch already."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "PMI_", "OMPI_"))}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(OTHERS)}
     environ |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **variables}
     words = forked_python(command, environ)
     return subprocess.Popen(words, env=environ, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

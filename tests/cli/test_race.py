@@ -155,7 +155,7 @@ def test_a_script_that_was_edited_does_not_go_on(tmp_path: Path, monkeypatch: py
 def test_who_crashes_hangs_or_diverges_stays_in_the_table(tmp_path: Path, runs: Runs) -> None:
     (tmp_path / "mine.py").write_text(SCRIPT)
     (tmp_path / "mine.toml").write_text(ENTRIES)
-    line = "race mine.py -n 2 --entries mine.toml --seeds 1 --limit 40 --out here"
+    line = "race mine.py -n 2 --entries mine.toml --seeds 1 --limit 20 --out here"
     ended = runs.start(*line.split()).finish().finish().finish()  # five runs, one of them for as long as it may
     assert ended.code == 0, ended.err
     assert ended.out.strip() == "here/report.html"
@@ -165,7 +165,7 @@ def test_who_crashes_hangs_or_diverges_stays_in_the_table(tmp_path: Path, runs: 
     assert told["good"] == told["ddp"] == ("finished", "")
     assert told["crashes"][0] == "failed"
     assert "ZeroDivisionError" in told["crashes"][1]
-    assert told["hangs"] == ("hung", "no end after 40 s (--limit)")
+    assert told["hangs"] == ("hung", "no end after 20 s (--limit)")
     assert told["diverges"][0] == "diverged"
     assert "division by zero" in (tmp_path / "here/runs/crashes/2w-seed1/output.txt").read_text()
     page = (tmp_path / "here" / "report.html").read_text()

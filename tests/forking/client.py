@@ -40,4 +40,5 @@ def main() -> None:
     os._exit(code)
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -63,7 +63,7 @@ class Runs:
 
     def environ(self, variables: Mapping[str, str] | None = None) -> dict[str, str]:
         """A clean environment that marks all that comes of it."""
-        launchers = ("SLURM_", "PMI_", "OMPI_", "SYNCLINE_", "TORCHELASTIC_", "MASTER_", "OMP_")
+        launchers = ("SLURM_", "PMI_", "OMPI_", "SYNCLINE_", "TORCHELASTIC_", "MASTER_", "OMP_", "KMP_")
         clean = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
         own = {"HERE": str(self.folder), "TMPDIR": str(self.temporary), "TEST_MARK": self.mark, "OMP_NUM_THREADS": "1"}
         return clean | own | dict(variables or {})

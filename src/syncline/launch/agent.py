@@ -10,6 +10,7 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from dataclasses import replace
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 from syncline.launch.local import LocalCrew
 from syncline.launch.output import Output
 from syncline.launch.programs import Program
-from syncline.launch.ssh import NO_STORE
+from syncline.launch.ssh import CONNECT_TIMEOUT, NO_STORE
 from syncline.launch.store import Board, join_store
 from syncline.launch.supervisor import GRACE, NOTICE, PERIOD
 from syncline.launch.variables import threads_each
@@ -30,9 +31,12 @@ def main() -> int:
     """Run the job that standard input describes."""
     control = _take_standard_input()
     job = json.loads(control.read_line())
+    address, port = str(job["address"]), int(job["port"])
     try:
-        board = Board(join_store(job["address"], int(job["port"])))
-    except (RuntimeError, ValueError):
+        # torch would try for long where nobody listens: the launcher has ended, or cannot be reached from here.
+        socket.create_connection((address, port), CONNECT_TIMEOUT).close()
+        board = Board(join_store(address, port))
+    except (OSError, RuntimeError, ValueError):
         return NO_STORE
     found = [Program.from_json(program) for program in job["programs"]]
     threads = threads_each(sum(program.rank is not None for program in found))  # of this host's cores

@@ -18,9 +18,10 @@ from syncline.errors import WorldError
 from syncline.launch.hosts import HERE, Host
 from syncline.launch.output import Output
 
-__all__ = ["NO_STORE", "Link", "address_towards", "ssh_command"]
+__all__ = ["CONNECT_TIMEOUT", "NO_STORE", "Link", "address_towards", "ssh_command"]
 
 CONNECT_TIMEOUT = 10
+"""Seconds to reach a host, and from there the launcher."""
 ALIVE = ("ServerAliveInterval=10", "ServerAliveCountMax=3")
 """A host that is cut off says nothing: without asking, ssh waits for it for good."""
 START_TIMEOUT = 90.0

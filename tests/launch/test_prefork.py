@@ -15,8 +15,10 @@ import pytest
 from syncline.launch import prefork
 from syncline.launch.prefork import Prefork, find_prefork
 from tests.hunting import HUNTING, only_hunting
-from tests.launch.runs import Runs, wait_for
+from tests.launch.forked import Forked
+from tests.launch.runs import PATIENCE, Runs, wait_for
 
+SERVER = ("-m", "syncline.server")
 WAYS = {"forked": {}, "new": {"SYNCLINE_PREFORK": "0"}}
 PROPERTIES = """
 import json, random, signal, stat, threading, multiprocessing
@@ -100,6 +102,7 @@ def _ready(runs: Runs) -> list[int]:
 def test_nothing_is_left_after_kill(runs: Runs, victim: str, attempt: int) -> None:
     script = runs.script(
         """
+import torch
 if rank == 0:
     post("parent0", os.getppid())
     if os.fork() == 0:
@@ -120,7 +123,7 @@ until("never")
 
 @pytest.mark.usefixtures("none_made")
 def test_a_prefork_process_that_has_ended_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write('ran ')")
+    (tmp_path / "script.py").write_text(f"import torch; open({str(tmp_path / 'ran')!r}, 'a').write('ran ')")
     target = (str(tmp_path / "script.py"),)
     pids = set()
     for times in range(1, 3):
@@ -142,26 +145,34 @@ def test_a_prefork_process_that_has_ended_is_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("none_made")
 def test_other_variables_take_another_prefork_process() -> None:
-    first, _ = find_prefork(("script.py",), {**os.environ, "RANK": "0"})
-    assert find_prefork(("script.py",), {**os.environ, "RANK": "1", "MASTER_PORT": "7"})[0] is first
+    first, _ = find_prefork(SERVER, {**os.environ, "RANK": "0"})
+    assert find_prefork(SERVER, {**os.environ, "RANK": "1", "MASTER_PORT": "7"})[0] is first
     for name in ("OMP_NUM_THREADS", "PYTHONPATH", "TORCH_LOGS", "LC_ALL"):
-        assert find_prefork(("script.py",), {**os.environ, name: "C"})[0] not in (None, first), name
+        assert find_prefork(SERVER, {**os.environ, name: "C"})[0] not in (None, first), name
 
 
 @pytest.mark.usefixtures("none_made")
 def test_what_cannot_be_forked_is_a_new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "script.py").write_text("import os\nos.environ['OMP_NUM_THREADS'] = '3'\nimport torch")
-    (tmp_path / "other.py").write_text("import torch")
-    other = (str(tmp_path / "other.py"),)
-    found, why = find_prefork((str(tmp_path / "script.py"),), os.environ)
-    assert found is None
-    assert "script.py names OMP_NUM_THREADS, which is read when torch is imported" in why
-    assert find_prefork(("--exec", "ls"), os.environ) == (None, "it is no Python program")
-    assert find_prefork(other, {**os.environ, "SYNCLINE_PREFORK": "0"}) == (None, "SYNCLINE_PREFORK=0")
+    monkeypatch.chdir(tmp_path)
+    Path("sets.py").write_text("import os\nos.environ.update(OMP_NUM_THREADS='3')\nimport torch")
+    Path("plain.py").write_text("print('hello')")
+
+    def why(*target: str, **variables: str) -> str:
+        found, told = find_prefork(target, {**os.environ, **variables})
+        assert found is None
+        return told
+
+    for target in (("sets.py",), ("-m", "sets")):
+        assert why(*target) == "sets.py names OMP_NUM_THREADS, which is read when torch is imported"
+    assert why("plain.py") == "plain.py does not name torch"
+    assert why("/dev/stdin") == "/dev/stdin is no file"
+    assert why("-m", "http.server") == "-m http.server is no file"
+    assert why("--exec", "ls") == "it is no Python program"
+    assert why(*SERVER, SYNCLINE_PREFORK="0") == "SYNCLINE_PREFORK=0"
     monkeypatch.setattr(prefork, "GPUS", (str(tmp_path),))
-    found, why = find_prefork(other, os.environ)
-    assert found is None
-    assert "there is a GPU" in why
+    assert "there is a GPU" in why(*SERVER)
+    monkeypatch.delattr(os, "pidfd_open")
+    assert why(*SERVER) == "the kernel does not offer pidfd_open"
 
 
 @pytest.mark.usefixtures("none_made")
@@ -174,10 +185,10 @@ def test_what_cannot_be_forked_is_a_new_process(tmp_path: Path, monkeypatch: pyt
 )
 def test_imports_that_forbid_a_fork(tmp_path: Path, text: str, expected: str) -> None:
     (tmp_path / "sitecustomize.py").write_text(text)
-    found, why = find_prefork(("script.py",), {**os.environ, "PYTHONPATH": str(tmp_path)})
+    found, why = find_prefork(SERVER, {**os.environ, "PYTHONPATH": str(tmp_path)})
     assert found is None
     assert expected in why
-    assert find_prefork(("script.py",), {**os.environ, "PYTHONPATH": str(tmp_path)}) == (None, why)
+    assert find_prefork(SERVER, {**os.environ, "PYTHONPATH": str(tmp_path)}) == (None, why)
 
 
 @pytest.mark.usefixtures("none_made")
@@ -185,19 +196,55 @@ def test_imports_are_not_waited_for_after_ctrl_c(tmp_path: Path, monkeypatch: py
     (tmp_path / "endless.py").write_text("import signal; signal.pause()")
     monkeypatch.setattr(prefork, "PRELOADED", ("endless",))
     pressed = iter([False, False, True])
-    found, why = find_prefork(("script.py",), {**os.environ, "PYTHONPATH": str(tmp_path)}, lambda: next(pressed))
+    found, why = find_prefork(SERVER, {**os.environ, "PYTHONPATH": str(tmp_path)}, lambda: next(pressed))
     assert (found, why) == (None, "it is not waited for")
 
 
+def test_the_end_of_a_rank_is_that_of_a_new_process(tmp_path: Path) -> None:
+    script = """
+import atexit, os, sys, threading, time, torch
+sys.modules["missing"] = None
+class Temporary:
+    def __init__(self, path):
+        self.path = path
+        open(path, "w").close()
+    def __del__(self):
+        os.unlink(self.path)
+def forever():
+    try:
+        while True:
+            time.perf_counter()
+    except Exception:
+        os._exit(7)
+kept = Temporary(os.environ["KEPT"])
+threading.Thread(target=forever, daemon=True).start()
+atexit.register(lambda: print("handler", file=sys.stderr))
+sys.exit("enough")
+"""
+    (tmp_path / "script.py").write_text(script)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "profile.py").write_text("def mine(): return 42")
+    (tmp_path / "here" / "script.py").write_text("import torch, profile, sys; sys.exit(profile.mine())")
+    variables = {**os.environ, "KEPT": str(tmp_path / "kept")}
+    for path, code, said in (("script.py", 1, "enough\nhandler\n"), ("here/script.py", 42, "")):
+        with open(tmp_path / "err", "wb") as err:
+            rank = Forked((str(tmp_path / path),), variables, [0, 1, err.fileno()])
+        rank.join(PATIENCE)
+        assert (rank.exitcode, (tmp_path / "err").read_text()) == (code, said), path
+    assert not (tmp_path / "kept").exists()
+
+
 def test_verbose_says_why_a_rank_is_a_new_process(runs: Runs) -> None:
-    run = runs.run("run", "-n", "1", "--verbose", runs.script("say('ran')"), variables={"SYNCLINE_PREFORK": "0"})
+    run = runs.run(
+        "run", "-n", "1", "--verbose", runs.script("import torch; say('ran')"), variables={"SYNCLINE_PREFORK": "0"}
+    )
     assert (run.code, run.out) == (0, "ran\n"), run.describe()
     assert "rank 0 is started as a new process: SYNCLINE_PREFORK=0" in run.err
 
 
 @only_hunting
 def test_forks_keep_no_descriptor(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("pass")
+    (tmp_path / "script.py").write_text("import torch")
     target = (str(tmp_path / "script.py"),)
     found, why = find_prefork(target, os.environ)
     assert found is not None, why

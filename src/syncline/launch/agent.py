@@ -46,7 +46,7 @@ def main() -> int:
         try:
             if control.orders() or control.closed:
                 return 0
-            crew.start()
+            crew.start(control.has_closed)
             board.post_ready(int(job["host"]))
             _watch(crew, board, control)
         finally:
@@ -102,10 +102,15 @@ class Control:
         line, _, self._rest = self._rest.partition(b"\n")
         return line
 
-    def orders(self) -> list[Order]:
-        """The orders that have arrived since the last call."""
+    def has_closed(self) -> bool:
+        """Whether the launcher has ended or stops the job. Orders that arrive meanwhile are kept."""
         while not self.closed and select.select([self._fd], [], [], 0)[0]:
             self._read()
+        return self.closed
+
+    def orders(self) -> list[Order]:
+        """The orders that have arrived since the last call."""
+        self.has_closed()
         *lines, self._rest = self._rest.split(b"\n")
         found: list[dict[str, Any]] = [json.loads(line) for line in lines if line]
         return [

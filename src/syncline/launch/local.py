@@ -79,16 +79,19 @@ class LocalCrew:
             except OSError as error:
                 count = len(self._programs)
                 raise WorldError(f"cannot start {program.name} of {count}: {error}; start fewer") from error
+            if process is None:
+                return
             self._running.append(process)
             self._sweeper.begun(process.pid)
 
-    def _start(self, program: Program, folder: str, give_up: Callable[[], bool]) -> _Process:
+    def _start(self, program: Program, folder: str, give_up: Callable[[], bool]) -> _Process | None:
         os.mkdir(folder)
         error_file = os.path.join(folder, "error.json")
         own = {"TORCHELASTIC_ERROR_FILE": error_file, "PYTHONUNBUFFERED": "1"}
         variables = {**os.environ, **program.variables, **own}
         with contextlib.ExitStack() as opened:
-            streams = [0, 1, 2]
+            nothing = opened.enter_context(open(os.devnull, "rb"))
+            streams = [nothing.fileno() if sys.stdin is None else 0, 1, 2]  # None: standard input is closed
             if program.prefix is not None:
                 for number, sink in ((1, self._output.out), (2, self._output.err)):
                     path = os.path.join(folder, f"stream{number}")
@@ -96,6 +99,8 @@ class LocalCrew:
                     self._output.follow(path, sink, program.prefix)
                     os.unlink(path)  # both ends are open: nothing is left of it however we end
             prefork, why = find_prefork(program.target, variables, give_up)
+            if give_up():
+                return None
             if prefork is None:
                 logger.info("%s is started as a new process: %s", program.name, why)
             pid = None if prefork is None else prefork.start(program.target, variables, program.enter, streams)

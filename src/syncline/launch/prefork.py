@@ -35,12 +35,12 @@ PRELOADED = (
     *("syncline", "syncline.training", "syncline.strategies.catalog", "syncline.transports.torch_dist"),
 )
 READ_EARLY = re.compile(
-    "(OMP|GOMP|KMP|MKL|OPENBLAS|BLIS|ATEN|DNNL|ONEDNN|NUMBA|NPY|CUDA|PYTORCH|LD|MALLOC|LC)_.*"
-    "|LANG|PYTHON.*|TORCH(?!ELASTIC).*"
+    "(OMP|GOMP|KMP|MKL|MKLDNN|DNNL|ONEDNN|OPENBLAS|BLIS|ATEN|NUMBA|NPY|NUMPY|CUDA|PYTORCH|KINETO|INDUCTOR|PT2|SYMPY|PYZMQ"
+    "|LD|MALLOC|GLIBC|LC)_.*|LANG|LOGLEVEL|CXX|AOT.*|PYTHON.*|TORCH(?!ELASTIC).*"
 )
 """Variables that the interpreter, torch and its libraries read when they are loaded."""
-READY_TIMEOUT_S = 120.0
-"""Seconds that the prefork process may take for its imports on a busy machine."""
+READY_TIMEOUT_S = 60.0
+"""Seconds that the prefork process may take for its imports on a busy machine. Agents have 90 for their start."""
 POLL_S = 0.1
 ANSWER_TIMEOUT_S = 30.0
 """Seconds that it may take to fork a rank."""
@@ -67,14 +67,18 @@ class Prefork:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, str(PROCESS), str(theirs.fileno()), ",".join(PRELOADED), " " * TITLE_ROOM]
         with theirs:
-            process = subprocess.Popen(
-                command,
-                env=dict(variables),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            try:
+                process = subprocess.Popen(
+                    command,
+                    env=dict(variables),
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            except OSError:
+                ours.close()
+                raise
         return cls(ours, process)
 
     def wait_until_ready(self, give_up: Callable[[], bool]) -> bool:
@@ -195,7 +199,10 @@ def begin_prefork(target: Sequence[str], variables: Mapping[str, str]) -> str | 
             changed = sorted({name for name, _ in set(key) ^ set(other)})
             logger.info("another prefork process is started: %s differs", ", ".join(changed))
         rest = {name: value for name, value in os.environ.items() if not READ_EARLY.fullmatch(name)}
-        _made[key] = Prefork.launch({**rest, **dict(key)})
+        try:
+            _made[key] = Prefork.launch({**rest, **dict(key)})
+        except OSError as error:
+            return f"the prefork process cannot be started: {error}"
         atexit.register(_made[key].close)
     return None
 
@@ -232,8 +239,12 @@ def _read_early(variables: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 
 
 def _unusable(variables: Mapping[str, str]) -> str | None:
-    if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
+    if sys.platform != "linux":
         return f"{sys.platform} has no safe fork"
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):  # an old kernel, or a container that forbids it
+        return "the kernel does not offer pidfd_open"
     if variables.get(SWITCH) == "0":
         return f"{SWITCH}=0"
     gpu = next((path for path in GPUS if os.path.exists(path)), None)
@@ -241,11 +252,26 @@ def _unusable(variables: Mapping[str, str]) -> str | None:
 
 
 def _unusable_for(target: Sequence[str]) -> str | None:
-    """Why this target needs a process of its own: another command, or a script that sets what is read early."""
+    """Why this target needs a new process: no Python, no torch, or a script that sets what is read early."""
     if target[0] == "--exec":
         return "it is no Python program"
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        for name in re.findall(r"""["']([A-Z][A-Z0-9_]+)["']""", Path(target[0]).read_text()):
-            if READ_EARLY.fullmatch(name):
-                return f"{target[0]} names {name}, which is read when torch is imported"
+    path = _find_file(target)
+    if path is None:
+        named = " ".join(target[:2]) if target[0] == "-m" else target[0]
+        return None if named.startswith("-m syncline.") else f"{named} is no file"
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if "torch" not in text and "syncline" not in text:
+        return f"{path} does not name torch"
+    for name in re.findall(r"\b[A-Z][A-Z0-9_]+\b", text):
+        if READ_EARLY.fullmatch(name):
+            return f"{path} names {name}, which is read when torch is imported"
     return None
+
+
+def _find_file(target: Sequence[str]) -> Path | None:
+    """The file of a script, or of a module in this folder."""
+    if target[0] != "-m":
+        return Path(target[0]) if os.path.isfile(target[0]) else None
+    place = Path(*target[1].split("."))
+    found = (place.with_suffix(".py"), place / "__main__.py")
+    return next((path for path in found if path.is_file()), None)

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,8 @@ __all__ = ["main", "serve"]
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a job."""
+KEPT = (type, types.FunctionType, types.ModuleType)
+"""What is not deleted at the end of a rank."""
 
 
 def main() -> NoReturn:
@@ -38,6 +41,7 @@ def main() -> NoReturn:
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]  # the folder of this file, which Python puts there
     control = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent may ignore it, and then the ranks' exit codes are lost
     handlers = _ignore_signals()
     for name in filter(None, sys.argv[2].split(",")):
         try:
@@ -69,17 +73,16 @@ def _serve(control: socket.socket, handlers: Mapping[int, Any]) -> NoReturn:
     gc.collect()
     gc.freeze()  # else the collector of every rank would write to all pages, which are shared until then
     _tell(control)
-    request = _Server(control).run()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    _run_rank(request)
+    _run_rank(_Server(control, handlers).run())
 
 
 class _Server:
     """The loop of the prefork process."""
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, handlers: Mapping[int, Any]) -> None:
         self._control = control
+        self._handlers = handlers
+        """The signal handlers of a rank."""
         self._ranks: dict[int, int] = {}
         """Descriptors of the ranks' processes that have not been released, by process number."""
         self._selector = selectors.DefaultSelector()
@@ -108,31 +111,48 @@ class _Server:
     def _start(self, fds: list[int]) -> dict[str, Any] | None:
         with open(fds[0], "rb") as file:
             file.seek(0)
-            request: dict[str, Any] = json.load(file)
+            request: dict[str, Any] = {**json.load(file), "parent": os.getpid()}
+        try:
+            if self._fork(fds[1:]):
+                return request
+        except OSError as error:
+            _tell(self._control, error=error.errno)
+        for fd in fds[1:]:
+            os.close(fd)
+        return None
+
+    def _fork(self, streams: Sequence[int]) -> bool:
+        """Fork a rank and tell the launcher; whether this is the rank."""
         begun, begins = os.pipe()
         try:
             pid = os.fork()
-        except OSError as error:
-            _tell(self._control, error=error.errno)
-            pid = -1
+        except OSError:
+            os.close(begun)
+            os.close(begins)
+            raise
         if pid == 0:
             os.close(begun)
-            self._become_rank(fds[1:])
+            self._become_rank(streams)
             os.close(begins)
-            return request
-        for fd in (*fds[1:], begins):
-            os.close(fd)
-        os.read(begun, 1)  # ends when the rank has its own process group, so that the launcher can send it signals
+            return True
+        os.close(begins)
+        os.read(begun, 1)  # ends when the rank can receive signals: it has its own group and handlers
         os.close(begun)
-        if pid > 0:
+        try:
             self._ranks[pid] = os.pidfd_open(pid)
-            self._selector.register(self._ranks[pid], selectors.EVENT_READ, pid)
-            _tell(self._control, started=pid)
-        return None
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
+        self._selector.register(self._ranks[pid], selectors.EVENT_READ, pid)
+        _tell(self._control, started=pid)
+        return False
 
     def _become_rank(self, streams: Sequence[int]) -> None:
-        """In the new process: its session, its streams, and no descriptor of the prefork process."""
+        """In the new process: its session, signal handlers and streams, and no descriptor of the prefork process."""
         os.setsid()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
         self._selector.close()
         self._control.close()
         for fd in self._ranks.values():
@@ -170,7 +190,7 @@ def _run_rank(request: Mapping[str, Any]) -> NoReturn:
 
     os.environ.clear()
     os.environ.update(request["variables"])
-    os.environ["SYNCLINE_SUPERVISOR"] = str(os.getppid())
+    os.environ["SYNCLINE_SUPERVISOR"] = str(request["parent"])  # getppid() is another one if it has ended already
     os.umask(int(request["umask"]))
     for path in request["namespaces"]:
         _enter(path)
@@ -182,7 +202,10 @@ def _run_rank(request: Mapping[str, Any]) -> NoReturn:
     sys.argv[:] = [str(worker.__file__), *request["target"]]
     if not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, "")  # the worker replaces it by the script's folder
-    _set_title([sys.executable, *sys.argv])
+    sys.orig_argv[:] = [sys.executable, *sys.argv]
+    _set_title(sys.orig_argv)
+    if _shadowed("" if request["target"][0] == "-m" else os.path.dirname(os.path.realpath(request["target"][0]))):
+        os.execv(sys.executable, sys.orig_argv)  # as a new process, where the script's own modules come first
     before = set(sys.modules)
     code: object = 0
     try:
@@ -205,21 +228,44 @@ def _exit(code: object, before: Collection[str]) -> NoReturn:
 
     To free them would copy most of the memory that is shared with the prefork process.
     """
-    for finish in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+    for finish in (threading._shutdown, atexit._run_exitfuncs, lambda: _end_objects(before)):  # type: ignore[attr-defined]
         with contextlib.suppress(BaseException):
             finish()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # too late for KeyboardInterrupt
-    if code is not None and not isinstance(code, int):
-        print(code, file=sys.stderr)
-    threading.excepthook = lambda _: None  # of daemon threads, which Python would stop here
-    sys.last_value = sys.last_traceback = None
-    for name in [name for name in sys.modules if name == "__main__" or name not in before]:
-        vars(sys.modules[name]).clear()  # ends objects of the script: its open files are written
-    gc.collect()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    os._exit(code & 0xFF if isinstance(code, int) else int(code is not None))
+    if isinstance(code, int):
+        os._exit(code & 0xFF if -(1 << 63) <= code < 1 << 63 else 0xFF)
+    os._exit(int(code is not None))
+
+
+def _end_objects(before: Collection[str]) -> None:
+    """Delete the objects of the script and its modules, so that open files are written and `__del__` runs.
+
+    Functions, classes and modules stay: `__del__` methods and daemon threads use them.
+    """
+    threading.excepthook = lambda _: None  # of daemon threads, which Python would stop here
+    sys.last_value = sys.last_traceback = None
+    names = ["__main__", *(name for name in reversed(sys.modules) if name not in before and name != "__main__")]
+    for module in [sys.modules.get(name) for name in names]:
+        if type(module) is types.ModuleType:  # a script may put something else there
+            values = vars(module)
+            for name in reversed([*values]):
+                if not name.startswith("__") and not isinstance(values[name], KEPT):
+                    del values[name]
+    gc.collect()
+
+
+def _shadowed(folder: str) -> bool:
+    """Whether a folder has a module of the same name as one that was imported before the script."""
+    folder = folder or os.getcwd()
+    names = {entry.partition(".")[0] for entry in os.listdir(folder) if not entry.startswith("_")}
+    found = [sys.modules[name] for name in names if name in sys.modules]
+    files = [getattr(module, "__file__", None) for module in found]
+    return any(file is None or not file.startswith(os.path.join(folder, "")) for file in files)
 
 
 def _enter(path: str) -> None:

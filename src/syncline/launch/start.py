@@ -91,7 +91,7 @@ def local_place(ranks: int) -> Place:
 def _begin_prefork(job: Job, place: Place) -> None:
     """Let the prefork process import torch while this one does, for its store."""
     if not job.mpi:
-        begin_prefork(job.target, {**os.environ, **job.variables, **place.variables})
+        begin_prefork(job.target, {**os.environ, **place.variables, **job.variables})
 
 
 def run_placed(job: Job, places: Sequence[Place], store: TCPStore, address: str) -> int:

@@ -15,6 +15,8 @@ import pytest
 from syncline.testing import Pool
 from tests.launch.runs import Runs
 
+STARTING_PROCESSES = {"runs", "gloo", "zeromq", "mpi", "lab", "launch", "killed", "browser", "baselines", "race"}
+"""Fixtures and groups of tests that start processes."""
 LONG_S = 60.0
 """Seconds of tests from which the slowest files are listed."""
 
@@ -39,6 +41,14 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
     made = Runs(tmp_path)
     yield made
     made.close()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark tests that start processes, by their fixture or by the group that they share with others."""
+    group = item.get_closest_marker("xdist_group")
+    named = set(getattr(item, "fixturenames", ())) | set(group.args if group is not None else ())
+    if named & STARTING_PROCESSES:
+        item.add_marker("processes")
 
 
 @pytest.hookimpl(trylast=True)

@@ -71,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--files", type=int, help="of the library, at most; all without it")
+    parser.add_argument("--files", type=int, help="maximum number of library files to read; default: all")
     options = parser.parse_args()
     everything = documents(options.files)
     cut = len(everything) * 4 // 5

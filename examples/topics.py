@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--topics", type=int, default=8)
     parser.add_argument("--sweeps", type=int, default=25)
     parser.add_argument("--words", type=int, default=120, help="of each document, at most")
-    parser.add_argument("--files", type=int, help="of the library, at most; all without it")
+    parser.add_argument("--files", type=int, help="maximum number of library files to read; default: all")
     options = parser.parse_args()
     texts, known = documents(options.words, options.files)
     topics, words = options.topics, len(known)

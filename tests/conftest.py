@@ -82,7 +82,7 @@ def pytest_collection(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Take modules and tests out of the collector's sight: it, and a search for referrers, would go through them."""
+    """Freeze collected modules and tests, so that the garbage collector skips them."""
     gc.freeze()
     gc.enable()
 

@@ -1,13 +1,14 @@
-"""Python processes of the tests, forked from one that has imported torch and syncline already.
+"""Starts the Python processes of the tests as forks of a server that has imported torch and syncline.
 
-Importing them takes three seconds of CPU, and a first step of an optimizer one more; most processes of these tests
-live for less. A forked process has the arguments, variables, folder and files that it was asked for, is its own
-`__main__`, and ends as any interpreter does: with its exit handlers, its traceback and its exit code.
+These imports take three seconds of CPU, and the first step of an optimizer one more; most processes of the tests need
+less. A forked process has the arguments, environment variables, folder and open files of the request. It runs its
+program as `__main__` and ends as any interpreter: with exit handlers, traceback and exit code.
 
-    test ── starts ──▶ client.py, which is small ── asks ──▶ server.py ── forks ──▶ the process
+    test ── starts ──▶ client.py ── sends a request to ──▶ server.py ── forks ──▶ the process
 
-The client stands for the process: it ends with its exit code or its signal, hands signals on, and takes it along
-when it is killed. So whoever starts Python processes, `subprocess` or mpiexec, starts clients instead.
+The small client represents the process. It ends with the exit code or the signal of the process and forwards signals
+to it; if the client is killed, the process is killed, too. So `subprocess` and mpiexec start clients instead of
+processes.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 CLIENT = Path(__file__).with_name("client.py")
 READ_AT_IMPORT = ("TORCH_", "NUMBA_", "CUDA_", "KMP_", "MKL_")
-"""Variables that start so are read while torch is imported, which the server has done."""
+"""Prefixes of variables that are read when torch is imported. The server has imported it with its own values."""
 
 
 def forked_python(command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """The command that runs Python with these arguments, in a forked process where that makes no difference."""
+    """The command that runs Python with these arguments, in a forked process if the result is the same."""
     plain = command[0] in ("-c", "-m") or not command[0].startswith("-")
     usual = environ.get("OMP_NUM_THREADS") == "1" and not any(name.startswith(READ_AT_IMPORT) for name in environ)
     if not plain or not usual or not hasattr(os, "pidfd_open"):
@@ -38,7 +39,7 @@ def forked_python(command: Sequence[str], environ: Mapping[str, str]) -> list[st
 
 @cache
 def _server() -> str:
-    """Where the server of this process listens. It ends with this process."""
+    """Start the server of this process; return the path of its socket. The server ends with this process."""
     path = str(Path(tempfile.mkdtemp(prefix="syncline-forking-")) / "socket")
     environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(

@@ -1,6 +1,6 @@
-"""Stands for one forked Python process: `python -S -E client.py SOCKET ARGUMENTS…`.
+"""Represents one forked Python process: `python -S -E client.py SOCKET ARGUMENTS…`.
 
-It imports little, because it is started for every process of the tests.
+It imports few modules, because it is started for every process of the tests.
 """
 
 import json
@@ -9,8 +9,8 @@ import signal
 import socket
 import sys
 
-HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-NEVER_STARTED = 70
+FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+NOT_STARTED_EXIT_CODE = 70
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(path)
     files = [0, 1, 2]
-    if "PMI_FD" in os.environ:  # MPICH's launcher talks to its ranks through it
+    if "PMI_FD" in os.environ:  # the descriptor through which MPICH's launcher talks to a rank
         files.append(int(os.environ["PMI_FD"]))
     request = json.dumps(
         {"arguments": arguments, "environ": dict(os.environ), "folder": os.getcwd(), "files": files}
@@ -27,12 +27,12 @@ def main() -> None:
     socket.send_fds(connection, [request], files)
     pid = int(connection.recv(64) or 0)
     if not pid:
-        sys.exit(NEVER_STARTED)
-    for number in HANDED_ON:
+        sys.exit(NOT_STARTED_EXIT_CODE)
+    for number in FORWARDED_SIGNALS:
         signal.signal(number, lambda number, _frame: os.kill(pid, number))
     for file in files:
         os.close(file)
-    code = int(connection.recv(64) or NEVER_STARTED)
+    code = int(connection.recv(64) or NOT_STARTED_EXIT_CODE)
     if code < 0:
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)

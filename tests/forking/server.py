@@ -1,4 +1,4 @@
-"""The process that has imported torch and syncline, and forks others; it ends when its standard input does."""
+"""The server: imports torch and syncline, then forks a process for each request. It ends at the end of its stdin."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ MAX_REQUEST_BYTES = 1 << 20
 
 @dataclass
 class Request:
-    """A process to be."""
+    """A request to start a process."""
 
     arguments: list[str]
     environ: dict[str, str]
     folder: str
     files: list[int]
-    """The numbers that its open files are to have."""
+    """The descriptor numbers of its open files."""
 
     def run(self, received: list[int], base: list[str]) -> None:
-        """Be that process, in the child."""
+        """Run the request in the child."""
         high = [os.dup2(file, 1000 + number) for number, file in enumerate(received)]
         for file in received:
             os.close(file)
@@ -69,7 +69,7 @@ class Request:
 
 
 class Server:
-    """Forks a process for each connection, tells its exit code, and kills it when the connection ends before."""
+    """Forks a process for each connection and sends back its exit code. If the connection closes, kills the process."""
 
     def __init__(self, path: str) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -79,16 +79,16 @@ class Server:
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(0, selectors.EVENT_READ)
         self._children: dict[int, tuple[socket.socket, int]] = {}
-        """By process id: who asked for it, and a file that tells its end."""
+        """By process id: the connection of its client, and its pidfd, which is readable after its end."""
 
     def serve(self) -> tuple[Request, list[int]] | None:
-        """None at the end; in a child, what it is to be."""
+        """Serve requests. Returns None at the end of stdin; in a child, its request and its open files."""
         while True:
             for key, _ in self._selector.select():
                 if key.fd == 0:
                     self._end()
                     return None
-                if key.fileobj in self._selector.get_map():  # one that was handled before may have ended it
+                if key.fileobj in self._selector.get_map():  # an event before this one may have unregistered it
                     child: tuple[Request, list[int]] | None = key.data()
                     if child is not None:
                         return child
@@ -131,7 +131,7 @@ class Server:
         os.kill(child, signal.SIGKILL)
 
     def _forget(self) -> None:
-        """In a child: nothing of the server stays open."""
+        """In a child: close all descriptors of the server."""
         self._selector.close()
         self._listener.close()
         for connection, ended in self._children.values():

@@ -1,4 +1,4 @@
-"""The command, started by `Runs`: its ranks are forked from this process, which has imported torch already.
+"""The `syncline` command as `Runs` starts it: ranks are forked from this process, which has imported torch.
 
 python command.py '{"arguments": ["run", "-n", "2", "script.py"], "folder": "/tmp/…", "job": null, "where": ""}'
 """
@@ -21,7 +21,7 @@ from syncline.launch.prefork_process import serve
 
 
 def give_prefork() -> None:
-    """Fork a prefork process for this launcher. Returns in the launcher."""
+    """Fork a prefork process from this launcher. Returns only in the launcher."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         ours.close()
@@ -32,18 +32,18 @@ def give_prefork() -> None:
     adopt(Prefork(ours), os.environ)
 
 
-def run(asked: Mapping[str, Any]) -> int:
-    """Run the command, or the job that it describes."""
-    if asked["job"] is None:
-        return main(asked["arguments"])
-    job, where = start.Job(target=tuple(asked["arguments"]), **asked["job"]), asked["where"]
+def run(request: Mapping[str, Any]) -> int:
+    """Run the command line of the request, or its job; return the exit code."""
+    if request["job"] is None:
+        return main(request["arguments"])
+    job, where = start.Job(target=tuple(request["arguments"]), **request["job"]), request["where"]
     if "@" in where:
         return in_lab.run_in_lab(job, *parse_lab(where))
     return start.run_on_hosts(job, parse_hosts(where)) if where else start.run_here(job, 2)
 
 
 if __name__ == "__main__":
-    told = json.loads(sys.argv[1])
-    os.chdir(told["folder"])
+    received = json.loads(sys.argv[1])
+    os.chdir(received["folder"])
     give_prefork()
-    sys.exit(run(told))
+    sys.exit(run(received))

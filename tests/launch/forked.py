@@ -1,4 +1,4 @@
-"""Python programs that are forked from a process which has imported torch already: they start at once."""
+"""Python programs that start at once, as forks of the prefork process, which has imported torch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 
-from syncline.launch.prefork import SWITCH, find_prefork
+from syncline.launch.prefork import PREFORK_VARIABLE, find_prefork
 
 
 class Forked:
-    """A Python program in a process of its own: `target` as `launch/worker.py` takes it, and its standard streams."""
+    """A Python program in its own process. `target` holds the arguments of `launch/worker.py`."""
 
     def __init__(self, target: Sequence[str], variables: Mapping[str, str], streams: Sequence[int]) -> None:
-        # The launcher is forked even where its ranks are not to be.
-        prefork, why = find_prefork(target, {**variables, SWITCH: "1"})
+        # The program is a launcher. It is forked even if its ranks must be new processes.
+        prefork, why = find_prefork(target, {**variables, PREFORK_VARIABLE: "1"})
         assert prefork is not None, why
         pid = prefork.start(target, variables, (), streams)
         assert pid is not None, prefork.fault

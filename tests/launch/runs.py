@@ -1,4 +1,4 @@
-"""Runs of the real command, in a folder of their own, and waiting for what they do."""
+"""Starts the real `syncline` command in a temporary folder, and waits for its effects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from typing import Any, TypeVar
 from tests.launch.forked import Forked
 
 PATIENCE = 90.0
+"""Timeout in seconds of every wait."""
 SLOW = ("they take turns", "before they hold any model", "then a signal ends them")
+"""Parts of messages that appear only on busy machines."""
 T = TypeVar("T")
 COMMAND = Path(__file__).with_name("command.py")
 
@@ -26,7 +28,7 @@ def post(name, text=""):
     (here / f".{name}").write_text(str(text))
     (here / f".{name}").rename(here / name)
 def say(*words, to=1):
-    os.write(to, (" ".join(map(str, words)) + "\\n").encode())  # one call: print makes two, and others write too
+    os.write(to, (" ".join(map(str, words)) + "\\n").encode())  # one call; print makes two
 def until(name):
     while not (here / name).exists():
         time.sleep(0.01)
@@ -34,7 +36,7 @@ def until(name):
 
 
 def wait_for(what: Callable[[], T], why: str) -> T:
-    """What `what` gives as soon as that is something."""
+    """Call `what` until its result is true, and return the result; fail with `why` after `PATIENCE` seconds."""
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
         found = what()
@@ -45,7 +47,7 @@ def wait_for(what: Callable[[], T], why: str) -> T:
 
 
 class Runs:
-    """A folder in which runs are started. Nothing of them may be left at the end."""
+    """Starts runs in a folder. No process and no temporary folder of a run may be left at the end."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,14 +57,14 @@ class Runs:
         self.started: list[Run] = []
 
     def script(self, text: str, name: str = "script.py") -> str:
-        """A script that begins with the helpers above."""
+        """Write a script that begins with `PRELUDE`; return its path."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(PRELUDE + text)
         return str(path)
 
     def environ(self, variables: Mapping[str, str] | None = None) -> dict[str, str]:
-        """A clean environment that marks all that comes of it."""
+        """Environment variables without those of launchers. A variable marks every process of these runs."""
         launchers = ("SLURM_", "PMI_", "OMPI_", "SYNCLINE_", "TORCHELASTIC_", "MASTER_", "OMP_", "KMP_")
         clean = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
         own = {"HERE": str(self.folder), "TMPDIR": str(self.temporary), "TEST_MARK": self.mark, "OMP_NUM_THREADS": "1"}
@@ -76,9 +78,10 @@ class Runs:
         job: Mapping[str, Any] | None = None,
         where: str = "",
     ) -> Run:
-        """Start `syncline` with these arguments; with `servers`, two workers beside two servers of that script.
+        """Start `syncline` with these arguments.
 
-        With `job`, whatever a `Job` may be: two workers here, or where `where` says, as a lab or as hosts.
+        With `servers`, start two workers and two servers, which run that script. With `job`, start a `Job` with these
+        fields: two workers on this machine, or on the lab or the hosts that `where` names.
         """
         job = {"servers": 2, "server": (servers,)} if servers else job
         run = Run(self, arguments, self.environ(variables), job, where)
@@ -86,11 +89,11 @@ class Runs:
         return run
 
     def run(self, *arguments: str, **options: Any) -> Run:
-        """Start it and wait for its end."""
+        """Start a run and wait for its end."""
         return self.start(*arguments, **options).finish()
 
     def read(self, name: str) -> str:
-        """What a worker has posted, once it has."""
+        """Wait until a worker has posted the file `name`; return its text."""
         path = self.folder / name
         wait_for(lambda: path.exists() or self._all_ended(), f"{name} is posted, but {self._describe()}")
         assert path.exists(), f"all runs have ended without {name}: {self._describe()}"
@@ -103,11 +106,11 @@ class Runs:
         return "\n".join(run.describe() for run in self.started)
 
     def post(self, name: str) -> None:
-        """Tell the workers something."""
+        """Create the file `name`, for which workers wait with `until(name)`."""
         (self.folder / name).touch()
 
     def processes(self) -> list[int]:
-        """Every process that comes of these runs: in their folder, or with their mark."""
+        """The process ids of these runs: processes in their folder or with their mark in the environment."""
         mark = f"TEST_MARK={self.mark}".encode()
         found = []
         for entry in Path("/proc").iterdir():
@@ -118,7 +121,7 @@ class Runs:
         return found
 
     def assert_nothing_left(self) -> None:
-        """No process, and no temporary folder."""
+        """Check that no process and no temporary folder is left."""
         wait_for(lambda: not self.processes(), f"no process is left, but {self.processes()}")
         left = [path.name for path in self.temporary.iterdir()]
         assert not [name for name in left if not name.startswith("torchinductor_")], left
@@ -133,7 +136,7 @@ class Runs:
 
 
 class Run:
-    """One run. Its launcher and its ranks are forked from processes that have imported torch already."""
+    """One run. Its launcher and its ranks are forked from processes that have imported torch."""
 
     def __init__(
         self,
@@ -146,11 +149,12 @@ class Run:
         number = len(runs.started)
         self._out, self._err = runs.folder / f"out{number}", runs.folder / f"err{number}"
         if "@" in where or "--lab" in arguments:
-            environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as in the lab: the ranks can be forked from us then
-        asked = {"arguments": list(arguments), "folder": str(runs.folder), "job": job, "where": where}
+            # The lab sets it for ranks. With the same value here, ranks can be forked from the launcher.
+            environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        request = {"arguments": list(arguments), "folder": str(runs.folder), "job": job, "where": where}
         with open(self._out, "ab") as out, open(self._err, "ab") as err, open(os.devnull) as nothing:
             streams = [nothing.fileno(), out.fileno(), err.fileno()]
-            self.process = Forked((str(COMMAND), json.dumps(asked)), environ, streams)
+            self.process = Forked((str(COMMAND), json.dumps(request)), environ, streams)
 
     @property
     def out(self) -> str:
@@ -158,7 +162,7 @@ class Run:
 
     @property
     def err(self) -> str:
-        """Standard error without what is said on busy machines: few cores, little memory, for whom we wait."""
+        """Standard error without the messages that appear only on busy machines (`SLOW`)."""
         return "".join(line for line in self.all_err.splitlines(True) if not any(words in line for words in SLOW))
 
     @property
@@ -175,7 +179,7 @@ class Run:
         return self.process.exitcode
 
     def programs(self) -> list[int]:
-        """The processes of the servers, ranks and evaluator that it has started, in this order."""
+        """The process ids of its servers, ranks and evaluator, in this order."""
         return sorted(rank for prefork in _children(self.pid) for rank in _children(prefork))
 
     def finish(self) -> Run:

@@ -1,4 +1,4 @@
-"""Ranks that are forked from a process which has imported torch: as new processes, but at once."""
+"""Ranks that are forked from the prefork process behave as ranks that are started as new processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ post(f"found{rank}", json.dumps(found))
 post(f"random{rank}", json.dumps([random.random(), numpy.random.rand(), torch.initial_seed()]))
 assert sys.stdin.read() == ""
 kept = open(here / f"kept{rank}", "w")
-kept.write("written")  # and never closed
+kept.write("written")  # the file is never closed
 import atexit, tempfile
 atexit.register(lambda: say("exit", rank))
 say(tempfile.gettempdir())
@@ -56,13 +56,13 @@ sys.exit("enough" if rank else 0)
 
 
 @pytest.fixture
-def none_made(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No prefork process is there yet, and none is left."""
-    made: dict[Any, Prefork] = {}
-    monkeypatch.setattr(prefork, "_made", made)
+def no_preforks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run the test without existing prefork processes, and end those that it starts."""
+    started: dict[Any, Prefork] = {}
+    monkeypatch.setattr(prefork, "_preforks", started)
     monkeypatch.setattr(prefork, "PRELOADED", ())
     yield
-    for each in made.values():
+    for each in started.values():
         each.close()
 
 
@@ -87,13 +87,13 @@ def test_a_rank_finds_the_same_both_ways(tmp_path: Path) -> None:
 
 
 def _code(found: Prefork, rank: int) -> int | None:
-    """The exit code of a rank, once it has ended."""
+    """Wait for the end of a rank; return its exit code."""
     wait_for(lambda: found.code(rank) is not None, "the rank ends")
     return found.code(rank)
 
 
 def _ready(runs: Runs) -> list[int]:
-    """The prefork process and two ranks that run, once they do."""
+    """Wait until both ranks run; return the process ids of the prefork process and of the two ranks."""
     return [int(runs.read("parent0")), *(int(runs.read(f"ready{rank}")) for rank in range(2))]
 
 
@@ -106,7 +106,7 @@ import torch
 if rank == 0:
     post("parent0", os.getppid())
     if os.fork() == 0:
-        until("never")  # what a rank has started ends, too
+        until("never")  # a process that a rank has started must end, too
 post(f"ready{rank}", os.getpid())
 until("never")
 """
@@ -121,7 +121,7 @@ until("never")
     runs.assert_nothing_left()
 
 
-@pytest.mark.usefixtures("none_made")
+@pytest.mark.usefixtures("no_preforks")
 def test_a_prefork_process_that_has_ended_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(f"import torch; open({str(tmp_path / 'ran')!r}, 'a').write('ran ')")
     target = (str(tmp_path / "script.py"),)
@@ -143,7 +143,7 @@ def test_a_prefork_process_that_has_ended_is_replaced(tmp_path: Path) -> None:
     assert len(pids) == 2
 
 
-@pytest.mark.usefixtures("none_made")
+@pytest.mark.usefixtures("no_preforks")
 def test_other_variables_take_another_prefork_process() -> None:
     first, _ = find_prefork(SERVER, {**os.environ, "RANK": "0"})
     assert find_prefork(SERVER, {**os.environ, "RANK": "1", "MASTER_PORT": "7"})[0] is first
@@ -151,23 +151,23 @@ def test_other_variables_take_another_prefork_process() -> None:
         assert find_prefork(SERVER, {**os.environ, name: "C"})[0] not in (None, first), name
 
 
-@pytest.mark.usefixtures("none_made")
+@pytest.mark.usefixtures("no_preforks")
 def test_what_cannot_be_forked_is_a_new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("sets.py").write_text("import os\nos.environ.update(OMP_NUM_THREADS='3')\nimport torch")
     Path("plain.py").write_text("print('hello')")
 
     def why(*target: str, **variables: str) -> str:
-        found, told = find_prefork(target, {**os.environ, **variables})
+        found, reason = find_prefork(target, {**os.environ, **variables})
         assert found is None
-        return told
+        return reason
 
     for target in (("sets.py",), ("-m", "sets")):
         assert why(*target) == "sets.py names OMP_NUM_THREADS, which is read when torch is imported"
     assert why("plain.py") == "plain.py does not name torch"
-    assert why("/dev/stdin") == "/dev/stdin is no file"
-    assert why("-m", "http.server") == "-m http.server is no file"
-    assert why("--exec", "ls") == "it is no Python program"
+    assert why("/dev/stdin") == "/dev/stdin is not a file"
+    assert why("-m", "http.server") == "-m http.server is not a file"
+    assert why("--exec", "ls") == "it is not a Python program"
     assert why(*SERVER, SYNCLINE_PREFORK="0") == "SYNCLINE_PREFORK=0"
     monkeypatch.setattr(prefork, "GPUS", (str(tmp_path),))
     assert "there is a GPU" in why(*SERVER)
@@ -175,7 +175,7 @@ def test_what_cannot_be_forked_is_a_new_process(tmp_path: Path, monkeypatch: pyt
     assert why(*SERVER) == "the kernel does not offer pidfd_open"
 
 
-@pytest.mark.usefixtures("none_made")
+@pytest.mark.usefixtures("no_preforks")
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -191,13 +191,13 @@ def test_imports_that_forbid_a_fork(tmp_path: Path, text: str, expected: str) ->
     assert find_prefork(SERVER, {**os.environ, "PYTHONPATH": str(tmp_path)}) == (None, why)
 
 
-@pytest.mark.usefixtures("none_made")
+@pytest.mark.usefixtures("no_preforks")
 def test_imports_are_not_waited_for_after_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "endless.py").write_text("import signal; signal.pause()")
     monkeypatch.setattr(prefork, "PRELOADED", ("endless",))
     pressed = iter([False, False, True])
     found, why = find_prefork(SERVER, {**os.environ, "PYTHONPATH": str(tmp_path)}, lambda: next(pressed))
-    assert (found, why) == (None, "it is not waited for")
+    assert (found, why) == (None, "the launcher stopped waiting for the prefork process")
 
 
 def test_the_end_of_a_rank_is_that_of_a_new_process(tmp_path: Path) -> None:

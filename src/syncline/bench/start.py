@@ -1,6 +1,6 @@
-"""How long workers take to start: from the request to the first line of the script, on the last of them.
+"""Measures how long workers take to start, forked from the prefork process and as new processes.
 
-Forked from the prefork process and as new processes, in turns.
+The time runs from the request until the last worker runs the first line of its script.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from syncline.launch.store import serve_store
 __all__ = ["WAYS", "measure", "table"]
 
 WAYS = {"forked": "1", "new processes": "0"}
-"""The ways to start workers, and the value of SYNCLINE_PREFORK for each."""
+"""The ways to start workers, with the value of SYNCLINE_PREFORK for each."""
 SCRIPT = """import os, pathlib, sys, time
 began = time.time()
 import torch, syncline
@@ -28,11 +28,11 @@ pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(f"{began} {time.time()}
 
 
 def measure(ranks: int, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Start that many workers in both ways, in turns; the samples in seconds.
+    """Start `ranks` workers in both ways, alternately, `rounds` times; return the samples in seconds.
 
-    The first round is not counted: in it the prefork process imports torch.
+    One round before is not counted, because the prefork process imports torch in it.
     """
-    line: dict[str, list[float]] = {way: [] for way in WAYS}
+    first_line: dict[str, list[float]] = {way: [] for way in WAYS}
     imported: dict[str, list[float]] = {way: [] for way in WAYS}
     for turn in range(rounds + 1):
         for way, value in WAYS.items():
@@ -40,17 +40,17 @@ def measure(ranks: int, rounds: int, say: Callable[[str], None]) -> dict[str, An
             if turn == 0:
                 say(f"first start, {way}: {began:.2f} s to the first line; not counted")
                 continue
-            line[way].append(began)
+            first_line[way].append(began)
             imported[way].append(ready)
             say(f"{turn}/{rounds}, {way}: {began:.2f} s to the first line, {ready:.2f} s to the end of its imports")
-    return {"ranks": ranks, "first_line_s": line, "imported_s": imported}
+    return {"ranks": ranks, "first_line_s": first_line, "imported_s": imported}
 
 
 def table(document: dict[str, Any]) -> str:
-    """Medians, with 95 % intervals of the median, and how many times longer new processes take.
+    """Medians with their 95 % intervals, and the ratio of new processes to forked ones.
 
-    >>> told = {"ranks": 2, "first_line_s": {"forked": [0.1], "new processes": [0.4]}}
-    >>> print(table(told | {"imported_s": told["first_line_s"]}))
+    >>> document = {"ranks": 2, "first_line_s": {"forked": [0.1], "new processes": [0.4]}}
+    >>> print(table(document | {"imported_s": document["first_line_s"]}))
     start of 2 workers, seconds  forked     new processes  new processes / forked
     to the first line            0.1 (n=1)  0.4 (n=1)      4 (n=1)
     to the end of its imports    0.1 (n=1)  0.4 (n=1)      4 (n=1)
@@ -66,7 +66,7 @@ def table(document: dict[str, Any]) -> str:
 
 
 def _start(ranks: int, prefork: str) -> tuple[float, float]:
-    """Seconds from the request to the first line and to the end of its imports, of the last worker."""
+    """Seconds from the request until the last worker runs its first line, and until it has finished its imports."""
     with tempfile.TemporaryDirectory(prefix="syncline-bench-") as folder:
         script, log = Path(folder, "script.py"), Path(folder, "log")
         script.write_text(SCRIPT)

@@ -1,4 +1,4 @@
-"""Run a script in horovodrun's words, on the machinery of `syncline run`.
+"""Run a script with horovodrun's options; workers start as with `syncline run`.
 
 examples:
   syncline horovodrun -np 4 python train.py                        four workers here

@@ -1,4 +1,4 @@
-"""Look for twelve ways to fool the masses in the raw logs of a race, or of one run.
+"""Check the raw logs of a race, or of one run, for twelve reporting mistakes.
 
 examples:
   syncline lint runs/race-digits-20261115-101500

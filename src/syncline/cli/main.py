@@ -17,11 +17,11 @@ __all__ = ["main"]
 
 COMMANDS = {
     "run": "run a script on many workers",
-    "horovodrun": "run a script in horovodrun's words",
+    "horovodrun": "run a script with horovodrun's options",
     "train": "train a workload on many workers",
     "race": "compare strategies: which one reaches a target accuracy first",
     "report": "write the report of a race anew",
-    "lint": "look for twelve ways to fool the masses in the logs of a race or a run",
+    "lint": "check the logs of a race or a run for twelve reporting mistakes",
     "watch": "follow a race or a training in the browser",
     "new": "write a workload of your own to begin with",
     "lab": "run a command on each host of an emulated cluster",

@@ -71,7 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", type=int, dest="ranks", default=4, help="workers; default 4")
     what = parser.add_argument_group("what is raced")
     what.add_argument(
-        "--entries", type=Path, metavar="all|FILE.toml", help="who takes part; default: a few that differ most"
+        "--entries", type=Path, metavar="all|FILE.toml", help="the entries to compare; default: a few that differ most"
     )
     what.add_argument("--seeds", default="3", metavar="N|a,b,…", help="so many, or these; default 3")
     what.add_argument("--target", type=float, help="the validation metric to reach; default: the workload's")

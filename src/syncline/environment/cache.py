@@ -1,4 +1,4 @@
-"""The folder in which this user's programs keep what they need not find out again."""
+"""The user's cache folder of Syncline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs on this machine: started by the prefork process or as new processes, and watched."""
+"""Starts the programs of a run on this machine, forked or as new processes, and watches them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from syncline.launch.sweeper import Sweeper
 __all__ = ["WORKER", "LocalCrew"]
 
 WORKER = Path(__file__).with_name("worker.py")
-"""The program in which every rank runs."""
-PATIENCE = 10.0
-"""Seconds that a killed process may take to be gone."""
+"""The Python program that runs in every rank; it runs the user's script."""
+KILL_TIMEOUT_S = 10.0
+"""Timeout of the end of processes that were killed."""
 STATE_CHECKS, STATE_CHECK_GAP_S = 2, 0.004
-"""How often a running thread is checked again, and the seconds between two checks."""
+"""How many times a running thread is checked again, and the seconds between two checks."""
 logger = logging.getLogger("syncline")
 
 
@@ -39,7 +39,7 @@ class _Process:
     pid: int
     error_file: str
     parent: Prefork | subprocess.Popen[bytes]
-    """Who started it: the prefork process, or we ourselves."""
+    """The process that started it: the prefork process or this launcher."""
 
     def has_ended(self) -> bool:
         if isinstance(self.parent, Prefork):
@@ -50,7 +50,7 @@ class _Process:
             return True
 
     def reap(self) -> int:
-        """The exit code of a process that has ended; its number may be given to another from now on."""
+        """The exit code of a process that has ended. Afterwards the system may reuse its process id."""
         if isinstance(self.parent, Prefork):
             code = self.parent.code(self.pid)
             assert code is not None
@@ -60,7 +60,7 @@ class _Process:
 
 
 class LocalCrew:
-    """Programs of this machine. Each has a session of its own, and takes all it has started along when it ends."""
+    """The programs on this machine. Each runs in its own session; when it ends, its child processes are killed."""
 
     def __init__(self, programs: Sequence[Program], output: Output) -> None:
         self._programs = programs
@@ -97,7 +97,7 @@ class LocalCrew:
                     path = os.path.join(folder, f"stream{number}")
                     streams[number] = opened.enter_context(open(path, "wb")).fileno()
                     self._output.follow(path, sink, program.prefix)
-                    os.unlink(path)  # both ends are open: nothing is left of it however we end
+                    os.unlink(path)  # both ends stay open, and no file is left, even if the launcher is killed
             prefork, why = find_prefork(program.target, variables, give_up)
             if give_up():
                 return None
@@ -115,7 +115,7 @@ class LocalCrew:
         return [self._reap(process) for process in ended]
 
     def _reap(self, process: _Process) -> Ended:
-        # Before it is reaped: until then its number, which is its group's too, cannot be given to anybody else.
+        # Before it is reaped: until then the system does not reuse its process id, which is also its group id.
         _signal_group(process.pid, signal.SIGKILL)
         if self._sweeper is not None:
             self._sweeper.over(process.pid)
@@ -148,7 +148,7 @@ class LocalCrew:
 
     def close(self) -> None:
         self.signal(signal.SIGKILL)
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + KILL_TIMEOUT_S
         while self._running and time.monotonic() < until:
             if not self.poll():
                 time.sleep(0.005)
@@ -157,7 +157,7 @@ class LocalCrew:
 
 
 def _start_new(program: Program, variables: dict[str, str], streams: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start a program as a new process, which imports all that it needs."""
+    """Start a program as a new Python process."""
     return subprocess.Popen(
         (*program.enter, sys.executable, str(WORKER), *program.target),
         env={**variables, "SYNCLINE_SUPERVISOR": str(os.getpid())},
@@ -169,9 +169,9 @@ def _start_new(program: Program, variables: dict[str, str], streams: Sequence[in
 
 
 def _state(pid: int) -> State | None:
-    """The state of a process in the kernel: stopped by a signal, or with a thread that runs or waits for a processor.
+    """Whether a signal has stopped the process, or one of its threads runs or waits for a processor; else None.
 
-    A thread that wakes now and then does not count: it must be found running several times in a row.
+    A thread counts as running if it runs at several checks in a row, so that a short wake-up does not count.
     """
     if _thread_states(pid).get(str(pid)) == "T":
         return "stopped"
@@ -187,7 +187,7 @@ def _running(pid: int) -> list[str]:
 
 
 def _thread_states(pid: int) -> dict[str, str]:
-    """The state of each thread from /proc; empty if there is no such process, or no /proc."""
+    """The state letter of each thread, from /proc; empty without such a process or without /proc."""
     found = {}
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):

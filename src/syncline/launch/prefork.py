@@ -1,11 +1,12 @@
-"""A process that has imported torch and syncline once and forks each rank, so that ranks start at once.
+"""The launcher's side of the prefork process, which imports torch and syncline once and forks every rank.
 
     launcher ──start: variables, arguments, streams──► prefork process ──fork──► rank: worker.main()
              ◄──pid, later its exit code──────────────                           (the ranks are its children)
 
-The launcher starts one for each set of the variables that torch and Python read when they are imported (`READ_EARLY`).
-It ends with the launcher, and the kernel ends the ranks with it. `SYNCLINE_PREFORK=0` switches it off; `find_prefork`
-says when ranks are started as new processes instead. This is the launcher's side; `prefork_process.py` is the other.
+Torch and Python read some environment variables when they are imported (`READ_EARLY`). Ranks with the same values of
+these variables share one prefork process. It ends with the launcher, and its ranks end with it. `SYNCLINE_PREFORK=0`
+switches it off. `find_prefork` returns the reason when a rank must be started as a new process instead. The prefork
+process itself runs `prefork_process.py`.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Prefork", "adopt", "begin_prefork", "find_prefork"]
+__all__ = ["Prefork", "adopt", "find_prefork", "start_prefork"]
 
-SWITCH = "SYNCLINE_PREFORK"
+PREFORK_VARIABLE = "SYNCLINE_PREFORK"
 GPUS = ("/dev/nvidiactl", "/dev/kfd")
-"""Device files of the drivers of NVIDIA and AMD: a process that has used one cannot be forked."""
+"""Device files of the NVIDIA and AMD drivers. Where one exists, ranks are not forked."""
 PRELOADED = (
     *("torch", "torch._dynamo", "torch.distributed.checkpoint", "numba", "zmq"),  # every optimizer imports _dynamo
     *("syncline", "syncline.training", "syncline.strategies.catalog", "syncline.transports.torch_dist"),
@@ -38,15 +39,16 @@ READ_EARLY = re.compile(
     "(OMP|GOMP|KMP|MKL|MKLDNN|DNNL|ONEDNN|OPENBLAS|BLIS|ATEN|NUMBA|NPY|NUMPY|CUDA|PYTORCH|KINETO|INDUCTOR|PT2|SYMPY|PYZMQ"
     "|LD|MALLOC|GLIBC|LC)_.*|LANG|LOGLEVEL|CXX|AOT.*|PYTHON.*|TORCH(?!ELASTIC).*"
 )
-"""Variables that the interpreter, torch and its libraries read when they are loaded."""
+"""Environment variables that Python, torch and its libraries read when they are loaded."""
 READY_TIMEOUT_S = 60.0
-"""Seconds that the prefork process may take for its imports on a busy machine. Agents have 90 for their start."""
+"""Timeout of the imports of the prefork process. It is shorter than the 90 s that an agent has to start."""
 POLL_S = 0.1
+"""Seconds between two calls of `give_up` during these imports."""
 ANSWER_TIMEOUT_S = 30.0
-"""Seconds that it may take to fork a rank."""
+"""Timeout of the answer to one request, for example to fork a rank."""
 PROCESS = Path(__file__).with_name("prefork_process.py")
-TITLE_ROOM = 4096
-"""Bytes of a rank's command line, as `ps` shows it; a longer one is cut."""
+MAX_TITLE_BYTES = 4096
+"""Maximum length of a rank's command line in `ps`; a longer one is cut."""
 logger = logging.getLogger("syncline")
 
 
@@ -59,13 +61,13 @@ class Prefork:
         self._ready = False
         self._codes: dict[int, int] = {}
         self.fault: str | None = None
-        """Why it cannot be used, or no longer."""
+        """The reason why it cannot be used; None if it can."""
 
     @classmethod
     def launch(cls, variables: Mapping[str, str]) -> Prefork:
-        """Start a prefork process with these variables. Does not wait until it is ready."""
+        """Start a prefork process with these environment variables, without waiting until it is ready."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, str(PROCESS), str(theirs.fileno()), ",".join(PRELOADED), " " * TITLE_ROOM]
+        command = [sys.executable, str(PROCESS), str(theirs.fileno()), ",".join(PRELOADED), " " * MAX_TITLE_BYTES]
         with theirs:
             try:
                 process = subprocess.Popen(
@@ -82,26 +84,26 @@ class Prefork:
         return cls(ours, process)
 
     def wait_until_ready(self, give_up: Callable[[], bool]) -> bool:
-        """Whether it can fork ranks, once it has imported what they need. Waits no longer where `give_up` says so."""
+        """Wait for its imports; return whether it can fork ranks. Stops waiting when `give_up()` is true."""
         until = time.monotonic() + READY_TIMEOUT_S
         while not self._ready and self.fault is None and not give_up():
-            told = self._receive(POLL_S, "" if time.monotonic() < until else "its imports")
-            self.fault = self.fault or (told.get("fault") if told else None)
-            self._ready = self.fault is None and told is not None
+            message = self._receive(POLL_S, "" if time.monotonic() < until else "its imports")
+            self.fault = self.fault or (message.get("fault") if message else None)
+            self._ready = self.fault is None and message is not None
         return self._ready and self.fault is None
 
     @property
     def died(self) -> bool:
-        """Whether it could be used once and cannot any more. One that never could would fail again."""
+        """Whether it failed after it was ready. Only then a new one is worth a try: failed imports would fail again."""
         return self._ready and self.fault is not None
 
     def start(
         self, target: Sequence[str], variables: Mapping[str, str], enter: Sequence[str], streams: Sequence[int]
     ) -> int | None:
-        """The process number of a new rank, or None where the prefork process has failed.
+        """Fork a rank; return its process id, or None if the prefork process has failed.
 
-        `target` is what the worker is given, `enter` the `nsenter` command of its network or nothing, `streams` its
-        standard input, output and error.
+        `target` holds the arguments of `worker.py`. `enter` is the `nsenter` command of the rank's network namespace,
+        or empty. `streams` are the descriptors of its standard input, output and error.
         """
         umask = os.umask(0)
         os.umask(umask)
@@ -121,11 +123,11 @@ class Prefork:
             except OSError as error:
                 self._fail(error.strerror or str(error))
         while self.fault is None:
-            told = self._receive(ANSWER_TIMEOUT_S, "a fork")
-            if told is not None and "started" in told:
-                return int(told["started"])
-            if told is not None and "error" in told:
-                raise OSError(int(told["error"]), os.strerror(int(told["error"])))
+            message = self._receive(ANSWER_TIMEOUT_S, "a fork")
+            if message is not None and "started" in message:
+                return int(message["started"])
+            if message is not None and "error" in message:
+                raise OSError(int(message["error"]), os.strerror(int(message["error"])))
         return None
 
     def code(self, pid: int) -> int | None:
@@ -135,14 +137,14 @@ class Prefork:
         return self._codes.get(pid, None if self.fault is None else -signal.SIGKILL)
 
     def release(self, pid: int) -> None:
-        """Let the system use the process number of a rank that has ended again."""
+        """Reap a rank that has ended, so that the system can reuse its process id."""
         self._codes.pop(pid, None)
         self._control.settimeout(ANSWER_TIMEOUT_S)
         with contextlib.suppress(OSError):
             self._control.send(json.dumps({"do": "release", "pid": pid}).encode())
 
     def close(self) -> None:
-        """End it, with all ranks that still run."""
+        """End the prefork process and all ranks that still run."""
         self._control.close()
         if self.process is None:
             return
@@ -155,7 +157,7 @@ class Prefork:
             self.process.wait()
 
     def _receive(self, timeout_s: float, purpose: str) -> dict[str, Any] | None:
-        """The next message; None after `timeout_s`, which is a fault where something was waited for (`purpose`)."""
+        """The next message, or None after `timeout_s`. With a `purpose`, a timeout is a fault and names the purpose."""
         self._control.settimeout(timeout_s)
         try:
             data = self._control.recv(1 << 16)
@@ -169,10 +171,10 @@ class Prefork:
         if not data:
             self._fail("it has ended")
             return None
-        told: dict[str, Any] = json.loads(data)
-        if "ended" in told:
-            self._codes[int(told["ended"])] = int(told["code"])
-        return told
+        message: dict[str, Any] = json.loads(data)
+        if "ended" in message:
+            self._codes[int(message["ended"])] = int(message["code"])
+        return message
 
     def _fail(self, why: str) -> None:
         self.fault = f"the prefork process failed: {why}"
@@ -182,54 +184,57 @@ class Prefork:
             self.process.kill()
 
 
-_made: dict[tuple[tuple[str, str], ...], Prefork] = {}
-"""The prefork processes of this launcher, by the variables that are read early."""
+_preforks: dict[tuple[tuple[str, str], ...], Prefork] = {}
+"""The prefork processes of this launcher, by the values of the variables in `READ_EARLY`."""
 
 
-def begin_prefork(target: Sequence[str], variables: Mapping[str, str]) -> str | None:
-    """Start a prefork process for this target and these variables, or say why it cannot be. Does not wait for it."""
+def start_prefork(target: Sequence[str], variables: Mapping[str, str]) -> str | None:
+    """Start a prefork process for this target and these variables, without waiting for it.
+
+    Returns None, or the reason why such a rank cannot be forked. An existing prefork process is used again.
+    """
     why = _unusable(variables) or _unusable_for(target)
     if why is not None:
         return why
     key = _read_early(variables)
-    if key in _made and _made[key].died:
-        _made.pop(key).close()
-    if key not in _made:
-        for other in _made:
+    if key in _preforks and _preforks[key].died:
+        _preforks.pop(key).close()
+    if key not in _preforks:
+        for other in _preforks:
             changed = sorted({name for name, _ in set(key) ^ set(other)})
-            logger.info("another prefork process is started: %s differs", ", ".join(changed))
+            logger.info("starting another prefork process: %s differs", ", ".join(changed))
         rest = {name: value for name, value in os.environ.items() if not READ_EARLY.fullmatch(name)}
         try:
-            _made[key] = Prefork.launch({**rest, **dict(key)})
+            _preforks[key] = Prefork.launch({**rest, **dict(key)})
         except OSError as error:
             return f"the prefork process cannot be started: {error}"
-        atexit.register(_made[key].close)
+        atexit.register(_preforks[key].close)
     return None
 
 
 def adopt(prefork: Prefork, variables: Mapping[str, str]) -> None:
-    """Use a prefork process that somebody else has started, with these variables."""
-    _made[_read_early(variables)] = prefork
+    """Use a prefork process that the caller has started with these variables."""
+    _preforks[_read_early(variables)] = prefork
 
 
 def find_prefork(
     target: Sequence[str], variables: Mapping[str, str], give_up: Callable[[], bool] = lambda: False
 ) -> tuple[Prefork | None, str]:
-    """The prefork process for a rank with this target and these variables, or None and why there is none.
+    """The prefork process for a rank with this target and these variables, or None and the reason.
 
-    It is waited for while it imports torch, until `give_up` says so.
+    Waits until it has imported torch, or until `give_up()` is true.
     """
-    why = begin_prefork(target, variables)
+    why = start_prefork(target, variables)
     if why is not None:
         return None, why
-    found = _made[_read_early(variables)]
+    found = _preforks[_read_early(variables)]
     if not found.wait_until_ready(give_up):
-        return None, found.fault or "it is not waited for"
+        return None, found.fault or "the launcher stopped waiting for the prefork process"
     return found, ""
 
 
 def _read_early(variables: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """The variables that decide whether a prefork process can be shared.
+    """The variables that all ranks of one prefork process have in common.
 
     >>> _read_early({"OMP_NUM_THREADS": "1", "RANK": "0"})
     (('OMP_NUM_THREADS', '1'), ('PYTHONUNBUFFERED', '1'))
@@ -245,20 +250,20 @@ def _unusable(variables: Mapping[str, str]) -> str | None:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):  # an old kernel, or a container that forbids it
         return "the kernel does not offer pidfd_open"
-    if variables.get(SWITCH) == "0":
-        return f"{SWITCH}=0"
+    if variables.get(PREFORK_VARIABLE) == "0":
+        return f"{PREFORK_VARIABLE}=0"
     gpu = next((path for path in GPUS if os.path.exists(path)), None)
-    return None if gpu is None else f"there is a GPU ({gpu}), and CUDA does not survive a fork"
+    return None if gpu is None else f"there is a GPU ({gpu}), and CUDA cannot be used after a fork"
 
 
 def _unusable_for(target: Sequence[str]) -> str | None:
-    """Why this target needs a new process: no Python, no torch, or a script that sets what is read early."""
+    """The reason why this target cannot be forked: no Python, no torch, or it names a variable of `READ_EARLY`."""
     if target[0] == "--exec":
-        return "it is no Python program"
+        return "it is not a Python program"
     path = _find_file(target)
     if path is None:
         named = " ".join(target[:2]) if target[0] == "-m" else target[0]
-        return None if named.startswith("-m syncline.") else f"{named} is no file"
+        return None if named.startswith("-m syncline.") else f"{named} is not a file"
     text = path.read_text(encoding="utf-8", errors="replace")
     if "torch" not in text and "syncline" not in text:
         return f"{path} does not name torch"
@@ -269,7 +274,7 @@ def _unusable_for(target: Sequence[str]) -> str | None:
 
 
 def _find_file(target: Sequence[str]) -> Path | None:
-    """The file of a script, or of a module in this folder."""
+    """The file of a script, or of a module in the current folder; None if there is no such file."""
     if target[0] != "-m":
         return Path(target[0]) if os.path.isfile(target[0]) else None
     place = Path(*target[1].split("."))

@@ -1,9 +1,10 @@
-"""The prefork process: it has imported torch and syncline, and forks ranks as the launcher asks (`prefork.py`).
+"""The prefork process: imports torch and syncline, then forks a rank for each request of the launcher (`prefork.py`).
 
-    python prefork_process.py CONTROL MODULES ROOM
+    python prefork_process.py CONTROL MODULES PADDING
 
-`CONTROL` is the number of the socket to the launcher, `MODULES` are the modules to import, and `ROOM` is a long
-argument in whose place a rank writes its own command line. The process starts no thread and never touches a GPU.
+`CONTROL` is the file descriptor of the socket to the launcher. `MODULES` are the modules to import, separated by
+commas. `PADDING` is a long argument: it reserves memory that a rank overwrites with its own command line. The process
+starts no thread and never uses a GPU.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ __all__ = ["main", "serve"]
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a job."""
-KEPT = (type, types.FunctionType, types.ModuleType)
-"""What is not deleted at the end of a rank."""
+NOT_DELETED = (type, types.FunctionType, types.ModuleType)
+"""Types of objects that are not deleted at the end of a rank."""
 
 
 def main() -> NoReturn:
-    """Import what ranks need, and fork them as the launcher asks."""
+    """Import the modules that ranks need, then fork ranks until the launcher ends. Returns only by exit."""
     if not getattr(sys.flags, "safe_path", False):
-        del sys.path[0]  # the folder of this file, which Python puts there
+        del sys.path[0]  # Python puts the folder of this file there
     control = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent may ignore it, and then the ranks' exit codes are lost
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if the parent ignores it, the exit codes of ranks are lost
     handlers = _ignore_signals()
     for name in filter(None, sys.argv[2].split(",")):
         try:
             importlib.import_module(name)
         except ImportError:
-            continue  # whoever needs it says that it is missing
+            continue  # The code that needs the module reports the ImportError.
         except Exception as error:
             _tell(control, fault=f"import {name} fails: {type(error).__name__}")
             sys.exit(0)
@@ -55,12 +56,15 @@ def main() -> NoReturn:
 
 
 def serve(control: socket.socket) -> NoReturn:
-    """Fork ranks of this process as the launcher at the other end asks, until it ends."""
+    """Fork ranks from this process, as requested through `control`, until the launcher ends."""
     _serve(control, _ignore_signals())
 
 
 def _ignore_signals() -> dict[int, Any]:
-    """Ignore the signals that end a job, which batch systems send to every process. Returns the handlers of ranks."""
+    """Ignore the signals that end a job: batch systems send them to every process, and the launcher handles them.
+
+    Returns the previous handlers, which every rank sets again.
+    """
     return {number: signal.signal(number, signal.SIG_IGN) for number in ENDING}
 
 
@@ -71,24 +75,25 @@ def _serve(control: socket.socket, handlers: Mapping[int, Any]) -> NoReturn:
         _tell(control, fault=f"its imports have started {threads - 1} threads, which a fork would lose")
         sys.exit(0)
     gc.collect()
-    gc.freeze()  # else the collector of every rank would write to all pages, which are shared until then
+    gc.freeze()  # without it the garbage collector of each rank would write to, and so copy, all shared pages
     _tell(control)
     _run_rank(_Server(control, handlers).run())
 
 
 class _Server:
-    """The loop of the prefork process."""
+    """The event loop of the prefork process."""
 
     def __init__(self, control: socket.socket, handlers: Mapping[int, Any]) -> None:
         self._control = control
         self._handlers = handlers
         """The signal handlers of a rank."""
         self._ranks: dict[int, int] = {}
-        """Descriptors of the ranks' processes that have not been released, by process number."""
+        """The pidfd of every rank that the launcher has not released yet, by process id."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
 
     def run(self) -> dict[str, Any]:
+        """Serve requests. Returns only in a new rank, with the request that describes it."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is not self._control:
@@ -100,15 +105,16 @@ class _Server:
                     data, fds = b"", []
                 if not data:
                     self._end()
-                told = json.loads(data)
-                if told["do"] == "release":
-                    self._release(int(told["pid"]))
+                message = json.loads(data)
+                if message["do"] == "release":
+                    self._release(int(message["pid"]))
                     continue
                 request = self._start(fds)
                 if request is not None:
                     return request
 
     def _start(self, fds: list[int]) -> dict[str, Any] | None:
+        """Fork a rank. Returns the request in the rank, None in the prefork process."""
         with open(fds[0], "rb") as file:
             file.seek(0)
             request: dict[str, Any] = {**json.load(file), "parent": os.getpid()}
@@ -122,22 +128,22 @@ class _Server:
         return None
 
     def _fork(self, streams: Sequence[int]) -> bool:
-        """Fork a rank and tell the launcher; whether this is the rank."""
-        begun, begins = os.pipe()
+        """Fork a rank and report it to the launcher. Returns True in the rank, False in the prefork process."""
+        ready_read, ready_write = os.pipe()
         try:
             pid = os.fork()
         except OSError:
-            os.close(begun)
-            os.close(begins)
+            os.close(ready_read)
+            os.close(ready_write)
             raise
         if pid == 0:
-            os.close(begun)
+            os.close(ready_read)
             self._become_rank(streams)
-            os.close(begins)
+            os.close(ready_write)
             return True
-        os.close(begins)
-        os.read(begun, 1)  # ends when the rank can receive signals: it has its own group and handlers
-        os.close(begun)
+        os.close(ready_write)
+        os.read(ready_read, 1)  # returns when the rank can receive signals: it has its own process group and handlers
+        os.close(ready_read)
         try:
             self._ranks[pid] = os.pidfd_open(pid)
         except OSError:
@@ -149,7 +155,7 @@ class _Server:
         return False
 
     def _become_rank(self, streams: Sequence[int]) -> None:
-        """In the new process: its session, signal handlers and streams, and no descriptor of the prefork process."""
+        """In the new process: set session, signal handlers and streams; close the prefork process's descriptors."""
         os.setsid()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
@@ -163,7 +169,7 @@ class _Server:
             os.close(fd)
 
     def _tell_end(self, pid: int) -> None:
-        # The process stays a zombie until it is released: until then its number, and its group's, is nobody else's.
+        # The process stays a zombie until it is released, so the system does not reuse its process id and group id.
         found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         assert found is not None
         killed = found.si_code != os.CLD_EXITED
@@ -177,7 +183,7 @@ class _Server:
             os.waitpid(pid, 0)
 
     def _end(self) -> NoReturn:
-        """The launcher has ended: end the ranks that still run, with all processes that they have started."""
+        """After the end of the launcher: kill the ranks that still run, and the processes that they have started."""
         for pid in self._ranks:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
@@ -185,27 +191,27 @@ class _Server:
 
 
 def _run_rank(request: Mapping[str, Any]) -> NoReturn:
-    """Run the worker in this process, as if it had been started by `python worker.py` with the request's variables."""
-    from syncline.launch import worker  # not before: the prefork process itself does not need it
+    """Run the worker in this process as `python worker.py` would, with the environment variables of the request."""
+    from syncline.launch import worker  # here, because only ranks need it
 
     os.environ.clear()
     os.environ.update(request["variables"])
-    os.environ["SYNCLINE_SUPERVISOR"] = str(request["parent"])  # getppid() is another one if it has ended already
+    os.environ["SYNCLINE_SUPERVISOR"] = str(request["parent"])  # not getppid(): the prefork process may have ended
     os.umask(int(request["umask"]))
     for path in request["namespaces"]:
         _enter(path)
     os.chdir(request["folder"])
     time.tzset()
-    tempfile.tempdir = None  # the folder is looked up again
+    tempfile.tempdir = None  # Python then reads TMPDIR again
     importlib.invalidate_caches()
     _seed()
     sys.argv[:] = [str(worker.__file__), *request["target"]]
     if not getattr(sys.flags, "safe_path", False):
-        sys.path.insert(0, "")  # the worker replaces it by the script's folder
+        sys.path.insert(0, "")  # the worker replaces it with the script's folder
     sys.orig_argv[:] = [sys.executable, *sys.argv]
     _set_title(sys.orig_argv)
     if _shadowed("" if request["target"][0] == "-m" else os.path.dirname(os.path.realpath(request["target"][0]))):
-        os.execv(sys.executable, sys.orig_argv)  # as a new process, where the script's own modules come first
+        os.execv(sys.executable, sys.orig_argv)  # in a new process the script's own modules come first
     before = set(sys.modules)
     code: object = 0
     try:
@@ -216,7 +222,7 @@ def _run_rank(request: Mapping[str, Any]) -> NoReturn:
 
 
 def _seed() -> None:
-    """Give this process random numbers of its own, as each new process has. Python does it for its own at each fork."""
+    """Seed NumPy and torch anew, as in a new process. Python itself seeds `random` after each fork."""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:
@@ -224,16 +230,16 @@ def _seed() -> None:
 
 
 def _exit(code: object, before: Collection[str]) -> NoReturn:
-    """End this process as Python does, but leave the modules alone that were imported before the fork.
+    """End this process as Python does, but do not free the modules that were imported before the fork (`before`).
 
-    To free them would copy most of the memory that is shared with the prefork process.
+    Freeing them would copy most of the memory that the rank shares with the prefork process.
     """
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
     for finish in (threading._shutdown, atexit._run_exitfuncs, lambda: _end_objects(before)):  # type: ignore[attr-defined]
         with contextlib.suppress(BaseException):
             finish()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # too late for KeyboardInterrupt
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # no KeyboardInterrupt from here on
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -243,24 +249,24 @@ def _exit(code: object, before: Collection[str]) -> NoReturn:
 
 
 def _end_objects(before: Collection[str]) -> None:
-    """Delete the objects of the script and its modules, so that open files are written and `__del__` runs.
+    """Delete the objects of the script and its modules, so that open files are flushed and `__del__` runs.
 
-    Functions, classes and modules stay: `__del__` methods and daemon threads use them.
+    Functions, classes and modules stay, because `__del__` methods and daemon threads use them.
     """
-    threading.excepthook = lambda _: None  # of daemon threads, which Python would stop here
+    threading.excepthook = lambda _: None  # daemon threads still run, and may fail from here on
     sys.last_value = sys.last_traceback = None
     names = ["__main__", *(name for name in reversed(sys.modules) if name not in before and name != "__main__")]
     for module in [sys.modules.get(name) for name in names]:
-        if type(module) is types.ModuleType:  # a script may put something else there
+        if type(module) is types.ModuleType:  # a script may put other objects into sys.modules
             values = vars(module)
             for name in reversed([*values]):
-                if not name.startswith("__") and not isinstance(values[name], KEPT):
+                if not name.startswith("__") and not isinstance(values[name], NOT_DELETED):
                     del values[name]
     gc.collect()
 
 
 def _shadowed(folder: str) -> bool:
-    """Whether a folder has a module of the same name as one that was imported before the script."""
+    """Whether a module in this folder has the name of a module that was imported before the fork from elsewhere."""
     folder = folder or os.getcwd()
     names = {entry.partition(".")[0] for entry in os.listdir(folder) if not entry.startswith("_")}
     found = [sys.modules[name] for name in names if name in sys.modules]
@@ -269,7 +275,7 @@ def _shadowed(folder: str) -> bool:
 
 
 def _enter(path: str) -> None:
-    """Enter a namespace of the kernel."""
+    """Enter a Linux namespace, given as a path such as /proc/PID/ns/net."""
     fd = os.open(path, os.O_RDONLY)
     if ctypes.CDLL(None, use_errno=True).setns(fd, 0):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -277,9 +283,9 @@ def _enter(path: str) -> None:
 
 
 def _free_threads() -> None:
-    """Let libraries end threads that they end at every fork and start again when needed, as OpenBLAS does."""
+    """Fork once, so that libraries such as OpenBLAS end their threads. They start them again when needed."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python warns of a fork beside threads, and this is to end them
+        warnings.simplefilter("ignore")  # Python warns about a fork with several threads
         pid = os.fork()
     if pid == 0:
         os._exit(0)
@@ -287,16 +293,16 @@ def _free_threads() -> None:
 
 
 def _set_title(command: Sequence[str]) -> None:
-    """Write over the command line of this process, which `ps` and `pgrep -f` show."""
+    """Overwrite the command line of this process, which `ps` and `pgrep -f` show."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, by proc(5)
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, see proc(5)
     if 0 < start < end:
         title = b"\0".join(word.encode(errors="surrogateescape") for word in command)[: end - start - 1]
         ctypes.memmove(start, title.ljust(end - start, b"\0"), end - start)
 
 
 def _tell(control: socket.socket, **message: object) -> None:
-    with contextlib.suppress(OSError):  # the launcher has ended, which the next read shows
+    with contextlib.suppress(OSError):  # the launcher has ended; the next read detects it
         control.send(json.dumps(message).encode())
 
 

@@ -18,7 +18,7 @@ from syncline.launch.hosts import HERE, Host
 from syncline.launch.local import LocalCrew
 from syncline.launch.mpi_layout import lay_out_mpi
 from syncline.launch.output import Output
-from syncline.launch.prefork import begin_prefork
+from syncline.launch.prefork import start_prefork
 from syncline.launch.programs import EVALUATOR, Place, Program, lay_out, lay_out_evaluator, lay_out_servers
 from syncline.launch.remote import RemoteCrew, Share
 from syncline.launch.ssh import address_towards
@@ -79,7 +79,7 @@ class Job:
 def run_here(job: Job, ranks: int) -> int:
     """Run on this machine; the exit code."""
     address, place = job.address or LOOPBACK, local_place(ranks)
-    _begin_prefork(job, place)
+    _start_prefork(job, place)
     return run_placed(job, [place], serve_store(address, ranks), address)
 
 
@@ -88,10 +88,10 @@ def local_place(ranks: int) -> Place:
     return Place(name=HERE, slots=ranks, variables=threads_each(ranks))
 
 
-def _begin_prefork(job: Job, place: Place) -> None:
-    """Let the prefork process import torch while this one does, for its store."""
+def _start_prefork(job: Job, place: Place) -> None:
+    """Start the prefork process early, so that it imports torch while this process imports torch for the store."""
     if not job.mpi:
-        begin_prefork(job.target, {**os.environ, **place.variables, **job.variables})
+        start_prefork(job.target, {**os.environ, **place.variables, **job.variables})
 
 
 def run_placed(job: Job, places: Sequence[Place], store: TCPStore, address: str) -> int:
@@ -128,7 +128,7 @@ def run_on_hosts(job: Job, hosts: Sequence[Host]) -> int:
     address = job.address or address_towards(hosts)
     for host in hosts:
         if host.name == HERE:
-            _begin_prefork(job, local_place(host.slots))
+            _start_prefork(job, local_place(host.slots))
     store = serve_store(address, sum(host.slots for host in hosts))
     common = common_variables(address, store.port)
     if any(host.name != HERE for host in hosts):

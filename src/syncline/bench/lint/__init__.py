@@ -1,4 +1,4 @@
-"""The lint of a race: twelve ways to fool the masses, looked for in the raw logs."""
+"""The lint of a race: checks the raw logs for twelve reporting mistakes."""
 
 from syncline.bench.lint.base import Finding, Rule, Verdict
 from syncline.bench.lint.catalog import RECORD, RULES

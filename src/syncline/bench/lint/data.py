@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from syncline.bench.answer_cache import cache_answers
 from syncline.bench.race.splits import SPLITS, digest_sample
-from syncline.bench.remembered import remembered
 from syncline.errors import SynclineError
 
 __all__ = ["describe_data", "is_built_in"]
@@ -14,7 +14,7 @@ SAMPLED = 256
 """Samples of each split that are looked up among the digests."""
 
 
-@remembered
+@cache_answers
 def is_built_in(name: str) -> bool:
     """Whether a workload of this name comes with Syncline."""
     from syncline.bench.workloads import names
@@ -22,9 +22,9 @@ def is_built_in(name: str) -> bool:
     return name in names()
 
 
-@remembered
+@cache_answers
 def describe_data(spec: str) -> dict[str, Any] | None:
-    """What a workload that comes with Syncline is here, with its data; None where the data is missing.
+    """Describes a built-in workload and its data on this machine; None if the data is missing.
 
     `config` is as in `config.json`, `learning_rate` the workload's own, `digests` are of the first samples by split.
     """

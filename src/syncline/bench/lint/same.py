@@ -8,10 +8,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+from syncline.bench.answer_cache import cache_answers
 from syncline.bench.lint.base import Case, Note, some
 from syncline.bench.lint.evidence import close, events, number, wall_ms
 from syncline.bench.race.reading import RanRun
-from syncline.bench.remembered import remembered
 from syncline.errors import SynclineError
 from syncline.scaling import scale_factor
 
@@ -102,7 +102,7 @@ def _built(config: dict[str, Any], chosen: Collection[str]) -> dict[str, str | N
     return found
 
 
-@remembered
+@cache_answers
 def _codec(spec: str) -> str | None:
     from syncline.codecs import build_codec
 
@@ -110,7 +110,7 @@ def _codec(spec: str) -> str | None:
     return None if codec is None else repr(codec)
 
 
-@remembered
+@cache_answers
 def _strategy(spec: str) -> str:
     from syncline.bench.race.field import build_entrant
 

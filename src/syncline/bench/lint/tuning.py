@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from syncline.bench.answer_cache import cache_answers
 from syncline.bench.lint.base import Case, Note
 from syncline.bench.lint.evidence import close
 from syncline.bench.race.plan import Tuning
-from syncline.bench.remembered import remembered
 from syncline.training.system import code_digest
 
 __all__ = ["check", "looked"]
@@ -107,7 +107,7 @@ def _sources(case: Case) -> Iterator[Note]:
             )
 
 
-@remembered
+@cache_answers
 def _preset_rates() -> dict[str, float]:
     """What each preset multiplies the workload's rate by."""
     from syncline.strategies import default_presets

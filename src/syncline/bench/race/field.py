@@ -1,7 +1,7 @@
-"""Who takes part in a race: every family of strategies, a few codecs, and what others have.
+"""The entries of a race: every family of strategies, a few codecs, and baselines from other libraries.
 
-A strategy joins the default field by naming its presets (`Strategy.presets`), a codec by a line in `CODECS`, somebody
-else's way by the baselines' catalog. `--entries` names others in a TOML file::
+A strategy becomes an entry through its presets (`Strategy.presets`), a codec through a line in `CODECS`, a baseline
+through the catalog of baselines. `--entries` names other entries in a TOML file::
 
     [[entry]]
     name = "top one percent"

@@ -1,4 +1,4 @@
-"""How long a race takes: the network of a simulated one, the time a worker computes for a sample, the whole."""
+"""Estimates the duration of a race, and parses the simulated network."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from syncline.transports import Network
 __all__ = ["expected_seconds", "parse_network", "seconds_a_sample"]
 
 LATENCY = 50e-6
+"""Seconds; the latency of a simulated network that is given by its rate alone."""
 TRIES = 12
+"""Training steps that are timed; the first two are not counted."""
 START_S, START_CPU_S = 1.5, 2.5
-"""Seconds that a run on real processes takes beside its training, and processor seconds that each worker takes."""
+"""Overhead of a run on real processes: seconds for the run, and CPU seconds for each worker."""
 SIMULATED_S, SIMULATED_STEP_S = 0.2, 0.0015
-"""Seconds that a simulated run takes beside its computing, and seconds of each worker's step."""
+"""Overhead of a simulated run: seconds for the run, and seconds for each step of a worker."""
 
 
 def parse_network(text: str) -> Network:
-    """A rate such as "100mbit" between any two workers, or all of it: "network(latency=1e-4, bandwidth=12.5e6)".
+    """The network of a rate such as "100mbit", or of a whole spec: "network(latency=1e-4, bandwidth=12.5e6)".
 
     >>> parse_network("100mbit").bandwidth
     12500000.0
@@ -38,14 +40,14 @@ def parse_network(text: str) -> Network:
     try:
         shape = parse_rate(text)
     except SpecError as error:
-        raise SpecError(f"{error}; or write all of it: network(latency=1e-4, bandwidth=12.5e6)") from None
+        raise SpecError(f"{error}; or give the whole network: network(latency=1e-4, bandwidth=12.5e6)") from None
     if shape is None:
         raise SpecError(f"a simulated network needs a rate, such as 100mbit, not {text!r}")
     return Network(latency=LATENCY, bandwidth=shape.rate / 8)
 
 
 def seconds_a_sample(workload: Workload, batch: int) -> float:
-    """What forward, backward and update take here for one sample of a batch, on one thread; the median of some."""
+    """Measured seconds of forward, backward and update for one sample of a batch, on one thread (a median)."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -65,7 +67,7 @@ def seconds_a_sample(workload: Workload, batch: int) -> float:
 
 
 def expected_seconds(plan: Plan, workload: Workload) -> float:
-    """Roughly how long a race takes here, from a measured step and what runs took on a machine of two cores."""
+    """Estimated seconds of a race on this machine: from a measured step, and overheads measured on two cores."""
     samples = workload.splits().sizes()["train"]
     a_sample = plan.seconds_a_sample or seconds_a_sample(workload, plan.batch)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

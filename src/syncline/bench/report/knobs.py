@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from syncline.bench.answer_cache import cache_answers
 from syncline.bench.race.plan import Entry
-from syncline.bench.remembered import remembered
 from syncline.errors import SynclineError
 from syncline.specs import Spec, parse
 
@@ -74,14 +74,14 @@ def _codec(spec: str | None) -> int | None:
         return None
 
 
-@remembered
+@cache_answers
 def _strategy_arguments(spec: str) -> int:
     from syncline.bench.race.field import build_entrant
 
     return _arguments(build_entrant(spec))
 
 
-@remembered
+@cache_answers
 def _codec_arguments(spec: str) -> int:
     from syncline.codecs import build_codec
 

@@ -1,4 +1,4 @@
-"""Answers in the user's cache: asked once for the same code, asked again for any other."""
+"""The cache of answers: computed once for the same code, and again for any other."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from syncline.bench import remembered as module
-from syncline.bench.remembered import remembered
+from syncline.bench import answer_cache
+from syncline.bench.answer_cache import cache_answers
 
 asked: list[str] = []
 
 
-@remembered
+@cache_answers
 def length(text: str) -> int | None:
     asked.append(text)
     return len(text) or None
@@ -37,7 +37,7 @@ def test_no_answer_is_not_kept() -> None:
 
 def test_other_versions_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
     length("a")
-    monkeypatch.setattr(module, "_versions", lambda: ["another version"])
+    monkeypatch.setattr(answer_cache, "_versions", lambda: ["another version"])
     assert length("a") == 1
     assert asked == ["a", "a"]
 

@@ -1,6 +1,7 @@
-"""Answers that take torch to find, kept in the user's cache: the next process reads them and need not import it.
+"""Caches results that need torch, so that the next process does not import it.
 
-They hold for the same code and packages. With any other version the whole file is written anew.
+The results are in one file of the user's cache folder. They are valid for one version of Syncline's code, of Python and
+of the packages in `PACKAGES`. With any other version the file is replaced.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 from syncline.environment.cache import cache_folder
 from syncline.training.system import code_digest
 
-__all__ = ["remembered"]
+__all__ = ["cache_answers"]
 
 logger = logging.getLogger("syncline")
 
@@ -29,24 +30,25 @@ T = TypeVar("T")
 FILE = "answers.json"
 PACKAGES = ("torch", "numpy", "scikit-learn")
 MAX_ANSWERS = 4096
+"""With so many answers in the file, the next one replaces them all."""
 
 
-def remembered(question: Callable[P, T]) -> Callable[P, T]:
-    """Keep the answers of a function of texts, which depends on nothing else.
+def cache_answers(question: Callable[P, T]) -> Callable[P, T]:
+    """Decorator: cache the results of a function that depends only on its arguments, which are strings.
 
-    An answer is what JSON can hold. None and exceptions are not kept: what is missing now may be installed later.
+    A result must be a JSON value. None and exceptions are not cached: what is missing now may be installed later.
     """
 
     @functools.wraps(question)
-    def ask(*words: P.args, **named: P.kwargs) -> T:
-        key = json.dumps([question.__module__, question.__qualname__, words, named], sort_keys=True)
+    def ask(*args: P.args, **kwargs: P.kwargs) -> T:
+        key = json.dumps([question.__module__, question.__qualname__, args, kwargs], sort_keys=True)
         path = cache_folder() / FILE
-        kept = _read(path)
-        if key in kept:
-            return kept[key]  # type: ignore[no-any-return]
-        answer: T = json.loads(json.dumps(question(*words, **named)))  # the same types as when it is read
+        answers = _read(path)
+        if key in answers:
+            return answers[key]  # type: ignore[no-any-return]
+        answer: T = json.loads(json.dumps(question(*args, **kwargs)))  # the same types as if it was read
         if answer is not None:
-            _write(path, {**(kept if len(kept) < MAX_ANSWERS else {}), key: answer})
+            _write(path, {**(answers if len(answers) < MAX_ANSWERS else {}), key: answer})
         return answer
 
     return ask
@@ -54,7 +56,7 @@ def remembered(question: Callable[P, T]) -> Callable[P, T]:
 
 @functools.cache
 def _versions() -> list[str]:
-    """What the answers depend on."""
+    """The versions that the answers depend on."""
     found = [code_digest(), sys.version, sys.prefix]
     for package in PACKAGES:
         try:
@@ -72,12 +74,12 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        logger.info("%s cannot be read and is made anew: %s", path, error)
+        logger.info("%s cannot be read and will be replaced: %s", path, error)
         return {}
 
 
 def _write(path: Path, answers: dict[str, Any]) -> None:
-    """Whole or not at all. Where it cannot be written, the next process asks again."""
+    """Replace the file atomically. If it cannot be written, the next process computes the answers again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{FILE}-", delete=False) as file:

@@ -6,12 +6,12 @@ of the packages in `PACKAGES`. With any other version the file is replaced.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -80,10 +80,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _write(path: Path, answers: dict[str, Any]) -> None:
     """Replace the file atomically. If it cannot be written, the next process computes the answers again."""
+    part = path.with_name(f".{FILE}-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{FILE}-", delete=False) as file:
-            json.dump({"versions": _versions(), "answers": answers}, file)
-        os.replace(file.name, path)
+        part.write_text(json.dumps({"versions": _versions(), "answers": answers}))
+        os.replace(part, path)
     except OSError as error:
         logger.info("%s cannot be written: %s", path, error)
+        with contextlib.suppress(OSError):
+            part.unlink()

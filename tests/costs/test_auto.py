@@ -71,9 +71,18 @@ def test_measuring_corrects_a_wrong_model() -> None:
     assert predict(chosen, 4, 120_000, right).seconds < predict(predicted, 4, 120_000, right).seconds / 2
 
 
-@pytest.mark.parametrize(("jitter", "settled"), [(0.0, True), (0.5, False)])
-def test_a_few_calls_decide_only_where_times_do_not_vary(jitter: float, settled: bool) -> None:
-    taken = sl.simulate(lambda world: reduced(world, 10, 12), 3, network=Network(jitter=jitter)).results[0]
+@pytest.mark.parametrize(
+    ("options", "settled"),
+    [
+        ({}, True),
+        ({"network": Network(jitter=0.5)}, False),
+        ({"faults": [sl.faults.Delay(1e-3, source=0, to=1)]}, False),
+        ({"chaos": True}, False),
+    ],
+    ids=["exact", "jitter", "faults", "chaos"],
+)
+def test_a_few_calls_decide_only_where_times_do_not_vary(options: dict[str, Any], settled: bool) -> None:
+    taken = sl.simulate(lambda world: reduced(world, 10, 12), 3, **options).results[0]
     assert bool(taken[-1]) == settled
 
 

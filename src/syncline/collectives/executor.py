@@ -35,7 +35,7 @@ ONE_AT_A_TIME = 1 << 17
 
 def execute(transport: Transport, lanes: Sequence[tuple[Iterator[Round], Carrier]]) -> None:
     """Run every lane to its end. Each lane has a tag of its own; a channel runs one call at a time."""
-    with transport.without_draws():
+    with transport.no_random_numbers():
         active = [Lane(transport, rounds, carrier, LANE_TAGS + lane) for lane, (rounds, carrier) in enumerate(lanes)]
         active = [lane for lane in active if lane.post()]
         while active:

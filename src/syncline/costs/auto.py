@@ -10,8 +10,8 @@ nothing is wasted but the difference. After some rounds the slow ones drop out; 
 
 Ranks that share a host share its processors too, which the model does not know: there all schedules have their try.
 
-On a simulated network without jitter predictions are exact and no call differs from the one before. There only
-candidates within 10 % of the best prediction are tried, once each.
+On a simulated network without jitter, faults and chaos every call takes the predicted time. There only candidates
+within 10 % of the best prediction are tried, once each.
 
 While trying, the ranks meet before and after a call, and its time is the shortest over the ranks: that of the last to
 begin until the last has ended. A rank's own time alone would leave out what others still wait for, or put in what it
@@ -45,12 +45,12 @@ AUTO = "auto"
 MOST_TRIED = 5
 WORTH_A_TRY = 2.0
 """A schedule is tried when its prediction is at most so many times the best."""
-EXACT_WORTH_A_TRY = 1.1
-"""The same where predictions are exact: on a simulated network without jitter."""
+EXACT_MAX_RATIO = 1.1
+"""A schedule is tried when its prediction is at most so many times the best, where `Transport.exact_times` holds."""
 LOOKS = ((1, 4.0), (5, 1.4), (12, 1.12), (32, 1.0))
-"""Samples of each candidate until a look, and how much slower than the best it may be to stay."""
-EXACT_LOOKS = ((1, 1.0),)
-"""The same where every call of a candidate takes the same time: on a simulated network without jitter."""
+"""The stages of a trial: samples of each candidate, and the ratio to the best time above which one is dropped."""
+EXACT_TRIAL_STAGES = ((1, 1.0),)
+"""The stages of a trial where `Transport.exact_times` holds: one sample of each candidate decides."""
 LONGEST = 60.0
 """Seconds: where going on to the last look would take longer, the second one decides."""
 SMALL = 1 << 17
@@ -76,7 +76,7 @@ class _Trial:
     def __init__(self, candidates: list[str], predicted: dict[str, float], exact: bool = False) -> None:
         self.candidates = candidates
         self.predicted = predicted
-        self.schedule = EXACT_LOOKS if exact else LOOKS
+        self.schedule = EXACT_TRIAL_STAGES if exact else LOOKS
         self.warm_up = 0 if exact else 1
         """Calls of each candidate that do not count: the first makes connections and buffers."""
         self.times: dict[str, list[float]] = {name: [] for name in candidates}
@@ -251,12 +251,12 @@ class Auto:
             self._settle(key, Choice(own[0] if own else "ring", "nothing else is worth a try here"))
             return
         network, nbytes = self.network(), tensor.numel() * tensor.element_size()
-        exact = network is channel.transport.network and network.jitter == 0.0
+        exact = network is channel.transport.network and channel.transport.exact_times
         plan = None
         if channel.rank == 0:
             predicted = {name: predict_on(channel, name, nbytes, network).seconds for name in names("allreduce")}
             ranked = sorted(predicted, key=lambda name: predicted[name])
-            most = (EXACT_WORTH_A_TRY if exact else WORTH_A_TRY) * predicted[ranked[0]]
+            most = (EXACT_MAX_RATIO if exact else WORTH_A_TRY) * predicted[ranked[0]]
             worth = [name for name in ranked if predicted[name] <= most][:MOST_TRIED]
             alone = len(set(channel.hosts)) == channel.size or channel.transport.network is not None
             predicted |= {name: predict_on(channel, name, nbytes, network).seconds for name in own}

@@ -22,7 +22,7 @@ _lock = threading.Lock()
 
 
 class _ThreadedEngine(_engine_type):  # type: ignore[misc]
-    """torch's engine. Threads that tasks share have their backward passes run elsewhere."""
+    """torch's engine. Backward passes called on the simulator's thread run on a thread of their own."""
 
     def run_backward(self, *args: Any, **options: Any) -> Any:
         call = _call_by_thread.get(threading.get_ident())

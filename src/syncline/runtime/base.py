@@ -37,7 +37,7 @@ class Event(Protocol):
     def wait(self, timeout: float | None = None, why: object = "", hang: bool = False) -> bool:
         """Wait until set; False when the timeout came first.
 
-        The `str` of `why` says for whom and for what, in a report of who waits for whom. `hang` marks a timeout that
+        `str(why)` names the peer and the operation, in a report of who waits for whom. `hang` marks a timeout that
         stands for "something is broken" rather than for a plan: the simulator does not wait for it to
         pass before it calls a deadlock by its name.
         """

@@ -91,13 +91,13 @@ class SimulatedTask:
         """What its thread waits for; None while it runs on the home thread."""
         self._work = (fn, args)
         self._context = contextvars.copy_context()
-        self._begun = False
+        self._started = False
         self.greenlet: greenlet | None = None
 
     def switch(self) -> SimulatedTask | None:
-        """Go on with it; called by the hub. Returns the next task to go on with; None: wait for the baton."""
+        """Resume this task. Called by the hub. Returns the task to resume next, or None if a thread runs next."""
         if self.greenlet is None:
-            self._begun = True
+            self._started = True
             self.greenlet = greenlet(self._run, parent=self.kernel.hub)
         following: SimulatedTask | None = self.greenlet.switch()
         return following
@@ -105,8 +105,8 @@ class SimulatedTask:
     def release(self) -> None:
         """Go on with it, on its thread."""
         assert self.baton is not None, "a task without a thread is switched to"
-        if not self._begun:
-            self._begun = True
+        if not self._started:
+            self._started = True
             name = f"rank{self.rank}-{self.name}"
             threading.Thread(target=self._run_on_thread, args=(self.baton,), daemon=True, name=name).start()
         self.baton.release()
@@ -161,7 +161,7 @@ def make_baton() -> threading.Lock:
     return baton
 
 
-class _WithoutDraws:
+class _NoRandomNumbers:
     """A section in which the running task draws no random numbers: switches to it leave their states as they are."""
 
     def __init__(self, kernel: Kernel) -> None:
@@ -192,7 +192,7 @@ class Kernel:
         self.on_finish: Callable[[SimulatedTask], None] = lambda task: None
         self.tasks: list[SimulatedTask] = []
         self._states = RandomStates(seed)
-        self.without_draws = _WithoutDraws(self)
+        self.no_random_numbers = _NoRandomNumbers(self)
         self._heap: list[tuple[float, float, int, Entry]] = []
         self._pool: list[Entry] = []
         self._sequence = 0
@@ -325,7 +325,7 @@ class Kernel:
             task.resume_entry = self.schedule_at(self.now if at is None else at, task)
 
     def block(self, why: object) -> None:
-        """Hand over until somebody wakes the running task. `why` is what it waits for, in a report: its `str`."""
+        """Suspend the running task until another wakes it. `str(why)` appears in the deadlock report."""
         task = self._current or self.running()
         if self.stopping or task.interrupt:
             raise Interrupted
@@ -405,14 +405,15 @@ class Kernel:
         task.greenlet = getcurrent()  # not the one that began, if the user's code has greenlets of its own
         if following is not None and following.greenlet is not None:
             following.greenlet.switch()
-        else:  # the hub begins a greenlet, which would stand on this one's stack otherwise
+        else:
+            # The hub starts new greenlets, so that their stacks do not begin on top of this one.
             assert self.hub is not None, "the task runs on the home thread"
             self.hub.switch(following)
 
     def _switch_to(self, following: SimulatedTask, task: SimulatedTask) -> None:
         """On the home thread: let another task run until this one goes on."""
         try:
-            restore = self._thread_state.put_aside()
+            restore = self._thread_state.save_and_reset()
         except UnsupportedError:
             self.wake(following)
             raise
@@ -447,7 +448,7 @@ class Kernel:
         """Call `fn` as the running task, on a thread of its own. Called on the home thread."""
         task = self.running()
         try:
-            restore = self._thread_state.put_aside()
+            restore = self._thread_state.save_and_reset()
         except UnsupportedError:  # then nothing in it may wait for others
             return fn(*args, **options)
         context, after = contextvars.copy_context(), [restore]
@@ -461,7 +462,7 @@ class Kernel:
                 results.append(context.run(fn, *args, **options))
             except BaseException as error:
                 errors.append(error)
-            after[0] = self._thread_state.put_aside()
+            after[0] = self._thread_state.save_and_reset()
             task.baton = None
             self._home.release()
 

@@ -1,7 +1,7 @@
 """What torch keeps for each thread, where several simulated tasks share one thread.
 
 A task that waits in the middle of `torch.no_grad()`, `torch.autocast(…)` and the like must not pass that on to the
-next task. It is put aside before the switch and restored after it.
+next task. It is saved and reset before the switch and restored after it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ frame_callback: Callable[[], object] = _frames.get_eval_frame_callback
 
 
 class ThreadState:
-    """Knows the state that a new thread has: made on one."""
+    """Saves and restores torch's per-thread state. Create it on a new thread."""
 
     def __init__(self) -> None:
         self._included = included_keys()
         self._excluded = excluded_keys()
         self._autocast = [(device, False, torch.get_autocast_dtype(device)) for device in AUTOCAST_DEVICES]
 
-    def put_aside(self) -> Callable[[], None] | None:
+    def save_and_reset(self) -> Callable[[], None] | None:
         """Give this thread the state of a new one. Returns what restores it, or None if nothing was to be done."""
         graded = torch.is_grad_enabled()
         if not graded:

@@ -150,6 +150,8 @@ class Transport(ABC):
     native: NativeCollectives | None = None
     network: Network | None = None
     """What messages cost, where that is known without measuring."""
+    exact_times: bool = False
+    """Whether every message takes the time that `network` predicts: there is no jitter, no fault and no chaos."""
     wide: Transport | None = None
     """Where the engine has members beside the ranks of the world: a channel of them all, the ranks first."""
     beside: tuple[str, ...] = ()
@@ -233,8 +235,8 @@ class Transport(ABC):
     def combined(self, nbytes: int) -> None:  # noqa: B027 (most transports have nothing to add)
         """Told after `nbytes` were reduced: where time is virtual, this is where it passes."""
 
-    def without_draws(self) -> AbstractContextManager[None]:
-        """Entered for code that draws no random numbers: the simulator need not swap their states while it waits."""
+    def no_random_numbers(self) -> AbstractContextManager[None]:
+        """Context for code that draws no random numbers. In it the simulator does not swap the generators."""
         return nullcontext()
 
     def entering(self, what: str) -> None:  # noqa: B027 (most transports need not know)

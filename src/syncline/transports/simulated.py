@@ -65,7 +65,10 @@ class _Wire:
         self.landing: deque[_Flight] = deque()
 
     def arrive(self) -> None:
-        """The first byte is at the receiver's port: of the earliest sent, whichever entry fired (chaos)."""
+        """The first byte is at the receiver's port.
+
+        Handles the earliest message sent, because in chaos mode the entries fire in any order.
+        """
         hub, to = self.hub, self.to
         flight = self.transit.popleft()
         start = max(flight.head, hub.in_free[to])
@@ -309,6 +312,7 @@ class SimulatedTransport(Transport):
         equal = not (hub.network.links or hub.network.slow or hub.network.inside)
         if equal or members == tuple(range(len(members))):
             self.network = hub.network
+        self.exact_times = not (hub.network.jitter or hub.faults or hub.kernel.chaos)
         hub.register(self)
 
     @property
@@ -403,8 +407,8 @@ class SimulatedTransport(Transport):
         self._made += 1
         return self.hub.memory((self._channel, self._made, "shared"), 1, numel, dtype)[0]
 
-    def without_draws(self) -> AbstractContextManager[None]:
-        return self.hub.kernel.without_draws
+    def no_random_numbers(self) -> AbstractContextManager[None]:
+        return self.hub.kernel.no_random_numbers
 
     def combined(self, nbytes: int) -> None:
         seconds = nbytes * self.hub.network.combine * self.hub.slowness(self.global_rank)

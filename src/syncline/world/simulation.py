@@ -82,8 +82,9 @@ def simulate(
     simulation. By default a line is printed every ten seconds if standard error is a terminal.
 
     Tasks are greenlets of one thread. With `threads` each is a thread: slower, the same run bit for bit.
-    It is for code that waits for other ranks where one thread cannot go on with another task, such as in a thread
-    that `fn` has started.
+    It is for code that waits for other ranks where the simulator cannot switch to another task, such as in a thread
+    that `fn` has started. It is also for code with `threading.local` values, which the ranks share otherwise, and for
+    hooks that take a lock held around `backward()`: a backward pass runs on another thread otherwise.
 
     >>> import torch, syncline as sl
     >>> def step(world):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import random
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import numpy as np
@@ -360,6 +362,86 @@ def test_saved_tensor_hooks_belong_to_the_task_that_set_them() -> None:
         return len(packed)
 
     assert sl.simulate(work, 3).results == (2, 2, 2)
+
+
+def thread_state() -> tuple[Any, ...]:
+    """The parts of the state of this thread that a task may set and leave set."""
+    return (
+        torch.is_grad_enabled(),
+        str(torch.get_default_device()),
+        torch._C._len_torch_function_stack(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("xpu"),
+        torch._C._is_multithreading_enabled(),
+        torch._C._autograd._saved_tensors_hooks_get_disabled_error_message(),
+    )
+
+
+SETTERS: list[Callable[[], object]] = [
+    lambda: torch.set_grad_enabled(False),
+    lambda: torch.set_default_device("meta"),
+    lambda: torch.set_autocast_enabled("cpu", True),
+    lambda: torch.set_autocast_enabled("xpu", True),
+    lambda: torch._C._set_multithreading_enabled(False),
+    lambda: torch._C._autograd._saved_tensors_hooks_disable("refused"),
+]
+
+
+def test_state_that_a_task_leaves_set_stays_with_it() -> None:
+    def work(world: sl.World) -> list[tuple[Any, ...]]:
+        seen = [thread_state()]
+        if world.rank < len(SETTERS):
+            SETTERS[world.rank]()
+        for _ in range(world.rank + 1):  # the ranks that have set something end first
+            world.runtime.sleep(1e-3)
+            seen.append(thread_state())
+        return seen
+
+    results = sl.simulate(work, 7).results
+    assert results == sl.simulate(work, 7, threads=True).results
+    assert len({result[-1] for result in results}) == 7
+    assert set(results[6]) == {results[0][0]}, "the rank that sets nothing sees a new thread's state"
+
+
+def test_default_devices_belong_to_the_rank() -> None:
+    def work(world: sl.World) -> list[str]:
+        seen = []
+        for device in ("meta", "cpu", None):
+            torch.set_default_device(device)
+            world.barrier()
+            seen.append(f"{torch.empty(1).device} {torch._C._len_torch_function_stack()}")
+        return seen
+
+    assert sl.simulate(work, 3).results == (["meta 1", "cpu 1", "cpu 0"],) * 3
+
+
+def test_each_rank_may_run_an_event_loop_of_asyncio() -> None:
+    async def numbers(world: sl.World) -> AsyncIterator[int]:
+        for number in range(2):
+            world.barrier()
+            await asyncio.sleep(0)
+            yield number
+
+    async def total(world: sl.World) -> int:
+        return sum([number async for number in numbers(world)]) + world.rank
+
+    hooks = []
+
+    def work(world: sl.World) -> int:
+        result = asyncio.run(total(world))
+        hooks.append(tuple(sys.get_asyncgen_hooks()))
+        return result
+
+    assert sl.simulate(work, 3).results == (1, 2, 3)
+    assert set(hooks) == {(None, None)}
+
+
+def test_the_refusal_of_a_wait_names_where_it_is() -> None:
+    def work(world: sl.World) -> Any:
+        return torch.func.grad(lambda x: (x * sl.allreduce(torch.ones(1))).sum())(torch.ones(1))
+
+    with pytest.raises(sl.UnsupportedError, match=r"torch\.func transform .*FuncTorch.*threads=True"):
+        sl.simulate(work, 2)
 
 
 def test_a_wait_in_a_thread_of_the_user_needs_threads() -> None:

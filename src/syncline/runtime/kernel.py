@@ -126,8 +126,17 @@ class SimulatedTask:
         except BaseException as error:
             self.error = error
         del fn, args
+        if self.baton is None:
+            self._reset_thread_state()
         self._finished = True
         return self.kernel.finished(self)
+
+    def _reset_thread_state(self) -> None:
+        """Leave the home thread to the other tasks without the modes that this task has set and not unset."""
+        try:
+            self.kernel.thread_state.save_and_reset()
+        except UnsupportedError as error:
+            self.error = self.error or error
 
     def done(self) -> bool:
         return self._finished
@@ -413,7 +422,7 @@ class Kernel:
     def _switch_to(self, following: SimulatedTask, task: SimulatedTask) -> None:
         """On the home thread: let another task run until this one goes on."""
         try:
-            restore = self._thread_state.save_and_reset()
+            restore = self.thread_state.save_and_reset()
         except UnsupportedError:
             self.wake(following)
             raise
@@ -448,7 +457,7 @@ class Kernel:
         """Call `fn` as the running task, on a thread of its own. Called on the home thread."""
         task = self.running()
         try:
-            restore = self._thread_state.save_and_reset()
+            restore = self.thread_state.save_and_reset()
         except UnsupportedError:  # then nothing in it may wait for others
             return fn(*args, **options)
         context, after = contextvars.copy_context(), [restore]
@@ -462,7 +471,7 @@ class Kernel:
                 results.append(context.run(fn, *args, **options))
             except BaseException as error:
                 errors.append(error)
-            after[0] = self._thread_state.save_and_reset()
+            after[0] = self.thread_state.save_and_reset()
             task.baton = None
             self._home.release()
 
@@ -480,7 +489,7 @@ class Kernel:
 
     def _host(self, ready: threading.Lock) -> None:
         """The home thread: run greenlets until the simulation is over."""
-        self._thread_state = ThreadState()
+        self.thread_state = ThreadState()
         self._home_ident = threading.get_ident()
         self.hub = getcurrent()
         following: SimulatedTask | None = None

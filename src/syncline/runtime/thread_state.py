@@ -1,4 +1,4 @@
-"""What torch keeps for each thread, where several simulated tasks share one thread.
+"""What torch and asyncio keep for each thread, where several simulated tasks share one thread.
 
 A task that waits in the middle of `torch.no_grad()`, `torch.autocast(…)` and the like must not pass that on to the
 next task. It is saved and reset before the switch and restored after it.
@@ -6,6 +6,8 @@ next task. It is saved and reset before the switch and restored after it.
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -18,22 +20,32 @@ from syncline.errors import UnsupportedError
 
 __all__ = ["ThreadState"]
 
-AUTOCAST_DEVICES = ("cpu", "cuda")
 _torch: Any = torch._C  # its type hints leave out much of what is here
 _autograd: Any = _torch._autograd
 overrides: Any = torch.overrides
 dispatch: Any = torch.utils._python_dispatch
 _frames: Any = _torch._dynamo.eval_frame
+_events: Any = asyncio.events
+_default_device: Any = torch._GLOBAL_DEVICE_CONTEXT  # type: ignore[attr-defined]
+
+AUTOCAST_DEVICES = tuple(
+    device
+    for device in ("cpu", "cuda", "xpu", "ipu", "hpu", "xla", "mps", "mtia", "maia", "privateuseone")
+    if _torch._is_autocast_available(device)
+)
 
 # These are called at every switch: bound once, they take half the time.
 deepen_autocast: Callable[[], int] = _torch.autocast_increment_nesting
 leave_autocast: Callable[[], int] = _torch.autocast_decrement_nesting
-included_keys: Callable[[], object] = _torch._dispatch_tls_local_include_set
-excluded_keys: Callable[[], object] = _torch._dispatch_tls_local_exclude_set
+included_keys: Callable[[], Any] = _torch._dispatch_tls_local_include_set
+excluded_keys: Callable[[], Any] = _torch._dispatch_tls_local_exclude_set
 has_forward_grad: Callable[[], bool] = _torch._is_fwd_grad_enabled
+has_backward_threads: Callable[[], bool] = _torch._is_multithreading_enabled
 has_torch_function: Callable[[], bool] = _torch._is_torch_function_enabled
 count_function_modes: Callable[[], int] = _torch._len_torch_function_stack
 saved_tensor_hooks: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks
+saved_hooks_refusal: Callable[[], str | None] = _autograd._saved_tensors_hooks_get_disabled_error_message
+running_loop: Callable[[], object] = _events._get_running_loop
 frame_callback: Callable[[], object] = _frames.get_eval_frame_callback
 
 
@@ -59,8 +71,8 @@ class ThreadState:
             self._reset(undo)
             if not self._is_new():
                 raise UnsupportedError(
-                    "a simulated rank waits for others inside an operator, a torch.func transform or another place "
-                    "that torch keeps to one thread: call sl.simulate(…, threads=True)"
+                    f"a simulated rank waits for others inside {self._place()}, which torch keeps to one thread: "
+                    "call sl.simulate(…, threads=True)"
                 )
         except BaseException:
             undo.close()
@@ -75,21 +87,42 @@ class ThreadState:
             and included_keys() == self._included
             and excluded_keys() == self._excluded
             and has_forward_grad()
+            and has_backward_threads()
             and has_torch_function()
             and count_function_modes() == 0
             and saved_tensor_hooks(False) is None
+            and saved_hooks_refusal() is None
             and frame_callback() is None
+            and running_loop() is None
         )
+
+    def _place(self) -> str:
+        """Where a task is whose state could not be reset."""
+        if not has_torch_function():
+            return "torch._C.DisableTorchFunction()"
+        included, excluded = included_keys() - self._included, excluded_keys() - self._excluded
+        return f"an operator or a torch.func transform (dispatch keys included: {included}, excluded: {excluded})"
 
     def _reset(self, undo: ExitStack) -> None:
         """Reset each part of the state; `undo` takes them back, the last one first."""
+        if (loop := running_loop()) is not None:
+            undo.callback(_events._set_running_loop, loop)
+            undo.callback(sys.set_asyncgen_hooks, *sys.get_asyncgen_hooks())
+            _events._set_running_loop(None)
+            sys.set_asyncgen_hooks(None, None)
         if frame_callback() is not None:
             undo.callback(_frames.set_eval_frame, _frames.set_eval_frame(None))
+        if (refusal := saved_hooks_refusal()) is not None:
+            _autograd._saved_tensors_hooks_enable()
+            undo.callback(_autograd._saved_tensors_hooks_disable, refusal)
         while (hooks := saved_tensor_hooks(False)) is not None:
             _autograd._pop_saved_tensors_default_hooks()
             undo.callback(_autograd._push_saved_tensors_default_hooks, *hooks)
         while count_function_modes():
             undo.callback(overrides._push_mode, overrides._pop_mode())
+        if (device := getattr(_default_device, "device_context", None)) is not None:
+            _default_device.device_context = None
+            undo.callback(setattr, _default_device, "device_context", device)
         while _torch._len_torch_dispatch_stack():
             undo.callback(dispatch._push_mode, dispatch._pop_mode())
         self._reset_autocast(undo)
@@ -100,15 +133,18 @@ class ThreadState:
         if not has_forward_grad():
             _torch._set_fwd_grad_enabled(True)
             undo.callback(_torch._set_fwd_grad_enabled, False)
+        if not has_backward_threads():
+            _torch._set_multithreading_enabled(True)
+            undo.callback(_torch._set_multithreading_enabled, False)
 
     def _reset_autocast(self, undo: ExitStack) -> None:
         deepen_autocast()
         nesting = leave_autocast()
-        if not nesting:
-            return
         now = [(dev, torch.is_autocast_enabled(dev), torch.get_autocast_dtype(dev)) for dev in AUTOCAST_DEVICES]
-        undo.callback(_set_autocast, now, nesting, torch.is_autocast_cache_enabled())
-        _set_autocast(self._autocast, -nesting, True)
+        cached = torch.is_autocast_cache_enabled()
+        if nesting or now != self._autocast or not cached:
+            undo.callback(_set_autocast, now, nesting, cached)
+            _set_autocast(self._autocast, -nesting, True)
 
 
 def _disable_grad() -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import random
+import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -17,7 +20,9 @@ import pytest
 import torch
 
 import syncline as sl
-from syncline.transports import Message
+from syncline.runtime import kernel
+from syncline.runtime.thread_state import ThreadState
+from syncline.transports import Message, mailbox
 from syncline.transports.faults import Fault
 
 NETWORK = sl.Network(latency=100e-6, bandwidth=1e8, jitter=0.5)
@@ -465,6 +470,133 @@ def test_a_wait_in_a_thread_of_the_user_needs_threads() -> None:
     with pytest.raises(sl.UnsupportedError, match="threads=True"):
         sl.simulate(work, 2)
     assert sl.simulate(work, 2, threads=True).results[1] == [torch.tensor([2.0])]
+
+
+def backward(world: sl.World, hook: Callable[[], object]) -> float:
+    """The gradient of 2x, by a backward pass that calls `hook`."""
+    x: Any = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda grad: (hook(), None)[1])
+    (2 * x).sum().backward()
+    world.barrier()
+    return float(x.grad)
+
+
+def test_a_backward_pass_that_neither_ends_nor_waits_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    warned = threading.Event()
+
+    def noticed(record: logging.LogRecord) -> bool:
+        warned.set()
+        return True
+
+    monkeypatch.setattr(kernel, "SLOW_BACKWARD_S", 0.01)
+    monkeypatch.setattr(kernel.logger, "filters", [noticed])
+
+    def work(world: sl.World) -> float:
+        return backward(world, lambda: warned.wait(30) if world.rank == 1 else None)
+
+    assert sl.simulate(work, 2).results == (2.0, 2.0)
+    (record,) = caplog.records
+    assert re.search(r"backward pass of rank 1 .*threads=True", record.getMessage())
+
+
+def test_threads_have_the_names_of_their_tasks() -> None:
+    def work(world: sl.World) -> list[str]:
+        names = [threading.current_thread().name]
+        backward(world, lambda: names.append(threading.current_thread().name))
+        threading.current_thread().name = f"mine {world.rank}"
+        world.barrier()
+        return [*names, threading.current_thread().name]
+
+    results = sl.simulate(work, 2).results
+    assert results[1] == ["rank1-main", "rank1-main-backward", "mine 1"]
+    assert results[0][-1] == "mine 0"
+
+
+def test_a_hook_may_reset_a_context_variable_by_its_token() -> None:
+    variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
+
+    def work(world: sl.World) -> int:
+        token = variable.set(5)
+        backward(world, lambda: variable.reset(token))
+        return variable.get()
+
+    assert sl.simulate(work, 2).results == (0, 0)
+
+
+def test_a_home_thread_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ValueError("no state")
+
+    monkeypatch.setattr(kernel, "ThreadState", fail)
+    with pytest.raises(ValueError, match="no state"):
+        sl.simulate(lambda world: world.barrier(), 2)
+
+
+def test_state_left_by_a_hook_that_cannot_be_saved_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(ThreadState):
+        def save_and_reset(self) -> Callable[[], None] | None:
+            if threading.current_thread().name == "rank1-main-backward":
+                raise sl.UnsupportedError("refused")
+            return super().save_and_reset()
+
+    monkeypatch.setattr(kernel, "ThreadState", Refusing)
+    with pytest.raises(sl.UnsupportedError, match="refused"):
+        sl.simulate(lambda world: backward(world, lambda: None), 2)
+
+
+@pytest.mark.parametrize(("threads", "refused"), [(False, "rank1-main-backward"), (True, "rank1-main")])
+def test_a_thread_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch, threads: bool, refused: str) -> None:
+    start = threading.Thread.start
+
+    def limited(self: threading.Thread) -> None:
+        if self.name == refused:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        sl.simulate(lambda world: backward(world, lambda: None), 2, threads=threads)
+
+
+@pytest.mark.parametrize("threads", [False, True], ids=["greenlets", "threads"])
+def test_an_event_that_fails_after_a_task_is_an_error(monkeypatch: pytest.MonkeyPatch, threads: bool) -> None:
+    def work(world: sl.World) -> None:
+        if world.rank == 0:
+            world.transport.send(torch.zeros(100), 1)
+        else:
+            world.compute(1.0)
+
+    monkeypatch.setattr(mailbox, "LIMIT", 10)
+    with pytest.raises(sl.ProtocolError, match="wait unreceived"):
+        sl.simulate(work, 2, threads=threads)
+
+
+def test_a_second_control_c_ends_a_simulation_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "PROGRESS_EVERY_S", 0.05)
+    ended, homes = threading.Event(), []
+    waited: list[bool] = []
+
+    def work(world: sl.World) -> None:
+        homes.append(threading.current_thread())
+        main: Any = threading.main_thread().ident
+        signal.pthread_kill(main, signal.SIGINT)
+        simulation: Any = world.transport
+        while not simulation.hub.kernel.stopping:
+            time.sleep(1e-3)
+        signal.pthread_kill(main, signal.SIGINT)
+        waited.append(ended.wait(30))
+
+    torch.manual_seed(3)
+    with pytest.raises(KeyboardInterrupt):
+        sl.simulate(work, 1)
+    drawn = torch.rand(2)
+    ended.set()
+    homes[0].join(30)
+    assert waited == [True], "the simulation waited for the rank"
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(2), drawn)
 
 
 def test_a_simulation_in_a_simulated_task() -> None:

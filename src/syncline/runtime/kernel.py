@@ -23,10 +23,12 @@ from __future__ import annotations
 
 import contextvars
 import heapq
+import logging
 import math
 import random
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from threading import get_ident
 from types import TracebackType
 from typing import Any, NoReturn
@@ -42,10 +44,14 @@ from syncline.runtime.thread_state import ThreadState
 
 __all__ = ["Entry", "Interrupted", "Kernel", "SimulatedTask"]
 
+logger = logging.getLogger("syncline")
+
 Fire = Callable[[], "SimulatedTask | None"]
 NEVER = math.inf
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward pass that calls this function; −1: none does."""
+SLOW_BACKWARD_S = 5.0
+"""Seconds of real time between two checks that a backward pass has waited for others. The second one warns."""
 PROGRESS_EVERY_S = 1.0
 """Seconds of real time between two calls of `progress`."""
 
@@ -74,6 +80,7 @@ class SimulatedTask:
         self.kernel = kernel
         self.rank = rank
         self.name = name
+        self.thread_name = f"rank{rank}-{name}"
         self.result: Any = None
         self.error: BaseException | None = None
         self.claimed = False  # somebody has seen the error
@@ -107,13 +114,15 @@ class SimulatedTask:
         assert self.baton is not None, "a task without a thread is switched to"
         if not self._started:
             self._started = True
-            name = f"rank{self.rank}-{self.name}"
-            threading.Thread(target=self._run_on_thread, args=(self.baton,), daemon=True, name=name).start()
+            threading.Thread(target=self._run_on_thread, args=(self.baton,), daemon=True, name=self.thread_name).start()
         self.baton.release()
 
     def _run_on_thread(self, baton: threading.Lock) -> None:
         baton.acquire()
-        self._run()
+        try:
+            self._run()
+        except BaseException as error:
+            self.kernel.end(error)
 
     def _run(self) -> SimulatedTask | None:
         fn, args = self._work
@@ -187,6 +196,66 @@ class _NoRandomNumbers:
         self._kernel.restore_random_state(task)
 
 
+class _ThreadCall:
+    """A function that a task calls on a thread of its own, in the same context and with the same thread state."""
+
+    def __init__(
+        self, kernel: Kernel, task: SimulatedTask, restore: Callable[[], None] | None, fn: Callable[[], Any]
+    ) -> None:
+        self._kernel, self._task, self._restore, self._fn = kernel, task, restore, fn
+        self._context: contextvars.Context | None = getcurrent().gr_context
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Call the function. The thread runs this."""
+        try:
+            worker = greenlet(self._call)
+            worker.gr_context = self._context  # a context of Python cannot be entered twice
+            worker.switch()
+        except BaseException as error:
+            self._error = error
+        self._kernel.return_home(self._task)
+
+    def _call(self) -> None:
+        restore, self._restore = self._restore, None
+        if restore is not None:
+            restore()
+        try:
+            self._result = self._fn()
+        finally:
+            self._restore = self._kernel.thread_state.save_and_reset()
+
+    def result(self) -> Any:
+        """Restore the thread state that the function has left; return or raise what it has. Called by the task."""
+        if self._restore is not None:
+            self._restore()
+        error, self._error = self._error, None
+        if error is None:
+            return self._result
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame
+
+
+class _HomeThread(threading.Thread):
+    """The thread of a simulation's greenlets. It has the name of the task that runs on it."""
+
+    def __init__(self, kernel: Kernel, ready: threading.Lock) -> None:
+        super().__init__(target=kernel.host, args=(ready,), daemon=True, name="simulator")
+        self._kernel = kernel
+
+    @property
+    def name(self) -> str:
+        task = self._kernel._current
+        return "simulator" if task is None or task.baton is not None else task.thread_name
+
+    @name.setter
+    def name(self, name: str) -> None:
+        self._kernel.running().thread_name = name
+
+
 class Kernel:
     """Virtual time and the order of events, drawn from a seed."""
 
@@ -214,6 +283,10 @@ class Kernel:
         self._outside = make_baton()
         self._home = make_baton()
         self._home_ident = -1
+        self._handovers = 0
+        self._warned = False
+        self._over = False
+        self._failure: BaseException | None = None
         self.hub: greenlet | None = None
         """The greenlet of the home thread that waits while a thread runs."""
 
@@ -437,13 +510,17 @@ class Kernel:
 
     def _hand_to(self, task: SimulatedTask | None) -> None:
         """Let a task run on another thread than this one. With none left, the simulation is over."""
+        self._handovers += 1
         self._make_current(task)
         if task is None:
-            self._outside.release()
+            self.end()
         elif task.baton is None:
             self._home.release()
         else:
-            task.release()
+            try:
+                task.release()
+            except RuntimeError as error:  # the system starts no more threads
+                self.end(error)
 
     def _refuse_wait(self) -> NoReturn:
         """Refuse a wait that would keep the home thread from running the other tasks."""
@@ -460,48 +537,61 @@ class Kernel:
             restore = self.thread_state.save_and_reset()
         except UnsupportedError:  # then nothing in it may wait for others
             return fn(*args, **options)
-        context, after = contextvars.copy_context(), [restore]
-        results: list[Any] = []
-        errors: list[BaseException] = []
-
-        def work() -> None:
+        call = _ThreadCall(self, task, restore, partial(fn, *args, **options))
+        name = f"{task.thread_name}-backward"
+        task.baton = make_baton()  # from here on its waits are those of a thread
+        try:
+            threading.Thread(target=call.run, daemon=True, name=name).start()
+        except RuntimeError:
+            task.baton = None
             if restore is not None:
                 restore()
-            try:
-                results.append(context.run(fn, *args, **options))
-            except BaseException as error:
-                errors.append(error)
-            after[0] = self.thread_state.save_and_reset()
-            task.baton = None
-            self._home.release()
-
-        task.baton = make_baton()  # from here on its waits are those of a thread
-        threading.Thread(target=work, daemon=True, name=f"rank{task.rank}-{task.name}-backward").start()
+            raise
         self._leave_home(task)
-        if after[0] is not None:
-            after[0]()
-        for variable, value in context.items():
-            if variable.get(None) is not value:
-                variable.set(value)
-        if errors:
-            raise errors.pop()
-        return results.pop()
+        return call.result()
 
-    def _host(self, ready: threading.Lock) -> None:
+    def return_home(self, task: SimulatedTask) -> None:
+        """Let the home thread go on with a task whose thread ends."""
+        task.baton = None
+        self._home.release()
+
+    def host(self, ready: threading.Lock) -> None:
         """The home thread: run greenlets until the simulation is over."""
-        self.thread_state = ThreadState()
-        self._home_ident = threading.get_ident()
-        self.hub = getcurrent()
-        following: SimulatedTask | None = None
-        with backward_on_threads(self._call_on_thread):
-            ready.release()
-            while True:
-                if following is None:
-                    self._home.acquire()
-                    following = self._current
+        try:
+            self.thread_state = ThreadState()
+            self._home_ident = threading.get_ident()
+            self.hub = getcurrent()
+            following: SimulatedTask | None = None
+            with backward_on_threads(self._call_on_thread):
+                ready.release()
+                while True:
                     if following is None:
-                        return
-                following = following.switch()
+                        self._await_home()
+                        following = self._current
+                        if following is None:
+                            return
+                    following = following.switch()
+        except BaseException as error:
+            self.end(error)
+        finally:
+            if ready.locked():
+                ready.release()
+
+    def _await_home(self) -> None:
+        """Wait until a task is to run on the home thread. Warn once of a backward pass that neither ends nor waits."""
+        handovers = -1
+        while not self._home.acquire(timeout=-1 if self._threads or self._warned else SLOW_BACKWARD_S):
+            task = self._current
+            if task is not None and handovers == self._handovers:
+                self._warned = True
+                logger.warning(
+                    "the backward pass of %s of a simulation has run for more than %.3g s without waiting for others. "
+                    "If a hook waits for a lock that is held around backward(), it never ends: call "
+                    "sl.simulate(…, threads=True)",
+                    task,
+                    SLOW_BACKWARD_S,
+                )
+            handovers = self._handovers
 
     # Beginning and end.
 
@@ -511,26 +601,43 @@ class Kernel:
         That thread calls `progress` about every second of real time. An exception from it ends the run, as Ctrl-C does.
         """
         ready = make_baton()
-        home = threading.Thread(target=self._host, args=(ready,), daemon=True, name="simulator")
+        home = _HomeThread(self, ready)
         with one_processor(), calm_collector(), one_torch_thread():
             home.start()
             ready.acquire()
             self._states.enter()
             try:
-                self._hand_to(self._next())
                 try:
-                    while not self._outside.acquire(timeout=-1 if progress is None else PROGRESS_EVERY_S):
-                        assert progress is not None, "otherwise the wait has no timeout"
-                        progress()
+                    if not self._over:
+                        self._begin()
+                    while not self._outside.acquire(timeout=PROGRESS_EVERY_S):
+                        if progress is not None:
+                            progress()
                 except BaseException:  # Ctrl-C: unwind the tasks, then let it through
                     self.stopping = True
-                    self._outside.acquire()
+                    while not self._outside.acquire(timeout=PROGRESS_EVERY_S):
+                        pass  # Python handles a signal that came just before the wait
                     raise
             finally:
                 self._states.leave()
-                self._current = None
-                self._home.release()
-                home.join()
+                if self._over:  # otherwise a second Ctrl-C has come: a task runs on, on a daemon thread
+                    home.join()
+            if self._failure is not None:
+                raise self._failure
+
+    def _begin(self) -> None:
+        """Run the first task."""
+        try:
+            self._hand_to(self._next())
+        except Exception as error:
+            self.end(error)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Let `run` return, or raise the error of a kernel that cannot go on. Called by the thread that runs."""
+        if not self._over:
+            self._over, self._failure, self._current = True, error, None
+            self._outside.release()
+            self._home.release()
 
     def interrupt(self, tasks: Iterable[SimulatedTask]) -> None:
         """Unwind these tasks wherever they wait."""

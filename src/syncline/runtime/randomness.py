@@ -68,11 +68,11 @@ class RandomStates:
         """Give the caller's state back."""
         assert self._outside is not None
         self._put(self._outside)
-        self._rank = None
+        self._outside = self._rank = None
 
     def switch(self, rank: int) -> None:
-        """Make the generators those of `rank`."""
-        if rank == self._rank:
+        """Make the generators those of `rank`. After `leave` this does nothing."""
+        if rank == self._rank or self._outside is None:
             return
         if self._rank is not None:
             self._states[self._rank] = self._take()

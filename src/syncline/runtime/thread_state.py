@@ -26,7 +26,7 @@ overrides: Any = torch.overrides
 dispatch: Any = torch.utils._python_dispatch
 _frames: Any = _torch._dynamo.eval_frame
 _events: Any = asyncio.events
-_default_device: Any = torch._GLOBAL_DEVICE_CONTEXT  # type: ignore[attr-defined]
+_default_device: Any = torch._GLOBAL_DEVICE_CONTEXT
 
 AUTOCAST_DEVICES = tuple(
     device

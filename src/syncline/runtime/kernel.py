@@ -51,7 +51,7 @@ NEVER = math.inf
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the backward pass that calls this function; −1: none does."""
 SLOW_BACKWARD_S = 5.0
-"""Seconds of real time between two checks that a backward pass has waited for others. The second one warns."""
+"""Seconds of real time after which a backward pass that has not waited for others is logged as a warning."""
 PROGRESS_EVERY_S = 1.0
 """Seconds of real time between two calls of `progress`."""
 
@@ -579,13 +579,13 @@ class Kernel:
 
     def _await_home(self) -> None:
         """Wait until a task is to run on the home thread. Warn once of a backward pass that neither ends nor waits."""
-        handovers = -1
+        handovers = self._handovers
         while not self._home.acquire(timeout=-1 if self._threads or self._warned else SLOW_BACKWARD_S):
             task = self._current
             if task is not None and handovers == self._handovers:
                 self._warned = True
                 logger.warning(
-                    "the backward pass of %s of a simulation has run for more than %.3g s without waiting for others. "
+                    "the backward pass of %s of a simulation has run for %.3g s without waiting for others. "
                     "If a hook waits for a lock that is held around backward(), it never ends: call "
                     "sl.simulate(…, threads=True)",
                     task,

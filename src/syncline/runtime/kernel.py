@@ -22,13 +22,13 @@ entry instead of the earliest; deadlines then fire only when nothing else is lef
 from __future__ import annotations
 
 import contextvars
-import heapq
 import logging
 import math
 import random
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
+from heapq import heappop, heappush
 from threading import get_ident
 from types import TracebackType
 from typing import Any, NoReturn
@@ -303,7 +303,7 @@ class Kernel:
             self._pool.append(entry)
         else:
             self._sequence += 1
-            heapq.heappush(self._heap, (time, self.random.random(), self._sequence, entry))
+            heappush(self._heap, (time, self.random.random(), self._sequence, entry))
         return entry
 
     def cancel(self, entry: Entry) -> None:
@@ -324,24 +324,27 @@ class Kernel:
                 return entry
         heap = self._heap
         while heap:
-            entry = heapq.heappop(heap)[3]
+            entry = heappop(heap)[3]
             if entry.live:
                 return entry
         return None
 
     def _next(self) -> SimulatedTask | None:
         """Fire entries until one resumes a task; None when all ranks are through."""
+        heap, pool = self._heap, self._pool
         while True:
             if not self._mains and not self.stopping:
                 self.stop()
             if self.stopping and not self._unfinished:
                 return None
-            entry = self._pop()
+            entry = heappop(heap)[3] if heap and not pool else self._pop()
+            if entry is not None and not entry.live:
+                continue
             if entry is None or (entry.time > self._hang_bound and not self.chaos):
                 task = self._give_up(NEVER if entry is None else entry.time)
                 if entry is not None and task is not None:
                     self._sequence += 1
-                    heapq.heappush(self._heap, (entry.time, 0.0, self._sequence, entry))  # its time comes later
+                    heappush(self._heap, (entry.time, 0.0, self._sequence, entry))  # its time comes later
                 if task is not None:
                     return task
                 if entry is None:

@@ -71,7 +71,8 @@ class _Wire:
         """
         hub, to = self.hub, self.to
         flight = self.transit.popleft()
-        start = max(flight.head, hub.in_free[to])
+        free = hub.in_free[to]
+        start = flight.head if flight.head > free else free
         held = (hub.network.per_message + flight.nbytes * self.beta) * hub.slowness(to)
         flight.head = hub.in_free[to] = start + held
         self.landing.append(flight)
@@ -134,7 +135,8 @@ class Hub:
         wire = self._wires.get((source, to))
         if wire is None:
             wire = self._wires[source, to] = _Wire(self, source, to)
-        start = max(kernel.now, self._out_free[source])
+        now, free = kernel.now, self._out_free[source]
+        start = now if now > free else free
         held = (self.network.per_message + nbytes * wire.beta) * self.slowness(source)
         left = self._out_free[source] = start + held
         copies = self._copies() if lossy else 1

@@ -6,6 +6,7 @@ names a program to kill. At the end of the input the launcher has ended or stops
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import select
@@ -32,7 +33,10 @@ def main() -> int:
     control = _take_standard_input()
     job = json.loads(control.read_line())
     address, port = str(job["address"]), int(job["port"])
+    importlib.import_module("torch")  # takes seconds, in which the launcher may end
     try:
+        if control.has_closed():
+            return 0
         # torch would try for long where nobody listens: the launcher has ended, or cannot be reached from here.
         socket.create_connection((address, port), CONNECT_TIMEOUT).close()
         board = Board(join_store(address, port))

@@ -77,7 +77,7 @@ def test_measuring_corrects_a_wrong_model() -> None:
         ({}, True),
         ({"network": Network(jitter=0.5)}, False),
         ({"faults": [sl.faults.Delay(1e-3, source=0, to=1)]}, False),
-        ({"chaos": True}, False),
+        ({"chaos": True}, True),
     ],
     ids=["exact", "jitter", "faults", "chaos"],
 )

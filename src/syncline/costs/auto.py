@@ -10,7 +10,7 @@ nothing is wasted but the difference. After some rounds the slow ones drop out; 
 
 Ranks that share a host share its processors too, which the model does not know: there all schedules have their try.
 
-On a simulated network without jitter, faults and chaos every call takes the predicted time. There only candidates
+On a simulated network without jitter and faults every call takes the predicted time. There only candidates
 within 10 % of the best prediction are tried, once each.
 
 While trying, the ranks meet before and after a call, and its time is the shortest over the ranks: that of the last to

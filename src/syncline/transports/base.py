@@ -151,7 +151,7 @@ class Transport(ABC):
     network: Network | None = None
     """What messages cost, where that is known without measuring."""
     exact_times: bool = False
-    """Whether every message takes the time that `network` predicts: there is no jitter, no fault and no chaos."""
+    """Whether every message takes the time that `network` predicts: there is no jitter and no fault."""
     wide: Transport | None = None
     """Where the engine has members beside the ranks of the world: a channel of them all, the ranks first."""
     beside: tuple[str, ...] = ()

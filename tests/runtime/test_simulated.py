@@ -536,10 +536,10 @@ def test_a_home_thread_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyP
 
 def test_state_left_by_a_hook_that_cannot_be_saved_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing(ThreadState):
-        def save_and_reset(self) -> Callable[[], None] | None:
+        def save_and_reset(self, default_modes: bool = False) -> Callable[[], None] | None:
             if threading.current_thread().name == "rank1-main-backward":
                 raise sl.UnsupportedError("refused")
-            return super().save_and_reset()
+            return super().save_and_reset(default_modes)
 
     monkeypatch.setattr(kernel, "ThreadState", Refusing)
     with pytest.raises(sl.UnsupportedError, match="refused"):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -35,11 +36,21 @@ ONE_AT_A_TIME = 1 << 17
 
 def execute(transport: Transport, lanes: Sequence[tuple[Iterator[Round], Carrier]]) -> None:
     """Run every lane to its end. Each lane has a tag of its own; a channel runs one call at a time."""
-    with transport.no_random_numbers():
+    with transport.no_user_code():
         active = [Lane(transport, rounds, carrier, LANE_TAGS + lane) for lane, (rounds, carrier) in enumerate(lanes)]
         active = [lane for lane in active if lane.post()]
         while active:
             active = [lane for lane in active if lane.advance()]
+
+
+class _Send(NamedTuple):
+    """A send under way: its chunks from `first` to before `end` must not be overwritten yet."""
+
+    first: int
+    end: int
+    peer: int
+    nbytes: int
+    handle: Handle
 
 
 class Lane:
@@ -51,15 +62,15 @@ class Lane:
         self._carrier = carrier
         self._tag = tag
         self._landing: list[tuple[Move, Tensor, Handle]] = []
-        self._sending: deque[tuple[Move, Handle]] = deque()
+        self._sending: deque[_Send] = deque()
 
     def post(self) -> bool:
         """Start the next round; at the end of the schedule wait for what is still being sent, and return False."""
         transport, carrier, tag = self._transport, self._carrier, self._tag
         now = next(self._rounds, None)
         if now is None:
-            for _, handle in self._sending:
-                handle.wait()
+            for send in self._sending:
+                send.handle.wait()
             self._sending.clear()
             return False
         for move in now.recvs:
@@ -71,10 +82,13 @@ class Lane:
         if self._sending:
             self._let_through(now.sends)
         for move in now.sends:
-            if carrier.nbytes(move):
-                self._sending.append((move, transport.send(carrier.read(move), move.peer, tag, exact=True)))
+            nbytes = carrier.nbytes(move)
+            if nbytes:
+                peer, chunk, width, _ = move
+                handle = transport.send(carrier.read(move), peer, tag, exact=True)
+                self._sending.append(_Send(chunk, chunk + width, peer, nbytes, handle))
         while len(self._sending) > MOST_SENDING + len(now.sends):
-            self._sending.popleft()[1].wait()  # from many rounds ago: surely gone by now
+            self._sending.popleft().handle.wait()  # from many rounds ago: surely gone by now
         return True
 
     def advance(self) -> bool:
@@ -94,15 +108,18 @@ class Lane:
 
     def _let_through(self, sends: Sequence[Move]) -> None:
         """Wait for large sends of earlier rounds to other peers than the next ones."""
-        peers = [move.peer for move in sends]
-        for sent, handle in self._sending if peers else ():
-            if sent.peer not in peers and self._carrier.nbytes(sent) >= ONE_AT_A_TIME:
-                handle.wait()
+        for sent in self._sending:
+            if sent.nbytes >= ONE_AT_A_TIME and sends and all(move.peer != sent.peer for move in sends):
+                sent.handle.wait()
 
     def _finish_sending(self, move: Move) -> None:
         """Wait for the sends that still read what this move will overwrite."""
-        first, end = move.chunk, move.chunk + move.width
-        reading = [each for each in self._sending if each[0].chunk < end and first < each[0].chunk + each[0].width]
-        for each in reading:
-            each[1].wait()
-            self._sending.remove(each)
+        chunk, end = move.chunk, move.chunk + move.width
+        for sent in self._sending:
+            if sent.first < end and chunk < sent.end:
+                break
+        else:
+            return
+        for sent in [each for each in self._sending if each.first < end and chunk < each.end]:
+            sent.handle.wait()
+            self._sending.remove(sent)

@@ -91,6 +91,8 @@ class SimulatedTask:
         self.interrupt = False
         self.draws = True
         """Whether it may draw random numbers before its next wait."""
+        self.default_modes = False
+        """Whether torch's modes are known to be a new thread's until its next wait."""
         self._finished = False
         self._joiners: list[SimulatedTask] = []
         self.resume_entry: Entry | None = None
@@ -179,20 +181,25 @@ def make_baton() -> threading.Lock:
     return baton
 
 
-class _NoRandomNumbers:
-    """A section in which the running task draws no random numbers: switches to it leave their states as they are."""
+class _NoUserCode:
+    """A section in which the running task runs no code of the user.
+
+    It draws no random numbers and changes no mode of torch, so that a switch in it need not save and restore them.
+    """
 
     def __init__(self, kernel: Kernel) -> None:
         self._kernel = kernel
 
     def __enter__(self) -> None:
-        self._kernel.running().draws = False
+        task = self._kernel.running()
+        task.draws = False
+        task.default_modes = task.baton is None and self._kernel.thread_state.has_default_modes()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         task = self._kernel.running()
-        task.draws = True
+        task.draws, task.default_modes = True, False
         self._kernel.restore_random_state(task)
 
 
@@ -270,7 +277,7 @@ class Kernel:
         self.on_finish: Callable[[SimulatedTask], None] = lambda task: None
         self.tasks: list[SimulatedTask] = []
         self._states = RandomStates(seed)
-        self.no_random_numbers = _NoRandomNumbers(self)
+        self.no_user_code = _NoUserCode(self)
         self._heap: list[tuple[float, float, int, Entry]] = []
         self._pool: list[Entry] = []
         self._sequence = 0
@@ -498,7 +505,7 @@ class Kernel:
     def _switch_to(self, following: SimulatedTask, task: SimulatedTask) -> None:
         """On the home thread: let another task run until this one goes on."""
         try:
-            restore = self.thread_state.save_and_reset()
+            restore = self.thread_state.save_and_reset(task.default_modes)
         except UnsupportedError:
             self.wake(following)
             raise

@@ -57,19 +57,22 @@ class ThreadState:
         self._excluded = excluded_keys()
         self._autocast = [(device, False, torch.get_autocast_dtype(device)) for device in AUTOCAST_DEVICES]
 
-    def save_and_reset(self) -> Callable[[], None] | None:
-        """Give this thread the state of a new one. Returns what restores it, or None if nothing was to be done."""
+    def save_and_reset(self, default_modes: bool = False) -> Callable[[], None] | None:
+        """Give this thread the state of a new one. Returns what restores it, or None if nothing was to be done.
+
+        `default_modes` says that `has_default_modes` is known to be true, which saves most of the time.
+        """
         graded = torch.is_grad_enabled()
         if not graded:
             _torch._set_grad_enabled(True)
-        if self._is_new():
+        if default_modes or self.has_default_modes():
             return None if graded else _disable_grad
         undo = ExitStack()
         if not graded:
             undo.callback(_disable_grad)
         try:
             self._reset(undo)
-            if not self._is_new():
+            if not self.has_default_modes():
                 raise UnsupportedError(
                     f"a simulated rank waits for others inside {self._place()}, which torch keeps to one thread: "
                     "call sl.simulate(…, threads=True)"
@@ -79,7 +82,7 @@ class ThreadState:
             raise
         return undo.close
 
-    def _is_new(self) -> bool:
+    def has_default_modes(self) -> bool:
         """Whether all but the grad mode is as on a new thread."""
         deepen_autocast()
         return (

@@ -235,8 +235,8 @@ class Transport(ABC):
     def combined(self, nbytes: int) -> None:  # noqa: B027 (most transports have nothing to add)
         """Told after `nbytes` were reduced: where time is virtual, this is where it passes."""
 
-    def no_random_numbers(self) -> AbstractContextManager[None]:
-        """Context for code that draws no random numbers. In it the simulator does not swap the generators."""
+    def no_user_code(self) -> AbstractContextManager[None]:
+        """Context for code that draws no random numbers and changes no mode of torch: the simulator saves neither."""
         return nullcontext()
 
     def entering(self, what: str) -> None:  # noqa: B027 (most transports need not know)

@@ -73,7 +73,9 @@ class _Wire:
         flight = self.transit.popleft()
         free = hub.in_free[to]
         start = flight.head if flight.head > free else free
-        held = (hub.network.per_message + flight.nbytes * self.beta) * hub.slowness(to)
+        held = hub.network.per_message + flight.nbytes * self.beta
+        if hub.uneven:
+            held *= hub.slowness(to)
         flight.head = hub.in_free[to] = start + held
         self.landing.append(flight)
         hub.kernel.schedule_at(flight.head, self.land)
@@ -96,6 +98,8 @@ class Hub:
         self.size = size
         self.network = network
         self.faults = tuple(faults)
+        self.uneven = bool(network.slow or self.faults)
+        """Whether some ranks may be slower than others."""
         self.runtimes = [SimulatedRuntime(kernel, rank) for rank in range(size)]
         self.messages: list[Message] = []
         self.lost: int | None = None
@@ -137,20 +141,24 @@ class Hub:
             wire = self._wires[source, to] = _Wire(self, source, to)
         now, free = kernel.now, self._out_free[source]
         start = now if now > free else free
-        held = (self.network.per_message + nbytes * wire.beta) * self.slowness(source)
+        held = self.network.per_message + nbytes * wire.beta
+        if self.uneven:
+            held *= self.slowness(source)
         left = self._out_free[source] = start + held
         copies = self._copies() if lossy else 1
         for _ in range(copies):
             latency = wire.alpha * (1.0 + self.network.jitter * kernel.random.random())
             if self.faults:
                 latency += self._lateness(source, to)
-            head = max(start + latency, wire.last_head)
+            head = start + latency
+            if wire.last_head > head:
+                head = wire.last_head
             if self.faults:
                 head = max(head, self._held_until(source, to))
                 if head == math.inf:
                     break
             wire.last_head = head
-            wire.transit.append(_Flight(tag, nbytes, kernel.now, head, land))
+            wire.transit.append(_Flight(tag, nbytes, now, head, land))
             kernel.schedule_at(head, wire.arrive)
         return left
 
@@ -324,7 +332,7 @@ class SimulatedTransport(Transport):
 
     def _send(self, data: Tensor, to: int, tag: int, exact: bool, lossy: bool) -> Handle:
         hub, receiver, nbytes = self.hub, self.members[to], data.numel()
-        if hub.broken(receiver):
+        if hub.gone and hub.broken(receiver):
             raise self.failure(to, f"a message to rank {receiver} ({tag_name(tag)}, {human(nbytes)})", 0.0, None)
         handle = _SendHandle(self, to, nbytes, wait_for_match=not lossy and nbytes > hub.network.eager)
         land = partial(hub.mailbox(self._channel, receiver).deliver, data.clone(), self.rank, tag, handle.matched)
@@ -336,7 +344,7 @@ class SimulatedTransport(Transport):
 
     def _recv(self, data: Tensor, source: int | None, tag: int, exact: bool) -> Handle:
         posted = self.mailbox.post(data, source, tag, exact)
-        if source is not None and self.hub.broken(self.members[source]):
+        if self.hub.gone and source is not None and self.hub.broken(self.members[source]):
             self.peer_broke(self.members[source])
         return MailboxHandle(self, self.mailbox, posted)
 
@@ -410,13 +418,13 @@ class SimulatedTransport(Transport):
         self._made += 1
         return self.hub.memory((self._channel, self._made, "shared"), 1, numel, dtype)[0]
 
-    def no_random_numbers(self) -> AbstractContextManager[None]:
-        return self.hub.kernel.no_random_numbers
+    def no_user_code(self) -> AbstractContextManager[None]:
+        return self.hub.kernel.no_user_code
 
     def combined(self, nbytes: int) -> None:
-        seconds = nbytes * self.hub.network.combine * self.hub.slowness(self.global_rank)
+        seconds = nbytes * self.hub.network.combine
         if seconds:
-            self.runtime.sleep(seconds)
+            self.runtime.sleep(seconds * self.hub.slowness(self.global_rank))
 
     def compute(self, seconds: float) -> None:
         """Let this rank compute for so long, or longer if it is slow."""

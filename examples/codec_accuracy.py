@@ -20,8 +20,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncline as sl
-from syncline.bench.workloads import Fashion
-from syncline.bench.workloads.datasets import Pairs
+from syncline.workloads import Fashion
+from syncline.workloads.datasets import Pairs
 
 CODECS = [
     "topk(0.01, momentum=0.9, whole=4096)|quantize(4)",

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 
 import syncline as sl
 from syncline.bench.stats import ratios, summarize
-from syncline.bench.workloads import Digits, Fashion
 from syncline.training.loop import train
 from syncline.training.settings import Settings
-from syncline.training.workload import Batch
+from syncline.workloads import Digits, Fashion
+from syncline.workloads.base import Batch
 from syncline.world import World
 
 WARM = 2

@@ -33,10 +33,10 @@ from torch import nn
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 from torch.utils.data import Dataset
 
-from syncline.bench.workloads import Fashion
-from syncline.bench.workloads.datasets import Pairs
 from syncline.optim import LARS, cosine_decay, scale_lr, warmup
-from syncline.training.workload import Batch, Workload
+from syncline.workloads import Fashion
+from syncline.workloads.base import Batch, Workload
+from syncline.workloads.datasets import Pairs
 
 RULES = {
     "none": "none",

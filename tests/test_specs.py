@@ -16,8 +16,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from syncline.bench.baselines.catalog import baseline_names, build_baseline
-from syncline.bench.workloads.catalog import OTHER_NAMES as WORKLOADS_OTHER_NAMES
-from syncline.bench.workloads.catalog import build as build_workload
 from syncline.codecs.catalog import OTHER_NAMES as CODECS_OTHER_NAMES
 from syncline.codecs.catalog import build_codec, codec_names
 from syncline.collectives.catalog import OTHER_NAMES as COLLECTIVES_OTHER_NAMES
@@ -27,6 +25,8 @@ from syncline.server.rules.catalog import build_rule, rule_names
 from syncline.specs import LONGEST, Registry, Spec, nearest, parse
 from syncline.strategies.catalog import OTHER_NAMES as STRATEGIES_OTHER_NAMES
 from syncline.strategies.catalog import build_strategy, strategy_names
+from syncline.workloads import OTHER_NAMES as WORKLOADS_OTHER_NAMES
+from syncline.workloads import build as build_workload
 
 repeatable = settings(derandomize=True, deadline=None)
 

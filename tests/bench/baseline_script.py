@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import syncline as sl
 from syncline.bench.baselines import build_baseline, process_group
 from syncline.bench.contenders import agree
-from syncline.bench.workloads.digits import Digits
 from syncline.environment import detect
 from syncline.errors import IncompatibleError
 from syncline.strategies import Run, Strategy
 from syncline.training.distribute import distribute
-from syncline.training.workload import batches as cut
 from syncline.transports.store import find_place, meet
+from syncline.workloads.base import batches as cut
+from syncline.workloads.digits import Digits
 from syncline.world import World
 
 SLOW = 0.2

@@ -11,9 +11,9 @@ from syncline.bench.race.arena import Result, SimulatedArena
 from syncline.bench.race.plan import Entry, Place, Plan, Run
 from syncline.bench.race.registry import digest_files, link, sha256
 from syncline.bench.race.runner import Runner, begin
-from syncline.bench.workloads import build
 from syncline.training.system import code_digest, code_version
 from syncline.transports import Network
+from syncline.workloads import build
 
 WORKLOAD = "logistic(features=8, samples=256)"
 ENTRIES = (

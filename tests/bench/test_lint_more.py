@@ -16,11 +16,11 @@ from syncline.bench.lint.base import Case
 from syncline.bench.lint.disjoint import check_splits
 from syncline.bench.race.reading import read_race
 from syncline.bench.race.registry import Registry
-from syncline.bench.workloads import build
 from syncline.cli.main import main
 from syncline.errors import SpecError
 from syncline.training.loop import train
 from syncline.training.settings import Settings
+from syncline.workloads import build
 from syncline.world import init
 from tests.bench.linting import Line, Races, drop_run, edit_json, edit_log, edit_registry, linted, run_folders
 from tests.bench.racing import reseal

@@ -17,11 +17,11 @@ from syncline.bench.live.series import MOST, Series
 from syncline.bench.live.tail import LONGEST, Tail
 from syncline.bench.race.reading import read_race
 from syncline.bench.race.registry import Registry
-from syncline.bench.workloads import build
 from syncline.errors import ProtocolError, SpecError
 from syncline.training.loop import train
 from syncline.training.settings import Settings
 from syncline.transports import Network
+from syncline.workloads import build
 from tests.bench.live_logs import GrowingRun
 from tests.bench.racing import PLAN, make_race
 

@@ -22,9 +22,9 @@ from syncline.bench.race.registry import Registry, locked, read_registry
 from syncline.bench.race.runner import Runner, begin
 from syncline.bench.race.splits import read_splits
 from syncline.bench.race.view import View
-from syncline.bench.workloads import build
 from syncline.errors import IncompatibleError, ProtocolError, SpecError, WorldError
 from syncline.training.folder import RunFolder
+from syncline.workloads import build
 from tests.bench.racing import NETWORK, PLAN, WORKLOAD, Silent, make_race
 
 pytestmark = pytest.mark.xdist_group("race")  # they share a fixture that takes long

@@ -11,11 +11,11 @@ from syncline.bench.race import field as field_module
 from syncline.bench.race.field import Field, default_field, read_field
 from syncline.bench.race.plan import Plan
 from syncline.bench.race.reading import read_race
-from syncline.bench.workloads import build
 from syncline.errors import IncompatibleError, SpecError, SynclineError, UnsupportedError, WorldError
 from syncline.launch.lab import Lab
 from syncline.launch.mpi import why_no_mpi
 from syncline.strategies import AllReduce, Preset
+from syncline.workloads import build
 from tests.bench.racing import PLAN, WORKLOAD
 from tests.launch.runs import Runs
 

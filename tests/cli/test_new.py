@@ -9,7 +9,7 @@ import pytest
 
 from syncline.cli.main import main
 
-TEMPLATE = files("syncline.bench.workloads").joinpath("template.py").read_bytes()
+TEMPLATE = files("syncline.workloads").joinpath("template.py").read_bytes()
 
 
 @pytest.fixture(autouse=True)

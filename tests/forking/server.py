@@ -21,7 +21,7 @@ from typing import Any
 from syncline.testing.processes import PRELOADED
 from tests.launch.command import give_prefork
 
-MORE = ("syncline.bench.race.runner", "syncline.bench.workloads", "syncline.cli.bench")
+MORE = ("syncline.bench.race.runner", "syncline.workloads", "syncline.cli.bench")
 MAX_REQUEST_BYTES = 1 << 20
 
 

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from syncline.bench.workloads.fashion import DEBIAN
+from syncline.workloads.fashion import DEBIAN
 from tests.launching import ROOT
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.bench.workloads import build
 from syncline.strategies.shared_board import SharedBoard
 from syncline.testing.functional import world_on
 from syncline.transports import Transport
+from syncline.workloads import build
 from tests.strategies.cases import backward
 
 

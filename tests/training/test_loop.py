@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import syncline as sl
-from syncline.bench.workloads import build
 from syncline.errors import DivergedError, IncompatibleError, SpecError
 from syncline.events import read_log
 from syncline.training.loop import Outcome, train
 from syncline.training.settings import Settings
+from syncline.workloads import build
 from syncline.world import World
 from tests.training.tiny import Tiny
 

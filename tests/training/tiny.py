@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import Dataset, TensorDataset
 
-from syncline.training.workload import Batch, Defaults, Splits, Workload
+from syncline.workloads.base import Batch, Defaults, Splits, Workload
 from syncline.world import current_world
 
 

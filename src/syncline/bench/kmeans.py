@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from syncline.bench.workloads.checks import check_number, check_whole
 from syncline.errors import SpecError, SynclineError
 from syncline.specs import Registry, Spec, nearest, parse
 from syncline.strategies.onesided import KMeans, Solution, aggregate, asgd
 from syncline.strategies.onesided.step import Array
 from syncline.transports.base import human
+from syncline.workloads.base import check_number, check_whole
 from syncline.world import World, init
 
 __all__ = ["Blobs", "KMeansPlan", "build_blobs", "describe", "rank_main", "solve"]

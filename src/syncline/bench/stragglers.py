@@ -74,7 +74,7 @@ class StragglersPlan:
     def check(self) -> None:
         """Refuse what cannot be measured."""
         from syncline.bench.race.field import build_entrant
-        from syncline.bench.workloads import build
+        from syncline.workloads import build
 
         for name in self.scenarios:
             if name not in SCENARIOS:
@@ -150,7 +150,7 @@ def measure(plan: StragglersPlan, say: Say) -> dict[str, Any]:
 
 def _run(plan: StragglersPlan, scenario: str, spec: str, seed: int, way: str, arena: Arena) -> float:
     from syncline.bench.race.entrant import Entrant
-    from syncline.bench.workloads import build
+    from syncline.workloads import build
 
     folder = Path(plan.out).parent / scenario / f"{_file(spec)}-{way}-seed{seed}"
     folder.mkdir(parents=True)

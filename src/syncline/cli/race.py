@@ -30,7 +30,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from syncline.bench.ctrl_c import INTERRUPTED
 from syncline.bench.race.plan import Place, Plan, Tuning
 from syncline.bench.race.reading import Race, read_race
 from syncline.errors import IncompatibleError, SpecError
@@ -38,12 +37,13 @@ from syncline.launch.lab import Lab, parse_lab
 from syncline.launch.machine import warn_if_crowded
 from syncline.training.folder import fresh_name
 from syncline.training.progress import duration
+from syncline.training.signals import INTERRUPTED_EXIT_CODE
 from syncline.training.system import code_digest, code_version
 
 if TYPE_CHECKING:
     from syncline.bench.race.arena import Arena
     from syncline.bench.race.field import Field
-    from syncline.training.workload import Workload
+    from syncline.workloads.base import Workload
 
 __all__ = ["configure", "run"]
 
@@ -162,12 +162,12 @@ def _conclude(folder: Path, complete: bool) -> int:
         print(path)
     if not complete:
         _say(f"{len(race.left())} of {len(race.plan.runs())} runs are left: syncline race --resume {folder}")
-        return INTERRUPTED
+        return INTERRUPTED_EXIT_CODE
     return 0
 
 
 def _new(arguments: argparse.Namespace) -> tuple[Path, Plan, Workload]:
-    from syncline.bench.workloads import ScriptWorkload, build
+    from syncline.workloads import ScriptWorkload, build
 
     if arguments.workload is None:
         raise SpecError("name a workload: syncline race digits -n 4, or a file of your own, or --resume FOLDER")
@@ -343,7 +343,7 @@ def _told(workload: Workload) -> dict[str, str]:
 
 def _same_code(race: Race) -> None:
     """Another version's times and accuracies do not belong in the same table."""
-    from syncline.bench.workloads import build
+    from syncline.workloads import build
 
     plan = race.plan
     told = _told(build(plan.workload))

@@ -131,7 +131,7 @@ def _target(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 def _suggestion(arguments: argparse.Namespace, program: Sequence[str]) -> str:
     """What to write instead of a first argument that is not a file."""
-    from syncline.bench.workloads import names
+    from syncline.workloads import names
 
     first, second = program[0], program[1] if len(program) > 1 else "train.py"
     if os.path.basename(first).startswith("python"):

@@ -42,7 +42,7 @@ from syncline.training.folder import RunFolder, fresh_name
 from syncline.training.settings import DECAYS, Settings
 
 if TYPE_CHECKING:
-    from syncline.training.workload import Workload
+    from syncline.workloads.base import Workload
 
 __all__ = ["configure", "run"]
 
@@ -142,11 +142,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Train; the exit code."""
     if is_kmeans(arguments.workload):
         return train_kmeans(arguments)
-    from syncline.bench.train import TrainPlan
-    from syncline.bench.workloads import build
     from syncline.strategies import build_strategy
     from syncline.training.evaluator import wants_evaluator
     from syncline.training.stragglers import check_slow, parse_slow
+    from syncline.training.worker import TrainPlan
+    from syncline.workloads import build
 
     job_place = _place(arguments)
     _check_company(arguments)
@@ -173,7 +173,7 @@ def run(arguments: argparse.Namespace) -> int:
         seconds_a_sample=arguments.pace,
         slow=slow,
     )
-    target = ("-m", "syncline.bench.train", plan.as_json())
+    target = ("-m", "syncline.training.worker", plan.as_json())
     job = Job(
         target=target,
         evaluators=int(wants_evaluator(build_strategy(settings.strategy))),
@@ -257,10 +257,10 @@ def _check_memory(arguments: argparse.Namespace, workers: int) -> None:
 
 def _settings(arguments: argparse.Namespace, workload: Workload, workers: int) -> Settings:
     """The settings, refused here rather than on every rank."""
-    from syncline.bench.workloads import ScriptWorkload
     from syncline.codecs import build_codec
     from syncline.exchange import check_wire
     from syncline.strategies import build_strategy
+    from syncline.workloads import ScriptWorkload
 
     given = {name: getattr(arguments, name) for name in asdict(Settings())}
     settings = Settings(**given)
@@ -317,7 +317,7 @@ def _folder(arguments: argparse.Namespace, workload: Workload) -> tuple[RunFolde
 
 def _compare(folder: RunFolder, workload: Workload, settings: Settings) -> None:
     """Refuse another workload; say so where a run goes on with other settings than it began with."""
-    from syncline.bench.workloads import ScriptWorkload
+    from syncline.workloads import ScriptWorkload
 
     before = folder.read("config") or {}
     if before.get("workload", workload.spec) != workload.spec:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.errors import SpecError
-from syncline.training.workload import Batch, Workload, batches
+from syncline.workloads.base import Batch, Workload, batches
 from syncline.world import simulate
 
 __all__ = ["WorkloadContract", "leaving_randomness"]

@@ -28,7 +28,7 @@ from syncline.training.stragglers import Slow
 from syncline.training.summary import summarize
 from syncline.training.system import describe_world
 from syncline.training.watch import Watch
-from syncline.training.workload import Workload
+from syncline.workloads.base import Workload
 
 __all__ = ["Basis", "Schedule"]
 

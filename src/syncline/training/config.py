@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from syncline.strategies import Run
 from syncline.training.settings import Settings
 from syncline.training.system import code_digest, code_version
-from syncline.training.workload import Workload
+from syncline.workloads.base import Workload
 
 __all__ = ["describe_run"]
 

@@ -29,7 +29,7 @@ from syncline.training.notes import Evaluation, Notes, Tally
 from syncline.training.outcome import At
 from syncline.training.pace import FORWARD
 from syncline.training.settings import Settings
-from syncline.training.workload import Batch, Workload
+from syncline.workloads.base import Batch, Workload
 from syncline.world import init
 
 __all__ = ["Evaluator", "is_evaluator", "observe", "wants_evaluator"]

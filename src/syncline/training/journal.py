@@ -11,7 +11,7 @@ from syncline.training.progress import Moment
 from syncline.training.settings import Settings
 from syncline.training.summary import json_number
 from syncline.training.system import code_version
-from syncline.training.workload import Workload
+from syncline.workloads.base import Workload
 from syncline.world import World
 
 __all__ = ["Journal"]

@@ -37,7 +37,7 @@ from syncline.training.rehearsal import rehearse
 from syncline.training.settings import Settings, steps_of_epoch
 from syncline.training.start import find_checkpoints, folder_held, seed_everything
 from syncline.training.stragglers import Slow, check_slow
-from syncline.training.workload import Workload
+from syncline.workloads.base import Workload
 from syncline.world import World, broadcast, current_world
 
 __all__ = ["Outcome", "train"]

@@ -33,8 +33,8 @@ from syncline.training.outcome import At, Outcome, Reason
 from syncline.training.phases import AGREEING, DATA, EVALUATION, phases
 from syncline.training.progress import duration
 from syncline.training.settings import Settings
-from syncline.training.workload import Workload
 from syncline.transports.store import watch_program
+from syncline.workloads.base import Workload
 
 __all__ = ["LooseLoop"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from syncline.strategies import Strategy
 from syncline.training.distribute import distribute
 from syncline.training.settings import Settings
-from syncline.training.workload import Workload, batches
+from syncline.workloads.base import Workload, batches
 from syncline.world import World
 
 __all__ = ["rehearse"]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
 
     from syncline.training.basis import Schedule
-    from syncline.training.workload import Workload
+    from syncline.workloads.base import Workload
 
 __all__ = ["DECAYS", "Settings", "steps_of_epoch"]
 

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 import syncline as sl
-from syncline.bench.workloads import build
 from syncline.strategies.onesided import KMeans, OneSided, asgd
 from syncline.strategies.onesided.core import is_near
 from syncline.strategies.onesided.mailslots import Mailslots
 from syncline.strategies.onesided.step import step
 from syncline.training.loop import train
 from syncline.training.settings import Settings
+from syncline.workloads import build
 
 PATIENCE = 60.0
 LARGE = 1 << 20

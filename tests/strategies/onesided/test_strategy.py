@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.bench.workloads import build
 from syncline.strategies import Strategy
 from syncline.strategies.onesided import OneSided
 from syncline.strategies.onesided.mailslots import LINE
@@ -19,6 +18,7 @@ from syncline.testing.hunting import hunt, kill_soon
 from syncline.testing.strategies import StrategyContract, flat
 from syncline.training.loop import train
 from syncline.training.settings import Settings
+from syncline.workloads import build
 from tests.strategies.cases import backward
 
 SEEDS = range(1000 if os.environ.get("SYNCLINE_HUNT") else 15)

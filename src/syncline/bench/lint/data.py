@@ -17,7 +17,7 @@ SAMPLED = 256
 @cache_answers
 def is_built_in(name: str) -> bool:
     """Whether a workload of this name comes with Syncline."""
-    from syncline.bench.workloads import names
+    from syncline.workloads import names
 
     return name in names()
 
@@ -30,8 +30,8 @@ def describe_data(spec: str) -> dict[str, Any] | None:
     """
     import torch
 
-    from syncline.bench.workloads import build
-    from syncline.training.workload import batches
+    from syncline.workloads import build
+    from syncline.workloads.base import batches
 
     try:
         workload = build(spec)

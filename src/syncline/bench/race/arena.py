@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from syncline.bench.ctrl_c import INTERRUPTED
 from syncline.bench.race.entrant import Entrant, run
 from syncline.bench.race.field import build_entrant
-from syncline.bench.workloads import build
 from syncline.errors import DivergedError, SynclineError
 from syncline.launch.in_lab import meet_in_lab
 from syncline.launch.lab import Lab
 from syncline.launch.start import LOOPBACK, Ending, Job, local_place, run_quietly
 from syncline.launch.store import serve_store
 from syncline.training.evaluator import wants_evaluator
+from syncline.training.signals import INTERRUPTED_EXIT_CODE
 from syncline.transports import Network
+from syncline.workloads import build
 from syncline.world import simulate
 
 __all__ = ["Arena", "ProcessArena", "Result", "SimulatedArena", "Status"]
@@ -70,7 +70,7 @@ def _result(ending: Ending) -> Result:
         return Result("finished")
     if ending.early is not None:
         return Result("hung", ending.early)
-    if ending.failure is None or ending.code == INTERRUPTED:
+    if ending.failure is None or ending.code == INTERRUPTED_EXIT_CODE:
         return Result("interrupted", "the race was stopped")
     report = ending.failure.report
     told = report.summary if report is not None else ending.failure.reason(ending.failure.name)

@@ -8,14 +8,14 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from syncline.bench.ctrl_c import INTERRUPTED, CtrlC
 from syncline.bench.race.field import build_entrant
-from syncline.bench.workloads import build
 from syncline.training.evaluator import is_evaluator, observe
 from syncline.training.loop import Outcome, train
 from syncline.training.settings import Settings
+from syncline.training.signals import INTERRUPTED_EXIT_CODE, StopSignals
 from syncline.training.stragglers import Slow
-from syncline.training.workload import Workload
+from syncline.workloads import build
+from syncline.workloads.base import Workload
 from syncline.world import World, init
 
 __all__ = ["Entrant", "rank_main", "run"]
@@ -49,7 +49,7 @@ class Entrant:
         return Entrant(**{**found, "settings": Settings(**found["settings"]), "slow": slow})
 
 
-def run(entrant: Entrant, workload: Workload, world: World, stop: CtrlC | None = None) -> Outcome:
+def run(entrant: Entrant, workload: Workload, world: World, stop: StopSignals | None = None) -> Outcome:
     """Train on this rank, with all that a race's log needs."""
     return train(
         workload,
@@ -72,13 +72,13 @@ def _never() -> bool:
 def rank_main(text: str) -> int:
     """Run on this rank of a world of processes, or evaluate beside it; the exit code."""
     entrant = Entrant.from_json(text)
-    stop = CtrlC()
+    stop = StopSignals()
     if is_evaluator():  # it ends when the workers do
         observe(build(entrant.workload), entrant.settings, build_entrant(entrant.settings.strategy))
         return 0
     with init() as world:
         outcome = run(entrant, build(entrant.workload), world, stop)
-    return INTERRUPTED if outcome.stopped_by == "signal" else 0
+    return INTERRUPTED_EXIT_CODE if outcome.stopped_by == "signal" else 0
 
 
 if __name__ == "__main__":

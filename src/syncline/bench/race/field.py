@@ -34,7 +34,7 @@ from syncline.specs import nearest, parse
 from syncline.strategies import Preset, Strategy, build_strategy, default_presets, strategy_names
 from syncline.strategies.catalog import OTHER_NAMES
 from syncline.training.distribute import momentum_of
-from syncline.training.workload import Workload
+from syncline.workloads.base import Workload
 
 if sys.version_info >= (3, 11):
     import tomllib

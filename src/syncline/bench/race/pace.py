@@ -12,8 +12,8 @@ from syncline.bench.race.plan import Plan
 from syncline.errors import SpecError
 from syncline.launch.lab.shaping import parse_rate
 from syncline.specs import Registry
-from syncline.training.workload import Workload, batches
 from syncline.transports import Network
+from syncline.workloads.base import Workload, batches
 
 __all__ = ["expected_seconds", "parse_network", "seconds_a_sample"]
 

@@ -16,7 +16,7 @@ from syncline.bench.race.splits import write_splits
 from syncline.errors import IncompatibleError, ProtocolError, SpecError, SynclineError
 from syncline.training.folder import RunFolder
 from syncline.training.system import describe_machine, describe_versions
-from syncline.training.workload import Workload
+from syncline.workloads.base import Workload
 
 __all__ = ["Runner", "Watcher", "begin"]
 

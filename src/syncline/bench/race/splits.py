@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from syncline.training.workload import Workload
+    from syncline.workloads.base import Workload
 
 __all__ = ["MOST", "SPLITS", "digest_sample", "read_splits", "write_splits"]
 
@@ -21,7 +21,7 @@ MOST = 1 << 17
 
 def write_splits(workload: Workload, folder: Path) -> dict[str, str]:
     """Write `splits/<name>.u64`, sorted digests of 8 bytes; the sums of the files."""
-    from syncline.training.workload import batches
+    from syncline.workloads.base import batches
 
     place = folder / "splits"
     place.mkdir(parents=True, exist_ok=True)

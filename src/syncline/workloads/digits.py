@@ -14,12 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from syncline.bench.workloads.checks import check_choice
-from syncline.bench.workloads.classification import Classification
-from syncline.bench.workloads.datasets import stratified
-from syncline.bench.workloads.models import image_cnn, mlp, seeded
 from syncline.errors import UnsupportedError
-from syncline.training.workload import Defaults, Splits
+from syncline.workloads.base import Defaults, Splits, check_choice
+from syncline.workloads.classification import Classification, image_cnn, mlp
+from syncline.workloads.datasets import seeded, stratified
 
 __all__ = ["Digits"]
 

@@ -6,16 +6,16 @@ import signal
 import time
 from types import FrameType
 
-__all__ = ["INTERRUPTED", "CtrlC"]
+__all__ = ["INTERRUPTED_EXIT_CODE", "StopSignals"]
 
-INTERRUPTED = 128 + signal.SIGINT
+INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 """The exit code of what Ctrl-C has ended."""
 
 SAME_KEY = 0.5
 """A second Ctrl-C within so many seconds is the first one again: terminal and supervisor both send it."""
 
 
-class CtrlC:
+class StopSignals:
     """The first one asks the run to stop after a step; another one ends it at once.
 
     With `terminated` SIGTERM also asks it to stop after a step, however often it comes: batch systems send it to

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections import Counter
 from pathlib import Path
@@ -11,13 +12,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from syncline.bench.workloads import Digits, Logistic, Regression, Stdlib, build, names, stdlib
-from syncline.bench.workloads.convex import Convex
-from syncline.bench.workloads.corpus import Corpus, read_corpus
-from syncline.bench.workloads.datasets import Pairs
 from syncline.errors import SpecError, UnsupportedError
 from syncline.testing.workloads import WorkloadContract
-from syncline.training.workload import Workload
+from syncline.workloads import Digits, Logistic, Regression, Stdlib, build, names, stdlib
+from syncline.workloads.base import Workload
+from syncline.workloads.convex import Convex
+from syncline.workloads.datasets import Pairs
+from syncline.workloads.stdlib import Corpus, read_corpus
 
 
 class TestDigits(WorkloadContract):
@@ -150,7 +151,7 @@ def test_targets_that_cannot_be(spec: str, target: Any, message: str) -> None:
 
 
 def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.bench.workloads.digits._from_file", lambda: None)
+    monkeypatch.setattr("syncline.workloads.digits._from_file", lambda: None)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(UnsupportedError, match=r"pip install 'syncline\[workloads\]'"):
         Digits().splits()
@@ -242,3 +243,12 @@ def test_nothing_to_evaluate_on() -> None:
         workload.evaluate(workload.model(0), nothing)
     with pytest.raises(SpecError, match="batch: 0"):
         workload.evaluate(workload.model(0), workload.splits().test, batch=0)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("syncline.bench.workloads", "syncline.workloads"), ("syncline.training.workload", "syncline.workloads.base")],
+)
+def test_old_import_paths_work_and_warn(old: str, new: str) -> None:
+    with pytest.warns(DeprecationWarning, match=f"{old}.Workload is now {new}.Workload"):
+        assert importlib.import_module(old).Workload is Workload

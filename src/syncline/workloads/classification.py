@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from syncline.bench.workloads.datasets import Pairs, digest
-from syncline.training.workload import Batch, Workload
+from syncline.workloads.base import Batch, Workload
+from syncline.workloads.datasets import Pairs, digest, on_device_of
 
-__all__ = ["Classification", "on_device_of"]
+__all__ = ["Classification", "image_cnn", "mlp"]
 
 
 class Classification(Workload):
@@ -41,7 +42,25 @@ class Classification(Workload):
         return {**super().describe(), "sha256": digest(*tensors)}
 
 
-def on_device_of(model: nn.Module, batch: Batch) -> Batch:
-    """The batch where the model is."""
-    device = next(model.parameters()).device
-    return batch[0].to(device, non_blocking=True), batch[1].to(device, non_blocking=True)
+def mlp(*widths: int) -> nn.Sequential:
+    """Fully connected layers with ReLU between them.
+
+    >>> sum(parameter.numel() for parameter in mlp(64, 64, 10).parameters())
+    4810
+    """
+    layers: list[nn.Module] = [nn.Flatten()]
+    for before, after in pairwise(widths):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def image_cnn(side: int, channels: tuple[int, ...], classes: int, norm: bool) -> nn.Sequential:
+    """Convolutions of 3×3, each halving the image, then one linear layer; `norm` puts batch norm before each ReLU."""
+    layers: list[nn.Module] = []
+    before = 1
+    for after in channels:
+        layers.append(nn.Conv2d(before, after, 3, padding=1, bias=not norm))
+        layers += [nn.BatchNorm2d(after)] if norm else []
+        layers += [nn.ReLU(), nn.MaxPool2d(2)]
+        before, side = after, side // 2
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(before * side * side, classes))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from syncline.training.workload import Batch, Splits
+from syncline.workloads.base import Batch, Splits
 
-__all__ = ["Pairs", "Windows", "digest", "draw", "stratified"]
+__all__ = ["Pairs", "Windows", "digest", "draw", "on_device_of", "seeded", "stratified"]
 
 
 class Pairs(Dataset[Batch]):
@@ -103,3 +105,20 @@ def digest(*tensors: Tensor) -> str:
     for tensor in tensors:
         total.update(cast(Any, tensor.contiguous().numpy()))
     return total.hexdigest()
+
+
+def on_device_of(model: nn.Module, batch: Batch) -> Batch:
+    """The batch where the model is."""
+    device = next(model.parameters()).device
+    return batch[0].to(device, non_blocking=True), batch[1].to(device, non_blocking=True)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """The CPU's generator starts from `seed` inside, and is as it was afterwards.
+
+    `torch.manual_seed` would reach the generators of the GPUs too.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield

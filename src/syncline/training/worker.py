@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
-from syncline.bench.ctrl_c import INTERRUPTED, CtrlC
-from syncline.bench.workloads import build
 from syncline.environment.base import SAVES
 from syncline.errors import SynclineError
 from syncline.strategies import build_strategy
@@ -21,7 +19,9 @@ from syncline.training.folder import RunFolder
 from syncline.training.loop import Outcome, train
 from syncline.training.progress import Progress, duration
 from syncline.training.settings import Settings
+from syncline.training.signals import INTERRUPTED_EXIT_CODE, StopSignals
 from syncline.training.stragglers import Slow
+from syncline.workloads import build
 from syncline.world import World, init
 
 __all__ = ["TrainPlan", "describe", "rank_main"]
@@ -62,7 +62,7 @@ class TrainPlan:
 
 def rank_main(plan: TrainPlan) -> int:
     """Train on this rank, or evaluate beside the ranks; the exit code."""
-    stop = CtrlC(terminated=SAVES in os.environ)
+    stop = StopSignals(terminated=SAVES in os.environ)
     if is_evaluator():  # it ends when the workers do, whoever is asked to stop
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
@@ -87,7 +87,7 @@ def rank_main(plan: TrainPlan) -> int:
         )
         if world.rank == _speaker(world):
             print(describe(outcome, plan), flush=True)
-    return INTERRUPTED if outcome.stopped_by == "signal" else 0
+    return INTERRUPTED_EXIT_CODE if outcome.stopped_by == "signal" else 0
 
 
 def _speaker(world: World) -> int:

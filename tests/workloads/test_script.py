@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from syncline.bench.workloads import ScriptWorkload, build
 from syncline.cli import train as command
 from syncline.cli.main import main
 from syncline.errors import SpecError
@@ -21,11 +20,12 @@ from syncline.testing.workloads import WorkloadContract, leaving_randomness
 from syncline.training.folder import fresh_name
 from syncline.training.loop import train
 from syncline.training.settings import Settings
-from syncline.training.workload import Workload
+from syncline.workloads import ScriptWorkload, build
+from syncline.workloads.base import Workload
 from syncline.world import simulate
 from tests.launch.runs import Runs
 
-TEMPLATE = str(files("syncline.bench.workloads") / "template.py")
+TEMPLATE = str(files("syncline.workloads") / "template.py")
 
 GOOD = """
 import torch

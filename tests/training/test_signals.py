@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 import syncline.server.__main__ as server
-from syncline.bench.ctrl_c import CtrlC
 from syncline.environment.base import SAVES
+from syncline.training.signals import StopSignals
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def handlers() -> Iterator[None]:
 
 
 def test_sigterm_is_a_wish_however_often_it_comes() -> None:
-    stop = CtrlC(terminated=True)
+    stop = StopSignals(terminated=True)
     assert not stop()
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):  # the launcher passes on what it is sent
         os.kill(os.getpid(), number)
@@ -31,7 +31,7 @@ def test_sigterm_is_a_wish_however_often_it_comes() -> None:
 
 
 def test_sigterm_ends_a_worker_that_does_not_save() -> None:
-    CtrlC()
+    StopSignals()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

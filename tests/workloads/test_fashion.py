@@ -14,14 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.bench.workloads import fashion
-from syncline.bench.workloads.datasets import Pairs
-from syncline.bench.workloads.download import fetch
-from syncline.bench.workloads.fashion import DEBIAN, FILES, Fashion
-from syncline.bench.workloads.idx import read_idx
 from syncline.errors import ProtocolError, SynclineError, UnsupportedError
 from syncline.testing.workloads import WorkloadContract
-from syncline.training.workload import Workload
+from syncline.workloads import fashion
+from syncline.workloads.base import Workload
+from syncline.workloads.datasets import Pairs
+from syncline.workloads.fashion import DEBIAN, FILES, Fashion, fetch, read_idx
 
 pytestmark = pytest.mark.xdist_group("fashion")  # they share a fixture that takes long
 

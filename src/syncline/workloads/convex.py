@@ -15,12 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import Dataset
 
-from syncline.bench.workloads.checks import check_number, check_whole
-from syncline.bench.workloads.classification import on_device_of
-from syncline.bench.workloads.datasets import Pairs, digest, draw
-from syncline.bench.workloads.models import seeded
 from syncline.errors import DivergedError
-from syncline.training.workload import Batch, Defaults, Splits, Workload
+from syncline.workloads.base import Batch, Defaults, Splits, Workload, check_number, check_whole
+from syncline.workloads.datasets import Pairs, digest, draw, on_device_of, seeded
 
 __all__ = ["Convex", "Logistic", "Regression"]
 

@@ -1,0 +1,243 @@
+"""The contract of a workload: data in three splits, a model, a loss, and one number that says how good it is.
+
+    Workload ── splits() ──► train · validation · test      the same bytes on every rank
+        ├─ model(seed)                                      the same weights for the same seed
+        ├─ optimizer(model, learning_rate)
+        ├─ loss(model, batch)                               mean over the batch
+        └─ evaluate(model, dataset)                         {"loss": …, metric: …}
+
+Nothing here knows of ranks: who gets which samples is the business of `data`, what is exchanged that of a strategy.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, default_collate
+
+from syncline.errors import SpecError
+from syncline.specs import Spec, nearest
+
+__all__ = [
+    "Batch",
+    "Defaults",
+    "Splits",
+    "Workload",
+    "batches",
+    "check_choice",
+    "check_number",
+    "check_whole",
+    "evaluating",
+]
+
+Batch = tuple[Tensor, Tensor]
+"""Inputs and targets, the samples along the first dimension."""
+
+OPTIMIZERS = ("sgd", "adam", "adamw")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """What a run takes where the user says nothing.
+
+    >>> Defaults(batch=32, epochs=5, learning_rate=0.1).optimizer
+    'sgd'
+    """
+
+    batch: int
+    """Samples a step, per worker."""
+    epochs: int
+    learning_rate: float
+    """For one worker."""
+    optimizer: str = "sgd"
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    target: float | None = None
+    """A value of the metric that one worker reaches within the epochs, or None."""
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Three disjoint map-style datasets of (input, target). Choose by validation; look at test once, at the end."""
+
+    train: Dataset[Batch]
+    validation: Dataset[Batch]
+    test: Dataset[Batch]
+
+    def sizes(self) -> dict[str, int]:
+        """Samples in each."""
+        return {name: len(cast(Sized, split)) for name, split in vars(self).items()}
+
+
+class Workload(ABC):
+    """Something to train. `repr()` is its spec; arguments that are as by default are left out of it."""
+
+    name: ClassVar[str]
+    metric: ClassVar[str]
+    """The key of `evaluate()` that a target is about."""
+    higher_is_better: ClassVar[bool]
+    metric_range: ClassVar[tuple[float, float]]
+    """No target lies outside. The end nearer to "worse" is no target either: it is reached untrained."""
+
+    def __init__(self, **arguments: Any) -> None:
+        usual = inspect.signature(type(self)).parameters
+        given = {key: arguments[key] for key in usual if key in arguments and arguments[key] != usual[key].default}
+        self.spec = str(Spec(self.name, (), given))
+        self._splits: Splits | None = None
+
+    def __repr__(self) -> str:
+        return self.spec
+
+    @property
+    @abstractmethod
+    def defaults(self) -> Defaults:
+        """Batch, epochs, optimizer and so on, where the user says nothing."""
+
+    @abstractmethod
+    def model(self, seed: int = 0) -> nn.Module:
+        """A fresh model on the CPU. The seed alone decides its weights; the global generators are left as they are."""
+
+    @abstractmethod
+    def make_splits(self) -> Splits:
+        """Read or make the data: the same for every rank and every call."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The mean loss over a batch, to call `backward()` on."""
+
+    def splits(self) -> Splits:
+        """The data, made at the first call and kept."""
+        if self._splits is None:
+            self._splits = self.make_splits()
+        return self._splits
+
+    def measures(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """What `evaluate` reports, as means over a batch."""
+        return {"loss": self.loss(model, batch)}
+
+    def evaluate(self, model: nn.Module, dataset: Dataset[Batch], batch: int = 512) -> dict[str, float]:
+        """Means over the dataset, with "loss" and the metric. Every module goes back to the mode it was in."""
+        if not len(cast(Sized, dataset)):
+            raise SpecError(
+                f"{self}: no samples to evaluate on; give each rank at least one, or evaluate the whole split"
+            )
+        sums: dict[str, float] = {}
+        count = 0
+        with evaluating(model), torch.no_grad():
+            for samples in batches(dataset, batch):
+                size = len(samples[0])
+                count += size
+                for key, value in self.measures(model, samples).items():
+                    sums[key] = sums.get(key, 0.0) + size * float(value)
+        return {key: value / count for key, value in sums.items()}
+
+    def optimizer(self, model: nn.Module, learning_rate: float | None = None) -> torch.optim.Optimizer:
+        """The optimizer that the defaults name, over all parameters that are trained."""
+        usual = self.defaults
+        rate = usual.learning_rate if learning_rate is None else learning_rate
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if usual.optimizer == "sgd":
+            return torch.optim.SGD(trained, lr=rate, momentum=usual.momentum, weight_decay=usual.weight_decay)
+        if usual.optimizer == "adam":
+            return torch.optim.Adam(trained, lr=rate, weight_decay=usual.weight_decay)
+        if usual.optimizer == "adamw":
+            return torch.optim.AdamW(trained, lr=rate, weight_decay=usual.weight_decay)
+        raise SpecError(f"{self}: unknown optimizer {usual.optimizer!r}; available: {', '.join(map(repr, OPTIMIZERS))}")
+
+    def describe(self) -> dict[str, Any]:
+        """What `config.json` keeps: spec, metric, sizes. Where "sha256" differs between ranks, so does their data."""
+        return {
+            "workload": self.spec,
+            "metric": self.metric,
+            "higher_is_better": self.higher_is_better,
+            "samples": self.splits().sizes(),
+            "parameters": sum(parameter.numel() for parameter in self.model(0).parameters()),
+        }
+
+    def reached(self, value: float, target: float) -> bool:
+        """Whether `value` of the metric is as good as `target`."""
+        return value >= target if self.higher_is_better else value <= target
+
+    def check_target(self, value: float, metric: str | None = None) -> float:
+        """The target, if it can be one for this workload; else a `SpecError` with the range."""
+        low, high = self.metric_range
+        side = "higher" if self.higher_is_better else "lower"
+        known = f"{self.spec} is judged by {self.metric} ({side} is better)"
+        if metric is not None and metric != self.metric:
+            raise SpecError(f"a target for {metric!r} (value: {value!r}): {known}; give a target for {self.metric!r}")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise SpecError(f"target {value!r} is not a finite number; {known}")
+        fits = low < value <= high if self.higher_is_better else low < value < high
+        if not fits:
+            above = "" if math.isinf(high) else f" and {'at most' if self.higher_is_better else 'below'} {high:g}"
+            percent = self.higher_is_better and high < value <= 100 * high
+            hint = f"; did you mean {value / 100:g}?" if percent else ""
+            raise SpecError(f"target {value!r} cannot be: {known}, so write a number above {low:g}{above}{hint}")
+        return float(value)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside; afterwards each module is as it was, also where modes were mixed."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def batches(dataset: Dataset[Batch], size: int) -> Iterator[Batch]:
+    """The dataset in order, `size` samples at a time. (A DataLoader would draw from the global generator.)
+
+    >>> from torch.utils.data import TensorDataset
+    >>> [len(x) for x, y in batches(TensorDataset(torch.arange(5), torch.arange(5)), 2)]
+    [2, 2, 1]
+    """
+    if size < 1:
+        raise SpecError(f"a batch has at least one sample (batch: {size})")
+    several = getattr(dataset, "__getitems__", None)
+    count = len(cast(Sized, dataset))
+    for start in range(0, count, size):
+        chosen = list(range(start, min(start + size, count)))
+        samples = [dataset[index] for index in chosen] if several is None else several(chosen)
+        inputs, targets = default_collate(samples)
+        yield inputs, targets
+
+
+def check_choice(workload: str, argument: str, value: Any, known: Iterable[str]) -> str:
+    """One of the known words.
+
+    >>> check_choice("digits", "model", "cn", ["mlp", "cnn"])
+    Traceback (most recent call last):
+    ...
+    syncline.errors.SpecError: digits: unknown model 'cn'; did you mean 'cnn'? available: 'cnn', 'mlp'
+    """
+    names = list(known)
+    if value not in names:
+        raise SpecError(f"{workload}: unknown {argument} {value!r}; {nearest(str(value), names)}")
+    return str(value)
+
+
+def check_whole(workload: str, argument: str, value: Any, least: int, most: int) -> int:
+    """A whole number in a range, both ends included."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise SpecError(f"{workload}: {argument} is a whole number from {least:,} to {most:,} ({argument}: {value!r})")
+    return value
+
+
+def check_number(workload: str, argument: str, value: Any, least: float, most: float) -> float:
+    """A finite number in a range, both ends included."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or not least <= value <= most:
+        raise SpecError(f"{workload}: {argument} is a number from {least:g} to {most:g} ({argument}: {value!r})")
+    return float(value)

@@ -1,0 +1,308 @@
+"""Fashion-MNIST: 70,000 pictures of clothes, 28×28, in ten classes (Xiao, Rasul and Vollgraf, 2017).
+
+Files are looked for in this order, and the first folder that has all four is taken:
+
+1. the folder that the user names (and then nowhere else);
+2. `SYNCLINE_DATA`/fashion-mnist, then `SYNCLINE_DATA`;
+3. Debian's /usr/share/datasets/fashion-mnist (`apt install dataset-fashion-mnist`);
+4. fashion-mnist in the user's cache (`SYNCLINE_CACHE`, else ~/.cache/syncline);
+5. with `download=True` they are fetched into that cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import http.client
+import ipaddress
+import math
+import os
+import struct
+import tempfile
+import urllib.error
+import urllib.parse
+import urllib.request
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, cast
+
+import torch
+from torch import Tensor, nn
+
+from syncline.environment.cache import cache_folder
+from syncline.errors import ProtocolError, SpecError, UnsupportedError
+from syncline.workloads.base import Defaults, Splits, check_choice
+from syncline.workloads.classification import Classification, image_cnn, mlp
+from syncline.workloads.datasets import Pairs, draw, seeded
+
+__all__ = ["Fashion"]
+
+DEBIAN = Path("/usr/share/datasets/fashion-mnist")
+MIRROR = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
+VALIDATION = 10_000
+CLASSES = 10
+
+
+@dataclass(frozen=True)
+class _File:
+    """One of the four. The checksum is of the unpacked content: gzip writes a name and a time beside it."""
+
+    name: str
+    shape: tuple[int, ...]
+    bytes: int
+    sha256: str
+
+
+FILES = (
+    _File(
+        "train-images-idx3-ubyte",
+        (60_000, 28, 28),
+        47_040_016,
+        "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+    ),
+    _File(
+        "train-labels-idx1-ubyte",
+        (60_000,),
+        60_008,
+        "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+    ),
+    _File(
+        "t10k-images-idx3-ubyte",
+        (10_000, 28, 28),
+        7_840_016,
+        "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+    ),
+    _File(
+        "t10k-labels-idx1-ubyte",
+        (10_000,),
+        10_008,
+        "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+    ),
+)
+
+
+class Fashion(Classification):
+    """Fashion-MNIST, 50,000 / 10,000 / 10,000; the test split is the one that everybody reports.
+
+    >>> Fashion(model="cnn", download=True)
+    fashion(model='cnn', download=True)
+    """
+
+    name = "fashion"
+
+    def __init__(
+        self, model: str = "mlp", folder: str | None = None, download: bool = False, url: str = MIRROR
+    ) -> None:
+        self.architecture = check_choice(self.name, "model", model, ["mlp", "cnn"])
+        if not isinstance(folder, (str, type(None))) or not isinstance(download, bool):
+            raise SpecError(
+                f"fashion: folder is a path and download True or False (folder: {folder!r}, download: {download!r})"
+            )
+        self.folder, self.download, self.url = folder, download, check_url(self.name, url)
+        super().__init__(model=model, folder=folder, download=download, url=url)
+
+    @property
+    def defaults(self) -> Defaults:
+        """Momentum at a constant rate."""
+        if self.architecture == "cnn":
+            return Defaults(batch=64, epochs=2, learning_rate=0.05, momentum=0.9, target=0.87)
+        return Defaults(batch=64, epochs=10, learning_rate=0.02, momentum=0.9, target=0.87)
+
+    def model(self, seed: int = 0) -> nn.Module:
+        """784-256-10, or two convolutions with batch norm."""
+        with seeded(seed):
+            return mlp(784, 256, CLASSES) if self.architecture == "mlp" else image_cnn(28, (16, 32), CLASSES, norm=True)
+
+    def make_splits(self) -> Splits:
+        """The last 10,000 training images of one fixed shuffle are for validation."""
+        folder = self._find()
+        images, labels, test_images, test_labels = (_checked(_in(folder, file), file) for file in FILES)
+        order = torch.randperm(len(labels), generator=draw(60_000))
+        train, validation = order[:-VALIDATION], order[-VALIDATION:]
+        return Splits(
+            _pairs(images[train], labels[train]),
+            _pairs(images[validation], labels[validation]),
+            _pairs(test_images, test_labels),
+        )
+
+    def _find(self) -> Path:
+        places = [Path(self.folder).expanduser()] if self.folder is not None else _places()
+        for place in places:
+            if all(_in(place, file).is_file() for file in FILES):
+                return place
+        if self.folder is None and self.download:
+            cache = places[-1]
+            for file in FILES:
+                if not _in(cache, file).is_file():
+                    fetch(f"{self.url}{file.name}.gz", cache / f"{file.name}.gz", file.sha256, file.bytes)
+            return cache
+        raise UnsupportedError(
+            f"{self}: no folder has all of {', '.join(file.name for file in FILES)} (each plain or .gz); looked in "
+            f"{', '.join(map(str, places))}. Debian and Ubuntu: apt install dataset-fashion-mnist; elsewhere "
+            "fashion(folder='…') or fashion(download=True)"
+        )
+
+
+def _places() -> list[Path]:
+    data = os.environ.get("SYNCLINE_DATA")
+    named = [Path(data) / "fashion-mnist", Path(data)] if data else []
+    return [*named, DEBIAN, cache_folder() / "fashion-mnist"]
+
+
+def _in(folder: Path, file: _File) -> Path:
+    """The packed file where there is one, else the plain one."""
+    packed = folder / f"{file.name}.gz"
+    return packed if packed.is_file() else folder / file.name
+
+
+def _checked(path: Path, file: _File) -> Tensor:
+    values = read_idx(path)
+    if tuple(values.shape) != file.shape:
+        raise ProtocolError(
+            f"{path} has {tuple(values.shape)} values where {file.shape} were due; is it another data set?"
+        )
+    if len(file.shape) == 1 and int(values.max()) >= CLASSES:
+        raise ProtocolError(
+            f"{path}: label {int(values.max())} where classes are 0 to {CLASSES - 1}; fetch the file again"
+        )
+    return values
+
+
+def _pairs(images: Tensor, labels: Tensor) -> Pairs:
+    return Pairs(images.unsqueeze(1), labels.long(), scale=255)
+
+
+UNSIGNED_BYTE = 8
+MOST_DIMENSIONS = 4
+MOST_BYTES = 1 << 30
+"""A header that claims more is wrong: it is refused before memory is taken for it."""
+
+
+def read_idx(path: Path) -> Tensor:
+    """The values of a file of bytes, gzipped or plain, in the shape that its header says."""
+    try:
+        with unpacked(path) as file:
+            return _read(file, path)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ProtocolError(
+            f"{path}: the gzip stream is cut short or damaged ({error}); fetch the file again"
+        ) from None
+    except OSError as error:
+        raise UnsupportedError(f"{path} cannot be read: {error}") from None
+
+
+def unpacked(path: Path) -> IO[bytes]:
+    """The file's content, whether it is gzipped or not: its first bytes say so, not its name."""
+    with path.open("rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+    return cast(IO[bytes], gzip.open(path, "rb")) if packed else path.open("rb")
+
+
+def _read(file: IO[bytes], path: Path) -> Tensor:
+    head = _exactly(file, 4, path, "of the magic number")
+    zeros, kind, dimensions = struct.unpack(">HBB", head)
+    if zeros != 0:
+        raise ProtocolError(f"{path} is no IDX file: it begins with {head.hex(' ')}, not with 00 00")
+    if kind != UNSIGNED_BYTE or not 1 <= dimensions <= MOST_DIMENSIONS:
+        raise ProtocolError(
+            f"{path}: IDX type 0x{kind:02x} in {dimensions} dimensions; bytes (0x08) in 1 to {MOST_DIMENSIONS} are read"
+        )
+    shape = struct.unpack(f">{dimensions}I", _exactly(file, 4 * dimensions, path, "of sizes"))
+    count = math.prod(shape)
+    if not 0 < count <= MOST_BYTES:
+        raise ProtocolError(f"{path}: the header says {'×'.join(map(str, shape))} values; 1 to {MOST_BYTES:,} are read")
+    values = bytearray(_exactly(file, count, path, f"for {'×'.join(map(str, shape))}"))
+    if file.read(1):
+        raise ProtocolError(f"{path}: bytes follow the {count:,} values of the header; fetch the file again")
+    return torch.frombuffer(values, dtype=torch.uint8).view(shape)
+
+
+def _exactly(file: IO[bytes], count: int, path: Path, what: str) -> bytes:
+    data = file.read(count)
+    if len(data) != count:
+        raise ProtocolError(f"{path}: truncated, {len(data):,} bytes where {count:,} {what} were due")
+    return data
+
+
+TIMEOUT = 30.0
+"""Seconds that a server may be silent."""
+PIECE = 1 << 16
+
+
+def check_url(workload: str, url: str) -> str:
+    """An address to fetch from: https, or http on this very machine.
+
+    >>> check_url("fashion", "http://example.org/data")
+    Traceback (most recent call last):
+    ...
+    syncline.errors.SpecError: fashion: url 'http://example.org/data' is not https; write https://host/folder/
+    """
+    parts = urllib.parse.urlsplit(url) if isinstance(url, str) else urllib.parse.urlsplit("")
+    loopback = False
+    with contextlib.suppress(ValueError):
+        loopback = ipaddress.ip_address(parts.hostname or "").is_loopback
+    if not parts.hostname or not (parts.scheme == "https" or (parts.scheme == "http" and loopback)):
+        raise SpecError(f"{workload}: url {url!r} is not https; write https://host/folder/")
+    return url.rstrip("/") + "/"
+
+
+def fetch(url: str, target: Path, sha256: str, size: int) -> None:
+    """Put what `url` has at `target`. `sha256` and `size` are of the content, unpacked where it is gzipped.
+
+    It is written aside and renamed when all of it is right: who finds `target` finds it complete.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as aside:
+            part = Path(aside.name)
+            try:
+                _receive(url, aside, most=size + PIECE)
+                aside.flush()
+                os.fsync(aside.fileno())
+                _check(part, url, sha256, size)
+                os.replace(part, target)
+            except BaseException:
+                part.unlink(missing_ok=True)
+                raise
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise UnsupportedError(f"{url} answers {error.code} {error.reason}; {_instead(target)}") from None
+    except (OSError, http.client.HTTPException) as error:
+        raise UnsupportedError(
+            f"{url} could not be fetched into {target.parent} ({error or type(error).__name__}; a server may "
+            f"be silent for {TIMEOUT:g} s); {_instead(target)}"
+        ) from None
+
+
+def _receive(url: str, file: IO[bytes], most: int) -> None:
+    with urllib.request.urlopen(url, timeout=TIMEOUT) as answer:  # noqa: S310  check_url has seen the scheme
+        received = 0
+        while piece := answer.read(PIECE):
+            received += len(piece)
+            if received > most:
+                raise ProtocolError(f"{url} sends more than {most:,} bytes; it is not the file that was asked for")
+            file.write(piece)
+
+
+def _check(path: Path, url: str, sha256: str, size: int) -> None:
+    total = hashlib.sha256()
+    count = 0
+    try:
+        with unpacked(path) as content:
+            while count <= size and (piece := content.read(PIECE)):  # a gzip bomb ends here
+                total.update(piece)
+                count += len(piece)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ProtocolError(f"{url}: the gzip stream is cut short or damaged ({error}); try again later") from None
+    if count != size or total.hexdigest() != sha256:
+        found = f"{count:,} bytes" if count <= size else f"more than {size:,} bytes"
+        raise ProtocolError(
+            f"{url}: {found} with SHA-256 {total.hexdigest()} where {size:,} with {sha256} were due; "
+            "nothing was kept: try again or name another url"
+        )
+
+
+def _instead(target: Path) -> str:
+    return f"or put {target.name} into a folder yourself and write folder='…'"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from syncline.cli.main import main
 from syncline.errors import SpecError
 from syncline.launch.lab import Lab
 from syncline.launch.lab.shaping import FRAME, PAYLOAD
+from syncline.launch.start import Job
 from syncline.transports.network import Link
 from syncline.world import World
 from tests.launching import finish, start
@@ -80,12 +80,13 @@ def test_a_lab_is_checked_by_an_echo(tmp_path: Path) -> None:
 def test_every_number_of_hosts_with_every_rate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def launch(arguments: Namespace, module: str, plan: dict[str, Any], lab: str) -> int:
-        assert (module, plan["codecs"], plan["only"]) == ("step", ["none", "onebit"], "")
+    def launch(job: Job, hosts: int, rate: str, ranks: int) -> int:
+        plan, lab = json.loads(job.target[-1]), f"{hosts}@{rate}"
+        assert (job.target[1], plan["codecs"], plan["only"]) == ("syncline.bench.step", ["none", "onebit"], "")
         Path(plan["out"]).write_text(json.dumps({**DOCUMENT, "lab": lab}))
         return 3 if lab == "4@open" else 0
 
-    monkeypatch.setattr("syncline.cli.bench_step.launch", launch)
+    monkeypatch.setattr("syncline.cli.placement.run_in_lab", launch)
     asked = ["--codec", "none;onebit", "--lab", "2,4", "--rate", "1gbit,open", "--out", str(tmp_path)]
     assert main(["bench", "step", *asked]) == 3, "that of the run that failed"
     printed = capsys.readouterr().out

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 import syncline
-from syncline.cli import horovodrun
+from syncline.cli import horovodrun, placement
 from syncline.cli.main import main
 from syncline.errors import IncompatibleError, SpecError, SynclineError, UnsupportedError
+from syncline.launch import start
 from syncline.launch.hosts import Host
 from syncline.launch.programs import Place, lay_out
 from syncline.launch.start import Job
@@ -57,11 +58,11 @@ def started(script: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         told.update(command=command, variables=variables)
         return 7
 
-    monkeypatch.setattr(horovodrun, "run_here", here)
-    monkeypatch.setattr(horovodrun, "run_on_hosts", on_hosts)
-    monkeypatch.setattr(horovodrun, "hand_over", over)
-    monkeypatch.setattr(horovodrun, "mpi_command", lambda *told, options: ["mpiexec", *options, str(told[1]), *told[0]])
-    monkeypatch.setattr(horovodrun, "warn_if_crowded", lambda workers: None)
+    monkeypatch.setattr(placement, "run_here", here)
+    monkeypatch.setattr(placement, "run_on_hosts", on_hosts)
+    monkeypatch.setattr(start, "hand_over", over)
+    monkeypatch.setattr(start, "mpi_command", lambda *told: ["mpiexec", *told[6], str(told[1]), *told[0]])
+    monkeypatch.setattr(placement, "warn_if_crowded", lambda workers: None)
     return told
 
 

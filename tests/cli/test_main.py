@@ -83,7 +83,7 @@ def test_wrong_line_gives_one_sentence(line: str, words: str, capsys: pytest.Cap
 def test_bench_refuses_before_it_starts_ranks(
     line: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("syncline.cli.bench_launch.run_here", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr("syncline.cli.placement.run_here", lambda *_: pytest.fail("it was started"))
     assert main(line.split()) == 2
     assert words in capsys.readouterr().err
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from syncline.cli import lab, run
+from syncline.cli import lab, placement, run
 from syncline.errors import IncompatibleError, SpecError, SynclineError, UnsupportedError
-from syncline.launch import in_lab, machine
+from syncline.launch import in_lab, machine, start
 from syncline.launch.lab import Lab
 
 
@@ -50,7 +50,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
         ("-n 3 --lab 2@1gbit train.py", SpecError, "-n 3 is not a multiple of the 2 hosts"),
         ("--lab 4 train.py", SpecError, "4@100mbit"),
         ("-n 2 --mpi --on-failure continue train.py", IncompatibleError, "mpiexec ends all workers when one fails"),
-        ("--mpi --hosts a:2 --servers 1 train.py", IncompatibleError, "where mpiexec puts servers among --hosts"),
+        ("--mpi --hosts a:2 --servers 1 train.py", IncompatibleError, "mpiexec cannot place servers on --hosts"),
         ("-n 2 --hosts slurm --servers 1 train.py", IncompatibleError, "srun starts workers alone"),
         ("-n 2 --servers 1 --handlers my-module train.py", SpecError, "'my-module' is not a module's name"),
         ("-n 2 --mpi --hosts slurm train.py", IncompatibleError, "leave one out"),
@@ -90,7 +90,7 @@ def test_a_key_goes_along_with_mpi_on_hosts(monkeypatch: pytest.MonkeyPatch, key
     monkeypatch.setenv("SYNCLINE_KEY", key)
     commands: list[list[str]] = []
     handed: list[Mapping[str, str]] = []
-    monkeypatch.setattr(run, "mpi_command", lambda target, ranks, hosts, environ, *servers: ["mpiexec", *environ])
+    monkeypatch.setattr(start, "mpi_command", lambda target, ranks, hosts, environ, *servers: ["mpiexec", *environ])
 
     def hand_over(command: list[str], variables: Mapping[str, str], mpi: bool) -> int:
         assert mpi, "what MPICH leaves behind is removed"
@@ -98,7 +98,7 @@ def test_a_key_goes_along_with_mpi_on_hosts(monkeypatch: pytest.MonkeyPatch, key
         handed.append(variables)
         return 0
 
-    monkeypatch.setattr(run, "hand_over", hand_over)
+    monkeypatch.setattr(start, "hand_over", hand_over)
     assert run.run(parsed("--mpi", "--hosts", "a:2,b:2", "train.py")) == 0
     assert run.run(parsed("--mpi", "-n", "2", "train.py")) == 0
     assert len(handed[0]["SYNCLINE_KEY"]) == length
@@ -111,7 +111,7 @@ def test_of_hosts_only_those_that_are_here_make_a_crowd(
 ) -> None:
     monkeypatch.setattr(machine, "cores", lambda: 2)
     monkeypatch.setattr(machine, "available_memory", lambda: 1 << 40)
-    monkeypatch.setattr(run, "run_on_hosts", lambda job, hosts: len(hosts))
+    monkeypatch.setattr(placement, "run_on_hosts", lambda job, hosts: len(hosts))
     with caplog.at_level(logging.WARNING, logger="syncline"):
         assert run.run(parsed("--hosts", "a:64,localhost:2", "train.py")) == 2
         assert caplog.messages == []

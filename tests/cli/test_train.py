@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from syncline.cli import train
+from syncline.cli import placement, train
 from syncline.cli.main import main
 from syncline.errors import IncompatibleError, SpecError, SynclineError, UnsupportedError
 from syncline.events import read_log
@@ -83,7 +83,7 @@ def test_refused(
     (tmp_path / "ten.py").write_text("import torch, syncline as sl\nworld = sl.init()\nmodel = 1\nraise SystemExit(3)")
     save(tmp_path / "other" / "checkpoints", step=1, epoch=0)
     (tmp_path / "other" / "config.json").write_text(json.dumps({"workload": "stdlib"}))
-    monkeypatch.setattr(train, "run_here", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr(placement, "run_here", lambda *_: pytest.fail("it was started"))
     with pytest.raises(kind) as caught:
         train.run(parsed(*line.split()))
     assert words in str(caught.value)
@@ -108,7 +108,7 @@ def test_other_settings_than_before_are_told(
         started.append(job)
         return 0
 
-    monkeypatch.setattr(train, "run_here", note)
+    monkeypatch.setattr(placement, "run_here", note)
     Path("a").mkdir()
     (Path("a") / "config.json").write_text(json.dumps({"workload": CONVEX, "seed": 0, "batch": 7, "scaling": "none"}))
     assert train.run(parsed(CONVEX, "--out", "a", "--resume", "auto", "--seed", "3", "--batch", "7")) == 0
@@ -131,7 +131,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         seen.append("started")
         return 0
 
-    monkeypatch.setattr(train, "run_here", note)
+    monkeypatch.setattr(placement, "run_here", note)
     assert train.run(parsed(CONVEX, "--out", "a", *resume)) == 0
     assert seen == ["started"], "the second one was not"
     assert train.run(parsed(CONVEX, "--out", "a", *resume)) == 0, "when the first is over"
@@ -140,7 +140,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
-    monkeypatch.setattr(train, "run_here", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr(placement, "run_here", lambda *_: pytest.fail("it was started"))
     with pytest.raises(SpecError, match=r"file/a cannot be written to \(Not a directory\): name another folder"):
         train.run(parsed(CONVEX, "--out", "file/a"))
 
@@ -153,7 +153,7 @@ def test_servers_and_what_a_loss_means_reach_the_launcher(tmp_path: Path, monkey
         started.append(job)
         return 0
 
-    monkeypatch.setattr(train, "run_here", note)
+    monkeypatch.setattr(placement, "run_here", note)
     assert train.run(parsed(CONVEX, "-n", "2", "--strategy", "ssp", "--servers", "2", "--on-failure", "continue")) == 0
     assert train.run(parsed(CONVEX, "-n", "2", "--strategy", "hogwild", "--on-failure", "continue")) == 0
     assert train.run(parsed(CONVEX, "-n", "2")) == 0

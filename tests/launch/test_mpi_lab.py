@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from syncline.cli import run, train
+from syncline.cli import placement, run, train
 from syncline.errors import IncompatibleError, UnsupportedError, WorldError
-from syncline.launch import in_lab, mpi, mpi_layout
+from syncline.launch import mpi, mpi_layout
 from syncline.launch.failures import Ended, read_report
 from syncline.launch.lab import Lab
 from syncline.launch.lab.door import Door
@@ -141,7 +141,7 @@ def test_run_takes_both(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         found.append(job)
         return hosts
 
-    monkeypatch.setattr(in_lab, "run_in_lab", run_in_lab)
+    monkeypatch.setattr(placement, "run_in_lab", run_in_lab)
     script = tmp_path / "train.py"
     script.touch()
     parser = argparse.ArgumentParser()

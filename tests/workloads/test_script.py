@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from syncline.cli import placement
 from syncline.cli import train as command
 from syncline.cli.main import main
 from syncline.errors import SpecError
@@ -339,7 +340,7 @@ def test_train_refuses_before_a_worker_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "run_here", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr(placement, "run_here", lambda *_: pytest.fail("it was started"))
     script(tmp_path, "def loss(model, batch):\n    return 1.0\n")
     assert main(["train", "mine.py", "-n", "2"]) == 2
     assert "syncline train: mine.py: loss(model, batch) gives a float" in capsys.readouterr().err
@@ -350,7 +351,7 @@ def test_a_run_that_goes_on_with_another_script_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "run_here", lambda *_: 0)
+    monkeypatch.setattr(placement, "run_here", lambda *_: 0)
     (tmp_path / "a").mkdir()
     workload = build(script(tmp_path, "EPOCHS = 3\n"))
     (tmp_path / "a" / "config.json").write_text(json.dumps(workload.describe()))

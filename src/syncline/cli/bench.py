@@ -32,16 +32,19 @@ import json
 import math
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from syncline.bench.sizes import parse_sizes
 from syncline.cli import bench_codecs, bench_server, bench_step, bench_stragglers
-from syncline.cli.bench_launch import add_places, by_mpi, launch
+from syncline.cli.placement import Placement, add_placement_options
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
+from syncline.launch.start import Job
 from syncline.training.folder import make_writable
 
 __all__ = ["configure", "run"]
+
+PLACEMENT_HELP = {"-n": "number of ranks; default 4 for collectives, else 2"}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +82,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     ninth.add_argument("-n", type=int, dest="ranks", default=4, help="workers; default %(default)s")
     ninth.add_argument("--rounds", type=int, default=9, help="starts in each way; default %(default)s")
     for command in (first, second, fourth, eighth):
-        add_places(command)
+        add_placement_options(command, "-n", "--lab", "--hosts", help=PLACEMENT_HELP)
     for command in (first, second, third, fourth, fifth, sixth, seventh, eighth, ninth):
         command.add_argument("--out", type=Path, help="folder for the samples and the picture")
 
@@ -99,7 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise SpecError(f"-n {arguments.ranks}: give at least 2 ranks")
     if arguments.rounds < 1:
         raise SpecError(f"--rounds {arguments.rounds}: at least 1")
-    ways = {"MPI": by_mpi(arguments), "--lab": bool(arguments.lab), "--hosts": bool(arguments.hosts)}
+    by_mpi = bool(vars(arguments).get("mpi")) or vars(arguments).get("engine") == "mpi"
+    ways = {"MPI": by_mpi, "--lab": bool(arguments.lab), "--hosts": bool(arguments.hosts)}
     if sum(ways.values()) > 1:
         named = " and ".join(way for way, taken in ways.items() if taken)
         raise IncompatibleError(f"{named} cannot be used together; leave one out")
@@ -108,7 +112,9 @@ def run(arguments: argparse.Namespace) -> int:
     result = folder / f"{arguments.what}.json"
     plan = _plan(arguments, str(result.absolute()))
     make_writable(folder)
-    code = launch(arguments, arguments.what, plan, arguments.lab)
+    placement = Placement.read(arguments, default_ranks=4 if arguments.what == "collectives" else 2)
+    job = Job(target=("-m", f"syncline.bench.{arguments.what}", json.dumps(plan)))
+    code = replace(placement, mpi=by_mpi).run(job, mpiexec="call")
     if code:
         return code
     _show(arguments.what, result)

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from syncline.bench.sizes import parse_size, parse_sizes
+from syncline.cli.placement import Placement, add_placement_options
 from syncline.errors import IncompatibleError, SpecError
-from syncline.launch.hosts import parse_hosts
-from syncline.launch.in_lab import run_in_lab
-from syncline.launch.lab import parse_lab
-from syncline.launch.machine import warn_if_crowded
-from syncline.launch.mpi import mpi_command
-from syncline.launch.start import Job, run_here, run_on_hosts
-from syncline.launch.variables import company, threads_each
+from syncline.launch.start import Job
 from syncline.training.folder import make_writable
 
 if TYPE_CHECKING:
@@ -35,7 +28,9 @@ DEPTH = 16
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Say what it takes."""
-    parser.add_argument("-n", type=int, dest="ranks", help="workers; default 4, with 1, 2 and 4 of them at once")
+    add_placement_options(
+        parser, "-n", "--lab", "--hosts", help={"-n": "workers; default 4, with 1, 2 and 4 of them at once"}
+    )
     parser.add_argument("--servers", type=int, help="dedicated ones; default 1, and a second table with none; soak: 2")
     parser.add_argument("--engine", choices=("zeromq", "mpi"), default="zeromq", help="whose network; default zeromq")
     parser.add_argument("--sizes", default="4KB,4MB,40MB", help="as in 4KB,4MB,40MB, the default")
@@ -46,8 +41,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--passes", type=int, default=3, help="launches of each choice, for --sweep; default 3")
     parser.add_argument("--soak", type=float, metavar="MINUTES", help="check every answer for so long, and the memory")
     parser.add_argument("--seed", type=int, default=0, help="of the soak's requests; default 0")
-    parser.add_argument("--lab", metavar="4@100mbit", help="on so many emulated hosts at that rate")
-    parser.add_argument("--hosts", metavar="a:2,b:2", help="on these hosts, over ssh; the first has --out too")
 
 
 def run(arguments: argparse.Namespace, folder: Path) -> int:
@@ -75,11 +68,12 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    ranks, servers = _ranks(arguments), arguments.servers
-    if ranks < 1 or arguments.rounds < 1 or arguments.passes < 1 or not 1 <= arguments.depth <= DEPTH:
+    servers = arguments.servers
+    _placement(arguments)  # refuses a wrong -n, --lab or --hosts
+    if arguments.rounds < 1 or arguments.passes < 1 or not 1 <= arguments.depth <= DEPTH:
         raise SpecError(
-            f"at least one worker, one round and one pass, and a depth of 1 to {DEPTH} (-n {ranks}, --rounds "
-            f"{arguments.rounds}, --passes {arguments.passes}, --depth {arguments.depth})"
+            f"at least one round and one pass, and a depth of 1 to {DEPTH} (--rounds {arguments.rounds}, --passes "
+            f"{arguments.passes}, --depth {arguments.depth})"
         )
     if servers is not None and not 0 <= servers <= MOST_SERVERS:
         raise SpecError(f"--servers {servers}: 0, which is co-located, to {MOST_SERVERS}")
@@ -95,18 +89,14 @@ def _check(arguments: argparse.Namespace) -> None:
         raise IncompatibleError(f"--sweep tries numbers of servers by itself; leave --servers {servers} out")
 
 
-def _ranks(arguments: argparse.Namespace) -> int:
-    if arguments.hosts:
-        return sum(host.slots for host in parse_hosts(arguments.hosts, arguments.ranks))
-    if arguments.lab:
-        return int(arguments.ranks or parse_lab(arguments.lab)[0])
-    return 4 if arguments.ranks is None else int(arguments.ranks)
+def _placement(arguments: argparse.Namespace) -> Placement:
+    return replace(Placement.read(arguments, default_ranks=4), mpi=arguments.engine == "mpi")
 
 
 def _plan(arguments: argparse.Namespace, result: Path, servers: int) -> RatesPlan:
     from syncline.bench.server.rates import RatesPlan
 
-    ranks = _ranks(arguments)
+    ranks = _placement(arguments).ranks
     counts = sorted({*(count for count in (1, 2, 4) if count <= ranks), ranks})
     return RatesPlan(
         out=str(result.absolute()),
@@ -132,7 +122,7 @@ def _sweep(arguments: argparse.Namespace, folder: Path) -> int:
     from syncline.bench.server.rates import RatesPlan
     from syncline.bench.server.report import place, sweep_table
 
-    nbytes, workers, result = parse_size(arguments.size), _ranks(arguments), folder / "sweep.json"
+    nbytes, workers, result = parse_size(arguments.size), _placement(arguments).ranks, folder / "sweep.json"
     samples: dict[str, list[list[float]]] = {}
     own = folder / "sweep-last.json"
     document: dict[str, Any] = {}
@@ -176,18 +166,5 @@ def _launch(arguments: argparse.Namespace, module: str, plan: Mapping[str, objec
     from syncline.bench.server.end import PROGRAM
 
     target = ("-m", f"syncline.bench.server.{module}", json.dumps(plan))
-    job, ranks = Job(target=target, servers=servers, server=PROGRAM), _ranks(arguments)
-    if arguments.lab:
-        hosts, rate = parse_lab(arguments.lab)
-        return run_in_lab(job, hosts, rate, arguments.ranks)
-    if arguments.hosts:
-        return run_on_hosts(job, parse_hosts(arguments.hosts, arguments.ranks))
-    warn_if_crowded(ranks)
-    return _by_mpi(job, ranks) if arguments.engine == "mpi" else run_here(job, ranks)
-
-
-def _by_mpi(job: Job, ranks: int) -> int:
-    environ = {**os.environ, "SYNCLINE_TRANSPORT": "mpi", "PYTHONUNBUFFERED": "1", **threads_each(ranks)}
-    environ |= company(ranks, servers=job.servers)
-    command: Sequence[str] = mpi_command(job.target, ranks, (), environ, job.servers, job.server)
-    return subprocess.call(command, env=environ)
+    job = Job(target=target, servers=servers, server=PROGRAM)
+    return _placement(arguments).run(job, mpiexec="call")

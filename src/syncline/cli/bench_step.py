@@ -6,14 +6,15 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncline.cli.bench_launch import add_places, launch
+from syncline.cli.placement import Placement, add_placement_options
 from syncline.errors import SpecError
 from syncline.launch.lab import parse_lab
+from syncline.launch.start import Job
 from syncline.specs import nearest
 from syncline.training.folder import make_writable
 
@@ -46,7 +47,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory-runs", type=int, help="runs for the peak memory, 0: none; default 3, with several codecs or labs 0"
     )
-    add_places(parser, "on so many emulated hosts at that rate; or 2,4,8, with --rate")
+    add_placement_options(
+        parser,
+        *("-n", "--lab", "--hosts"),
+        help={"-n": "number of ranks; default 2", "--lab": "hosts@rate of an emulated cluster; or 2,4,8, with --rate"},
+    )
     parser.add_argument("--rate", metavar="100mbit,1gbit", help="of the labs' links, each with every number of hosts")
 
 
@@ -65,7 +70,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
     code = 0
     for lab in labs:
         own = result if len(labs) == 1 else folder / f"step-{lab}.json"
-        code = launch(arguments, "step", {**asdict(plan), "out": str(own.absolute())}, lab)
+        code = _launch(arguments, {**asdict(plan), "out": str(own.absolute())}, lab)
         if code:
             break
         document = json.loads(own.read_text())
@@ -78,6 +83,12 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
         table = codec_steps_table(documents) if plan.codecs else "\n\n".join(map(step_table, documents))
         print(f"{table}\n\nwritten: {result}")
     return code
+
+
+def _launch(arguments: argparse.Namespace, plan: Mapping[str, object], lab: str | None) -> int:
+    """Run the plan on the ranks, in this lab if there is one; return the exit code."""
+    place = Placement.read(argparse.Namespace(**{**vars(arguments), "lab": lab}), default_ranks=2)
+    return place.run(Job(target=("-m", "syncline.bench.step", json.dumps(plan))))
 
 
 def step_labs(lab: str | None, rate: str | None) -> Sequence[str | None]:
@@ -180,6 +191,6 @@ def _memory(
                 # The peak of what was in use, not of the allocator's holes: see bench/step.py.
                 os.environ["MALLOC_MMAP_THRESHOLD_"] = "131072"
                 alone = {"models": [model], "only": kind, "out": str(out.absolute()), "trace": False}
-                if launch(arguments, "step", {**asdict(plan), **alone}, lab) == 0:
+                if _launch(arguments, {**asdict(plan), **alone}, lab) == 0:
                     found += json.loads(out.read_text())["results"]
     return found

@@ -22,15 +22,14 @@ import shlex
 from collections.abc import Iterator
 
 import syncline
+from syncline.cli.placement import Placement, add_placement_options
 from syncline.compat.horovod.settings import PREFIX, read
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
 from syncline.launch.horovod import parse_command, place_ranks, read_hostfile
 from syncline.launch.hosts import HERE, Host
-from syncline.launch.machine import warn_if_crowded
-from syncline.launch.mpi import mpi_command, why_no_mpi
+from syncline.launch.mpi import why_no_mpi
 from syncline.launch.ssh import ssh_command
-from syncline.launch.start import Job, hand_over, run_here, run_on_hosts
-from syncline.launch.variables import company, network_key, threads_each
+from syncline.launch.start import Job, run_by_mpiexec
 from syncline.training.torch_build import has_backend
 
 __all__ = ["configure", "run"]
@@ -116,7 +115,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     ssh.add_argument("--tcp", action="store_true", help="no InfiniBand for NCCL")
     engine = parser.add_argument_group("engine")
     engine.add_argument("--gloo", action="store_true", help="gloo, or NCCL between GPUs: as always without --mpi")
-    engine.add_argument("--mpi", action="store_true", help="let mpiexec start the workers, and MPI carry the bytes")
+    add_placement_options(engine, "--mpi")
     engine.add_argument("--mpi-args", metavar='="…"', default="", help="more options for mpiexec")
     engine.add_argument("--binding-args", metavar='="…"', default="", help="more options for mpiexec")
     elastic = parser.add_argument_group("elastic", "the number of workers is fixed: these must equal -np")
@@ -166,13 +165,11 @@ def run(arguments: argparse.Namespace) -> int:
     read({**os.environ, **variables})  # a value that cannot be read is refused here, not on every rank
     _name_the_idle(arguments)
     job = Job(target=command.target, mpi=arguments.mpi, variables=variables, horovod=True)
+    ranks, elsewhere = sum(host.slots for host in hosts), () if [host.name for host in hosts] == [HERE] else hosts
     if arguments.mpi:
-        return _run_mpi(job, hosts, shlex.split(f"{arguments.mpi_args} {arguments.binding_args}"))
-    warn_if_crowded(sum(host.slots for host in hosts if host.name == HERE))
-    if [host.name for host in hosts] == [HERE]:
-        return run_here(job, hosts[0].slots)
+        return run_by_mpiexec(job, ranks, elsewhere, shlex.split(f"{arguments.mpi_args} {arguments.binding_args}"))
     with _ssh_options(arguments.ssh_port, arguments.ssh_identity_file):
-        return run_on_hosts(job, hosts)
+        return Placement(ranks, elsewhere).run(job)
 
 
 def _hosts(arguments: argparse.Namespace) -> tuple[Host, ...]:
@@ -226,18 +223,6 @@ def _name_the_idle(arguments: argparse.Namespace) -> None:
     idle = [flag for flag in IDLE if given[flag] not in (None, False)]
     if idle:
         logger.warning("without effect here: %s", ", ".join(idle))
-
-
-def _run_mpi(job: Job, hosts: tuple[Host, ...], options: list[str]) -> int:
-    ranks = sum(host.slots for host in hosts)
-    elsewhere = () if [host.name for host in hosts] == [HERE] else hosts
-    told = company(ranks, hosts=len(hosts))
-    variables = {"SYNCLINE_TRANSPORT": "mpi", "PYTHONUNBUFFERED": "1", **told, **job.variables}
-    if elsewhere:
-        variables["SYNCLINE_KEY"] = network_key()
-    variables |= threads_each(max(host.slots for host in hosts))
-    environ = {**os.environ, **variables}
-    return hand_over(mpi_command(job.target, ranks, elsewhere, environ, options=options), variables, mpi=True)
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 
 from syncline.bench.race.plan import Place, Plan, Tuning
 from syncline.bench.race.reading import Race, read_race
+from syncline.cli.placement import add_placement_options
 from syncline.errors import IncompatibleError, SpecError
 from syncline.launch.lab import Lab, parse_lab
 from syncline.launch.machine import warn_if_crowded
@@ -68,7 +69,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "workload", nargs="?", metavar="WORKLOAD|script.py", help="digits, fashion, …, or your own file"
     )
-    parser.add_argument("-n", type=int, dest="ranks", default=4, help="workers; default 4")
+    add_placement_options(parser, "-n", help={"-n": "number of workers; default 4"})
+    parser.set_defaults(ranks=4)
     what = parser.add_argument_group("what is raced")
     what.add_argument(
         "--entries", type=Path, metavar="all|FILE.toml", help="the entries to compare; default: a few that differ most"

@@ -20,14 +20,9 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from syncline.environment.heartbeats import read_lost_after
+from syncline.cli.placement import Placement, add_placement_options
 from syncline.errors import IncompatibleError, SpecError
-from syncline.launch.hosts import HERE, Host, parse_hosts
-from syncline.launch.machine import warn_if_crowded
-from syncline.launch.mpi import mpi_command
-from syncline.launch.slurm import srun_command
-from syncline.launch.start import Job, hand_over, run_here, run_on_hosts
-from syncline.launch.variables import company, network_key, threads_each
+from syncline.launch.start import Job, run_by_srun
 
 __all__ = ["configure", "run"]
 
@@ -44,35 +39,28 @@ HINTS = {
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Say what this command takes."""
-    parser.add_argument("-n", type=int, metavar="N", dest="ranks", help="workers; --hosts and --lab may give it too")
-    parser.add_argument("--hosts", metavar="a:2,b:2", help="hosts and their workers, over ssh; 'slurm' inside a job")
-    parser.add_argument("--mpi", action="store_true", help="let mpiexec start the workers, and MPI carry the bytes")
-    parser.add_argument("--lab", metavar="4@100mbit", help="so many hosts at that rate, emulated on this machine")
-    parser.add_argument("--servers", type=int, default=0, metavar="S", help="parameter servers beside the workers")
+    """Add the options of this command."""
+    add_placement_options(
+        parser,
+        *("-n", "--hosts", "--mpi", "--lab", "--servers", "--on-failure", "--lost-after"),
+        help={
+            "-n": "number of workers; --hosts and --lab may give it too",
+            "--hosts": "hosts and their numbers of workers, over ssh; 'slurm' inside a Slurm job",
+        },
+    )
     parser.add_argument("--handlers", metavar="M,…", default="", help="modules with handlers that the servers import")
-    parser.add_argument(
-        "--on-failure",
-        choices=("stop", "continue"),
-        default="stop",
-        help="when a worker fails: stop the others (the default), or tell them and let them go on",
-    )
-    parser.add_argument(
-        "--lost-after",
-        metavar="SECONDS",
-        help="kill a worker that sends no heartbeat for so many seconds; default 30, 0 for never",
-    )
     parser.add_argument("--address", metavar="A", help="this machine's address that the workers can reach")
     parser.add_argument("-m", action="store_true", dest="module", help="run a module, as python -m does")
     parser.add_argument("program", nargs=argparse.REMAINDER, metavar="script.py args…", help="what to run")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run it; the exit code."""
+    """Run the script and return the exit code."""
     _check(arguments)
-    target = _target(arguments)
+    slurm = arguments.hosts == SLURM  # srun knows the hosts
+    placement = Placement.read(argparse.Namespace(ranks=arguments.ranks) if slurm else arguments)
     job = Job(
-        target=target,
+        target=_target(arguments),
         policy=arguments.on_failure,
         address=arguments.address,
         servers=arguments.servers,
@@ -80,36 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         mpi=arguments.mpi,
         lost_after=arguments.lost_after,
     )
-    ranks: int | None = arguments.ranks
-    if arguments.lab is not None:
-        from syncline.launch.in_lab import run_in_lab
-        from syncline.launch.lab import parse_lab
-
-        hosts, rate = parse_lab(arguments.lab)
-        return run_in_lab(job, hosts, rate, ranks)
-    if arguments.hosts == SLURM:
-        # In the environment, which srun takes along: a command line is for all to see.
-        variables = {"SYNCLINE_KEY": network_key(), **company(_required(ranks), handlers=job.handlers)}
-        return hand_over(srun_command(target, _required(ranks), os.environ), variables)
-    named = () if arguments.hosts is None else parse_hosts(arguments.hosts, ranks)
-    if arguments.mpi:
-        return _run_mpi(job, sum(host.slots for host in named) or _required(ranks), named)
-    if named:
-        warn_if_crowded(sum(host.slots for host in named if host.name == HERE))
-        return run_on_hosts(job, named)
-    warn_if_crowded(_required(ranks))
-    return run_here(job, _required(ranks))
-
-
-def _run_mpi(job: Job, ranks: int, hosts: tuple[Host, ...]) -> int:
-    told = company(ranks, servers=job.servers, hosts=len(hosts) or 1, handlers=job.handlers)
-    variables = {"SYNCLINE_TRANSPORT": "mpi", "PYTHONUNBUFFERED": "1", **told}
-    if hosts:
-        variables["SYNCLINE_KEY"] = network_key()
-    variables |= threads_each(ranks if not hosts else max(host.slots for host in hosts))
-    environ = {**os.environ, **variables}
-    command = mpi_command(job.target, ranks, hosts, environ, job.servers, job.server)
-    return hand_over(command, variables, mpi=True)
+    return run_by_srun(job, placement.ranks) if slurm else placement.run(job)
 
 
 def _target(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -144,42 +103,25 @@ def _suggestion(arguments: argparse.Namespace, program: Sequence[str]) -> str:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse what cannot be, and what cannot be together."""
-    if arguments.ranks is not None and arguments.ranks < 1:
-        raise SpecError(f"-n {arguments.ranks}: a run takes at least one worker")
-    if arguments.lost_after is not None:
-        read_lost_after(arguments.lost_after, f"--lost-after {arguments.lost_after}")
-    if arguments.servers < 0:
-        raise SpecError(f"--servers {arguments.servers}: a number of servers cannot be negative")
-    ways = {"--hosts": arguments.hosts is not None, "--lab": arguments.lab is not None, "--mpi": arguments.mpi}
-    if ways["--lab"] and ways["--hosts"]:
-        raise IncompatibleError("--lab makes its own hosts and cannot be used with --hosts; leave one out")
-    if ways["--mpi"] and arguments.hosts == SLURM:
+    """Refuse options that cannot be used together."""
+    slurm = arguments.hosts == SLURM
+    if arguments.lab is not None and slurm:
+        raise IncompatibleError("--hosts slurm lets srun start the workers, not in a --lab; leave one out")
+    if arguments.mpi and slurm:
         raise IncompatibleError("--hosts slurm lets srun start the workers, --mpi mpiexec; leave one out")
-    if ways["--mpi"] or arguments.hosts == SLURM:
-        starter = "mpiexec" if ways["--mpi"] else "srun"
+    if arguments.mpi or slurm:
+        starter = "mpiexec" if arguments.mpi else "srun"
         if arguments.on_failure == "continue":
             raise IncompatibleError(f"--on-failure continue: {starter} ends all workers when one fails; leave it out")
         if arguments.lost_after is not None:
             raise IncompatibleError(f"--lost-after {arguments.lost_after}: {starter} watches the workers; leave it out")
-    if arguments.servers and arguments.hosts == SLURM:
+    if arguments.servers and slurm:
         raise IncompatibleError(f"--servers {arguments.servers}: srun starts workers alone; leave it out")
-    if arguments.servers and ways["--mpi"] and ways["--hosts"]:
+    if arguments.servers and arguments.mpi and arguments.hosts is not None:
         raise IncompatibleError(
-            f"--servers {arguments.servers}: where mpiexec puts servers among --hosts is not settled; leave one out, "
-            "or leave --mpi out"
+            f"--servers {arguments.servers}: mpiexec cannot place servers on --hosts; leave one of --servers, --hosts "
+            "and --mpi out"
         )
-    if ways["--lab"]:
-        from syncline.launch.lab import parse_lab
-
-        parse_lab(arguments.lab)
-    names = arguments.handlers.split(",") if arguments.handlers else []
-    for name in names:
+    for name in arguments.handlers.split(",") if arguments.handlers else []:
         if not all(part.isidentifier() for part in name.strip().split(".")):
             raise SpecError(f"--handlers {arguments.handlers}: {name!r} is not a module's name; write package.module")
-
-
-def _required(ranks: int | None) -> int:
-    if ranks is None:
-        raise SpecError("how many workers? Give -n N, as in syncline run -n 4 train.py, or --hosts or --lab")
-    return ranks

@@ -30,14 +30,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from syncline.cli.placement import Placement, add_placement_options
 from syncline.cli.train_kmeans import is_kmeans, train_kmeans
-from syncline.environment.heartbeats import read_lost_after
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
-from syncline.launch.hosts import Host, parse_hosts
-from syncline.launch.in_lab import run_in_lab
-from syncline.launch.lab import parse_lab
-from syncline.launch.machine import warn_if_crowded
-from syncline.launch.start import Job, run_here, run_on_hosts
+from syncline.launch.start import Job
 from syncline.training.folder import RunFolder, fresh_name
 from syncline.training.settings import DECAYS, Settings
 
@@ -65,7 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "workload", metavar="WORKLOAD|script.py", help="what to train: digits, \"digits(model='cnn')\", …, or your own"
     )
-    parser.add_argument("-n", type=int, dest="ranks", help="workers; default 1, in a lab one for each host")
+    add_placement_options(parser, "-n", help={"-n": "number of workers; default 1, in a lab one for each host"})
     _configure_training(parser, usual)
     files = parser.add_argument_group("files")
     files.add_argument("--out", type=Path, metavar="FOLDER", help="the run's folder; default runs/WORKLOAD-time")
@@ -111,20 +107,11 @@ def _configure_training(parser: argparse.ArgumentParser, usual: Settings) -> Non
 def _configure_place(parser: argparse.ArgumentParser) -> None:
     """Say where it runs, beside what, and who is slow there."""
     where = parser.add_argument_group("where")
-    where.add_argument("--servers", type=int, default=0, metavar="S", help="parameter servers beside the workers")
-    where.add_argument(
-        "--on-failure",
-        choices=("stop", "continue"),
-        default="stop",
-        help="when a worker fails: stop the others (the default), or let them go on without it",
+    add_placement_options(
+        where,
+        *("--servers", "--on-failure", "--lost-after", "--lab", "--mpi", "--hosts"),
+        help={"--hosts": "hosts and their numbers of workers, over ssh; all see the run's folder"},
     )
-    where.add_argument(
-        "--lost-after",
-        metavar="SECONDS",
-        help="kill a worker that sends no heartbeat for so many seconds; default 30, 0 for never",
-    )
-    where.add_argument("--lab", metavar="4@100mbit", help="on so many emulated hosts at that rate")
-    where.add_argument("--mpi", action="store_true", help="let mpiexec start the workers, and MPI carry the bytes")
     where.add_argument(
         "--pace", type=float, metavar="SECONDS", help="a worker also sleeps so long for each sample: a stand-in"
     )
@@ -135,7 +122,6 @@ def _configure_place(parser: argparse.ArgumentParser) -> None:
         metavar="rank=2,factor=4,start=1,stop=3",
         help="a straggler: its pace times the factor, from so many seconds to so many; may be given again",
     )
-    where.add_argument("--hosts", metavar="a:2,b:2", help="on these hosts, over ssh; all see the run's folder")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -148,13 +134,13 @@ def run(arguments: argparse.Namespace) -> int:
     from syncline.training.worker import TrainPlan
     from syncline.workloads import build
 
-    job_place = _place(arguments)
+    placement = _placement(arguments)
     _check_company(arguments)
-    _check_memory(arguments, job_place[1])
+    _check_memory(arguments, placement.ranks)
     workload = build(arguments.workload)
-    settings = _settings(arguments, workload, job_place[1])
+    settings = _settings(arguments, workload, placement.ranks)
     slow = tuple(parse_slow(text) for text in arguments.slow)
-    check_slow(slow, job_place[1], arguments.pace)
+    check_slow(slow, placement.ranks, arguments.pace)
     folder, resume = _folder(arguments, workload)
     if resume is not False:
         _compare(folder if resume is True else RunFolder(str(resume)), workload, settings)
@@ -189,24 +175,16 @@ def run(arguments: argparse.Namespace) -> int:
             if resume is False and folder.used():  # another job may have started there since the first check
                 raise IncompatibleError(folder.refusal())
             folder.remove("summary")  # of an earlier attempt
-            return _launch(arguments, job, job_place)
+            return placement.run(job, mpiexec="supervise")
     finally:
         with contextlib.suppress(OSError):
             folder.path.rmdir()  # where nothing was written
 
 
-def _place(arguments: argparse.Namespace) -> tuple[tuple[Host, ...], int]:
-    """The hosts, where there are any, and the number of workers."""
-    if arguments.lab and arguments.hosts:
-        raise IncompatibleError("--lab makes its own hosts and cannot be used with --hosts; leave one out")
+def _placement(arguments: argparse.Namespace) -> Placement:
     if arguments.mpi and arguments.hosts:
         raise IncompatibleError("--mpi trains here or in a --lab, not on --hosts; leave one out")
-    if arguments.ranks is not None and arguments.ranks < 1:
-        raise SpecError(f"-n {arguments.ranks}: a run takes at least one worker")
-    if arguments.hosts:
-        hosts = parse_hosts(arguments.hosts, arguments.ranks)
-        return hosts, sum(host.slots for host in hosts)
-    return (), arguments.ranks or (parse_lab(arguments.lab)[0] if arguments.lab else 1)
+    return Placement.read(arguments, default_ranks=1)
 
 
 def _check_company(arguments: argparse.Namespace) -> None:
@@ -215,10 +193,6 @@ def _check_company(arguments: argparse.Namespace) -> None:
     from syncline.strategies.served import Served
 
     strategy, servers = build_strategy(arguments.strategy), arguments.servers
-    if arguments.lost_after is not None:
-        read_lost_after(arguments.lost_after, f"--lost-after {arguments.lost_after}")
-    if servers < 0:
-        raise SpecError(f"--servers {servers}: a number of servers cannot be negative")
     served = isinstance(strategy, Served) and strategy.loose
     talks = isinstance(strategy, Gossip) and strategy.pairwise  # its board may outlive worker 0 there
     if servers and not (served or talks):
@@ -358,14 +332,3 @@ def _compare(folder: RunFolder, workload: Workload, settings: Settings) -> None:
         )
     if changed:
         logger.warning("%s goes on with other settings than it began with: %s", folder.path, ", ".join(changed))
-
-
-def _launch(arguments: argparse.Namespace, job: Job, place: tuple[tuple[Host, ...], int]) -> int:
-    hosts, workers = place
-    if arguments.lab:
-        number, rate = parse_lab(arguments.lab)
-        return run_in_lab(job, number, rate, arguments.ranks)
-    if hosts:
-        return run_on_hosts(job, hosts)
-    warn_if_crowded(workers)
-    return run_here(job, workers)

@@ -9,14 +9,11 @@ examples:
 from __future__ import annotations
 
 import argparse
-import os
 from typing import Any
 
+from syncline.cli.placement import Placement
 from syncline.errors import IncompatibleError, SpecError
-from syncline.launch.machine import warn_if_crowded
-from syncline.launch.mpi import mpi_command
-from syncline.launch.start import Job, hand_over, run_here
-from syncline.launch.variables import company, threads_each
+from syncline.launch.start import Job
 
 __all__ = ["is_kmeans", "train_kmeans"]
 
@@ -76,9 +73,4 @@ def train_kmeans(arguments: argparse.Namespace) -> int:
     if problem.points < ranks:
         raise IncompatibleError(f"{problem} has too few points for {ranks} workers; take fewer (-n)")
     target = ("-m", "syncline.bench.kmeans", plan.as_json())
-    if name != "onesided" or ranks == 1:
-        warn_if_crowded(ranks)
-        return run_here(Job(target=target), ranks)
-    variables = {"SYNCLINE_TRANSPORT": "mpi", "PYTHONUNBUFFERED": "1", **company(ranks), **threads_each(ranks)}
-    environ = {**os.environ, **variables}
-    return hand_over(mpi_command(target, ranks, (), environ), variables)
+    return Placement(ranks, mpi=name == "onesided" and ranks > 1).run(Job(target=target))

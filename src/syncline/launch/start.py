@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,16 +17,18 @@ from syncline.launch.failures import Ended
 from syncline.launch.horovod import tell_horovods
 from syncline.launch.hosts import HERE, Host
 from syncline.launch.local import LocalCrew
+from syncline.launch.mpi import mpi_command
 from syncline.launch.mpi_layout import lay_out_mpi
 from syncline.launch.output import Output
 from syncline.launch.prefork import start_prefork
 from syncline.launch.programs import EVALUATOR, Place, Program, lay_out, lay_out_evaluator, lay_out_servers
 from syncline.launch.remote import RemoteCrew, Share
+from syncline.launch.slurm import srun_command
 from syncline.launch.ssh import address_towards
 from syncline.launch.store import Board, serve_store
 from syncline.launch.supervisor import Policy, Supervisor, Tick
 from syncline.launch.sweeper import sweep_after_mpiexec
-from syncline.launch.variables import carried, common_variables, company, network_key, threads_each
+from syncline.launch.variables import carried, common_variables, network_key, role_environment, threads_each
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -36,6 +39,8 @@ __all__ = [
     "Job",
     "hand_over",
     "local_place",
+    "run_by_mpiexec",
+    "run_by_srun",
     "run_here",
     "run_on_hosts",
     "run_placed",
@@ -155,6 +160,30 @@ def run_on_hosts(job: Job, hosts: Sequence[Host]) -> int:
         return _supervise(job, Several(crews), board, places, output)
 
 
+def run_by_mpiexec(
+    job: Job, ranks: int, hosts: Sequence[Host] = (), options: Sequence[str] = (), *, wait: bool = False
+) -> int:
+    """Run with mpiexec and without a supervisor; `options` are for mpiexec.
+
+    This process becomes mpiexec. With `wait`, mpiexec is a child process instead, and its exit code is returned.
+    """
+    roles = role_environment(ranks, servers=job.servers, hosts=len(hosts) or 1, handlers=job.handlers)
+    variables = {"SYNCLINE_TRANSPORT": "mpi", "PYTHONUNBUFFERED": "1", **roles, **job.variables}
+    if hosts:
+        variables["SYNCLINE_KEY"] = network_key()
+    variables |= threads_each(max((host.slots for host in hosts), default=ranks))
+    environ = {**os.environ, **variables}
+    command = mpi_command(job.target, ranks, hosts, environ, job.servers, job.server, options)
+    return subprocess.call(command, env=environ) if wait else hand_over(command, variables, mpi=True)
+
+
+def run_by_srun(job: Job, ranks: int) -> int:
+    """Run with srun, which this process becomes. It is called inside a Slurm job."""
+    # The key is in the environment, which srun passes on: every user of a machine can read command lines.
+    variables = {"SYNCLINE_KEY": network_key(), **role_environment(ranks, handlers=job.handlers)}
+    return hand_over(srun_command(job.target, ranks, os.environ), variables)
+
+
 def hand_over(command: Sequence[str], variables: Mapping[str, str], mpi: bool = False) -> int:
     """Become another launcher: signals, output and exit code are then its own. `mpi` says that it is mpiexec."""
     if mpi:
@@ -168,7 +197,9 @@ def _lay_out(job: Job, places: Sequence[Place], common: Mapping[str, str]) -> li
     workers = sum(place.slots for place in places)
     # Nobody beside the ranks and the servers joins MPI's world: there rank 0 evaluates.
     evaluators = 0 if job.mpi else job.evaluators
-    told = company(workers, servers=job.servers, evaluators=evaluators, hosts=len(places), handlers=job.handlers)
+    told = role_environment(
+        workers, servers=job.servers, evaluators=evaluators, hosts=len(places), handlers=job.handlers
+    )
     limit = {} if job.lost_after is None else {LOST_AFTER_VARIABLE: job.lost_after}
     saves = {SAVES: "1"} if job.saves and not job.mpi else {}
     told = {**told, **limit, **saves, **job.variables, **common}

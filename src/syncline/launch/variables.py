@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from syncline.launch.machine import cores
 
-__all__ = ["carried", "common_variables", "company", "network_key", "threads_each"]
+__all__ = ["carried", "common_variables", "network_key", "role_environment", "threads_each"]
 
 CARRIED = ("OMP_", "MKL_", "NCCL_", "GLOO_", "TP_", "TORCH_", "CUDA_", "UCX_", "PYTHON", "SYNCLINE_", "HOROVOD_")
 """What goes along to other hosts, by the beginning of its name: their own environment has the rest."""
@@ -31,12 +31,15 @@ def common_variables(address: str, port: int) -> dict[str, str]:
     }
 
 
-def company(
+def role_environment(
     workers: int, *, servers: int = 0, evaluators: int = 0, hosts: int = 1, handlers: str = ""
 ) -> dict[str, str]:
-    """Who is in a run beside the workers. Said where nobody is, too: a run may be started inside of another.
+    """The variables that tell a process how many workers, servers, evaluators and hosts a run has.
 
-    >>> company(4, servers=2)["SYNCLINE_SERVERS"]
+    They are set even if there is no server, because a run may be started inside another run.
+
+
+    >>> role_environment(4, servers=2)["SYNCLINE_SERVERS"]
     '2'
     """
     return {

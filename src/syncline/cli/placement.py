@@ -1,0 +1,98 @@
+"""The options that say where the workers of a command run, and the start of the workers there.
+
+A command adds the options that it supports, reads them into a `Placement`, and runs its job:
+
+    add_placement_options(parser, "-n", "--hosts", "--lab")
+    …
+    return Placement.read(arguments, default_ranks=2).run(Job(target=("train.py",)))
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from syncline.environment.heartbeats import read_lost_after
+from syncline.errors import IncompatibleError, SpecError
+from syncline.launch.hosts import HERE, Host, parse_hosts
+from syncline.launch.in_lab import run_in_lab
+from syncline.launch.lab import parse_lab
+from syncline.launch.machine import warn_if_crowded
+from syncline.launch.start import Job, run_by_mpiexec, run_here, run_on_hosts
+
+__all__ = ["Placement", "add_placement_options"]
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "-n": {"type": int, "dest": "ranks", "metavar": "N", "help": "number of workers"},
+    "--hosts": {"metavar": "a:2,b:2", "help": "hosts and their numbers of workers, over ssh"},
+    "--lab": {"metavar": "4@100mbit", "help": "number of hosts and link rate of a cluster emulated on this machine"},
+    "--mpi": {"action": "store_true", "help": "start the workers with mpiexec, and communicate over MPI"},
+    "--servers": {"type": int, "default": 0, "metavar": "S", "help": "number of parameter servers; default 0"},
+    "--on-failure": {
+        "choices": ("stop", "continue"),
+        "default": "stop",
+        "help": "when a worker fails: stop the others (the default), or let them continue without it",
+    },
+    "--lost-after": {
+        "metavar": "SECONDS",
+        "help": "kill a worker that sends no heartbeat for this long; default 30, 0 for never",
+    },
+}
+
+
+def add_placement_options(
+    parser: argparse._ActionsContainer, *names: str, help: Mapping[str, str] | None = None
+) -> None:
+    """Add the named options to a parser or to a group of its options. `help` replaces the text of some of them."""
+    for name in names:
+        parser.add_argument(name, **{**OPTIONS[name], **({"help": help[name]} if help and name in help else {})})
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the workers of a command run: here by default, or on hosts, in a lab, or with mpiexec."""
+
+    ranks: int
+    hosts: tuple[Host, ...] = ()
+    lab: tuple[int, str] | None = None
+    """The number of hosts of the lab, and the rate of its links."""
+    mpi: bool = False
+
+    @classmethod
+    def read(cls, arguments: argparse.Namespace, default_ranks: int | None = None) -> Placement:
+        """Check the options of a command and read them. An option that the command does not have counts as absent."""
+        given = vars(arguments)
+        ranks, hosts, lab, lost_after = (given.get(name) for name in ("ranks", "hosts", "lab", "lost_after"))
+        if ranks is not None and ranks < 1:
+            raise SpecError(f"-n {ranks}: a run takes at least one worker")
+        if lost_after is not None:
+            read_lost_after(lost_after, f"--lost-after {lost_after}")
+        if (given.get("servers") or 0) < 0:
+            raise SpecError(f"--servers {given['servers']}: a number of servers cannot be negative")
+        mpi = bool(given.get("mpi"))
+        if lab and hosts:
+            raise IncompatibleError("--lab makes its own hosts and cannot be used with --hosts; leave one out")
+        if lab:
+            count, rate = parse_lab(lab)
+            return cls(ranks or count, lab=(count, rate), mpi=mpi)
+        if hosts is not None:
+            parsed = parse_hosts(hosts, ranks)
+            return cls(sum(host.slots for host in parsed), parsed, mpi=mpi)
+        if ranks is None and default_ranks is None:
+            raise SpecError("how many workers? Give -n N, as in syncline run -n 4 train.py, or --hosts or --lab")
+        return cls(ranks or default_ranks or 1, mpi=mpi)
+
+    def run(self, job: Job, *, mpiexec: Literal["exec", "call", "supervise"] = "exec") -> int:
+        """Run the job and return its exit code.
+
+        `mpiexec` says how mpiexec runs outside of a lab: "exec" replaces this process by it, "call" waits for it, and
+        "supervise" watches it as any other program (`job.mpi` must be set).
+        """
+        if self.lab is not None:
+            return run_in_lab(job, *self.lab, self.ranks)
+        if self.mpi and mpiexec != "supervise":
+            return run_by_mpiexec(job, self.ranks, self.hosts, wait=mpiexec == "call")
+        warn_if_crowded(sum(host.slots for host in self.hosts if host.name == HERE) if self.hosts else self.ranks)
+        return run_on_hosts(job, self.hosts) if self.hosts else run_here(job, self.ranks)

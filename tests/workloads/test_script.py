@@ -14,7 +14,6 @@ import torch
 from torch.utils.data import TensorDataset
 
 from syncline.cli import placement
-from syncline.cli import train as command
 from syncline.cli.main import main
 from syncline.errors import SpecError
 from syncline.testing.workloads import WorkloadContract, leaving_randomness

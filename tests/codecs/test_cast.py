@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import Draw, Part
+from syncline.codecs.base import RngKey, TensorSlice
 from syncline.codecs.cast import Cast
 from syncline.codecs.kernels.random_bits import random_bits
 from syncline.errors import DivergedError, ProtocolError, SpecError
@@ -19,7 +19,7 @@ LARGEST = {"fp16": 65504.0, "bf16": 3.3895313892515355e38}
 
 def body_of(codec: Cast, values: Tensor, residual: Tensor | None = None, seed: int = 0) -> Tensor:
     body = torch.zeros(codec.body_bytes(values.numel()), dtype=torch.uint8)
-    codec.write(Part(values, "weight", residual=residual), body, Draw(seed))
+    codec.write(TensorSlice(values, "weight", residual=residual), body, RngKey(seed))
     return body
 
 
@@ -92,16 +92,16 @@ def test_beyond_the_largest(to: str, stochastic: bool) -> None:
 def test_a_sum_in_one_round(to: str, stochastic: bool) -> None:
     """All parts in one tensor; each rank's residual has what it did not send, and all decode the same."""
     codec, size = Cast(to, stochastic=stochastic, feedback=True), 3
-    assert codec.sums
+    assert codec.traits.allreducible
     ranks, wires, given = [], [], []
     for rank in range(size):
         generator = torch.Generator().manual_seed(rank)
         parts = [
-            Part(torch.randn(n, generator=generator), name, residual=torch.randn(n))
+            TensorSlice(torch.randn(n, generator=generator), name, residual=torch.randn(n))
             for n, name in ((5, "a"), (70, "b"))
         ]
         given.append(torch.cat([p.flat + p.residual for p in parts if p.residual is not None]))
-        running = codec.rounds(parts, Draw(1, rank=rank), size)
+        running = codec.reduce_rounds(parts, RngKey(1, rank=rank), size)
         wires.append(next(running))
         ranks.append((parts, running))
     assert all(wire.dtype == codec.dtype and wire.shape == (75,) for wire in wires)
@@ -113,7 +113,7 @@ def test_a_sum_in_one_round(to: str, stochastic: bool) -> None:
         wire.copy_(total)
         assert next(running, None) is None
         assert torch.equal(torch.cat([p.flat for p in parts]), total.float())
-    assert list(codec.rounds([], Draw(), size)) == []
+    assert list(codec.reduce_rounds([], RngKey(), size)) == []
 
 
 @pytest.mark.parametrize("stochastic", [False, True])
@@ -122,7 +122,7 @@ def test_a_sum_in_one_round(to: str, stochastic: bool) -> None:
 def test_a_sum_of_the_largest_is_finite(to: str, size: int, stochastic: bool) -> None:
     """Each rank sends no more than its share of what the type has, and not much less: each addition may round up."""
     codec = Cast(to, stochastic=stochastic)
-    wire = next(codec.rounds([Part(torch.full((40,), 3.4e38))], Draw(), size))
+    wire = next(codec.reduce_rounds([TensorSlice(torch.full((40,), 3.4e38))], RngKey(), size))
     total = wire.clone()
     for _ in range(size - 1):
         total += wire
@@ -137,7 +137,7 @@ def test_a_body_at_an_odd_byte(to: str) -> None:
     """Behind bytes of others, as in a chain."""
     codec, values = Cast(to), torch.randn(9)
     whole = torch.zeros(19, dtype=torch.uint8)
-    codec.write(Part(values), whole[1:], Draw())
+    codec.write(TensorSlice(values), whole[1:], RngKey())
     assert torch.equal(whole[1:], body_of(codec, values))
     out = torch.ones(9)
     codec.read(whole[1:], out, accumulate=True)
@@ -170,7 +170,7 @@ def test_it_uses_the_bits_of_its_draw() -> None:
     """Between 1 and the next half, up is where the random bits are beyond the rest."""
     values = torch.full((1000,), 1 + 2**-8 * 0.25)
     up = there_and_back(Cast("bf16", stochastic=True), values, seed=3) > 1
-    assert torch.equal(up, (random_bits(Draw(3).key, 0, 1000) >> 16) >= 2**16 - 2**13)
+    assert torch.equal(up, (random_bits(RngKey(3).key, 0, 1000) >> 16) >= 2**16 - 2**13)
 
 
 @pytest.mark.parametrize(
@@ -190,6 +190,6 @@ def test_refused(arguments: dict[str, Any]) -> None:
 def test_its_spec() -> None:
     assert repr(Cast("fp16")) == "cast('fp16')"
     assert repr(Cast("bf16", stochastic=True)) == "cast('bf16', stochastic=True)"
-    assert not Cast("fp16").biased
+    assert not Cast("fp16").traits.biased
     assert not Cast("fp16").keeps_residual
     assert Cast("fp16", feedback=True).keeps_residual

@@ -27,7 +27,7 @@ def test_every_kind_is_given_once() -> None:
             *("powersgd(2)", "lossless", "raw", "topk(0.1)|quantize(4)"),
         )
     ]
-    assert [each.kind for each in built if each is not None] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 15]
+    assert [each.codec_id for each in built if each is not None] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 15]
 
 
 def test_nothing_is_none() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from syncline.codecs import Codec, Draw, Part, build_codec
+from syncline.codecs import Codec, RngKey, TensorSlice, build_codec
 from syncline.testing.codecs import sum_in_lockstep
 
 LOW_RANK = torch.randn(60, 2, generator=torch.Generator().manual_seed(0)) @ torch.randn(
@@ -23,15 +23,15 @@ def built(spec: str) -> Codec:
 
 def summed(codec: Codec, values: Tensor, seed: int, ranks: int = 1) -> Tensor:
     """The sum of so many ranks that have the same values."""
-    parts = [[Part(values.flatten().clone(), "w", shape=tuple(values.shape))] for _ in range(ranks)]
-    sum_in_lockstep(codec, parts, Draw(seed))
+    parts = [[TensorSlice(values.flatten().clone(), "w", shape=tuple(values.shape))] for _ in range(ranks)]
+    sum_in_lockstep(codec, parts, RngKey(seed))
     return parts[0][0].flat.view(values.shape)
 
 
 def sent(codec: Codec, values: Tensor, rank: int) -> Tensor:
     """What a rank sends first."""
-    part = Part(values.flatten().clone(), "w", shape=tuple(values.shape))
-    return next(codec.rounds([part], Draw(rank=rank), 1)).float()
+    part = TensorSlice(values.flatten().clone(), "w", shape=tuple(values.shape))
+    return next(codec.reduce_rounds([part], RngKey(rank=rank), 1)).float()
 
 
 @pytest.mark.parametrize("to", ["fp16", "bf16"])
@@ -55,7 +55,7 @@ def test_ranks_round_with_random_bits_of_their_own(first: str) -> None:
 @pytest.mark.parametrize("first", ["randomk(1.0)", "powersgd(2)"])
 def test_what_stochastic_rounding_loses_stays_in_the_residual(first: str) -> None:
     codec = built(f"{first}|cast('bf16', stochastic=True)")
-    part = Part(LOW_RANK.flatten().clone(), "w", shape=(60, 40), residual=torch.zeros(2400))
+    part = TensorSlice(LOW_RANK.flatten().clone(), "w", shape=(60, 40), residual=torch.zeros(2400))
     sum_in_lockstep(codec, [[part]])
     assert part.residual is not None
     torch.testing.assert_close(part.flat + part.residual, LOW_RANK.flatten(), rtol=0, atol=1e-5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from syncline.codecs.base import Codec, Draw
+from syncline.codecs.base import Codec, CodecTraits, RngKey, check_optimizer_momentum
 from syncline.codecs.cast import Cast
 from syncline.codecs.catalog import build_codec
 from syncline.codecs.choosing import BySize, PerLayer
@@ -14,35 +14,35 @@ from syncline.codecs.onebit import OneBit
 from syncline.codecs.powersgd import PowerSGD
 from syncline.codecs.quantize import Quantize
 from syncline.codecs.topk import TopK
-from syncline.errors import DivergedError, ProtocolError, SpecError
+from syncline.errors import DivergedError, IncompatibleError, ProtocolError, SpecError
 
 
 def test_the_first_pattern_that_matches_decides() -> None:
     codec = PerLayer({"*.bias": None, "0.*": TopK(0.1), "*": "quantize(4)", "2.*": "onebit"})
-    assert codec.pick("0.bias", 5) is None
-    assert codec.pick("0.weight", 5) == TopK(0.1)
-    assert codec.pick("2.weight", 5) == Quantize(4)
+    assert codec.codec_for("0.bias", 5) is None
+    assert codec.codec_for("0.weight", 5) == TopK(0.1)
+    assert codec.codec_for("2.weight", 5) == Quantize(4)
 
 
 def test_without_a_match_it_goes_as_it_is() -> None:
     codec = PerLayer({"conv?.*": "onebit"})
-    assert codec.pick("conv1.weight", 5) == OneBit()
-    assert codec.pick("conv10.weight", 5) is None
-    assert codec.pick("Conv1.weight", 5) is None, "names differ by case"
+    assert codec.codec_for("conv1.weight", 5) == OneBit()
+    assert codec.codec_for("conv10.weight", 5) is None
+    assert codec.codec_for("Conv1.weight", 5) is None, "names differ by case"
 
 
 def test_the_size_decides() -> None:
     codec = BySize(100, None, "onebit")
-    assert codec.pick("any", 99) is None
-    assert codec.pick("any", 100) == OneBit()
+    assert codec.codec_for("any", 99) is None
+    assert codec.codec_for("any", 100) == OneBit()
 
 
 def test_choosers_within_choosers() -> None:
     codec = PerLayer({"*.bias": None, "*": BySize(100, "cast('fp16')", PerLayer({"0.*": "topk(0.1)"}))})
-    assert codec.pick("0.weight", 99) == Cast("fp16")
-    assert codec.pick("0.weight", 100) == TopK(0.1)
-    assert codec.pick("1.weight", 100) is None
-    assert codec.pick("1.bias", 10**6) is None
+    assert codec.codec_for("0.weight", 99) == Cast("fp16")
+    assert codec.codec_for("0.weight", 100) == TopK(0.1)
+    assert codec.codec_for("1.weight", 100) is None
+    assert codec.codec_for("1.bias", 10**6) is None
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_codecs_and_specs_make_the_same_chooser() -> None:
 def test_a_tensor_alone(codec: Codec) -> None:
     sent = torch.randn(100, generator=torch.Generator().manual_seed(0))
     residual = torch.zeros(100)
-    payload = codec.encode(sent, Draw(), residual)
+    payload = codec.encode(sent, RngKey(), residual)
     assert payload.numel() <= codec.max_bytes(100)
     out = codec.decode(payload, torch.empty(100))
     assert torch.equal(out, OneBit().decode(OneBit().encode(sent), torch.empty(100)))
@@ -95,19 +95,16 @@ def test_a_tensor_alone_that_goes_as_it_is(codec: Codec) -> None:
 
 def test_what_it_says_of_itself_holds_for_any_of_its_choices() -> None:
     mixed, plain = BySize(10, Lossless(), PowerSGD()), BySize(10, None, Lossless())
-    assert (mixed.sums, mixed.biased, mixed.keeps_residual, mixed.exact) == (True, True, True, False)
-    assert (plain.sums, plain.biased, plain.keeps_residual, plain.exact) == (False, False, False, True)
+    assert mixed.traits == CodecTraits(allreducible=True, residual_needs_sum=True)
+    assert plain.traits == CodecTraits(biased=False, exact=True)
+    assert mixed.keeps_residual
+    assert not plain.keeps_residual
 
 
-class Picky(OneBit):
-    def check(self, momentum: float) -> None:
-        raise SpecError(f"no momentum of {momentum}")
-
-
-def test_the_optimizer_is_shown_to_every_choice() -> None:
-    PerLayer({"a": None, "*": OneBit()}).check(0.9)
-    with pytest.raises(SpecError, match=r"momentum of 0\.9"):
-        PerLayer({"a": None, "b": BySize(5, Picky(), None)}).check(0.9)
+def test_the_momentum_of_every_choice_is_checked() -> None:
+    check_optimizer_momentum(PerLayer({"a": None, "*": OneBit()}), 0.9)
+    with pytest.raises(IncompatibleError, match=r"applies 0\.9 again"):
+        check_optimizer_momentum(PerLayer({"a": None, "b": BySize(5, TopK(0.1, momentum=0.9), None)}), 0.9)
 
 
 @pytest.mark.parametrize("rules", [{}, None, "topk(0.1)", [("*", None)], 3])

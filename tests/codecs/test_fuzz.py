@@ -11,7 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from syncline.codecs.base import Codec, Draw
+from syncline.codecs.base import Codec, RngKey
 from syncline.codecs.catalog import build_codec
 from syncline.codecs.kernels.dispatch import reference_only
 from syncline.codecs.payload import HEADER
@@ -131,7 +131,7 @@ def _decode(codec: Codec, seed: int) -> bool:
 def _payload(codec: Codec, shape: tuple[int, ...], seed: int) -> Bytes:
     generator = torch.Generator().manual_seed(seed)
     scale = (1.0, 1e-30, 1e30, 1.0)[seed]
-    return codec.encode(scale * torch.randn(shape, generator=generator), Draw(seed)).numpy()
+    return codec.encode(scale * torch.randn(shape, generator=generator), RngKey(seed)).numpy()
 
 
 def _flip(payload: Bytes, random: Random, first: int, last: int) -> Bytes:

@@ -45,9 +45,9 @@ def _read(packed: Tensor, numel: int, count: int) -> list[int] | None:
 
 
 @st.composite
-def subsets(draw: st.DrawFn) -> tuple[int, list[int]]:
-    numel = draw(st.one_of(st.integers(1, 70), st.integers(1, 3000), st.integers(2**31 - 2, 2**40)))
-    return numel, sorted(draw(st.sets(st.integers(0, numel - 1), max_size=80)))
+def subsets(rng: st.DrawFn) -> tuple[int, list[int]]:
+    numel = rng(st.one_of(st.integers(1, 70), st.integers(1, 3000), st.integers(2**31 - 2, 2**40)))
+    return numel, sorted(rng(st.sets(st.integers(0, numel - 1), max_size=80)))
 
 
 @repeatable

@@ -11,7 +11,7 @@ import torch
 import zstandard
 from torch import Tensor
 
-from syncline.codecs.base import Draw, Part
+from syncline.codecs.base import RngKey, TensorSlice
 from syncline.codecs.lossless import Lossless
 from syncline.errors import ProtocolError, SpecError
 
@@ -19,7 +19,7 @@ from syncline.errors import ProtocolError, SpecError
 def body_of(values: Tensor, residual: Tensor | None = None, level: int = 1) -> Tensor:
     codec = Lossless(level)
     body = torch.zeros(codec.body_bytes(values.numel()), dtype=torch.uint8)
-    return body[: codec.write(Part(values, residual=residual), body, Draw())]
+    return body[: codec.write(TensorSlice(values, residual=residual), body, RngKey())]
 
 
 def as_body(how: int, data: bytes) -> Tensor:
@@ -154,6 +154,6 @@ def test_refused(arguments: dict[str, Any]) -> None:
 def test_its_spec() -> None:
     assert repr(Lossless()) == "lossless"
     assert repr(Lossless(5)) == "lossless(level=5)"
-    assert Lossless().exact
+    assert Lossless().traits.exact
     assert not Lossless().keeps_residual
-    assert not Lossless().fixed
+    assert not Lossless().traits.fixed_length

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import Draw, Part
+from syncline.codecs.base import RngKey, TensorSlice
 from syncline.codecs.onebit import OneBit
 from syncline.errors import DivergedError, ProtocolError, SpecError
 
 
 def body_of(codec: OneBit, values: Tensor, residual: Tensor | None = None) -> Tensor:
     body = torch.zeros(codec.body_bytes(values.numel()), dtype=torch.uint8)
-    codec.write(Part(values, "weight", residual=residual), body, Draw())
+    codec.write(TensorSlice(values, "weight", residual=residual), body, RngKey())
     return body
 
 
@@ -69,7 +69,7 @@ def test_a_bit_is_a_bit() -> None:
 def test_nothing_is_lost_over_many_steps() -> None:
     """Σ sent + residual = Σ gradients, and the residual does not grow without bound."""
     codec = OneBit()
-    assert codec.biased
+    assert codec.traits.biased
     assert codec.keeps_residual
     residual, balance, out = torch.zeros(3000), torch.zeros(3000).double(), torch.empty(3000)
     for step in range(100):

@@ -5,14 +5,15 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import Draw, Part, PayloadCodec
-from syncline.codecs.payload import HEADER, most_bytes, pack, pack_into, unpack
+from syncline.codecs.base import CodecTraits, PayloadCodec, RngKey, TensorSlice
+from syncline.codecs.payload import HEADER, max_payload_bytes, pack, pack_into, unpack
 from syncline.codecs.raw import Raw
 from syncline.errors import ProtocolError
 
@@ -22,18 +23,18 @@ class Counted(PayloadCodec):
     """Float32 without the zeros at its end: a body whose length varies. It keeps what it was asked to write."""
 
     name: ClassVar[str] = "counted"
-    kind: ClassVar[int] = 200
+    codec_id: ClassVar[int] = 200
 
-    @property
-    def fixed(self) -> bool:
-        return False
+    @cached_property
+    def traits(self) -> CodecTraits:
+        return CodecTraits(fixed_length=False)
 
     def body_bytes(self, numel: int, step: int = 0) -> int:
         return 4 * numel
 
-    def write(self, part: Part, body: Tensor, draw: Draw) -> int:
+    def write(self, part: TensorSlice, body: Tensor, rng: RngKey) -> int:
         assert body.numel() == self.body_bytes(part.numel)
-        assert (draw.name, draw.start) == (part.name, part.start)
+        assert (rng.name, rng.start) == (part.name, part.start)
         used = 4 * int(part.flat.count_nonzero())
         body[:used].copy_(part.flat.view(torch.uint8)[:used])
         return used
@@ -45,22 +46,22 @@ class Counted(PayloadCodec):
         out[: body.numel() // 4] = torch.frombuffer(bytearray(body.numpy()), dtype=torch.float32) if len(body) else 0
 
 
-def parts(*rows: list[float]) -> list[Part]:
-    return [Part(torch.tensor(row), f"p{index}", start=index) for index, row in enumerate(rows)]
+def parts(*rows: list[float]) -> list[TensorSlice]:
+    return [TensorSlice(torch.tensor(row), f"p{index}", start=index) for index, row in enumerate(rows)]
 
 
 def test_the_layout_of_fixed_bodies() -> None:
-    payload = bytes(pack(Raw(), parts([1.0, 2.0], [], [3.0]), Draw()).numpy())
+    payload = bytes(pack(Raw(), parts([1.0, 2.0], [], [3.0]), RngKey()).numpy())
     head = struct.pack("<HBBIQ", 0x51C7, 1, 10, zlib.crc32(b"raw"), 3)
     assert payload == head + struct.pack("<3f", 1, 2, 3)
-    assert len(payload) == most_bytes(Raw(), [2, 0, 1])
+    assert len(payload) == max_payload_bytes(Raw(), [2, 0, 1])
 
 
 def test_the_layout_of_bodies_that_vary() -> None:
-    payload = bytes(pack(Counted(), parts([1.0, 0.0], [], [3.0]), Draw()).numpy())
+    payload = bytes(pack(Counted(), parts([1.0, 0.0], [], [3.0]), RngKey()).numpy())
     head = struct.pack("<HBBIQ", 0x51C7, 1, 200, zlib.crc32(b"counted"), 3)
     assert payload == head + struct.pack("<IfIIf", 4, 1, 0, 4, 3)
-    assert len(payload) < most_bytes(Counted(), [2, 0, 1]) == HEADER.size + 3 * 4 + 3 * 4
+    assert len(payload) < max_payload_bytes(Counted(), [2, 0, 1]) == HEADER.size + 3 * 4 + 3 * 4
 
 
 def test_the_most_that_one_tensor_takes_counts_its_length_too() -> None:
@@ -72,8 +73,8 @@ def test_the_most_that_one_tensor_takes_counts_its_length_too() -> None:
 @pytest.mark.parametrize("codec", [Raw(), Counted()], ids=repr)
 def test_parts_come_back(codec: PayloadCodec) -> None:
     given = parts([1.0, 2.0, 0.0], [], [4.0], [5.0, 6.0])
-    whole = torch.zeros(most_bytes(codec, [3, 0, 1, 2]) + 10, dtype=torch.uint8)
-    used = pack_into(codec, given, Draw(), whole)
+    whole = torch.zeros(max_payload_bytes(codec, [3, 0, 1, 2]) + 10, dtype=torch.uint8)
+    used = pack_into(codec, given, RngKey(), whole)
     outs = [torch.full((part.numel,), 9.0) for part in given]
     unpack(codec, whole[:used], outs, accumulate=False)
     assert [out.tolist() for out in outs] == [part.flat.tolist() for part in given]
@@ -81,28 +82,28 @@ def test_parts_come_back(codec: PayloadCodec) -> None:
 
 
 def test_no_parts_at_all() -> None:
-    payload = pack(Raw(), [], Draw())
+    payload = pack(Raw(), [], RngKey())
     assert payload.numel() == HEADER.size
     unpack(Raw(), payload, [], accumulate=False)
 
 
 @pytest.mark.parametrize("codec", [Raw(), Counted()], ids=repr)
 def test_every_truncation_is_refused(codec: PayloadCodec) -> None:
-    payload = pack(codec, parts([1.0, 2.0], [3.0]), Draw())
+    payload = pack(codec, parts([1.0, 2.0], [3.0]), RngKey())
     for length in range(payload.numel()):
         with pytest.raises(ProtocolError, match="truncated"):
             unpack(codec, payload[:length], [torch.empty(2), torch.empty(1)], accumulate=False)
 
 
 def test_a_length_beyond_the_end_is_refused() -> None:
-    payload = pack(Counted(), parts([1.0, 2.0]), Draw())
+    payload = pack(Counted(), parts([1.0, 2.0]), RngKey())
     payload[HEADER.size + 3] = 255
     with pytest.raises(ProtocolError, match=r"ends within a body of 4278190088 B at 20: it is truncated"):
         unpack(Counted(), payload, [torch.empty(2)], accumulate=False)
 
 
 def test_a_byte_too_many_is_refused() -> None:
-    payload = pack(Raw(), parts([1.0]), Draw())
+    payload = pack(Raw(), parts([1.0]), RngKey())
     longer = torch.cat([payload, torch.zeros(1, dtype=torch.uint8)])
     with pytest.raises(ProtocolError, match="1 B too many"):
         unpack(Raw(), longer, [torch.empty(1)], accumulate=False)
@@ -120,7 +121,7 @@ def test_a_byte_too_many_is_refused() -> None:
     ],
 )
 def test_a_foreign_header_is_refused_with_the_sender(at: int, message: str) -> None:
-    payload = pack(Raw(), parts([1.0]), Draw())
+    payload = pack(Raw(), parts([1.0]), RngKey())
     payload[at] ^= 255
     with pytest.raises(ProtocolError, match=message) as caught:
         unpack(Raw(), payload, [torch.empty(1)], accumulate=False, sender=" of rank 3")
@@ -133,7 +134,7 @@ def test_the_same_codec_with_other_settings_is_another() -> None:
         bits: int = 3
 
     with pytest.raises(ProtocolError, match="another codec"):
-        unpack(Raw(), pack(Other(bits=4), parts([1.0]), Draw()), [torch.empty(1)], accumulate=False)
+        unpack(Raw(), pack(Other(bits=4), parts([1.0]), RngKey()), [torch.empty(1)], accumulate=False)
 
 
 @pytest.mark.parametrize("payload", [torch.zeros(40), torch.zeros(5, 8, dtype=torch.uint8)], ids=["float", "rows"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import Draw, Part
+from syncline.codecs.base import RngKey, TensorSlice
 from syncline.codecs.cast import Cast
 from syncline.codecs.payload import HEADER
 from syncline.codecs.powersgd import PowerSGD
@@ -20,13 +20,13 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def part(matrix: Tensor, name: str = "w", feedback: bool = True) -> Part:
+def part(matrix: Tensor, name: str = "w", feedback: bool = True) -> TensorSlice:
     flat = matrix.flatten().clone()
-    return Part(flat, name, shape=tuple(matrix.shape), residual=torch.zeros_like(flat) if feedback else None)
+    return TensorSlice(flat, name, shape=tuple(matrix.shape), residual=torch.zeros_like(flat) if feedback else None)
 
 
-def decoded(codec: PowerSGD, matrix: Tensor, draw: Draw | None = None) -> Tensor:
-    return codec.decode(codec.encode(matrix, draw), torch.empty(matrix.shape))
+def decoded(codec: PowerSGD, matrix: Tensor, rng: RngKey | None = None) -> Tensor:
+    return codec.decode(codec.encode(matrix, rng), torch.empty(matrix.shape))
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 4])
@@ -58,7 +58,7 @@ def test_it_closes_in_on_the_best_approximation() -> None:
     errors = []
     for step in range(40):
         one.flat.copy_(matrix.flatten())
-        sum_in_lockstep(PowerSGD(2), [[one]], Draw(step=step))
+        sum_in_lockstep(PowerSGD(2), [[one]], RngKey(step=step))
         errors.append(float((one.flat.view(64, 48) - matrix).norm()))
     assert errors[0] > 1.02 * best
     assert errors[-1] == pytest.approx(best, rel=1e-4)
@@ -66,15 +66,17 @@ def test_it_closes_in_on_the_best_approximation() -> None:
 
 def test_two_rounds_for_a_bucket_and_one_without_matrices() -> None:
     bucket = [part(normal(60, 40), "a"), part(normal(40), "b"), part(normal(8, 3, 10), "c")]
-    yielded = [tensor.numel() for tensor in PowerSGD(2).rounds(bucket, Draw(), 1)]
+    yielded = [tensor.numel() for tensor in PowerSGD(2).reduce_rounds(bucket, RngKey(), 1)]
     assert yielded == [2 * 60 + 40 + 2 * 8, 2 * 40 + 2 * 30]
-    assert [tensor.numel() for tensor in PowerSGD(2).rounds([part(normal(40)), part(normal(3, 4))], Draw(), 1)] == [52]
-    assert [tensor.numel() for tensor in PowerSGD(2).rounds([], Draw(), 1)] == []
+    assert [
+        tensor.numel() for tensor in PowerSGD(2).reduce_rounds([part(normal(40)), part(normal(3, 4))], RngKey(), 1)
+    ] == [52]
+    assert [tensor.numel() for tensor in PowerSGD(2).reduce_rounds([], RngKey(), 1)] == []
 
 
 def test_small_ones_slices_and_vectors_are_summed_as_they_are() -> None:
     small, vector, slice_ = normal(3, 4), normal(9), normal(500)
-    ranks = [[part(small), part(vector), Part(slice_.clone(), "s", 500, (50, 20))] for _ in range(2)]
+    ranks = [[part(small), part(vector), TensorSlice(slice_.clone(), "s", 500, (50, 20))] for _ in range(2)]
     sum_in_lockstep(PowerSGD(2), ranks)
     for found, given in zip(ranks[1], (small, vector, slice_), strict=True):
         assert torch.equal(found.flat, 2 * given.flatten())
@@ -82,9 +84,9 @@ def test_small_ones_slices_and_vectors_are_summed_as_they_are() -> None:
 
 
 def test_the_start_is_the_same_on_every_rank_and_another_for_each_parameter() -> None:
-    first = next(PowerSGD(1).rounds([part(normal(60, 40), "a")], Draw(rank=0), 2))
-    again = next(PowerSGD(1).rounds([part(normal(60, 40), "a")], Draw(rank=1), 2))
-    other = next(PowerSGD(1).rounds([part(normal(60, 40), "b")], Draw(rank=0), 2))
+    first = next(PowerSGD(1).reduce_rounds([part(normal(60, 40), "a")], RngKey(rank=0), 2))
+    again = next(PowerSGD(1).reduce_rounds([part(normal(60, 40), "a")], RngKey(rank=1), 2))
+    other = next(PowerSGD(1).reduce_rounds([part(normal(60, 40), "b")], RngKey(rank=0), 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
 
@@ -97,7 +99,7 @@ def test_a_direction_that_has_vanished_is_drawn_anew() -> None:
     assert not one.memory["q"].any()
     matrix = normal(60, 2) @ normal(2, 40, seed=1)
     one.flat.copy_(matrix.flatten())
-    sum_in_lockstep(PowerSGD(2), [[one]], Draw(step=1))
+    sum_in_lockstep(PowerSGD(2), [[one]], RngKey(step=1))
     torch.testing.assert_close(one.flat.view(60, 40), matrix, rtol=1e-5, atol=1e-5)
 
 
@@ -117,7 +119,7 @@ def test_the_bits_do_not_depend_on_the_number_of_threads() -> None:
         for count in (1, 2):
             torch.set_num_threads(count)
             one = part(torch.zeros(70_000, 20), feedback=False)
-            rounds = PowerSGD(2).rounds([one], Draw(), 2)
+            rounds = PowerSGD(2).reduce_rounds([one], RngKey(), 2)
             next(rounds).copy_(p.flatten())
             next(rounds).copy_(q.flatten())
             assert next(rounds, None) is None
@@ -133,7 +135,7 @@ def test_the_bits_do_not_depend_on_the_number_of_threads() -> None:
 def test_factors_in_half_precision(dtype: str, scale: float) -> None:
     """Small gradients do not vanish, large ones do not become Inf, and what was cut off stays in the residual."""
     codec = PowerSGD(2) | Cast(dtype)
-    assert codec.sums
+    assert codec.traits.allreducible
     matrices = [scale * normal(60, 2, seed=rank) @ normal(2, 40, seed=9) for rank in range(3)]
     ranks = [[part(matrix)] for matrix in matrices]
     dtypes = sum_in_lockstep(codec, ranks)

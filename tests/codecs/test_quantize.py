@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import Draw, Part
+from syncline.codecs.base import RngKey, TensorSlice
 from syncline.codecs.quantize import Quantize
 from syncline.errors import DivergedError, ProtocolError, SpecError
 
 BITS = range(2, 9)
 
 
-def there_and_back(codec: Quantize, values: Tensor, draw: Draw | None = None) -> Tensor:
+def there_and_back(codec: Quantize, values: Tensor, rng: RngKey | None = None) -> Tensor:
     body = torch.zeros(codec.body_bytes(values.numel()), dtype=torch.uint8)
-    codec.write(Part(values), body, draw or Draw())
+    codec.write(TensorSlice(values), body, rng or RngKey())
     out = torch.empty_like(values)
     codec.read(body, out, accumulate=False)
     return out
@@ -37,7 +37,7 @@ def test_the_mean_of_many_encodings(bits: int, norm: str) -> None:
     """Of 10⁴: within 4 σ, for values at, just beside and between levels, and with tiny fractions.
 
     The variance is that of going up with the fraction f as its probability, f (1 − f) level²; a fair coin would
-    show at once. Each seed is another draw, so elements are judged one by one.
+    show at once. Each seed is another rng, so elements are judged one by one.
     """
     codec, repeats = Quantize(bits, norm=norm), 10_000
     most = 2 ** (bits - 1) - 1
@@ -51,7 +51,7 @@ def test_the_mean_of_many_encodings(bits: int, norm: str) -> None:
     )
     body = body[: codec.body_bytes(values.numel())]
     for seed in range(repeats):
-        codec.write(Part(values), body, Draw(seed))
+        codec.write(TensorSlice(values), body, RngKey(seed))
         codec.read(body, out, accumulate=False)
         total += out
     exact = values.double() / step
@@ -62,7 +62,7 @@ def test_the_mean_of_many_encodings(bits: int, norm: str) -> None:
 
 
 def test_up_has_the_fraction_as_its_probability() -> None:
-    """In one draw of many equal values too: neighbours are independent."""
+    """In one rng of many equal values too: neighbours are independent."""
     values = torch.full((200_001,), 0.3)
     values[0] = 7.0
     codec = Quantize(4, bucket=values.numel())
@@ -93,7 +93,7 @@ def test_zeros_stay_zero(bits: int, norm: str) -> None:
     values[::3] = 0.0
     values[1024:2048] = 0.0
     for seed in range(5):
-        decoded = there_and_back(Quantize(bits, norm=norm), values, Draw(seed))
+        decoded = there_and_back(Quantize(bits, norm=norm), values, RngKey(seed))
         assert bool((decoded[::3] == 0).all())
         assert bool((decoded[1024:2048] == 0).all())
 
@@ -124,7 +124,7 @@ def test_the_bytes_of_a_body() -> None:
     """Scale 7, then plane after plane: codes 14, 0, 8, 7 (of levels 7, −7, 1, 0) are, from the lowest bit, 0001, …"""
     codec = Quantize(4, stochastic=False)
     body = torch.zeros(codec.body_bytes(4), dtype=torch.uint8)
-    codec.write(Part(torch.tensor([7.0, -7.0, 1.0, 0.0])), body, Draw())
+    codec.write(TensorSlice(torch.tensor([7.0, -7.0, 1.0, 0.0])), body, RngKey())
     planes = body[4:].tolist()
     assert struct.unpack("<f", bytes(body[:4].tolist())) == (7.0,)
     assert len(planes) == 4
@@ -143,9 +143,9 @@ def test_bits_are_bits(bits: int) -> None:
 def test_it_differs_by_seed_and_not_by_run() -> None:
     values = torch.randn(500, generator=torch.Generator().manual_seed(0))
     codec = Quantize(4)
-    assert torch.equal(there_and_back(codec, values, Draw(1)), there_and_back(codec, values, Draw(1)))
-    assert not torch.equal(there_and_back(codec, values, Draw(1)), there_and_back(codec, values, Draw(2)))
-    assert not torch.equal(there_and_back(codec, values, Draw(1)), there_and_back(codec, values, Draw(1, rank=1)))
+    assert torch.equal(there_and_back(codec, values, RngKey(1)), there_and_back(codec, values, RngKey(1)))
+    assert not torch.equal(there_and_back(codec, values, RngKey(1)), there_and_back(codec, values, RngKey(2)))
+    assert not torch.equal(there_and_back(codec, values, RngKey(1)), there_and_back(codec, values, RngKey(1, rank=1)))
 
 
 def test_nothing_is_lost_over_many_steps() -> None:
@@ -156,7 +156,7 @@ def test_nothing_is_lost_over_many_steps() -> None:
     body, out = torch.zeros(codec.body_bytes(3000), dtype=torch.uint8), torch.empty(3000)
     for step in range(50):
         gradient = torch.randn(3000, generator=torch.Generator().manual_seed(step))
-        codec.write(Part(gradient, residual=residual), body, Draw(step))
+        codec.write(TensorSlice(gradient, residual=residual), body, RngKey(step))
         codec.read(body, out, accumulate=False)
         balance += gradient.double() - out.double()
     assert float((balance - residual).abs().max()) < 1e-4
@@ -167,7 +167,7 @@ def test_a_scale_that_cannot_be(scale: float) -> None:
     """The second of three: nothing is written, not even what comes before."""
     codec, out = Quantize(4), torch.full((3000,), 5.0)
     body = torch.zeros(codec.body_bytes(3000), dtype=torch.uint8)
-    codec.write(Part(torch.randn(3000)), body, Draw())
+    codec.write(TensorSlice(torch.randn(3000)), body, RngKey())
     body[4:8] = torch.tensor(list(struct.pack("<f", scale)), dtype=torch.uint8)
     with pytest.raises(ProtocolError, match="a scale that is NaN, Inf or of the wrong sign"):
         codec.read(body, out, accumulate=True)
@@ -179,7 +179,7 @@ def test_a_code_that_no_level_has(bits: int) -> None:
     """All bits set; in the last bucket, and nothing is written."""
     codec, out = Quantize(bits), torch.full((1100,), 5.0)
     body = torch.zeros(codec.body_bytes(1100), dtype=torch.uint8)
-    codec.write(Part(torch.randn(1100)), body, Draw())
+    codec.write(TensorSlice(torch.randn(1100)), body, RngKey())
     body[-(bits * 10) :] |= 1
     with pytest.raises(ProtocolError, match="a code that stands for nothing"):
         codec.read(body, out, accumulate=False)
@@ -194,9 +194,9 @@ def test_a_body_of_another_length(change: int) -> None:
 
 
 def test_a_residual_that_overflows() -> None:
-    part = Part(torch.full((4,), 3e38), "weight", residual=torch.full((4,), 3e38))
+    part = TensorSlice(torch.full((4,), 3e38), "weight", residual=torch.full((4,), 3e38))
     with pytest.raises(DivergedError, match="'weight' add up to Inf"):
-        Quantize(4).write(part, torch.zeros(Quantize(4).body_bytes(4), dtype=torch.uint8), Draw())
+        Quantize(4).write(part, torch.zeros(Quantize(4).body_bytes(4), dtype=torch.uint8), RngKey())
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_refused(arguments: dict[str, Any]) -> None:
 def test_its_spec() -> None:
     assert repr(Quantize()) == "quantize(4)"
     assert repr(Quantize(2, norm="l2", stochastic=False)) == "quantize(2, norm='l2', stochastic=False)"
-    assert not Quantize(4).biased
+    assert not Quantize(4).traits.biased
     assert not Quantize(4).keeps_residual
     assert Quantize(4, feedback=True).keeps_residual
-    assert Quantize(4, stochastic=False).biased
+    assert Quantize(4, stochastic=False).traits.biased

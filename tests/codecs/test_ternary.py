@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import Draw, Part
+from syncline.codecs.base import RngKey, TensorSlice
 from syncline.codecs.ternary import Ternary
 from syncline.errors import DivergedError, ProtocolError, SpecError
 
 
 def body_of(codec: Ternary, values: Tensor, residual: Tensor | None = None, seed: int = 0) -> Tensor:
     body = torch.zeros(codec.body_bytes(values.numel()), dtype=torch.uint8)
-    codec.write(Part(values, "weight", residual=residual), body, Draw(seed))
+    codec.write(TensorSlice(values, "weight", residual=residual), body, RngKey(seed))
     return body
 
 
@@ -177,5 +177,5 @@ def test_a_clip_that_is_no_number() -> None:
 def test_its_spec() -> None:
     assert repr(Ternary()) == "ternary"
     assert repr(Ternary(clip=2.5, bucket=512)) == "ternary(clip=2.5, bucket=512)"
-    assert not Ternary().biased
-    assert Ternary(clip=2.5).biased
+    assert not Ternary().traits.biased
+    assert Ternary(clip=2.5).traits.biased

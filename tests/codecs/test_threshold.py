@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.codecs.base import Draw, Part
+from syncline.codecs.base import RngKey, TensorSlice
 from syncline.codecs.kernels.dispatch import reference_only
-from syncline.codecs.payload import most_bytes
+from syncline.codecs.payload import max_payload_bytes
 from syncline.codecs.threshold import Threshold
 from syncline.errors import ProtocolError, SpecError
 
@@ -34,7 +34,7 @@ def test_all_that_reaches_it_is_sent(numel: int, threshold: float) -> None:
     codec = Threshold(threshold)
     payload = codec.encode(flat)
     assert torch.equal(codec.decode(payload, torch.empty(numel)), flat * (flat.abs() >= threshold))
-    assert payload.numel() <= most_bytes(codec, [numel])
+    assert payload.numel() <= max_payload_bytes(codec, [numel])
     with reference_only():
         assert torch.equal(codec.encode(flat), payload)
 
@@ -46,7 +46,7 @@ def test_no_count_takes_more_than_promised() -> None:
         for kept in range(numel + 1):
             flat = (torch.arange(numel) < kept).float()
             body = torch.zeros(codec.body_bytes(numel), dtype=torch.uint8)
-            used = codec.write(Part(flat), body, Draw())
+            used = codec.write(TensorSlice(flat), body, RngKey())
             out = torch.empty(numel)
             codec.read(body[:used], out, False)
             assert torch.equal(out, flat)
@@ -62,7 +62,7 @@ def test_what_is_small_comes_when_it_has_added_up() -> None:
 def test_fuzzed_bodies_are_tensors_or_refused() -> None:
     rng, refused, codec = random.Random(0), 0, Threshold(1.0)
     whole = torch.zeros(codec.body_bytes(200), dtype=torch.uint8)
-    used = codec.write(Part(torch.randn(200, generator=torch.Generator().manual_seed(0))), whole, Draw())
+    used = codec.write(TensorSlice(torch.randn(200, generator=torch.Generator().manual_seed(0))), whole, RngKey())
     for trial in range(3000):
         body = whole[: used if trial % 3 else rng.randrange(used)].clone()
         for _ in range(trial % 4 if body.numel() else 0):

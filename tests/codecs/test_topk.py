@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import Draw, Part, PayloadCodec
+from syncline.codecs.base import PayloadCodec, RngKey, TensorSlice, check_optimizer_momentum
 from syncline.codecs.kernels.dispatch import reference_only
 from syncline.codecs.sparse import SparseCodec
 from syncline.codecs.topk import TopK
@@ -25,12 +25,12 @@ class Halves(PayloadCodec):
     """Whole halves, as int8: a coder of values whose error is easy to see."""
 
     name: ClassVar[str] = "halves"
-    kind: ClassVar[int] = 99
+    codec_id: ClassVar[int] = 99
 
     def body_bytes(self, numel: int, step: int = 0) -> int:
         return numel
 
-    def write(self, part: Part, body: Tensor, draw: Draw) -> int:
+    def write(self, part: TensorSlice, body: Tensor, rng: RngKey) -> int:
         total = part.flat if part.residual is None else part.residual + part.flat
         said = (total * 2).round().clamp(-127, 127).to(torch.int8)
         body.copy_(said.view(torch.uint8))
@@ -42,11 +42,11 @@ class Halves(PayloadCodec):
         out.copy_(body.view(torch.int8) / 2)
 
 
-def _sent(codec: SparseCodec, part: Part, draw: Draw, values: PayloadCodec | None = None) -> Tensor:
+def _sent(codec: SparseCodec, part: TensorSlice, rng: RngKey, values: PayloadCodec | None = None) -> Tensor:
     """What a part's body says."""
     more: tuple[Any, ...] = () if values is None else (values,)
-    body = torch.full((codec.body_bytes(part.numel, draw.step, *more),), 0x55, dtype=torch.uint8)
-    assert codec.write(part, body, draw, *more) == body.numel()
+    body = torch.full((codec.body_bytes(part.numel, rng.step, *more),), 0x55, dtype=torch.uint8)
+    assert codec.write(part, body, rng, *more) == body.numel()
     out = torch.full((part.numel,), 7.0)
     codec.read(body, out, False, *more)
     return out
@@ -98,7 +98,9 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], match: str) -> Non
 def test_how_many_are_kept(keep: float, bucket: int | None, numel: int, kept: int) -> None:
     codec = TopK(keep, bucket=bucket)
     assert codec.most(numel) == kept
-    indices, values = codec.select(Part(torch.randn(numel, generator=torch.Generator().manual_seed(0))), Draw())
+    indices, values = codec.select(
+        TensorSlice(torch.randn(numel, generator=torch.Generator().manual_seed(0))), RngKey()
+    )
     assert len(indices) == len(values) == kept
 
 
@@ -122,13 +124,13 @@ def test_payloads_of_both_kernels_are_the_same(codec: TopK, numel: int) -> None:
 def test_what_is_sent_and_what_is_left_are_all_there_is(codec: TopK, values: PayloadCodec | None, plain: bool) -> None:
     """After any number of steps Σ sent + residual = Σ gradients."""
     generator = torch.Generator().manual_seed(3)
-    part = Part(torch.zeros(500), residual=torch.zeros(500))
+    part = TensorSlice(torch.zeros(500), residual=torch.zeros(500))
     given, sent = torch.zeros(500, dtype=torch.float64), torch.zeros(500, dtype=torch.float64)
     for step in range(40):
         part.flat = torch.randn(500, generator=generator) * 3
         given += part.flat
         with reference_only() if plain else nullcontext():
-            sent += _sent(codec, part, Draw(step=step), values)
+            sent += _sent(codec, part, RngKey(step=step), values)
         assert part.residual is not None
         torch.testing.assert_close(sent + part.residual, given, rtol=0, atol=1e-4)
     assert float(sent.abs().sum()) > 0
@@ -144,38 +146,40 @@ def test_momentum_correction_by_hand() -> None:
     """u = m·u + g; v = v + u; the largest of v is sent, and both are 0 there."""
     codec = TopK(1, momentum=0.5, masking=True)
     residual = torch.zeros(3)
-    part = Part(torch.tensor([4.0, 2.0, 1.0]), residual=residual)
-    assert _sent(codec, part, Draw()).tolist() == [4.0, 0.0, 0.0]
+    part = TensorSlice(torch.tensor([4.0, 2.0, 1.0]), residual=residual)
+    assert _sent(codec, part, RngKey()).tolist() == [4.0, 0.0, 0.0]
     assert residual.tolist() == [0.0, 2.0, 1.0]
     assert part.memory["velocity"].tolist() == [0.0, 2.0, 1.0]
     part.flat = torch.tensor([1.0, 1.0, 1.0])  # u = [1, 2, 1.5], v = [1, 4, 2.5]
-    assert _sent(codec, part, Draw(step=1)).tolist() == [0.0, 4.0, 0.0]
+    assert _sent(codec, part, RngKey(step=1)).tolist() == [0.0, 4.0, 0.0]
     assert residual.tolist() == [1.0, 0.0, 2.5]
     assert part.memory["velocity"].tolist() == [1.0, 0.0, 1.5]
     assert part.flat.tolist() == [1.0, 1.0, 1.0]
 
 
 def test_without_masking_velocity_goes_on() -> None:
-    part = Part(torch.tensor([4.0, 2.0]), residual=torch.zeros(2))
-    _sent(TopK(1, momentum=0.5, masking=False), part, Draw())
+    part = TensorSlice(torch.tensor([4.0, 2.0]), residual=torch.zeros(2))
+    _sent(TopK(1, momentum=0.5, masking=False), part, RngKey())
     assert part.memory["velocity"].tolist() == [4.0, 2.0]
 
 
 def test_sending_everything_with_momentum_is_momentum_sgd() -> None:
     """Without masking and with ratio 1, what is sent in a step is the velocity of SGD with momentum."""
     codec, velocity = TopK(1.0, momentum=0.9, masking=False), torch.zeros(50)
-    part, generator = Part(torch.zeros(50), residual=torch.zeros(50)), torch.Generator().manual_seed(0)
+    part, generator = TensorSlice(torch.zeros(50), residual=torch.zeros(50)), torch.Generator().manual_seed(0)
     for step in range(5):
         part.flat = torch.randn(50, generator=generator)
         velocity = 0.9 * velocity + part.flat
-        assert torch.allclose(_sent(codec, part, Draw(step=step)), velocity, atol=1e-6)
+        assert torch.allclose(_sent(codec, part, RngKey(step=step)), velocity, atol=1e-6)
 
 
 def test_clip_bounds_the_norm_of_the_gradient() -> None:
     """Before it is added to the residual, and only where it is larger."""
-    assert _sent(TopK(1.0, clip=1.0), Part(torch.tensor([3.0, 4.0])), Draw()).tolist() == pytest.approx([0.6, 0.8])
-    part = Part(torch.tensor([3.0, 4.0]), residual=torch.tensor([10.0, 0.0]))
-    assert _sent(TopK(1.0, clip=6.0), part, Draw()).tolist() == [13.0, 4.0]
+    assert _sent(TopK(1.0, clip=1.0), TensorSlice(torch.tensor([3.0, 4.0])), RngKey()).tolist() == pytest.approx(
+        [0.6, 0.8]
+    )
+    part = TensorSlice(torch.tensor([3.0, 4.0]), residual=torch.tensor([10.0, 0.0]))
+    assert _sent(TopK(1.0, clip=6.0), part, RngKey()).tolist() == [13.0, 4.0]
 
 
 def test_warmup_falls_from_a_quarter() -> None:
@@ -194,7 +198,7 @@ def test_bodies_follow_the_step_of_warmup() -> None:
     codec, flat = TopK(0.01, warmup=10), torch.randn(2000, generator=torch.Generator().manual_seed(5))
     sizes = set()
     for step in (0, 3, 9, 10, 11):
-        payload = codec.encode(flat, Draw(step=step))
+        payload = codec.encode(flat, RngKey(step=step))
         sizes.add(payload.numel())
         out = codec.decode(payload, torch.empty(2000), step=step)
         assert int((out != 0).sum()) == codec.most(2000, step)
@@ -203,16 +207,16 @@ def test_bodies_follow_the_step_of_warmup() -> None:
 
 
 def test_an_optimizer_with_momentum_is_refused() -> None:
-    TopK(0.01, momentum=0.9).check(0.0)
-    TopK(0.01).check(0.9)
+    check_optimizer_momentum(TopK(0.01, momentum=0.9), 0.0)
+    check_optimizer_momentum(TopK(0.01), 0.9)
     with pytest.raises(IncompatibleError, match=r"applies 0\.8 again; give the optimizer momentum=0"):
-        TopK(0.01, momentum=0.9).check(0.8)
+        check_optimizer_momentum(TopK(0.01, momentum=0.9), 0.8)
 
 
 def test_a_stream_needs_no_dense_tensor() -> None:
     codec, flat = TopK(0.1), torch.randn(300, generator=torch.Generator().manual_seed(1))
     body = torch.zeros(codec.body_bytes(300), dtype=torch.uint8)
-    codec.write(Part(flat), body, Draw())
+    codec.write(TensorSlice(flat), body, RngKey())
     indices, values = codec.read_stream(body, 300)
     assert indices.dtype == torch.int32
     assert torch.equal(flat[indices], values)
@@ -221,7 +225,7 @@ def test_a_stream_needs_no_dense_tensor() -> None:
 def test_a_body_of_another_count_is_refused() -> None:
     """Well formed, but not what this codec would have written."""
     body = torch.zeros(TopK(0.5).body_bytes(100), dtype=torch.uint8)
-    TopK(0.5).write(Part(torch.ones(100)), body, Draw())
+    TopK(0.5).write(TensorSlice(torch.ones(100)), body, RngKey())
     for codec in (TopK(0.4), TopK(0.6), TopK(0.01, warmup=5)):
         with pytest.raises(ProtocolError, match="holds 50 of 100 elements"):
             codec.read(body, torch.zeros(100), False)
@@ -233,7 +237,7 @@ def test_a_body_of_another_count_is_refused() -> None:
 @pytest.mark.parametrize("codec", [TopK(0.1), TopK(2, bucket=10)], ids=repr)
 def test_a_residual_that_does_not_fit_is_refused(codec: TopK, wrong: Tensor) -> None:
     with pytest.raises(IncompatibleError, match="contiguous row of 100 float32"):
-        codec.select(Part(torch.ones(100), residual=wrong), Draw())
+        codec.select(TensorSlice(torch.ones(100), residual=wrong), RngKey())
 
 
 def test_fuzzed_bodies_are_tensors_or_refused() -> None:
@@ -241,7 +245,7 @@ def test_fuzzed_bodies_are_tensors_or_refused() -> None:
     rng, refused = random.Random(0), 0
     for codec, numel in ((TopK(0.02), 900), (TopK(4, bucket=64), 300), (TopK(0.5), 60), (TopK(0.1, warmup=3), 200)):
         right = torch.zeros(codec.body_bytes(numel), dtype=torch.uint8)
-        codec.write(Part(torch.randn(numel, generator=torch.Generator().manual_seed(numel))), right, Draw())
+        codec.write(TensorSlice(torch.randn(numel, generator=torch.Generator().manual_seed(numel))), right, RngKey())
         for trial in range(5000):
             body = _damaged(right, rng, trial)
             out = torch.full((numel,), 7.0)

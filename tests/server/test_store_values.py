@@ -64,7 +64,7 @@ def test_what_was_sent_and_what_is_left_add_up(spec: str, keyed: bool) -> None:
     assert sent.any()
     if residual is not None:
         torch.testing.assert_close(sent + residual, total, rtol=1e-4, atol=1e-4)
-    elif codec.exact:
+    elif codec.traits.exact:
         torch.testing.assert_close(sent, total, rtol=1e-5, atol=1e-5)
     else:
         assert (sent - total).norm() < 3 * total.norm()  # unbiased, with nothing kept

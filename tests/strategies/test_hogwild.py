@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import syncline as sl
-from syncline.exchange import Exchange
+from syncline.reduction import Communicator
 from syncline.runtime import RealRuntime
 from syncline.strategies import Settings
 from syncline.strategies.shared_board import MOST_POSTS, MOST_VALUES, SharedBoard
@@ -310,7 +310,7 @@ def test_a_model_that_is_not_on_the_cpu_is_refused() -> None:
     model = nn.Linear(1, 1, device="meta")  # as if on a GPU; distribute itself refuses a model without memory
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with sl.init() as world, pytest.raises(sl.IncompatibleError, match="weight is on meta: keep the model on the CPU"):
-        sl.Hogwild().attach(model, optimizer, Exchange(world, "auto"), Settings())
+        sl.Hogwild().attach(model, optimizer, Communicator(world, "auto"), Settings())
 
 
 def test_what_is_not_finite_does_not_reach_the_others() -> None:

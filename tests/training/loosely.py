@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.exchange import Exchange
+from syncline.reduction import Communicator
 from syncline.strategies import Run, Settings, Strategy
 from syncline.strategies.board import Post
 from syncline.world import World
@@ -92,7 +92,7 @@ class Loosely(Strategy):
     def loose(self) -> bool:
         return True
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
         assert self.common is not None
         return LooseRun(self, model, optimizer, exchange, settings)
 
@@ -101,7 +101,7 @@ class LooseRun(Run):
     strategy: Loosely
 
     def __init__(
-        self, strategy: Loosely, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
+        self, strategy: Loosely, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
         assert strategy.common is not None

@@ -1,11 +1,11 @@
 """What codecs cost and lose, beside memcpy in the same run: what `syncline bench codecs` runs, in this process.
 
-The contenders take turns in an order that each round draws, and ratios are taken within a round. A call encodes a
+The contenders take turns in an order that each round rngs, and ratios are taken within a round. A call encodes a
 gradient and decodes it again, as an exchange does: codecs of bytes through `pack_into` and `unpack`, those that sum on
 the wire through `rounds` with one rank. With error feedback is a contender of its own.
 
 The input looks like the gradient of a linear layer for a batch of 64, activations × errors, where the neurons differ
-in size as a log-normal draw does: most elements are small, some are large, and the matrix has few strong directions.
+in size as a log-normal rng does: most elements are small, some are large, and the matrix has few strong directions.
 Several are drawn and used in turn, so that residuals grow as they do in training.
 """
 
@@ -25,9 +25,9 @@ from torch import Tensor
 
 from syncline.bench.sizes import written
 from syncline.bench.stats import ratios, summarize
-from syncline.codecs.base import Codec, Draw, Part, PayloadCodec
+from syncline.codecs.base import Codec, PayloadCodec, RngKey, TensorSlice
 from syncline.codecs.catalog import build_codec
-from syncline.codecs.payload import most_bytes, pack_into, unpack
+from syncline.codecs.payload import max_payload_bytes, pack_into, unpack
 from syncline.errors import SpecError
 
 __all__ = ["CodecsPlan", "gradients", "measure"]
@@ -105,13 +105,13 @@ def gradients(numel: int, count: int, seed: int) -> list[Tensor]:
     >>> first.shape, bool(torch.equal(first, second))
     (torch.Size([12]), False)
     """
-    draw = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     rows, columns = _shape(numel)
-    into, out = ((SPREAD * torch.randn(n, generator=draw)).exp() for n in (rows, columns))
+    into, out = ((SPREAD * torch.randn(n, generator=rng)).exp() for n in (rows, columns))
     made = []
     for _ in range(count):
-        active = torch.randn(BATCH, rows, generator=draw).relu() * into
-        errors = torch.randn(BATCH, columns, generator=draw) * out
+        active = torch.randn(BATCH, rows, generator=rng).relu() * into
+        errors = torch.randn(BATCH, columns, generator=rng) * out
         made.append((active.T @ errors).flatten() / BATCH)
     return made
 
@@ -144,7 +144,7 @@ class _Coded:
         self.bytes = 0
         self.out = torch.zeros(numel)
         residual = torch.zeros(numel) if feedback else None
-        self.part = Part(self.out, name="weight", shape=_shape(numel), residual=residual)
+        self.part = TensorSlice(self.out, name="weight", shape=_shape(numel), residual=residual)
 
 
 class _Bytes(_Coded):
@@ -153,16 +153,16 @@ class _Bytes(_Coded):
     def __init__(self, codec: PayloadCodec, numel: int, feedback: bool) -> None:
         super().__init__(codec, numel, feedback)
         self.codec = codec
-        self._payload = torch.zeros(most_bytes(codec, [numel], LATE), dtype=torch.uint8)
+        self._payload = torch.zeros(max_payload_bytes(codec, [numel], LATE), dtype=torch.uint8)
 
     def call(self, gradient: Tensor, number: int) -> tuple[float, float]:
         self.part.flat = gradient
-        draw = Draw(step=LATE + number)
+        rng = RngKey(step=LATE + number)
         start = perf_counter()
         self._payload.zero_()  # as the exchange's is
-        self.bytes = pack_into(self.codec, [self.part], draw, self._payload)
+        self.bytes = pack_into(self.codec, [self.part], rng, self._payload)
         middle = perf_counter()
-        unpack(self.codec, self._payload[: self.bytes], [self.out], False, step=draw.step)
+        unpack(self.codec, self._payload[: self.bytes], [self.out], False, step=rng.step)
         return middle - start, perf_counter() - middle
 
 
@@ -177,7 +177,7 @@ class _Sums(_Coded):
         self.out.copy_(gradient)  # the sum replaces the gradient
         self.bytes = 0
         start = middle = perf_counter()
-        for leaves in self.codec.rounds([self.part], Draw(step=LATE + number), 1):
+        for leaves in self.codec.reduce_rounds([self.part], RngKey(step=LATE + number), 1):
             self.bytes += leaves.numel() * leaves.element_size()
             middle = perf_counter()
         return middle - start, perf_counter() - middle
@@ -185,11 +185,11 @@ class _Sums(_Coded):
 
 def _entered(codec: Codec, numel: int) -> Sequence[_Bytes | _Sums]:
     """The codec without error feedback, and with it where it keeps a residual."""
-    chosen = codec.pick("weight", numel)
+    chosen = codec.codec_for("weight", numel)
     if chosen is None:
         raise SpecError(f"{codec!r} leaves a tensor of {numel} elements as it is: there is nothing to measure")
     ways = [False, True] if chosen.keeps_residual else [False]
-    if chosen.sums:
+    if chosen.traits.allreducible:
         return [_Sums(chosen, numel, feedback) for feedback in ways]
     assert isinstance(chosen, PayloadCodec), f"{chosen!r} neither sums nor gives bytes"
     return [_Bytes(chosen, numel, feedback) for feedback in ways]

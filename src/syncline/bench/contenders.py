@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncline.codecs import Codec, build_codec
+from syncline.codecs import Codec, build_codec, check_optimizer_momentum
 from syncline.collectives import build
 from syncline.collectives.run import Channel, allreduce
 from syncline.errors import IncompatibleError
-from syncline.exchange import WAYS
+from syncline.reduction import COMPRESSED_COLLECTIVES
 from syncline.strategies import Run
 from syncline.training.distribute import distribute
 
@@ -79,7 +79,7 @@ def _momentum(codec: Codec | None) -> float:
     """The optimizer's: a codec may bring its own."""
     try:
         if codec is not None:
-            codec.check(MOMENTUM)
+            check_optimizer_momentum(codec, MOMENTUM)
     except IncompatibleError:
         return 0.0
     return MOMENTUM
@@ -100,7 +100,7 @@ def wire(collective: str, dense: bool) -> str:
     >>> wire("split", dense=False), wire("split", dense=True), wire("ring", dense=True)
     ('split', 'auto', 'ring')
     """
-    return "auto" if dense and collective.split("(")[0].strip() in WAYS else collective
+    return "auto" if dense and collective.split("(")[0].strip() in COMPRESSED_COLLECTIVES else collective
 
 
 def used(channel: Channel, before: Usage, after: Usage, steps: int) -> dict[str, float]:

@@ -169,12 +169,12 @@ def _pair(option: str, text: str) -> tuple[float, float]:
 def _plan(arguments: argparse.Namespace, out: str) -> dict[str, object]:
     from syncline.bench import collectives, negotiation, network, teams
     from syncline.collectives import build
-    from syncline.exchange import check_wire
+    from syncline.reduction import check_collective
 
     if arguments.what == "teams":
         sizes, pauses = _pair("--megabytes", arguments.megabytes), _pair("--compute", arguments.compute)
         collective, turns = arguments.collective, arguments.rounds
-        check_wire(collective, None)  # refused here, not on every rank
+        check_collective(collective, None)  # refused here, not on every rank
         return asdict(teams.TeamsPlan(out, sizes, pauses, turns=turns, collective=collective))
     if arguments.what == "negotiation":
         if arguments.tensors < 1 or arguments.numel < 1:

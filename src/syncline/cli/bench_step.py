@@ -127,7 +127,7 @@ def _plan(arguments: argparse.Namespace, result: Path) -> StepPlan:
     from syncline.bench.step import StepPlan
     from syncline.bench.subjects import SUBJECTS
     from syncline.codecs.catalog import build_codec
-    from syncline.exchange import check_wire
+    from syncline.reduction import check_collective
     from syncline.strategies import build_strategy
 
     codecs = _codecs(arguments.codec)
@@ -147,7 +147,7 @@ def _plan(arguments: argparse.Namespace, result: Path) -> StepPlan:
         raise SpecError(f"--memory-runs {arguments.memory_runs}: at least 0, which measures no memory")
     build_strategy(arguments.strategy)
     for spec in codecs or [OURS]:
-        check_wire(wire(arguments.collective, dense=spec == DENSE), None if spec == OURS else build_codec(spec))
+        check_collective(wire(arguments.collective, dense=spec == DENSE), None if spec == OURS else build_codec(spec))
     return StepPlan(
         out=str(result.absolute()),
         models=models,

@@ -232,7 +232,7 @@ def _check_memory(arguments: argparse.Namespace, workers: int) -> None:
 def _settings(arguments: argparse.Namespace, workload: Workload, workers: int) -> Settings:
     """The settings, refused here rather than on every rank."""
     from syncline.codecs import build_codec
-    from syncline.exchange import check_wire
+    from syncline.reduction import check_collective
     from syncline.strategies import build_strategy
     from syncline.workloads import ScriptWorkload
 
@@ -244,7 +244,7 @@ def _settings(arguments: argparse.Namespace, workload: Workload, workers: int) -
             f"--diagnose {settings.diagnose} logs what a codec loses: give --codec, or leave it out"
         )
     build_strategy(settings.strategy)
-    check_wire(settings.collective, build_codec(settings.codec))
+    check_collective(settings.collective, build_codec(settings.codec))
     if settings.target is not None:
         workload.check_target(settings.target)
     if not arguments.hosts:  # elsewhere the data may lie where this machine has none

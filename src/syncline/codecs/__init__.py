@@ -1,6 +1,17 @@
-"""How tensors look on the wire: one codec a file, chains of them, and codecs that choose one for each parameter."""
+"""Codecs: how tensors are encoded for the wire. One file per codec; chains; codecs chosen per parameter."""
 
-from syncline.codecs.base import Codec, Draw, Part, PayloadCodec
+import warnings
+from typing import Any
+
+from syncline.codecs.base import (
+    Codec,
+    CodecTraits,
+    PayloadCodec,
+    RngKey,
+    TensorSlice,
+    check_no_gradient_options,
+    check_optimizer_momentum,
+)
 from syncline.codecs.cast import Cast
 from syncline.codecs.catalog import build_codec, codec_names
 from syncline.codecs.chain import Chain
@@ -22,20 +33,32 @@ __all__ = [
     "Chain",
     "Chooser",
     "Codec",
-    "Draw",
+    "CodecTraits",
     "Lossless",
     "OneBit",
-    "Part",
     "PayloadCodec",
     "PerLayer",
     "PowerSGD",
     "Quantize",
     "RandomK",
     "Raw",
+    "RngKey",
     "SparseCodec",
+    "TensorSlice",
     "Ternary",
     "Threshold",
     "TopK",
     "build_codec",
+    "check_no_gradient_options",
+    "check_optimizer_momentum",
     "codec_names",
 ]
+
+_FORMER_NAMES = {"Draw": "RngKey", "Part": "TensorSlice"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FORMER_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"{__name__}.{name} is now {_FORMER_NAMES[name]}", DeprecationWarning, stacklevel=2)
+    return globals()[_FORMER_NAMES[name]]

@@ -1,12 +1,15 @@
-"""The contract of a codec: how a tensor looks on the wire.
+"""The codec contract: how a tensor is encoded for the wire.
 
 Codec
-├── PayloadCodec     bytes: a body for each part, written and read here          quantize, onebit, ternary, lossless
-│   └── SparseCodec  some of the elements: their indices, then their values      topk, threshold, randomk
-└── (sums)           tensors that add up on the wire, in one round or several    cast, randomk, powersgd
+├── PayloadCodec     bytes: one body per slice, written and read by the codec     quantize, onebit, ternary, lossless
+│   └── SparseCodec  selected elements: their indices, then their values          topk, threshold, randomk
+└── allreducible     tensors that the wire may sum, in one round or several       cast, randomk, powersgd
 
-A codec is a frozen dataclass whose repr is its spec. It has no state: what must be remembered of a parameter between
-steps (the residual of error feedback, a warm start) lies in its `Part`, and random bits come from a `Draw`.
+A codec is a frozen dataclass whose repr is its spec. It has no state. What must be kept for a parameter between steps
+(the residual of error feedback, a warm start) is in its `TensorSlice`. Random bits come from an `RngKey`.
+
+The author of a payload codec writes `name`, `codec_id`, `body_bytes`, `write` and `read`, and `traits` where the
+defaults do not hold. The author of an allreducible codec also writes `reduce_rounds`.
 """
 
 from __future__ import annotations
@@ -29,14 +32,24 @@ from syncline.specs import Spec
 if TYPE_CHECKING:
     from syncline.codecs.chain import Chain
 
-__all__ = ["Codec", "Draw", "Part", "PayloadCodec", "all_finite", "flat_float32"]
+__all__ = [
+    "Codec",
+    "CodecTraits",
+    "PayloadCodec",
+    "RngKey",
+    "TensorSlice",
+    "all_finite",
+    "check_no_gradient_options",
+    "check_optimizer_momentum",
+    "flat_float32",
+]
 
 
 @dataclass(frozen=True)
-class Draw:
-    """Where random bits come from: a key, and the place in the tensor as a counter. The same draw gives the same bits.
+class RngKey:
+    """The key of counter-based random bits. The same key and element position always give the same bits.
 
-    >>> Draw(seed=1, step=2, rank=0).key == Draw(seed=1, step=2, rank=0).key != Draw(seed=1, step=2, rank=1).key
+    >>> RngKey(seed=1, step=2, rank=0).key == RngKey(seed=1, step=2, rank=0).key != RngKey(seed=1, step=2, rank=1).key
     True
     """
 
@@ -45,11 +58,11 @@ class Draw:
     rank: int = 0
     name: str = ""
     start: int = 0
-    """Elements of the parameter before the first of this part."""
+    """Index of the slice's first element in the parameter."""
 
     @cached_property
     def key(self) -> int:
-        """32 bits that are this rank's own."""
+        """32 bits that differ between ranks."""
         return _digest(f"{self.seed}/{self.step}/{self.rank}/{self.name}")
 
     @cached_property
@@ -57,36 +70,62 @@ class Draw:
         """32 bits that are the same on every rank."""
         return _digest(f"{self.seed}/{self.step}/all/{self.name}")
 
-    def of(self, name: str, start: int = 0) -> Draw:
-        """For another parameter, or a part of one."""
-        return Draw(self.seed, self.step, self.rank, name, start)
+    def for_slice(self, name: str, start: int = 0) -> RngKey:
+        """The key of another parameter, or of a slice of one."""
+        return RngKey(self.seed, self.step, self.rank, name, start)
 
 
 @dataclass
-class Part:
-    """A parameter's gradient, or a slice of it, as a codec sees it."""
+class TensorSlice:
+    """A parameter's gradient, or a contiguous slice of it, with the codec's state for it."""
 
     flat: Tensor
-    """One row of float32, contiguous and finite. Never changed by encoding."""
+    """Contiguous 1-D float32, finite. Encoding does not change it."""
     name: str = ""
     start: int = 0
-    """Where in the parameter it begins."""
+    """Index of the first element in the parameter."""
     shape: tuple[int, ...] = ()
-    """Of the parameter; for codecs that need matrices. Empty: a row."""
+    """Shape of the whole parameter, for codecs that need matrices. Empty: one dimension."""
     residual: Tensor | None = None
-    """What earlier steps have left unsent, like `flat`; changed in place. None: no error feedback."""
+    """Error feedback: what earlier steps did not send, like `flat`. Changed in place. None: no error feedback."""
     memory: dict[str, Tensor] = field(default_factory=dict)
-    """What else the codec keeps of this parameter between steps."""
+    """Other state of the codec for this parameter between steps, such as momentum."""
 
     @property
     def numel(self) -> int:
         return self.flat.numel()
 
     def drop_nonfinite_state(self) -> None:
-        """Set NaN and Inf to 0 in the residual and the momentum: kept, they would make every later step NaN."""
-        for kept in (self.residual, *self.memory.values()):
-            if kept is not None:
-                kept.nan_to_num_(0.0, 0.0, 0.0)
+        """Set NaN and Inf to 0 in the residual and the momentum: they would make every later step NaN."""
+        for state in (self.residual, *self.memory.values()):
+            if state is not None:
+                state.nan_to_num_(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecTraits:
+    """What the framework must know about a codec. The defaults are those of a biased codec of fixed length."""
+
+    biased: bool = True
+    """decode(encode(x)) differs from x on average. Such a codec needs error feedback."""
+    exact: bool = False
+    """decode(encode(x)) equals x, bit for bit."""
+    fixed_length: bool = True
+    """A body always takes `body_bytes`. If False, that is the maximum and `write` returns the length."""
+    steady_from_step: int = 0
+    """The step from which on the lengths of bodies no longer change."""
+    detects_nonfinite: bool = False
+    """`write` detects NaN and Inf without extra cost, where there is no residual. Otherwise the framework checks."""
+    allreducible: bool = False
+    """The codec has `reduce_rounds`: the wire may sum its tensors."""
+    residual_needs_sum: bool = False
+    """The residual depends on the reduced result, so the next step must wait for it."""
+    momentum: float = 0.0
+    """Momentum that the codec applies. The optimizer must have none, and each gradient must be that of a whole step."""
+    gradient_options: tuple[str, ...] = ()
+    """Options, as written in a spec, that need all workers to sum gradients."""
+    parameter_options: tuple[str, ...] = ()
+    """Options, as written in a spec, that need slices to be whole parameters."""
 
 
 class Codec(ABC):
@@ -100,106 +139,66 @@ class Codec(ABC):
     """
 
     name: ClassVar[str]
-    kind: ClassVar[int]
-    """Its number in a payload's header: never given to another."""
+    codec_id: ClassVar[int]
+    """Identifies the codec's class in the payload header. An id is never reused."""
     positional: ClassVar[int] = 0
-    """How many of its fields are written without their names."""
+    """Number of fields that the spec writes without their names."""
     feedback: bool | None = None
-    """Whether what was not sent is kept for the next step; None: where the codec is biased."""
+    """Error feedback on or off. None: on where the codec is biased."""
 
     @cached_property
-    def mark(self) -> int:
-        """CRC-32 of the spec: what a payload's header knows the codec by."""
+    def traits(self) -> CodecTraits:
+        return CodecTraits()
+
+    @cached_property
+    def keeps_residual(self) -> bool:
+        """Error feedback is on."""
+        traits = self.traits
+        return not traits.exact and (traits.biased if self.feedback is None else self.feedback)
+
+    @cached_property
+    def spec_crc(self) -> int:
+        """CRC-32 of the spec. The payload header carries it, so that both ends use the same options."""
         return zlib.crc32(repr(self).encode())
 
-    @property
-    def biased(self) -> bool:
-        """Whether decode(encode(x)) is not x on average: such a codec needs error feedback."""
-        return True
-
-    @property
-    def exact(self) -> bool:
-        """Whether decode(encode(x)) is x, bit for bit."""
-        return False
-
-    @property
-    def sums(self) -> bool:
-        """Whether it gives tensors that add up on the wire, by `rounds`."""
-        return False
-
-    @property
-    def lingers(self) -> bool:
-        """Whether the residual is settled only when the sums are back, so that no step may begin before."""
-        return False
-
-    @property
-    def keeps_residual(self) -> bool:
-        """Whether error feedback is on."""
-        return not self.exact and (self.biased if self.feedback is None else self.feedback)
-
     def check_feedback(self) -> None:
-        """Refuse what is neither yes nor no."""
+        """Refuse a `feedback` that is neither a bool nor None."""
         if not (self.feedback is None or isinstance(self.feedback, bool)):
             raise SpecError(f"{self.name}'s feedback is True or False, not {self.feedback!r}")
 
-    def pick(self, name: str, numel: int) -> Codec | None:
-        """The codec for one parameter; None where it goes as it is. Choosing a codec is itself a codec."""
+    def codec_for(self, name: str, numel: int) -> Codec | None:
+        """The codec of one parameter. None: the parameter is sent unencoded. Codecs that choose override this."""
         return self
 
-    def leaves(self) -> list[Codec]:
-        """The codecs that a parameter may get: this one, or all that it chooses from."""
+    def alternatives(self) -> list[Codec]:
+        """All codecs that `codec_for` may return."""
         return [self]
-
-    @property
-    def counts_steps(self) -> bool:
-        """Whether each gradient must be that of a whole step: a gradient reduced before would count twice."""
-        return False
-
-    @property
-    def gradient_options(self) -> tuple[str, ...]:
-        """Its options, as written in a spec, that apply only where gradients are all-reduced."""
-        return ()
-
-    @property
-    def parameter_options(self) -> tuple[str, ...]:
-        """Its options, as written in a spec, that apply only where a part is a whole parameter."""
-        return ()
-
-    def check(self, momentum: float) -> None:  # noqa: B027 (most have nothing against it)
-        """Refuse an optimizer that cannot work with this codec; `momentum` is the largest it uses."""
-
-    def check_beyond_allreduce(self, user: str) -> None:
-        """Refuse options that apply only where gradients are all-reduced; `user` names the caller in messages."""
-        for leaf in self.leaves():
-            for option in leaf.gradient_options:
-                raise IncompatibleError(
-                    f"{user} cannot use {leaf!r}: {option} is for strategy allreduce alone, where what is encoded is "
-                    f"a parameter's gradient and all workers sum it; leave {option} out, or take strategy allreduce"
-                )
 
     @abstractmethod
     def max_bytes(self, numel: int) -> int:
-        """The most bytes that the payload of so many elements takes, header included."""
+        """Maximum size in bytes of the payload of `numel` elements, header included."""
 
     @abstractmethod
-    def encode(self, tensor: Tensor, draw: Draw | None = None, residual: Tensor | None = None) -> Tensor:
-        """The payload of one tensor: bytes, with a header. NaN and Inf are refused.
+    def encode(self, tensor: Tensor, rng: RngKey | None = None, residual: Tensor | None = None) -> Tensor:
+        """The payload of one tensor: bytes with a header. NaN and Inf are refused.
 
-        With a `residual` (float32, as many elements) it is added first, and then holds what was not sent.
+        A `residual` (float32, as many elements) is added first. Afterwards it holds what was not sent.
         """
 
     @abstractmethod
     def decode(self, payload: Tensor, out: Tensor, accumulate: bool = False, step: int = 0) -> Tensor:
-        """Write what a payload says into `out`, or add it. A payload that is not ours is a `ProtocolError`.
+        """Decode a payload into `out`, or add it. A payload that does not fit is a `ProtocolError`.
 
-        `step` is that of the draw, for codecs that send more in their first steps.
+        `step` is the training step at which it was encoded: some codecs send more in their first steps.
         """
 
-    def rounds(self, parts: Sequence[Part], draw: Draw, size: int) -> Generator[Tensor, None, None]:
-        """Where the codec `sums`: yield tensors to be summed in place over `size` ranks; at the end each part's
-        `flat` holds the sum as decoded, the same on every rank, and each residual what this rank did not send.
+    def reduce_rounds(self, parts: Sequence[TensorSlice], rng: RngKey, size: int) -> Generator[Tensor, None, None]:
+        """If `traits.allreducible`: yield tensors to sum in place over `size` ranks.
+
+        At the end each slice's `flat` holds the decoded sum, the same on every rank, and its residual what this rank
+        did not send.
         """
-        raise AssertionError(f"{self!r} does not sum on the wire")
+        raise AssertionError(f"{self!r} is not allreducible")
         yield  # makes it a generator
 
     def __or__(self, other: Codec) -> Chain:
@@ -219,45 +218,28 @@ class Codec(ABC):
 
 
 class PayloadCodec(Codec):
-    """A codec of bytes. Bodies have no header of their own; `payload.py` puts one before those of a bucket."""
-
-    @property
-    def fixed(self) -> bool:
-        """Whether a body always takes `body_bytes`; otherwise that is the most, and `write` tells how many it took."""
-        return True
-
-    @property
-    def settled(self) -> int:
-        """The step from which on bodies keep their length."""
-        return 0
-
-    @property
-    def notices(self) -> bool:
-        """Whether `write` finds NaN and Inf in a part by itself, at no cost.
-
-        Other codecs, and every codec with a residual, get finite parts only: `pack_into` checks first.
-        """
-        return False
+    """A codec of bytes. A body has no header of its own; `payload.py` puts one before the bodies of a bucket."""
 
     @abstractmethod
     def body_bytes(self, numel: int, step: int = 0) -> int:
-        """How many bytes the body of so many elements takes in a step."""
+        """Size in bytes of the body of `numel` elements in a step; the maximum where the length varies."""
 
     @abstractmethod
-    def write(self, part: Part, body: Tensor, draw: Draw) -> int:
-        """Encode a part into `body`, uint8 of `body_bytes`; how many bytes were used. `draw` is this part's own.
+    def write(self, part: TensorSlice, body: Tensor, rng: RngKey) -> int:
+        """Encode residual + flat into `body`, uint8 of `body_bytes`. Returns the number of bytes used.
 
-        With a residual, what is encoded is residual + flat, and the residual then holds what the body does not say.
+        Afterwards the residual, if there is one, holds what the body does not. `rng` is the key of this slice.
         """
 
     @abstractmethod
     def read(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
-        """Decode a body into `out`, a row of float32, or add to it. The bytes may be anybody's: what cannot be is a
-        `ProtocolError`, and nothing is read or written out of bounds.
+        """Decode a body into `out`, 1-D float32, or add it. The bytes are untrusted.
+
+        Bytes that no `write` makes are a `ProtocolError`; nothing is read or written out of bounds.
         """
 
     def read_all(self, rows: Tensor, out: Tensor, scale: float) -> None:
-        """The sum of what many ranks' bodies say, one a row, in this order; `scale` times."""
+        """Decode `scale` times the sum of all ranks' bodies, one per row, in rank order. Override it to fuse this."""
         for rank, row in enumerate(rows):
             try:
                 self.read(row, out, rank > 0)
@@ -267,15 +249,15 @@ class PayloadCodec(Codec):
             out.mul_(scale)
 
     def max_bytes(self, numel: int) -> int:
-        from syncline.codecs.payload import most_bytes
+        from syncline.codecs.payload import max_payload_bytes
 
-        return most_bytes(self, [numel])
+        return max_payload_bytes(self, [numel])
 
-    def encode(self, tensor: Tensor, draw: Draw | None = None, residual: Tensor | None = None) -> Tensor:
+    def encode(self, tensor: Tensor, rng: RngKey | None = None, residual: Tensor | None = None) -> Tensor:
         from syncline.codecs.payload import pack
 
-        part = Part(flat_float32(tensor), shape=tuple(tensor.shape), residual=_row(residual, tensor.numel()))
-        return pack(self, [part], draw or Draw())
+        part = TensorSlice(flat_float32(tensor), shape=tuple(tensor.shape), residual=_row(residual, tensor.numel()))
+        return pack(self, [part], rng or RngKey())
 
     def decode(self, payload: Tensor, out: Tensor, accumulate: bool = False, step: int = 0) -> Tensor:
         from syncline.codecs.payload import unpack
@@ -290,8 +272,28 @@ class PayloadCodec(Codec):
         return out
 
 
+def check_optimizer_momentum(codec: Codec, momentum: float) -> None:
+    """Refuse an optimizer's momentum where the codec applies its own. `momentum` is the largest of all groups."""
+    for each in codec.alternatives():
+        if each.traits.momentum and momentum:
+            raise IncompatibleError(
+                f"{each!r} applies momentum before it chooses, and the optimizer applies {momentum} again; "
+                "give the optimizer momentum=0"
+            )
+
+
+def check_no_gradient_options(codec: Codec, user: str) -> None:
+    """Refuse options that need all workers to sum gradients. `user` names the caller in the message."""
+    for each in codec.alternatives():
+        for option in each.traits.gradient_options:
+            raise IncompatibleError(
+                f"{user} cannot use {each!r}: {option} is for strategy allreduce alone, where what is encoded is "
+                f"a parameter's gradient and all workers sum it; leave {option} out, or take strategy allreduce"
+            )
+
+
 def _row(residual: Tensor | None, numel: int) -> Tensor | None:
-    """A residual as kernels take it: they check no bounds."""
+    """A residual that kernels accept: they check no bounds."""
     if residual is None:
         return None
     if residual.dtype != torch.float32 or residual.numel() != numel or not residual.is_contiguous():
@@ -303,14 +305,14 @@ def _row(residual: Tensor | None, numel: int) -> Tensor | None:
 
 
 def flat_float32(tensor: Tensor) -> Tensor:
-    """A tensor as one row of float32: itself where it is that."""
+    """A tensor as contiguous 1-D float32; no copy where it is that already."""
     if not tensor.dtype.is_floating_point:
         raise IncompatibleError(f"codecs are for real floating-point tensors, not {tensor.dtype}; send it as it is")
     return tensor.detach().reshape(-1).to(torch.float32).contiguous()
 
 
 def all_finite(values: Tensor) -> bool:
-    """Whether there is no NaN and no Inf. A sum tells in most cases, many times faster than a look at each.
+    """True if there is no NaN and no Inf. The sum decides in most cases, much faster than a check of each element.
 
     >>> all_finite(torch.tensor([3e38, 3e38])), all_finite(torch.tensor([1.0, torch.inf]))
     (True, False)

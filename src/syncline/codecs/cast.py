@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import Draw, Part, PayloadCodec
+from syncline.codecs.base import CodecTraits, PayloadCodec, RngKey, TensorSlice
 from syncline.codecs.kernels import dense
 from syncline.errors import DivergedError, ProtocolError, SpecError
 
@@ -43,7 +43,7 @@ class Cast(PayloadCodec):
     feedback: bool | None = None
 
     name: ClassVar[str] = "cast"
-    kind: ClassVar[int] = 1
+    codec_id: ClassVar[int] = 1
     positional: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
@@ -53,27 +53,23 @@ class Cast(PayloadCodec):
             raise SpecError(f"cast's stochastic is True or False, not {self.stochastic!r}")
         self.check_feedback()
 
+    @cached_property
+    def traits(self) -> CodecTraits:
+        return CodecTraits(biased=False, allreducible=True)
+
     @property
     def dtype(self) -> torch.dtype:
         """What travels."""
         return torch.float16 if self.to == "fp16" else torch.bfloat16
 
-    @property
-    def biased(self) -> bool:
-        return False
-
-    @property
-    def sums(self) -> bool:
-        return True
-
-    def rounds(self, parts: Sequence[Part], draw: Draw, size: int) -> Generator[Tensor, None, None]:
+    def reduce_rounds(self, parts: Sequence[TensorSlice], rng: RngKey, size: int) -> Generator[Tensor, None, None]:
         """One round: all parts' values."""
         if not parts:
             return
         wire = torch.empty(sum(part.numel for part in parts), dtype=self.dtype, device=parts[0].flat.device)
         pieces = torch.split_with_sizes(wire, [part.numel for part in parts])
         for part, piece in zip(parts, pieces, strict=True):
-            self._round(part, piece, draw.of(part.name, part.start), size)
+            self._round(part, piece, rng.for_slice(part.name, part.start), size)
         yield wire
         for part, piece in zip(parts, pieces, strict=True):
             part.flat.copy_(piece)
@@ -81,14 +77,14 @@ class Cast(PayloadCodec):
     def body_bytes(self, numel: int, step: int = 0) -> int:
         return 2 * numel
 
-    def write(self, part: Part, body: Tensor, draw: Draw) -> int:
+    def write(self, part: TensorSlice, body: Tensor, rng: RngKey) -> int:
         halves = self._view(body)
         if halves is None:
             halves = torch.empty(part.numel, dtype=self.dtype, device=body.device)
-            self._round(part, halves, draw)
+            self._round(part, halves, rng)
             body.copy_(halves.view(torch.uint8))
         else:
-            self._round(part, halves, draw)
+            self._round(part, halves, rng)
         return body.numel()
 
     def read(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -107,22 +103,22 @@ class Cast(PayloadCodec):
         """A body as numbers; None where it begins at an odd byte, as no number may."""
         return body.view(self.dtype) if body.storage_offset() % 2 == 0 else None
 
-    def _round(self, part: Part, halves: Tensor, draw: Draw, size: int = 1) -> None:
+    def _round(self, part: TensorSlice, halves: Tensor, rng: RngKey, size: int = 1) -> None:
         """Round a part, with its residual, to half precision; no value beyond what `size` ranks can add up."""
         values = part.flat if part.residual is None else part.residual.add_(part.flat)
-        round_to_half(values, halves, draw, size, self.stochastic)
+        round_to_half(values, halves, rng, size, self.stochastic)
         if part.residual is not None and not _finite(part.residual.sub_(halves)):
             raise DivergedError(f"{self!r}: the residual and the gradient of {part.name!r} add up to Inf or NaN")
 
 
-def round_to_half(values: Tensor, halves: Tensor, draw: Draw, size: int, stochastic: bool) -> None:
+def round_to_half(values: Tensor, halves: Tensor, rng: RngKey, size: int, stochastic: bool) -> None:
     """Round a row to half precision, to the nearest or at random. Values are limited so that `size` of them add up.
 
-    The random bits are the first ones of `draw`.
+    The random bits are the first ones of `rng`.
     """
     limit, bits = _limit(halves.dtype, size)
     if stochastic:
-        dense.cast_stochastic(values, halves, limit=bits, start=draw.start, key=draw.key)
+        dense.cast_stochastic(values, halves, limit=bits, start=rng.start, key=rng.key)
     else:
         halves.copy_(values.clamp(-limit, limit))
 

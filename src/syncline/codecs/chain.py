@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import Codec, Draw, Part, PayloadCodec
+from syncline.codecs.base import Codec, CodecTraits, PayloadCodec, RngKey, TensorSlice
 from syncline.codecs.cast import Cast
 from syncline.codecs.lossless import Lossless
 from syncline.codecs.powersgd import PowerSGD
@@ -43,7 +43,7 @@ class Chain(PayloadCodec):
     links: tuple[Codec, ...]
 
     name: ClassVar[str] = "chain"
-    kind: ClassVar[int] = 15
+    codec_id: ClassVar[int] = 15
 
     def __post_init__(self) -> None:
         if len(self.links) < 2:
@@ -79,72 +79,43 @@ class Chain(PayloadCodec):
     def first(self) -> Codec:
         return self.links[0]
 
-    @property
-    def biased(self) -> bool:
-        return any(link.biased and not link.exact for link in self.links)
-
-    @property
-    def keeps_residual(self) -> bool:
-        told = [link.feedback for link in self.links if link.feedback is not None]
-        return told[0] if told else self.biased
-
-    @property
-    def exact(self) -> bool:
-        return all(link.exact for link in self.links)
-
-    @property
-    def sums(self) -> bool:
-        return self.first.sums and isinstance(self.first, (PowerSGD, RandomK)) and isinstance(self.rest, Cast)
+    @cached_property
+    def traits(self) -> CodecTraits:
+        links = [link.traits for link in self.links]
+        first = links[0]
+        power = isinstance(self.first, PowerSGD)
+        return CodecTraits(
+            biased=any(link.biased and not link.exact for link in links),
+            exact=all(link.exact for link in links),
+            fixed_length=not power and first.fixed_length and self.rest.traits.fixed_length,
+            steady_from_step=max(link.steady_from_step for link in links),
+            detects_nonfinite=first.detects_nonfinite,
+            allreducible=isinstance(self.first, (PowerSGD, RandomK)) and isinstance(self.rest, Cast),
+            residual_needs_sum=first.residual_needs_sum,
+            momentum=max(link.momentum for link in links),
+            gradient_options=tuple(option for link in links for option in link.gradient_options),
+            parameter_options=tuple(option for link in links for option in link.parameter_options),
+        )
 
     @cached_property
-    def fixed(self) -> bool:
-        if isinstance(self.first, PowerSGD):
-            return False
-        assert isinstance(self.first, PayloadCodec)
-        return self.first.fixed and self.rest.fixed
+    def keeps_residual(self) -> bool:
+        chosen = [link.feedback for link in self.links if link.feedback is not None]
+        return chosen[0] if chosen else self.traits.biased
 
-    @property
-    def lingers(self) -> bool:
-        return self.first.lingers
-
-    @property
-    def settled(self) -> int:
-        return max(link.settled for link in self.links if isinstance(link, PayloadCodec))
-
-    @property
-    def notices(self) -> bool:
-        return isinstance(self.first, PayloadCodec) and self.first.notices
-
-    @property
-    def counts_steps(self) -> bool:
-        return any(link.counts_steps for link in self.links)
-
-    @property
-    def gradient_options(self) -> tuple[str, ...]:
-        return tuple(option for link in self.links for option in link.gradient_options)
-
-    @property
-    def parameter_options(self) -> tuple[str, ...]:
-        return tuple(option for link in self.links for option in link.parameter_options)
-
-    def check(self, momentum: float) -> None:
-        for link in self.links:
-            link.check(momentum)
-
-    def rounds(self, parts: Sequence[Part], draw: Draw, size: int) -> Generator[Tensor, None, None]:
+    def reduce_rounds(self, parts: Sequence[TensorSlice], rng: RngKey, size: int) -> Generator[Tensor, None, None]:
         assert isinstance(self.first, (PowerSGD, RandomK)), "only these sum"
         assert isinstance(self.rest, Cast), "in half precision"
-        return self.first.rounds(parts, draw, size, wire=self.rest.dtype, stochastic=self.rest.stochastic)
+        return self.first.reduce_rounds(parts, rng, size, wire=self.rest.dtype, stochastic=self.rest.stochastic)
 
     # A tensor alone has no half factors to be summed: it is powersgd's own payload.
 
     def max_bytes(self, numel: int) -> int:
         return self.first.max_bytes(numel) if isinstance(self.first, PowerSGD) else super().max_bytes(numel)
 
-    def encode(self, tensor: Tensor, draw: Draw | None = None, residual: Tensor | None = None) -> Tensor:
+    def encode(self, tensor: Tensor, rng: RngKey | None = None, residual: Tensor | None = None) -> Tensor:
         if isinstance(self.first, PowerSGD):
-            return self.first.encode(tensor, draw, residual)
-        return super().encode(tensor, draw, residual)
+            return self.first.encode(tensor, rng, residual)
+        return super().encode(tensor, rng, residual)
 
     def decode(self, payload: Tensor, out: Tensor, accumulate: bool = False, step: int = 0) -> Tensor:
         if isinstance(self.first, PowerSGD):
@@ -157,14 +128,14 @@ class Chain(PayloadCodec):
         assert isinstance(self.first, PayloadCodec), "a chain that sums has no bodies"
         return Lossless.most_bytes(self.first.body_bytes(numel, step))
 
-    def write(self, part: Part, body: Tensor, draw: Draw) -> int:
+    def write(self, part: TensorSlice, body: Tensor, rng: RngKey) -> int:
         if isinstance(self.first, TopK) and isinstance(self.rest, Quantize) and self.first.at_once(part):
-            return self.first.write_at_once(part, body, draw, self.rest)
+            return self.first.write_at_once(part, body, rng, self.rest)
         if isinstance(self.first, SparseCodec):
-            return self.first.write(part, body, draw, self.rest)
+            return self.first.write(part, body, rng, self.rest)
         assert isinstance(self.first, PayloadCodec), "a chain that sums has no bodies"
-        inner = torch.zeros(self.first.body_bytes(part.numel, draw.step), dtype=torch.uint8, device=body.device)
-        used = self.first.write(part, inner, draw)
+        inner = torch.zeros(self.first.body_bytes(part.numel, rng.step), dtype=torch.uint8, device=body.device)
+        used = self.first.write(part, inner, rng)
         assert isinstance(self.rest, Lossless), "nothing else follows"
         return Lossless.compress(inner[:used], body, width=1, level=self.rest.level)
 

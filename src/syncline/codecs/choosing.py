@@ -6,11 +6,12 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import ClassVar
 
 from torch import Tensor
 
-from syncline.codecs.base import Codec, Draw
+from syncline.codecs.base import Codec, CodecTraits, RngKey
 from syncline.codecs.raw import Raw
 from syncline.errors import SpecError
 from syncline.specs import Spec
@@ -19,12 +20,12 @@ __all__ = ["BySize", "Chooser", "PerLayer"]
 
 
 class Chooser(Codec):
-    """A codec that is another one for each parameter. What it says of itself holds where any choice of it does.
+    """Chooses a codec for each parameter. A trait of it is that of any of its choices.
 
-    On the wire its choices are seen, never itself. A tensor alone, without a name, is encoded with `pick("", numel)`.
+    The wire carries the chosen codecs only. A tensor without a name is encoded by `codec_for("", numel)`.
     """
 
-    kind: ClassVar[int] = 0
+    codec_id: ClassVar[int] = 0
 
     @abstractmethod
     def choices(self) -> Iterable[Codec | None]:
@@ -34,48 +35,38 @@ class Chooser(Codec):
     def choose(self, name: str, numel: int) -> Codec | None:
         """The choice for one parameter: it may be a chooser too."""
 
-    def pick(self, name: str, numel: int) -> Codec | None:
+    def codec_for(self, name: str, numel: int) -> Codec | None:
         found = self.choose(name, numel)
-        return None if found is None else found.pick(name, numel)
+        return None if found is None else found.codec_for(name, numel)
 
-    def leaves(self) -> list[Codec]:
-        return [leaf for each in self._codecs() for leaf in each.leaves()]
+    def alternatives(self) -> list[Codec]:
+        return [leaf for each in self._codecs() for leaf in each.alternatives()]
 
-    @property
-    def biased(self) -> bool:
-        return any(each.biased for each in self._codecs())
+    @cached_property
+    def traits(self) -> CodecTraits:
+        found = [codec.traits for codec in self.alternatives()]
+        return CodecTraits(
+            biased=any(each.biased for each in found),
+            exact=all(each.exact for each in found),
+            allreducible=any(each.allreducible for each in found),
+            residual_needs_sum=any(each.residual_needs_sum for each in found),
+        )
 
-    @property
-    def exact(self) -> bool:
-        return all(each.exact for each in self._codecs())
-
-    @property
-    def sums(self) -> bool:
-        return any(each.sums for each in self._codecs())
-
-    @property
-    def lingers(self) -> bool:
-        return any(each.lingers for each in self._codecs())
-
-    @property
+    @cached_property
     def keeps_residual(self) -> bool:
-        return any(each.keeps_residual for each in self._codecs())
-
-    def check(self, momentum: float) -> None:
-        for each in self._codecs():
-            each.check(momentum)
+        return any(codec.keeps_residual for codec in self.alternatives())
 
     def max_bytes(self, numel: int) -> int:
         return self._alone(numel).max_bytes(numel)
 
-    def encode(self, tensor: Tensor, draw: Draw | None = None, residual: Tensor | None = None) -> Tensor:
-        return self._alone(tensor.numel()).encode(tensor, draw, residual)
+    def encode(self, tensor: Tensor, rng: RngKey | None = None, residual: Tensor | None = None) -> Tensor:
+        return self._alone(tensor.numel()).encode(tensor, rng, residual)
 
     def decode(self, payload: Tensor, out: Tensor, accumulate: bool = False, step: int = 0) -> Tensor:
         return self._alone(out.numel()).decode(payload, out, accumulate, step)
 
     def _alone(self, numel: int) -> Codec:
-        return self.pick("", numel) or Raw()
+        return self.codec_for("", numel) or Raw()
 
     def _codecs(self) -> list[Codec]:
         return [each for each in self.choices() if each is not None]
@@ -90,7 +81,7 @@ class PerLayer(Chooser):
     >>> codec = PerLayer({"*.bias": None, "0.*": "topk(0.01)|quantize(4)"})
     >>> codec
     per_layer({'*.bias': None, '0.*': 'topk(0.01)|quantize(4)'})
-    >>> codec.pick("0.weight", 1000), codec.pick("0.bias", 10), codec.pick("1.weight", 1000)
+    >>> codec.codec_for("0.weight", 1000), codec.codec_for("0.bias", 10), codec.codec_for("1.weight", 1000)
     (topk(0.01)|quantize(4), None, None)
     """
 
@@ -133,7 +124,7 @@ class BySize(Chooser):
     >>> codec = BySize(4096, None, "onebit")
     >>> codec
     by_size(4096, None, 'onebit')
-    >>> codec.pick("bias", 10), codec.pick("weight", 4096)
+    >>> codec.codec_for("bias", 10), codec.codec_for("weight", 4096)
     (None, onebit)
     """
 

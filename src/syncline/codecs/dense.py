@@ -6,7 +6,7 @@ from abc import abstractmethod
 
 from torch import Tensor
 
-from syncline.codecs.base import Draw, Part, PayloadCodec
+from syncline.codecs.base import PayloadCodec, RngKey, TensorSlice
 from syncline.errors import DivergedError, ProtocolError
 
 __all__ = ["DenseCodec"]
@@ -16,19 +16,15 @@ class DenseCodec(PayloadCodec):
     """A codec with a code for every element."""
 
     @abstractmethod
-    def encode_body(self, part: Part, body: Tensor, draw: Draw) -> bool:
+    def encode_body(self, part: TensorSlice, body: Tensor, rng: RngKey) -> bool:
         """Write a body; whether all was finite."""
 
     @abstractmethod
     def decode_body(self, body: Tensor, out: Tensor, accumulate: bool) -> str:
         """Read a body of the right length; what is wrong with it, or nothing."""
 
-    @property
-    def notices(self) -> bool:
-        return True
-
-    def write(self, part: Part, body: Tensor, draw: Draw) -> int:
-        if not self.encode_body(part, body, draw):
+    def write(self, part: TensorSlice, body: Tensor, rng: RngKey) -> int:
+        if not self.encode_body(part, body, rng):
             if part.residual is None:
                 raise DivergedError(f"{self!r} cannot encode {part.name or 'a tensor'}: it holds NaN or Inf")
             raise DivergedError(f"{self!r}: the residual and the gradient of {part.name!r} add up to Inf or NaN")

@@ -9,13 +9,14 @@ first compress well and the others are left alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import Draw, Part, PayloadCodec
+from syncline.codecs.base import CodecTraits, PayloadCodec, RngKey, TensorSlice
 from syncline.errors import ProtocolError, SpecError
 
 __all__ = ["Lossless"]
@@ -39,29 +40,21 @@ class Lossless(PayloadCodec):
     feedback: bool | None = None
 
     name: ClassVar[str] = "lossless"
-    kind: ClassVar[int] = 9
+    codec_id: ClassVar[int] = 9
 
     def __post_init__(self) -> None:
         if not isinstance(self.level, int) or isinstance(self.level, bool) or not 1 <= self.level <= 19:
             raise SpecError(f"lossless has levels from 1 (fast) to 19, not {self.level!r}")
         self.check_feedback()
 
-    @property
-    def biased(self) -> bool:
-        return False
-
-    @property
-    def exact(self) -> bool:
-        return True
-
-    @property
-    def fixed(self) -> bool:
-        return False
+    @cached_property
+    def traits(self) -> CodecTraits:
+        return CodecTraits(biased=False, exact=True, fixed_length=False)
 
     def body_bytes(self, numel: int, step: int = 0) -> int:
         return self.most_bytes(FLOAT * numel)
 
-    def write(self, part: Part, body: Tensor, draw: Draw) -> int:
+    def write(self, part: TensorSlice, body: Tensor, rng: RngKey) -> int:
         values = part.flat
         if part.residual is not None:
             values = part.residual + values

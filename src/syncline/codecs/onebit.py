@@ -2,7 +2,7 @@
 
     x ≥ 0 → the mean of those that are not negative        x < 0 → the mean of those that are
 
-    two means float32 for each bucket │ signs, packed bucket by bucket (`kernels/dense_reference.py` draws how)
+    two means float32 for each bucket │ signs, packed bucket by bucket (`kernels/dense_reference.py` rngs how)
 
 Seide et al.: 1-bit stochastic gradient descent and its application to data-parallel distributed training of speech
 DNNs, 2014. It needs error feedback: on its own it does not train.
@@ -11,11 +11,12 @@ DNNs, 2014. It needs error feedback: on its own it does not train.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from torch import Tensor
 
-from syncline.codecs.base import Draw, Part
+from syncline.codecs.base import CodecTraits, RngKey, TensorSlice
 from syncline.codecs.dense import DenseCodec
 from syncline.codecs.kernels import dense
 from syncline.errors import SpecError
@@ -40,7 +41,7 @@ class OneBit(DenseCodec):
     feedback: bool | None = None
 
     name: ClassVar[str] = "onebit"
-    kind: ClassVar[int] = 3
+    codec_id: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
         if not isinstance(self.bucket, int) or isinstance(self.bucket, bool) or not 1 <= self.bucket <= MOST:
@@ -49,11 +50,15 @@ class OneBit(DenseCodec):
             )
         self.check_feedback()
 
+    @cached_property
+    def traits(self) -> CodecTraits:
+        return CodecTraits(detects_nonfinite=True)
+
     def body_bytes(self, numel: int, step: int = 0) -> int:
         whole, rest = divmod(numel, self.bucket)
         return 8 * -(-numel // self.bucket) + whole * -(-self.bucket // 8) + -(-rest // 8)
 
-    def encode_body(self, part: Part, body: Tensor, draw: Draw) -> bool:
+    def encode_body(self, part: TensorSlice, body: Tensor, rng: RngKey) -> bool:
         return dense.encode_onebit(part.flat, part.residual, body, bucket=self.bucket)
 
     def decode_body(self, body: Tensor, out: Tensor, accumulate: bool) -> str:

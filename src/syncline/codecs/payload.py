@@ -15,10 +15,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import Draw, Part, PayloadCodec, all_finite
+from syncline.codecs.base import PayloadCodec, RngKey, TensorSlice, all_finite
 from syncline.errors import DivergedError, ProtocolError
 
-__all__ = ["HEADER", "most_bytes", "pack", "pack_into", "unpack", "unpack_all"]
+__all__ = ["HEADER", "max_payload_bytes", "pack", "pack_into", "unpack", "unpack_all"]
 
 HEADER = struct.Struct("<HBBIQ")
 LENGTH = 4
@@ -26,9 +26,9 @@ MAGIC = 0x51C7
 VERSION = 1
 
 
-def most_bytes(codec: PayloadCodec, sizes: Sequence[int], step: int = 0) -> int:
+def max_payload_bytes(codec: PayloadCodec, sizes: Sequence[int], step: int = 0) -> int:
     """Bytes of a payload of parts of these sizes: exact where the codec's bodies are of fixed length."""
-    extra = 0 if codec.fixed else LENGTH
+    extra = 0 if codec.traits.fixed_length else LENGTH
     return HEADER.size + sum(_lengths(codec, sizes, step)) + extra * len(sizes)
 
 
@@ -39,34 +39,38 @@ def _bodies(codec: PayloadCodec, sizes: tuple[int, ...], step: int) -> tuple[int
 
 
 def _lengths(codec: PayloadCodec, sizes: Sequence[int], step: int) -> tuple[int, ...]:
-    return _bodies(codec, tuple(sizes), min(step, codec.settled))
+    return _bodies(codec, tuple(sizes), min(step, codec.traits.steady_from_step))
 
 
 def pack(
-    codec: PayloadCodec, parts: Sequence[Part], draw: Draw, broken: Callable[[Part], None] | None = None
+    codec: PayloadCodec, parts: Sequence[TensorSlice], rng: RngKey, broken: Callable[[TensorSlice], None] | None = None
 ) -> Tensor:
     """Encode the parts of a bucket; `broken` as for `pack_into`."""
     device = parts[0].flat.device if parts else torch.device("cpu")
-    whole = torch.zeros(most_bytes(codec, [p.numel for p in parts], draw.step), dtype=torch.uint8, device=device)
-    return whole[: pack_into(codec, parts, draw, whole, broken)]
+    whole = torch.zeros(max_payload_bytes(codec, [p.numel for p in parts], rng.step), dtype=torch.uint8, device=device)
+    return whole[: pack_into(codec, parts, rng, whole, broken)]
 
 
 def pack_into(
-    codec: PayloadCodec, parts: Sequence[Part], draw: Draw, whole: Tensor, broken: Callable[[Part], None] | None = None
+    codec: PayloadCodec,
+    parts: Sequence[TensorSlice],
+    rng: RngKey,
+    whole: Tensor,
+    broken: Callable[[TensorSlice], None] | None = None,
 ) -> int:
-    """Encode the parts of a bucket into `whole`, zeroed and of `most_bytes`; how many bytes were used.
+    """Encode the parts of a bucket into `whole`, zeroed and of `max_payload_bytes`; how many bytes were used.
 
     A part that holds NaN or Inf is an error or, with a callback `broken`, is reported to it and sent as zeros. The
     codec's state of that part does not change then. Where finite values overflow with the state, it stays finite.
     """
     elements = sum(part.numel for part in parts)
-    _put(whole, 0, HEADER.pack(MAGIC, VERSION, codec.kind, codec.mark, elements))
-    at, fixed = HEADER.size, codec.fixed
-    for part, most in zip(parts, _lengths(codec, [part.numel for part in parts], draw.step), strict=True):
+    _put(whole, 0, HEADER.pack(MAGIC, VERSION, codec.codec_id, codec.spec_crc, elements))
+    at, fixed = HEADER.size, codec.traits.fixed_length
+    for part, most in zip(parts, _lengths(codec, [part.numel for part in parts], rng.step), strict=True):
         first = at if fixed else at + LENGTH
-        body, own = whole[first : first + most], draw.of(part.name, part.start)
+        body, own = whole[first : first + most], rng.for_slice(part.name, part.start)
         try:
-            if not (codec.notices and part.residual is None) and not all_finite(part.flat):
+            if not (codec.traits.detects_nonfinite and part.residual is None) and not all_finite(part.flat):
                 raise DivergedError(f"{codec!r} cannot encode {part.name or 'a tensor'}: it holds NaN or Inf")
             used = codec.write(part, body, own)
         except DivergedError:
@@ -74,7 +78,7 @@ def pack_into(
             if broken is None:
                 raise
             broken(part)
-            used = codec.write(Part(part.flat.zero_(), part.name, part.start, part.shape), body.zero_(), own)
+            used = codec.write(TensorSlice(part.flat.zero_(), part.name, part.start, part.shape), body.zero_(), own)
         if not fixed:
             _put(whole, at, struct.pack("<I", used))
         at = first + used
@@ -102,7 +106,7 @@ def unpack(
 ) -> None:
     """Decode into rows of float32, one for each part, or add to them."""
     at = _check(codec, payload, sum(out.numel() for out in outs), sender)
-    fixed = codec.fixed
+    fixed = codec.traits.fixed_length
     for out, most in zip(outs, _lengths(codec, [out.numel() for out in outs], step), strict=True):
         if fixed:
             length = most
@@ -125,8 +129,10 @@ def _check(codec: PayloadCodec, payload: Tensor, elements: int, sender: str) -> 
         raise ProtocolError(f"what came{sender} is not a payload (it begins with {magic:#06x}, not {MAGIC:#06x})")
     if version != VERSION:
         raise ProtocolError(f"a payload{sender} has version {version}, and this is version {VERSION}")
-    if kind != codec.kind or mark != codec.mark:
-        raise ProtocolError(f"a payload{sender} is of another codec (kind {kind}) than {codec!r} (kind {codec.kind})")
+    if kind != codec.codec_id or mark != codec.spec_crc:
+        raise ProtocolError(
+            f"a payload{sender} is of another codec (kind {kind}) than {codec!r} (kind {codec.codec_id})"
+        )
     if numel != elements:
         raise ProtocolError(f"a payload{sender} holds {numel} elements, and {elements} are expected")
     return HEADER.size

@@ -15,15 +15,16 @@ import math
 import struct
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import Codec, Draw, Part, PayloadCodec
+from syncline.codecs.base import Codec, CodecTraits, PayloadCodec, RngKey, TensorSlice
 from syncline.codecs.cast import round_to_half
 from syncline.codecs.kernels.dispatch import fused
-from syncline.codecs.payload import most_bytes
+from syncline.codecs.payload import max_payload_bytes
 from syncline.errors import DivergedError, ProtocolError, SpecError
 
 __all__ = ["PowerSGD"]
@@ -58,7 +59,7 @@ class PowerSGD(Codec):
     feedback: bool | None = None
 
     name: ClassVar[str] = "powersgd"
-    kind: ClassVar[int] = 8
+    codec_id: ClassVar[int] = 8
     positional: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
@@ -66,27 +67,23 @@ class PowerSGD(Codec):
             raise SpecError(f"powersgd: the rank is a whole number, at least 1 (usually 1 to 4), not {self.rank!r}")
         self.check_feedback()
 
-    @property
-    def sums(self) -> bool:
-        return True
+    @cached_property
+    def traits(self) -> CodecTraits:
+        return CodecTraits(allreducible=True, residual_needs_sum=True)
 
     def max_bytes(self, numel: int) -> int:
-        return most_bytes(_Factors(self), [numel])
+        return max_payload_bytes(_Factors(self), [numel])
 
-    @property
-    def lingers(self) -> bool:
-        return True
-
-    def encode(self, tensor: Tensor, draw: Draw | None = None, residual: Tensor | None = None) -> Tensor:
-        return _Factors(self).encode(tensor, draw, residual)
+    def encode(self, tensor: Tensor, rng: RngKey | None = None, residual: Tensor | None = None) -> Tensor:
+        return _Factors(self).encode(tensor, rng, residual)
 
     def decode(self, payload: Tensor, out: Tensor, accumulate: bool = False, step: int = 0) -> Tensor:
         return _Factors(self).decode(payload, out, accumulate, step)
 
-    def rounds(
+    def reduce_rounds(
         self,
-        parts: Sequence[Part],
-        draw: Draw,
+        parts: Sequence[TensorSlice],
+        rng: RngKey,
         size: int,
         wire: torch.dtype = torch.float32,
         stochastic: bool = False,
@@ -101,9 +98,9 @@ class PowerSGD(Codec):
         dense = [each for each in bucket if not each.rows]
         matrices = [each for each in bucket if each.rows]
         for each in matrices:
-            each.start(self.rank, draw)
-        first = [_Piece(each.matrix @ each.q, _shrink(len(each.q)), draw.of(each.part.name)) for each in matrices]
-        first += [_Piece(each.values, 1.0, draw.of(each.part.name, each.part.start)) for each in dense]
+            each.start(self.rank, rng)
+        first = [_Piece(each.matrix @ each.q, _shrink(len(each.q)), rng.for_slice(each.part.name)) for each in matrices]
+        first += [_Piece(each.values, 1.0, rng.for_slice(each.part.name, each.part.start)) for each in dense]
         sent = _Sent(first, size, wire, stochastic)
         yield sent.flat
         summed = sent.pieces()
@@ -115,7 +112,9 @@ class PowerSGD(Codec):
             return
         ps = [_orthonormal(whole) for whole in summed[: len(matrices)]]
         second = [
-            _Piece(each.matrix.T @ _down(p), _shrink(len(p)), draw.of(each.part.name, p.numel()))  # other bits than P's
+            _Piece(
+                each.matrix.T @ _down(p), _shrink(len(p)), rng.for_slice(each.part.name, p.numel())
+            )  # other bits than P's
             for each, p in zip(matrices, ps, strict=True)
         ]
         sent = _Sent(second, size, wire, stochastic)
@@ -132,25 +131,25 @@ class _Factors(PayloadCodec):
 
     codec: PowerSGD
 
-    kind: ClassVar[int] = PowerSGD.kind
+    codec_id: ClassVar[int] = PowerSGD.codec_id
 
-    @property
-    def fixed(self) -> bool:
-        return False
+    @cached_property
+    def traits(self) -> CodecTraits:
+        return CodecTraits(fixed_length=False)
 
     def body_bytes(self, numel: int, step: int = 0) -> int:
         return ROWS.size + 4 * numel
 
-    def write(self, part: Part, body: Tensor, draw: Draw) -> int:
+    def write(self, part: TensorSlice, body: Tensor, rng: RngKey) -> int:
         rank = self.codec.rank
         wanted = _Wanted(part, rank)
         numbers = decoded = wanted.values
         if wanted.rows:
-            wanted.start(rank, draw)
+            wanted.start(rank, rng)
             for _ in range(2):  # the second starts from what the first has found
                 p = _orthonormal(wanted.matrix @ wanted.q)
                 q = wanted.matrix.T @ _down(p)
-                wanted.q = _unit(q, draw)
+                wanted.q = _unit(q, rng)
             numbers = torch.cat([_up(p).flatten(), q.flatten()])
             decoded = _product(_up(p), q).flatten()
         used = ROWS.size + 4 * numbers.numel()
@@ -191,16 +190,16 @@ class _Wanted:
     Where there is a residual they are added up in it: a gradient's worth of fresh memory costs more than the addition.
     """
 
-    def __init__(self, part: Part, rank: int) -> None:
+    def __init__(self, part: TensorSlice, rank: int) -> None:
         self.part = part
         self.values = part.flat if part.residual is None else part.residual.add_(part.flat)
         self.rows = _rows(part.shape, part.numel, rank)
         self.matrix = self.values.view(self.rows, -1) if self.rows else self.values
         self.q = self.values.new_empty(0)
 
-    def start(self, rank: int, draw: Draw) -> None:
-        """Take up the subspace of the last step, or one that every rank draws alike."""
-        own = draw.of(self.part.name)
+    def start(self, rank: int, rng: RngKey) -> None:
+        """Take up the subspace of the last step, or one that every rank rngs alike."""
+        own = rng.for_slice(self.part.name)
         kept = self.part.memory.get("q")
         shape = (self.matrix.shape[1], rank)
         self.q = _unit(kept if kept is not None and kept.shape == shape else self.values.new_zeros(shape), own)
@@ -227,7 +226,7 @@ class _Piece:
     tensor: Tensor
     shrunk: float
     """The factor by which it was made smaller."""
-    draw: Draw
+    rng: RngKey
     """The random bits that it is rounded with."""
 
 
@@ -245,7 +244,7 @@ class _Sent:
             lengths = [shape.numel() for shape in self.shapes]
             rows, halves = (torch.split_with_sizes(each, lengths) for each in (whole, self.flat))
             for each, row, half in zip(pieces, rows, halves, strict=True):
-                round_to_half(row, half, each.draw, size, stochastic)
+                round_to_half(row, half, each.rng, size, stochastic)
         self.own = self._cut(self.flat.clone())
 
     def pieces(self) -> list[Tensor]:
@@ -270,7 +269,7 @@ def _rows(shape: tuple[int, ...], numel: int, rank: int) -> int:
     return 0 if rank * (rows + numel // rows) >= numel else rows
 
 
-def _unit(q: Tensor, draw: Draw) -> Tensor:
+def _unit(q: Tensor, rng: RngKey) -> Tensor:
     """Columns of length 1, as a start; one that is zero would stay so for ever, and is drawn anew.
 
     They are then made smaller, so that no element of M Q is larger than the largest of M.
@@ -279,7 +278,7 @@ def _unit(q: Tensor, draw: Draw) -> Tensor:
     known = length > 0
     columns = q.double() / torch.where(known, length, 1.0)
     if not bool(known.all()):
-        generator = torch.Generator().manual_seed(draw.shared_key)
+        generator = torch.Generator().manual_seed(rng.shared_key)
         drawn = torch.randn(q.shape, generator=generator, dtype=torch.float64).to(q.device)
         columns = torch.where(known, columns, drawn / drawn.square().sum(dim=0).sqrt())
     return _down(columns)

@@ -3,7 +3,7 @@
     s = max|x| or ‖x‖₂ of a bucket         L = 2^(bits−1) − 1
     code = ⌊x L/s + u⌋ + L, u in [0, 1)    decoded: s (code − L)/L
 
-    scales float32 │ codes, `bits` each, packed bucket by bucket (`kernels/dense_reference.py` draws how)
+    scales float32 │ codes, `bits` each, packed bucket by bucket (`kernels/dense_reference.py` rngs how)
 
 Alistarh et al.: QSGD: Communication-efficient SGD via gradient quantization and encoding, 2017.
 """
@@ -11,11 +11,12 @@ Alistarh et al.: QSGD: Communication-efficient SGD via gradient quantization and
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from torch import Tensor
 
-from syncline.codecs.base import Draw, Part
+from syncline.codecs.base import CodecTraits, RngKey, TensorSlice
 from syncline.codecs.dense import DenseCodec
 from syncline.codecs.kernels import dense
 from syncline.errors import SpecError
@@ -47,7 +48,7 @@ class Quantize(DenseCodec):
     feedback: bool | None = None
 
     name: ClassVar[str] = "quantize"
-    kind: ClassVar[int] = 2
+    codec_id: ClassVar[int] = 2
     positional: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
@@ -63,19 +64,18 @@ class Quantize(DenseCodec):
             raise SpecError(f"quantize's stochastic is True or False, not {self.stochastic!r}")
         self.check_feedback()
 
-    @property
-    def biased(self) -> bool:
-        return not self.stochastic
-
-    @property
-    def notices(self) -> bool:
-        return self.norm == "max"  # an Euclidean norm past the range of float32 is cut off
+    @cached_property
+    def traits(self) -> CodecTraits:
+        return CodecTraits(
+            biased=not self.stochastic,
+            detects_nonfinite=self.norm == "max",  # an Euclidean norm past the range of float32 is clamped
+        )
 
     def body_bytes(self, numel: int, step: int = 0) -> int:
         whole, rest = divmod(numel, self.bucket)
         return 4 * -(-numel // self.bucket) + self.bits * (whole * -(-self.bucket // 8) + -(-rest // 8))
 
-    def encode_body(self, part: Part, body: Tensor, draw: Draw) -> bool:
+    def encode_body(self, part: TensorSlice, body: Tensor, rng: RngKey) -> bool:
         return dense.encode_quantize(
             part.flat,
             part.residual,
@@ -84,8 +84,8 @@ class Quantize(DenseCodec):
             bucket=self.bucket,
             euclid=self.norm == "l2",
             stochastic=self.stochastic,
-            start=draw.start,
-            key=draw.key,
+            start=rng.start,
+            key=rng.key,
         )
 
     def decode_body(self, body: Tensor, out: Tensor, accumulate: bool) -> str:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import Draw, Part
+from syncline.codecs.base import CodecTraits, RngKey, TensorSlice
 from syncline.codecs.cast import round_to_half
 from syncline.codecs.kernels.random_bits import MASK, random_bits
 from syncline.codecs.kernels.sparse import kernels
@@ -41,7 +42,7 @@ class RandomK(SparseCodec):
     feedback: bool | None = None
 
     name: ClassVar[str] = "randomk"
-    kind: ClassVar[int] = 6
+    codec_id: ClassVar[int] = 6
     positional: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
@@ -49,9 +50,9 @@ class RandomK(SparseCodec):
             raise SpecError(f"randomk keeps a fraction in (0, 1], as 0.01, not {self.ratio!r}")
         self.check_feedback()
 
-    @property
-    def sums(self) -> bool:
-        return True
+    @cached_property
+    def traits(self) -> CodecTraits:
+        return CodecTraits(allreducible=True)
 
     def most(self, numel: int, step: int = 0) -> int:
         return min(numel, max(1, round(self.ratio * numel)))
@@ -59,24 +60,24 @@ class RandomK(SparseCodec):
     def head_bytes(self, numel: int, count: int) -> int:
         return 4
 
-    def write_head(self, head: Tensor, numel: int, indices: Tensor, draw: Draw) -> None:
-        put_u32(head, _key(draw))
+    def write_head(self, head: Tensor, numel: int, indices: Tensor, rng: RngKey) -> None:
+        put_u32(head, _key(rng))
 
     def read_head(self, body: Tensor, numel: int) -> tuple[Tensor, int]:
         return self._drawn(get_u32(body), numel, body.device), 4
 
-    def select(self, part: Part, draw: Draw) -> tuple[Tensor, Tensor]:
-        indices = self._drawn(_key(draw), part.numel, part.flat.device)
+    def select(self, part: TensorSlice, rng: RngKey) -> tuple[Tensor, Tensor]:
+        indices = self._drawn(_key(rng), part.numel, part.flat.device)
         if part.residual is None:
             return indices, part.flat[indices]
         values = part.residual.add_(part.flat)[indices]
         kernels(values).scatter(part.residual, indices, torch.zeros_like(values), accumulate=False)
         return indices, values
 
-    def rounds(
+    def reduce_rounds(
         self,
-        parts: Sequence[Part],
-        draw: Draw,
+        parts: Sequence[TensorSlice],
+        rng: RngKey,
         size: int,
         wire: torch.dtype = torch.float32,
         stochastic: bool = False,
@@ -87,12 +88,12 @@ class RandomK(SparseCodec):
         """
         if not parts:
             return
-        draws = [draw.of(part.name, part.start) for part in parts]
-        chosen = [self.select(part, own) for part, own in zip(parts, draws, strict=True)]
+        rngs = [rng.for_slice(part.name, part.start) for part in parts]
+        chosen = [self.select(part, own) for part, own in zip(parts, rngs, strict=True)]
         flat = torch.cat([values for _, values in chosen])
         flat = flat if wire == torch.float32 else torch.empty_like(flat, dtype=wire)
         pieces = torch.split_with_sizes(flat, [values.numel() for _, values in chosen])
-        for part, own, (indices, values), piece in zip(parts, draws, chosen, pieces, strict=True):
+        for part, own, (indices, values), piece in zip(parts, rngs, chosen, pieces, strict=True):
             if wire == torch.float32:
                 continue
             round_to_half(values, piece, own, size, stochastic)
@@ -117,6 +118,6 @@ class RandomK(SparseCodec):
         return places.to(index_dtype(numel))
 
 
-def _key(draw: Draw) -> int:
+def _key(rng: RngKey) -> int:
     """The key of one part: of the step and the parameter, and where in it the part begins."""
-    return draw.shared_key ^ int(random_bits(0x5EED, draw.start, 1)) & MASK
+    return rng.shared_key ^ int(random_bits(0x5EED, rng.start, 1)) & MASK

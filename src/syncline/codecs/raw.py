@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import Draw, Part, PayloadCodec
+from syncline.codecs.base import CodecTraits, PayloadCodec, RngKey, TensorSlice
 from syncline.errors import ProtocolError
 
 __all__ = ["Raw"]
@@ -23,20 +24,16 @@ class Raw(PayloadCodec):
     """
 
     name: ClassVar[str] = "raw"
-    kind: ClassVar[int] = 10
+    codec_id: ClassVar[int] = 10
 
-    @property
-    def biased(self) -> bool:
-        return False
-
-    @property
-    def exact(self) -> bool:
-        return True
+    @cached_property
+    def traits(self) -> CodecTraits:
+        return CodecTraits(biased=False, exact=True)
 
     def body_bytes(self, numel: int, step: int = 0) -> int:
         return 4 * numel
 
-    def write(self, part: Part, body: Tensor, draw: Draw) -> int:
+    def write(self, part: TensorSlice, body: Tensor, rng: RngKey) -> int:
         values = part.flat
         if part.residual is not None:
             values = part.residual + values

@@ -13,7 +13,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import Draw, Part, PayloadCodec
+from syncline.codecs.base import PayloadCodec, RngKey, TensorSlice
 from syncline.codecs.kernels.dispatch import fused
 from syncline.codecs.kernels.indices import layout
 from syncline.codecs.kernels.sparse import kernels
@@ -34,7 +34,7 @@ class SparseCodec(PayloadCodec):
         """The most elements that are kept of so many in a step."""
 
     @abstractmethod
-    def select(self, part: Part, draw: Draw) -> tuple[Tensor, Tensor]:
+    def select(self, part: TensorSlice, rng: RngKey) -> tuple[Tensor, Tensor]:
         """The chosen indices, sorted (int32, or int64 from 2^31 elements on), and their values of residual + flat.
 
         Afterwards the residual holds that sum with 0 at the chosen places.
@@ -52,7 +52,7 @@ class SparseCodec(PayloadCodec):
         """Bytes before the values."""
         return 4 + layout(numel, count).nbytes
 
-    def write_head(self, head: Tensor, numel: int, indices: Tensor, draw: Draw) -> None:
+    def write_head(self, head: Tensor, numel: int, indices: Tensor, rng: RngKey) -> None:
         """Write what comes before the values."""
         put_u32(head, indices.numel())
         write_indices(head[4:], numel, indices)
@@ -67,21 +67,21 @@ class SparseCodec(PayloadCodec):
             raise ProtocolError(f"a body of {body.numel()} B is too short for {count} indices: it is truncated")
         return read_indices(body[4:head], numel, count), head
 
-    def write(self, part: Part, body: Tensor, draw: Draw, values: PayloadCodec = RAW) -> int:
-        indices, chosen = self.select(part, draw)
+    def write(self, part: TensorSlice, body: Tensor, rng: RngKey, values: PayloadCodec = RAW) -> int:
+        indices, chosen = self.select(part, rng)
         if not math.isfinite(float(chosen.sum())) and not bool(torch.isfinite(chosen).all()):
             self._give_back(part, indices, chosen)
             raise DivergedError(f"{self!r}: {part.name or 'a tensor'} and what was left unsent of it add up to Inf")
         head = self.head_bytes(part.numel, indices.numel())
-        self.write_head(body[:head], part.numel, indices, draw)
-        unsaid = None if part.residual is None or values.exact else torch.zeros_like(chosen)
+        self.write_head(body[:head], part.numel, indices, rng)
+        unsaid = None if part.residual is None or values.traits.exact else torch.zeros_like(chosen)
         size = values.body_bytes(chosen.numel())
-        used = values.write(Part(chosen, name=part.name, residual=unsaid), body[head : head + size], draw)
+        used = values.write(TensorSlice(chosen, name=part.name, residual=unsaid), body[head : head + size], rng)
         if part.residual is not None and unsaid is not None:
             kernels(unsaid).scatter(part.residual, indices, unsaid, accumulate=False)
         return head + used
 
-    def _give_back(self, part: Part, indices: Tensor, chosen: Tensor) -> None:
+    def _give_back(self, part: TensorSlice, indices: Tensor, chosen: Tensor) -> None:
         """Nothing is sent: leave the residual as it was before, as far as it can be known."""
         if part.residual is not None:
             kernels(chosen).scatter(part.residual, indices, chosen, accumulate=False)
@@ -104,7 +104,9 @@ class SparseCodec(PayloadCodec):
 
     def reads_at_once(self, rows: Tensor, out: Tensor, scale: float, values: Quantize) -> bool:
         """Read all rows in one call, where there is a kernel for it; whether that was done, and well."""
-        if not (fused(out) and self.fixed and type(self).read_head is SparseCodec.read_head and len(rows)):
+        if not (
+            fused(out) and self.traits.fixed_length and type(self).read_head is SparseCodec.read_head and len(rows)
+        ):
             return False
         from syncline.codecs.kernels.chosen_fused import read_rows
 
@@ -119,7 +121,7 @@ class SparseCodec(PayloadCodec):
         """The indices and values of a body, without a tensor of all elements."""
         indices, head = self.read_head(body, numel)
         count = indices.numel()
-        if values.fixed and body.numel() - head != values.body_bytes(count):
+        if values.traits.fixed_length and body.numel() - head != values.body_bytes(count):
             raise ProtocolError(
                 f"{body.numel() - head} B of values are not the {values.body_bytes(count)} B of {count} in {values!r}"
             )

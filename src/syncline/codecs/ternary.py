@@ -3,7 +3,7 @@
     s = max|x| of a part, or of each bucket        decoded: s · sign(x) · b, P(b = 1) = |x|/s
     with clip: s = min(max|x|, clip · σ), σ = √mean(x²), and what lies beyond s is cut to it
 
-    scales float32 │ digits of base 3, five to a byte (`kernels/dense_reference.py` draws how): 1.6 bits a value
+    scales float32 │ digits of base 3, five to a byte (`kernels/dense_reference.py` rngs how): 1.6 bits a value
 
 Base 3 was chosen over 2 bits because it is a fifth shorter, and no slower here. σ is taken about zero, not about the
 mean: a part of equal values would otherwise be cut to nothing.
@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 from torch import Tensor
 
-from syncline.codecs.base import Draw, Part
+from syncline.codecs.base import CodecTraits, RngKey, TensorSlice
 from syncline.codecs.dense import DenseCodec
 from syncline.codecs.kernels import dense
 from syncline.errors import SpecError
@@ -49,7 +50,7 @@ class Ternary(DenseCodec):
     feedback: bool | None = None
 
     name: ClassVar[str] = "ternary"
-    kind: ClassVar[int] = 4
+    codec_id: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
         number = isinstance(self.clip, (int, float)) and not isinstance(self.clip, bool)
@@ -63,16 +64,16 @@ class Ternary(DenseCodec):
             )
         self.check_feedback()
 
-    @property
-    def biased(self) -> bool:
-        return self.clip is not None
+    @cached_property
+    def traits(self) -> CodecTraits:
+        return CodecTraits(biased=self.clip is not None, detects_nonfinite=True)
 
     def body_bytes(self, numel: int, step: int = 0) -> int:
         whole, rest = divmod(numel, self._block)
         scales = min(numel, 1) if self.bucket is None else -(-numel // self.bucket)
         return 4 * scales + whole * -(-self._block // 5) + -(-rest // 5)
 
-    def encode_body(self, part: Part, body: Tensor, draw: Draw) -> bool:
+    def encode_body(self, part: TensorSlice, body: Tensor, rng: RngKey) -> bool:
         return dense.encode_ternary(
             part.flat,
             part.residual,
@@ -80,8 +81,8 @@ class Ternary(DenseCodec):
             block=self._block,
             shared=self.bucket is None,
             clip=self.clip or 0.0,
-            start=draw.start,
-            key=draw.key,
+            start=rng.start,
+            key=rng.key,
         )
 
     def decode_body(self, body: Tensor, out: Tensor, accumulate: bool) -> str:

@@ -8,12 +8,13 @@ Strom: Scalable distributed DNN training using commodity GPU cloud computing, 20
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import Draw, Part, PayloadCodec
+from syncline.codecs.base import CodecTraits, PayloadCodec, RngKey, TensorSlice
 from syncline.codecs.kernels.indices import layout
 from syncline.codecs.kernels.sparse import kernels
 from syncline.codecs.sparse import RAW, SparseCodec
@@ -35,7 +36,7 @@ class Threshold(SparseCodec):
     feedback: bool | None = None
 
     name: ClassVar[str] = "threshold"
-    kind: ClassVar[int] = 7
+    codec_id: ClassVar[int] = 7
     positional: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
@@ -47,9 +48,9 @@ class Threshold(SparseCodec):
             )
         self.check_feedback()
 
-    @property
-    def fixed(self) -> bool:
-        return False
+    @cached_property
+    def traits(self) -> CodecTraits:
+        return CodecTraits(fixed_length=False)
 
     def most(self, numel: int, step: int = 0) -> int:
         return numel
@@ -58,5 +59,5 @@ class Threshold(SparseCodec):
         # the layout of all is the longest: fewer indices never take more than a bit for each element
         return 4 + layout(numel, numel).nbytes + values.body_bytes(numel)
 
-    def select(self, part: Part, draw: Draw) -> tuple[Tensor, Tensor]:
+    def select(self, part: TensorSlice, rng: RngKey) -> tuple[Tensor, Tensor]:
         return kernels(part.flat).at_least(part.flat, part.residual, self.threshold)

@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import Draw, Part
+from syncline.codecs.base import CodecTraits, RngKey, TensorSlice
 from syncline.codecs.kernels.dispatch import fused
 from syncline.codecs.kernels.indices import layout
 from syncline.codecs.kernels.sparse import kernels
 from syncline.codecs.quantize import Quantize
 from syncline.codecs.sparse import SparseCodec
-from syncline.errors import DivergedError, IncompatibleError, SpecError
+from syncline.errors import DivergedError, SpecError
 
 __all__ = ["TopK"]
 
@@ -61,7 +62,7 @@ class TopK(SparseCodec):
     """Parameters of up to so many elements are sent whole: biases and norms weigh more than their size."""
 
     name: ClassVar[str] = "topk"
-    kind: ClassVar[int] = 5
+    codec_id: ClassVar[int] = 5
     positional: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
@@ -89,29 +90,15 @@ class TopK(SparseCodec):
         if not isinstance(self.masking, bool):
             raise SpecError(f"topk's masking is True or False, not {self.masking!r}")
 
-    @property
-    def settled(self) -> int:
-        return self.warmup
-
-    def check(self, momentum: float) -> None:
-        if self.momentum and momentum:
-            raise IncompatibleError(
-                f"{self!r} applies momentum before it chooses, and the optimizer applies {momentum} again; "
-                "give the optimizer momentum=0"
-            )
-
-    @property
-    def counts_steps(self) -> bool:
-        return bool(self.momentum)
-
-    @property
-    def gradient_options(self) -> tuple[str, ...]:
-        told = (("momentum", self.momentum), ("masking", self.masking), ("clip", self.clip))
-        return tuple(f"{name}={value!r}" for name, value in told if value)
-
-    @property
-    def parameter_options(self) -> tuple[str, ...]:
-        return (f"whole={self.whole}",) if self.whole else ()
+    @cached_property
+    def traits(self) -> CodecTraits:
+        options = (("momentum", self.momentum), ("masking", self.masking), ("clip", self.clip))
+        return CodecTraits(
+            steady_from_step=self.warmup,
+            momentum=self.momentum,
+            gradient_options=tuple(f"{name}={value!r}" for name, value in options if value),
+            parameter_options=(f"whole={self.whole}",) if self.whole else (),
+        )
 
     def most(self, numel: int, step: int = 0) -> int:
         if numel <= self.whole:
@@ -125,44 +112,44 @@ class TopK(SparseCodec):
     def possible(self, numel: int, count: int) -> bool:
         return self.most(numel, self.warmup) <= count <= self.most(numel)
 
-    def select(self, part: Part, draw: Draw) -> tuple[Tensor, Tensor]:
+    def select(self, part: TensorSlice, rng: RngKey) -> tuple[Tensor, Tensor]:
         flat = self._moved(part)
         run = kernels(flat)
         if self.bucket is None or part.numel <= self.whole:
-            indices, values = run.largest(flat, part.residual, self.most(part.numel, draw.step))
+            indices, values = run.largest(flat, part.residual, self.most(part.numel, rng.step))
         else:
-            each = self._of(self.bucket, draw.step)
+            each = self._of(self.bucket, rng.step)
             indices, values = run.largest_of_buckets(flat, part.residual, each, self.bucket)
         if self.momentum and self.masking:
             run.scatter(flat, indices, torch.zeros_like(values), accumulate=False)
         return indices, values
 
-    def at_once(self, part: Part) -> bool:
+    def at_once(self, part: TensorSlice) -> bool:
         """Whether one kernel can choose and quantise."""
         simple = self.bucket is None and not (self.momentum and (self.masking or part.residual is None))
         return simple and fused(part.flat) and 0 < part.numel < 2**31
 
-    def write_at_once(self, part: Part, body: Tensor, draw: Draw, values: Quantize) -> int:
+    def write_at_once(self, part: TensorSlice, body: Tensor, rng: RngKey, values: Quantize) -> int:
         """As `write`, where `at_once` says so."""
         from syncline.codecs.kernels.chosen_fused import NOT_FINITE, write_largest
 
-        flat, k = self._clipped(part.flat), self.most(part.numel, draw.step)
+        flat, k = self._clipped(part.flat), self.most(part.numel, rng.step)
         velocity = part.memory.setdefault("velocity", torch.zeros_like(flat)) if self.momentum else None
         how = (values.bits, values.bucket, values.norm == "l2", values.stochastic)
         plan = layout(part.numel, k)
-        moving = (draw.start, draw.key, velocity, self.momentum)
+        moving = (rng.start, rng.key, velocity, self.momentum)
         if write_largest(flat, part.residual, body, k, plan, how, *moving) == NOT_FINITE:
             raise DivergedError(f"{self!r}: {part.name or 'a tensor'} and what was left unsent of it add up to Inf")
         return body.numel()
 
-    def _moved(self, part: Part) -> Tensor:
+    def _moved(self, part: TensorSlice) -> Tensor:
         """The gradient, clipped and with momentum."""
         flat = self._clipped(part.flat)
         if not self.momentum:
             return flat
         return part.memory.setdefault("velocity", torch.zeros_like(flat)).mul_(self.momentum).add_(flat)
 
-    def _give_back(self, part: Part, indices: Tensor, chosen: Tensor) -> None:
+    def _give_back(self, part: TensorSlice, indices: Tensor, chosen: Tensor) -> None:
         if not self.momentum:
             super()._give_back(part, indices, chosen)
         elif part.residual is not None:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
-from syncline.codecs import Codec, Draw
+from syncline.codecs import Codec, RngKey
 from syncline.codecs.base import all_finite
 from syncline.errors import DivergedError, ProtocolError
 from syncline.server import protocol
@@ -91,14 +91,14 @@ class Outgoing:
     def encode(self, part: Tensor, cut: Cut, keys: Tensor | None, step: int) -> Tensor:
         """By the codec, with what it lost before."""
         assert self.codec is not None
-        draw = Draw(self._seed, step, self._member, start=cut.first)
+        rng = RngKey(self._seed, step, self._member, start=cut.first)
         residual = self.residual
         if residual is None:
-            return self.codec.encode(part, draw)
+            return self.codec.encode(part, rng)
         if keys is None:
-            return self.codec.encode(part, draw, residual[cut.first : cut.first + cut.count])
+            return self.codec.encode(part, rng, residual[cut.first : cut.first + cut.count])
         rows = residual[keys]
-        payload = self.codec.encode(part, draw, rows)
+        payload = self.codec.encode(part, rng, rows)
         residual[keys] = rows
         return payload
 

@@ -7,7 +7,7 @@ from itertools import count
 
 from torch import Tensor
 
-from syncline.codecs import Codec, build_codec
+from syncline.codecs import Codec, build_codec, check_no_gradient_options
 from syncline.errors import IncompatibleError, SpecError
 from syncline.server.client import Client
 from syncline.server.description import Description, pack_starts
@@ -48,7 +48,7 @@ def store(
         raise SpecError(f"store({numel!r}): a number of keys, at least one")
     coder = build_codec(codec)
     if coder is not None:
-        coder.check_beyond_allreduce("a store")
+        check_no_gradient_options(coder, "a store")
     return open_space(
         world,
         "store",

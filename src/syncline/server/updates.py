@@ -8,7 +8,7 @@ from bisect import bisect_right
 import torch
 from torch import Tensor
 
-from syncline.codecs import Draw
+from syncline.codecs import RngKey
 from syncline.errors import DivergedError, ProtocolError
 from syncline.server import protocol
 from syncline.server.factors import unpack_and_multiply
@@ -111,7 +111,7 @@ def encode_changes(session: Session, request: Request) -> tuple[Tensor, bool]:
     weights, view, seen = space.weights[low:high], session.view[low:high], session.seen[low:high]
     if bool(seen.all()):
         try:
-            payload = codec.encode(weights - view, Draw(0, request.seed, session.member, start=request.first))
+            payload = codec.encode(weights - view, RngKey(0, request.seed, session.member, start=request.first))
             codec.decode(payload, view, accumulate=True, step=request.seed)
             return payload, False
         except DivergedError:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import SpecError
-from syncline.exchange import Exchange
+from syncline.reduction import Communicator
 from syncline.strategies.base import Preset, Run, Settings, Strategy
 from syncline.strategies.local import KEPT, LocalRun, check_count
 from syncline.world import allreduce
@@ -73,7 +73,7 @@ class AdaComm(Strategy):
         if self.state not in KEPT:
             raise SpecError(f"adacomm(state={self.state!r}): one of {', '.join(KEPT)}")
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
         return _AdaCommRun(self, model, optimizer, exchange, settings, period=self.start)
 
 
@@ -103,7 +103,7 @@ class _AdaCommRun(LocalRun):
         strategy: AdaComm,
         model: nn.Module,
         optimizer: Optimizer,
-        exchange: Exchange,
+        exchange: Communicator,
         settings: Settings,
         *,
         period: int,

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SpecError
-from syncline.exchange import Exchange, Gradients, Round, plain_name
+from syncline.reduction import Communicator, GradientReducer, ReductionPass, plain_name
 from syncline.strategies.base import Preset, Run, Settings, Strategy
 from syncline.strategies.deltas import coding_here, coding_of_all, load_coding_of_all
 
@@ -78,7 +78,7 @@ class AllReduce(Strategy):
         """With a delay the state has the gradients in flight."""
         return f"allreduce(delay={self.delay})" if self.delay else "allreduce"
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
         return _AllReduceRun(self, model, optimizer, exchange, settings)
 
 
@@ -90,7 +90,7 @@ class _Gradients(Protocol):
 
 class _AllReduceRun(Run):
     def __init__(
-        self, strategy: AllReduce, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
+        self, strategy: AllReduce, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
         self._delay = strategy.delay
@@ -100,7 +100,7 @@ class _AllReduceRun(Run):
         self._rounds = 0
         self._waiting: deque[_Gradients] = deque()
         self._known = {id(parameter) for parameter in model.parameters()}  # frozen ones may be trained later
-        self._gradients = Gradients(
+        self._gradients = GradientReducer(
             dict(model.named_parameters()),
             exchange,
             self._after_backward,
@@ -195,21 +195,21 @@ class _AllReduceRun(Run):
 
     # Within.
 
-    def _after_backward(self, found: Round) -> None:
+    def _after_backward(self, found: ReductionPass) -> None:
         self.note_rates()
         self._finish(found)
         if len(found.arrivals) not in self._arrivals and self.exchange.size > 1:
             self._arrivals.add(len(found.arrivals))
             self._check_parameters()
 
-    def _finish(self, found: Round) -> None:
+    def _finish(self, found: ReductionPass) -> None:
         """Backward is over: which gradients does the step apply?"""
         stale = self._stale()
         self._rounds += 1
         if not stale:
             while self._waiting:  # the cool-down begins: what is on its way is dropped
                 late = self._waiting.popleft()
-                if isinstance(late, Round):
+                if isinstance(late, ReductionPass):
                     late.complete()
                     self._gradients.done(late)
             found.complete()
@@ -224,7 +224,7 @@ class _AllReduceRun(Run):
         ripe = self._waiting.popleft()
         ripe.install()
         self.stats.staleness = self._delay
-        if isinstance(ripe, Round):
+        if isinstance(ripe, ReductionPass):
             self._gradients.done(ripe)
 
     def _stale(self) -> bool:

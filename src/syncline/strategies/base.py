@@ -15,10 +15,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from syncline.codecs import Codec
+from syncline.codecs import Codec, check_no_gradient_options
 from syncline.data import Cursor, MicroBatches, Sharded
 from syncline.errors import DivergedError, IncompatibleError, PeerLostError, SpecError
-from syncline.exchange import BUCKET_BYTES, Exchange, Stats, as_table, check_same, plain_name, share_tree, spread
+from syncline.reduction import (
+    BUCKET_BYTES,
+    Communicator,
+    Stats,
+    as_table,
+    broadcast_tensors,
+    broadcast_tree,
+    check_same,
+    plain_name,
+)
 from syncline.specs import Spec
 from syncline.strategies.board import Board, BoardBarrier
 from syncline.strategies.reading import Shard, Steps
@@ -87,10 +96,10 @@ class Strategy(ABC):
     def check_codec(self, codec: Codec) -> None:
         """Refuse a codec with options that this strategy cannot obey. Called before anything is sent."""
         if not self.reduces_gradients:
-            codec.check_beyond_allreduce(repr(self))
+            check_no_gradient_options(codec, repr(self))
 
     @abstractmethod
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
         """Begin to keep the ranks' models together, by hooks on the model and the optimizer."""
 
     @property
@@ -141,7 +150,7 @@ class Run(ABC):
     """
 
     def __init__(
-        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
+        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
     ) -> None:
         self.strategy = strategy
         self.model = model
@@ -410,9 +419,9 @@ class Run(ABC):
             return
         root = table.index(min(table))
         self._check_rates(max(table) - missed)
-        spread(self.exchange, [parameter.detach() for parameter in self.model.parameters()], root)
+        broadcast_tensors(self.exchange, [parameter.detach() for parameter in self.model.parameters()], root)
         for holder in (*self.optimizers, *self.schedulers.known):
-            state = share_tree(self.exchange, holder.state_dict(), root)
+            state = broadcast_tree(self.exchange, holder.state_dict(), root)
             if missed > table[root]:
                 holder.load_state_dict(state)
         if missed > table[root]:
@@ -723,14 +732,14 @@ class Run(ABC):
         """Give every worker the mean of all, or rank 0's where a mean is none. Every worker calls it."""
         buffers = list(self._buffers().values())
         self._average([buffer for buffer in buffers if buffer.is_floating_point()])
-        spread(self.exchange, [buffer for buffer in buffers if not buffer.is_floating_point()])
+        broadcast_tensors(self.exchange, [buffer for buffer in buffers if not buffer.is_floating_point()])
 
     def _average(self, tensors: list[torch.Tensor]) -> None:
         for tensor, mean in zip(tensors, mean_of_all(self.exchange, tensors), strict=True):
             tensor.detach().copy_(mean)
 
 
-def mean_of_all(exchange: Exchange, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def mean_of_all(exchange: Communicator, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The mean of each tensor over the workers, without a codec. Every worker calls it.
 
     Half precision is summed in float32: the mean of equal tensors is that tensor.

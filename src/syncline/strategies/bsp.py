@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from syncline.errors import SpecError
-from syncline.exchange import Exchange
+from syncline.reduction import Communicator
 from syncline.strategies.base import Preset, Run, Settings
 from syncline.strategies.served import Plan, Served, ServedRun
 
@@ -46,6 +46,6 @@ class Bsp(Served):
         if not isinstance(self.factors, bool):
             raise SpecError(f"bsp(factors={self.factors!r}): True or False")
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
         plan = Plan(held=True, rule=self.rule, filters=self.filters, factors=self.factors)
         return ServedRun(self, model, optimizer, exchange, settings, plan)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncline.exchange import Exchange, Gradients, Round, plain_name
+from syncline.reduction import Communicator, GradientReducer, ReductionPass, plain_name
 from syncline.strategies.base import Settings, wide_dtype
 
 __all__ = ["Deltas", "coding_here", "coding_of_all", "load_coding_of_all", "trained"]
@@ -23,13 +23,13 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {plain_name(name): each for name, each in model.named_parameters() if each.requires_grad}
 
 
-def coding_of_all(gradients: Gradients) -> dict[str, Any]:
+def coding_of_all(gradients: GradientReducer) -> dict[str, Any]:
     """What the codec has that is the same on all workers, and the order of summation."""
     coding = gradients.coding
     return {"layout": gradients.layout(), **({} if coding is None else {"coding": coding.shared_state()})}
 
 
-def load_coding_of_all(gradients: Gradients, state: Mapping[str, Any]) -> None:
+def load_coding_of_all(gradients: GradientReducer, state: Mapping[str, Any]) -> None:
     """Take it back."""
     if "layout" in state:
         gradients.adopt(state["layout"])
@@ -37,7 +37,7 @@ def load_coding_of_all(gradients: Gradients, state: Mapping[str, Any]) -> None:
         gradients.coding.load_shared_state(state.get("coding", {}))
 
 
-def coding_here(gradients: Gradients) -> dict[str, Any]:
+def coding_here(gradients: GradientReducer) -> dict[str, Any]:
     """What the codec has kept back on this worker."""
     return {} if gradients.coding is None else gradients.coding.state()
 
@@ -48,7 +48,7 @@ class Deltas:
     `begin` and `finish` may stand steps apart: the exchange goes on beside them.
     """
 
-    def __init__(self, model: nn.Module, exchange: Exchange, settings: Settings, wide: bool = False) -> None:
+    def __init__(self, model: nn.Module, exchange: Communicator, settings: Settings, wide: bool = False) -> None:
         """`wide`: the tensors are float32 where the model is in half precision."""
         self._exchange = exchange
         # Parameters of their own, for their gradients; the memory is the model's.
@@ -56,7 +56,7 @@ class Deltas:
             name: nn.Parameter(each.detach().to(wide_dtype(each.dtype)) if wide else each.detach())
             for name, each in trained(model).items()
         }
-        self._gradients = Gradients(
+        self._gradients = GradientReducer(
             shadows,
             exchange,
             _never,
@@ -74,11 +74,11 @@ class Deltas:
         if self._exchange.size > 1:
             self._gradients.lay_out()
 
-    def begin(self, tensors: Sequence[Tensor], weight: float = 1.0, active: bool = True) -> Round:
+    def begin(self, tensors: Sequence[Tensor], weight: float = 1.0, active: bool = True) -> ReductionPass:
         """Begin to average tensors, one for each trained parameter; they are scratch from now on."""
         return self._gradients.reduce(tensors, weight, active)
 
-    def finish(self, begun: Round) -> tuple[list[Tensor], int]:
+    def finish(self, begun: ReductionPass) -> tuple[list[Tensor], int]:
         """The means, to be used before the next `begin`; and how many workers are active.
 
         Where nobody's weight counted the means are nothing.
@@ -123,5 +123,5 @@ class Deltas:
         return torch.zeros_like(shadow) if found is None else found.detach()
 
 
-def _never(begun: Round) -> None:
+def _never(begun: ReductionPass) -> None:
     raise AssertionError("no backward pass ends here")

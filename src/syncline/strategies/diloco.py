@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import SpecError
-from syncline.exchange import Exchange, Round
+from syncline.reduction import Communicator, ReductionPass
 from syncline.strategies.base import Preset, Run, Settings, Strategy, mean_of_all, wide_dtype
 from syncline.strategies.local import LOOKS, check_count
 from syncline.strategies.own import AveragingRun
@@ -69,7 +69,7 @@ class DiLoCo(Strategy):
                 f"{self.delay}: a delay of at most {self.period}"
             )
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
         return _DiLoCoRun(self, model, optimizer, exchange, settings)
 
 
@@ -86,7 +86,7 @@ def nesterov(weight: Tensor, velocity: Tensor, moved: Tensor, rate: float, momen
 
 class _DiLoCoRun(AveragingRun):
     def __init__(
-        self, strategy: DiLoCo, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
+        self, strategy: DiLoCo, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
         self._rule = strategy
@@ -98,7 +98,7 @@ class _DiLoCoRun(AveragingRun):
         self._velocity = [torch.zeros_like(weight) for weight in self._outer]
         self._sent: list[Tensor] = []
         """This worker's weights when it asked for the mean that is under way."""
-        self._flight: Round | None = None
+        self._flight: ReductionPass | None = None
         self._moved: list[Tensor] | None = None
         """The mean, once it was waited for: an evaluation or a checkpoint may do so before it is due."""
         self._alive = 0

@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from syncline.errors import PeerLostError, SpecError
-from syncline.exchange import Exchange
+from syncline.reduction import Communicator
 from syncline.server import Future
 from syncline.strategies.base import Preset, Run, Settings
 from syncline.strategies.served import Plan, Served, ServedRun
@@ -78,7 +78,7 @@ class Downpour(Served):
     def state_format(self) -> str:
         return f"downpour({self.rule})"
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
         plan = Plan(rule=self.rule, lr=self.lr, filters=self.filters, stride=self.push)
         return _DownpourRun(self, model, optimizer, exchange, settings, plan)
 
@@ -91,7 +91,7 @@ class _DownpourRun(ServedRun):
         strategy: Downpour,
         model: nn.Module,
         optimizer: Optimizer,
-        exchange: Exchange,
+        exchange: Communicator,
         settings: Settings,
         plan: Plan,
     ) -> None:

@@ -27,7 +27,7 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SpecError
-from syncline.exchange import Exchange, plain_name
+from syncline.reduction import Communicator, plain_name
 from syncline.strategies.base import Preset, Run, Settings, Strategy
 from syncline.strategies.local import check_count
 from syncline.strategies.own import OwnRun
@@ -52,7 +52,7 @@ class Average(Strategy):
     name: ClassVar[str] = "average"
     presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="average"),)
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
         _refuse_codec(self, exchange)
         return _AloneRun(self, model, optimizer, exchange, settings)
 
@@ -81,7 +81,7 @@ class Ensemble(Strategy):
         if self.seed is not None:
             check_count(self.name, "seed", self.seed)
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
         _refuse_codec(self, exchange)
         if self.seed is not None and exchange.size > 1:
             _begin_anew(self, model, exchange.rank)
@@ -122,7 +122,7 @@ class _AloneRun(OwnRun):
 
 class _EnsembleRun(_AloneRun):
     def __init__(
-        self, strategy: Ensemble, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
+        self, strategy: Ensemble, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
         self._mean = strategy.mean
@@ -223,7 +223,7 @@ class _EnsembleRun(_AloneRun):
         return mean_prediction([output, *others], self._mean)
 
 
-def _refuse_codec(strategy: Strategy, exchange: Exchange) -> None:
+def _refuse_codec(strategy: Strategy, exchange: Communicator) -> None:
     if exchange.codec is not None:
         raise IncompatibleError(
             f"{strategy!r} sends nothing while it trains that {exchange.codec!r} could make smaller: leave the codec "

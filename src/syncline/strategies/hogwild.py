@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError
-from syncline.exchange import Exchange, check_same, plain_name
+from syncline.reduction import Communicator, check_same, plain_name
 from syncline.strategies.base import Preset, Run, Settings, Strategy, check_gradients
 from syncline.strategies.shared_board import SharedBoard
 from syncline.world import World, barrier
@@ -49,7 +49,7 @@ class Hogwild(Strategy):
     def loose(self) -> bool:
         return True
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
         _check_hosts(exchange.world)
         if exchange.codec is not None:
             raise IncompatibleError(
@@ -68,7 +68,7 @@ class Hogwild(Strategy):
 
 class _HogwildRun(Run):
     def __init__(
-        self, strategy: Hogwild, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
+        self, strategy: Hogwild, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
         self._known = {id(parameter) for parameter in model.parameters()}  # frozen ones are shared too
@@ -205,7 +205,7 @@ def _check_hosts(world: World) -> None:
         )
 
 
-def _share(exchange: Exchange, own: dict[str, Tensor]) -> dict[str, Tensor]:
+def _share(exchange: Communicator, own: dict[str, Tensor]) -> dict[str, Tensor]:
     """Memory that all workers see, for tensors like these; by name."""
     kinds: dict[torch.dtype, list[str]] = {}
     for name, tensor in own.items():

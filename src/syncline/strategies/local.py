@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SpecError
-from syncline.exchange import Exchange, Gradients, Round
+from syncline.reduction import Communicator, GradientReducer, ReductionPass
 from syncline.strategies.base import Preset, Run, Settings, Strategy, mean_of_all, wide_dtype
 from syncline.strategies.deltas import coding_here, coding_of_all, load_coding_of_all
 from syncline.strategies.own import AveragingRun
@@ -69,7 +69,7 @@ class Local(Strategy):
         if not number or not 0.0 < self.fraction <= 1.0:
             raise SpecError(f"local(fraction={self.fraction!r}): a part of the workers, above 0 and at most 1")
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
         return LocalRun(self, model, optimizer, exchange, settings, period=self.period)
 
 
@@ -85,7 +85,7 @@ class LocalRun(AveragingRun):
         strategy: Strategy,
         model: nn.Module,
         optimizer: Optimizer,
-        exchange: Exchange,
+        exchange: Communicator,
         settings: Settings,
         *,
         period: int,
@@ -103,15 +103,15 @@ class LocalRun(AveragingRun):
         halves = any(wide_dtype(weight.dtype) != weight.dtype for weight in self.weights)
         if (exchange.codec is not None or halves) and exchange.size > 1:
             self._agreed = [weight.clone() for weight in self.weights]
-        self._reducer: Gradients | None = None
+        self._reducer: GradientReducer | None = None
         """Reduces the gradients of the first steps."""
         if self._synchronous_for and exchange.size > 1:
             self._reducer = self._make_gradients()
         self.deltas.prepare()
 
-    def _make_gradients(self) -> Gradients:
+    def _make_gradients(self) -> GradientReducer:
         settings = self.settings
-        return Gradients(
+        return GradientReducer(
             dict(self.model.named_parameters()),
             self.exchange,
             self._reduced,
@@ -146,7 +146,7 @@ class LocalRun(AveragingRun):
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext() if self._reducer is None else self._reducer.paused()
 
-    def _reduced(self, found: Round) -> None:
+    def _reduced(self, found: ReductionPass) -> None:
         """A backward pass of the first `after` steps is over, and its gradients are the mean."""
         assert self._reducer is not None, "the reducer calls this"
         found.complete()

@@ -29,7 +29,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from syncline.errors import DivergedError, IncompatibleError, PeerLostError, SpecError
-from syncline.exchange import Exchange
+from syncline.reduction import Communicator
 from syncline.server import Client, Future, open_space, server_network
 from syncline.server.filters import Filter
 from syncline.server.rules import Rule, Sgd, TorchRule
@@ -94,7 +94,7 @@ class Master(Served):
         if not self.sync and self.fraction != 1.0:
             raise SpecError(f"master(sync=False, fraction={self.fraction}): nobody waits there; leave fraction out")
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
         plan = Plan(held=self.sync, quorum=self.fraction, damped=self.damp)
         return MasterRun(self, model, optimizer, exchange, settings, plan)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError
-from syncline.exchange import Exchange, plain_name, share_tree, spread
+from syncline.reduction import Communicator, broadcast_tensors, broadcast_tree, plain_name
 from syncline.strategies.base import Run, Settings, Strategy, check_gradients, mean_of_all
 from syncline.strategies.deltas import Deltas, trained
 from syncline.strategies.scaler import refuse_skipped_steps
@@ -37,7 +37,7 @@ class OwnRun(Run):
     """
 
     def __init__(
-        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
+        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
         self._names = trained(model)
@@ -116,7 +116,7 @@ class OwnRun(Run):
             "rates": [[float(group["lr"])] for group in groups if "lr" in group],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers.known],
         }
-        found = share_tree(self.exchange, told, root)
+        found = broadcast_tree(self.exchange, told, root)
         if self.stats.steps < table[root]:
             for group, (rate,) in zip([each for each in groups if "lr" in each], found["rates"], strict=True):
                 group["lr"] = rate
@@ -145,7 +145,7 @@ class OwnRun(Run):
 
     def restart(self) -> None:
         self.rounds, self.as_many = 0, True
-        spread(self.exchange, self.weights)
+        broadcast_tensors(self.exchange, self.weights)
 
     def shared_state(self) -> dict[str, Any]:
         return {"rounds": self.rounds, "workers": self.exchange.size}
@@ -201,7 +201,7 @@ class AveragingRun(OwnRun):
     """A run whose rounds are all-reductions, with the run's collective and codec."""
 
     def __init__(
-        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
+        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
         self.deltas = Deltas(model, exchange, settings)

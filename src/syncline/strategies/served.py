@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from syncline.codecs import Chooser, Codec
 from syncline.errors import DivergedError, IncompatibleError, PeerLostError, SpecError
-from syncline.exchange import Exchange
+from syncline.reduction import Communicator
 from syncline.server import Client, Future, ServerNetwork, open_space, server_network
 from syncline.server.clocks import FOREVER
 from syncline.server.filters import Filter, build_filter
@@ -108,7 +108,7 @@ class ServedRun(Run):
         strategy: Strategy,
         model: nn.Module,
         optimizer: Optimizer,
-        exchange: Exchange,
+        exchange: Communicator,
         settings: Settings,
         plan: Plan,
     ) -> None:
@@ -564,11 +564,11 @@ def check_codec(codec: Codec | None) -> None:
             f"{codec!r} chooses by the names of parameters or by their sizes, and servers hold one row of keys: give "
             "one codec for all"
         )
-    for option in codec.parameter_options:
+    for option in codec.traits.parameter_options:
         raise IncompatibleError(
             f"{codec!r}: {option} is about the sizes of parameters, and servers hold one row of keys: leave it out"
         )
-    if codec.lingers:
+    if codec.traits.residual_needs_sum:
         raise IncompatibleError(
             f"{codec!r} sums whole matrices among the workers, and servers hold one row of keys: give a codec that "
             "works on any piece, such as quantize(4) or topk(0.01), or factors=True, or take strategy allreduce"

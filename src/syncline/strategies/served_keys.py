@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError
-from syncline.exchange import plain_name
+from syncline.reduction import plain_name
 
 __all__ = ["Field", "Group", "KeyMap", "dense_rows"]
 

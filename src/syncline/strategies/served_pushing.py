@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.errors import IncompatibleError
-from syncline.exchange import plain_name
+from syncline.reduction import plain_name
 from syncline.server import Client, Future
 from syncline.server.factors import FactorTap, pays
 from syncline.server.filters import Cache, Filter

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from syncline.errors import SpecError
-from syncline.exchange import Exchange
+from syncline.reduction import Communicator
 from syncline.strategies.base import Preset, Run, Settings
 from syncline.strategies.served import Plan, Served, ServedRun
 
@@ -53,7 +53,7 @@ class Ssp(Served):
         if not isinstance(self.factors, bool):
             raise SpecError(f"ssp(factors={self.factors!r}): True or False")
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
         plan = Plan(held=self.slack == 0, rule=self.rule, filters=self.filters, factors=self.factors)
         return _SspRun(self, model, optimizer, exchange, settings, plan)
 

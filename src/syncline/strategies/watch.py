@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError
-from syncline.exchange import plain_name
+from syncline.reduction import plain_name
 from syncline.world.hooks import ModuleHook
 
 __all__ = ["ModelWatch"]

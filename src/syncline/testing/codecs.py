@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import Codec, Draw, Part, PayloadCodec
+from syncline.codecs.base import Codec, PayloadCodec, RngKey, TensorSlice
 from syncline.codecs.catalog import build_codec
 from syncline.codecs.kernels.dispatch import reference_only
-from syncline.codecs.payload import HEADER, most_bytes, pack, unpack
+from syncline.codecs.payload import HEADER, max_payload_bytes, pack, unpack
 from syncline.errors import DivergedError, IncompatibleError, ProtocolError
 from syncline.testing.workloads import leaving_randomness
 
@@ -25,10 +25,14 @@ SHAPES = ((1,), (2,), (7,), (8,), (9,), (64,), (65,), (513,), (1025,), (30, 40),
 CANARY = 0xA5
 
 
-def sum_in_lockstep(codec: Codec, ranks: Sequence[Sequence[Part]], draw: Draw | None = None) -> list[torch.dtype]:
+def sum_in_lockstep(
+    codec: Codec, ranks: Sequence[Sequence[TensorSlice]], rng: RngKey | None = None
+) -> list[torch.dtype]:
     """Run a codec's `rounds` on every rank's parts, in this process; what it yields is summed for all. The dtypes."""
-    draw = draw or Draw()
-    running = [codec.rounds(parts, Draw(draw.seed, draw.step, rank), len(ranks)) for rank, parts in enumerate(ranks)]
+    rng = rng or RngKey()
+    running = [
+        codec.reduce_rounds(parts, RngKey(rng.seed, rng.step, rank), len(ranks)) for rank, parts in enumerate(ranks)
+    ]
     seen: list[torch.dtype] = []
     while True:
         yielded = [next(each, None) for each in running]
@@ -84,17 +88,17 @@ class CodecContract:
             assert payload.dtype == torch.uint8
             assert HEADER.size <= payload.numel() <= codec.max_bytes(sent.numel())
             _same(residual, sent - decoded)
-            if codec.exact:
+            if codec.traits.exact:
                 _same(decoded, sent)
-            elif codec.biased and not self.stochastic:
+            elif codec.traits.biased and not self.stochastic:
                 assert (sent - decoded).norm() <= sent.norm() * (1 + 1e-6), f"it loses more than there was ({shape})"
 
     def test_a_residual_is_sent_first(self, codec: Codec) -> None:
         sent, residual = _normal((30, 40), 1), _normal((30, 40), 2)
         wanted = (residual + sent).flatten()
         left = residual.flatten().clone()
-        decoded = codec.decode(codec.encode(sent, Draw(7), left), torch.empty(30, 40))
-        alone = codec.decode(codec.encode(wanted.view(30, 40), Draw(7)), torch.empty(30, 40))
+        decoded = codec.decode(codec.encode(sent, RngKey(7), left), torch.empty(30, 40))
+        alone = codec.decode(codec.encode(wanted.view(30, 40), RngKey(7)), torch.empty(30, 40))
         assert torch.equal(decoded, alone)
         _same(left, wanted - decoded.flatten())
 
@@ -105,7 +109,7 @@ class CodecContract:
         moved = torch.zeros(1200).double()
         for step in range(30):
             gradient = _normal(shape, seed=step)
-            decoded = codec.decode(codec.encode(gradient, Draw(1, step), residual), torch.empty(shape), step=step)
+            decoded = codec.decode(codec.encode(gradient, RngKey(1, step), residual), torch.empty(shape), step=step)
             given += gradient.flatten()
             arrived += decoded.flatten()
             moved += gradient.flatten().abs() + decoded.flatten().abs()
@@ -113,12 +117,12 @@ class CodecContract:
         assert bool(((arrived + residual - given).abs() <= 1e-6 * moved + 1e-6).all())
 
     def test_it_is_right_on_average(self, codec: Codec) -> None:
-        if codec.biased or codec.exact:
-            pytest.skip("it does not claim to be, and keeps a residual" if codec.biased else "it is exact")
+        if codec.traits.biased or codec.traits.exact:
+            pytest.skip("it does not claim to be, and keeps a residual" if codec.traits.biased else "it is exact")
         repeats, shape = (1000 if self.stochastic else 2), (8, 24)
         generator = torch.Generator().manual_seed(5)
         sent = (0.1 + 0.9 * torch.rand(shape, generator=generator)) * _normal(shape, 6).sign()
-        seen = torch.stack([codec.decode(codec.encode(sent, Draw(n)), torch.empty(shape)) for n in range(repeats)])
+        seen = torch.stack([codec.decode(codec.encode(sent, RngKey(n)), torch.empty(shape)) for n in range(repeats)])
         off = seen.double() - sent
         # A level that is rarely taken shows in no variance: one more observation, as far off as any, stands for it.
         rarely = off.abs().max() / repeats if self.stochastic else 0.0
@@ -160,8 +164,8 @@ class CodecContract:
     def test_the_layout_of_the_input_does_not_matter(self, codec: Codec) -> None:
         wide = _normal((40, 60), 4)
         for view in (wide.T, wide[:, ::2], wide[5:, 3:]):
-            payload = codec.encode(view, Draw(3))
-            assert torch.equal(payload, codec.encode(view.contiguous(), Draw(3)))
+            payload = codec.encode(view, RngKey(3))
+            assert torch.equal(payload, codec.encode(view.contiguous(), RngKey(3)))
             straight = codec.decode(payload, torch.empty(view.shape))
             slanted = torch.full((view.shape[1], view.shape[0]), 9.0).T
             assert torch.equal(codec.decode(payload, slanted), straight)
@@ -169,8 +173,8 @@ class CodecContract:
     def test_other_precisions(self, codec: Codec) -> None:
         for dtype in (torch.float16, torch.bfloat16, torch.float64):
             sent = _normal((30, 40), 5).to(dtype)
-            payload = codec.encode(sent, Draw(3))
-            assert torch.equal(payload, codec.encode(sent.float(), Draw(3)))
+            payload = codec.encode(sent, RngKey(3))
+            assert torch.equal(payload, codec.encode(sent.float(), RngKey(3)))
             straight = codec.decode(payload, torch.empty(30, 40))
             assert torch.equal(codec.decode(payload, torch.empty(30, 40, dtype=dtype)), straight.to(dtype))
             base = torch.ones(30, 40, dtype=dtype)
@@ -195,20 +199,20 @@ class CodecContract:
 
     def test_accumulating(self, codec: Codec) -> None:
         sent, base = _normal((30, 40), 7), _normal((30, 40), 8)
-        payload = codec.encode(sent, Draw(2))
+        payload = codec.encode(sent, RngKey(2))
         decoded = codec.decode(payload, torch.empty(30, 40))
         into = base.clone()
         assert codec.decode(payload, into, accumulate=True) is into
         assert torch.equal(into, base + decoded)
 
     def test_decoding_leaves_nothing_of_what_was_there(self, codec: Codec) -> None:
-        payload = codec.encode(_normal((30, 40), 7), Draw(2))
+        payload = codec.encode(_normal((30, 40), 7), RngKey(2))
         over = torch.full((30, 40), float("nan"))
         assert torch.equal(codec.decode(payload, over), codec.decode(payload, torch.zeros(30, 40)))
 
     def test_the_draw_decides(self, codec: Codec) -> None:
         sent = _normal((30, 40), 9)
-        first, again, other = (codec.encode(sent, Draw(1, 2, rank)) for rank in (0, 0, 1))
+        first, again, other = (codec.encode(sent, RngKey(1, 2, rank)) for rank in (0, 0, 1))
         assert torch.equal(first, again)
         assert torch.equal(first, other) != self.stochastic
 
@@ -216,9 +220,9 @@ class CodecContract:
         for shape, sent in ((each, sent) for each in SHAPES for sent in _ragged(each)):
             start = _normal((_numel(shape),), 11) * 0.01
             quick, slow = start.clone(), start.clone()
-            payload = codec.encode(sent, Draw(4, 1), quick)
+            payload = codec.encode(sent, RngKey(4, 1), quick)
             with reference_only():
-                plain = codec.encode(sent, Draw(4, 1), slow)
+                plain = codec.encode(sent, RngKey(4, 1), slow)
                 decoded = codec.decode(payload, torch.ones(shape), accumulate=True, step=1)
             assert torch.equal(payload, plain)
             assert _bits(quick) == _bits(slow)
@@ -228,11 +232,11 @@ class CodecContract:
         if not isinstance(codec, PayloadCodec):
             pytest.skip("it has no bodies")
         sizes = (5, 0, 1000, 1, 129)
-        parts = [Part(_normal((size,), size), f"p{size}", start=3, residual=torch.zeros(size)) for size in sizes]
+        parts = [TensorSlice(_normal((size,), size), f"p{size}", start=3, residual=torch.zeros(size)) for size in sizes]
         kept = [part.flat.clone() for part in parts]
-        payload = pack(codec, parts, Draw(1, 1))
-        most = most_bytes(codec, sizes, 1)
-        assert payload.numel() == most if codec.fixed else payload.numel() <= most
+        payload = pack(codec, parts, RngKey(1, 1))
+        most = max_payload_bytes(codec, sizes, 1)
+        assert payload.numel() == most if codec.traits.fixed_length else payload.numel() <= most
         outs = [torch.empty(size) for size in sizes]
         unpack(codec, payload, outs, accumulate=False, step=1)
         for part, out, before in zip(parts, outs, kept, strict=True):
@@ -244,10 +248,10 @@ class CodecContract:
         if not isinstance(codec, PayloadCodec):
             pytest.skip("it has no bodies")
         for numel in (1, 7, 64, 1025):
-            part = Part(_normal((numel,), 1))
+            part = TensorSlice(_normal((numel,), 1))
             with canaries(codec.body_bytes(numel), torch.uint8) as body, canaries(numel) as out:
-                used = codec.write(part, body, Draw(1))
-                assert used == body.numel() if codec.fixed else used <= body.numel()
+                used = codec.write(part, body, RngKey(1))
+                assert used == body.numel() if codec.traits.fixed_length else used <= body.numel()
                 codec.read(body[:used], out, False)
                 codec.read(body[:used], out, True)
 
@@ -269,7 +273,7 @@ class CodecContract:
             codec.decode(payload.view(1, -1), torch.empty(30, 40))
         with pytest.raises(ProtocolError, match="row of bytes"):
             codec.decode(payload.float(), torch.empty(30, 40))
-        if isinstance(codec, PayloadCodec) and codec.fixed:
+        if isinstance(codec, PayloadCodec) and codec.traits.fixed_length:
             with pytest.raises(ProtocolError, match="1 B too many"):
                 codec.decode(torch.cat([payload, payload[:1]]), torch.empty(30, 40))
 
@@ -283,11 +287,11 @@ class CodecContract:
     @pytest.mark.parametrize("size", [1, 2, 3])
     def test_sums_on_the_wire(self, codec: Codec, size: int) -> None:
         """Every rank has the same bits, and the sum and the residuals hold all that was given."""
-        if not codec.sums:
+        if not codec.traits.allreducible:
             pytest.skip("it does not sum on the wire")
         shapes = ((30, 40), (7,), (1,), (4, 5, 25))
         ranks = [
-            [Part(torch.zeros(_numel(s)), str(s), shape=s, residual=torch.zeros(_numel(s))) for s in shapes]
+            [TensorSlice(torch.zeros(_numel(s)), str(s), shape=s, residual=torch.zeros(_numel(s))) for s in shapes]
             for _ in range(size)
         ]
         for step in range(5):
@@ -296,7 +300,7 @@ class CodecContract:
                     part.flat.copy_(_normal(part.shape, 100 * step + rank).flatten())
             before = [sum(_wanted(p) for p in column) for column in zip(*ranks, strict=True)]
             moved = [sum(_wanted(p).abs() for p in column) for column in zip(*ranks, strict=True)]
-            dtypes = sum_in_lockstep(codec, ranks, Draw(3, step))
+            dtypes = sum_in_lockstep(codec, ranks, RngKey(3, step))
             slack = size * max(torch.finfo(dtype).eps for dtype in dtypes)
             for column, had, scale in zip(zip(*ranks, strict=True), before, moved, strict=True):
                 assert len({_bits(part.flat) for part in column}) == 1, "the ranks do not agree"
@@ -306,10 +310,10 @@ class CodecContract:
 
     def test_a_sum_at_the_end_of_the_range_is_finite(self, codec: Codec) -> None:
         """What float32 can add up, the wire can: where it is narrower, ranks send less, and each addition may round."""
-        if not codec.sums:
+        if not codec.traits.allreducible:
             pytest.skip("it does not sum on the wire")
         for size in (3, 10):
-            ranks = [[Part(torch.full((1200,), 3e38 / size), shape=(30, 40))] for _ in range(size)]
+            ranks = [[TensorSlice(torch.full((1200,), 3e38 / size), shape=(30, 40))] for _ in range(size)]
             sum_in_lockstep(codec, ranks)
             assert bool(torch.isfinite(ranks[0][0].flat).all())
             assert ranks[0][0].flat.any()
@@ -318,7 +322,7 @@ class CodecContract:
 def _there_and_back(codec: Codec, sent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """What arrives, the residual and the payload."""
     residual = torch.zeros(sent.numel())
-    payload = codec.encode(sent, Draw(11), residual)
+    payload = codec.encode(sent, RngKey(11), residual)
     return codec.decode(payload, torch.full(sent.shape, 7.0)), residual.view(sent.shape), payload
 
 
@@ -342,7 +346,7 @@ def _numel(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _wanted(part: Part) -> Tensor:
+def _wanted(part: TensorSlice) -> Tensor:
     assert part.residual is not None
     return part.flat.double() + part.residual
 

@@ -13,9 +13,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from syncline.codecs import Codec, build_codec
+from syncline.codecs import Codec, build_codec, check_optimizer_momentum
 from syncline.errors import IncompatibleError, SpecError
-from syncline.exchange import BUCKET_BYTES, Exchange, check_same, spread
+from syncline.reduction import BUCKET_BYTES, Communicator, broadcast_tensors, check_same
 from syncline.strategies import Run, Settings, Strategy, build_strategy
 from syncline.strategies.wrappers import refuse_wrapped, refuse_wrapper_around
 from syncline.world import World, current_world
@@ -88,15 +88,15 @@ def distribute(
         find_unused_parameters=find_unused_parameters,
     )
     if coder is not None:
-        coder.check(max(map(momentum_of, optimizers)))
+        check_optimizer_momentum(coder, max(map(momentum_of, optimizers)))
         way.check_codec(coder)
-    exchange = Exchange(world, collective, coder)
+    exchange = Communicator(world, collective, coder)
     check_same(exchange, "models", _describe_model(model))
     for each in optimizers:
         check_same(exchange, "optimizers", _describe_optimizer(each))
     told = {"strategy": repr(way), "collective": exchange.collective, "codec": repr(coder), **_told(settings)}
     check_same(exchange, "settings", told)
-    spread(exchange, [*model.parameters(), *model.buffers()])
+    broadcast_tensors(exchange, [*model.parameters(), *model.buffers()])
     _warn_of_local_norms(model, world)
     run = way.attach(model, optimizers[0], exchange, settings)
     world.runs.append(run)

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import Dataset
 
 from syncline.errors import DivergedError
-from syncline.exchange import check_same
+from syncline.reduction import check_same
 from syncline.strategies import Run, Strategy
 from syncline.training.basis import Basis, Schedule
 from syncline.training.distribute import distribute

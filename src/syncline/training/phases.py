@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from syncline.exchange import Stats
+    from syncline.reduction import Stats
 
 __all__ = ["AGREEING", "DATA", "EVALUATION", "PHASES", "phases"]
 
@@ -34,7 +34,7 @@ def phases(totals: Mapping[str, float], stats: Stats) -> dict[str, float]:
     """Seconds of each phase so far, from a recorder's totals and a run's counts.
 
     >>> from syncline.events import Recorder
-    >>> from syncline.exchange import Stats
+    >>> from syncline.reduction import Stats
     >>> from contextlib import nullcontext
     >>> stats = Stats(Recorder(lambda: 0.0), nullcontext())
     >>> stats.waited(1.0, 1.5)

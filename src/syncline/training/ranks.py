@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from syncline.exchange import Stats
+from syncline.reduction import Stats
 from syncline.training.phases import phases
 from syncline.world import World, allgather
 

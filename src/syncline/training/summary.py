@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from syncline.exchange import Stats
+from syncline.reduction import Stats
 from syncline.training.checkpoint.folder import entries
 from syncline.training.folder import RunFolder
 from syncline.training.outcome import Outcome

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from syncline.codecs import Draw, Part, build_codec
+from syncline.codecs import RngKey, TensorSlice, build_codec
 from syncline.codecs.base import PayloadCodec
 from syncline.codecs.kernels.dispatch import reference_only
 from syncline.codecs.payload import pack, unpack, unpack_all
@@ -37,13 +37,13 @@ def payload_codec(spec: str) -> PayloadCodec:
 def lives(codec: PayloadCodec, numel: int, steps: int = 3) -> list[Tensor]:
     """Means over three ranks in some steps, and what is left at the end."""
     made = [torch.zeros(numel) if codec.keeps_residual else None for _ in range(RANKS)]
-    parts = [Part(torch.zeros(numel), "a", residual=residual) for residual in made]
-    draw, found = torch.Generator().manual_seed(numel), []
+    parts = [TensorSlice(torch.zeros(numel), "a", residual=residual) for residual in made]
+    rng, found = torch.Generator().manual_seed(numel), []
     for step in range(steps):
         rows = []
         for rank, part in enumerate(parts):
-            part.flat = torch.randn(numel, generator=draw)
-            rows.append(pack(codec, [part], Draw(0, step, rank)))
+            part.flat = torch.randn(numel, generator=rng)
+            rows.append(pack(codec, [part], RngKey(0, step, rank)))
         out = torch.full((numel,), 7.0)
         unpack_all(codec, torch.stack(rows), [out], step, 1 / RANKS)
         found.append(out)
@@ -62,8 +62,10 @@ def test_the_bits_of_the_reference(spec: str, numel: int) -> None:
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_all_at_once_is_one_after_the_other(spec: str) -> None:
-    codec, draw = payload_codec(spec), torch.Generator().manual_seed(3)
-    rows = torch.stack([pack(codec, [Part(torch.randn(500, generator=draw))], Draw(rank=rank)) for rank in range(4)])
+    codec, rng = payload_codec(spec), torch.Generator().manual_seed(3)
+    rows = torch.stack(
+        [pack(codec, [TensorSlice(torch.randn(500, generator=rng))], RngKey(rank=rank)) for rank in range(4)]
+    )
     at_once, in_turn = torch.empty(500), torch.empty(500)
     unpack_all(codec, rows, [at_once], 0, 1.0)
     for rank, row in enumerate(rows):
@@ -81,9 +83,9 @@ def test_an_overflow_leaves_the_state_as_it_was(spec: str, plain: bool) -> None:
     flat = torch.randn(200, generator=torch.Generator().manual_seed(1))
     before[[3, 77]] = flat[[3, 77]] = torch.tensor([3e38, -3e38])
     residual, velocity = before.clone(), before.clone() * 1.1
-    part = Part(flat, residual=residual, memory={"velocity": velocity})
+    part = TensorSlice(flat, residual=residual, memory={"velocity": velocity})
     with reference_only() if plain else nullcontext(), pytest.raises(DivergedError, match="add up to Inf"):
-        pack(payload_codec(spec), [part], Draw())
+        pack(payload_codec(spec), [part], RngKey())
     known = flat.abs() < 1e38
     torch.testing.assert_close(residual[known], before[known], rtol=0, atol=1e-6)
     assert residual[~known].tolist() == [0.0, 0.0]
@@ -93,8 +95,10 @@ def test_an_overflow_leaves_the_state_as_it_was(spec: str, plain: bool) -> None:
 
 @pytest.mark.parametrize("spec", ["topk(0.05)|quantize(4)", "topk(4, bucket=32)|quantize(4)", "quantize(4)"])
 def test_rows_that_were_tampered_with(spec: str) -> None:
-    codec, draw, luck = payload_codec(spec), torch.Generator().manual_seed(5), random.Random(5)
-    rows = torch.stack([pack(codec, [Part(torch.randn(900, generator=draw))], Draw(rank=rank)) for rank in range(3)])
+    codec, rng, luck = payload_codec(spec), torch.Generator().manual_seed(5), random.Random(5)
+    rows = torch.stack(
+        [pack(codec, [TensorSlice(torch.randn(900, generator=rng))], RngKey(rank=rank)) for rank in range(3)]
+    )
     refused = 0
     for _ in range(400):
         tampered = rows.clone()

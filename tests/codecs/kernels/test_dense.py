@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import Draw, Part, PayloadCodec
+from syncline.codecs.base import PayloadCodec, RngKey, TensorSlice
 from syncline.codecs.cast import Cast
 from syncline.codecs.kernels import dispatch
 from syncline.codecs.kernels.dispatch import fused, reference_only
@@ -50,10 +50,10 @@ class Trip:
 
 
 def trip(codec: PayloadCodec, values: Tensor, residual: Tensor | None) -> Trip:
-    part = Part(values.clone(), "w", residual=None if residual is None else residual.clone())
+    part = TensorSlice(values.clone(), "w", residual=None if residual is None else residual.clone())
     whole = torch.full((3 + codec.body_bytes(part.numel) + 5,), 0xA5, dtype=torch.uint8)
     body = whole[3:-5]  # where no float begins
-    assert codec.write(part, body, Draw(1, 2, 3, "w", start=17)) == body.numel()
+    assert codec.write(part, body, RngKey(1, 2, 3, "w", start=17)) == body.numel()
     assert torch.equal(part.flat, values)
     assert whole[:3].tolist() + whole[-5:].tolist() == [0xA5] * 8
     made = Trip(body, part.residual, torch.full_like(values, 9.0), values.flip(0).contiguous())
@@ -105,9 +105,9 @@ def test_random_bits_as_they_are_written_down() -> None:
 
 
 def test_uniform_numbers_are_uniform() -> None:
-    """A sixteenth of them in each sixteenth, for neighbours of one draw and for one place over many keys."""
+    """A sixteenth of them in each sixteenth, for neighbours of one rng and for one place over many keys."""
     count = 160_000
-    over_keys = torch.cat([random_bits(Draw(seed).key, 5, 1) for seed in range(2000)]) >> 28
+    over_keys = torch.cat([random_bits(RngKey(seed).key, 5, 1) for seed in range(2000)]) >> 28
     for found in ((uniform(1234, 0, count) * 16).long(), over_keys):
         expected = found.numel() / 16
         counts = torch.bincount(found, minlength=16)
@@ -122,7 +122,7 @@ def test_the_slice_of_a_part_gets_its_own_bits(codec: PayloadCodec, plain: bool)
 
     def decoded(row: Tensor, start: int) -> Tensor:
         body, out = torch.zeros(codec.body_bytes(row.numel()), dtype=torch.uint8), torch.empty(row.numel())
-        codec.write(Part(row), body, Draw(5, start=start))
+        codec.write(TensorSlice(row), body, RngKey(5, start=start))
         codec.read(body, out, accumulate=False)
         return out
 

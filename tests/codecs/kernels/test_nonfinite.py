@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from syncline.codecs import Draw, Part, PayloadCodec, build_codec
+from syncline.codecs import PayloadCodec, RngKey, TensorSlice, build_codec
 from syncline.codecs.kernels import sparse_fused, sparse_reference
 from syncline.codecs.kernels.dispatch import reference_only
 from syncline.codecs.payload import pack, unpack
@@ -93,8 +93,8 @@ def _steps(codec: PayloadCodec, second: Tensor, plain: bool) -> list[Step]:
     found = []
     with reference_only() if plain else nullcontext():
         for number, values in enumerate((_normal(1) * 0.1, second, _normal(2) * 0.1)):
-            part, broken = Part(values.clone(), "p", residual=residual, memory=memory), list[Part]()
-            payload = pack(codec, [part], Draw(1, number), broken.append)
+            part, broken = TensorSlice(values.clone(), "p", residual=residual, memory=memory), list[TensorSlice]()
+            payload = pack(codec, [part], RngKey(1, number), broken.append)
             unpack(codec, payload, [torch.empty(NUMEL)], accumulate=False, step=number)  # it can be read
             kept = [memory[key] for key in sorted(memory)] + ([] if residual is None else [residual])
             found.append(Step(bool(broken), payload, [row.clone() for row in kept]))
@@ -126,9 +126,9 @@ def test_an_overflow_with_the_state_leaves_it_finite(plain: bool) -> None:
         codec = build_codec(spec)
         assert isinstance(codec, PayloadCodec)
         large = torch.full((NUMEL,), 3e38)
-        part = Part(large.clone(), "p", residual=large.clone() if codec.keeps_residual else None)
+        part = TensorSlice(large.clone(), "p", residual=large.clone() if codec.keeps_residual else None)
         with reference_only() if plain else nullcontext():
-            pack(codec, [part], Draw(1), lambda part: None)
+            pack(codec, [part], RngKey(1), lambda part: None)
         kept = [*part.memory.values(), *([] if part.residual is None else [part.residual])]
         assert all(bool(torch.isfinite(each).all()) for each in kept), spec
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from syncline.environment import detect
 from syncline.errors import IncompatibleError, UnsupportedError
-from syncline.exchange import Exchange
+from syncline.reduction import Communicator
 from syncline.strategies import Run, Settings, Strategy
 from syncline.transports.torch_dist.default_group import DefaultGroup
 from syncline.world import World
@@ -52,7 +52,7 @@ def _check_real(strategy: Strategy, world: World) -> None:
         )
 
 
-def _refuse_ours(strategy: Strategy, exchange: Exchange) -> None:
+def _refuse_ours(strategy: Strategy, exchange: Communicator) -> None:
     """A baseline sends its bytes itself: what we would send them with has no part in it."""
     if exchange.codec is not None:
         raise IncompatibleError(
@@ -77,7 +77,7 @@ class ForeignRun(Run):
     """Whether the ranks' weights differ between averages."""
 
     def __init__(
-        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
+        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
     ) -> None:
         _check_real(strategy, exchange.world)
         _refuse_ours(strategy, exchange)

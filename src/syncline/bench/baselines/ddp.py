@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 
 from syncline.bench.baselines.wrapped import JoiningRun
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
-from syncline.exchange import BUCKET_BYTES, Exchange
-from syncline.exchange.pays import dense_seconds
+from syncline.reduction import BUCKET_BYTES, Communicator
+from syncline.reduction.pays import dense_seconds
 from syncline.specs import nearest
 from syncline.strategies import Run, Settings, Strategy
 
@@ -75,7 +75,7 @@ class DDP(Strategy):
         if not isinstance(self.start, int) or self.start < 2:
             raise SpecError(f"ddp(start={self.start!r}): torch's PowerSGD begins after two steps at the earliest")
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
         return _DDPRun(self, model, optimizer, exchange, settings)
 
 
@@ -89,7 +89,7 @@ class _DDPRun(JoiningRun):
     strategy: DDP
 
     def __init__(
-        self, strategy: DDP, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
+        self, strategy: DDP, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
     ) -> None:
         self._low_rank: _LowRank | None = None
         self._counted = 0

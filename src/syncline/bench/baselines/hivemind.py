@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from syncline.bench.baselines.base import ForeignRun, find_package
 from syncline.environment import detect
 from syncline.errors import SpecError
-from syncline.exchange import Exchange, share_tree
+from syncline.reduction import Communicator, broadcast_tree
 from syncline.strategies import Run, Settings, Strategy
 from syncline.transports.store import find_place, listening_address
 
@@ -49,7 +49,7 @@ class Hivemind(Strategy):
             raise SpecError(f"hivemind(period={self.period!r}): a number of steps, at least one")
         find_hivemind()
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
         return _HivemindRun(self, model, optimizer, exchange, settings)
 
 
@@ -59,7 +59,7 @@ class _HivemindRun(ForeignRun):
     parts = True
 
     def __init__(
-        self, strategy: Hivemind, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
+        self, strategy: Hivemind, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
         self.missed = 0
@@ -90,7 +90,7 @@ class _HivemindRun(ForeignRun):
         if rank == 0:
             self._dht = hivemind.DHT(start=True, **options)
             peers = [str(each) for each in self._dht.get_visible_maddrs()]
-        peers = share_tree(self.exchange, {"peers": peers}, 0)["peers"]
+        peers = broadcast_tree(self.exchange, {"peers": peers}, 0)["peers"]
         if rank != 0:
             self._dht = hivemind.DHT(start=True, initial_peers=peers, **options)
         self._averager = hivemind.averaging.DecentralizedAverager(

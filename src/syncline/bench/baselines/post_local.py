@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from syncline.bench.baselines.ddp import wrap
 from syncline.bench.baselines.wrapped import WrappedRun
 from syncline.errors import SpecError
-from syncline.exchange import BUCKET_BYTES, Exchange
+from syncline.reduction import BUCKET_BYTES, Communicator
 from syncline.strategies import Run, Settings, Strategy
 
 __all__ = ["PostLocalSGD"]
@@ -54,7 +54,7 @@ class PostLocalSGD(Strategy):
         if not isinstance(self.period, int) or self.period < 2:
             raise SpecError(f"{self.name}(period={self.period!r}): two steps at least; with one, take 'ddp'")
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
         return _PostLocalRun(self, model, optimizer, exchange, settings)
 
 
@@ -63,7 +63,7 @@ class _PostLocalRun(WrappedRun):
     parts = True
 
     def __init__(
-        self, strategy: PostLocalSGD, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
+        self, strategy: PostLocalSGD, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
     ) -> None:
         self._hook_state: PostLocalSGDState | None = None
         self._averager: _Averager | None = None

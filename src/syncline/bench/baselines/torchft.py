@@ -26,7 +26,7 @@ from syncline.bench.baselines.ddp import buffers_option
 from syncline.bench.baselines.wrapped import WrappedRun
 from syncline.environment import detect
 from syncline.errors import WorldError
-from syncline.exchange import Exchange, share_tree
+from syncline.reduction import Communicator, broadcast_tree
 from syncline.strategies import Run, Settings, Strategy
 from syncline.transports.store import find_place, listening_address
 
@@ -53,7 +53,7 @@ class TorchFT(Strategy):
     def __post_init__(self) -> None:
         find_torchft()
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
         return _TorchFTRun(self, model, optimizer, exchange, settings)
 
 
@@ -61,7 +61,7 @@ class _TorchFTRun(WrappedRun):
     backend = "torchft"
 
     def __init__(
-        self, strategy: TorchFT, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
+        self, strategy: TorchFT, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
     ) -> None:
         self._torchft = find_torchft()
         self._servers: list[Any] = []
@@ -100,7 +100,7 @@ class _TorchFTRun(WrappedRun):
             store_port=self._store.port,
             hostname=address,
             replica_id=f"rank{rank}_",
-            lighthouse_addr=share_tree(self.exchange, {"lighthouse": told}, 0)["lighthouse"],
+            lighthouse_addr=broadcast_tree(self.exchange, {"lighthouse": told}, 0)["lighthouse"],
             checkpoint_transport=_NoCheckpoints(),
             init_sync=False,  # the ranks have the same weights already
             timeout=timeout,

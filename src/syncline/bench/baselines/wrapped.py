@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from syncline.bench.baselines.base import ForeignRun, process_group
-from syncline.exchange import Exchange
+from syncline.reduction import Communicator
 from syncline.strategies import Run, Settings, Strategy
 from syncline.world import Pending, allreduce
 
@@ -34,7 +34,7 @@ class WrappedRun(ForeignRun):
     """Training goes through a DistributedDataParallel, which `_wrap` makes in a process group that it finds."""
 
     def __init__(
-        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
+        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
         self._place = ExitStack()
@@ -112,7 +112,7 @@ class JoiningRun(WrappedRun):
     """
 
     def __init__(
-        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
+        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
         self._careful = False

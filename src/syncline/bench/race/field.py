@@ -26,10 +26,10 @@ from typing import Any, Literal
 
 from syncline.bench.baselines import availability, baseline_names, build_baseline, default_baselines, uninvited
 from syncline.bench.race.plan import Entry
-from syncline.codecs import build_codec
+from syncline.codecs import build_codec, check_optimizer_momentum
 from syncline.errors import IncompatibleError, SpecError, SynclineError, UnsupportedError
-from syncline.exchange import check_wire
 from syncline.launch.mpi import why_no_mpi
+from syncline.reduction import check_collective
 from syncline.specs import nearest, parse
 from syncline.strategies import Preset, Strategy, build_strategy, default_presets, strategy_names
 from syncline.strategies.catalog import OTHER_NAMES
@@ -258,13 +258,13 @@ def _fitted(entry: Entry, usual: _Momentum) -> Entry:
     if baseline and entry.engine:
         raise IncompatibleError(f"{entry.strategy} runs on torch.distributed alone; leave engine out")
     if not baseline:
-        check_wire(entry.collective, codec)
+        check_collective(entry.collective, codec)
         if codec is not None:
             strategy.check_codec(codec)
     momentum = entry.momentum
     if codec is not None:
         try:
-            codec.check(usual.value if momentum is None else momentum)
+            check_optimizer_momentum(codec, usual.value if momentum is None else momentum)
         except IncompatibleError:
             if momentum is not None or not usual.free:
                 raise

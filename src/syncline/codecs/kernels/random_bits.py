@@ -1,4 +1,4 @@
-"""Random bits from a counter: element i of a draw always gets the same 32 bits, whoever computes them and in any order.
+"""Random bits from a counter: element i of a rng always gets the same 32 bits, whoever computes them and in any order.
 
     r_i = mix((i · 0x9E3779B1) xor key)       i = start + position, all in 32 bits
 

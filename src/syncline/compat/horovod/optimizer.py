@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer, SparseAdam
 
-from syncline.codecs import Codec
+from syncline.codecs import Codec, check_optimizer_momentum
 from syncline.compat.horovod.adasum_optimizer import adasum_optimizer
 from syncline.compat.horovod.basics import Adasum, Average, Sum
 from syncline.compat.horovod.compression import Coded, Compression, codec_of
@@ -206,7 +206,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         return adasum_optimizer(optimizer, named, compression, passes, process_set)
     codec = codec_of(compression)
     if codec is not None:
-        codec.check(momentum_of(optimizer))
+        check_optimizer_momentum(codec, momentum_of(optimizer))
     made = below(Distributed, optimizer)
     made._origin = optimizer
     made._parameter_names = {parameter: name for name, parameter in named.items()}

@@ -38,8 +38,8 @@ from syncline.compat.horovod.parameters import (
 )
 from syncline.compat.horovod.process_sets import ProcessSet
 from syncline.errors import PeerLostError, SynclineError
-from syncline.exchange import BUCKET_BYTES, Exchange, Gradients, Round, check_same
-from syncline.exchange.rounds import Scaling
+from syncline.reduction import BUCKET_BYTES, Communicator, GradientReducer, ReductionPass, check_same
+from syncline.reduction.rounds import Scaling
 
 __all__ = ["Reducer"]
 
@@ -87,8 +87,8 @@ class Reducer:
         self._rounds = 0
         self._stepping = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._exchange: Exchange | None = None
-        self._gradients: Gradients | None = None
+        self._exchange: Communicator | None = None
+        self._gradients: GradientReducer | None = None
         self._loss_name = f"the loss of {min(named, default='')}"
         self.watched = {id(parameter) for parameter in parameters}
         self._take_over()
@@ -189,7 +189,7 @@ class Reducer:
     def _attach(self, named: Mapping[str, Parameter], codec: Codec | None) -> None:
         # Requested by name: a rank that does not create this optimizer is reported at once.
         team, self._steps = self.context.data_team(self._set)
-        exchange = self._exchange = Exchange(self.context.world, "auto", codec, team)
+        exchange = self._exchange = Communicator(self.context.world, "auto", codec, team)
         with self._in_step("the ranks could not agree on this optimizer"):
             ordered = self._agree(exchange, named, codec)
         alone = exchange.size == 1 and codec is None
@@ -197,7 +197,7 @@ class Reducer:
             self._hooks = [
                 after_gradient(parameter, self._densify) for parameter in ordered.values() if parameter.requires_grad
             ]
-        self._gradients = Gradients(
+        self._gradients = GradientReducer(
             ordered,
             exchange,
             self._after_backward,
@@ -211,7 +211,9 @@ class Reducer:
         if alone:
             self._gradients = None
 
-    def _agree(self, exchange: Exchange, named: Mapping[str, Parameter], codec: Codec | None) -> dict[str, Parameter]:
+    def _agree(
+        self, exchange: Communicator, named: Mapping[str, Parameter], codec: Codec | None
+    ) -> dict[str, Parameter]:
         """Compare parameters and settings; the parameters in the order of the first rank."""
         names = sorted(named)
         check_same(exchange, "parameters", describe(names, [named[name] for name in names]))
@@ -249,12 +251,12 @@ class Reducer:
         self._open.add(task)
         return self._gradients.accumulated(index) + 1 >= self.passes
 
-    def _after_backward(self, found: Round) -> None:
+    def _after_backward(self, found: ReductionPass) -> None:
         # Not here: another optimizer of the same pass must begin its last reductions before this one waits.
         queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
         queue(partial(self._complete, found))
 
-    def _complete(self, found: Round) -> None:
+    def _complete(self, found: ReductionPass) -> None:
         assert self._gradients is not None, "it has begun the round"
         with self._in_step("the gradients could not be reduced"):
             found.complete()

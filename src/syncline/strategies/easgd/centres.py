@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from syncline.errors import IncompatibleError
-from syncline.exchange import Exchange, Round
+from syncline.reduction import Communicator, ReductionPass
 from syncline.strategies.base import wide_dtype
 from syncline.strategies.deltas import Deltas
 
@@ -45,7 +45,7 @@ class Centre:
     x̃ ← x̃ + α Σ (x_i − x̃)
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], exchange: Exchange, deltas: Deltas, alpha: float) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], exchange: Communicator, deltas: Deltas, alpha: float) -> None:
         self.values = [weight.detach().to(wide_dtype(weight.dtype), copy=True) for weight in weights.values()]
         """The centre of this worker, at least in float32: its changes are too small for half precision."""
         self.alpha = alpha
@@ -53,7 +53,7 @@ class Centre:
         self._exchange = exchange
         self._deltas = deltas
         self._away: list[Tensor] = []
-        self._begun: Round | None = None
+        self._begun: ReductionPass | None = None
 
     @property
     def root(self) -> list[Tensor]:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.exchange import Exchange
+from syncline.reduction import Communicator
 from syncline.strategies.base import Settings, Strategy, mean_of_all
 from syncline.strategies.easgd.ahead import Ahead
 from syncline.strategies.easgd.centres import Centre
@@ -38,7 +38,7 @@ class ElasticRun(AveragingRun):
         strategy: Strategy,
         model: nn.Module,
         optimizer: Optimizer,
-        exchange: Exchange,
+        exchange: Communicator,
         settings: Settings,
         *,
         period: int,

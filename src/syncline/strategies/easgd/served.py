@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.exchange import Exchange
+from syncline.reduction import Communicator
 from syncline.server import Client, Future
 from syncline.strategies.base import Settings, Strategy
 from syncline.strategies.easgd.ahead import Ahead
@@ -37,7 +37,7 @@ class ServedElasticRun(ServedRun):
         strategy: Strategy,
         model: nn.Module,
         optimizer: Optimizer,
-        exchange: Exchange,
+        exchange: Communicator,
         settings: Settings,
         *,
         period: int,

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from syncline.errors import SpecError
-from syncline.exchange import Exchange
+from syncline.reduction import Communicator
 from syncline.strategies.base import Preset, Run, Settings
 from syncline.strategies.easgd.ahead import check_momentum
 from syncline.strategies.easgd.centres import pull_of
@@ -96,7 +96,7 @@ class Easgd(Served):
     def state_format(self) -> str:
         return "easgd" if self.sync else "easgd(sync=False)"
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
         check_momentum(self, self.momentum, optimizer)
         groups = groups_of(exchange.world, self.centres)
         if self.sync:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from syncline.codecs import Codec
 from syncline.errors import IncompatibleError
-from syncline.exchange import Exchange, spread
-from syncline.exchange.ways import Ways
+from syncline.reduction import Communicator, broadcast_tensors
+from syncline.reduction.ways import CompressedCollectives
 from syncline.strategies.base import Settings
 from syncline.strategies.deltas import Deltas
 from syncline.strategies.easgd.centres import SHARE, Centre
@@ -56,7 +56,7 @@ def groups_of(world: World, centres: int | str) -> list[list[int]]:
 
 def check_tree(groups: Sequence[Sequence[int]], codec: Codec | None) -> None:
     """Refuse a codec that cannot go with a tree."""
-    if len(groups) > 1 and codec is not None and codec.lingers:
+    if len(groups) > 1 and codec is not None and codec.traits.residual_needs_sum:
         raise IncompatibleError(
             f"{codec!r} keeps a warm start that all workers share, and the {len(groups)} groups of a tree reduce "
             "apart: give a codec such as topk(0.01) or quantize(4), or one centre"
@@ -70,7 +70,7 @@ class CentreTree(Centre):
         self,
         weights: Mapping[str, Tensor],
         model: nn.Module,
-        exchange: Exchange,
+        exchange: Communicator,
         settings: Settings,
         *,
         groups: Sequence[Sequence[int]],
@@ -157,7 +157,7 @@ class CentreTree(Centre):
         else:
             means = [torch.empty_like(each) for each in given]
         handed = [*means, count]
-        spread(self._within, handed)
+        broadcast_tensors(self._within, handed)
         nbytes = sum(tensor.nbytes for tensor in handed)
         self._within.stats.sent(nbytes, nbytes if self._within.size > 1 else 0)
         torch._foreach_add_(self._root, means, alpha=self._beta * len(self.groups))
@@ -165,13 +165,13 @@ class CentreTree(Centre):
         return int(count)
 
 
-class PartExchange(Exchange):
+class PartExchange(Communicator):
     """The exchange of some of a run's workers; what they send counts as the run's."""
 
-    def __init__(self, whole: Exchange, team: Team) -> None:
+    def __init__(self, whole: Communicator, team: Team) -> None:
         self.world = whole.world
         self.codec = whole.codec
-        self.ways = Ways(whole.collective, whole.codec)
+        self.ways = CompressedCollectives(whole.collective, whole.codec)
         self.collective = whole.collective
         self.team = team
         self.stats = whole.stats

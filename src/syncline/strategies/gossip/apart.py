@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from syncline.exchange import Exchange
+from syncline.reduction import Communicator
 from syncline.world import allreduce
 
 __all__ = ["ROOM", "Apart"]
@@ -41,7 +41,7 @@ class Apart:
         found = torch.zeros(2 * ROOM, dtype=torch.float64).index_add_(0, self._places, row)
         return found[:ROOM] - found[ROOM:]
 
-    def measure(self, exchange: Exchange, weights: Sequence[Tensor]) -> float:
+    def measure(self, exchange: Communicator, weights: Sequence[Tensor]) -> float:
         """√(Σ‖x_i − x̄‖² / p); every worker calls it."""
         own = self.sums(weights)
         exchange.stats.sent(own.nbytes, own.nbytes)

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from syncline.codecs import Codec, Draw, Part, PayloadCodec
+from syncline.codecs import Codec, PayloadCodec, RngKey, TensorSlice
 from syncline.codecs.base import all_finite
-from syncline.codecs.payload import most_bytes, pack, unpack
+from syncline.codecs.payload import max_payload_bytes, pack, unpack
 from syncline.codecs.raw import Raw
 from syncline.errors import DivergedError, IncompatibleError
-from syncline.exchange import Exchange
+from syncline.reduction import Communicator
 from syncline.strategies.gossip.mixing import Neighbours
 from syncline.transports import Handle
 
@@ -92,8 +92,8 @@ class Choco:
             ]
             for source in neighbours.sources
         }
-        draw = Draw(self._seed, number, self._rank)
-        self._payloads = [pack(piece.codec, layout.parts(piece, news), draw) for piece in layout.pieces]
+        rng = RngKey(self._seed, number, self._rank)
+        self._payloads = [pack(piece.codec, layout.parts(piece, news), rng) for piece in layout.pieces]
         for tag, (piece, payload) in enumerate(zip(layout.pieces, self._payloads, strict=True)):
             neighbours.send(payload, tag, self.hat.element_size() * layout.numel(piece), exact=False)
 
@@ -142,8 +142,8 @@ class _Layout:
         self._dtype = torch.float64 if double else torch.float32
         chosen: dict[PayloadCodec, list[int]] = {}
         for number, (name, weight) in enumerate(weights.items()):
-            picked = codec.pick(name, weight.numel()) or Raw()
-            if not isinstance(picked, PayloadCodec) or picked.lingers:
+            picked = codec.codec_for(name, weight.numel()) or Raw()
+            if not isinstance(picked, PayloadCodec) or picked.traits.residual_needs_sum:
                 raise IncompatibleError(
                     f"gossip sends what {picked!r} makes of one worker's weights, and that one sums among all workers: "
                     "take a codec such as topk(0.01) or quantize(4), or strategy allreduce"
@@ -160,14 +160,14 @@ class _Layout:
 
     def room(self, piece: _Piece, step: int) -> int:
         """The most bytes that its payload takes."""
-        return most_bytes(piece.codec, [self._sizes[number] for number in piece.numbers], step)
+        return max_payload_bytes(piece.codec, [self._sizes[number] for number in piece.numbers], step)
 
     def read(self, weights: Sequence[Tensor]) -> Tensor:
         return torch.cat([weight.detach().reshape(-1).to("cpu", self._dtype) for weight in weights])
 
-    def parts(self, piece: _Piece, row: Tensor) -> list[Part]:
+    def parts(self, piece: _Piece, row: Tensor) -> list[TensorSlice]:
         split = torch.split_with_sizes(row, self._sizes)
-        return [Part(split[number], self._names[number], shape=self._shapes[number]) for number in piece.numbers]
+        return [TensorSlice(split[number], self._names[number], shape=self._shapes[number]) for number in piece.numbers]
 
     def views(self, row: Tensor) -> list[Tensor]:
         return [
@@ -175,7 +175,7 @@ class _Layout:
         ]
 
 
-def pace_of(exchange: Exchange, weights: Mapping[str, Tensor], codec: Codec, gamma: float | None) -> Pace:
+def pace_of(exchange: Communicator, weights: Mapping[str, Tensor], codec: Codec, gamma: float | None) -> Pace:
     """What suits a codec, measured by rank 0 on a random row with these parameters' shapes; every worker calls it.
 
     It must be the same everywhere, or the mean would not stay.
@@ -187,8 +187,8 @@ def pace_of(exchange: Exchange, weights: Mapping[str, Tensor], codec: Codec, gam
         row = torch.randn(sum(layout.numel(piece) for piece in layout.pieces), generator=draw, dtype=torch.float32)
         kept = torch.zeros_like(row)
         for piece in layout.pieces:
-            step = piece.codec.settled
-            payload = pack(piece.codec, layout.parts(piece, row), Draw(0, step, 0))
+            step = piece.codec.traits.steady_from_step
+            payload = pack(piece.codec, layout.parts(piece, row), RngKey(0, step, 0))
             unpack(piece.codec, payload, [part.flat for part in layout.parts(piece, kept)], accumulate=False, step=step)
         along, length, whole = (float(each) for each in (row @ kept, kept @ kept, row @ row))
         if along > 0:

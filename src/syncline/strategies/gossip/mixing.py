@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from syncline.exchange import Exchange
+from syncline.reduction import Communicator
 from syncline.strategies.gossip.graphs import Graph
 from syncline.strategies.gossip.rows import Rows
 from syncline.transports import Handle, Transport
@@ -37,7 +37,7 @@ class Mixing(Protocol):
 class Neighbours:
     """A channel of the run's own, and who is at its other ends. Made by all workers together."""
 
-    def __init__(self, exchange: Exchange, graph: Graph) -> None:
+    def __init__(self, exchange: Communicator, graph: Graph) -> None:
         channel = exchange.team.transport.split(range(exchange.size))
         assert channel is not None, "every rank is a member"
         self.channel: Transport = channel

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, PeerLostError
-from syncline.exchange import Exchange
+from syncline.reduction import Communicator
 from syncline.runtime import Task
 from syncline.server import server_network
 from syncline.strategies.base import Run, Settings, Strategy, check_gradients
@@ -49,7 +49,7 @@ class PairwiseRun(Run):
         strategy: Strategy,
         model: nn.Module,
         optimizer: Optimizer,
-        exchange: Exchange,
+        exchange: Communicator,
         settings: Settings,
         *,
         graph: Graph,
@@ -345,7 +345,7 @@ class PairwiseRun(Run):
         return list(zip(self._names, _views(row, list(self._names.values())), strict=True))
 
 
-def _channel(exchange: Exchange) -> Transport:
+def _channel(exchange: Communicator) -> Transport:
     """A channel on which members may be lost: gloo's would break for all."""
     world = exchange.world
     base = server_network(world).transport if world.transport.name == TORCH else world.transport

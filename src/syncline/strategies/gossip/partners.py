@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from syncline.errors import PeerLostError, ProtocolError, SynclineError
-from syncline.exchange import Stats
+from syncline.reduction import Stats
 from syncline.runtime import Task
 from syncline.strategies.gossip.letters import (
     ANSWERS,

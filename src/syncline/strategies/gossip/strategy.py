@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SpecError
-from syncline.exchange import Exchange
+from syncline.reduction import Communicator
 from syncline.strategies.base import Preset, Run, Settings, Strategy
 from syncline.strategies.gossip.graphs import build_graph, check_graph
 from syncline.strategies.gossip.matrices import Matrix
@@ -78,7 +78,7 @@ class Gossip(Strategy):
     def state_format(self) -> str:
         return "gossip(pairwise=True)" if self.pairwise else "gossip"
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
         graph = build_graph(self.graph, exchange.size)
         codec = exchange.codec
         if self.pairwise:

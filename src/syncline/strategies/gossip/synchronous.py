@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import DivergedError
-from syncline.exchange import Exchange
+from syncline.reduction import Communicator
 from syncline.strategies.base import Settings, Strategy
 from syncline.strategies.gossip.apart import Apart
 from syncline.strategies.gossip.choco import Choco, Pace, pace_of
@@ -41,7 +41,7 @@ class GossipRun(OwnRun):
         strategy: Strategy,
         model: nn.Module,
         optimizer: Optimizer,
-        exchange: Exchange,
+        exchange: Communicator,
         settings: Settings,
         *,
         graph: Graph,

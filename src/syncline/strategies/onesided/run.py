@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, PeerLostError
-from syncline.exchange import Exchange, plain_name
+from syncline.reduction import Communicator, plain_name
 from syncline.strategies.base import Run, Settings, check_gradients
 from syncline.strategies.onesided.core import is_near
 from syncline.strategies.onesided.mailslots import HEADER, Mailslots
@@ -36,7 +36,7 @@ class OneSidedRun(Run):
     strategy: OneSided
 
     def __init__(
-        self, strategy: OneSided, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings
+        self, strategy: OneSided, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
         world = exchange.world

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SpecError
-from syncline.exchange import Exchange
+from syncline.reduction import Communicator
 from syncline.strategies.base import Preset, Run, Settings, Strategy
 from syncline.strategies.onesided.run import OneSidedRun
 
@@ -61,7 +61,7 @@ class OneSided(Strategy):
     def loose(self) -> bool:
         return True
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Exchange, settings: Settings) -> Run:
+    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
         if exchange.codec is not None:
             raise IncompatibleError(
                 f"onesided puts states into memory as they are, and nobody is there to decode {exchange.codec!r}: "

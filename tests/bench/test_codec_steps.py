@@ -19,7 +19,7 @@ from syncline.cli.bench_step import step_labs
 from syncline.cli.main import main
 from syncline.errors import SpecError
 from syncline.launch.lab import Lab
-from syncline.launch.lab.shaping import FRAME, PAYLOAD
+from syncline.launch.link_rate import FRAME, PAYLOAD
 from syncline.launch.start import Job
 from syncline.transports.network import Link
 from syncline.world import World

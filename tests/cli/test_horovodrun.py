@@ -19,10 +19,8 @@ from syncline.cli import horovodrun, placement
 from syncline.cli.main import main
 from syncline.errors import IncompatibleError, SpecError, SynclineError, UnsupportedError
 from syncline.launch import start
-from syncline.launch.hosts import Host
-from syncline.launch.programs import Place, lay_out
+from syncline.launch.programs import Host, LaunchHost, forwarded_variables, rank_programs
 from syncline.launch.start import Job
-from syncline.launch.variables import carried
 from tests.launch.runs import PRELUDE, Runs, wait_for
 from tests.launch.sshd import SSHD, ssh_server
 
@@ -60,9 +58,9 @@ def started(script: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(placement, "run_here", here)
     monkeypatch.setattr(placement, "run_on_hosts", on_hosts)
-    monkeypatch.setattr(start, "hand_over", over)
+    monkeypatch.setattr(start, "become_launcher", over)
     monkeypatch.setattr(start, "mpi_command", lambda *told: ["mpiexec", *told[6], str(told[1]), *told[0]])
-    monkeypatch.setattr(placement, "warn_if_crowded", lambda workers: None)
+    monkeypatch.setattr(placement, "warn_if_oversubscribed", lambda workers: None)
     return told
 
 
@@ -229,11 +227,11 @@ def test_check_build_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_users_variables_go_along_to_other_hosts_but_not_an_outer_runs_ranks() -> None:
     environ = {"HOROVOD_CYCLE_TIME": "5", "HOROVOD_RANK": "3", "HOROVOD_LOCAL_SIZE": "4"}
-    assert carried(environ) == {"HOROVOD_CYCLE_TIME": "5"}
+    assert forwarded_variables(environ) == {"HOROVOD_CYCLE_TIME": "5"}
 
 
 def test_no_rank_of_syncline_run_is_told_horovods_words() -> None:
-    [[program]] = lay_out([Place(name="a", slots=1)], ["train.py"], {})
+    [[program]] = rank_programs([LaunchHost(name="a", slots=1)], ["train.py"], {})
     assert not [name for name in program.variables if name.startswith("HOROVOD_")]
 
 
@@ -282,7 +280,7 @@ def test_over_ssh(runs: Runs, tmp_path: Path) -> None:
     with ssh_server(tmp_path / "sshd") as command:
         environ = {"SYNCLINE_SSH": command, "HOROVOD_CACHE_CAPACITY": "7"}
         words = ("horovodrun", "-np", "3", "-H", "localhost:2,alpha:4", "--cycle-time-ms", "3", "python")
-        # Over ssh a worker finds nothing of our environment but what is carried.
+        # Over ssh a worker finds nothing of our environment but what is forwarded_variables.
         script = runs.script("")
         Path(script).write_text(f"import os\nos.environ['HERE'] = {str(runs.folder)!r}\n{PRELUDE}{TELL}")
         run = runs.run(*words, script, variables=environ)

@@ -11,7 +11,7 @@ import pytest
 
 from syncline.cli import lab, placement, run
 from syncline.errors import IncompatibleError, SpecError, SynclineError, UnsupportedError
-from syncline.launch import in_lab, machine, start
+from syncline.launch import machine, start
 from syncline.launch.lab import Lab
 
 
@@ -76,9 +76,9 @@ def test_a_crowd_is_warned_of(caplog: pytest.LogCaptureFixture, monkeypatch: pyt
     monkeypatch.setattr(machine, "cores", lambda: 2)
     monkeypatch.setattr(machine, "available_memory", lambda: 1 << 30)
     with caplog.at_level(logging.WARNING, logger="syncline"):
-        machine.warn_if_crowded(2)
+        machine.warn_if_oversubscribed(2)
         assert caplog.messages == []
-        machine.warn_if_crowded(64)
+        machine.warn_if_oversubscribed(64)
     assert caplog.messages == [
         "64 workers share 2 cores: they take turns",
         "64 workers take about 18.8 GiB before they hold any model (300 MiB each), and 1.0 GiB are free",
@@ -92,13 +92,13 @@ def test_a_key_goes_along_with_mpi_on_hosts(monkeypatch: pytest.MonkeyPatch, key
     handed: list[Mapping[str, str]] = []
     monkeypatch.setattr(start, "mpi_command", lambda target, ranks, hosts, environ, *servers: ["mpiexec", *environ])
 
-    def hand_over(command: list[str], variables: Mapping[str, str], mpi: bool) -> int:
+    def become_launcher(command: list[str], variables: Mapping[str, str], mpi: bool) -> int:
         assert mpi, "what MPICH leaves behind is removed"
         commands.append(command)
         handed.append(variables)
         return 0
 
-    monkeypatch.setattr(start, "hand_over", hand_over)
+    monkeypatch.setattr(start, "become_launcher", become_launcher)
     assert run.run(parsed("--mpi", "--hosts", "a:2,b:2", "train.py")) == 0
     assert run.run(parsed("--mpi", "-n", "2", "train.py")) == 0
     assert len(handed[0]["SYNCLINE_KEY"]) == length
@@ -125,7 +125,7 @@ def test_all_hosts_of_a_lab_make_a_crowd(caplog: pytest.LogCaptureFixture, monke
 
     monkeypatch.setattr(machine, "cores", lambda: 2)
     monkeypatch.setattr(machine, "available_memory", lambda: 1 << 40)
-    monkeypatch.setattr(in_lab, "Lab", refused)
+    monkeypatch.setattr(start, "Lab", refused)
     parser = argparse.ArgumentParser()
     lab.configure(parser)
     with caplog.at_level(logging.WARNING, logger="syncline"):

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from syncline.cli.main import main
-from syncline.launch import in_lab, start
-from syncline.launch.hosts import parse_hosts
+from syncline.launch import start
 from syncline.launch.lab import parse_lab
 from syncline.launch.prefork import Prefork, adopt
 from syncline.launch.prefork_process import serve
+from syncline.launch.programs import parse_hosts
 
 
 def give_prefork() -> None:
@@ -38,7 +38,7 @@ def run(request: Mapping[str, Any]) -> int:
         return main(request["arguments"])
     job, where = start.Job(target=tuple(request["arguments"]), **request["job"]), request["where"]
     if "@" in where:
-        return in_lab.run_in_lab(job, *parse_lab(where))
+        return start.run_in_lab(job, *parse_lab(where))
     return start.run_on_hosts(job, parse_hosts(where)) if where else start.run_here(job, 2)
 
 

@@ -67,7 +67,12 @@ class Runs:
         """Environment variables without those of launchers. A variable marks every process of these runs."""
         launchers = ("SLURM_", "PMI_", "OMPI_", "SYNCLINE_", "TORCHELASTIC_", "MASTER_", "OMP_", "KMP_")
         clean = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
-        own = {"HERE": str(self.folder), "TMPDIR": str(self.temporary), "TEST_MARK": self.mark, "OMP_NUM_THREADS": "1"}
+        own = {
+            "HERE": str(self.folder),
+            "TMPDIR": str(self.temporary),
+            "TEST_MARK": self.mark,
+            "OMP_NUM_THREADS": "1",
+        }
         return clean | own | dict(variables or {})
 
     def start(

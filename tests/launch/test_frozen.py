@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from syncline.launch.agent import Control, Order
+from syncline.launch.agent import LauncherInput, SignalOrder
 from tests.launch.runs import Runs, wait_for
 
 STOPPED = """
@@ -50,9 +50,9 @@ def test_an_agent_is_told_whom_to_kill() -> None:
     lines = ({"signal": 15}, {"signal": 2, "ranks_only": True}, {"signal": 9, "name": "rank 3"})
     os.write(writing, b"".join(json.dumps(line).encode() + b"\n" for line in lines))
     os.close(writing)
-    assert Control(reading).orders() == [
-        Order(signal.SIGTERM, False, ""),
-        Order(signal.SIGINT, True, ""),
-        Order(signal.SIGKILL, False, "rank 3"),
+    assert LauncherInput(reading).orders() == [
+        SignalOrder(signal.SIGTERM, False, ""),
+        SignalOrder(signal.SIGINT, True, ""),
+        SignalOrder(signal.SIGKILL, False, "rank 3"),
     ]
     os.close(reading)

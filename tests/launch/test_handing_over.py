@@ -11,10 +11,9 @@ import pytest
 
 from syncline.errors import SpecError, UnsupportedError, WorldError
 from syncline.launch import mpi
-from syncline.launch.hosts import Host
 from syncline.launch.local import WORKER
-from syncline.launch.slurm import srun_command
-from syncline.launch.start import SERVER
+from syncline.launch.programs import Host
+from syncline.launch.start import SERVER, srun_command
 from tests.launch.runs import Runs
 
 HOSTS = (Host("a", 2), Host("b", 2))

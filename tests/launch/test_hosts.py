@@ -15,14 +15,11 @@ from pathlib import Path
 import pytest
 
 from syncline.errors import SpecError, WorldError
-from syncline.launch import remote
 from syncline.launch import ssh as ssh_module
-from syncline.launch.hosts import Host, parse_hosts
-from syncline.launch.output import Output
-from syncline.launch.programs import Program
-from syncline.launch.remote import RemoteCrew, Share
-from syncline.launch.ssh import _remote_command, address_towards
-from syncline.launch.store import Board, serve_store
+from syncline.launch.output import OutputForwarder
+from syncline.launch.programs import Host, Program, parse_hosts
+from syncline.launch.ssh import HostPrograms, RemoteProcesses, _remote_command, address_towards
+from syncline.launch.store import ProcessEvents, serve_store
 from tests.launch.runs import Runs, wait_for
 from tests.launch.sshd import SSHD, ssh_server
 
@@ -155,11 +152,11 @@ class Recorded:
 
 
 def test_each_signal_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "Link", Recorded)
+    monkeypatch.setattr(ssh_module, "AgentConnection", Recorded)
     programs = [Program(name=f"rank {rank}", target=("x.py",), variables={}, rank=rank) for rank in range(2)]
-    share = Share(0, Host("a", 2), programs)
-    with Output(io.BytesIO(), io.BytesIO()) as output:
-        crew = RemoteCrew([share], "127.0.0.1", 9, Board(serve_store("127.0.0.1")), output)
+    share = HostPrograms(0, Host("a", 2), programs)
+    with OutputForwarder(io.BytesIO(), io.BytesIO()) as output:
+        crew = RemoteProcesses([share], "127.0.0.1", 9, ProcessEvents(serve_store("127.0.0.1")), output)
         crew.start(lambda: False)
         for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM):
             crew.signal(number)

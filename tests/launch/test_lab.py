@@ -20,11 +20,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from syncline.errors import SpecError, WorldError
-from syncline.launch.lab import Lab, LabHost, parse_lab
-from syncline.launch.lab import lab as lab_module
-from syncline.launch.lab.echo import throughput
-from syncline.launch.lab.namespaces import Namespace, require_tools
-from syncline.launch.lab.shaping import FRAME, PAYLOAD, Shape
+from syncline.launch import lab as lab_module
+from syncline.launch.lab import Lab, LabHost, parse_lab, throughput
+from syncline.launch.link_rate import FRAME, PAYLOAD, LinkShape
+from syncline.launch.namespaces import Namespace, require_tools
 from tests.launching import ROOT
 
 pytestmark = pytest.mark.xdist_group("lab")
@@ -109,16 +108,16 @@ def test_links_carry_the_rate_each_way() -> None:
         assert lab.measured == pytest.approx(100e6, rel=0.1)
         # The echo went between the first two; a bucket lets no host have more than the rate.
         for source, target in ((2, 0), (1, 2)):
-            seen = throughput(lab.hosts[source], lab.hosts[target], 500_000, 4 * Shape(100e6).burst)
+            seen = throughput(lab.hosts[source], lab.hosts[target], 500_000, 4 * LinkShape(100e6).burst)
             assert seen <= 105e6
 
 
 @needs_lab
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_links_off_the_rate_are_refused(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
-    honest = Shape.buckets
-    monkeypatch.setattr(Shape, "buckets", lambda self, device: honest(Shape(self.rate * factor), device))
-    monkeypatch.setattr("syncline.launch.lab.echo.ATTEMPTS", 1)
+    honest = LinkShape.buckets
+    monkeypatch.setattr(LinkShape, "buckets", lambda self, device: honest(LinkShape(self.rate * factor), device))
+    monkeypatch.setattr("syncline.launch.lab.ATTEMPTS", 1)
     with pytest.raises(WorldError, match=r"should carry 20 Mbit/s.* saw [\d.]+ Mbit/s .*at most 10%") as refused:
         Lab(2, "20mbit")
     found = re.search(r"saw ([\d.]+) Mbit/s", str(refused.value))
@@ -129,7 +128,7 @@ def test_links_off_the_rate_are_refused(monkeypatch: pytest.MonkeyPatch, factor:
 @needs_lab
 def test_one_bad_sample_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = iter([50e6, 100e6, 99e6, 101e6])
-    monkeypatch.setattr("syncline.launch.lab.echo.throughput", lambda *_: next(samples))
+    monkeypatch.setattr("syncline.launch.lab.throughput", lambda *_: next(samples))
     with Lab(2, "100mbit") as lab:
         assert lab.measured in (99e6, 101e6)
 
@@ -178,10 +177,10 @@ def test_open_links_have_no_bucket() -> None:
 
 def test_a_bucket_holds_about_a_millisecond_and_at_least_two_packets() -> None:
     for rate in (50e6, 100e6, 1e9, 10e9):
-        shape = Shape(rate)
+        shape = LinkShape(rate)
         assert 0.5e-3 <= shape.burst * 8 / rate <= 1.3e-3
         assert shape.piece < shape.burst
-    assert Shape(256e3).burst == 2 * FRAME
+    assert LinkShape(256e3).burst == 2 * FRAME
     assert PAYLOAD == FRAME - 14 - 20 - 20 - 12
 
 
@@ -275,12 +274,12 @@ def test_an_error_inside_leaves_nothing(witness: Witness) -> None:
 
 
 def test_a_lab_that_cannot_be_finished_leaves_nothing(witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(first: LabHost, second: LabHost, shape: Shape | None) -> float:
+    def fail(first: LabHost, second: LabHost, shape: LinkShape | None) -> float:
         witness.watch(first.namespace.net, second.namespace.net)
         assert witness.alive() == 2
         raise WorldError("no echo")
 
-    monkeypatch.setattr(lab_module, "echo", fail)
+    monkeypatch.setattr(lab_module, "measure_link", fail)
     with pytest.raises(WorldError, match="no echo"):
         Lab(2, "100mbit")
     eventually(lambda: witness.alive() == 0, "the networks of a lab that was refused are gone")
@@ -385,7 +384,7 @@ def test_without_rights_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) ->
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr("syncline.launch.lab.namespaces._kernel", refuse)
+    monkeypatch.setattr("syncline.launch.namespaces._kernel", refuse)
     monkeypatch.setattr(lab_module, "require_tools", lambda: None)
     with pytest.raises(WorldError, match=r"CAP_SYS_ADMIN and CAP_NET_ADMIN .*run as root"):
         Lab(2, "100mbit")

@@ -13,12 +13,11 @@ import pytest
 
 from syncline.cli import placement, run, train
 from syncline.errors import IncompatibleError, UnsupportedError, WorldError
-from syncline.launch import mpi, mpi_layout
-from syncline.launch.failures import Ended, read_report
-from syncline.launch.lab import Lab
-from syncline.launch.lab.door import Door
-from syncline.launch.mpi_layout import lay_out_mpi
-from syncline.launch.programs import Place
+from syncline.launch import mpi
+from syncline.launch.lab import Lab, NamespaceShell
+from syncline.launch.mpi import mpiexec_programs
+from syncline.launch.processes import ProcessExit, read_error_report
+from syncline.launch.programs import LaunchHost
 from syncline.launch.start import SERVER, Job
 from syncline.launch.worker import report
 from tests.launch.runs import Runs
@@ -37,7 +36,7 @@ def lab() -> None:
 
 
 PLACES = [
-    Place(
+    LaunchHost(
         name=f"lab{number}",
         slots=2,
         enter=("nsenter", f"--net={number}"),
@@ -51,9 +50,8 @@ PLACES = [
 
 
 def use_mpiexec(monkeypatch: pytest.MonkeyPatch, says: str) -> None:
-    for module in (mpi, mpi_layout):
-        monkeypatch.setattr(module, "find_mpiexec", lambda: "/opt/mpiexec")
-        monkeypatch.setattr(module, "mpiexec_version", lambda path: says)
+    monkeypatch.setattr(mpi, "find_mpiexec", lambda: "/opt/mpiexec")
+    monkeypatch.setattr(mpi, "mpiexec_version", lambda path: says)
     monkeypatch.setattr(mpi, "installed_mpis", list)
     monkeypatch.setattr(mpi, "_has", lambda name: True)
 
@@ -64,7 +62,7 @@ def use_mpiexec(monkeypatch: pytest.MonkeyPatch, says: str) -> None:
 def test_mpiexec_stands_in_the_first_host_and_knows_the_way_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     use_mpiexec(monkeypatch, HYDRA)
     monkeypatch.setenv("MPIR_CVAR_ASYNC_PROGRESS", "0")
-    (program,), nobody = lay_out_mpi(PLACES, ["train.py"], {"SYNCLINE_WORKERS": "4"}, 1, SERVER, plain=False)
+    (program,), nobody = mpiexec_programs(PLACES, ["train.py"], {"SYNCLINE_WORKERS": "4"}, 1, SERVER, plain=False)
     assert nobody == []
     assert program.enter == ("nsenter", "--net=0")
     assert program.prefix == ""
@@ -83,7 +81,7 @@ def test_mpiexec_stands_in_the_first_host_and_knows_the_way_to_the_others(monkey
 
 def test_here_it_takes_any_network(monkeypatch: pytest.MonkeyPatch) -> None:
     use_mpiexec(monkeypatch, HYDRA)
-    ((program,),) = lay_out_mpi([Place(name="localhost", slots=2)], ["train.py"], {})
+    ((program,),) = mpiexec_programs([LaunchHost(name="localhost", slots=2)], ["train.py"], {})
     assert program.target[:4] == ("--exec", "/opt/mpiexec", "-n", "2")
     assert program.prefix is None
     assert "FI_PROVIDER" not in program.variables
@@ -95,7 +93,7 @@ def test_in_the_lab_it_must_be_mpich(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         UnsupportedError, match="started by MPICH's mpiexec, and /opt/mpiexec is another's; pip install"
     ):
-        lay_out_mpi(PLACES, ["train.py"], {})
+        mpiexec_programs(PLACES, ["train.py"], {})
 
 
 def test_the_first_rank_that_failed_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,19 +103,19 @@ def test_the_first_rank_that_failed_is_told_of(tmp_path: Path, monkeypatch: pyte
     for rank, words in ((1, "boom"), (0, "left alone")):
         monkeypatch.setenv("PMI_RANK", str(rank))
         report(ValueError(words), path)
-    found = read_report(path)
+    found = read_error_report(path)
     assert found is not None
     assert (found.rank, found.summary) == (1, "ValueError: boom")
     assert [each.name for each in tmp_path.iterdir()] == ["error.json"]
-    ended = Ended(name="rank 1", rank=0, code=1, report=found)
-    assert Ended.from_json(ended.to_json()) == ended
+    ended = ProcessExit(name="rank 1", rank=0, code=1, report=found)
+    assert ProcessExit.from_json(ended.to_json()) == ended
 
 
 # The door.
 
 
 def test_a_door_runs_a_command_where_it_is_told_to() -> None:
-    door = Door({"10.0.0.2": ("env", "HOST=two words")})
+    door = NamespaceShell({"10.0.0.2": ("env", "HOST=two words")})
     try:
         run = subprocess.run(
             [door.path, "-x", "10.0.0.2", '"echo"', "$HOST"], capture_output=True, text=True, check=True

@@ -12,9 +12,8 @@ import pytest
 
 from syncline.errors import ProtocolError
 from syncline.launch import output as module
-from syncline.launch.holes import punch
-from syncline.launch.output import CHUNK, CUT, Output
-from syncline.launch.store import Board, serve_store
+from syncline.launch.output import CHUNK, CUT, OutputForwarder, punch
+from syncline.launch.store import ProcessEvents, serve_store
 from tests.launch.runs import PATIENCE, wait_for
 
 
@@ -56,7 +55,7 @@ class Endless(io.BytesIO):
 def test_lines_are_passed_on_whole(tmp_path: Path) -> None:
     out = io.BytesIO()
     path = tmp_path / "log"
-    with path.open("wb", buffering=0) as writer, Output(out, io.BytesIO()) as output:
+    with path.open("wb", buffering=0) as writer, OutputForwarder(out, io.BytesIO()) as output:
         output.follow(str(path), out, "[1] ")
         writer.write(b"half a ")
         output.drain()
@@ -74,7 +73,7 @@ def test_some_are_passed_on_as_they_come(tmp_path: Path) -> None:
     err = io.BytesIO()
     path = tmp_path / "log"
     path.write_bytes(b"10%\r20%")
-    with Output(io.BytesIO(), err) as output:
+    with OutputForwarder(io.BytesIO(), err) as output:
         output.follow(str(path), err, None)
         output.drain()
         assert err.getvalue() == b"10%\r20%"
@@ -84,7 +83,7 @@ def test_nobody_reads_any_more(tmp_path: Path) -> None:
     out, err = Broken(), io.BytesIO()
     for name in ("out", "err"):
         (tmp_path / name).write_text("words\n")
-    with Output(out, err) as output:
+    with OutputForwarder(out, err) as output:
         output.follow(str(tmp_path / "out"), out, "[1] ")
         output.follow(str(tmp_path / "err"), err, "[1] ")
     assert err.getvalue() == b"[1] words\n"
@@ -100,7 +99,7 @@ def blocked() -> Iterator[Blocked]:
 def test_a_blocked_reader_holds_up_nobody_who_speaks(tmp_path: Path, blocked: Blocked) -> None:
     for name in ("one", "two"):
         (tmp_path / name).write_text(f"{name}\n")
-    with Output(blocked, blocked) as output:
+    with OutputForwarder(blocked, blocked) as output:
         output.follow(str(tmp_path / "one"), blocked, "[1] ")
         assert blocked.reached.wait(PATIENCE)
         output.follow(str(tmp_path / "two"), blocked, "[2] ")
@@ -118,7 +117,7 @@ def test_at_the_end_a_reader_who_takes_nothing_is_left(
     monkeypatch.setattr(module, "UNREAD", 0.0)
     err = io.BytesIO()
     (tmp_path / "one").write_text("one\n")
-    with Output(blocked, err) as output:
+    with OutputForwarder(blocked, err) as output:
         output.follow(str(tmp_path / "one"), blocked, "[1] ")
         assert blocked.reached.wait(PATIENCE)
         output.say("rank 1 failed")
@@ -133,7 +132,7 @@ def test_one_who_writes_without_end_holds_up_nobody_else(tmp_path: Path) -> None
     path.write_bytes(b"x" * 99 + b"\n")
     other.write_text("two\n")
     sink = Endless(path)
-    with Output(sink, sink) as output:
+    with OutputForwarder(sink, sink) as output:
         with output._lock:  # both are there when the first has its turn
             output.follow(str(path), sink, "[1] ")
             output.follow(str(other), sink, "[2] ")
@@ -148,7 +147,7 @@ def test_streams_take_turns(tmp_path: Path) -> None:
     path.write_bytes((b"x" * 1023 + b"\n") * (3 * CHUNK // 1024))
     other.write_text("two\n")
     out = io.BytesIO()
-    with Output(out, out) as output, output._lock:
+    with OutputForwarder(out, out) as output, output._lock:
         output.follow(str(path), out, "[1] ")
         output.follow(str(other), out, "[2] ")
         output.say("done")
@@ -163,7 +162,7 @@ def test_a_progress_bar_that_never_ends_its_line_takes_no_room(tmp_path: Path) -
     path = tmp_path / "log"
     path.write_bytes(b"".join(b"\r%6d of many" % number for number in range(300_000)))
     assert path.stat().st_size > 3 * CHUNK
-    output = Output(out, out)
+    output = OutputForwarder(out, out)
     output.follow(str(path), out, "[1] ")
     output.drain()
     assert output._streams[0].rest == b"299999 of many"
@@ -179,7 +178,7 @@ def test_a_line_without_end_is_cut(tmp_path: Path) -> None:
     out = io.BytesIO()
     path = tmp_path / "log"
     path.write_bytes(b"x" * (5 * CHUNK))
-    with Output(out, out) as output:
+    with OutputForwarder(out, out) as output:
         output.follow(str(path), out, "[1] ")
         output.drain()
         assert len(output._streams[0].rest) <= CHUNK
@@ -197,7 +196,7 @@ def test_what_has_been_read_is_given_back_to_the_disk(tmp_path: Path) -> None:
             pytest.skip(f"the file system of {tmp_path} has no holes")
     path.write_bytes(line * (2 * CUT // len(line)))
     out = io.BytesIO()
-    with Output(out, out) as output:
+    with OutputForwarder(out, out) as output:
         output.follow(str(path), out, None)
         output.drain()
         assert path.stat().st_size == 2 * CUT
@@ -212,7 +211,7 @@ def test_a_terminal_that_does_not_block(tmp_path: Path) -> None:
     os.set_blocking(theirs, False)
     (tmp_path / "one").write_bytes(b"x" * (1 << 20))
     with os.fdopen(theirs, "wb") as sink, os.fdopen(ours, "rb", buffering=0) as reader:
-        output = Output(sink, io.BytesIO())
+        output = OutputForwarder(sink, io.BytesIO())
         output.follow(str(tmp_path / "one"), output.out, None)
         found = bytearray()
         while len(found) < 1 << 20:
@@ -222,7 +221,7 @@ def test_a_terminal_that_does_not_block(tmp_path: Path) -> None:
 
 
 def test_what_is_no_report_is_refused() -> None:
-    board = Board(serve_store("127.0.0.1"))
+    board = ProcessEvents(serve_store("127.0.0.1"))
     board.store.set("run/ended/1", '["nonsense"]')
     board.store.add("run/ended", 1)
     with pytest.raises(ProtocolError, match=r"run/ended/1 in the store is no agent's report: b'\[\"nonsense\"\]'"):

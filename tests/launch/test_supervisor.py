@@ -11,17 +11,25 @@ from pathlib import Path
 import pytest
 
 from syncline.launch import supervisor
-from syncline.launch.failures import Ended, Report, culprit, listed, read_report
-from syncline.launch.heartbeats import HeartbeatMonitor, State
-from syncline.launch.store import Board, serve_store
-from syncline.launch.supervisor import Policy, Supervisor
+from syncline.launch.processes import (
+    ErrorReport,
+    ProcessExit,
+    ProcessState,
+    first_failure,
+    format_names,
+    read_error_report,
+)
+from syncline.launch.store import ProcessEvents, serve_store
+from syncline.launch.supervisor import FailurePolicy, HeartbeatMonitor, Supervisor
 
-LOST = Report(summary="PeerLostError: rank 1 is gone", traceback="Traceback\nPeerLostError", consequence=True, time=1.0)
-OWN = Report(summary="ValueError: boom", traceback="Traceback\nValueError: boom", time=2.0)
+LOST = ErrorReport(
+    summary="PeerLostError: rank 1 is gone", traceback="Traceback\nPeerLostError", consequence=True, time=1.0
+)
+OWN = ErrorReport(summary="ValueError: boom", traceback="Traceback\nValueError: boom", time=2.0)
 
 
-def ended(rank: int, code: int, report: Report | None = None, time: float = 5.0) -> Ended:
-    return Ended(name=f"rank {rank}", rank=rank, code=code, report=report, time=time)
+def ended(rank: int, code: int, report: ErrorReport | None = None, time: float = 5.0) -> ProcessExit:
+    return ProcessExit(name=f"rank {rank}", rank=rank, code=code, report=report, time=time)
 
 
 @pytest.mark.parametrize(
@@ -33,24 +41,24 @@ def ended(rank: int, code: int, report: Report | None = None, time: float = 5.0)
         ([ended(0, 1, OWN), ended(1, -11)], 1),
         ([ended(0, -6, time=1.0), ended(1, 1, OWN)], 1),
         ([ended(0, 1, LOST), ended(1, -6)], 1),
-        ([ended(0, 1, OWN), ended(1, 1, Report(summary="KeyError: 'x'", time=1.5))], 1),
+        ([ended(0, 1, OWN), ended(1, 1, ErrorReport(summary="KeyError: 'x'", time=1.5))], 1),
         ([ended(0, -9, time=3.0), ended(1, -9, time=2.0)], 1),
     ],
 )
-def test_the_culprit(failures: list[Ended], guilty: int) -> None:
-    assert culprit(failures).rank == guilty
-    assert culprit(failures[::-1]).rank == guilty
+def test_the_culprit(failures: list[ProcessExit], guilty: int) -> None:
+    assert first_failure(failures).rank == guilty
+    assert first_failure(failures[::-1]).rank == guilty
 
 
 def test_what_ended_goes_through_json() -> None:
-    for one in (ended(2, 1, OWN), ended(0, -9), Ended(name="server 0", rank=None, code=0)):
-        assert Ended.from_json(one.to_json()) == one
+    for one in (ended(2, 1, OWN), ended(0, -9), ProcessExit(name="server 0", rank=None, code=0)):
+        assert ProcessExit.from_json(one.to_json()) == one
 
 
 class Scripted:
     """A crew whose fate is written down: for each call of `poll` those who end then."""
 
-    def __init__(self, *fate: list[Ended], raised: list[Ended]) -> None:
+    def __init__(self, *fate: list[ProcessExit], raised: list[ProcessExit]) -> None:
         self.fate = list(fate)
         self.has_raised = raised
         self.sent: list[int] = []
@@ -60,16 +68,16 @@ class Scripted:
     def start(self, give_up: Callable[[], bool]) -> None:
         return
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[ProcessExit]:
         return self.fate.pop(0) if self.fate[0] or self.sent else []
 
-    def raised(self) -> list[Ended]:
+    def raised(self) -> list[ProcessExit]:
         return self.has_raised
 
     def running(self) -> list[str]:
         return [one.name for many in self.fate for one in many]
 
-    def states(self) -> dict[str, State]:
+    def states(self) -> dict[str, ProcessState]:
         return {}
 
     def signal(self, number: int, ranks_only: bool = False) -> None:
@@ -82,9 +90,9 @@ class Scripted:
         self.closed = True
 
 
-def supervise(crew: Scripted, policy: Policy = "stop") -> tuple[int, list[str], Board]:
+def supervise(crew: Scripted, policy: FailurePolicy = "stop") -> tuple[int, list[str], ProcessEvents]:
     said: list[str] = []
-    board = Board(serve_store("127.0.0.1"))
+    board = ProcessEvents(serve_store("127.0.0.1"))
     code = Supervisor(crew, board, 2, policy=policy, say=said.append).run()
     assert crew.closed
     return code, said, board
@@ -105,7 +113,7 @@ def test_when_only_those_left_alone_are_known_one_of_them_is_told() -> None:
 
 
 def test_others_that_failed_by_themselves_are_told_in_a_line() -> None:
-    later = Report(summary="KeyError: 'x'", traceback="Traceback\nKeyError: 'x'", time=3.0)
+    later = ErrorReport(summary="KeyError: 'x'", traceback="Traceback\nKeyError: 'x'", time=3.0)
     crew = Scripted([ended(0, 1, later), ended(1, 1, OWN)], raised=[])
     assert supervise(crew)[:2] == (
         1,
@@ -122,7 +130,7 @@ def test_one_error_on_all_ranks_is_shown_once() -> None:
 
 
 def test_same_error_of_others_takes_one_line() -> None:
-    later = Report(summary="KeyError: 'x'", traceback="Traceback\nKeyError: 'x'", time=3.0)
+    later = ErrorReport(summary="KeyError: 'x'", traceback="Traceback\nKeyError: 'x'", time=3.0)
     crew = Scripted([ended(0, 1, later), ended(1, 1, OWN), ended(2, 1, later)], raised=[])
     assert supervise(crew)[1] == [
         "ranks 0 and 2 failed with the same error (exit code 1): KeyError: 'x'",
@@ -157,16 +165,16 @@ def test_where_others_go_on_one_error_is_shown_once() -> None:
     ],
 )
 def test_ranks_are_named_in_order(ranks: list[int], text: str) -> None:
-    assert listed([f"rank {rank}" for rank in ranks]) == text
+    assert format_names([f"rank {rank}" for rank in ranks]) == text
 
 
 def test_ranks_and_servers_are_named_apart() -> None:
-    assert listed(["server 1", "rank 2", "evaluator", "rank 0"]) == "ranks 0 and 2, server 1 and evaluator"
+    assert format_names(["server 1", "rank 2", "evaluator", "rank 0"]) == "ranks 0 and 2, server 1 and evaluator"
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("GRACE", "NOTICE", "ANSWER"):
+    for name in ("EXIT_TIMEOUT_S", "CHECK_EVERY_S", "KILL_TIMEOUT_S"):
         monkeypatch.setattr(supervisor, name, 0.0)
 
 
@@ -192,7 +200,7 @@ class Lingering(Scripted):
         super().__init__([ended(0, 1, OWN), ended(1, 0)], raised=[ended(0, 1, OWN)])
         self.said = said
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[ProcessExit]:
         return self.fate.pop() if self.said else []
 
 
@@ -200,7 +208,7 @@ class Lingering(Scripted):
 def test_where_the_others_go_on_it_is_only_told() -> None:
     said: list[str] = []
     crew = Lingering(said)
-    assert Supervisor(crew, Board(serve_store("127.0.0.1")), 2, policy="continue", say=said.append).run() == 1
+    assert Supervisor(crew, ProcessEvents(serve_store("127.0.0.1")), 2, policy="continue", say=said.append).run() == 1
     assert said[0].endswith("but does not end: its threads or exit handlers are still at work")
     assert crew.sent == []
 
@@ -208,7 +216,7 @@ def test_where_the_others_go_on_it_is_only_told() -> None:
 class CutOff(Scripted):
     """Rank 0 fails; rank 1 is on a host that does not answer, whatever it is sent."""
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[ProcessExit]:
         return self.fate.pop(0) if len(self.fate) > 1 else []
 
 
@@ -218,7 +226,7 @@ def test_those_who_do_not_answer_to_being_killed_are_left() -> None:
     code, said, _ = supervise(crew)
     assert code == 3
     assert said == [
-        "rank 1 gave no answer within 0 s of being killed; look whether the host can be reached",
+        "rank 1 did not end within 0 s of being killed; check whether the host can be reached",
         "rank 0 failed (exit code 3)",
     ]
     assert crew.sent[0] == signal.SIGTERM
@@ -231,11 +239,11 @@ class Frozen(Scripted):
         super().__init__([ended(0, 0)], [ended(1, -9)], raised=[])
         self.answers = answers
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[ProcessExit]:
         return self.fate.pop(0) if self.killed and self.fate and (self.answers or len(self.fate) > 1) else []
 
 
-class Signs(Board):
+class Signs(ProcessEvents):
     """Every look finds another sign of rank 0, and the same of rank 1."""
 
     looks = 0
@@ -248,7 +256,7 @@ class Signs(Board):
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("answers", [True, False], ids=["ends", "cut off"])
 @pytest.mark.parametrize("policy", ["stop", "continue"])
-def test_one_without_a_sign_of_life_is_killed_and_has_failed(policy: Policy, answers: bool) -> None:
+def test_one_without_a_sign_of_life_is_killed_and_has_failed(policy: FailurePolicy, answers: bool) -> None:
     """The run ends, whether the killed one is seen to end or not; the others are told why it is gone."""
     crew, said, board = Frozen(answers=answers), list[str](), Signs(serve_store("127.0.0.1"))
     code = Supervisor(crew, board, 2, policy=policy, say=said.append, lost_after=0.05).run()
@@ -286,37 +294,37 @@ def test_who_owes_no_sign_of_life_is_lost_only_when_it_is_stopped(sign: str) -> 
     assert list(found[-1]) == ["rank 0"]
 
 
-EVALUATOR = Ended(name="evaluator", rank=None, code=0)
+EVALUATOR = ProcessExit(name="evaluator", rank=None, code=0)
 
 
 class Evaluating(Scripted):
     """Both ranks have ended; the evaluator ends when it is asked to, or by itself at the last moment."""
 
-    def __init__(self, *ranks: Ended, by_itself_after: int = 10**9) -> None:
+    def __init__(self, *ranks: ProcessExit, by_itself_after: int = 10**9) -> None:
         super().__init__(list(ranks), [EVALUATOR], raised=[])
         self.polls_left = by_itself_after
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[ProcessExit]:
         self.polls_left -= 1
         return self.fate.pop(0) if len(self.fate) > 1 or self.sent or self.polls_left < 0 else []
 
 
-def supervise_evaluator(crew: Evaluating, policy: Policy = "stop") -> tuple[int, list[str]]:
+def supervise_evaluator(crew: Evaluating, policy: FailurePolicy = "stop") -> tuple[int, list[str]]:
     said: list[str] = []
-    board = Board(serve_store("127.0.0.1"))
+    board = ProcessEvents(serve_store("127.0.0.1"))
     code = Supervisor(crew, board, 2, policy=policy, say=said.append, finishing=("evaluator",)).run()
     return code, said
 
 
 def test_an_evaluator_may_finish_when_the_ranks_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "NOTICE", 0.0)
+    monkeypatch.setattr(supervisor, "CHECK_EVERY_S", 0.0)
     crew = Evaluating(ended(0, 0), ended(1, 0), by_itself_after=5)
     assert supervise_evaluator(crew) == (0, ["evaluator is still at work, and has 60 s; Ctrl-C: no longer"])
     assert crew.sent == []
 
 
 def test_an_evaluator_that_does_not_finish_is_asked_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "LAST_WORK", 0.0)
+    monkeypatch.setattr(supervisor, "EVALUATOR_TIMEOUT_S", 0.0)
     crew = Evaluating(ended(0, 0), ended(1, 0))
     assert supervise_evaluator(crew)[0] == 0
     assert crew.sent == [signal.SIGTERM]
@@ -333,26 +341,26 @@ def test_an_evaluator_has_no_time_when_a_rank_has_failed_unless_the_others_were_
 
 def test_reports_that_are_not_ours(tmp_path: Path) -> None:
     path = f"{tmp_path}/error.json"
-    assert read_report(path) is None
+    assert read_error_report(path) is None
     with open(path, "w") as file:
         file.write('{"message": {"message": "ValueError: boom", "extraInfo": {"timestamp": "3"}}}')
-    found = read_report(path)
+    found = read_error_report(path)
     assert found is not None
     assert found.summary == "ValueError: boom"
     with open(path, "w") as file:
         file.write('{"half')
-    assert read_report(path) is None
+    assert read_error_report(path) is None
 
 
 class Signalled(Scripted):
     """Two ranks and a server; the launcher is sent SIGTERM, and a rank ends when it is sent something."""
 
     def __init__(self) -> None:
-        server = Ended(name="server 0", rank=None, code=-9)
+        server = ProcessExit(name="server 0", rank=None, code=-9)
         super().__init__([ended(0, 130), ended(1, 130)], [server], raised=[])
         self.of_ranks: list[int] = []
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[ProcessExit]:
         if not self.sent and not self.of_ranks:
             os.kill(os.getpid(), signal.SIGTERM)
         return self.fate.pop(0) if (self.sent if len(self.fate) == 1 else self.of_ranks) else []
@@ -364,25 +372,29 @@ class Signalled(Scripted):
 def test_sigterm_asks_ranks_that_save_as_ctrl_c_does() -> None:
     """The server, which they need until they have saved, is ended after them."""
     crew, said = Signalled(), list[str]()
-    code = Supervisor(crew, Board(serve_store("127.0.0.1")), 2, policy="stop", say=said.append, saves=True).run()
+    code = Supervisor(
+        crew, ProcessEvents(serve_store("127.0.0.1")), 2, policy="stop", say=said.append, saves=True
+    ).run()
     assert (code, said) == (128 + signal.SIGTERM, [])
     assert (crew.of_ranks, crew.sent) == ([signal.SIGINT], [signal.SIGKILL])
 
 
 @pytest.mark.parametrize("policy", ["stop", "continue"])
-def test_ranks_that_were_asked_to_stop_by_others_have_not_failed(policy: Policy) -> None:
+def test_ranks_that_were_asked_to_stop_by_others_have_not_failed(policy: FailurePolicy) -> None:
     """SIGTERM to a single worker: all save, and say so by their exit code."""
     crew, said = Scripted([ended(1, 130)], [ended(0, 130)], raised=[]), list[str]()
     crew.sent = [0]  # the second one ends by itself
-    code = Supervisor(crew, Board(serve_store("127.0.0.1")), 2, policy=policy, say=said.append, saves=True).run()
+    code = Supervisor(
+        crew, ProcessEvents(serve_store("127.0.0.1")), 2, policy=policy, say=said.append, saves=True
+    ).run()
     assert (code, said, crew.sent) == (130, [], [0])
 
 
 def test_an_evaluator_that_was_lost_is_no_failure_of_the_ranks() -> None:
-    gone = Ended(name="evaluator", rank=None, code=-9)
+    gone = ProcessExit(name="evaluator", rank=None, code=-9)
     crew = Scripted([gone], [ended(0, 0), ended(1, 0)], raised=[])
     crew.sent = [0]
-    said, board = list[str](), Board(serve_store("127.0.0.1"))
+    said, board = list[str](), ProcessEvents(serve_store("127.0.0.1"))
     code = Supervisor(crew, board, 2, policy="continue", say=said.append, finishing=("evaluator",)).run()
     assert code == 0
     assert said == [

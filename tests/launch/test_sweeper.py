@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from syncline.launch.sweeper import remove_unmapped
+from syncline.launch.cleanup_process import remove_unmapped_memory
 
 
 def test_shared_memory_that_nobody_has_mapped_is_removed(tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_shared_memory_that_nobody_has_mapped_is_removed(tmp_path: Path) -> None
     )
     (proc / "self").mkdir()
     made = (folder / names[0]).stat().st_ctime
-    assert remove_unmapped(made + 10, str(folder), str(proc)) == []
+    assert remove_unmapped_memory(made + 10, str(folder), str(proc)) == []
     assert len(list(folder.iterdir())) == 3
-    assert remove_unmapped(made - 10, str(folder), str(proc)) == [folder / names[1]]
+    assert remove_unmapped_memory(made - 10, str(folder), str(proc)) == [folder / names[1]]
     assert sorted(path.name for path in folder.iterdir()) == sorted(names[1:])

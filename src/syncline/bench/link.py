@@ -8,20 +8,20 @@ from typing import Any
 import torch
 
 from syncline.launch.lab import parse_lab
-from syncline.launch.lab.shaping import FRAME, PAYLOAD, parse_rate
+from syncline.launch.link_rate import FRAME, PAYLOAD, parse_rate
 from syncline.transports.base import LANE_TAGS
 from syncline.world import World
 
 __all__ = ["check_link", "told_link"]
 
-PUSH, ANSWER = LANE_TAGS + 1, LANE_TAGS + 2
+PUSH, KILL_TIMEOUT_S = LANE_TAGS + 1, LANE_TAGS + 2
 SAMPLES = 3
 SECONDS = 0.3
 """What a sample takes at the lab's rate: many times what the links' buckets give away at once."""
 OPEN_BYTES = 16 << 20
 MOST_BYTES = 40 << 20
 OFF = 0.1
-"""Share of the rate from which on the table warns."""
+"""HostPrograms of the rate from which on the table warns."""
 
 
 def check_link(world: World, lab: str) -> dict[str, Any] | None:
@@ -41,12 +41,12 @@ def check_link(world: World, lab: str) -> dict[str, Any] | None:
         world.barrier()
         start = now()
         if world.rank == 0:
-            back = transport.recv(answer, other, ANSWER)
+            back = transport.recv(answer, other, KILL_TIMEOUT_S)
             transport.send(message, other, PUSH).wait()
             back.wait()
         elif world.rank == other:
             transport.recv(message, 0, PUSH).wait()
-            transport.send(answer, 0, ANSWER).wait()
+            transport.send(answer, 0, KILL_TIMEOUT_S).wait()
         seen.append(now() - start)
     if world.rank:
         return None

@@ -8,7 +8,7 @@ examples:
   syncline horovodrun -np 2 --timeline-filename t.json --fusion-threshold-mb 32 python train.py
   syncline horovodrun --check-build
 
-Output, exit code and Ctrl-C are those of `syncline run`. The script changes one line: import
+OutputForwarder, exit code and Ctrl-C are those of `syncline run`. The script changes one line: import
 syncline.compat.horovod.torch as hvd. Workers find HOROVOD_RANK, HOROVOD_SIZE and their kin, except with --mpi.
 """
 
@@ -18,21 +18,26 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import shlex
-from collections.abc import Iterator
+import shutil
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import syncline
 from syncline.cli.placement import Placement, add_placement_options
 from syncline.compat.horovod.settings import PREFIX, read
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
-from syncline.launch.horovod import parse_command, place_ranks, read_hostfile
-from syncline.launch.hosts import HERE, Host
 from syncline.launch.mpi import why_no_mpi
+from syncline.launch.programs import LOCALHOST, Host, parse_hosts
 from syncline.launch.ssh import ssh_command
 from syncline.launch.start import Job, run_by_mpiexec
 from syncline.training.torch_build import has_backend
 
-__all__ = ["configure", "run"]
+__all__ = ["PythonCommand", "configure", "parse_command", "place_ranks", "read_hostfile", "run"]
 
 logger = logging.getLogger("syncline")
 
@@ -165,7 +170,7 @@ def run(arguments: argparse.Namespace) -> int:
     read({**os.environ, **variables})  # a value that cannot be read is refused here, not on every rank
     _name_the_idle(arguments)
     job = Job(target=command.target, mpi=arguments.mpi, variables=variables, horovod=True)
-    ranks, elsewhere = sum(host.slots for host in hosts), () if [host.name for host in hosts] == [HERE] else hosts
+    ranks, elsewhere = sum(host.slots for host in hosts), () if [host.name for host in hosts] == [LOCALHOST] else hosts
     if arguments.mpi:
         return run_by_mpiexec(job, ranks, elsewhere, shlex.split(f"{arguments.mpi_args} {arguments.binding_args}"))
     with _ssh_options(arguments.ssh_port, arguments.ssh_identity_file):
@@ -180,7 +185,7 @@ def _hosts(arguments: argparse.Namespace) -> tuple[Host, ...]:
         return place_ranks(arguments.hosts, ranks)
     if ranks is None:
         raise SpecError("how many workers? Give -np N, or hosts with their slots as -H a:2,b:2")
-    return (Host(HERE, ranks),)
+    return (Host(LOCALHOST, ranks),)
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -259,3 +264,154 @@ def _what_is_built_in() -> str:
     for title, found in groups.items():
         lines += ["", f"{title}:", *(f"    [{'X' if there else ' '}] {name}" for name, there in found.items())]
     return "\n".join(lines)
+
+
+PYTHON = re.compile(r"python(?:3(?:\.(\d+))?)?")
+OPTIONS = {
+    "-u": "",  # workers are unbuffered anyway
+    "-q": "",
+    "-B": "PYTHONDONTWRITEBYTECODE=1",
+    "-O": "PYTHONOPTIMIZE=1",
+    "-OO": "PYTHONOPTIMIZE=2",
+    "-P": "PYTHONSAFEPATH=1",
+    "-s": "PYTHONNOUSERSITE=1",
+    "-v": "PYTHONVERBOSE=1",
+    "-W": "PYTHONWARNINGS",
+    "-X dev": "PYTHONDEVMODE=1",
+    "-X faulthandler": "PYTHONFAULTHANDLER=1",
+    "-X utf8": "PYTHONUTF8=1",
+}
+"""Python's options, and the variables that ask for the same: the worker's Python is started by us."""
+
+
+@dataclass(frozen=True)
+class PythonCommand:
+    """What to run, as `syncline run` is given it, and the variables that stand for Python's options."""
+
+    target: tuple[str, ...]
+    variables: dict[str, str]
+
+
+def parse_command(words: Sequence[str]) -> PythonCommand:
+    """A command that begins with `python` or is a Python script.
+
+    >>> parse_command(["python3", "-u", "-m", "package.train", "--epochs", "3"])
+    PythonCommand(target=('-m', 'package.train', '--epochs', '3'), variables={})
+    """
+    if not words:
+        raise SpecError("no command is named: syncline horovodrun -np 4 python train.py")
+    first, rest = words[0], list(words[1:])
+    found = PYTHON.fullmatch(os.path.basename(first))
+    if found is None:
+        return PythonCommand((_script(first), *rest), {})
+    _check_python(first, found[1])
+    variables: dict[str, str] = {}
+    while rest and rest[0].startswith("-") and rest[0] != "-m":
+        _take_option(rest, variables)
+    if not rest or rest == ["-m"]:
+        raise SpecError(f"{' '.join(words)} names no script and no module: syncline horovodrun -np 4 python train.py")
+    if rest[0] != "-m":
+        _check_script(rest[0])
+    return PythonCommand(tuple(rest), variables)
+
+
+def _check_python(word: str, minor: str | None) -> None:
+    """Refuse another Python than this one: workers need the syncline that is installed here."""
+    here = os.path.dirname(os.path.abspath(sys.executable))
+    elsewhere = "/" in word and os.path.dirname(os.path.abspath(word)) != here
+    if elsewhere or (minor is not None and int(minor) != sys.version_info.minor):
+        raise UnsupportedError(f"{word}: workers run on this Python, {sys.executable}; write python in its place")
+
+
+def _take_option(rest: list[str], variables: dict[str, str]) -> None:
+    option = rest.pop(0)
+    for with_value in ("-W", "-X"):
+        if option.startswith(with_value):
+            value = option[2:] or (rest.pop(0) if rest else "")
+            option = f"-X {value}" if with_value == "-X" else with_value
+            break
+    else:
+        value = ""
+    if option == "-c":
+        raise UnsupportedError("python -c: only scripts and modules can be run; put the code into a file")
+    if option not in OPTIONS:
+        known = ", ".join(OPTIONS)
+        raise UnsupportedError(f"python {option}: this option cannot be passed on; those that can: {known}")
+    name, _, fixed = OPTIONS[option].partition("=")
+    if name:
+        variables[name] = fixed or value
+
+
+def _script(word: str) -> str:
+    """A Python script by its path, or by its name on PATH as `pip` puts one there."""
+    path = word if os.path.exists(word) else shutil.which(word)
+    if path is None:
+        raise SpecError(f"there is no command {word!r} in {os.getcwd()} or on PATH; write python train.py")
+    if not path.endswith(".py") and not _begins_with_python(path):
+        raise UnsupportedError(f"{word!r} is no Python script: what can be run is python train.py or python -m module")
+    _check_script(path)
+    return path
+
+
+def _check_script(path: str) -> None:
+    if not os.path.exists(path):
+        raise SpecError(f"there is no script {path!r} in {os.getcwd()}; for a module use python -m")
+    if not os.access(path, os.R_OK):
+        raise SpecError(f"the script {path!r} cannot be read: its mode is {os.stat(path).st_mode & 0o777:o}")
+
+
+def _begins_with_python(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            first = file.readline(512)
+    except OSError:
+        return False
+    return first.startswith(b"#!") and b"python" in first
+
+
+def read_hostfile(path: str) -> str:
+    """A file of lines like `a slots=2`, as `a:2,b:2`; empty lines and what follows a # do not count."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"the hostfile {path!r} cannot be read: {error}") from error
+    hosts = []
+    for number, line in enumerate(lines, start=1):
+        text = line.partition("#")[0].strip()
+        found = re.fullmatch(r"(\S+)\s+slots\s*=\s*(\d+)", text)
+        if found is not None:
+            hosts.append(f"{found[1]}:{found[2]}")
+        elif text:
+            raise SpecError(f"the hostfile {path!r}, line {number}: {text!r}; each line is as: a slots=2")
+    if not hosts:
+        raise SpecError(f"the hostfile {path!r} names no host; each line is as: a slots=2")
+    return ",".join(hosts)
+
+
+def place_ranks(text: str, ranks: int | None) -> tuple[Host, ...]:
+    """The hosts of `a:2,b:2` that `ranks` ranks fill, the first ones first; all of their slots where that is None.
+
+    >>> place_ranks("127.0.0.1:4", 2)
+    (Host(name='localhost', slots=2),)
+    >>> place_ranks("a:2,b:2,c:2", 3)
+    (Host(name='a', slots=2), Host(name='b', slots=1))
+    """
+    slots: dict[str, int] = {}
+    for host in parse_hosts(text):
+        name = LOCALHOST if host.name in _own_names() else host.name
+        slots[name] = slots.get(name, 0) + host.slots
+    total = sum(slots.values())
+    left = total if ranks is None else ranks
+    if left > total:
+        raise SpecError(f"-np {ranks} but {text} has {total} slot{'s' * (total > 1)}; give more as a:{ranks}")
+    placed = []
+    for name, count in slots.items():
+        if left > 0:
+            placed.append(Host(name, min(count, left)))
+            left -= count
+    return tuple(placed)
+
+
+def _own_names() -> set[str]:
+    name = socket.gethostname()
+    return {LOCALHOST, "127.0.0.1", name, name.partition(".")[0]}

@@ -31,8 +31,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run it; the exit code."""
-    from syncline.launch.in_lab import run_in_lab
     from syncline.launch.lab import parse_lab
+    from syncline.launch.start import run_in_lab
 
     words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
     if not words:

@@ -16,11 +16,10 @@ from typing import Any, Literal
 
 from syncline.environment.heartbeats import read_lost_after
 from syncline.errors import IncompatibleError, SpecError
-from syncline.launch.hosts import HERE, Host, parse_hosts
-from syncline.launch.in_lab import run_in_lab
 from syncline.launch.lab import parse_lab
-from syncline.launch.machine import warn_if_crowded
-from syncline.launch.start import Job, run_by_mpiexec, run_here, run_on_hosts
+from syncline.launch.machine import warn_if_oversubscribed
+from syncline.launch.programs import LOCALHOST, Host, parse_hosts
+from syncline.launch.start import Job, run_by_mpiexec, run_here, run_in_lab, run_on_hosts
 
 __all__ = ["Placement", "add_placement_options"]
 
@@ -94,5 +93,7 @@ class Placement:
             return run_in_lab(job, *self.lab, self.ranks)
         if self.mpi and mpiexec != "supervise":
             return run_by_mpiexec(job, self.ranks, self.hosts, wait=mpiexec == "call")
-        warn_if_crowded(sum(host.slots for host in self.hosts if host.name == HERE) if self.hosts else self.ranks)
+        warn_if_oversubscribed(
+            sum(host.slots for host in self.hosts if host.name == LOCALHOST) if self.hosts else self.ranks
+        )
         return run_on_hosts(job, self.hosts) if self.hosts else run_here(job, self.ranks)

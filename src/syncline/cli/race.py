@@ -35,7 +35,7 @@ from syncline.bench.race.reading import Race, read_race
 from syncline.cli.placement import add_placement_options
 from syncline.errors import IncompatibleError, SpecError
 from syncline.launch.lab import Lab, parse_lab
-from syncline.launch.machine import warn_if_crowded
+from syncline.launch.machine import warn_if_oversubscribed
 from syncline.training.folder import fresh_name
 from syncline.training.progress import duration
 from syncline.training.signals import INTERRUPTED_EXIT_CODE
@@ -323,7 +323,7 @@ def _arena(plan: Plan) -> Iterator[Arena]:
                 _say(f"a lab of {plan.place.detail}, measured {rate}; it adds no latency of its own")
             yield ProcessArena(lab)
     else:
-        warn_if_crowded(plan.workers)
+        warn_if_oversubscribed(plan.workers)
         yield ProcessArena()
 
 

@@ -17,13 +17,12 @@ import time
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from syncline.launch.local import LocalCrew
-from syncline.launch.output import Output
-from syncline.launch.programs import Program
+from syncline.launch.local import LocalProcesses
+from syncline.launch.output import OutputForwarder
+from syncline.launch.programs import Program, thread_variables
 from syncline.launch.ssh import CONNECT_TIMEOUT, NO_STORE
-from syncline.launch.store import Board, join_store
-from syncline.launch.supervisor import GRACE, NOTICE, PERIOD
-from syncline.launch.variables import threads_each
+from syncline.launch.store import ProcessEvents, join_store
+from syncline.launch.supervisor import CHECK_EVERY_S, EXIT_TIMEOUT_S, PERIOD
 
 __all__ = ["main"]
 
@@ -39,14 +38,14 @@ def main() -> int:
             return 0
         # torch would try for long where nobody listens: the launcher has ended, or cannot be reached from here.
         socket.create_connection((address, port), CONNECT_TIMEOUT).close()
-        board = Board(join_store(address, port))
+        board = ProcessEvents(join_store(address, port))
     except (OSError, RuntimeError, ValueError):
         return NO_STORE
     found = [Program.from_json(program) for program in job["programs"]]
-    threads = threads_each(sum(program.rank is not None for program in found))  # of this host's cores
+    threads = thread_variables(sum(program.rank is not None for program in found))  # of this host's cores
     programs = [replace(program, variables={**threads, **program.variables}) for program in found]
-    with Output(sys.stdout.buffer, sys.stderr.buffer) as output:
-        crew = LocalCrew(programs, output)
+    with OutputForwarder(sys.stdout.buffer, sys.stderr.buffer) as output:
+        crew = LocalProcesses(programs, output)
         try:
             if control.orders() or control.closed:
                 return 0
@@ -58,7 +57,7 @@ def main() -> int:
     return 0
 
 
-def _watch(crew: LocalCrew, board: Board, control: Control) -> None:
+def _watch(crew: LocalProcesses, board: ProcessEvents, control: LauncherInput) -> None:
     asked: float | None = None
     looked = time.monotonic()
     told: set[str] = set()
@@ -67,7 +66,7 @@ def _watch(crew: LocalCrew, board: Board, control: Control) -> None:
             board.post_ended(ended)
         if not crew.running():
             return
-        if time.monotonic() - looked > NOTICE:
+        if time.monotonic() - looked > CHECK_EVERY_S:
             looked = time.monotonic()
             for raised in crew.raised():
                 if raised.name not in told:
@@ -78,12 +77,12 @@ def _watch(crew: LocalCrew, board: Board, control: Control) -> None:
         if control.closed and asked is None:
             asked = time.monotonic()
             crew.signal(signal.SIGTERM)
-        if asked is not None and time.monotonic() - asked > GRACE:
+        if asked is not None and time.monotonic() - asked > EXIT_TIMEOUT_S:
             crew.signal(signal.SIGKILL)
         time.sleep(PERIOD)
 
 
-class Order(NamedTuple):
+class SignalOrder(NamedTuple):
     """A signal for all programs or for the ranks only, or SIGKILL for the program of that name."""
 
     signal: int
@@ -91,7 +90,7 @@ class Order(NamedTuple):
     name: str
 
 
-class Control:
+class LauncherInput:
     """Lines from the launcher."""
 
     def __init__(self, fd: int) -> None:
@@ -112,13 +111,14 @@ class Control:
             self._read()
         return self.closed
 
-    def orders(self) -> list[Order]:
+    def orders(self) -> list[SignalOrder]:
         """The orders that have arrived since the last call."""
         self.has_closed()
         *lines, self._rest = self._rest.split(b"\n")
         found: list[dict[str, Any]] = [json.loads(line) for line in lines if line]
         return [
-            Order(int(one["signal"]), bool(one.get("ranks_only", False)), str(one.get("name", ""))) for one in found
+            SignalOrder(int(one["signal"]), bool(one.get("ranks_only", False)), str(one.get("name", "")))
+            for one in found
         ]
 
     def _read(self) -> None:
@@ -127,13 +127,13 @@ class Control:
         self.closed = not data
 
 
-def _take_standard_input() -> Control:
+def _take_standard_input() -> LauncherInput:
     """Keep standard input for ourselves: workers that read theirs would eat the launcher's words."""
     fd = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    return Control(fd)
+    return LauncherInput(fd)
 
 
 if __name__ == "__main__":

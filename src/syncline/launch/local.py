@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from syncline.errors import WorldError
-from syncline.launch.failures import Ended, Report, read_report
-from syncline.launch.heartbeats import State
-from syncline.launch.output import Output
+from syncline.launch.cleanup_process import CleanupProcess
+from syncline.launch.output import OutputForwarder
 from syncline.launch.prefork import Prefork, find_prefork
+from syncline.launch.processes import ErrorReport, ProcessExit, ProcessState, read_error_report
 from syncline.launch.programs import MPIEXEC, Program
-from syncline.launch.sweeper import Sweeper
 
-__all__ = ["WORKER", "LocalCrew"]
+__all__ = ["WORKER", "LocalProcesses"]
 
 WORKER = Path(__file__).with_name("worker.py")
 """The Python program that runs in every rank; it runs the user's script."""
@@ -59,18 +58,18 @@ class _Process:
         return self.parent.wait()
 
 
-class LocalCrew:
+class LocalProcesses:
     """The programs on this machine. Each runs in its own session; when it ends, its child processes are killed."""
 
-    def __init__(self, programs: Sequence[Program], output: Output) -> None:
+    def __init__(self, programs: Sequence[Program], output: OutputForwarder) -> None:
         self._programs = programs
         self._output = output
         self._running: list[_Process] = []
-        self._sweeper: Sweeper | None = None
+        self._sweeper: CleanupProcess | None = None
 
     def start(self, give_up: Callable[[], bool] = lambda: False) -> None:
         folder = tempfile.mkdtemp(prefix="syncline-run-")
-        self._sweeper = Sweeper(folder, mpi=any(program.name == MPIEXEC for program in self._programs))
+        self._sweeper = CleanupProcess(folder, mpi=any(program.name == MPIEXEC for program in self._programs))
         for number, program in enumerate(self._programs):
             if give_up():
                 return
@@ -109,30 +108,30 @@ class LocalCrew:
             process = _start_new(program, variables, streams)
             return _Process(program, process.pid, error_file, process)
 
-    def poll(self) -> list[Ended]:
+    def poll(self) -> list[ProcessExit]:
         ended = [process for process in self._running if process.has_ended()]
         self._running = [process for process in self._running if process not in ended]
         return [self._reap(process) for process in ended]
 
-    def _reap(self, process: _Process) -> Ended:
+    def _reap(self, process: _Process) -> ProcessExit:
         # Before it is reaped: until then the system does not reuse its process id, which is also its group id.
         _signal_group(process.pid, signal.SIGKILL)
         if self._sweeper is not None:
             self._sweeper.over(process.pid)
-        report = read_report(process.error_file)
+        report = read_error_report(process.error_file)
         code = process.reap()
         if process.program.prefix is not None:
             self._output.finish(process.program.prefix)
         return _ended(process.program, code, report)
 
-    def raised(self) -> list[Ended]:
-        reports = [(process.program, read_report(process.error_file)) for process in self._running]
+    def raised(self) -> list[ProcessExit]:
+        reports = [(process.program, read_error_report(process.error_file)) for process in self._running]
         return [_ended(program, 1, report) for program, report in reports if report is not None]
 
     def running(self) -> list[str]:
         return [process.program.name for process in self._running]
 
-    def states(self) -> dict[str, State]:
+    def states(self) -> dict[str, ProcessState]:
         found = {process.program.name: _state(process.pid) for process in self._running}
         return {name: state for name, state in found.items() if state is not None}
 
@@ -168,7 +167,7 @@ def _start_new(program: Program, variables: dict[str, str], streams: Sequence[in
     )
 
 
-def _state(pid: int) -> State | None:
+def _state(pid: int) -> ProcessState | None:
     """Whether a signal has stopped the process, or one of its threads runs or waits for a processor; else None.
 
     A thread counts as running if it runs at several checks in a row, so that a short wake-up does not count.
@@ -197,10 +196,10 @@ def _thread_states(pid: int) -> dict[str, str]:
     return found
 
 
-def _ended(program: Program, code: int, report: Report | None) -> Ended:
+def _ended(program: Program, code: int, report: ErrorReport | None) -> ProcessExit:
     known = report if code > 0 else None
     name = program.name if known is None or known.rank is None else f"rank {known.rank}"
-    return Ended(name=name, rank=program.rank, code=code, report=known)
+    return ProcessExit(name=name, rank=program.rank, code=code, report=known)
 
 
 def _signal_group(pid: int, number: int) -> None:

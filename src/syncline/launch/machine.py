@@ -7,7 +7,7 @@ import math
 import os
 from pathlib import Path
 
-__all__ = ["available_memory", "cores", "cpu_quota", "memory_limit", "total_memory", "warn_if_crowded"]
+__all__ = ["available_memory", "cores", "cpu_quota", "memory_limit", "total_memory", "warn_if_oversubscribed"]
 
 logger = logging.getLogger("syncline")
 
@@ -55,7 +55,7 @@ def available_memory() -> int:
     return free if limit is None else min(free, limit)
 
 
-def warn_if_crowded(workers: int) -> None:
+def warn_if_oversubscribed(workers: int) -> None:
     """Say so when so many workers are more than this machine is made for. It may still be what the user wants."""
     have = cores()
     if workers > have:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import time
@@ -10,9 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import BinaryIO
 
-from syncline.launch.holes import punch
-
-__all__ = ["Output"]
+__all__ = ["OutputForwarder", "punch"]
 
 PERIOD = 0.05
 CHUNK = 1 << 20
@@ -39,7 +38,7 @@ class _Stream:
     broken: bool = False
 
 
-class Output:
+class OutputForwarder:
     """Follows files that workers write and passes them on, with the launcher's own words, in one thread.
 
     A slow terminal holds up this thread alone, not the supervisor.
@@ -171,7 +170,7 @@ class Output:
             self._taken += count or 0
         return True
 
-    def __enter__(self) -> Output:
+    def __enter__(self) -> OutputForwarder:
         return self
 
     def __exit__(
@@ -188,3 +187,15 @@ def _last_state(line: bytes) -> bytes:
     """
     ends = line.rstrip(b"\r")
     return ends.rpartition(b"\r")[2] + (b"\r" if len(ends) < len(line) else b"")
+
+
+KEEP_SIZE, PUNCH_HOLE = 1, 2
+
+
+def punch(fd: int, start: int, end: int) -> bool:
+    """Free the space of bytes `start` to `end`; the file keeps its length. False where the file system cannot."""
+    fallocate = getattr(ctypes.CDLL(None), "fallocate", None)
+    if fallocate is None:
+        return False
+    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return bool(fallocate(fd, KEEP_SIZE | PUNCH_HOLE, start, end - start) == 0)

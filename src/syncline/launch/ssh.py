@@ -1,4 +1,4 @@
-"""One host's agent, at the other end of ssh."""
+"""Programs on other hosts: over ssh, an agent on each host starts them and reports through the store."""
 
 from __future__ import annotations
 
@@ -12,13 +12,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from syncline.errors import WorldError
-from syncline.launch.hosts import HERE, Host
-from syncline.launch.output import Output
+from syncline.launch.output import OutputForwarder
+from syncline.launch.processes import ErrorReport, ProcessExit, ProcessState
+from syncline.launch.programs import LOCALHOST, Host, Program
+from syncline.launch.store import ProcessEvents
 
-__all__ = ["CONNECT_TIMEOUT", "NO_STORE", "Link", "address_towards", "ssh_command"]
+__all__ = [
+    "CONNECT_TIMEOUT",
+    "NO_STORE",
+    "AgentConnection",
+    "HostPrograms",
+    "RemoteProcesses",
+    "address_towards",
+    "ssh_command",
+]
 
 CONNECT_TIMEOUT = 10
 """Seconds to reach a host, and from there the launcher."""
@@ -39,7 +50,7 @@ def ssh_command() -> list[str]:
     return shlex.split(os.environ.get("SYNCLINE_SSH", "")) or ["ssh"]
 
 
-class Link:
+class AgentConnection:
     """ssh to a host. The agent there ends when our end of its standard input does."""
 
     def __init__(self, host: Host) -> None:
@@ -75,7 +86,7 @@ class Link:
         """The exit code of ssh, or None while it runs."""
         return None if self._ssh is None else self._ssh.poll()
 
-    def agent_is_ready(self, output: Output) -> None:
+    def agent_is_ready(self, output: OutputForwarder) -> None:
         """From now on what comes over ssh's standard error is the workers'."""
         self.ready = True
         output.follow(f"/proc/self/fd/{self._errors.fileno()}", output.err, None)
@@ -148,7 +159,7 @@ def _remote_command() -> str:
 
 def address_towards(hosts: Sequence[Host]) -> str:
     """This machine's address on the way to the first of the hosts that is elsewhere."""
-    others = [host.name for host in hosts if host.name != HERE]
+    others = [host.name for host in hosts if host.name != LOCALHOST]
     if not others:
         return "127.0.0.1"
     try:
@@ -179,3 +190,88 @@ def _real_name(name: str) -> str:
         told = ""
     names = [line.split(None, 1)[1] for line in told.splitlines() if line.startswith("hostname ")]
     return names[0] if names else name.rpartition("@")[2]
+
+
+@dataclass(eq=False)
+class HostPrograms:
+    """What one host runs."""
+
+    number: int
+    host: Host
+    programs: Sequence[Program]
+    left: dict[str, Program] = field(default_factory=dict)
+    sent: set[int] = field(default_factory=set)
+
+
+class RemoteProcesses:
+    """Programs on other hosts."""
+
+    def __init__(
+        self, shares: Sequence[HostPrograms], address: str, port: int, board: ProcessEvents, output: OutputForwarder
+    ) -> None:
+        self._links = [(share, AgentConnection(share.host)) for share in shares]
+        self._address = address
+        self._port = port
+        self._board = board
+        self._output = output
+        self._raised: dict[str, ProcessExit] = {}
+
+    def start(self, give_up: Callable[[], bool]) -> None:
+        for share, link in self._links:
+            share.left = {program.name: program for program in share.programs}
+            link.start(
+                {
+                    "host": share.number,
+                    "address": self._address,
+                    "port": self._port,
+                    "programs": [program.to_json() for program in share.programs],
+                }
+            )
+
+    def poll(self) -> list[ProcessExit]:
+        # ssh first, the store after it: what an agent has to say it says before it ends.
+        codes = [link.code() for _, link in self._links]
+        found = [ended for ended in self._board.read_ended() if self._strike_off(ended)]
+        for (share, link), code in zip(self._links, codes, strict=True):
+            if not link.ready and self._board.is_ready(share.number):
+                link.agent_is_ready(self._output)
+            if not link.ready:
+                link.check_start(code, f"{self._address}:{self._port}")
+            elif code is not None and share.left:
+                summary = f"host {share.host.name} is lost: ssh ended with exit code {code}{link.last_words()}"
+                found += [
+                    ProcessExit(name=one.name, rank=one.rank, code=code or 1, report=ErrorReport(summary=summary))
+                    for one in share.left.values()
+                ]
+                share.left.clear()
+        return found
+
+    def _strike_off(self, ended: ProcessExit) -> bool:
+        return any(share.left.pop(ended.name, None) is not None for share, _ in self._links)
+
+    def raised(self) -> list[ProcessExit]:
+        self._raised |= {one.name: one for one in self._board.read_raised()}
+        return [self._raised[name] for name in self.running() if name in self._raised]
+
+    def running(self) -> list[str]:
+        return [name for share, _ in self._links for name in share.left]
+
+    def signal(self, number: int, ranks_only: bool = False) -> None:
+        for share, link in self._links:
+            if share.left and number not in share.sent:  # a line more each time would fill a pipe that nobody reads
+                share.sent.add(number)
+                link.tell({"signal": int(number), **({"ranks_only": True} if ranks_only else {})})
+
+    def states(self) -> dict[str, ProcessState]:
+        return {}
+
+    def kill(self, name: str) -> None:
+        for share, link in self._links:
+            if name in share.left:
+                link.tell({"signal": int(signal.SIGKILL), "name": name})
+
+    def close(self) -> None:
+        for _, link in self._links:
+            link.hang_up()  # all of them first, so that they end together
+        for _, link in self._links:
+            link.close()

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from syncline.environment.heartbeats import ALIVE, DEAD
 from syncline.errors import ProtocolError, WorldError
-from syncline.launch.failures import Ended
+from syncline.launch.processes import ProcessExit
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
 
-__all__ = ["ENDED", "Board", "join_store", "serve_store"]
+__all__ = ["ENDED", "ProcessEvents", "join_store", "serve_store"]
 
 PATIENCE = 20.0
 ENDED = "run/ended"
@@ -62,14 +62,14 @@ def join_store(address: str, port: int) -> TCPStore:
     return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=PATIENCE), wait_for_workers=False)
 
 
-class Board:
+class ProcessEvents:
     """What the launcher tells the ranks, and the agents the launcher."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self._read = {ENDED: 0, RAISED: 0}
 
-    def post_dead(self, ended: Ended) -> None:
+    def post_dead(self, ended: ProcessExit) -> None:
         """Tell the ranks that a rank, server or evaluator has failed."""
         who = ended.name if ended.rank is None else ended.rank
         self.store.set(f"{DEAD}/{who}", json.dumps({"rank": ended.rank, "reason": ended.reason()}))
@@ -80,28 +80,28 @@ class Board:
         keys = {name: f"{ALIVE}/{name}" for name in names}
         return {name: self.store.get(key).decode() if self.store.check([key]) else "" for name, key in keys.items()}
 
-    def post_ended(self, ended: Ended) -> None:
+    def post_ended(self, ended: ProcessExit) -> None:
         """Tell the launcher that a program of this host has ended."""
         self._post(ENDED, ended)
 
-    def post_raised(self, raised: Ended) -> None:
+    def post_raised(self, raised: ProcessExit) -> None:
         """Tell the launcher that a program of this host has left a report, and not ended yet."""
         self._post(RAISED, raised)
 
-    def read_ended(self) -> list[Ended]:
+    def read_ended(self) -> list[ProcessExit]:
         """What agents have posted of programs that ended since the last call."""
         return self._read_new(ENDED)
 
-    def read_raised(self) -> list[Ended]:
+    def read_raised(self) -> list[ProcessExit]:
         """What agents have posted of programs that raised since the last call."""
         return self._read_new(RAISED)
 
-    def _post(self, kind: str, what: Ended) -> None:
+    def _post(self, kind: str, what: ProcessExit) -> None:
         number = self.store.add(f"{kind}/next", 1)
         self.store.set(f"{kind}/{number}", what.to_json())
         self.store.add(kind, 1)
 
-    def _read_new(self, kind: str) -> list[Ended]:
+    def _read_new(self, kind: str) -> list[ProcessExit]:
         found = []
         count = self.store.add(kind, 0)
         # Numbers are drawn before they are filled: one may be counted while a lower one is still on its way.
@@ -110,10 +110,10 @@ class Board:
             found.append(self._read_one(f"{kind}/{self._read[kind]}"))
         return found
 
-    def _read_one(self, key: str) -> Ended:
+    def _read_one(self, key: str) -> ProcessExit:
         text = self.store.get(key)
         try:
-            return Ended.from_json(text)
+            return ProcessExit.from_json(text)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ProtocolError(
                 f"{key} in the store is no agent's report: {text[:80]!r}; who else writes there?"

@@ -6,39 +6,79 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Literal
 
-from syncline.launch.crew import Crew
-from syncline.launch.failures import Ended, culprit, listed
-from syncline.launch.heartbeats import HeartbeatMonitor
-from syncline.launch.store import Board
+from syncline.environment.heartbeats import LEFT
+from syncline.launch.processes import Processes, ProcessExit, ProcessState, first_failure, format_names
+from syncline.launch.store import ProcessEvents
 
-__all__ = ["Policy", "Supervisor", "Tick"]
+__all__ = ["FailurePolicy", "HeartbeatMonitor", "Supervisor", "Tick"]
 
-Policy = Literal["stop", "continue"]
+MAX_GAP_S = 2.0
+"""Largest time in seconds that counts between two checks: the launcher itself may have been suspended."""
+
+
+class HeartbeatMonitor:
+    """Counts the seconds in which a program's heartbeat number stays the same.
+
+    A program that has no world yet, or has left its world, sends none. It counts as alive unless a signal has stopped
+    it. So does one that computes: compiled code may keep the thread that sends the heartbeats from running.
+
+    >>> watch = HeartbeatMonitor(lost_after=3.0)
+    >>> [watch.look(now, {"rank 0": "7", "rank 1": str(now)}, dict) for now in (0.0, 2.0, 4.0)]
+    [{}, {}, {'rank 0': 4.0}]
+    """
+
+    def __init__(self, lost_after: float) -> None:
+        self._lost_after = lost_after
+        self._looked: float | None = None
+        self._signs: dict[str, str] = {}
+        self._silent: dict[str, float] = {}
+
+    def look(
+        self, now: float, signs: Mapping[str, str], states: Callable[[], Mapping[str, ProcessState]]
+    ) -> dict[str, float]:
+        """Check the latest heartbeat of each running program, "" for none. Returns the programs that were silent for
+        too long, with the seconds.
+
+        `states` is called only if a heartbeat is the same as before.
+        """
+        gap = 0.0 if self._looked is None else min(now - self._looked, MAX_GAP_S)
+        self._looked = now
+        same = [name for name, sign in signs.items() if self._signs.get(name) == sign]
+        found = states() if same else {}
+        for name, sign in signs.items():
+            owes = sign not in ("", LEFT) or found.get(name) == "stopped"
+            silent = name in same and owes and found.get(name) != "busy"
+            self._silent[name] = self._silent.get(name, 0.0) + gap if silent else 0.0
+            self._signs[name] = sign
+        return {name: self._silent[name] for name in signs if self._silent[name] > self._lost_after}
+
+
+FailurePolicy = Literal["stop", "continue"]
 Tick = Callable[[], str | None]
 """Called again and again while programs run; a reason to end them, or None."""
 ENDED_EARLY = 124
 """The exit code where `tick` has ended a run, as timeout(1) has it."""
 
 PERIOD = 0.03
-GRACE = 5.0
+EXIT_TIMEOUT_S = 5.0
 """Seconds between asking programs to end and killing them."""
 SAVE_TIMEOUT_S = 20.0
 """The same in seconds where ranks save before they end. Slurm and Kubernetes kill after 30."""
 STOPPED = 128 + signal.SIGINT
 """The exit code of a rank that has stopped as it was asked to."""
-ANSWER = 5.0
+KILL_TIMEOUT_S = 5.0
 """Seconds between killing programs and going without them: a host that is cut off does not answer."""
-SETTLE = 1.0
+BLAME_WAIT_S = 1.0
 """Seconds to look for the one who failed, when all that is known are ranks that were left alone."""
-LAST_WORK = 60.0
+EVALUATOR_TIMEOUT_S = 60.0
 """Seconds that an evaluator has for its last work when all ranks have ended well."""
-NOTICE = 1.0
+CHECK_EVERY_S = 1.0
 """Seconds between looks at what is not urgent, and before the user is told for whom we wait."""
-SAME_KEY = 0.2
+SAME_SIGNAL_S = 0.2
 """A second signal within so many seconds is the first one again: wrappers like `uv run` forward Ctrl-C once more."""
 FORWARDED = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
 
@@ -59,11 +99,11 @@ class Supervisor:
 
     def __init__(
         self,
-        crew: Crew,
-        board: Board,
+        crew: Processes,
+        board: ProcessEvents,
         ranks: int,
         *,
-        policy: Policy,
+        policy: FailurePolicy,
         say: Callable[[str], None],
         tick: Tick | None = None,
         finishing: Collection[str] = (),
@@ -79,14 +119,14 @@ class Supervisor:
         """Names of those who may finish what they are at when all ranks have ended."""
         self._saves = saves
         self._end_signal = signal.SIGKILL if saves else signal.SIGTERM
-        self._grace = GRACE
+        self._grace = EXIT_TIMEOUT_S
         self._stopped = False
         """Whether ranks have stopped, by their exit code, at a signal that did not come from this launcher."""
         self._ranks_ended: float | None = None
         self.ended_early: str | None = None
         """Why `tick` wanted an end."""
         self._ranks = self._ranks_left = ranks
-        self._failures: dict[str, Ended] = {}
+        self._failures: dict[str, ProcessExit] = {}
         self._signals: list[tuple[int, float]] = []
         self._asked: float | None = None
         self._first_failure = 0.0
@@ -115,19 +155,21 @@ class Supervisor:
         return self._conclude()
 
     @property
-    def failure(self) -> Ended | None:
+    def failure(self) -> ProcessExit | None:
         """Who failed first, as far as one can tell; None where nobody has."""
-        return culprit(list(self._failures.values())) if self._failures else None
+        return first_failure(list(self._failures.values())) if self._failures else None
 
     def _gives_up(self) -> bool:
         """Whether those who are left do not even answer to being killed; closing hangs up on them."""
-        if self._asked is None or time.monotonic() - self._asked <= self._grace + ANSWER:
+        if self._asked is None or time.monotonic() - self._asked <= self._grace + KILL_TIMEOUT_S:
             return False
         names = ", ".join(self._crew.running())
-        self._say(f"{names} gave no answer within {ANSWER:.0f} s of being killed; look whether the host can be reached")
+        self._say(
+            f"{names} did not end within {KILL_TIMEOUT_S:.0f} s of being killed; check whether the host can be reached"
+        )
         return True
 
-    def _take_note(self, ended: list[Ended]) -> None:
+    def _take_note(self, ended: list[ProcessExit]) -> None:
         for one in ended:
             if one.name in self._lost:
                 continue
@@ -137,7 +179,7 @@ class Supervisor:
             elif one.failed and self._asked is None:
                 self._fail(one)
 
-    def _fail(self, ended: Ended) -> None:
+    def _fail(self, ended: ProcessExit) -> None:
         if ended.name in self._failures:
             return
         self._first_failure = self._first_failure or time.monotonic()
@@ -154,12 +196,12 @@ class Supervisor:
         now = time.monotonic()
         if self._signals:
             first, since = self._signals[0]
-            again = self._signals[-1][1] - since > SAME_KEY
+            again = self._signals[-1][1] - since > SAME_SIGNAL_S
             self._grace = SAVE_TIMEOUT_S if self._saves and self._asked is None else self._grace
             self._ask(signal.SIGINT if self._saves else FORWARDED[signal.Signals(first)], now, self._saves)
             if again:
                 self._crew.signal(signal.SIGKILL)
-        if self._asked is None and now - self._listened >= NOTICE:
+        if self._asked is None and now - self._listened >= CHECK_EVERY_S:
             self._listened = now
             self._kill_silent(now)
         if self._tick is not None and self._asked is None:
@@ -176,9 +218,9 @@ class Supervisor:
             for one in self._crew.raised():
                 self._fail(one)
             own = [one for one in self._failures.values() if not one.consequence()]
-            if own or now - self._first_failure > SETTLE:
+            if own or now - self._first_failure > BLAME_WAIT_S:
                 self._ask(self._end_signal, now)
-        elif now - self._looked > NOTICE:
+        elif now - self._looked > CHECK_EVERY_S:
             self._looked = now
             self._notice_those_who_do_not_end(now)
 
@@ -193,26 +235,26 @@ class Supervisor:
             self._lost.add(name)
             self._ranks_left -= rank is not None
             self._crew.kill(name)
-            self._fail(Ended(name=name, rank=rank, code=-signal.SIGKILL, silent=seconds))
+            self._fail(ProcessExit(name=name, rank=rank, code=-signal.SIGKILL, silent=seconds))
 
     def _end_the_rest(self, now: float) -> None:
         """All ranks have ended: servers are asked to end too, after an evaluator has had time to finish."""
         self._ranks_ended = now if self._ranks_ended is None else self._ranks_ended
         at_work = [name for name in self._crew.running() if name in self._finishing]
         failed = self._failures and self._policy == "stop"
-        if failed or not at_work or now - self._ranks_ended > LAST_WORK:
+        if failed or not at_work or now - self._ranks_ended > EVALUATOR_TIMEOUT_S:
             self._ask(self._end_signal, now)
-        elif now - self._ranks_ended > NOTICE and at_work[0] not in self._told:
+        elif now - self._ranks_ended > CHECK_EVERY_S and at_work[0] not in self._told:
             self._told.add(at_work[0])
-            self._say(f"{', '.join(at_work)} is still at work, and has {LAST_WORK:.0f} s; Ctrl-C: no longer")
+            self._say(f"{', '.join(at_work)} is still at work, and has {EVALUATOR_TIMEOUT_S:.0f} s; Ctrl-C: no longer")
 
     def _wait_for_the_end(self, seconds: float) -> None:
         if seconds > self._grace:
             self._crew.signal(signal.SIGKILL)
-        elif seconds > NOTICE and "" not in self._told:
+        elif seconds > CHECK_EVERY_S and "" not in self._told:
             self._told.add("")
             names = ", ".join(self._crew.running())
-            left = self._grace - NOTICE
+            left = self._grace - CHECK_EVERY_S
             self._say(
                 f"{names} may take {left:.0f} s more to end, then a signal ends them; press Ctrl-C to end them at once"
             )
@@ -220,13 +262,13 @@ class Supervisor:
     def _notice_those_who_do_not_end(self, now: float) -> None:
         for one in self._crew.raised():
             since = self._raised.setdefault(one.name, now)
-            if now - since >= GRACE and one.name not in self._told and one.report is not None:
+            if now - since >= EXIT_TIMEOUT_S and one.name not in self._told and one.report is not None:
                 self._told.add(one.name)
                 stops = self._policy == "stop"
                 self._say(
                     f"{one.name} has raised {one.report.summary} but does not end: "
                     "its threads or exit handlers are still at work"
-                    + (f"; after {GRACE:.0f} s it counts as failed, and all are ended" if stops else "")
+                    + (f"; after {EXIT_TIMEOUT_S:.0f} s it counts as failed, and all are ended" if stops else "")
                 )
                 if stops:
                     self._fail(one)
@@ -247,10 +289,12 @@ class Supervisor:
         if self._policy == "continue":
             all_failed = sum(one.rank is not None for one in failures) == self._ranks
             rest = "failed; the others ended by themselves"
-            self._say(f"all {self._ranks} workers failed" if all_failed else f"{listed([*self._failures])} {rest}")
+            self._say(
+                f"all {self._ranks} workers failed" if all_failed else f"{format_names([*self._failures])} {rest}"
+            )
             # The ranks have done the work of one that was to finish beside them, or have failed themselves.
             return next((one.exit_code for one in failures if one.name not in self._finishing), 0)
-        guilty = culprit(failures)
+        guilty = first_failure(failures)
         others = [one for one in failures if not one.consequence() and not one.same_cause(guilty)]
         while others:
             alike = [one for one in others if one.same_cause(others[0])]
@@ -277,18 +321,18 @@ class Supervisor:
                 signal.signal(number, before[number])
 
 
-def _reason(alike: Sequence[Ended]) -> str:
+def _reason(alike: Sequence[ProcessExit]) -> str:
     """A sentence about programs that failed in the same way."""
     first = alike[0]
     if len(alike) == 1:
         return first.reason(first.name)
-    who = listed([one.name for one in alike])
+    who = format_names([one.name for one in alike])
     if first.report is None:
         return first.reason(who).replace(" was killed", " were killed")
     return f"{who} failed with the same error (exit code {first.code})"
 
 
-def _details(ended: Ended) -> str:
+def _details(ended: ProcessExit) -> str:
     report = ended.report
     if report is None:
         return ""

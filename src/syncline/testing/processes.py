@@ -32,7 +32,7 @@ PRELOADED = (
     "numba",
     "syncline.cli.run",
     "syncline.cli.train",
-    "syncline.launch.in_lab",
+    "syncline.launch.start",
     "syncline.testing",
     "syncline.training.checkpoint",
     "syncline.transports.torch_dist",

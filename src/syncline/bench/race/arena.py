@@ -12,9 +12,8 @@ from typing import Literal, Protocol
 from syncline.bench.race.entrant import Entrant, run
 from syncline.bench.race.field import build_entrant
 from syncline.errors import DivergedError, SynclineError
-from syncline.launch.in_lab import meet_in_lab
 from syncline.launch.lab import Lab
-from syncline.launch.start import LOOPBACK, Ending, Job, local_place, run_quietly
+from syncline.launch.start import LOOPBACK, Job, JobExit, local_place, places_in_lab, run_logged
 from syncline.launch.store import serve_store
 from syncline.training.evaluator import wants_evaluator
 from syncline.training.signals import INTERRUPTED_EXIT_CODE
@@ -59,13 +58,13 @@ class ProcessArena:
             places, address = [local_place(workers)], LOOPBACK
             store = serve_store(address, workers)
         else:
-            places, store, address = meet_in_lab(self._lab, workers, mpi=job.mpi)
+            places, store, address = places_in_lab(self._lab, workers, mpi=job.mpi)
         with open(Path(entrant.folder, "output.txt"), "wb") as log:
-            ending = run_quietly(job, places, store, address, log, tick)
+            ending = run_logged(job, places, store, address, log, tick)
         return _result(ending)
 
 
-def _result(ending: Ending) -> Result:
+def _result(ending: JobExit) -> Result:
     if ending.code == 0:
         return Result("finished")
     if ending.early is not None:

@@ -10,7 +10,7 @@ import torch
 
 from syncline.bench.race.plan import Plan
 from syncline.errors import SpecError
-from syncline.launch.lab.shaping import parse_rate
+from syncline.launch.link_rate import parse_rate
 from syncline.specs import Registry
 from syncline.transports import Network
 from syncline.workloads.base import Workload, batches

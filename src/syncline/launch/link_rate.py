@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from syncline.errors import SpecError
 
-__all__ = ["OPEN", "SYSCTLS", "Shape", "parse_rate"]
+__all__ = ["OPEN", "SYSCTLS", "LinkShape", "parse_rate"]
 
 OPEN = "open"
 
@@ -60,10 +60,10 @@ SYSCTLS = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class LinkShape:
     """A rate in bits a second, and what follows from it.
 
-    >>> Shape(100e6).burst, Shape(100e6).piece
+    >>> LinkShape(100e6).burst, LinkShape(100e6).piece
     (16250, 8125)
     """
 
@@ -96,7 +96,7 @@ class Shape:
         }
 
 
-def parse_rate(text: str) -> Shape | None:
+def parse_rate(text: str) -> LinkShape | None:
     """Read a rate in tc's notation; None stands for "open", a link without a bucket.
 
     >>> parse_rate("2.5gbit").rate
@@ -113,4 +113,4 @@ def parse_rate(text: str) -> Shape | None:
     rate = float(found[1]) * UNITS[found[2]]
     if not SLOWEST <= rate <= FASTEST:
         raise SpecError(f"a lab's rate lies between 256kbit and 100gbit (rate: {text!r})")
-    return Shape(rate)
+    return LinkShape(rate)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["Sweeper", "remove_unmapped", "sweep_after_mpiexec"]
+__all__ = ["CleanupProcess", "clean_up_after_mpiexec", "remove_unmapped_memory"]
 
 SHARED = "/dev/shm"  # noqa: S108 - MPICH chooses it
 SEGMENTS = "mpich_shm_*"
@@ -28,7 +28,7 @@ EXIT_TIMEOUT_S, POLL_S = 2.0, 0.1
 """Seconds that killed ranks may take to release the memory, and between two checks for that."""
 
 
-class Sweeper:
+class CleanupProcess:
     """The supervisor's end of the pipe."""
 
     def __init__(self, folder: str, mpi: bool = False) -> None:
@@ -63,12 +63,12 @@ class Sweeper:
             self._process.stdin.flush()
 
 
-def sweep_after_mpiexec() -> None:
+def clean_up_after_mpiexec() -> None:
     """Start a sweeper for the mpiexec that this process is about to become."""
-    Sweeper("", mpi=True).outlive()
+    CleanupProcess("", mpi=True).outlive()
 
 
-def remove_unmapped(since: float, folder: str = SHARED, proc: str = "/proc") -> list[Path]:
+def remove_unmapped_memory(since: float, folder: str = SHARED, proc: str = "/proc") -> list[Path]:
     """Remove this user's MPICH memory made after `since` that no process has mapped. Returns what is still mapped."""
     made = [path for path in Path(folder).glob(SEGMENTS) if _is_ours(path, since)]
     mapped = _mapped(proc) if made else set()
@@ -121,7 +121,7 @@ def main() -> None:
     if sys.argv[1]:
         shutil.rmtree(sys.argv[1], ignore_errors=True)
     until = time.monotonic() + EXIT_TIMEOUT_S
-    while "--mpi" in sys.argv[2:] and remove_unmapped(since) and time.monotonic() < until:
+    while "--mpi" in sys.argv[2:] and remove_unmapped_memory(since) and time.monotonic() < until:
         time.sleep(POLL_S)
 
 

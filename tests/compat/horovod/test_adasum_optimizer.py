@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.compat.horovod.adasum import combine
-from syncline.compat.horovod.basics import Adasum
 from syncline.compat.horovod.compression import Compression
-from syncline.compat.horovod.context import init
+from syncline.compat.horovod.context import Adasum, ProcessSet, init
+from syncline.compat.horovod.execution import combine
 from syncline.compat.horovod.optimizer import DistributedOptimizer
-from syncline.compat.horovod.process_sets import ProcessSet
 from syncline.errors import IncompatibleError, UnsupportedError
 from syncline.testing import Pool
 from tests.compat.horovod.training import loss_of, wrapped

@@ -10,12 +10,10 @@ import pytest
 import torch
 
 import syncline as sl
-from syncline.compat.horovod.basics import Sum
-from syncline.compat.horovod.context import init, is_initialized
-from syncline.compat.horovod.elastic import ElasticSampler, ObjectState, State, TorchState, run
-from syncline.compat.horovod.elastic.state import ADDED, REMOVED
+from syncline.compat.horovod.context import Sum, init, is_initialized
+from syncline.compat.horovod.elastic import ADDED, REMOVED, ElasticSampler, ObjectState, State, TorchState, run
 from syncline.compat.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
-from syncline.compat.horovod.functional import allreduce
+from syncline.compat.horovod.ops import allreduce
 from syncline.compat.horovod.optimizer import DistributedOptimizer
 from syncline.errors import SpecError
 from syncline.transports.faults import Kill
@@ -391,7 +389,7 @@ import torch
 from syncline.compat.horovod.context import init, shutdown
 from syncline.compat.horovod.elastic import ElasticSampler, TorchState, run
 from syncline.compat.horovod.errors import HorovodInternalError
-from syncline.compat.horovod.functional import allreduce
+from syncline.compat.horovod.ops import allreduce
 from syncline.compat.horovod.optimizer import DistributedOptimizer
 
 init()
@@ -449,7 +447,7 @@ import signal, torch
 from syncline.compat.horovod.context import init
 from syncline.compat.horovod.elastic import TorchState, run
 from syncline.compat.horovod.errors import HorovodInternalError
-from syncline.compat.horovod.functional import allreduce
+from syncline.compat.horovod.ops import allreduce
 
 init()
 state = TorchState(batch=0)

@@ -10,16 +10,15 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.compat.horovod.context import init, shutdown
+from syncline.compat.horovod.context import ProcessSet, init, shutdown
 from syncline.compat.horovod.errors import NotInitializedError
-from syncline.compat.horovod.functions import (
+from syncline.compat.horovod.objects import (
     allgather_object,
     broadcast_object,
     broadcast_object_fn,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from syncline.compat.horovod.process_sets import ProcessSet
 from syncline.errors import IncompatibleError
 from syncline.testing import Pool
 from tests.compat.horovod.training import loss_of, wrapped

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import torch
 
-from syncline.compat.horovod.negotiation import Table
-from syncline.compat.horovod.requests import Part, Request
+from syncline.compat.horovod.messages import OperationRequest, TensorInfo
+from syncline.compat.horovod.negotiation import NegotiationTable
 
 
-def summed(name: str, *shape: int, op: str = "sum") -> Request:
-    return Request("allreduce", f"allreduce.{name}", (Part(torch.float32, shape),), op)
+def summed(name: str, *shape: int, op: str = "sum") -> OperationRequest:
+    return OperationRequest("allreduce", f"allreduce.{name}", (TensorInfo(torch.float32, shape),), op)
 
 
-def gathered(name: str, rows: int) -> Request:
-    return Request("allgather", f"allgather.{name}", (Part(torch.float32, (rows, 2)),))
+def gathered(name: str, rows: int) -> OperationRequest:
+    return OperationRequest("allgather", f"allgather.{name}", (TensorInfo(torch.float32, (rows, 2)),))
 
 
-def ask_all(table: Table, requests: list[Request]) -> None:
+def ask_all(table: NegotiationTable, requests: list[OperationRequest]) -> None:
     for rank, request in enumerate(requests):
         table.ask(rank, 0, [request], 0.0)
 
 
 def test_an_operation_is_ready_when_the_last_rank_has_asked() -> None:
-    table = Table(3, 8)
+    table = NegotiationTable(3, 8)
     for rank in (2, 0):
         table.ask(rank, 0, [summed("w", 4)], 0.0)
         assert not table.settle()
@@ -34,7 +34,7 @@ def test_an_operation_is_ready_when_the_last_rank_has_asked() -> None:
 
 
 def test_known_ones_are_asked_for_by_bits_and_come_in_the_order_of_their_numbers() -> None:
-    table = Table(2, 8)
+    table = NegotiationTable(2, 8)
     for name in "abc":
         ask_all(table, [summed(name, 2), summed(name, 2)])
     assert [plan.number for plan in table.settle().plans] == [0, 1, 2]
@@ -51,7 +51,7 @@ def test_known_ones_are_asked_for_by_bits_and_come_in_the_order_of_their_numbers
 def test_a_bit_means_what_was_asked_for_the_last_time() -> None:
     """One rank asks as before, the other for another number of rows: both orders of arrival."""
     for bit_first in (True, False):
-        table = Table(2, 8)
+        table = NegotiationTable(2, 8)
         ask_all(table, [gathered("g", 3), gathered("g", 4)])
         assert table.settle().plans[0].rows == ((3,), (4,))
         if bit_first:
@@ -69,7 +69,7 @@ def test_a_bit_means_what_was_asked_for_the_last_time() -> None:
 
 
 def test_a_changed_shape_on_one_rank_is_a_mismatch_though_the_other_set_a_bit() -> None:
-    table = Table(2, 8)
+    table = NegotiationTable(2, 8)
     ask_all(table, [summed("w", 4), summed("w", 4)])
     table.settle()
     table.ask(0, 0b1, [], 0.0)
@@ -80,23 +80,23 @@ def test_a_changed_shape_on_one_rank_is_a_mismatch_though_the_other_set_a_bit() 
 
 
 def test_what_differs_is_named_with_its_ranks() -> None:
-    table = Table(3, 8)
+    table = NegotiationTable(3, 8)
     ask_all(table, [summed("w", 4), summed("w", 4, op="min"), summed("w", 4)])
     assert table.settle().failures[0].why == "the ranks differ in op: sum on ranks 0, 2, min on rank 1"
 
 
 def test_unnamed_ones_and_those_beyond_the_capacity_get_no_number() -> None:
-    table = Table(2, 1)
+    table = NegotiationTable(2, 1)
     for name in ("noname.0", "a", "b"):
         ask_all(table, [summed(name, 2), summed(name, 2)])
     assert [plan.number for plan in table.settle().plans] == [-1, 0, -1]
 
 
 def test_a_rank_that_has_joined_takes_part_in_sums_known_or_new() -> None:
-    table = Table(2, 8)
+    table = NegotiationTable(2, 8)
     ask_all(table, [summed("a", 2), summed("a", 2)])
     table.settle()
-    table.ask(1, 0, [Request("join", "join.noname.0")], 0.0)
+    table.ask(1, 0, [OperationRequest("join", "join.noname.0")], 0.0)
     assert not table.settle()
     table.ask(0, 0b1, [summed("new", 3)], 0.0)
     answer = table.settle()
@@ -104,17 +104,17 @@ def test_a_rank_that_has_joined_takes_part_in_sums_known_or_new() -> None:
     assert [plan.number for plan in answer.plans] == [-1]
     table.ask(0, 0, [gathered("g", 1)], 0.0)
     assert "after ranks [1] have joined" in table.settle().failures[0].why
-    table.ask(0, 0, [Request("join", "join.noname.0")], 0.0)
+    table.ask(0, 0, [OperationRequest("join", "join.noname.0")], 0.0)
     (plan,) = table.settle().plans
     assert plan.rows == ((0,),)
     assert not table.waiting
 
 
 def test_known_gathers_fail_after_a_join_but_not_if_they_were_asked_for_before() -> None:
-    table = Table(2, 8)
+    table = NegotiationTable(2, 8)
     ask_all(table, [gathered("g", 1), gathered("g", 1)])
     table.settle()
-    table.ask(1, 0b1, [Request("join", "join.noname.0")], 0.0)
+    table.ask(1, 0b1, [OperationRequest("join", "join.noname.0")], 0.0)
     table.ask(0, 0b1, [], 0.0)
     assert table.settle().mask == 0b1
     table.ask(0, 0b1, [], 0.0)
@@ -122,7 +122,7 @@ def test_known_gathers_fail_after_a_join_but_not_if_they_were_asked_for_before()
 
 
 def test_who_has_left_is_named_to_those_who_ask() -> None:
-    table = Table(3, 8)
+    table = NegotiationTable(3, 8)
     ask_all(table, [summed("a", 2)] * 3)
     table.settle()
     table.ask(0, 0b1, [summed("b", 2)], 0.0)
@@ -141,19 +141,19 @@ def test_who_has_left_is_named_to_those_who_ask() -> None:
 
 
 def test_a_join_that_a_rank_which_has_left_will_not_ask_for_fails() -> None:
-    table = Table(3, 8)
-    table.ask(0, 0, [Request("join", "join.noname.0")], 0.0)
+    table = NegotiationTable(3, 8)
+    table.ask(0, 0, [OperationRequest("join", "join.noname.0")], 0.0)
     assert not table.settle()
     table.leave(2, "rank 2 has shut down")
     (failure,) = table.settle().failures
     assert (failure.name, failure.why, failure.only) == ("join.noname.0", "rank 2 has shut down", (0,))
-    table.ask(1, 0, [Request("join", "join.noname.0")], 0.0)
+    table.ask(1, 0, [OperationRequest("join", "join.noname.0")], 0.0)
     assert [failure.only for failure in table.settle().failures] == [(1,)]
     assert not table.waiting
 
 
 def test_what_a_rank_has_asked_for_before_it_left_is_carried_out() -> None:
-    table = Table(3, 8)
+    table = NegotiationTable(3, 8)
     ask_all(table, [summed("a", 2)] * 3)
     table.settle()
     for rank in (2, 0):
@@ -166,7 +166,7 @@ def test_what_a_rank_has_asked_for_before_it_left_is_carried_out() -> None:
 
 
 def test_what_stalls_is_told_with_the_ranks_that_miss_and_may_be_given_up() -> None:
-    table = Table(3, 8)
+    table = NegotiationTable(3, 8)
     ask_all(table, [summed("a", 2)] * 3)
     table.settle()
     table.ask(0, 0b1, [], 10.0)
@@ -183,12 +183,12 @@ def test_what_stalls_is_told_with_the_ranks_that_miss_and_may_be_given_up() -> N
     assert not table.waiting
 
 
-def refused(name: str, why: str = "bad") -> Request:
-    return Request("allreduce", f"allreduce.{name}", refusal=why)
+def refused(name: str, why: str = "bad") -> OperationRequest:
+    return OperationRequest("allreduce", f"allreduce.{name}", refusal=why)
 
 
 def test_who_waits_for_a_call_that_was_refused_is_told_at_once() -> None:
-    table = Table(3, 8)
+    table = NegotiationTable(3, 8)
     ask_all(table, [summed("a", 2)] * 3)
     table.settle()
     table.ask(0, 0b1, [], 0.0)
@@ -202,7 +202,7 @@ def test_who_waits_for_a_call_that_was_refused_is_told_at_once() -> None:
 
 
 def test_the_next_time_waits_until_all_know_of_the_refusal() -> None:
-    table = Table(3, 8)
+    table = NegotiationTable(3, 8)
     table.ask(1, 0, [refused("a")], 0.0)
     table.ask(1, 0, [summed("a", 2)], 0.0)
     table.ask(0, 0, [summed("a", 2)], 0.0)
@@ -218,7 +218,7 @@ def test_the_next_time_waits_until_all_know_of_the_refusal() -> None:
 
 
 def test_what_every_rank_refuses_is_forgotten() -> None:
-    table = Table(2, 8)
+    table = NegotiationTable(2, 8)
     for _ in range(2):
         ask_all(table, [refused("a")] * 2)
         assert not table.settle()

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.compat.horovod.basics import Adasum, Average, Max, Sum
 from syncline.compat.horovod.compression import Compression, Compressor
-from syncline.compat.horovod.context import init, shutdown
+from syncline.compat.horovod.context import Adasum, Average, Max, ProcessSet, Sum, init, shutdown
 from syncline.compat.horovod.errors import NotInitializedError
 from syncline.compat.horovod.ops import join
 from syncline.compat.horovod.optimizer import DistributedOptimizer
-from syncline.compat.horovod.process_sets import ProcessSet
 from syncline.errors import IncompatibleError
 from syncline.testing import Pool
 from tests.compat.horovod.training import (

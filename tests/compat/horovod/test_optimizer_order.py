@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import syncline as sl
-from syncline.compat.horovod.basics import Sum
-from syncline.compat.horovod.context import init, shutdown
+from syncline.compat.horovod.context import Sum, init, shutdown
 from syncline.compat.horovod.ops import join
 from syncline.compat.horovod.optimizer import DistributedOptimizer
 from syncline.testing import Pool

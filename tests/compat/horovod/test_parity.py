@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import syncline as sl
 import syncline.compat.horovod.torch as hvd
 from syncline.compat.horovod import engine
-from syncline.compat.horovod.operations import carry_out
-from syncline.compat.horovod.process_sets import ProcessSet
+from syncline.compat.horovod.context import ProcessSet
+from syncline.compat.horovod.execution import execute
 from tests.compat.horovod.training import loss_of
 from tests.strategies.cases import backward, flat, mlp
 
@@ -580,12 +580,12 @@ def test_a_rank_that_breaks_within_an_operation_is_told_of(monkeypatch: pytest.M
     """What comes after it does not wait for that rank."""
 
     def breaking(team: Any, group: Any, *rest: Any) -> Any:
-        results = carry_out(team, group, *rest)
+        results = execute(team, group, *rest)
         if team.world.rank == 1 and group.plans[0].request.label == "x":
             raise MemoryError("no room for the result")
         return results
 
-    monkeypatch.setattr(engine, "carry_out", breaking)
+    monkeypatch.setattr(engine, "execute", breaking)
 
     def case(world: sl.World) -> tuple[float, str]:
         if world.rank == 1:

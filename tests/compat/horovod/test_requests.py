@@ -7,24 +7,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.compat.horovod.requests import (
+from syncline.compat.horovod.messages import (
     DTYPES,
     KINDS,
     OPS,
     Departure,
-    Failed,
-    Part,
-    Plan,
-    Reader,
-    Request,
-    Writer,
+    MessageReader,
+    MessageWriter,
+    OperationFailure,
+    OperationPlan,
+    OperationRequest,
+    TensorInfo,
 )
 from syncline.errors import ProtocolError
 
 numbers = st.integers(0, 2**62)
-parts = st.builds(Part, st.sampled_from(DTYPES), st.lists(numbers, max_size=4).map(tuple))
+parts = st.builds(TensorInfo, st.sampled_from(DTYPES), st.lists(numbers, max_size=4).map(tuple))
 requests = st.builds(
-    Request,
+    OperationRequest,
     st.sampled_from(KINDS),
     st.text(max_size=40),
     st.lists(parts, max_size=3).map(tuple),
@@ -36,25 +36,29 @@ requests = st.builds(
     st.lists(numbers, max_size=5).map(tuple),
     st.text(max_size=40),
 )
-plans = st.builds(Plan, requests, st.integers(-1, 5000), st.lists(st.lists(numbers).map(tuple), max_size=4).map(tuple))
+plans = st.builds(
+    OperationPlan, requests, st.integers(-1, 5000), st.lists(st.lists(numbers).map(tuple), max_size=4).map(tuple)
+)
 
 
 @given(plans)
-def test_what_is_packed_is_read_again(plan: Plan) -> None:
-    writer = Writer()
+def test_what_is_packed_is_read_again(plan: OperationPlan) -> None:
+    writer = MessageWriter()
     plan.pack(writer)
-    others = Failed("a", "b", (1, 2), (3,)), Departure(4, "why", True, 3, ((0, 7), (1, 2)))
+    others = OperationFailure("a", "b", (1, 2), (3,)), Departure(4, "why", True, 3, ((0, 7), (1, 2)))
     for other in others:
         other.pack(writer)
-    reader = Reader(writer.data, peer=3)
-    assert Plan.read(reader) == plan
-    assert (Failed.read(reader), Departure.read(reader)) == others
+    reader = MessageReader(writer.data, peer=3)
+    assert OperationPlan.read(reader) == plan
+    assert (OperationFailure.read(reader), Departure.read(reader)) == others
     assert reader.left() == 0
 
 
 @given(requests, st.data())
-def test_what_is_cut_or_changed_is_refused_or_read_but_never_breaks(request: Request, data: st.DataObject) -> None:
-    writer = Writer()
+def test_what_is_cut_or_changed_is_refused_or_read_but_never_breaks(
+    request: OperationRequest, data: st.DataObject
+) -> None:
+    writer = MessageWriter()
     request.pack(writer)
     raw = bytearray(writer.data)
     if data.draw(st.booleans()):
@@ -64,15 +68,15 @@ def test_what_is_cut_or_changed_is_refused_or_read_but_never_breaks(request: Req
         raw[place] = data.draw(st.integers(0, 255))
     found: object
     try:
-        found = Request.read(Reader(raw, peer=3))
+        found = OperationRequest.read(MessageReader(raw, peer=3))
     except ProtocolError as error:
         found = error.peer
-    assert isinstance(found, Request) or found == 3
+    assert isinstance(found, OperationRequest) or found == 3
 
 
 def test_a_length_that_lies_is_refused_before_anything_is_made_of_it() -> None:
     with pytest.raises(ProtocolError, match="rank 5 sent what cannot be read"):
-        Reader(b"\x01\x02", peer=5).numbers(1 << 40)
+        MessageReader(b"\x01\x02", peer=5).numbers(1 << 40)
 
 
 def test_dtypes_keep_their_numbers() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.compat.horovod.settings import LEVELS, Settings, read, without_effect
+from syncline.compat.horovod.settings import LEVELS, HorovodSettings, read, without_effect
 from syncline.errors import SpecError
 
 
 def test_nothing_set_gives_horovods_defaults() -> None:
-    assert read({}) == read({"HOROVOD_CYCLE_TIME": "", "HOROVOD_TIMELINE": ""}) == Settings()
+    assert read({}) == read({"HOROVOD_CYCLE_TIME": "", "HOROVOD_TIMELINE": ""}) == HorovodSettings()
     found = read({})
     assert (found.fusion_bytes, found.cycle_seconds, found.cache_capacity) == (128 * 1024 * 1024, 0.001, 1024)
     assert (found.stall_warning, found.stall_shutdown, found.stall_check) == (60.0, 0.0, True)
@@ -31,7 +31,7 @@ def test_all_of_them() -> None:
             "HOROVOD_LOG_LEVEL": "DEBUG",
         }
     )
-    assert found == Settings(
+    assert found == HorovodSettings(
         fusion_bytes=0,
         cycle_seconds=0.0035,
         cache_capacity=12,

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.compat.horovod.context import init, shutdown
-from syncline.compat.horovod.process_sets import ProcessSet
+from syncline.compat.horovod.context import ProcessSet, init, shutdown
 from syncline.compat.horovod.sync_batch_norm import SyncBatchNorm
 from syncline.errors import IncompatibleError
 from syncline.testing import Pool

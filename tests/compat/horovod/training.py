@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 import syncline as sl
 from syncline.compat.horovod.compression import Compression
 from syncline.compat.horovod.context import init
-from syncline.compat.horovod.functions import broadcast_optimizer_state, broadcast_parameters
+from syncline.compat.horovod.objects import broadcast_optimizer_state, broadcast_parameters
 from syncline.compat.horovod.optimizer import DistributedOptimizer
 from tests.strategies.cases import OPTIMIZERS, backward, flat, mlp
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from syncline.codecs import Codec, build_codec
 from syncline.errors import IncompatibleError, UnsupportedError
 
-__all__ = ["Coded", "Compression", "Compressor", "FP16Compressor", "NoneCompressor", "codec_of"]
+__all__ = ["CodecCompression", "Compression", "Compressor", "FP16Compressor", "NoneCompressor", "codec_of"]
 
 
 class Compressor:
@@ -66,10 +66,10 @@ class FP16Compressor(Compressor):
         return tensor.to(ctx) if ctx.is_floating_point else tensor
 
 
-class Coded:
+class CodecCompression:
     """A codec of ours, for `DistributedOptimizer`: it sums what the ranks send in its own way.
 
-    >>> Coded("topk(0.01)|quantize(4)")
+    >>> CodecCompression("topk(0.01)|quantize(4)")
     Compression.codec('topk(0.01)|quantize(4)')
     """
 
@@ -102,9 +102,9 @@ class Compression:
     fp16: ClassVar[type[Compressor]] = FP16Compressor
 
     @staticmethod
-    def codec(spec: str | Codec) -> Coded:
+    def codec(spec: str | Codec) -> CodecCompression:
         """Any codec of ours, as a spec or an object."""
-        return Coded(spec)
+        return CodecCompression(spec)
 
 
 def codec_of(compression: Any) -> Codec | None:
@@ -113,7 +113,7 @@ def codec_of(compression: Any) -> Codec | None:
     >>> codec_of(Compression.fp16), codec_of("quantize(4)"), codec_of(Compression.none)
     (cast('fp16'), quantize(4), None)
     """
-    if isinstance(compression, Coded):
+    if isinstance(compression, CodecCompression):
         return compression.codec
     if compression is None or isinstance(compression, (str, Codec)):
         return build_codec(compression)

@@ -2,28 +2,163 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from enum import IntEnum
 from typing import Any, Protocol
 
 import torch
 
-from syncline.compat.horovod.engine import Engine
+from syncline.compat.horovod.engine import ProcessSetEngine
 from syncline.compat.horovod.errors import NotInitializedError, UninitializedOperationError
-from syncline.compat.horovod.handles import Handles, Pending
-from syncline.compat.horovod.lockstep import Lockstep
-from syncline.compat.horovod.process_sets import ProcessSet, global_process_set
-from syncline.compat.horovod.requests import Plan, Request
-from syncline.compat.horovod.settings import LEVELS, Settings, read, without_effect
-from syncline.compat.horovod.timeline import Timeline, Watcher
+from syncline.compat.horovod.messages import OperationPlan, OperationRequest
+from syncline.compat.horovod.pending import CollectiveCounter, HandleTable, PendingOperation
+from syncline.compat.horovod.settings import LEVELS, HorovodSettings, read, without_effect
+from syncline.compat.horovod.timeline import Timeline, TimelineObserver
 from syncline.errors import IncompatibleError, SynclineError, WorldError
 from syncline.world import Team, World, broadcast, current_world
 from syncline.world import init as init_world
 
-__all__ = ["Context", "Joinable", "context", "init", "is_initialized", "shutdown"]
+__all__ = [
+    "Adasum",
+    "Average",
+    "HorovodContext",
+    "Joinable",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "ReduceOp",
+    "Sum",
+    "add_process_set",
+    "ccl_built",
+    "context",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "get_process_set_ids_and_ranks",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]
+
+
+class ProcessSet:
+    """Some of the ranks; `hvd.init(process_sets=[…])` or `hvd.add_process_set` makes it usable.
+
+    >>> ProcessSet([2, 0]).ranks
+    [0, 2]
+    """
+
+    mpi_comm = None
+    """Horovod's attribute. Here a process set is always made from ranks."""
+
+    def __init__(self, ranks_or_comm: Sequence[int]) -> None:
+        try:
+            found = sorted(ranks_or_comm)
+        except TypeError:
+            found = ["?"]  # type: ignore[list-item]
+        if any(not isinstance(rank, int) or isinstance(rank, bool) for rank in found):
+            raise IncompatibleError(f"a process set is made of a list of ranks, not of {ranks_or_comm!r}")
+        if len(set(found)) != len(found):
+            raise IncompatibleError(f"a process set has each rank once: {found}")
+        self._ranks = found
+        self.process_set_id: int | None = None
+
+    @property
+    def ranks(self) -> list[int]:
+        """Its members."""
+        return self._ranks
+
+    def invalidate(self) -> None:
+        """It was removed."""
+        self.process_set_id = None
+
+    def included(self) -> bool:
+        """Whether this rank is a member."""
+        return context().world.rank in self.ranks
+
+    def rank(self) -> int:
+        """This rank's place among the members; None where the set was not added. An error on other ranks."""
+        if self.process_set_id is None:
+            return None  # type: ignore[return-value]  # as Horovod does; a set that is in use has a rank
+        return context().engine(self).team.rank
+
+    def size(self) -> int:
+        """How many members there are; None where the set was not added."""
+        if self.process_set_id is None:
+            return None  # type: ignore[return-value]  # as Horovod does; a set that is in use has a size
+        context().check_set(self)
+        return len(self.ranks)
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+
+
+class _GlobalSet(ProcessSet):
+    """All ranks, whatever world this is asked in."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.process_set_id = 0
+
+    @property
+    def ranks(self) -> list[int]:
+        return list(range(context().world.size)) if is_initialized() else []
+
+    def invalidate(self) -> None:
+        raise AssertionError("the global process set stays")
+
+
+global_process_set = _GlobalSet()
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Make a set usable after `init()`. Every rank calls it with the same ranks, members or not.
+
+    >>> import torch, syncline as sl
+    >>> import syncline.compat.horovod.torch as hvd
+    >>> def pair(world):
+    ...     hvd.init()
+    ...     last = hvd.add_process_set([1, 2])
+    ...     return hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=last) if last.included() else None
+    >>> sl.simulate(pair, ranks=3).results
+    (None, tensor([2.]), tensor([2.]))
+    """
+    wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    return context().add(wanted)
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Remove a process set. Returns False for the global one, and for one that was not added.
+
+    Every rank calls it, after the set's operations have ended.
+    """
+    if process_set.process_set_id in (0, None):
+        return False
+    return context().remove(process_set)
+
 
 logger = logging.getLogger("syncline")
 
@@ -43,25 +178,25 @@ class Joinable(Protocol):
         ...
 
 
-class Context:
+class HorovodContext:
     """Horovod on one rank, from `init()` to `shutdown()`."""
 
-    def __init__(self, world: World, settings: Settings, owns: bool) -> None:
+    def __init__(self, world: World, settings: HorovodSettings, owns: bool) -> None:
         self.world = world
         self.owns = owns
         self.optimizers: list[Joinable] = []
-        self.timeline: Watcher | None = None
-        self.handles = Handles(world.runtime.lock())
+        self.timeline: TimelineObserver | None = None
+        self.handles = HandleTable(world.runtime.lock())
         first = world.team()
         self.settings = _agreed(settings, first)
-        self._engines: dict[int, Engine | None] = {}
+        self._engines: dict[int, ProcessSetEngine | None] = {}
         self._sets: dict[int, ProcessSet] = {0: global_process_set}
         self._next = 0
         self._adopt(first)
         if settings.timeline is not None:
             self.start_timeline(settings.timeline, settings.mark_cycles)
 
-    def engine_of(self, process_set: ProcessSet) -> Engine | None:
+    def engine_of(self, process_set: ProcessSet) -> ProcessSetEngine | None:
         """What runs a set's operations here; None where this rank is no member."""
         number = process_set.process_set_id
         if number is not None and self._sets.get(number) is process_set:  # as a rule
@@ -76,7 +211,7 @@ class Context:
             raise IncompatibleError(f"{process_set!r} {UNUSED}")
         return number
 
-    def engine(self, process_set: ProcessSet) -> Engine:
+    def engine(self, process_set: ProcessSet) -> ProcessSetEngine:
         """What runs a set's operations here; an error where this rank is no member."""
         engine = self.engine_of(process_set)
         if engine is None:
@@ -103,18 +238,18 @@ class Context:
         """All that can be used, the global one first."""
         return [self._sets[number] for number in sorted(self._sets)]
 
-    def data_team(self, process_set: ProcessSet) -> tuple[Team, Lockstep]:
+    def data_team(self, process_set: ProcessSet) -> tuple[Team, CollectiveCounter]:
         """A channel for the members of a set, and the counter of its collectives. Every member calls it."""
         engine = self.engine(process_set)
 
-        def make(plan: Plan) -> tuple[Team, Lockstep]:
+        def make(plan: OperationPlan) -> tuple[Team, CollectiveCounter]:
             team = self.world.twin(engine.team)
 
             def give_up() -> None:
                 with suppress(SynclineError):  # closed meanwhile
                     team.transport.abort()
 
-            engine.channels.append(Lockstep(self.world.runtime, give_up))
+            engine.channels.append(CollectiveCounter(self.world.runtime, give_up))
             return team, engine.channels[-1]
 
         return self._ask(engine, "team", (), make)  # type: ignore[no-any-return]
@@ -179,7 +314,7 @@ class Context:
         engine = None
         if team.member:
             control = team.transport.split(range(team.size)) if team.size > 1 else None
-            engine = Engine(team, control, self.settings, lambda: self.timeline)
+            engine = ProcessSetEngine(team, control, self.settings, lambda: self.timeline)
         self._engines[number] = engine
         return number
 
@@ -190,22 +325,24 @@ class Context:
             engine.close()
             engine.team.close()
 
-    def _together(self, kind: str, ranks: Sequence[int], action: Callable[[Plan], Any]) -> None:
+    def _together(self, kind: str, ranks: Sequence[int], action: Callable[[OperationPlan], Any]) -> None:
         self._ask(self.engine(global_process_set), kind, tuple(ranks), action)
 
-    def _ask(self, engine: Engine, kind: str, numbers: tuple[int, ...], action: Callable[[Plan], Any]) -> Any:
-        request = Request(kind, engine.unnamed(kind), splits=numbers)
-        pending = Pending(self.world.runtime, request, [], [])
+    def _ask(
+        self, engine: ProcessSetEngine, kind: str, numbers: tuple[int, ...], action: Callable[[OperationPlan], Any]
+    ) -> Any:
+        request = OperationRequest(kind, engine.unnamed(kind), splits=numbers)
+        pending = PendingOperation(self.world.runtime, request, [], [])
         pending.action = action
         engine.submit(pending)
         return engine.wait(pending)
 
 
-class _Door:
+class _ContextSlot:
     """What the world keeps: the context, from an init to a shutdown."""
 
     def __init__(self) -> None:
-        self.context: Context | None = None
+        self.context: HorovodContext | None = None
 
     def close(self) -> None:
         context, self.context = self.context, None
@@ -213,16 +350,16 @@ class _Door:
             context.close()
 
 
-def _door() -> _Door | None:
+def _context_slot() -> _ContextSlot | None:
     try:
-        return current_world().keep("horovod", _Door)
+        return current_world().keep("horovod", _ContextSlot)
     except WorldError:
         return None
 
 
-def context(operation: bool = False) -> Context:
+def context(operation: bool = False) -> HorovodContext:
     """The context of the current world. Without one it raises Horovod's error, which differs for an operation."""
-    door = _door()
+    door = _context_slot()
     if door is None or door.context is None:
         raise UninitializedOperationError if operation else NotInitializedError
     return door.context
@@ -230,7 +367,7 @@ def context(operation: bool = False) -> Context:
 
 def is_initialized() -> bool:
     """Whether `init()` was called, and `shutdown()` not since."""
-    door = _door()
+    door = _context_slot()
     return door is not None and door.context is not None
 
 
@@ -260,8 +397,8 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     idle = without_effect(os.environ)
     if idle and world.rank == 0:
         logger.warning("these variables of Horovod have no effect here: %s", ", ".join(idle))
-    made = Context(world, settings, owns)
-    door = _door()
+    made = HorovodContext(world, settings, owns)
+    door = _context_slot()
     assert door is not None, "there is a world"
     door.context = made
     made.make_static(static)
@@ -269,7 +406,7 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
 
 def shutdown() -> None:
     """Leave; operations that are still asked for fail. A second call does nothing."""
-    door = _door()
+    door = _context_slot()
     if door is None or door.context is None:
         return
     left = door.context
@@ -301,10 +438,144 @@ def _check_comm(comm: Sequence[int] | None, world: World) -> None:
         )
 
 
-def _agreed(settings: Settings, team: Team) -> Settings:
+def _agreed(settings: HorovodSettings, team: Team) -> HorovodSettings:
     """What decides on the order of operations is rank 0's, whatever the others' variables say."""
     if team.size == 1:
         return settings
     mine = [settings.fusion_bytes, settings.cache_capacity, int(settings.hierarchical_allreduce)]
     fusion, capacity, hierarchical = broadcast(torch.tensor(mine), root=0, group=team).tolist()
     return replace(settings, fusion_bytes=fusion, cache_capacity=capacity, hierarchical_allreduce=bool(hierarchical))
+
+
+class ReduceOp(IntEnum):
+    """How tensors are combined, with Horovod's numbers."""
+
+    Average = 0
+    Sum = 1
+    Adasum = 2
+    Min = 3
+    Max = 4
+    Product = 5
+
+
+Average = ReduceOp.Average
+Sum = ReduceOp.Sum
+Adasum = ReduceOp.Adasum
+Min = ReduceOp.Min
+Max = ReduceOp.Max
+Product = ReduceOp.Product
+
+
+def rank() -> int:
+    """This process among all."""
+    return context().world.rank
+
+
+def size() -> int:
+    """How many processes there are."""
+    return context().world.size
+
+
+def local_rank() -> int:
+    """This process among those of its host."""
+    return context().world.local_rank
+
+
+def local_size() -> int:
+    """How many processes this host has."""
+    return context().world.local_size
+
+
+def cross_rank() -> int:
+    """This host among those that have a process with this local rank."""
+    hosts = _hosts_of(local_rank())
+    return hosts.index(context().world.hosts[rank()])
+
+
+def cross_size() -> int:
+    """How many hosts have a process with this local rank."""
+    return len(_hosts_of(local_rank()))
+
+
+def is_homogeneous() -> bool:
+    """Whether all hosts have the same number of processes."""
+    hosts = context().world.hosts
+    return len({hosts.count(host) for host in hosts}) == 1
+
+
+def _hosts_of(number: int) -> list[str]:
+    hosts = context().world.hosts
+    return [host for host in dict.fromkeys(hosts) if hosts.count(host) > number]
+
+
+def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
+    """All process sets that can be used."""
+    found: list[ProcessSet] = context().sets()
+    return {number: list(each.ranks) for each in found if (number := each.process_set_id) is not None}
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Write what happens to each tensor to a file that chrome://tracing shows, until `stop_timeline`."""
+    context().start_timeline(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """End the timeline."""
+    context().stop_timeline()
+
+
+def mpi_threads_supported() -> bool:
+    """Whether MPI may be called by several threads; true where it carries the bytes, for it is asked for so."""
+    if not mpi_enabled():
+        raise IncompatibleError(
+            "Horovod MPI is not enabled: MPI does not carry the bytes of this run; start it with `syncline run --mpi`"
+        )
+    return True
+
+
+def mpi_enabled() -> bool:
+    """Whether MPI carries the bytes of this run; False before `init()`."""
+    return is_initialized() and context().world.transport.name.lower().startswith("mpi")
+
+
+def mpi_built() -> bool:
+    """Whether MPI could: mpi4py is installed."""
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+def gloo_enabled() -> bool:
+    """Whether gloo carries the bytes of this run; False before `init()`."""
+    return is_initialized() and context().world.transport.name == "torch.distributed"
+
+
+def gloo_built() -> bool:
+    """Always: it comes with PyTorch."""
+    return True
+
+
+def nccl_built() -> int:
+    """NCCL's version as one number, 0 without it."""
+    if not torch.cuda.is_available():
+        return 0
+    major, minor, patch = (*torch.cuda.nccl.version(), 0, 0)[:3]  # type: ignore[no-untyped-call]
+    return int(major) * 10_000 + int(minor) * 100 + int(patch)
+
+
+def ddl_built() -> bool:
+    """Never: IBM's library is not used."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Never: oneCCL is not used."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Whether this PyTorch was built with CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Whether this PyTorch was built with ROCm."""
+    return torch.version.hip is not None

@@ -25,9 +25,13 @@ from typing import Any
 import torch
 
 from syncline.compat.horovod.errors import HorovodInternalError
-from syncline.compat.horovod.handles import Pending
-from syncline.compat.horovod.lockstep import Lockstep
+from syncline.compat.horovod.execution import FusionGroup, execute, fuse_plans
 from syncline.compat.horovod.messages import (
+    CoordinatorAnswer,
+    Departure,
+    OperationFailure,
+    OperationPlan,
+    OperationRequest,
     as_tensor,
     pack_answer,
     pack_departure,
@@ -36,17 +40,16 @@ from syncline.compat.horovod.messages import (
     read_departure,
     read_requests,
 )
-from syncline.compat.horovod.negotiation import Answer, Table, bits
-from syncline.compat.horovod.operations import Group, carry_out, group_plans
-from syncline.compat.horovod.requests import Departure, Failed, Plan, Request
-from syncline.compat.horovod.settings import Settings
-from syncline.compat.horovod.timeline import Watcher
+from syncline.compat.horovod.negotiation import NegotiationTable, bits
+from syncline.compat.horovod.pending import CollectiveCounter, PendingOperation
+from syncline.compat.horovod.settings import HorovodSettings
+from syncline.compat.horovod.timeline import TimelineObserver
 from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SynclineError
 from syncline.runtime import Queue, Task
 from syncline.transports import Transport
 from syncline.world import Team
 
-__all__ = ["Engine"]
+__all__ = ["ProcessSetEngine"]
 
 logger = logging.getLogger("syncline")
 
@@ -69,24 +72,24 @@ ROOM = 64 << 20
 """Bytes of buffers that are kept with the groupings."""
 
 
-class Engine:
+class ProcessSetEngine:
     """Negotiates and carries out the operations of one process set."""
 
     def __init__(
         self,
         team: Team,
         control: Transport | None,
-        settings: Settings,
-        timeline: Callable[[], Watcher | None],
+        settings: HorovodSettings,
+        timeline: Callable[[], TimelineObserver | None],
     ) -> None:
         self.team = team
-        self.channels: list[Lockstep] = []
+        self.channels: list[CollectiveCounter] = []
         """Of optimizers, in the order in which all ranks have made them."""
         self._control = control
         self._settings = settings
         self._timeline = timeline
         runtime = self._runtime = team.world.runtime
-        self._steps = Lockstep(runtime, self._abort)
+        self._steps = CollectiveCounter(runtime, self._abort)
         self._broken = False
         """Whether an operation failed on this rank."""
         self._lock = runtime.lock()
@@ -94,14 +97,14 @@ class Engine:
         self._tabling = runtime.lock()
         self._telling = runtime.lock()
         self._dirty = runtime.event()
-        self._mine: dict[str, Pending] = {}
-        self._known: dict[str, tuple[int, Request]] = {}
-        self._plans: dict[int, Plan] = {}
+        self._mine: dict[str, PendingOperation] = {}
+        self._known: dict[str, tuple[int, OperationRequest]] = {}
+        self._plans: dict[int, OperationPlan] = {}
         self._mask = 0
-        self._requests: list[Request] = []
+        self._requests: list[OperationRequest] = []
         self._refused: dict[str, str] = {}
         """What has failed before this rank asked for it."""
-        self._groupings: dict[int, list[Group]] = {}
+        self._groupings: dict[int, list[FusionGroup]] = {}
         self._held_bytes = 0
         self._over = ""
         self._left = False
@@ -117,8 +120,8 @@ class Engine:
         self._idle = True
         self._rank = team.rank  # a closed world does not answer any more
         self._mask_bytes = (settings.cache_capacity + 7) // 8
-        self._table = Table(team.size, settings.cache_capacity, team.ranks) if team.rank == 0 else None
-        self._answers: Queue[Answer | None] = runtime.queue(LINE)
+        self._table = NegotiationTable(team.size, settings.cache_capacity, team.ranks) if team.rank == 0 else None
+        self._answers: Queue[CoordinatorAnswer | None] = runtime.queue(LINE)
         self._tasks: list[Task] = []
         self._listeners: list[Task] = []
         if control is not None:
@@ -146,12 +149,12 @@ class Engine:
             self._counts[kind] = number + 1
         return f"{kind}.noname.{number}"
 
-    def known(self, name: str) -> Request | None:
+    def known(self, name: str) -> OperationRequest | None:
         """How this rank asked for an operation the last time, where it has a number."""
         found = self._known.get(name)
         return None if found is None else found[1]
 
-    def submit(self, pending: Pending) -> None:
+    def submit(self, pending: PendingOperation) -> None:
         """Ask for an operation; its end is told by `pending`."""
         request = pending.request
         name = request.name
@@ -179,7 +182,7 @@ class Engine:
         elif self._unwatched < AT_EASE and not self._dirty.is_set():
             self._dirty.set()
 
-    def refuse(self, request: Request) -> None:
+    def refuse(self, request: OperationRequest) -> None:
         """Tell the other ranks that this rank has refused a call, so that they do not wait for it."""
         if self._control is None:
             return
@@ -189,7 +192,7 @@ class Engine:
             self._requests.append(request)
         self.flush(waited=False)
 
-    def wait(self, pending: Pending) -> Any:
+    def wait(self, pending: PendingOperation) -> Any:
         """What came of an operation; whatever this rank has not told yet is told first."""
         if not pending.done():
             self.flush()
@@ -239,7 +242,7 @@ class Engine:
 
     # The coordinator.
 
-    def _enter(self, rank: int, mask: int, requests: Sequence[Request]) -> None:
+    def _enter(self, rank: int, mask: int, requests: Sequence[OperationRequest]) -> None:
         """Put requests on the table, and tell all what has become possible."""
         table = self._table
         assert table is not None, "this is the coordinator"
@@ -250,7 +253,7 @@ class Engine:
                 self._idle = False
                 self._dirty.set()
 
-    def _announce(self, answer: Answer) -> None:
+    def _announce(self, answer: CoordinatorAnswer) -> None:
         if not answer:
             return
         self._tell(self._others(), NEWS, answer.mask, pack_answer(answer))
@@ -318,7 +321,7 @@ class Engine:
             now = self._runtime.now()
             stalled = table.stalled(now, min(limit, self.patience))
             late = [found for found in stalled if found.seconds >= self.patience]
-            self._announce(Answer(failures=[table.give_up(found) for found in late]))
+            self._announce(CoordinatorAnswer(failures=[table.give_up(found) for found in late]))
         news = [found for found in stalled if found.seconds >= limit and found.name not in warned]
         if news:
             warned.update(found.name for found in news)
@@ -389,7 +392,7 @@ class Engine:
         with suppress(SynclineError):  # closed meanwhile
             self.team.transport.abort()
 
-    def _next_answer(self) -> Answer | None:
+    def _next_answer(self) -> CoordinatorAnswer | None:
         if self._table is not None:
             return self._answers.get()
         kind, mask, body = self._take(0)
@@ -413,7 +416,7 @@ class Engine:
         with torch.no_grad(), suppress(Exception):  # the ranks that wait for it get the error
             self._carry_out(answer)
 
-    def _carry_out(self, answer: Answer) -> None:
+    def _carry_out(self, answer: CoordinatorAnswer) -> None:
         for failure in answer.failures:
             self._fail(failure)
         groups = self._groups_of(answer)
@@ -422,7 +425,7 @@ class Engine:
             start = self._runtime.now()
             try:
                 with self._steps.waiting():
-                    results = carry_out(self.team, group, asked, self._settings.hierarchical_allreduce)
+                    results = execute(self.team, group, asked, self._settings.hierarchical_allreduce)
             except Exception as error:
                 problem = HorovodInternalError(f"{group.plans[0].request.name}: {self._steps.why or error}")
                 problem.__cause__ = error
@@ -438,7 +441,7 @@ class Engine:
                 if pending is not None:
                     pending.settle(result)
 
-    def _groups_of(self, answer: Answer) -> list[Group]:
+    def _groups_of(self, answer: CoordinatorAnswer) -> list[FusionGroup]:
         """The groups in which an answer is carried out; those of known operations are kept, with their buffers."""
         fresh = [plan for plan in answer.plans if plan.number >= 0]
         if fresh:
@@ -448,14 +451,14 @@ class Engine:
         known = self._groupings.get(answer.mask) if answer.mask else []
         most = self._settings.fusion_bytes
         if known is None:
-            known = group_plans([self._plans[number] for number in bits(answer.mask)], most)
+            known = fuse_plans([self._plans[number] for number in bits(answer.mask)], most)
             size = sum(group.nbytes for group in known)
             if len(self._groupings) < GROUPINGS and self._held_bytes + size <= ROOM:
                 self._groupings[answer.mask] = known
                 self._held_bytes += size
-        return [*known, *group_plans(answer.plans, most)]
+        return [*known, *fuse_plans(answer.plans, most)]
 
-    def _claim(self, group: Group) -> list[Pending | None]:
+    def _claim(self, group: FusionGroup) -> list[PendingOperation | None]:
         """This rank's part of a group; from now on the names may be used again."""
         asked = []
         with self._lock:
@@ -470,7 +473,7 @@ class Engine:
                     self._known[name] = (plan.number, pending.request)
         return asked
 
-    def _note(self, group: Group, asked: Sequence[Pending | None], start: float) -> None:
+    def _note(self, group: FusionGroup, asked: Sequence[PendingOperation | None], start: float) -> None:
         timeline = self._timeline()
         if timeline is None:
             return
@@ -481,7 +484,7 @@ class Engine:
                 timeline.negotiating(request.name, request.kind, pending.asked_at, start)
             timeline.running(request.name, request.kind, self.team.transport.name, start, stop)
 
-    def _fail(self, failure: Failed) -> None:
+    def _fail(self, failure: OperationFailure) -> None:
         if failure.only and self.team.rank not in failure.only:
             return
         with self._lock:

@@ -15,11 +15,17 @@ What is new, or looks different on some rank this time, is asked for in full, an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from syncline.compat.horovod.requests import Failed, Plan, Request, disagreement
+from syncline.compat.horovod.messages import (
+    CoordinatorAnswer,
+    OperationFailure,
+    OperationPlan,
+    OperationRequest,
+    disagreement,
+)
 
-__all__ = ["Answer", "Stalled", "Table", "bits"]
+__all__ = ["NegotiationTable", "StalledOperation", "bits"]
 
 UNNAMED = "noname."
 """Prefix of the labels of operations without a name of the user's. Each such label is used once."""
@@ -37,20 +43,8 @@ def bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
-@dataclass
-class Answer:
-    """What the ranks are told to do: known operations, then new ones; and what fails."""
-
-    mask: int = 0
-    plans: list[Plan] = field(default_factory=list)
-    failures: list[Failed] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.mask or self.plans or self.failures)
-
-
 @dataclass(frozen=True)
-class Stalled:
+class StalledOperation:
     """An operation that some ranks wait for."""
 
     name: str
@@ -59,22 +53,22 @@ class Stalled:
 
 
 @dataclass
-class _Entry:
+class _KnownOperation:
     """An operation that has a number: how each rank asked for it."""
 
-    requests: dict[int, Request]
-    plan: Plan
+    requests: dict[int, OperationRequest]
+    plan: OperationPlan
 
 
-class Table:
+class NegotiationTable:
     """Who has asked for what, among `size` ranks; up to `capacity` operations are remembered by number.
 
-    >>> from syncline.compat.horovod.requests import Request
-    >>> table = Table(size=2, capacity=8)
-    >>> table.ask(0, 0, [Request("barrier", "barrier.b")], now=0.0)
+    >>> from syncline.compat.horovod.messages import OperationRequest
+    >>> table = NegotiationTable(size=2, capacity=8)
+    >>> table.ask(0, 0, [OperationRequest("barrier", "barrier.b")], now=0.0)
     >>> bool(table.settle())
     False
-    >>> table.ask(1, 0, [Request("barrier", "barrier.b")], now=0.1)
+    >>> table.ask(1, 0, [OperationRequest("barrier", "barrier.b")], now=0.1)
     >>> table.settle().plans[0].number
     0
     >>> for rank in range(2):
@@ -89,21 +83,21 @@ class Table:
         """How the members of a process set are called."""
         self._capacity = capacity
         self._masks = [0] * size
-        self._entries: list[_Entry] = []
+        self._entries: list[_KnownOperation] = []
         self._numbers: dict[str, int] = {}
-        self._asked: dict[str, dict[int, Request]] = {}
+        self._asked: dict[str, dict[int, OperationRequest]] = {}
         """In full, by name and rank."""
-        self._postponed: dict[str, list[tuple[int, Request, float]]] = {}
+        self._postponed: dict[str, list[tuple[int, OperationRequest, float]]] = {}
         """Requests of ranks that are ahead: an earlier operation with the same name is still open on other ranks."""
         self._since: dict[str, float] = {}
         self._batches: list[tuple[float, int]] = []
         """Since when the bits of a mask are set."""
         self._touched: dict[str, None] = {}
-        self._joined: dict[int, Request] = {}
+        self._joined: dict[int, OperationRequest] = {}
         self.gone: dict[int, str] = {}
         """Who has left, and how."""
 
-    def ask(self, rank: int, mask: int, requests: Sequence[Request], now: float) -> None:
+    def ask(self, rank: int, mask: int, requests: Sequence[OperationRequest], now: float) -> None:
         """A rank asks for known operations by their bits, and for others in full."""
         if mask:
             for number in bits(mask if self.gone else mask & self._in_full()) if self.gone or self._asked else ():
@@ -130,9 +124,9 @@ class Table:
         """Whether all bits of a mask have a meaning."""
         return mask >> len(self._entries) == 0
 
-    def settle(self) -> Answer:
+    def settle(self) -> CoordinatorAnswer:
         """What can be carried out now, or never; it is taken off the table."""
-        answer = Answer()
+        answer = CoordinatorAnswer()
         self._settle_masks(answer)
         if self.gone or self._joined:
             self._touched.update(dict.fromkeys(self._asked))
@@ -142,11 +136,13 @@ class Table:
             self._settle_one(name, answer)
         gone = [why for rank, why in self.gone.items() if rank not in self._joined]
         if gone and self._joined:
-            answer.failures += [Failed(each.name, "; ".join(gone), only=(r,)) for r, each in self._joined.items()]
+            answer.failures += [
+                OperationFailure(each.name, "; ".join(gone), only=(r,)) for r, each in self._joined.items()
+            ]
             self._joined = {}
         if len(self._joined) == self.size:
             last = next(reversed(self._joined))
-            answer.plans.append(Plan(self._joined[last], rows=((last,),)))
+            answer.plans.append(OperationPlan(self._joined[last], rows=((last,),)))
             self._joined = {}
         return answer
 
@@ -155,28 +151,30 @@ class Table:
         """Whether some rank has asked for something that others have not."""
         return bool(self._asked or self._batches or self._joined)
 
-    def stalled(self, now: float, limit: float) -> list[Stalled]:
+    def stalled(self, now: float, limit: float) -> list[StalledOperation]:
         """What has been asked for at least `limit` seconds ago, and by whom not."""
         found = []
         for name, asked in self._asked.items():
             idle = name not in self._postponed and any(request.refusal for request in asked.values())
             if now - self._since[name] >= limit and not idle:  # nobody waits for what was refused
-                found.append(Stalled(name, now - self._since[name], self._without(asked)))
+                found.append(StalledOperation(name, now - self._since[name], self._without(asked)))
         for since, mask in self._batches:
             if now - since >= limit:
                 for number in bits(mask):
                     asked_by = [rank for rank, other in enumerate(self._masks) if other >> number & 1]
                     name = self._entries[number].plan.request.name
-                    found.append(Stalled(name, now - since, self._without(asked_by)))
+                    found.append(StalledOperation(name, now - since, self._without(asked_by)))
         return found
 
-    def give_up(self, stalled: Stalled) -> Failed:
+    def give_up(self, stalled: StalledOperation) -> OperationFailure:
         """Remove an operation that cannot take place, and later requests with the same name."""
         self._postponed.pop(stalled.name, None)
         self._forget(stalled.name)
         missing = [self._ranks[rank] for rank in stalled.missing]
         who = f"rank{'s' * (len(missing) != 1)} {', '.join(map(str, missing))}"
-        return Failed(stalled.name, f"stalled for {stalled.seconds:.3g} s: not submitted by {who}", stalled.missing)
+        return OperationFailure(
+            stalled.name, f"stalled for {stalled.seconds:.3g} s: not submitted by {who}", stalled.missing
+        )
 
     # Within.
 
@@ -188,7 +186,7 @@ class Table:
                 mask |= 1 << self._numbers[name]
         return mask
 
-    def _ask_in_full(self, rank: int, request: Request, now: float) -> None:
+    def _ask_in_full(self, rank: int, request: OperationRequest, now: float) -> None:
         if request.kind == "join":
             self._joined[rank] = request
             return
@@ -209,7 +207,7 @@ class Table:
         self._since.setdefault(name, now)
         self._touched[name] = None
 
-    def _settle_masks(self, answer: Answer) -> None:
+    def _settle_masks(self, answer: CoordinatorAnswer) -> None:
         if not self._batches:
             return
         ready = self._masks[0]
@@ -221,7 +219,7 @@ class Table:
             answer.mask = ready
             self._clear(ready)
 
-    def _settle_without(self, answer: Answer, ready: int) -> int:
+    def _settle_without(self, answer: CoordinatorAnswer, ready: int) -> int:
         """Known operations that joined ranks will not ask for: sums are computed without these ranks, others fail."""
         union = 0
         for mask in self._masks:
@@ -235,13 +233,13 @@ class Table:
             request = self._entries[number].plan.request
             why = self._why_not_joined(request)
             if why:
-                answer.failures.append(Failed(request.name, why))
+                answer.failures.append(OperationFailure(request.name, why))
                 self._clear(1 << number)
             else:
                 sums |= 1 << number
         return sums
 
-    def _settle_one(self, name: str, answer: Answer) -> None:
+    def _settle_one(self, name: str, answer: CoordinatorAnswer) -> None:
         asked = self._asked.get(name)
         if asked is None:
             return
@@ -253,7 +251,7 @@ class Table:
         gone = [self.gone[rank] for rank in absent if rank in self.gone]
         if gone:
             self._forget(name)
-            answer.failures.append(Failed(name, "; ".join(gone), only=tuple(asked)))
+            answer.failures.append(OperationFailure(name, "; ".join(gone), only=tuple(asked)))
             return
         if any(rank not in self._joined for rank in absent):
             return
@@ -263,40 +261,40 @@ class Table:
         if not why and absent:
             why = self._why_not_joined(first)
         if why:
-            answer.failures.append(Failed(name, why if absent else f"the ranks differ in {why}"))
+            answer.failures.append(OperationFailure(name, why if absent else f"the ranks differ in {why}"))
             return
         answer.plans.append(self._remember(asked, first))
 
-    def _settle_refused(self, name: str, refused: int, answer: Answer) -> None:
+    def _settle_refused(self, name: str, refused: int, answer: CoordinatorAnswer) -> None:
         """Tell the ranks that wait for a call that one rank has refused it; the others are told when they ask."""
         asked = self._asked[name]
         waiting = tuple(rank for rank, request in asked.items() if not request.refusal)
         if waiting:
-            answer.failures.append(Failed(name, asked[refused].refusal, only=waiting))
+            answer.failures.append(OperationFailure(name, asked[refused].refusal, only=waiting))
             asked.update(dict.fromkeys(waiting, asked[refused]))  # they have been told
         if all(rank in asked or rank in self._joined or rank in self.gone for rank in range(self.size)):
             self._forget(name)
 
-    def _why_not_joined(self, request: Request) -> str:
+    def _why_not_joined(self, request: OperationRequest) -> str:
         """Why an operation cannot run without the joined ranks; empty where it can."""
         if request.kind != "allreduce" or request.op not in ("sum", "average", "adasum"):
             what = request.kind if request.kind != "allreduce" else f"{request.kind} with op {request.op}"
             return f"{what} is not possible after ranks {sorted(self._joined)} have joined: they have nothing to give"
         return ""
 
-    def _remember(self, asked: dict[int, Request], first: Request) -> Plan:
+    def _remember(self, asked: dict[int, OperationRequest], first: OperationRequest) -> OperationPlan:
         name = first.name
         number = self._numbers.get(name, -1)
         everybody = len(asked) == self.size
         named = not first.label.startswith(UNNAMED)
         if number < 0 and everybody and named and len(self._entries) < self._capacity:
             number = self._numbers[name] = len(self._entries)
-            self._entries.append(_Entry({}, Plan(first)))
+            self._entries.append(_KnownOperation({}, OperationPlan(first)))
         if not everybody:
             number = -1  # what those who have joined would ask for is not known
-        plan = Plan(first, number, _rows(asked, self.size))
+        plan = OperationPlan(first, number, _rows(asked, self.size))
         if number >= 0:
-            self._entries[number] = _Entry(dict(asked), plan)
+            self._entries[number] = _KnownOperation(dict(asked), plan)
         return plan
 
     def _clear(self, mask: int) -> None:
@@ -316,7 +314,7 @@ class Table:
         return tuple(r for r in range(self.size) if r not in asked and r not in self._joined)  # type: ignore[operator]
 
 
-def _rows(asked: dict[int, Request], size: int) -> tuple[tuple[int, ...], ...]:
+def _rows(asked: dict[int, OperationRequest], size: int) -> tuple[tuple[int, ...], ...]:
     """What each rank brings, where ranks may bring different amounts."""
     first = asked[min(asked)]
     if first.kind == "allgather":

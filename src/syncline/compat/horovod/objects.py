@@ -1,32 +1,184 @@
-"""Plain objects as bytes, and back: nothing that arrives is run, and nothing is believed before it is checked.
-
-```text
-one byte of tag │ what the tag says
-N T F           │ None, True, False
-i f s b         │ int: length, bytes, lowest first · float: 8 bytes · str, bytes: length, bytes
-l t S z d       │ list, tuple, set, frozenset: count, items · dict: count, key, value, key, value, …
-x a g           │ tensor, NumPy array, NumPy scalar: dtype, dimensions, sizes, length, bytes
-!               │ a refusal: why the object cannot be sent, as text
-```
-
-Lengths and counts have eight bytes, lowest first. What holds others nests at most 200 deep.
-"""
+"""Giving all ranks one rank's parameters, optimizer state or objects; gathering objects."""
 
 from __future__ import annotations
 
 import math
 import struct
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from syncline.compat.horovod.context import ProcessSet, context, global_process_set
+from syncline.compat.horovod.ops import allgather_async, broadcast_async_, synchronize
 from syncline.errors import IncompatibleError, ProtocolError
 
-__all__ = ["pack", "unpack"]
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "loading_in_place",
+    "pack",
+    "unpack",
+]
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
+) -> None:
+    """Give every rank the root's values, in place.
+
+    `params` is a state dict, `model.named_parameters()`, or a list of tensors, in the same order on every rank. What
+    a state dict holds beside tensors is left alone.
+
+    >>> import syncline as sl
+    >>> import syncline.compat.horovod.torch as hvd
+    >>> def same(world):
+    ...     hvd.init()
+    ...     weights = {"w": torch.tensor([float(hvd.rank())])}
+    ...     hvd.broadcast_parameters(weights, root_rank=1)
+    ...     return weights["w"].item()
+    >>> sl.simulate(same, ranks=3).results
+    (1.0, 1.0, 1.0)
+    """
+    context(operation=True)  # first, so that a missing init() is the error that is raised
+    handles = [
+        broadcast_async_(tensor.detach(), root_rank, name, process_set)
+        for name, tensor in _pairs(params)
+        if isinstance(tensor, Tensor)
+    ]
+    for handle in handles:
+        synchronize(handle)
+
+
+def _pairs(params: Any) -> list[tuple[str | None, Any]]:
+    if isinstance(params, Mapping):
+        return [(str(name), params[name]) for name in sorted(params)]
+    if isinstance(params, (str, bytes, Tensor)) or not isinstance(params, Iterable):
+        raise IncompatibleError(
+            f"broadcast_parameters takes a state dict, named_parameters() or a list of tensors, not "
+            f"{type(params).__name__}"
+        )
+    pairs = [each if isinstance(each, tuple) else (None, each) for each in params]
+    strange = next((pair for pair in pairs if len(pair) != 2 or not isinstance(pair[0], (str, type(None)))), None)
+    if strange is not None:
+        raise IncompatibleError(f"broadcast_parameters: {strange!r:.80} is no pair of a name and a tensor")
+    return pairs
+
+
+def broadcast_optimizer_state(
+    optimizer: Optimizer,
+    root_rank: int,
+    model: nn.Module | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Give every rank the root's optimizer state: learning rates and other options, momenta, counts.
+
+    The other ranks' optimizers may hold any state or none; L-BFGS works too. No step is taken; Horovod takes one
+    with zero gradients to create the state. `model` tells Horovod which of those zeros must be
+    sparse; it is not needed here.
+    """
+    meet = getattr(optimizer, "_current", None)  # a DistributedOptimizer's, which stands on this module
+    if meet is not None:
+        meet()  # after a new init() its ranks meet first: the root, which loads nothing, too
+    mine = context().world.rank == root_rank
+    state = broadcast_object(optimizer.state_dict() if mine else None, root_rank, process_set=process_set)
+    if not mine:
+        with loading_in_place(optimizer):
+            optimizer.load_state_dict(state)
+
+
+def broadcast_object(
+    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """The root's object, on every rank.
+
+    It is plain: None, numbers, str, bytes, lists, tuples, sets, dicts, tensors, NumPy arrays. Nothing is unpickled, so
+    that other objects are refused, on every rank. Tensors arrive on the CPU.
+
+    >>> import syncline as sl
+    >>> import syncline.compat.horovod.torch as hvd
+    >>> def resume(world):
+    ...     hvd.init()
+    ...     return hvd.broadcast_object({"epoch": 3} if hvd.rank() == 0 else None, root_rank=0)
+    >>> sl.simulate(resume, ranks=2).results
+    ({'epoch': 3}, {'epoch': 3})
+    """
+    mine = context().world.rank == root_rank
+    data = _bytes(pack(obj)) if mine else torch.empty(0, dtype=torch.uint8)
+    length = torch.tensor([data.numel()], dtype=torch.int64)
+    synchronize(broadcast_async_(length, root_rank, _named(name, "length"), process_set))
+    if not mine:
+        data = torch.empty(int(length), dtype=torch.uint8)
+    synchronize(broadcast_async_(data, root_rank, _named(name, "object"), process_set))
+    found = unpack(data.numpy().tobytes(), root_rank)
+    return obj if mine else found  # unpacked on the root too: what cannot be sent is refused there as well
+
+
+def broadcast_object_fn(
+    root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Callable[[Any], Any]:
+    """`broadcast_object` for one root, as a function of the object."""
+
+    def broadcast(obj: Any = None) -> Any:
+        return broadcast_object(obj, root_rank, name, process_set)
+
+    return broadcast
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Every rank's object, in the order of ranks; plain ones, as for `broadcast_object`.
+
+    >>> import syncline as sl
+    >>> import syncline.compat.horovod.torch as hvd
+    >>> def gather(world):
+    ...     hvd.init()
+    ...     return hvd.allgather_object(("rank", hvd.rank()))
+    >>> sl.simulate(gather, ranks=2).results[0]
+    [('rank', 0), ('rank', 1)]
+    """
+    data = _bytes(pack(obj))
+    length = torch.tensor([data.numel()], dtype=torch.int64)
+    lengths = synchronize(allgather_async(length, _named(name, "lengths"), process_set)).tolist()
+    gathered = synchronize(allgather_async(data, _named(name, "objects"), process_set))
+    parts = torch.split(gathered, lengths)
+    return [unpack(part.numpy().tobytes(), rank) for rank, part in zip(process_set.ranks, parts, strict=True)]
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _named(name: str | None, what: str) -> str | None:
+    """Without a name it is one of the unnamed operations, which match in the order in which they are asked for."""
+    return None if name is None else f"{name}.{what}"
+
+
+@contextmanager
+def loading_in_place(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, `load_state_dict` fills the existing groups and state in place, where torch creates new ones.
+
+    Schedulers of the wrapped optimizer hold references to these groups.
+    """
+    groups, state = optimizer.param_groups, optimizer.state
+    yield
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        if loaded is not group:
+            group.clear()
+            group.update(loaded)
+    if optimizer.state is not state:
+        loaded_state = dict(optimizer.state)
+        state.clear()
+        state.update(loaded_state)
+    optimizer.param_groups, optimizer.state = groups, state
+
 
 DEEPEST = 200
 HOLDERS: dict[str, Callable[[list[Any]], Any]] = {"l": list, "t": tuple, "S": set, "z": frozenset}
@@ -44,7 +196,7 @@ WHAT_WORKS = (
 )
 
 
-class RefusedError(IncompatibleError):
+class UnsupportedObjectError(IncompatibleError):
     """An object that is not plain."""
 
 
@@ -57,7 +209,7 @@ def pack(obj: Any) -> bytes:
     out = bytearray()
     try:
         _write(obj, out, 0)
-    except RefusedError as refusal:
+    except UnsupportedObjectError as refusal:
         text = str(refusal).encode()
         return b"!" + _number(len(text)) + text
     return bytes(out)
@@ -82,7 +234,9 @@ def _number(value: int) -> bytes:
 
 def _write(obj: Any, out: bytearray, depth: int) -> None:
     if depth > DEEPEST:
-        raise RefusedError(f"an object that nests more than {DEEPEST} deep cannot be sent; or does it hold itself?")
+        raise UnsupportedObjectError(
+            f"an object that nests more than {DEEPEST} deep cannot be sent; or does it hold itself?"
+        )
     kind = type(obj)
     if obj is None or kind is bool:
         out += b"N" if obj is None else b"T" if obj else b"F"
@@ -108,7 +262,9 @@ def _write(obj: Any, out: bytearray, depth: int) -> None:
         out += tag.encode() + _number(len(obj))
         _write_all(obj, out, depth)
     else:
-        raise RefusedError(f"a {kind.__module__}.{kind.__qualname__} cannot be sent to other ranks: {WHAT_WORKS}")
+        raise UnsupportedObjectError(
+            f"a {kind.__module__}.{kind.__qualname__} cannot be sent to other ranks: {WHAT_WORKS}"
+        )
 
 
 def _write_all(items: Iterable[Any], out: bytearray, depth: int) -> None:
@@ -119,7 +275,7 @@ def _write_all(items: Iterable[Any], out: bytearray, depth: int) -> None:
 def _write_tensor(tensor: Tensor, out: bytearray) -> None:
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in TORCH_DTYPES or tensor.layout != torch.strided:
-        raise RefusedError(
+        raise UnsupportedObjectError(
             f"a tensor of {tensor.dtype} and {tensor.layout} cannot be sent in an object: "
             "make it dense, of a usual dtype"
         )
@@ -130,7 +286,7 @@ def _write_tensor(tensor: Tensor, out: bytearray) -> None:
 
 def _write_array(tag: bytes, array: Any, out: bytearray) -> None:
     if array.dtype.kind not in NUMPY_KINDS:
-        raise RefusedError(f"a NumPy array of {array.dtype} cannot be sent: make it a list, or numbers")
+        raise UnsupportedObjectError(f"a NumPy array of {array.dtype} cannot be sent: make it a list, or numbers")
     if sys.byteorder == "big" or array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
     _write_block(tag, array.dtype.name, array.shape, np.ascontiguousarray(array).tobytes(), out)
@@ -164,7 +320,7 @@ class _Reader:
         if tag in "s!":
             text = self._text()
             if tag == "!":
-                raise RefusedError(f"rank {self._rank}: {text}")
+                raise UnsupportedObjectError(f"rank {self._rank}: {text}")
             return text
         if tag in "xag":
             return self._block(tag)

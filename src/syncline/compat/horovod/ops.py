@@ -1,4 +1,6 @@
-"""The operations as Horovod names them. An asynchronous one gives a handle; `synchronize(handle)` its result."""
+"""The operations as Horovod names them. An asynchronous one gives a handle; `synchronize(handle)` its result.
+
+The operations that wait, and how gradients flow through them."""
 
 from __future__ import annotations
 
@@ -9,31 +11,41 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from syncline.compat.horovod.basics import ReduceOp
-from syncline.compat.horovod.context import context
-from syncline.compat.horovod.engine import Engine
+from syncline.compat.horovod.compression import Compression
+from syncline.compat.horovod.context import Average, ProcessSet, ReduceOp, context, global_process_set
+from syncline.compat.horovod.engine import ProcessSetEngine
 from syncline.compat.horovod.errors import UnsupportedAdasumError, UnsupportedReductionError
-from syncline.compat.horovod.handles import Pending
-from syncline.compat.horovod.process_sets import ProcessSet, global_process_set
-from syncline.compat.horovod.requests import DEVICES, DTYPES, Part, Request
+from syncline.compat.horovod.messages import DEVICES, DTYPES, OperationRequest, TensorInfo
+from syncline.compat.horovod.pending import PendingOperation
 from syncline.errors import IncompatibleError
 
 __all__ = [
+    "allgather",
     "allgather_async",
+    "allreduce",
+    "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
     "alltoall_async",
     "barrier",
+    "broadcast",
+    "broadcast_",
     "broadcast_async",
     "broadcast_async_",
     "check_adasum",
     "chosen_op",
+    "grouped_allgather",
     "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "grouped_reducescatter",
     "grouped_reducescatter_async",
     "join",
     "poll",
+    "reducescatter",
     "reducescatter_async",
     "several",
     "sparse_allreduce_async",
@@ -74,7 +86,7 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin to combine a tensor over all ranks; the tensor itself stays as it is."""
-    told = _Told("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set)
+    told = _Call("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set)
     return told.reduce([tensor], None, single=True)
 
 
@@ -91,7 +103,7 @@ def allreduce_async_(
     again = _again(tensor, name, op, prescale_factor, postscale_factor, process_set) if average is None else None
     if again is not None:
         return again
-    told = _Told("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set)
+    told = _Call("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set)
     return told.reduce([tensor], [tensor], single=True)
 
 
@@ -117,7 +129,7 @@ def _again(
     ):
         return None
     tensors = [tensor]
-    pending = Pending(here.world.runtime, known, tensors, tensors)
+    pending = PendingOperation(here.world.runtime, known, tensors, tensors)
     pending.finish = _first
     engine.submit(pending)  # type: ignore[union-attr]
     return here.handles.add((engine, pending))
@@ -133,7 +145,7 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin to combine several tensors, all or none of them; the result is a tuple."""
-    told = _Told("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set, GROUPED)
+    told = _Call("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set, GROUPED)
     return told.reduce(tensors, None)
 
 
@@ -147,7 +159,7 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As `grouped_allreduce_async`, in place."""
-    told = _Told("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set, GROUPED)
+    told = _Call("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set, GROUPED)
     return told.reduce(tensors, tensors)
 
 
@@ -178,28 +190,28 @@ def sparse_allreduce_async(
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Begin to join all ranks' tensors along the first dimension, which may differ between them."""
-    return _Told("allgather", name, process_set=process_set).gather([tensor], single=True)
+    return _Call("allgather", name, process_set=process_set).gather([tensor], single=True)
 
 
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """As `allgather_async` for several tensors, all or none of them."""
-    return _Told("allgather", name, process_set=process_set, prefix=GROUPED).gather(tensors)
+    return _Call("allgather", name, process_set=process_set, prefix=GROUPED).gather(tensors)
 
 
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begin to give all ranks the root's tensor; this rank's own stays as it is."""
-    return _Told("broadcast", name, process_set=process_set).spread(tensor, None, root_rank)
+    return _Call("broadcast", name, process_set=process_set).spread(tensor, None, root_rank)
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """As `broadcast_async`, in place."""
-    return _Told("broadcast", name, process_set=process_set).spread(tensor, tensor, root_rank)
+    return _Call("broadcast", name, process_set=process_set).spread(tensor, tensor, root_rank)
 
 
 def alltoall_async(
@@ -212,7 +224,7 @@ def alltoall_async(
 
     The result is a pair: the rows received from all ranks, and the number received from each.
     """
-    return _Told("alltoall", name, process_set=process_set).trade(tensor, splits)
+    return _Call("alltoall", name, process_set=process_set).trade(tensor, splits)
 
 
 def reducescatter_async(
@@ -224,7 +236,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Begin to combine a tensor and leave each rank with its rows; the first ranks have one more if need be."""
-    told = _Told("reducescatter", name, chosen_op(op, None), prescale_factor, postscale_factor, process_set)
+    told = _Call("reducescatter", name, chosen_op(op, None), prescale_factor, postscale_factor, process_set)
     return told.scatter([tensor], single=True)
 
 
@@ -237,13 +249,13 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """As `reducescatter_async` for several tensors, all or none of them."""
-    told = _Told("reducescatter", name, chosen_op(op, None), prescale_factor, postscale_factor, process_set, GROUPED)
+    told = _Call("reducescatter", name, chosen_op(op, None), prescale_factor, postscale_factor, process_set, GROUPED)
     return told.scatter(tensors)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank of the set has called it."""
-    synchronize(_Told("barrier", None, process_set=process_set).submit(_Operands))
+    synchronize(_Call("barrier", None, process_set=process_set).submit(_Operands))
 
 
 def join(device: int = -1) -> int:
@@ -251,7 +263,7 @@ def join(device: int = -1) -> int:
 
     Returns the rank that joined last. Averages still divide by the number of all ranks. `device` has no effect.
     """
-    handle = _Told("join", None).submit(_Operands)
+    handle = _Call("join", None).submit(_Operands)
     here = context()
     here.handles.peek(handle)[0].flush()
     if len(here.optimizers) == 1:
@@ -333,7 +345,7 @@ class _Operands(NamedTuple):
     finish: Callable[[Any], Any] | None = None
 
 
-class _Told:
+class _Call:
     """What a call says beside its tensors."""
 
     __slots__ = ("_after", "_before", "_family", "_kind", "_name", "_op", "_set")
@@ -418,13 +430,13 @@ class _Told:
     def submit(self, check: Callable[[], _Operands]) -> int:
         """Request the operation with the operands that `check` returns. If `check` raises, the other ranks are told."""
         here = context(operation=True)
-        engine: Engine = here.engine(self._set)
+        engine: ProcessSetEngine = here.engine(self._set)
         kind = self._kind
         name = engine.unnamed(self._family) if self._name is None else f"{self._family}.{self._name}"
         try:
             tensors, outputs, root, splits, finish = check()
         except Exception as refusal:
-            engine.refuse(Request(kind, name, refusal=str(refusal)))
+            engine.refuse(OperationRequest(kind, name, refusal=str(refusal)))
             raise
         op = "none" if self._op is None else _OP_NAMES[self._op]
         device = tensors[0].device.type if tensors else "cpu"
@@ -438,9 +450,9 @@ class _Told:
         ):
             request = known
         else:
-            parts = tuple([Part(tensor.dtype, tuple(tensor.shape)) for tensor in tensors])
-            request = Request(kind, name, parts, op, root, self._before, self._after, device, splits)
-        pending = Pending(here.world.runtime, request, list(tensors), list(outputs))
+            parts = tuple([TensorInfo(tensor.dtype, tuple(tensor.shape)) for tensor in tensors])
+            request = OperationRequest(kind, name, parts, op, root, self._before, self._after, device, splits)
+        pending = PendingOperation(here.world.runtime, request, list(tensors), list(outputs))
         if kind == "join":
             pending.action = lambda plan: plan.rows[0][0]
         pending.finish = finish
@@ -482,3 +494,258 @@ def _checked_splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, size:
             f"alltoall: splits {counts} must be {size} numbers, none negative, that add up to at most {rows} rows"
         )
     return tuple(counts)
+
+
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """Combine a tensor over all ranks: the average, unless `op` says otherwise. Differentiable.
+
+    >>> import syncline as sl
+    >>> import syncline.compat.horovod.torch as hvd
+    >>> def mean(world):
+    ...     hvd.init()
+    ...     return hvd.allreduce(torch.tensor([float(hvd.rank())]), name="x").item()
+    >>> sl.simulate(mean, ranks=3).results
+    (1.0, 1.0, 1.0)
+    """
+    chosen = chosen_op(op, average)
+    packed, way_back = compression.compress(tensor)
+    told = (name, chosen, prescale_factor, postscale_factor, process_set)
+    (combined,) = _Allreduce.apply(told, False, packed)  # type: ignore[no-untyped-call]
+    result: Tensor = compression.decompress(combined, way_back)
+    return result
+
+
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """As `allreduce`, in place."""
+    handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
+    result: Tensor = synchronize(handle)
+    return result
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """Combine several tensors, all or none of them. Differentiable."""
+    chosen = chosen_op(op, average)
+    packed = [compression.compress(tensor) for tensor in several(tensors)]
+    told = (name, chosen, prescale_factor, postscale_factor, process_set)
+    combined = _Allreduce.apply(told, True, *(tensor for tensor, _ in packed))  # type: ignore[no-untyped-call]
+    return [compression.decompress(tensor, way) for tensor, (_, way) in zip(combined, packed, strict=True)]
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> tuple[Tensor, ...]:
+    """As `grouped_allreduce`, in place."""
+    handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+    result: tuple[Tensor, ...] = synchronize(handle)
+    return result
+
+
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
+    """Join all ranks' tensors along the first dimension, which may differ between them. Differentiable."""
+    (result,) = _Allgather.apply(name, process_set, False, tensor)  # type: ignore[no-untyped-call]
+    return result  # type: ignore[no-any-return]
+
+
+def grouped_allgather(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> tuple[Tensor, ...]:
+    """As `allgather` for several tensors, all or none of them. Differentiable."""
+    found = _Allgather.apply(name, process_set, True, *several(tensors))  # type: ignore[no-untyped-call]
+    return tuple(found)
+
+
+def broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """The root's tensor, on every rank. Differentiable."""
+    return _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def broadcast_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """As `broadcast`, in place."""
+    result: Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
+    return result
+
+
+def alltoall(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Send rows to each rank: `splits` says how many, equal parts without it. Differentiable.
+
+    Returns the rows received from all ranks; with `splits` also the number of rows received from each. Rows beyond
+    the sum of `splits` are not sent.
+    """
+    output, received = _Alltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
+    return output if splits is None else (output, received)
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """Combine a tensor and leave each rank with its rows; the first ranks have one more if need be. Differentiable."""
+    packed, way_back = compression.compress(tensor)
+    told = (name, chosen_op(op, None), process_set, prescale_factor, postscale_factor)
+    (part,) = _Reducescatter.apply(told, False, packed)  # type: ignore[no-untyped-call]
+    result: Tensor = compression.decompress(part, way_back)
+    return result
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """As `reducescatter` for several tensors, all or none of them. Differentiable."""
+    packed = [compression.compress(tensor) for tensor in several(tensors)]
+    told = (name, chosen_op(op, None), process_set, prescale_factor, postscale_factor)
+    parts = _Reducescatter.apply(told, True, *(tensor for tensor, _ in packed))  # type: ignore[no-untyped-call]
+    return [compression.decompress(part, way) for part, (_, way) in zip(parts, packed, strict=True)]
+
+
+# Gradients are Horovod's. Each backward is made of the functions above, so that it can be differentiated in turn.
+
+
+class _Allreduce(torch.autograd.Function):
+    """The gradient is combined as the tensors were."""
+
+    @staticmethod
+    def forward(ctx: Any, told: Any, grouped: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.told, ctx.grouped = told, grouped
+        name, op, before, after, members = told
+        if grouped:
+            handle = grouped_allreduce_async(tensors, None, name, op, before, after, members)
+            return tuple(synchronize(handle))
+        return (synchronize(allreduce_async(tensors[0], None, name, op, before, after, members)),)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        told = (None, *ctx.told[1:])
+        return None, None, *_Allreduce.apply(told, ctx.grouped, *gradients)  # type: ignore[no-untyped-call]
+
+
+class _Allgather(torch.autograd.Function):
+    """The gradient of a rank's rows is the average over the ranks of the gradients of these rows."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str | None, members: ProcessSet, grouped: bool, *tensors: Tensor) -> Any:
+        if grouped:
+            handle = grouped_allgather_async(tensors, name, members)
+        else:
+            handle = allgather_async(tensors[0], name, members)
+        ctx.members = members
+        ctx.shapes = [tensor.shape for tensor in tensors]
+        found = synchronize(handle)
+        return tuple(found) if grouped else (found,)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        own = torch.tensor([[shape[0] if shape else 1 for shape in ctx.shapes]])
+        lengths = synchronize(allgather_async(own, None, ctx.members))
+        averaged = grouped_allreduce(gradients, op=Average, process_set=ctx.members)
+        rank = ctx.members.rank()
+        parts = []
+        for index, (gradient, shape) in enumerate(zip(averaged, ctx.shapes, strict=True)):
+            start = int(lengths[:rank, index].sum())
+            parts.append(gradient.narrow(0, start, int(lengths[rank, index])).reshape(shape))
+        return None, None, None, *parts
+
+
+class _Broadcast(torch.autograd.Function):
+    """The root gets the average of the gradients, the others zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, root: int, name: str | None, members: ProcessSet) -> Any:
+        ctx.root, ctx.members = root, members
+        return synchronize(broadcast_async(tensor, root, name, members))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        averaged = allreduce(gradient, op=Average, process_set=ctx.members)
+        if ctx.members.ranks[ctx.members.rank()] != ctx.root:
+            # Not new zeros: every rank must take part when this is differentiated.
+            averaged = averaged.masked_fill(torch.ones_like(averaged, dtype=torch.bool), 0.0)
+        return averaged, None, None, None
+
+
+class _Alltoall(torch.autograd.Function):
+    """Gradients are sent back to the ranks that sent the rows; rows that were not sent get zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, splits: Any, name: str | None, members: ProcessSet) -> Any:
+        output, received = synchronize(alltoall_async(tensor, splits, name, members))
+        ctx.members, ctx.received, ctx.rows = members, received, tensor.shape[0]
+        ctx.mark_non_differentiable(received)
+        return output, received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
+        back, _ = alltoall(gradient, ctx.received, process_set=ctx.members)
+        if back.shape[0] < ctx.rows:
+            back = torch.cat([back, back.new_zeros(ctx.rows - back.shape[0], *back.shape[1:])])
+        return back, None, None, None
+
+
+class _Reducescatter(torch.autograd.Function):
+    """Every rank gathers all parts of the gradient; after a sum they are multiplied by the number of ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, told: Any, grouped: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.told = told
+        name, op, members, before, after = told
+        if grouped:
+            return tuple(synchronize(grouped_reducescatter_async(tensors, name, op, members, before, after)))
+        return (synchronize(reducescatter_async(tensors[0], name, op, members, before, after)),)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        _, op, members, before, after = ctx.told
+        factor = before * after * (1 if op == Average else members.size())
+        scaled = [gradient * factor for gradient in gradients]
+        return None, None, *grouped_allgather(scaled, process_set=members)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, cast
@@ -13,19 +13,189 @@ from torch.nn import Parameter
 from torch.optim import Optimizer, SparseAdam
 
 from syncline.codecs import Codec, check_optimizer_momentum
-from syncline.compat.horovod.adasum_optimizer import adasum_optimizer
-from syncline.compat.horovod.basics import Adasum, Average, Sum
-from syncline.compat.horovod.compression import Coded, Compression, codec_of
-from syncline.compat.horovod.context import Context, context
-from syncline.compat.horovod.guest import Guest
-from syncline.compat.horovod.parameters import NO_NEW_GROUPS, below, check_groups, loading_in_place, named_of
-from syncline.compat.horovod.process_sets import ProcessSet, global_process_set
-from syncline.compat.horovod.reducer import Reducer
+from syncline.compat.horovod.compression import (
+    CodecCompression,
+    Compression,
+    Compressor,
+    FP16Compressor,
+    NoneCompressor,
+    codec_of,
+)
+from syncline.compat.horovod.context import (
+    Adasum,
+    Average,
+    HorovodContext,
+    ProcessSet,
+    Sum,
+    context,
+    global_process_set,
+)
+from syncline.compat.horovod.errors import UnsupportedAdasumError
+from syncline.compat.horovod.objects import loading_in_place
+from syncline.compat.horovod.ops import allreduce_async_, check_adasum, synchronize
+from syncline.compat.horovod.optimizer_sync import (
+    NO_NEW_GROUPS,
+    TOO_MANY_PASSES,
+    ZEROED_TOO_SOON,
+    GradientSync,
+    PassesError,
+    StrategySync,
+    after_gradient,
+    below,
+    check_groups,
+    named_of,
+)
 from syncline.errors import IncompatibleError
 from syncline.strategies import Run, Strategy
 from syncline.training.distribute import momentum_of
 
-__all__ = ["Distributed", "DistributedOptimizer"]
+__all__ = ["AdasumOptimizerMixin", "DistributedOptimizer", "DistributedOptimizerMixin", "adasum_optimizer"]
+
+
+class AdasumOptimizerMixin(Optimizer):
+    """What `DistributedOptimizer(op=Adasum)` puts before the class of the script's optimizer."""
+
+    _deltas: _StepDeltas | None = None
+    """None in a copy: a plain optimizer."""
+    _origin: Optimizer
+    _parameter_names: dict[Parameter, str]
+    op = Adasum
+    process_set: ProcessSet
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """Passes whose gradients add up before a step."""
+        return 1 if self._deltas is None else self._deltas.passes
+
+    @backward_passes_per_step.setter
+    def backward_passes_per_step(self, passes: int) -> None:
+        self.set_backward_passes_per_step(passes)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """From the next step on, add up the gradients of so many passes."""
+        if self._deltas is not None:
+            self._deltas.passes = passes
+
+    def synchronize(self) -> None:
+        """Nothing: gradients are not exchanged, steps are."""
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Refused: a step that is not exchanged would part the ranks."""
+        raise PassesError(
+            "Skipping synchronization is not supported when using Adasum optimizer: the steps are exchanged, and none "
+            "can skip it; call optimizer.step() alone"
+        )
+        yield
+
+    def step(self, closure: Any = None) -> Any:
+        """Step on this rank, and combine the step with those of the others."""
+        deltas = self._deltas
+        if deltas is None:
+            return super().step(closure)
+        self._origin._opt_called = True  # type: ignore[attr-defined]  # a scheduler may have been made for it
+        starts = deltas.starts()
+        deltas.stepping = True
+        try:
+            loss = super().step() if closure is None else super().step(closure)
+        finally:
+            deltas.stepping = False
+        deltas.combine(starts)
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch: hooks around a step run in the class below
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients; refused between a backward pass and the step that it was for."""
+        if self._deltas is not None:
+            self._deltas.zero()
+        super().zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """As the optimizer's."""
+        with loading_in_place(self):
+            super().load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the optimizer's; refused once the ranks have agreed on the parameters."""
+        if self._deltas is not None:
+            raise IncompatibleError(NO_NEW_GROUPS)
+        super().add_param_group(param_group)
+
+
+class _StepDeltas:
+    """What each step of this rank adds to its parameters, and how the ranks' are combined."""
+
+    def __init__(
+        self, named: Mapping[str, Parameter], compressor: type[Compressor], passes: int, process_set: ProcessSet
+    ) -> None:
+        self.passes = passes
+        self.stepping = False
+        self._named = {name: named[name] for name in sorted(named)}
+        self._names = {id(parameter): name for name, parameter in self._named.items()}
+        self._compressor = compressor
+        self._set = process_set
+        self._counts: dict[int, int] = {}
+        self._hooks = [
+            after_gradient(parameter, self._arrived) for parameter in self._named.values() if parameter.requires_grad
+        ]
+
+    def starts(self) -> dict[str, Tensor]:
+        """The parameters before a step, without those that are frozen."""
+        return {name: parameter.detach().clone() for name, parameter in self._named.items() if parameter.requires_grad}
+
+    def combine(self, starts: Mapping[str, Tensor]) -> None:
+        """Make the parameters what they were, plus all ranks' steps. A rank that had no gradient adds zeros."""
+        self._counts.clear()
+        under_way = []
+        for name, start in starts.items():
+            parameter = self._named[name]
+            delta = parameter.detach() - start
+            sent, kept = self._compressor.compress(delta)
+            handle = allreduce_async_(sent, name=f"adasum.{name}", op=Adasum, process_set=self._set)
+            under_way.append((name, parameter, handle, kept))
+        for name, parameter, handle, kept in under_way:
+            delta = self._compressor.decompress(synchronize(handle), kept)
+            parameter.detach().copy_(starts[name] + delta)
+
+    def zero(self) -> None:
+        """The gradients are about to be dropped."""
+        if self._counts and not self.stepping:
+            raise PassesError(f"{ZEROED_TOO_SOON}: it would drop gradients that no step has used")
+        self._counts.clear()
+
+    def _arrived(self, parameter: Tensor) -> None:
+        count = self._counts[id(parameter)] = self._counts.get(id(parameter), 0) + 1
+        if count > self.passes and not self.stepping:
+            raise PassesError(
+                f"{TOO_MANY_PASSES} ({self._names[id(parameter)]}, backward_passes_per_step={self.passes}), or call "
+                "optimizer.step() after each pass"
+            )
+
+
+def adasum_optimizer(
+    optimizer: Optimizer, named: Mapping[str, Parameter], compression: Any, passes: int, process_set: ProcessSet
+) -> AdasumOptimizerMixin:
+    """The optimizer, as one whose steps are combined by Adasum."""
+    if process_set.process_set_id != 0:
+        raise UnsupportedAdasumError(f"op=Adasum on {process_set!r}: it works on the global process set")
+    compressor = _compressor(compression)
+    check_adasum(process_set)
+    made = below(AdasumOptimizerMixin, optimizer)
+    made._origin = optimizer
+    made._parameter_names = {parameter: name for name, parameter in named.items()}
+    made.process_set = process_set
+    made._deltas = _StepDeltas(named, compressor, passes, process_set)
+    return made
+
+
+def _compressor(compression: Any) -> type[Compressor]:
+    """Adasum weighs whole tensors, so that a step must travel as one: as it is, or in half precision."""
+    for known in (NoneCompressor, FP16Compressor):
+        if compression is known or (compression is None and known is NoneCompressor):
+            return known
+    codec = codec_of(compression)
+    raise IncompatibleError(f"op=Adasum with {codec!r}: it takes Compression.none or Compression.fp16")
 
 
 SYNCHRONIZED_BEFORE = (
@@ -36,10 +206,10 @@ SYNCHRONIZED_BEFORE = (
 """Horovod's text: scripts filter the warning by it. Here the gradients are not reduced a second time."""
 
 
-class Way(Protocol):
-    """How an optimizer's ranks agree: a `Reducer`, or the `Guest` of a strategy."""
+class OptimizerSync(Protocol):
+    """How an optimizer's ranks agree: a `GradientSync`, or the `StrategySync` of a strategy."""
 
-    context: Context
+    context: HorovodContext
     passes: int
     run: Run | None
 
@@ -51,12 +221,12 @@ class Way(Protocol):
     def close(self) -> None: ...
 
 
-class Distributed(Optimizer):
+class DistributedOptimizerMixin(Optimizer):
     """What `DistributedOptimizer` puts before the class of the script's optimizer."""
 
-    _way: Way | None = None
+    _way: OptimizerSync | None = None
     """None in a copy: a plain optimizer."""
-    _make: Callable[[Context], Way]
+    _make: Callable[[HorovodContext], OptimizerSync]
     _origin: Optimizer
     _parameter_names: dict[Parameter, str]
     _synchronized = False
@@ -145,7 +315,7 @@ class Distributed(Optimizer):
             raise IncompatibleError(NO_NEW_GROUPS)
         super().add_param_group(param_group)
 
-    def _current(self) -> Way | None:
+    def _current(self) -> OptimizerSync | None:
         """The way in the world at hand: after shutdown() and init() a new one is made."""
         way = self._way
         if way is None:
@@ -207,7 +377,7 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     codec = codec_of(compression)
     if codec is not None:
         check_optimizer_momentum(codec, momentum_of(optimizer))
-    made = below(Distributed, optimizer)
+    made = below(DistributedOptimizerMixin, optimizer)
     made._origin = optimizer
     made._parameter_names = {parameter: name for name, parameter in named.items()}
     made.op, made.gradient_predivide_factor = op, gradient_predivide_factor
@@ -217,13 +387,15 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
         told |= {"named": named, "mean": op == Average, "predivide": gradient_predivide_factor}
         told |= {"sparse_as_dense": sparse_as_dense, "process_set": process_set}
         told |= {"sparse_only": isinstance(optimizer, SparseAdam)}
-        told |= {"codes_alone": isinstance(compression, (str, Codec, Coded))}
-        made._make = cast(Callable[[Context], Way], partial(Reducer, **told))
+        told |= {"codes_alone": isinstance(compression, (str, Codec, CodecCompression))}
+        made._make = cast(Callable[[HorovodContext], OptimizerSync], partial(GradientSync, **told))
     else:
         # Numbers are the keys of checkpoints, where the script gives no names.
         numbered = {f"parameter.{number}": parameter for number, parameter in enumerate(named.values())}
         told["named"] = numbered if named_parameters is None else named
-        made._make = cast(Callable[[Context], Way], partial(Guest, optimizer=made, strategy=strategy, **told))
+        made._make = cast(
+            Callable[[HorovodContext], OptimizerSync], partial(StrategySync, optimizer=made, strategy=strategy, **told)
+        )
     made._way = made._make(here)
     return made
 

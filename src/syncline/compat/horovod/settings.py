@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from syncline.errors import SpecError
 
-__all__ = ["LEVELS", "Settings", "read", "without_effect"]
+__all__ = ["LEVELS", "HorovodSettings", "read", "without_effect"]
 
 PREFIX = "HOROVOD_"
 LEVELS: Mapping[str, int] = {
@@ -56,10 +56,10 @@ DYNAMIC = "DYNAMIC"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class HorovodSettings:
     """What the variables ask for; the defaults are Horovod's.
 
-    >>> Settings().fusion_bytes
+    >>> HorovodSettings().fusion_bytes
     134217728
     """
 
@@ -87,7 +87,7 @@ class Settings:
     """HOROVOD_LOG_LEVEL, one of `LEVELS`."""
 
 
-def read(environ: Mapping[str, str]) -> Settings:
+def read(environ: Mapping[str, str]) -> HorovodSettings:
     """The settings that an environment asks for. An empty variable counts as unset.
 
     >>> read({"HOROVOD_CYCLE_TIME": "5", "HOROVOD_STALL_CHECK_DISABLE": "1"}).cycle_seconds
@@ -96,9 +96,9 @@ def read(environ: Mapping[str, str]) -> Settings:
     Traceback (most recent call last):
     syncline.errors.SpecError: HOROVOD_FUSION_THRESHOLD='64MB': it takes a whole number of bytes, 0 or more; as 67108864
     """
-    default = Settings()
+    default = HorovodSettings()
     timeline = environ.get(PREFIX + "TIMELINE", "")
-    return Settings(
+    return HorovodSettings(
         fusion_bytes=_whole(environ, "FUSION_THRESHOLD", default.fusion_bytes, "bytes", "67108864"),
         cycle_seconds=1e-3 * _number(environ, "CYCLE_TIME", 1e3 * default.cycle_seconds, "milliseconds", "2.5"),
         cache_capacity=_whole(environ, "CACHE_CAPACITY", default.cache_capacity, "requests", "1024"),

@@ -18,10 +18,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncline.compat.horovod.basics import Sum
-from syncline.compat.horovod.context import context
+from syncline.compat.horovod.context import ProcessSet, Sum, context, global_process_set
 from syncline.compat.horovod.ops import allgather_async, allreduce_async, synchronize
-from syncline.compat.horovod.process_sets import ProcessSet, global_process_set
 from syncline.errors import IncompatibleError
 
 __all__ = ["SyncBatchNorm"]

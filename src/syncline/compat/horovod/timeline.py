@@ -23,7 +23,7 @@ from typing import Any, Protocol, TextIO
 from syncline.events.trace import FLUSH, LIMIT
 from syncline.runtime import Lock
 
-__all__ = ["Timeline", "Watcher"]
+__all__ = ["Timeline", "TimelineObserver"]
 
 logger = logging.getLogger("syncline")
 
@@ -32,8 +32,8 @@ PATIENCE = 1.0
 """Seconds after which what is there is flushed, however little: somebody may want to look while the run goes on."""
 
 
-class Watcher(Protocol):
-    """Who is told when operations are negotiated and carried out."""
+class TimelineObserver(Protocol):
+    """Receives the times at which operations are negotiated and executed."""
 
     def negotiating(self, name: str, kind: str, start: float, stop: float) -> None: ...
     def running(self, name: str, kind: str, activity: str, start: float, stop: float) -> None: ...

@@ -18,23 +18,22 @@ import torch
 from torch import Tensor
 
 from syncline.collectives import NATIVE, build, run
-from syncline.compat.horovod.adasum import adasum
-from syncline.compat.horovod.handles import Pending
-from syncline.compat.horovod.requests import Plan, Request
+from syncline.compat.horovod.messages import OperationPlan, OperationRequest
+from syncline.compat.horovod.pending import PendingOperation
 from syncline.transports import Op
 from syncline.world import Team
 from syncline.world.arrays import widen
 
-__all__ = ["Group", "carry_out", "group_plans", "row_edges", "scale"]
+__all__ = ["FusionGroup", "adasum", "combine", "execute", "fuse_plans", "row_offsets", "scale"]
 
 WIRE_OPS = {"average": "sum", "sum": "sum", "min": "min", "max": "max", "product": "product"}
 
 
 @dataclass
-class Group:
+class FusionGroup:
     """Plans that are carried out as one."""
 
-    plans: list[Plan]
+    plans: list[OperationPlan]
     key: tuple[Any, ...]
     nbytes: int = 0
     views: list[Tensor] = field(default_factory=list)
@@ -42,17 +41,17 @@ class Group:
     """The buffer that all parts lie in, kept for the next time."""
 
 
-def group_plans(plans: Sequence[Plan], most: int) -> list[Group]:
+def fuse_plans(plans: Sequence[OperationPlan], most: int) -> list[FusionGroup]:
     """Plans of one kind together, up to `most` bytes; the same on every rank, for it depends on the plans alone."""
-    groups: list[Group] = []
-    open_groups: dict[tuple[Any, ...], Group] = {}
+    groups: list[FusionGroup] = []
+    open_groups: dict[tuple[Any, ...], FusionGroup] = {}
     for plan in plans:
         request = plan.request
         key = _key(request)
         nbytes = sum(_numel(part.shape) * part.dtype.itemsize for part in request.parts)
         found = open_groups.get(key) if key else None
         if found is None or found.nbytes + nbytes > most:
-            found = Group([], key)
+            found = FusionGroup([], key)
             groups.append(found)
             if key:
                 open_groups[key] = found
@@ -61,7 +60,9 @@ def group_plans(plans: Sequence[Plan], most: int) -> list[Group]:
     return groups
 
 
-def carry_out(team: Team, group: Group, pending: Sequence[Pending | None], hierarchical: bool) -> list[Any]:
+def execute(
+    team: Team, group: FusionGroup, pending: Sequence[PendingOperation | None], hierarchical: bool
+) -> list[Any]:
     """Do it, and give what each of the plans results in; None where this rank takes part in another's alone.
 
     No gradients are tracked: who calls this has switched that off.
@@ -100,16 +101,16 @@ def scale(tensor: Tensor, factor: float) -> None:
         tensor.copy_(tensor.double().mul_(factor))
 
 
-def row_edges(rows: int, size: int) -> list[int]:
+def row_offsets(rows: int, size: int) -> list[int]:
     """Where each rank's rows of a reduce-scatter begin: the first ranks have one more where they do not divide.
 
-    >>> row_edges(7, 3)
+    >>> row_offsets(7, 3)
     [0, 3, 5, 7]
     """
     return [0, *accumulate(rows // size + (rank < rows % size) for rank in range(size))]
 
 
-def _key(request: Request) -> tuple[Any, ...]:
+def _key(request: OperationRequest) -> tuple[Any, ...]:
     """What requests must share to go together; empty: each goes alone."""
     dtypes = {part.dtype for part in request.parts}
     if request.kind == "allreduce" and request.op != "adasum" and len(dtypes) == 1:
@@ -132,14 +133,16 @@ def _plain(tensor: Tensor) -> Tensor:
     return found if found.numel() > 1 else found.clone(memory_format=torch.contiguous_format)
 
 
-def _own(plan: Plan, asked: Pending | None, device: torch.device) -> list[Tensor]:
+def _own(plan: OperationPlan, asked: PendingOperation | None, device: torch.device) -> list[Tensor]:
     """This rank's tensors; zeros after it has joined."""
     if asked is not None:
         return asked.inputs
     return [torch.zeros(part.shape, dtype=part.dtype, device=device) for part in plan.request.parts]
 
 
-def _reduced(team: Team, group: Group, pending: Sequence[Pending | None], hierarchical: bool) -> list[Any]:
+def _reduced(
+    team: Team, group: FusionGroup, pending: Sequence[PendingOperation | None], hierarchical: bool
+) -> list[Any]:
     request = group.plans[0].request
     device = team.world.device if request.device == "cuda" else torch.device("cpu")
     owned = [_own(plan, asked, device) for plan, asked in zip(group.plans, pending, strict=True)]
@@ -157,7 +160,7 @@ def _reduced(team: Team, group: Group, pending: Sequence[Pending | None], hierar
     return _handed_out(group, pending)
 
 
-def _reduced_in_place(team: Team, request: Request, asked: Pending, hierarchical: bool) -> list[Any]:
+def _reduced_in_place(team: Team, request: OperationRequest, asked: PendingOperation, hierarchical: bool) -> list[Any]:
     """One tensor alone needs no buffer."""
     (own,), (output,) = asked.inputs, asked.outputs
     flat = output.view(-1)
@@ -169,13 +172,13 @@ def _reduced_in_place(team: Team, request: Request, asked: Pending, hierarchical
     return [asked.outputs]
 
 
-def _reduce_flat(team: Team, request: Request, flat: Tensor, hierarchical: bool) -> None:
+def _reduce_flat(team: Team, request: OperationRequest, flat: Tensor, hierarchical: bool) -> None:
     scale(flat, request.before)
     sum_in_place(team, flat, cast("Op", WIRE_OPS[request.op]), hierarchical)
     scale(flat, request.after / team.size if request.op == "average" else request.after)
 
 
-def _handed_out(group: Group, pending: Sequence[Pending | None]) -> list[Any]:
+def _handed_out(group: FusionGroup, pending: Sequence[PendingOperation | None]) -> list[Any]:
     pieces: Iterator[Tensor] = iter(group.views)
     targets, sources, results = [], [], []
     for plan, asked in zip(group.plans, pending, strict=True):
@@ -205,7 +208,7 @@ def sum_in_place(team: Team, flat: Tensor, op: Op, hierarchical: bool = False) -
     flat.copy_(narrow(wide).view(flat.shape))
 
 
-def _combined(team: Team, plan: Plan, asked: Pending | None) -> Any:
+def _combined(team: Team, plan: OperationPlan, asked: PendingOperation | None) -> Any:
     request = plan.request
     tensors = _own(plan, asked, torch.device("cpu"))
     copies = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
@@ -221,7 +224,7 @@ def _combined(team: Team, plan: Plan, asked: Pending | None) -> Any:
     return asked.outputs
 
 
-def _spread(team: Team, group: Group, pending: Sequence[Pending | None]) -> list[Any]:
+def _spread(team: Team, group: FusionGroup, pending: Sequence[PendingOperation | None]) -> list[Any]:
     root = group.plans[0].request.root
     held = [asked for asked in pending if asked is not None]
     inputs = [tensor for asked in held for tensor in asked.inputs]
@@ -240,7 +243,7 @@ def _spread(team: Team, group: Group, pending: Sequence[Pending | None]) -> list
     return [None if asked is None else asked.outputs for asked in pending]
 
 
-def _gathered(team: Team, plan: Plan, asked: Pending) -> list[Tensor]:
+def _gathered(team: Team, plan: OperationPlan, asked: PendingOperation) -> list[Tensor]:
     results = []
     for index, tensor in enumerate(asked.inputs):
         rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
@@ -264,7 +267,7 @@ def join_rows(team: Team, rows: Tensor, lengths: Sequence[int]) -> Tensor:
     return output
 
 
-def _traded(team: Team, plan: Plan, asked: Pending) -> tuple[Tensor, Tensor]:
+def _traded(team: Team, plan: OperationPlan, asked: PendingOperation) -> tuple[Tensor, Tensor]:
     (tensor,) = (_plain(tensor) for tensor in asked.inputs)
     rank, size = team.rank, team.size
     incoming = [row[rank] for row in plan.rows]
@@ -281,13 +284,13 @@ def _traded(team: Team, plan: Plan, asked: Pending) -> tuple[Tensor, Tensor]:
     return output, received
 
 
-def _scattered(team: Team, plan: Plan, asked: Pending) -> list[Tensor]:
+def _scattered(team: Team, plan: OperationPlan, asked: PendingOperation) -> list[Tensor]:
     request = plan.request
     results = []
     for tensor in asked.inputs:
         held = tensor.clone(memory_format=torch.contiguous_format)
         scale(held, request.before)
-        edges = row_edges(tensor.shape[0], team.size)
+        edges = row_offsets(tensor.shape[0], team.size)
         if team.size > 1 and held.numel():
             wide, narrow = widen(held, "sum")
             row = wide[0].numel()
@@ -298,4 +301,46 @@ def _scattered(team: Team, plan: Plan, asked: Pending) -> list[Tensor]:
             part = held[edges[team.rank] : edges[team.rank + 1]].clone()
         scale(part, request.after / team.size if request.op == "average" else request.after)
         results.append(part)
+    return results
+
+
+TAG = 7
+
+
+def combine(first: Tensor, second: Tensor) -> Tensor:
+    """Of two tensors; the dot products are taken in double precision.
+
+    >>> combine(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]))
+    tensor([1., 1.])
+    >>> combine(torch.tensor([2.0, 0.0]), torch.tensor([2.0, 0.0]))
+    tensor([2., 0.])
+    """
+    a, b = first.double(), second.double()
+    dot, a_norm, b_norm = (a * b).sum(), (a * a).sum(), (b * b).sum()
+    left = 1.0 - dot / (2.0 * a_norm) if a_norm > 0 else torch.tensor(1.0, dtype=torch.float64)
+    right = 1.0 - dot / (2.0 * b_norm) if b_norm > 0 else torch.tensor(1.0, dtype=torch.float64)
+    return (left * a + right * b).to(first.dtype)
+
+
+def adasum(team: Team, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Of all ranks, a power of two; the same bits on every rank, for both of a pair combine in the order of ranks.
+
+    ```text
+    round 1   0─1   2─3   4─5   6─7
+    round 2   0───2   1───3   …
+    round 3   0───────4   …
+    ```
+    """
+    results = [tensor.clone() for tensor in tensors]
+    distance = 1
+    while distance < team.size:
+        partner = team.rank ^ distance
+        theirs = [torch.empty_like(result) for result in results]
+        sent = [team.transport.send(result, partner, TAG) for result in results if result.numel()]
+        received = [team.transport.recv(other, partner, TAG) for other in theirs if other.numel()]
+        for handle in (*received, *sent):
+            handle.wait()
+        pairs = zip(results, theirs, strict=True)
+        results = [combine(a, b) if team.rank < partner else combine(b, a) for a, b in pairs]
+        distance *= 2
     return results

@@ -13,38 +13,170 @@ longer counts here, and `zero_grad()` may drop what it brought.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from syncline.codecs import Codec
-from syncline.compat.horovod import ops
-from syncline.compat.horovod.basics import Sum
-from syncline.compat.horovod.context import Context
+from syncline.compat.horovod.context import HorovodContext, ProcessSet, Sum
 from syncline.compat.horovod.errors import HorovodInternalError
-from syncline.compat.horovod.lockstep import Lockstep
-from syncline.compat.horovod.parameters import (
-    TOO_MANY_PASSES,
-    ZEROED_TOO_SOON,
-    PassesError,
-    after_gradient,
-    describe,
-)
-from syncline.compat.horovod.process_sets import ProcessSet
-from syncline.errors import PeerLostError, SynclineError
+from syncline.compat.horovod.objects import broadcast_object
+from syncline.compat.horovod.ops import allreduce_async_, synchronize
+from syncline.compat.horovod.pending import CollectiveCounter
+from syncline.errors import IncompatibleError, PeerLostError, SynclineError
 from syncline.reduction import BUCKET_BYTES, Communicator, GradientReducer, ReductionPass, check_same
 from syncline.reduction.rounds import Scaling
+from syncline.strategies import Run, Strategy
+from syncline.training.distribute import distribute
 
-__all__ = ["Reducer"]
+__all__ = [
+    "NO_NEW_GROUPS",
+    "TOO_MANY_PASSES",
+    "ZEROED_TOO_SOON",
+    "GradientSync",
+    "ParameterModule",
+    "PassesError",
+    "StrategySync",
+    "after_gradient",
+    "below",
+    "check_groups",
+    "describe",
+    "held_by",
+    "named_of",
+]
+
+TOO_MANY_PASSES = (
+    "GradientReducer were computed more than backward_passes_per_step times before call to step(). Increase "
+    "backward_passes_per_step to accumulate gradients locally"
+)
+ZEROED_TOO_SOON = (
+    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize()"
+)
+GROUPS_ARE_NEWER = "Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0."
+"""Horovod's text, which scripts may match."""
+NO_NEW_GROUPS = (
+    "add_param_group on a DistributedOptimizer: its ranks have agreed on the parameters; add the group to the plain "
+    "optimizer, and make the DistributedOptimizer of it anew"
+)
+
+K = TypeVar("K", bound=Optimizer)
 
 
-class Reducer:
+class PassesError(SynclineError, AssertionError):
+    """Backward passes, `zero_grad()` and `step()` in an order that loses gradients.
+
+    >>> issubclass(PassesError, AssertionError)
+    True
+    """
+
+
+def held_by(optimizer: Optimizer) -> list[Parameter]:
+    """All parameters of all groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def named_of(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[str, Parameter]:
+    """The optimizer's parameters by the names that the script gives, in its order; Horovod's where it gives none.
+
+    Names of parameters that the optimizer does not hold are left out: often the script names the whole model's.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
+    >>> list(named_of(optimizer, None)), list(named_of(optimizer, model.named_parameters()))
+    (['allreduce.noname.0.0', 'allreduce.noname.1.0'], ['weight', 'bias'])
+    """
+    held = held_by(optimizer)
+    if named_parameters is None:
+        return {
+            f"allreduce.noname.{group}.{place}": parameter
+            for group, each in enumerate(optimizer.param_groups)
+            for place, parameter in enumerate(each["params"])
+        }
+    pairs = list(named_parameters)
+    strange = next((pair for pair in pairs if not _is_pair(pair)), None)
+    if strange is not None:
+        raise IncompatibleError(
+            f"named_parameters holds a {type(strange).__name__}, and takes pairs (name, parameter): give "
+            "model.named_parameters()"
+        )
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise IncompatibleError(
+            f"named_parameters has {', '.join(twice)} more than once: names must be unique; put the model's name "
+            "before those of several models"
+        )
+    wanted = {id(parameter) for parameter in held}
+    named: dict[str, Parameter] = {}
+    for name, parameter in pairs:
+        if id(parameter) in wanted:
+            wanted.discard(id(parameter))  # one that has two names goes by the first
+            named[name] = parameter  # type: ignore[assignment]
+    if wanted:
+        shapes = [tuple(parameter.shape) for parameter in held if id(parameter) in wanted]
+        raise IncompatibleError(
+            f"{len(shapes)} of the optimizer's {len(held)} parameters have no name in named_parameters (the first has "
+            f"shape {shapes[0]}): name those of every model that it trains, or leave named_parameters out"
+        )
+    return named
+
+
+def _is_pair(pair: Any) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor)
+
+
+def check_groups(num_groups: Any, groups: Any) -> None:
+    """Raise what Horovod refuses of `num_groups` and `groups`."""
+    if not isinstance(num_groups, int) or isinstance(num_groups, bool) or num_groups < 0:
+        raise IncompatibleError(f"num_groups={num_groups!r}: a number of groups, not negative")
+    if num_groups:
+        warnings.warn(GROUPS_ARE_NEWER, DeprecationWarning, stacklevel=3)
+    if groups is None or (isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0):
+        return
+    lists = isinstance(groups, list) and all(isinstance(group, (list, tuple)) for group in groups)
+    if not lists or not all(isinstance(each, Tensor) for group in groups for each in group):
+        raise IncompatibleError(f"groups={groups!r:.80}: a number that is not negative, or a list of lists of tensors")
+    members = [id(each) for group in groups for each in group]
+    if len(set(members)) < len(members):
+        raise IncompatibleError("groups: a parameter is in two of the lists, and may be in one only")
+
+
+def after_gradient(parameter: Tensor, fn: Callable[[Tensor], None]) -> torch.utils.hooks.RemovableHandle:
+    """A hook that is called when a gradient was added to the parameter's."""
+    register: Callable[..., torch.utils.hooks.RemovableHandle] = parameter.register_post_accumulate_grad_hook
+    return register(fn)
+
+
+def below(kind: type[K], optimizer: Optimizer) -> K:
+    """An object of a new class below `kind` and the optimizer's class, with the optimizer's groups and state."""
+    made_of: Any = type(type(optimizer).__name__, (kind, type(optimizer)), {})
+    made: K = made_of.__new__(made_of)
+    # A scheduler that was made before has put its own `step` into the optimizer: it would go past ours.
+    made.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    return made
+
+
+def describe(names: Sequence[str], parameters: Sequence[Tensor]) -> dict[str, str]:
+    """What must be the same on every rank, by name."""
+    return {
+        name: f"{_dtype(parameter)}{list(parameter.shape)}" + ("" if parameter.requires_grad else " (frozen)")
+        for name, parameter in zip(names, parameters, strict=True)
+    }
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+class GradientSync:
     """Hooks on an optimizer's parameters, and who has stepped with what came of them."""
 
     run = None
@@ -52,7 +184,7 @@ class Reducer:
 
     def __init__(
         self,
-        held: Context,
+        held: HorovodContext,
         named: Mapping[str, Parameter],
         *,
         mean: bool,
@@ -76,7 +208,7 @@ class Reducer:
         self._sparse_dims = {id(parameter): 1 for parameter in parameters} if sparse_as_dense and sparse_only else {}
         """Of parameters whose gradients are sparse: in how many dimensions."""
         self._set = process_set
-        self._steps: Lockstep | None = None
+        self._steps: CollectiveCounter | None = None
         self._open: set[int] = set()
         """Backward passes that have brought gradients since the last step or `synchronize()`."""
         self._past: set[int] = set()
@@ -142,8 +274,8 @@ class Reducer:
                 return loss
             told = loss.detach() if isinstance(loss, Tensor) else loss
             total = torch.tensor([float(told)], dtype=torch.float64)
-            handle = ops.allreduce_async_(total, name=self._loss_name, op=Sum, process_set=self._set)
-            mean = float(ops.synchronize(handle)) / self._exchange.size
+            handle = allreduce_async_(total, name=self._loss_name, op=Sum, process_set=self._set)
+            mean = float(synchronize(handle)) / self._exchange.size
             return torch.full_like(told, mean) if isinstance(told, Tensor) else mean
 
         return evaluate
@@ -183,8 +315,8 @@ class Reducer:
             if other.watched & self.watched:
                 other.close()
 
-    def _others(self) -> list[Reducer]:
-        return [other for other in self.context.optimizers if isinstance(other, Reducer) and other is not self]
+    def _others(self) -> list[GradientSync]:
+        return [other for other in self.context.optimizers if isinstance(other, GradientSync) and other is not self]
 
     def _attach(self, named: Mapping[str, Parameter], codec: Codec | None) -> None:
         # Requested by name: a rank that does not create this optimizer is reported at once.
@@ -211,9 +343,7 @@ class Reducer:
         if alone:
             self._gradients = None
 
-    def _agree(
-        self, exchange: Communicator, named: Mapping[str, Parameter], codec: Codec | None
-    ) -> dict[str, Parameter]:
+    def _agree(self, exchange: Communicator, named: Mapping[str, Parameter], codec: Codec | None) -> dict[str, Parameter]:
         """Compare parameters and settings; the parameters in the order of the first rank."""
         names = sorted(named)
         check_same(exchange, "parameters", describe(names, [named[name] for name in names]))
@@ -292,3 +422,94 @@ class Reducer:
             dims = self._sparse_dims.get(id(parameter))
             if dims is not None and parameter.grad is not None and parameter.grad.layout == torch.strided:
                 parameter.grad = parameter.grad.to_sparse(dims)
+
+
+class ParameterModule(nn.Module):
+    """A module that has an optimizer's parameters, under the names that the script gave them.
+
+    >>> [name for name, _ in ParameterModule({"body.weight": Parameter(torch.ones(1))}).named_parameters()]
+    ['body.weight']
+    """
+
+    def __init__(self, named: Mapping[str, Parameter]) -> None:
+        super().__init__()
+        self._parameters.update(named)  # not by register_parameter, which takes no name with a dot
+
+
+class StrategySync:
+    """The run of a strategy, as an optimizer's methods see it."""
+
+    def __init__(
+        self,
+        held: HorovodContext,
+        optimizer: Optimizer,
+        named: Mapping[str, Parameter],
+        *,
+        strategy: str | Strategy,
+        codec: Codec | None,
+        passes: int,
+    ) -> None:
+        self.context = held
+        self.passes = passes
+        self._pausing = ExitStack()
+        self._task = -1
+        self._counts: dict[int, int] = {}
+        # Before the run's own hooks, which must find the pass paused or not.
+        self._hooks = [
+            after_gradient(parameter, self._arrived) for parameter in named.values() if parameter.requires_grad
+        ]
+        first = broadcast_object(list(named))  # rank 0's order; names that differ are refused by what follows
+        ordered = {name: named[name] for name in (first if set(first) == set(named) else named)}
+        self.run: Run = distribute(ParameterModule(ordered), optimizer, strategy=strategy, codec=codec)
+        held.optimizers.append(self)
+
+    def synchronize(self) -> None:
+        """Nothing: the strategy has done what it does when backward returns, or does it in `step()`."""
+
+    def zero(self) -> None:
+        """GradientReducer are dropped."""
+        self._counts.clear()
+
+    def stepping(self, now: bool) -> None:
+        """Before a step: a strategy that reduces gradients must have reduced them."""
+        lacking = bool(self._counts) and max(self._counts.values()) < self.passes
+        if now and lacking and self.run.strategy.name == "allreduce":
+            raise PassesError(
+                f"optimizer.step() after {max(self._counts.values())} of backward_passes_per_step={self.passes} "
+                f"backward passes: {self.run.strategy!r} has not reduced the gradients yet; make the passes full, or "
+                "leave strategy out"
+            )
+
+    def stepped(self) -> None:
+        """The optimizer has stepped."""
+        self._counts.clear()
+
+    def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """As it is: the run sees to it."""
+        return closure
+
+    def join_rounds(self) -> None:
+        """Take part in the others' steps with nothing to add until nobody has something."""
+        while not self.run.loose and self.run.empty_round():
+            pass
+
+    def close(self) -> None:
+        """Take the hooks off. Every rank closes."""
+        self._pausing.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if not self.run.world.closed:
+            self.run.close()
+        if self in self.context.optimizers:
+            self.context.optimizers.remove(self)
+
+    def _arrived(self, parameter: Tensor) -> None:
+        task, count = torch._C._current_graph_task_id(), self._counts.get(id(parameter), 0) + 1
+        self._counts[id(parameter)] = count
+        if task == self._task:
+            return
+        self._task = task
+        self._pausing.close()
+        if count < self.passes:
+            self._pausing.enter_context(self.run.no_sync())

@@ -1,22 +1,28 @@
 """`import syncline.compat.horovod.torch as hvd`: what `horovod.torch` had, on Syncline's engines."""
 
 from syncline.compat.horovod import elastic
-from syncline.compat.horovod.basics import (
+from syncline.compat.horovod.compression import Compression
+from syncline.compat.horovod.context import (
     Adasum,
     Average,
     Max,
     Min,
+    ProcessSet,
     Product,
     Sum,
+    add_process_set,
     ccl_built,
     cross_rank,
     cross_size,
     cuda_built,
     ddl_built,
     get_process_set_ids_and_ranks,
+    global_process_set,
     gloo_built,
     gloo_enabled,
+    init,
     is_homogeneous,
+    is_initialized,
     local_rank,
     local_size,
     mpi_built,
@@ -24,28 +30,15 @@ from syncline.compat.horovod.basics import (
     mpi_threads_supported,
     nccl_built,
     rank,
+    remove_process_set,
     rocm_built,
+    shutdown,
     size,
     start_timeline,
     stop_timeline,
 )
-from syncline.compat.horovod.compression import Compression
-from syncline.compat.horovod.context import init, is_initialized, shutdown
 from syncline.compat.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
-from syncline.compat.horovod.functional import (
-    allgather,
-    allreduce,
-    allreduce_,
-    alltoall,
-    broadcast,
-    broadcast_,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_reducescatter,
-    reducescatter,
-)
-from syncline.compat.horovod.functions import (
+from syncline.compat.horovod.objects import (
     allgather_object,
     broadcast_object,
     broadcast_object_fn,
@@ -53,25 +46,35 @@ from syncline.compat.horovod.functions import (
     broadcast_parameters,
 )
 from syncline.compat.horovod.ops import (
+    allgather,
     allgather_async,
+    allreduce,
+    allreduce_,
     allreduce_async,
     allreduce_async_,
+    alltoall,
     alltoall_async,
     barrier,
+    broadcast,
+    broadcast_,
     broadcast_async,
     broadcast_async_,
+    grouped_allgather,
     grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+    grouped_reducescatter,
     grouped_reducescatter_async,
     join,
     poll,
+    reducescatter,
     reducescatter_async,
     sparse_allreduce_async,
     synchronize,
 )
 from syncline.compat.horovod.optimizer import DistributedOptimizer
-from syncline.compat.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from syncline.compat.horovod.sync_batch_norm import SyncBatchNorm
 
 __all__ = [

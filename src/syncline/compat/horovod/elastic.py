@@ -1,0 +1,503 @@
+"""Horovod's elastic training, as far as a launcher without restarts allows: state that is committed and restored.
+
+```text
+hvd.elastic.run(train)(state)
+   sync ──► train(state) ──► its result
+    ▲          ├─ HorovodInternalError: restore the last commit ─┐
+    │          └─ HostsUpdatedInterrupt: keep what there is ─────┤
+    └── reset callbacks ◄── shutdown and init, all ranks meet ◄──┘   a rank is gone: nobody comes in its place, it ends
+```
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import cycle, islice
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar
+
+import torch
+
+from syncline.compat.horovod.context import context, init, is_initialized, shutdown
+from syncline.compat.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
+from syncline.compat.horovod.objects import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from syncline.errors import SpecError, SynclineError
+
+__all__ = [
+    "ADDED",
+    "REMOVED",
+    "ElasticSampler",
+    "ObjectState",
+    "State",
+    "StateHandler",
+    "TorchState",
+    "handler_for",
+    "run",
+]
+
+REMOVED, ADDED = 1, 2
+"""What may have become of hosts, as Horovod tells it: bits."""
+
+
+class State:
+    """What a training holds in memory. Made for inheriting: `save`, `restore` and `sync` are the subclass's.
+
+    `bcast_object` gives every rank what rank 0 has, and `get_rank` tells who this one is.
+
+    >>> class Counter(State):
+    ...     def save(self): self.saved = self.steps
+    ...     def restore(self): self.steps = self.saved
+    ...     def sync(self): self.steps = self.saved = self._bcast_object(self.steps)
+    >>> state = Counter(bcast_object=lambda value: value, get_rank=lambda: 0)
+    >>> state.steps = 3
+    >>> state.commit()
+    >>> state.steps = 4
+    >>> state.restore()
+    >>> state.steps
+    3
+    """
+
+    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
+        self._bcast_object = bcast_object
+        self._rank = get_rank
+        self._reset_callbacks: list[Callable[[], object]] = []
+        self._messages: deque[tuple[float, int]] = deque()
+        self._updated = 0.0
+        self._commits = 0
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
+        """Call these after each reset, in this order: to set anew what depends on the number of workers."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """All ranks have met again."""
+        self._messages.clear()
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: int = ADDED) -> None:
+        """Note that hosts have changed. Nothing here calls it: the hosts of a run are fixed when it is started."""
+        self._messages.append((timestamp, update_res))
+
+    def commit(self) -> None:
+        """Save, then look whether hosts have changed. Every rank calls it at the same step."""
+        self.save()
+        self._commits += 1
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Raise `HostsUpdatedInterrupt` on every rank where rank 0 has been told of other hosts. All ranks call it."""
+        before, latest, what = self._updated, self._updated, 0
+        while self._messages:
+            timestamp, update = self._messages.popleft()
+            if timestamp > latest:
+                latest, what = timestamp, what | update
+        before, self._updated, what = self._bcast_object((before, latest, what))
+        if self._updated > before:
+            raise HostsUpdatedInterrupt(skip_sync=what == REMOVED)
+
+    def save(self) -> None:
+        """Keep a copy of what is there."""
+        raise NotImplementedError(f"{type(self).__name__} has to say what is saved: define save()")
+
+    def restore(self) -> None:
+        """Go back to the copy that was saved last."""
+        raise NotImplementedError(f"{type(self).__name__} has to say what is restored: define restore()")
+
+    def sync(self) -> None:
+        """Give every rank what rank 0 has."""
+        raise NotImplementedError(f"{type(self).__name__} has to say what is sent to all: define sync()")
+
+    def reset(self) -> None:
+        """Set anew what depends on who is there; called before the callbacks."""
+
+
+class ObjectState(State):
+    """Plain values as attributes, each given as a keyword.
+
+    >>> state = ObjectState(bcast_object=lambda value: value, get_rank=lambda: 0, epoch=0, losses=[])
+    >>> state.losses.append(0.5)
+    >>> state.restore()
+    >>> state.epoch, state.losses
+    (0, [])
+    """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
+        super().__init__(bcast_object=bcast_object, get_rank=get_rank)
+        for name in kwargs:
+            refuse_taken(self, name)
+        self._saved = copy.deepcopy(kwargs)
+        self.__dict__.update(kwargs)
+
+    def save(self) -> None:
+        # Copies: a list that is appended to would else change in the commit too.
+        self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._saved}
+
+    def restore(self) -> None:
+        self.__dict__.update(copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        # What is there now, not the last commit: after an interrupt nothing is to be lost, and after an error
+        # the two are the same.
+        if self._saved:
+            self._saved = self._bcast_object({name: getattr(self, name) for name in self._saved})
+            self.restore()
+
+
+def refuse_taken(state: State, name: str) -> None:
+    """Refuse a value whose name is a method's: it would hide the method."""
+    if hasattr(type(state), name):
+        raise SpecError(f"{name}=…: {type(state).__name__} has a method {name}(); give the value another name")
+
+
+class ElasticSampler(torch.utils.data.Sampler[int]):
+    """Gives each rank its share of a dataset's indices; what was recorded as done is not dealt again this epoch.
+
+    Record each batch with `record_batch` (every rank does, with the same size), or the samples themselves with
+    `record_indices`; call `set_epoch` at the end of an epoch, not at its beginning. As part of a `TorchState` its
+    progress is committed and restored with the rest. All ranks get the same number of samples: a few come twice
+    where the rest cannot be dealt evenly.
+
+    >>> import syncline as sl, syncline.compat.horovod.torch as hvd
+    >>> def shares(world):
+    ...     hvd.init()
+    ...     sampler = hvd.elastic.ElasticSampler(range(10), shuffle=False)
+    ...     sampler.record_batch(0, batch_size=2)
+    ...     sampler.reset()
+    ...     return list(sampler)
+    >>> sl.simulate(shares, ranks=2).results
+    ([4, 6, 8], [5, 7, 9])
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.processed_num = 0
+        """Samples of all ranks that `record_batch` has counted, from the beginning of what was dealt."""
+        self.processed_indices: set[int] = set()
+        """Samples that `record_indices` has named, on this rank."""
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch: another order, and nothing done yet."""
+        self.epoch = epoch
+        self.processed_num = 0
+        self.processed_indices = set()
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """A batch of so many samples is done, on this rank and on all others."""
+        self.processed_num += batch_size * self.num_replicas
+
+    def record_indices(self, indices: Iterable[int]) -> None:
+        """These samples are done, on this rank."""
+        self.processed_indices.update(int(index) for index in indices)
+
+    def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
+        """The samples of a batch of this rank, by its number since the last reset."""
+        return self._mine()[batch_idx * batch_size : (batch_idx + 1) * batch_size]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank is; plain values, for a checkpoint."""
+        return {
+            "epoch": self.epoch,
+            "processed_num": self.processed_num,
+            "processed_indices": sorted(self.processed_indices),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from there. What only Horovod's older or newer releases have written is read too."""
+        self.epoch = int(state_dict["epoch"])
+        self.processed_num = int(state_dict.get("processed_num", 0))
+        self.processed_indices = {int(index) for index in state_dict.get("processed_indices", ())}
+        self.reset()
+
+    def reset(self) -> None:
+        """Deal what is left to the ranks that are there now."""
+        world = context().world
+        self.rank, self.num_replicas = world.rank, world.size
+        order = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)
+        # First those that are known by name, then the count: it counts along what was dealt, which left them out.
+        left = [index for index in order if index not in self.processed_indices]
+        self.remaining_indices = left[self.processed_num :]
+        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._mine())
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def _mine(self) -> list[int]:
+        even = islice(cycle(self.remaining_indices), self.total_size)
+        return list(islice(even, self.rank, None, self.num_replicas))
+
+
+T = TypeVar("T")
+
+
+class StateHandler(Generic[T]):
+    """How one kind of object is saved, restored and sent to all: here by its state dict."""
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+        self.saved = self.taken()
+
+    def taken(self) -> Any:
+        """A copy of its state, which no later step changes."""
+        return copy.deepcopy(self.value.state_dict())  # type: ignore[attr-defined]
+
+    def save(self) -> None:
+        self.saved = self.taken()
+
+    def restore(self) -> None:
+        # A copy again: optimizers go on to work on the very tensors that they are given.
+        self.value.load_state_dict(copy.deepcopy(self.saved))  # type: ignore[attr-defined]
+
+    def send(self) -> None:
+        """Give every rank what rank 0 has."""
+        self.value.load_state_dict(broadcast_object(self.value.state_dict(), root_rank=0))  # type: ignore[attr-defined]
+
+    def sync(self) -> None:
+        self.send()
+        self.saved = self.taken()
+
+    def reset(self) -> None:
+        """All ranks have met again, in a new world."""
+
+
+class ModelHandler(StateHandler[torch.nn.Module]):
+    """A model."""
+
+    def send(self) -> None:
+        broadcast_parameters(self.value.state_dict(), root_rank=0)
+
+
+class OptimizerHandler(StateHandler[torch.optim.Optimizer]):
+    """An optimizer."""
+
+    def send(self) -> None:
+        broadcast_optimizer_state(self.value, root_rank=0)
+
+    def reset(self) -> None:
+        # A distributed one joins the new world at its first call there, with all ranks: here, where they all are.
+        passes = getattr(self.value, "backward_passes_per_step", None)
+        if passes is not None:
+            self.value.set_backward_passes_per_step(passes)  # type: ignore[attr-defined]
+
+
+class SamplerHandler(StateHandler[ElasticSampler]):
+    """A sampler: each rank knows of its own samples only."""
+
+    def save(self) -> None:
+        self.saved = self._gathered()
+
+    def send(self) -> None:
+        # First what all of them have done: after an interrupt it must not be lost.
+        state = broadcast_object(self._gathered(), root_rank=0)
+        self.value.load_state_dict(state)
+
+    def reset(self) -> None:
+        self.value.reset()
+
+    def _gathered(self) -> dict[str, Any]:
+        state = self.value.state_dict()
+        done = allgather_object(state["processed_indices"])
+        return {**state, "processed_indices": sorted(set().union(*done))}
+
+
+def handler_for(value: object) -> StateHandler[Any] | None:
+    """The one that knows how to treat `value`; None for a plain value."""
+    if isinstance(value, torch.nn.Module):
+        return ModelHandler(value)
+    if isinstance(value, torch.optim.Optimizer):
+        return OptimizerHandler(value)
+    if isinstance(value, ElasticSampler):
+        return SamplerHandler(value)
+    if isinstance(value, (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)):
+        return StateHandler(value)
+    return None
+
+
+class TorchState(ObjectState):
+    """The state of a training: a model, an optimizer, and whatever else is given as a keyword, as attributes.
+
+    Models, optimizers, schedulers and `ElasticSampler`s are saved by their state dicts; anything else as a plain value.
+
+    >>> import syncline as sl, syncline.compat.horovod.torch as hvd
+    >>> def train(world):
+    ...     hvd.init()
+    ...     model = torch.nn.Linear(1, 1)
+    ...     state = hvd.elastic.TorchState(model=model, epoch=world.rank)
+    ...     state.sync()
+    ...     return state.epoch
+    >>> sl.simulate(train, ranks=2).results
+    (0, 0)
+    """
+
+    def __init__(
+        self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
+    ) -> None:
+        given = {**kwargs, "model": model, "optimizer": optimizer}
+        handlers = {name: handler_for(value) for name, value in given.items()}
+        self._handlers: dict[str, StateHandler[Any]] = {name: one for name, one in handlers.items() if one is not None}
+        for name, handler in self._handlers.items():
+            refuse_taken(self, name)
+            self.__dict__[name] = handler.value
+        plain = {name: value for name, value in given.items() if name not in self._handlers}
+        super().__init__(bcast_object=broadcast_object, get_rank=lambda: context().world.rank, **plain)
+
+    def save(self) -> None:
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+
+    def restore(self) -> None:
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        for handler in self._handlers.values():
+            handler.sync()
+        super().sync()
+
+    def reset(self) -> None:
+        for handler in self._handlers.values():
+            handler.reset()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A new model in the place of the old one is what is saved from now on.
+        if name in self.__dict__.get("_handlers", {}):
+            handler = handler_for(value)
+            if handler is None:
+                raise TypeError(f"state.{name} was a {type(self._handlers[name].value).__name__}, not {value!r}")
+            self._handlers[name] = handler
+        super().__setattr__(name, value)
+
+
+logger = logging.getLogger("syncline")
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S", bound=State)
+
+SETTLE = 2.0
+"""Seconds in which the launcher has told all ranks of a loss; beats tell of it twice a second."""
+PERIOD = 0.05
+ALIVE = ("it has closed its world", "it is alive")
+"""How the transport tells of ranks that others had to go without, and that may come back."""
+TRIES = 3
+"""Failures in a row without a commit between them: what fails again and again is no accident."""
+
+
+def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Make a training `func(state, …)` that goes on after a failed operation, from the last commit.
+
+    At a `HorovodInternalError` the state is restored, all ranks meet again (shutdown and init), the state's reset
+    callbacks are called, rank 0's state is sent to all, and `func` is called again; at a `HostsUpdatedInterrupt` the
+    same without restoring. It works while all ranks are alive. Nothing starts a worker in the place of a lost one: then
+    the state is left as it was last committed, and the error is raised.
+
+    >>> import syncline as sl, syncline.compat.horovod.torch as hvd
+    >>> def main(world):
+    ...     hvd.init()
+    ...     state = hvd.elastic.TorchState(epoch=0, calls=0)
+    ...     return train(state)
+    >>> @run
+    ... def train(state):
+    ...     state.epoch += 1
+    ...     if state.epoch == 1:
+    ...         state.commit()
+    ...         state.epoch += 10
+    ...         raise hvd.HorovodInternalError("an operation failed")
+    ...     return state.epoch
+    >>> sl.simulate(main, ranks=2).results
+    (2, 2)
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        skip_sync = False
+        failures = commits = 0
+        while True:
+            try:
+                if not skip_sync:
+                    state.sync()
+                return func(state, *args, **kwargs)
+            except HorovodInternalError as error:
+                if is_initialized():
+                    context().leave(str(error))  # at once: the others may wait for this rank
+                state.restore()
+                failures = failures + 1 if state._commits == commits else 1
+                commits = state._commits
+                _check_that_it_can_go_on(error, failures)
+                logger.warning("an operation failed, and training goes on from the last commit: %s", error)
+                _meet_again(error)
+                skip_sync = False
+            except HostsUpdatedInterrupt as interrupt:
+                _meet_again(interrupt)
+                skip_sync = interrupt.skip_sync
+            state.on_reset()
+
+    return wrapper  # type: ignore[return-value]  # it takes `state` by name too, as Horovod's does
+
+
+def _check_that_it_can_go_on(error: HorovodInternalError, failures: int) -> None:
+    gone = _gone()
+    if gone:
+        logger.error("%s; %s", "; ".join(f"rank {rank} is gone ({why})" for rank, why in gone.items()), _ADVICE)
+        raise error
+    if failures >= TRIES:
+        logger.error("%d failures without a commit between them: training does not try again", failures)
+        raise error
+
+
+_ADVICE = (
+    "no worker is started in its place, so training ends here. The state of this rank is as it was last committed; "
+    "save checkpoints to a file beside commits, and start the run again from the last one"
+)
+
+
+def _gone() -> dict[int, str]:
+    """Ranks that are lost, and how. A loss is known to one rank before the others: it is given time to be told."""
+    if not is_initialized():
+        return {}
+    world = context().world
+    until = world.runtime.now() + SETTLE
+    while True:
+        gone = {rank: why for rank, why in world.lost.items() if not why.startswith(ALIVE)}
+        if gone or world.runtime.now() >= until:
+            return gone
+        world.runtime.sleep(PERIOD)
+
+
+def _meet_again(why: Exception) -> None:
+    """Leave the world and join it again, with all ranks. The wait for them ends at the world's timeout."""
+    try:
+        if is_initialized():
+            shutdown()
+        init()
+    except SynclineError as error:
+        logger.error("the ranks did not meet again after %s: %s; %s", type(why).__name__, error, _ADVICE)
+        raise why from error

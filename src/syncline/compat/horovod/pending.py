@@ -1,0 +1,171 @@
+"""Operations under way, as the user holds them: by a number.
+
+Counts collectives that all ranks of a channel run in the same order, and ends waits for a rank that has left.
+
+```text
+rank 0    1 done   2 done   3 …waits
+rank 1    1 done   2 done   leaves: "2 are done"           → rank 0 stops waiting for 3 at once
+rank 2    1 done   2 …waits for rank 1's message           → completes 2, and does not begin 3
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+from torch import Tensor
+
+from syncline.compat.horovod.errors import HorovodInternalError
+from syncline.compat.horovod.messages import OperationPlan, OperationRequest
+from syncline.errors import IncompatibleError
+from syncline.runtime import Event, Runtime
+
+__all__ = ["CollectiveCounter", "HandleTable", "PendingOperation"]
+
+
+class PendingOperation:
+    """One operation of this rank: its tensors, and what comes of it."""
+
+    action: Callable[[OperationPlan], Any] | None = None
+    """What is done when all ranks have asked, where no tensors are moved."""
+    finish: Callable[[Any], Any] | None = None
+    """What the waiting thread makes of the result."""
+    asked_at = 0.0
+    result: Any = None
+    error: Exception | None = None
+    _done = False
+    _event: Event | None = None
+    """Made by who has to wait: most of many are done by then."""
+
+    def __init__(
+        self, runtime: Runtime, request: OperationRequest, inputs: list[Tensor], outputs: list[Tensor]
+    ) -> None:
+        self._runtime = runtime
+        self.request = request
+        self.inputs = inputs
+        self.outputs = outputs
+        """Where the results go, for those kinds whose results have known shapes."""
+
+    def done(self) -> bool:
+        return self._done
+
+    def settle(self, result: Any = None, error: Exception | None = None) -> None:
+        self.result, self.error = result, error
+        self._done = True
+        event = self._event  # looked at after it is done: who makes one later looks whether it is
+        if event is not None:
+            event.set()
+
+    def wait(self, patience: float) -> Any:
+        """The result. The coordinator gives up what stalls; this wait only must not be for ever if that fails."""
+        if not self._done:
+            self._await(patience)
+        if self.error is not None:
+            raise self.error
+        return self.result if self.finish is None else self.finish(self.result)
+
+    def _await(self, patience: float) -> None:
+        event = self._event = self._runtime.event()
+        why = f"{self.request.kind} '{self.request.label}' to be submitted by all ranks"
+        if not self._done and not event.wait(patience, why, hang=True):
+            raise HorovodInternalError(f"after {patience:.3g} s this rank still waits for {why}")
+
+
+class HandleTable:
+    """The numbers under which operations are known to the user; each is waited for once.
+
+    >>> HandleTable(lock=__import__("contextlib").nullcontext()).peek(3)
+    Traceback (most recent call last):
+    ...
+    syncline.errors.IncompatibleError: Handle 3 was not created or has been cleared. Each is waited for once.
+    """
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self._numbers = count(1)  # never 0: scripts ask `if handle`
+        self._held: dict[int, Any] = {}
+
+    def add(self, waiter: Any) -> int:
+        """A number for something that can be waited for."""
+        with self._lock:
+            number = next(self._numbers)
+            self._held[number] = waiter
+        return number
+
+    def peek(self, number: int) -> Any:
+        """What a number stands for."""
+        with self._lock:
+            found = self._held.get(number)
+        if found is None:
+            raise IncompatibleError(f"Handle {number} was not created or has been cleared. Each is waited for once.")
+        return found
+
+    def take(self, number: int) -> Any:
+        """Remove a handle and return what it stood for; None for an unknown number."""
+        with self._lock:
+            return self._held.pop(number, None)
+
+
+LOST_GRACE_S = 5.0
+"""Seconds that a collective may still take to complete after a rank was lost whose progress is unknown."""
+RETRY_EVERY_S = 0.1
+"""Seconds between attempts to break a wait."""
+
+
+class CollectiveCounter:
+    """Counts the collectives of one channel on this rank. `give_up` breaks a wait on it, from another task.
+
+    >>> from syncline.runtime import RealRuntime
+    >>> steps = CollectiveCounter(RealRuntime(), give_up=lambda: None)
+    >>> with steps.waiting():
+    ...     pass
+    >>> steps.departed("rank 1 has left", completed=1)
+    >>> with steps.waiting():
+    ...     pass
+    Traceback (most recent call last):
+    ...
+    syncline.compat.horovod.errors.HorovodInternalError: rank 1 has left
+    """
+
+    def __init__(self, runtime: Runtime, give_up: Callable[[], None]) -> None:
+        self.completed = 0
+        self.why = ""
+        """Which rank has left, as a sentence for errors; empty while all are there."""
+        self._runtime = runtime
+        self._give_up = give_up
+        self._running = False
+        self._last: int | None = None
+        """The last collective that can complete."""
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Wraps the wait for the next collective. Raises where that collective cannot complete."""
+        self._running = True  # before the check: a departure that arrives meanwhile sees it
+        try:
+            if self._cannot_complete():
+                raise HorovodInternalError(self.why)
+            yield
+        finally:
+            self._running = False
+        self.completed += 1
+
+    def departed(self, why: str, completed: int | None) -> None:
+        """Another rank has left after `completed` collectives; None where that number is unknown."""
+        last = self.completed + self._running if completed is None else completed
+        if self._last is None or last < self._last:
+            self.why, self._last = why, last
+        if self._cannot_complete() or (completed is None and self._running):
+            grace = 0.0 if self._cannot_complete() else LOST_GRACE_S
+            self._runtime.spawn(self._end_wait, self.completed, grace, name="hvd-gives-up")
+
+    def _cannot_complete(self) -> bool:
+        return self._running and self._last is not None and self.completed >= self._last
+
+    def _end_wait(self, completed: int, grace: float) -> None:
+        self._runtime.sleep(grace)
+        while self._running and self.completed == completed:
+            self._give_up()
+            self._runtime.sleep(RETRY_EVERY_S)  # one call breaks the current wait only; another may follow

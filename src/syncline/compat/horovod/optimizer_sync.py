@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 TOO_MANY_PASSES = (
-    "GradientReducer were computed more than backward_passes_per_step times before call to step(). Increase "
+    "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
     "backward_passes_per_step to accumulate gradients locally"
 )
 ZEROED_TOO_SOON = (
@@ -343,7 +343,9 @@ class GradientSync:
         if alone:
             self._gradients = None
 
-    def _agree(self, exchange: Communicator, named: Mapping[str, Parameter], codec: Codec | None) -> dict[str, Parameter]:
+    def _agree(
+        self, exchange: Communicator, named: Mapping[str, Parameter], codec: Codec | None
+    ) -> dict[str, Parameter]:
         """Compare parameters and settings; the parameters in the order of the first rank."""
         names = sorted(named)
         check_same(exchange, "parameters", describe(names, [named[name] for name in names]))
@@ -467,7 +469,7 @@ class StrategySync:
         """Nothing: the strategy has done what it does when backward returns, or does it in `step()`."""
 
     def zero(self) -> None:
-        """GradientReducer are dropped."""
+        """Gradients are dropped."""
         self._counts.clear()
 
     def stepping(self, now: bool) -> None:

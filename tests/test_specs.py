@@ -23,8 +23,8 @@ from syncline.collectives.catalog import build
 from syncline.errors import SpecError, SynclineError
 from syncline.server.rules.catalog import build_rule, rule_names
 from syncline.specs import LONGEST, Registry, Spec, nearest, parse
-from syncline.strategies.catalog import OTHER_NAMES as STRATEGIES_OTHER_NAMES
-from syncline.strategies.catalog import build_strategy, strategy_names
+from syncline.strategies import OTHER_NAMES as STRATEGIES_OTHER_NAMES
+from syncline.strategies import build_strategy, strategy_names
 from syncline.workloads import OTHER_NAMES as WORKLOADS_OTHER_NAMES
 from syncline.workloads import build as build_workload
 

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
+from warnings import warn as _warn
 
 if _TYPE_CHECKING:
     from syncline.codecs import (
@@ -41,13 +42,14 @@ if _TYPE_CHECKING:
     from syncline.optim import LAMB, LARS, cosine_decay, exponential_decay, scale_lr, step_decay, warmup
     from syncline.server import Client, Future, handler, store
     from syncline.strategies import (
+        BSP,
+        EASGD,
+        SSP,
         AdaComm,
         AllReduce,
         Average,
-        Bsp,
         DiLoCo,
         Downpour,
-        Easgd,
         Ensemble,
         Gossip,
         Hogwild,
@@ -56,7 +58,6 @@ if _TYPE_CHECKING:
         OneSided,
         Run,
         Shard,
-        Ssp,
         Step,
         Steps,
         Strategy,
@@ -90,12 +91,14 @@ except _PackageNotFoundError:  # run from a checkout that was not installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "BSP",
+    "EASGD",
     "LAMB",
     "LARS",
+    "SSP",
     "AdaComm",
     "AllReduce",
     "Average",
-    "Bsp",
     "BySize",
     "Cast",
     "Client",
@@ -104,7 +107,6 @@ __all__ = [
     "DiLoCo",
     "DivergedError",
     "Downpour",
-    "Easgd",
     "Ensemble",
     "Future",
     "Gossip",
@@ -132,7 +134,6 @@ __all__ = [
     "Simulation",
     "Solution",
     "SpecError",
-    "Ssp",
     "Step",
     "Steps",
     "Strategy",
@@ -186,9 +187,15 @@ _MODULES = (
 )
 """Where the names are defined."""
 
+_RENAMED = {"Bsp": "BSP", "Ssp": "SSP", "Easgd": "EASGD"}
+"""Old names, which still work with a warning."""
+
 
 def __getattr__(name: str) -> _Any:
     """Import a name, or a subpackage, when it is first used: the command shows its help without torch."""
+    if name in _RENAMED:
+        _warn(f"syncline.{name} is now called syncline.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+        name = _RENAMED[name]
     if name in __all__:
         for module in (_import_module(f"syncline.{each}") for each in _MODULES):
             if name in module.__all__:

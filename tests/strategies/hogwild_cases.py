@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.strategies.shared_board import SharedBoard
+from syncline.strategies.control import SharedMemoryChannel
 from syncline.testing.functional import world_on
 from syncline.transports import Transport
 from syncline.workloads import build
@@ -48,8 +48,8 @@ def learn_digits(transport: Transport, epochs: int) -> tuple[float, float, list[
             optimizer.step()
     world.barrier()  # all have ended: everybody sees the same
     after = workload.evaluate(model, workload.splits().validation)["accuracy"]
-    board = run.board()
-    assert isinstance(board, SharedBoard)
+    board = run.control_channel()
+    assert isinstance(board, SharedMemoryChannel)
     steps, sent = board.steps(), run.stats.bytes_wire
     run.close()
     return before, after, steps, sent

@@ -69,7 +69,7 @@ def totals(spec: str, steps: int = STEPS, whole: bool = True) -> Callable[[sl.Wo
     def work(world: sl.World) -> Any:
         model = Tags(world.size, steps)
         optimizer, run = distributed(model, spec)
-        board, draw = run.board(), random.Random(world.rank)
+        board, draw = run.control_channel(), random.Random(world.rank)
         for step in range(steps):
             world.compute(draw.choice([0.01, 0.1, 1.0]))
             step_tag(model, optimizer, world.rank, step)
@@ -113,7 +113,7 @@ def test_nothing_is_lost_while_a_push_is_under_way() -> None:
             optimizer.step()
             under_way.append(not all(future.done() for future in run._pushed))
         assert any(under_way)
-        run.board().finish()
+        run.control_channel().finish()
         world.barrier()
         found = agreed(run)
         run.close()
@@ -305,7 +305,7 @@ def test_a_run_goes_on_from_its_state() -> None:
         run.load_state_dict(state)
         own = fresh.seen.detach().clone()
         train(fresh, run, optimizer, range(6, 8))
-        run.board().finish()
+        run.control_channel().finish()
         world.barrier()
         found = agreed(run)
         run.close()

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 import syncline as sl
 from syncline.errors import IncompatibleError, SpecError
-from syncline.strategies.easgd import Easgd
+from syncline.strategies.easgd import EASGD
 from syncline.strategies.easgd.run import ElasticRun
-from syncline.strategies.own import OwnRun
+from syncline.strategies.local_weights import LocalWeightsRun
 from syncline.testing import Pool
 from syncline.transports import Transport
 from tests.strategies.cases import backward, data, flat, mlp, on_gloo
 from tests.strategies.hunts.easgd_bowls import Bowl, bowls, distributed, reference, shown, step
 
-CATCH = Easgd(period=1, alpha=0.225)
+CATCH = EASGD(period=1, alpha=0.225)
 
 
 def test_the_gradient_and_the_pull_are_taken_at_the_same_x() -> None:
@@ -36,10 +36,10 @@ def test_the_other_order_would_be_noticed() -> None:
     """A pull after the step is that of another x: .9 − .225 · .9 = .6975."""
 
     def late(run: ElasticRun) -> None:
-        run.meet()
+        run.sync()
 
     with (
-        mock.patch.object(ElasticRun, "before_step", OwnRun.before_step),
+        mock.patch.object(ElasticRun, "before_step", LocalWeightsRun.before_step),
         mock.patch.object(ElasticRun, "after_step", late),
     ):
         (x, _), _ = sl.simulate(bowls(CATCH, (1.0, 0.0), 0.1, 1), ranks=2).results
@@ -49,7 +49,7 @@ def test_the_other_order_would_be_noticed() -> None:
 @pytest.mark.parametrize("period", [1, 3])
 def test_without_a_rate_the_sum_stays(period: int) -> None:
     starts = (1.0, -0.5, 4.0)
-    found = sl.simulate(bowls(Easgd(period=period), starts, 0.0, 12), ranks=3).results
+    found = sl.simulate(bowls(EASGD(period=period), starts, 0.0, 12), ranks=3).results
     assert sum(x for x, _ in found) + found[0][1] == pytest.approx(sum(starts), rel=1e-6)
     spread = max(x for x, _ in found) - min(x for x, _ in found)
     assert spread < 4.5 * (1 - 0.3) ** (12 // period) + 1e-6, "each round takes α of the way"
@@ -65,7 +65,7 @@ def test_it_does_what_one_process_does_by_hand(momentum: float, period: int) -> 
 
     def work(world: sl.World) -> tuple[float, float]:
         model = Bowl()
-        optimizer, run = distributed(model, Easgd(period=period, momentum=momentum), 0.1)
+        optimizer, run = distributed(model, EASGD(period=period, momentum=momentum), 0.1)
         for number in range(15):
             optimizer.zero_grad()
             away = math.sin(number + world.rank) - world.rank
@@ -81,7 +81,7 @@ def test_it_does_what_one_process_does_by_hand(momentum: float, period: int) -> 
         assert found == pytest.approx(centre, rel=1e-4, abs=1e-5)
 
 
-def train(world: sl.World, strategy: Easgd, steps: int = 20, **options: Any) -> tuple[Tensor, Tensor]:
+def train(world: sl.World, strategy: EASGD, steps: int = 20, **options: Any) -> tuple[Tensor, Tensor]:
     """A small network: this worker's weights, and the centre."""
     model = mlp()
     optimizer, run = distributed(model, strategy, 0.1, **options)
@@ -103,7 +103,7 @@ def train(world: sl.World, strategy: Easgd, steps: int = 20, **options: Any) -> 
 
 @pytest.mark.parametrize("options", [{}, {"codec": "topk(0.1)"}, {"codec": "quantize(4)"}, {"collective": "auto"}])
 def test_every_worker_has_the_same_centre_bit_for_bit(options: dict[str, Any]) -> None:
-    found = sl.simulate(lambda world: train(world, Easgd(period=3), **options), ranks=4).results
+    found = sl.simulate(lambda world: train(world, EASGD(period=3), **options), ranks=4).results
     for own, centre in found:
         assert torch.equal(centre, found[0][1])
         assert not torch.equal(own, centre), "a worker has weights of its own"
@@ -114,7 +114,7 @@ def test_with_a_codec_the_sum_stays_but_for_what_is_kept_back() -> None:
 
     def work(world: sl.World) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         model = nn.Linear(8, 2, bias=False)
-        optimizer, run = distributed(model, Easgd(period=1), 0.0, codec="topk(0.25)")
+        optimizer, run = distributed(model, EASGD(period=1), 0.0, codec="topk(0.25)")
         with torch.no_grad():
             model.weight.add_(torch.randn(2, 8, generator=torch.Generator().manual_seed(world.rank)))
         world.barrier()
@@ -141,7 +141,7 @@ def test_all_meet_until_the_last_has_no_more_data() -> None:
 
     def work(world: sl.World) -> tuple[int, Tensor]:
         model = mlp()
-        optimizer, run = distributed(model, Easgd(period=2, momentum=0.5), 0.1)
+        optimizer, run = distributed(model, EASGD(period=2, momentum=0.5), 0.1)
         loader = torch.utils.data.DataLoader(data(50), batch_size=4)
         for _ in range(2):
             for x, y in run.shard(loader):
@@ -158,10 +158,10 @@ def test_all_meet_until_the_last_has_no_more_data() -> None:
         assert torch.equal(weights, found[0][1])
 
 
-@pytest.mark.parametrize("strategy", [Easgd(period=3), Easgd(period=3, momentum=0.9), Easgd(period=2, centres=2)])
+@pytest.mark.parametrize("strategy", [EASGD(period=3), EASGD(period=3, momentum=0.9), EASGD(period=2, centres=2)])
 @pytest.mark.parametrize("codec", [None, "topk(0.2)"])
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
-    tmp_path: Any, strategy: Easgd, codec: str | None
+    tmp_path: Any, strategy: EASGD, codec: str | None
 ) -> None:
     def work(world: sl.World, first: int, last: int) -> tuple[Tensor, Tensor]:
         model = mlp()
@@ -188,8 +188,8 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
         assert torch.equal(one[1], other[1])
 
 
-@pytest.mark.parametrize("strategy", [Easgd(period=2), Easgd(period=2, momentum=0.5), Easgd(period=2, centres=2)])
-def test_a_checkpoint_serves_more_workers(tmp_path: Any, strategy: Easgd) -> None:
+@pytest.mark.parametrize("strategy", [EASGD(period=2), EASGD(period=2, momentum=0.5), EASGD(period=2, centres=2)])
+def test_a_checkpoint_serves_more_workers(tmp_path: Any, strategy: EASGD) -> None:
     """Those it does not know begin at the centre."""
 
     def work(world: sl.World, resume: bool) -> tuple[Tensor, Tensor]:
@@ -220,7 +220,7 @@ def test_a_checkpoint_serves_more_workers(tmp_path: Any, strategy: Easgd) -> Non
 def test_one_worker_is_plain_training() -> None:
     def work(world: sl.World) -> Tensor:
         model = Bowl(1.0)
-        optimizer, run = distributed(model, Easgd(period=1, momentum=0.9), 0.1)
+        optimizer, run = distributed(model, EASGD(period=1, momentum=0.9), 0.1)
         for _ in range(5):
             step(model, optimizer)
         run.close()
@@ -257,13 +257,13 @@ def test_one_worker_is_plain_training() -> None:
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(SpecError, match="easgd"):
-        Easgd(**options)
+        EASGD(**options)
 
 
 @pytest.mark.parametrize("sync", [True, False])
 def test_a_pull_that_jumps_beyond_the_workers_is_refused(sync: bool) -> None:
     def work(world: sl.World, unstable: bool) -> None:
-        distributed(Bowl(), Easgd(alpha=0.4, sync=sync, unstable=unstable), 0.1)[1].close()
+        distributed(Bowl(), EASGD(alpha=0.4, sync=sync, unstable=unstable), 0.1)[1].close()
 
     with pytest.raises(IncompatibleError, match=r"alpha · 3 = 1\.2.*at most 0\.3333.*unstable=True"):
         sl.simulate(lambda world: work(world, unstable=False), ranks=3)
@@ -274,20 +274,20 @@ def test_momentum_on_top_of_momentum_is_refused() -> None:
     def work(world: sl.World) -> None:
         model = Bowl()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        sl.distribute(model, optimizer, strategy=Easgd(momentum=0.5))
+        sl.distribute(model, optimizer, strategy=EASGD(momentum=0.5))
 
     with pytest.raises(IncompatibleError, match=r"the optimizer's is 0\.9"):
         sl.simulate(work, ranks=2)
 
 
 def test_its_repr_is_its_spec() -> None:
-    assert repr(Easgd()) == "easgd"
-    assert repr(Easgd(period=4, alpha=0.1, sync=False)) == "easgd(period=4, alpha=0.1, sync=False)"
-    assert repr(Easgd(centres="hosts", root_every=4)) == "easgd(centres='hosts', root_every=4)"
+    assert repr(EASGD()) == "easgd"
+    assert repr(EASGD(period=4, alpha=0.1, sync=False)) == "easgd(period=4, alpha=0.1, sync=False)"
+    assert repr(EASGD(centres="hosts", root_every=4)) == "easgd(centres='hosts', root_every=4)"
 
 
 def on_processes(world: sl.World, spec: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    return train(world, Easgd(**spec), collective="native")
+    return train(world, EASGD(**spec), collective="native")
 
 
 def gloo_case(transport: Transport, spec: dict[str, Any]) -> Any:
@@ -298,7 +298,7 @@ def gloo_case(transport: Transport, spec: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("spec", [{"period": 3}, {"period": 3, "momentum": 0.9}, {"period": 2, "centres": 2}])
 def test_on_real_processes_as_on_simulated_ones(gloo: Pool, spec: dict[str, Any]) -> None:
     real = gloo.run(gloo_case, 2, spec)
-    simulated = sl.simulate(lambda world: train(world, Easgd(**spec)), ranks=2).results
+    simulated = sl.simulate(lambda world: train(world, EASGD(**spec)), ranks=2).results
     for (own, centre), (same, likewise) in zip(real, simulated, strict=True):
         torch.testing.assert_close(own, same, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(centre, likewise, rtol=1e-5, atol=1e-6)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from syncline.strategies import Run, Strategy
-from syncline.strategies.easgd import Easgd
+from syncline.strategies.easgd import EASGD
 from syncline.testing import StrategyContract
 from tests.strategies.cases import flat
 
@@ -16,7 +16,7 @@ from tests.strategies.cases import flat
 class Elastic(StrategyContract):
     """Tied to a centre: what is conserved is the sum of all weights, the centre's too."""
 
-    strategy: ClassVar[Easgd]
+    strategy: ClassVar[EASGD]
     as_one = False  # the centre comes behind
 
     def make(self) -> Strategy:
@@ -27,23 +27,23 @@ class Elastic(StrategyContract):
 
 
 class TestEasgd(Elastic):
-    strategy = Easgd(period=4)
+    strategy = EASGD(period=4)
 
 
 class TestEasgdWithACodec(Elastic):
-    strategy = Easgd(period=3)
+    strategy = EASGD(period=3)
     options: ClassVar[dict[str, Any]] = {"codec": "quantize(8)"}
     conserves = False  # to the codec's loss
 
 
 class TestMomentum(Elastic):
-    strategy = Easgd(period=4, momentum=0.9)
+    strategy = EASGD(period=4, momentum=0.9)
     optimizers = ("sgd", "adam")  # momentum on top of momentum is refused
     conserves = False  # it goes on by its speed
 
 
 class TestTree(Elastic):
-    strategy = Easgd(period=2, centres=2, root_every=2)
+    strategy = EASGD(period=2, centres=2, root_every=2)
 
     def total(self, run: Run) -> Tensor:
         values: list[Tensor] = run.centre.values  # type: ignore[attr-defined]
@@ -53,16 +53,16 @@ class TestTree(Elastic):
 
 
 class TestServed(Elastic):
-    strategy = Easgd(period=4, sync=False)
+    strategy = EASGD(period=4, sync=False)
     exact_resume = False  # who comes first differs
 
 
 class TestServedMomentum(TestServed):
-    strategy = Easgd(period=4, sync=False, momentum=0.9)
+    strategy = EASGD(period=4, sync=False, momentum=0.9)
     optimizers = ("sgd", "adam")
     conserves = False
 
 
 class TestServedTree(TestServed):
-    strategy = Easgd(period=3, sync=False, centres=2)
+    strategy = EASGD(period=3, sync=False, centres=2)
     conserves = False  # what groups hold lies at the servers: the hunts look there

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import syncline as sl
 from syncline.errors import IncompatibleError
 from syncline.server import Client, Future, network_of
-from syncline.strategies.easgd import Easgd
+from syncline.strategies.easgd import EASGD
 from syncline.testing import Pool
 from syncline.transports import Transport
 from syncline.transports.faults import Kill
@@ -22,7 +22,7 @@ from tests.strategies.cases import backward, flat, mlp, on_gloo
 from tests.strategies.hunts.easgd_bowls import Bowl, bowls, distributed, reference, shown, step
 from tests.strategies.served_cases import results, servers
 
-CATCH = Easgd(period=1, alpha=0.225, sync=False)
+CATCH = EASGD(period=1, alpha=0.225, sync=False)
 
 
 def test_the_gradient_and_the_pull_are_taken_at_the_same_x() -> None:
@@ -41,7 +41,7 @@ def test_without_a_rate_the_sum_stays(dedicated: int, momentum: float) -> None:
 
     def work(world: sl.World) -> tuple[float, float]:
         model = Bowl()
-        optimizer, run = distributed(model, Easgd(period=2, sync=False, momentum=momentum), 0.0)
+        optimizer, run = distributed(model, EASGD(period=2, sync=False, momentum=momentum), 0.0)
         with torch.no_grad():
             for own in (model.x, *([] if run.ahead is None else run.ahead.own)):
                 own.fill_(starts[world.rank])
@@ -49,7 +49,7 @@ def test_without_a_rate_the_sum_stays(dedicated: int, momentum: float) -> None:
         for _ in range(9):
             world.compute(0.1 * (1 + world.rank))
             step(model, optimizer)
-        run.board().finish()
+        run.control_channel().finish()
         world.barrier()
         found = model.x.item(), shown(run).item()
         run.close()
@@ -64,14 +64,14 @@ def test_an_exchange_comes_with_every_period() -> None:
 
     def work(world: sl.World) -> list[float]:
         model = Bowl()
-        optimizer, run = distributed(model, Easgd(period=2, alpha=0.25, sync=False), 1.0)
+        optimizer, run = distributed(model, EASGD(period=2, alpha=0.25, sync=False), 1.0)
         seen = []
         for _ in range(5 if world.rank == 0 else 0):
             optimizer.zero_grad()
             backward(-model.x.sum())
             optimizer.step()
             seen.append(model.x.item())
-        run.board().finish()
+        run.control_channel().finish()
         world.barrier()
         seen.append(shown(run).item())
         run.close()
@@ -94,14 +94,14 @@ def test_a_push_that_replaces_would_be_noticed() -> None:
 
     starts = (1.0, -0.5, 4.0)
     with mock.patch.object(Client, "push", replace):
-        found = results(bowls(Easgd(period=1, sync=False), starts, 0.0, 4), 3, dedicated=1)
+        found = results(bowls(EASGD(period=1, sync=False), starts, 0.0, 4), 3, dedicated=1)
     assert abs(sum(x for x, _ in found) + found[0][1] - sum(starts)) > 0.1
 
 
 def test_nobody_waits_for_a_slow_worker() -> None:
     def work(world: sl.World) -> float:
         model = Bowl(1.0)
-        optimizer, run = distributed(model, Easgd(period=2, sync=False), 0.1)
+        optimizer, run = distributed(model, EASGD(period=2, sync=False), 0.1)
         for _ in range(20):
             world.compute(1.0 if world.rank else 10.0)
             step(model, optimizer)
@@ -117,12 +117,12 @@ def test_nobody_waits_for_a_slow_worker() -> None:
 def test_the_rest_goes_on_without_a_killed_worker() -> None:
     def work(world: sl.World) -> tuple[int, list[int]]:
         model = Bowl(1.0)
-        optimizer, run = distributed(model, Easgd(period=3, sync=False), 0.1)
+        optimizer, run = distributed(model, EASGD(period=3, sync=False), 0.1)
         for _ in range(10):
             world.compute(1.0)
             step(model, optimizer)
-        run.board().finish()
-        steps = run.board().steps()
+        run.control_channel().finish()
+        steps = run.control_channel().steps()
         run.close()
         return run.stats.steps, steps
 
@@ -136,12 +136,12 @@ def test_the_rest_goes_on_without_a_killed_worker() -> None:
 def test_close_leaves_the_centre_and_the_buffers_of_one() -> None:
     def work(world: sl.World) -> tuple[Tensor, Tensor]:
         model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
-        optimizer, run = distributed(model, Easgd(period=2, sync=False), 0.1)
+        optimizer, run = distributed(model, EASGD(period=2, sync=False), 0.1)
         for _ in range(6):
             optimizer.zero_grad()
             backward(model(torch.randn(8, 6)).square().mean())
             optimizer.step()
-        run.board().finish()
+        run.control_channel().finish()
         world.barrier()
         centre = shown(run)
         world.barrier()
@@ -159,7 +159,7 @@ def test_a_run_goes_on_from_its_state(momentum: float) -> None:
     """Each worker has its own weights again, and the servers the centre; the sum is what it was."""
 
     def work(world: sl.World) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        strategy = Easgd(period=2, sync=False, momentum=momentum)
+        strategy = EASGD(period=2, sync=False, momentum=momentum)
         model = Bowl(float(2 + world.rank))
         optimizer, run = distributed(model, strategy, 0.1)
         for _ in range(5):
@@ -189,10 +189,10 @@ def test_a_run_goes_on_from_its_state(momentum: float) -> None:
 def test_one_worker_is_plain_training_and_its_centre_what_it_has() -> None:
     def work(world: sl.World) -> tuple[Tensor, Tensor, list[int]]:
         model = mlp()
-        optimizer, run = distributed(model, Easgd(period=2, sync=False, momentum=0.9), 0.1)
+        optimizer, run = distributed(model, EASGD(period=2, sync=False, momentum=0.9), 0.1)
         train_plainly(model, optimizer)
-        run.board().finish()
-        centre, steps = shown(run), run.board().steps()
+        run.control_channel().finish()
+        centre, steps = shown(run), run.control_channel().steps()
         run.close()
         return flat(model), centre, steps
 
@@ -218,7 +218,7 @@ def test_with_a_codec_the_sum_stays_but_for_what_is_kept_back() -> None:
 
     def work(world: sl.World) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         model = nn.Linear(400, 1, bias=False)
-        optimizer, run = distributed(model, Easgd(period=1, sync=False), 0.0, codec="topk(0.25)")
+        optimizer, run = distributed(model, EASGD(period=1, sync=False), 0.0, codec="topk(0.25)")
         with torch.no_grad():
             model.weight.add_(torch.randn(1, 400, generator=torch.Generator().manual_seed(world.rank)))
         world.barrier()
@@ -229,7 +229,7 @@ def test_with_a_codec_the_sum_stays_but_for_what_is_kept_back() -> None:
             optimizer.zero_grad()
             backward(model(torch.ones(1, 400)).sum())
             optimizer.step()
-        run.board().finish()
+        run.control_channel().finish()
         world.barrier()
         found = before + centre / world.size, flat(model).clone(), shown(run), run.client.residual.clone()
         assert run.stats.bytes_wire < run.stats.bytes_logical
@@ -245,21 +245,21 @@ def test_with_a_codec_the_sum_stays_but_for_what_is_kept_back() -> None:
 def test_a_codec_of_whole_matrices_is_refused() -> None:
     with pytest.raises(IncompatibleError, match="servers hold one row of keys"):
         sl.simulate(
-            lambda world: distributed(Bowl(), Easgd(sync=False), 0.1, codec="powersgd(1)", collective="auto"), 2
+            lambda world: distributed(Bowl(), EASGD(sync=False), 0.1, codec="powersgd(1)", collective="auto"), 2
         )
 
 
 def test_who_only_watches_finds_the_centre() -> None:
     def work(world: sl.World) -> float:
         model = Bowl(1.0)
-        optimizer, run = distributed(model, Easgd(period=2, sync=False), 0.1)
+        optimizer, run = distributed(model, EASGD(period=2, sync=False), 0.1)
         for _ in range(4):
             step(model, optimizer)
-        run.board().finish()
+        run.control_channel().finish()
         world.barrier()
         found = shown(run).item()
-        run.board().post("done", [found])
-        while not any(post.kind == "seen" for post in run.board().read_posts(0)):
+        run.control_channel().post("done", [found])
+        while not any(post.kind == "seen" for post in run.control_channel().read_posts(0)):
             world.runtime.sleep(0.01)
         run.close()
         return found
@@ -269,11 +269,11 @@ def test_who_only_watches_finds_the_centre() -> None:
     def watch(transport: Transport) -> None:
         network = network_of(transport, 2, 1, 1)
         model = Bowl()
-        board = Easgd(period=2, sync=False).observe(model, network)
+        board = EASGD(period=2, sync=False).observe(model, network)
         assert board is not None
         while not any(post.kind == "done" for post in board.read_posts(0)):
             transport.runtime.sleep(0.01)
-        board.weights_into(model)
+        board.load_weights(model)
         seen.append(model.x.item())
         board.post("seen", [])
         board.close()
@@ -284,7 +284,7 @@ def test_who_only_watches_finds_the_centre() -> None:
 
 
 def real(world: sl.World) -> tuple[float, float]:
-    return bowls(Easgd(period=2, sync=False), (1.0, 3.0), 0.0, 8)(world)
+    return bowls(EASGD(period=2, sync=False), (1.0, 3.0), 0.0, 8)(world)
 
 
 def real_case(transport: Transport) -> Any:
@@ -308,12 +308,12 @@ def test_it_does_what_one_process_does_by_hand(momentum: float) -> None:
 
     def work(world: sl.World) -> tuple[float, float]:
         model = Bowl()
-        optimizer, run = distributed(model, Easgd(period=3, alpha=0.25, sync=False, momentum=momentum), 0.1)
+        optimizer, run = distributed(model, EASGD(period=3, alpha=0.25, sync=False, momentum=momentum), 0.1)
         for number in range(14 if world.rank == 0 else 0):
             optimizer.zero_grad()
             backward(model() + (math.sin(number) - 1.0) * model.x.sum())
             optimizer.step()
-        run.board().finish()
+        run.control_channel().finish()
         world.barrier()
         found = run.own[0].item(), shown(run).item()
         run.close()

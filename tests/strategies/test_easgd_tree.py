@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import syncline as sl
 from syncline.errors import IncompatibleError
-from syncline.strategies.easgd import Easgd
+from syncline.strategies.easgd import EASGD
 from syncline.strategies.easgd.tree import groups_of
 from tests.strategies.cases import backward, data, flat, mlp
 from tests.strategies.hunts.easgd_bowls import Bowl, distributed, shown, step
@@ -46,7 +46,7 @@ def test_it_does_what_one_process_does_by_hand(root_every: int) -> None:
 
     def work(world: sl.World) -> tuple[float, float, float]:
         model = Bowl()
-        optimizer, run = distributed(model, Easgd(period=2, centres=2, root_every=root_every), 0.0)
+        optimizer, run = distributed(model, EASGD(period=2, centres=2, root_every=root_every), 0.0)
         with torch.no_grad():
             model.x.fill_(starts[world.rank])
         for _ in range(8):
@@ -70,7 +70,7 @@ def test_it_does_what_one_process_does_by_hand(root_every: int) -> None:
 def test_centres_are_alike_bit_for_bit_and_the_groups_differ(codec: str | None) -> None:
     def work(world: sl.World) -> tuple[Tensor, Tensor]:
         model = mlp()
-        optimizer, run = distributed(model, Easgd(period=2, centres=2, root_every=2), 0.1, codec=codec)
+        optimizer, run = distributed(model, EASGD(period=2, centres=2, root_every=2), 0.1, codec=codec)
         draw = torch.Generator().manual_seed(world.rank)
         for _ in range(14):
             optimizer.zero_grad()
@@ -94,7 +94,7 @@ def test_the_root_is_asked_seldom() -> None:
 
     def work(world: sl.World, root_every: int) -> int:
         model = nn.Linear(200, 10)
-        optimizer, run = distributed(model, Easgd(period=1, centres=2, root_every=root_every), 0.1)
+        optimizer, run = distributed(model, EASGD(period=1, centres=2, root_every=root_every), 0.1)
         for _ in range(8):
             optimizer.zero_grad()
             backward(model(torch.ones(1, 200)).sum())
@@ -114,7 +114,7 @@ def test_groups_that_run_out_of_data_meet_the_others_at_the_root() -> None:
 
     def work(world: sl.World) -> tuple[int, int, Tensor]:
         model = mlp()
-        optimizer, run = distributed(model, Easgd(period=1, centres=2, root_every=2), 0.1)
+        optimizer, run = distributed(model, EASGD(period=1, centres=2, root_every=2), 0.1)
         loader = torch.utils.data.DataLoader(data(36), batch_size=4)
         for _ in range(2):
             for x, y in run.shard(loader):
@@ -134,7 +134,7 @@ def test_groups_that_run_out_of_data_meet_the_others_at_the_root() -> None:
 
 def test_one_host_has_one_centre() -> None:
     def work(world: sl.World) -> bool:
-        _, run = distributed(Bowl(), Easgd(centres="hosts"), 0.1)
+        _, run = distributed(Bowl(), EASGD(centres="hosts"), 0.1)
         plain = run.centre.root is run.centre.values
         run.close()
         return plain
@@ -153,13 +153,13 @@ def test_one_host_has_one_centre() -> None:
 )
 def test_what_cannot_work_is_refused(options: dict[str, Any], codec: str | None, match: str) -> None:
     def work(world: sl.World) -> None:
-        distributed(mlp(), Easgd(**options), 0.1, codec=codec, collective="auto")
+        distributed(mlp(), EASGD(**options), 0.1, codec=codec, collective="auto")
 
     with pytest.raises(IncompatibleError, match=match):
         sl.simulate(work, ranks=3)
 
 
-def traded(world: sl.World, strategy: Easgd, times: int) -> tuple[Bowl, Any]:
+def traded(world: sl.World, strategy: EASGD, times: int) -> tuple[Bowl, Any]:
     """A worker that begins at 1 and trades so often, without gradients; all others have done so too."""
     model = Bowl()
     optimizer, run = distributed(model, strategy, 0.0)
@@ -167,7 +167,7 @@ def traded(world: sl.World, strategy: Easgd, times: int) -> tuple[Bowl, Any]:
         model.x.fill_(1.0)
     for _ in range(times):
         step(model, optimizer)
-    run.board().finish()
+    run.control_channel().finish()
     world.barrier()
     return model, run
 
@@ -176,7 +176,7 @@ def test_at_the_servers_it_does_what_one_does_by_hand() -> None:
     """Two groups of one; the first trades twice: d = .5, D = .45 · .5, d = .5 (.5 − .275), D = .45 (.3875 − .225)."""
 
     def work(world: sl.World) -> tuple[float, float, float]:
-        model, run = traded(world, Easgd(period=1, alpha=0.5, sync=False, centres=2), 2 if world.rank == 0 else 0)
+        model, run = traded(world, EASGD(period=1, alpha=0.5, sync=False, centres=2), 2 if world.rank == 0 else 0)
         found = model.x.item(), run.near.get().item(), shown(run).item()
         run.close()
         assert model.x.item() == found[2], "close() leaves the root"
@@ -193,7 +193,7 @@ def test_at_the_servers_a_group_is_tied_to_the_root_without_its_first() -> None:
     """The first worker of a group of two takes no steps: the other climbs in every second of its own exchanges."""
 
     def work(world: sl.World) -> float:
-        _, run = traded(world, Easgd(period=1, sync=False, centres=2), 4 if world.rank == 1 else 0)
+        _, run = traded(world, EASGD(period=1, sync=False, centres=2), 4 if world.rank == 1 else 0)
         found = shown(run).item()
         run.close()
         return found
@@ -206,7 +206,7 @@ def test_at_the_servers_a_run_goes_on_from_its_state() -> None:
 
     def work(world: sl.World, again: int) -> tuple[list[float], list[float]]:
         model = Bowl(2.0)
-        optimizer, run = distributed(model, Easgd(period=1, sync=False, centres=2), 0.1)
+        optimizer, run = distributed(model, EASGD(period=1, sync=False, centres=2), 0.1)
         with torch.no_grad():
             model.x.add_(float(world.rank))
         for _ in range(4):
@@ -217,7 +217,7 @@ def test_at_the_servers_a_run_goes_on_from_its_state() -> None:
         before = [run.near.get().item(), shown(run).item()]
         world.barrier()
         run.close()
-        _, run = distributed(Bowl(), Easgd(period=1, sync=False, centres=again), 0.1)
+        _, run = distributed(Bowl(), EASGD(period=1, sync=False, centres=again), 0.1)
         run.load_state_dict(state)
         world.barrier()
         after = [run.near.get().item(), shown(run).item()]

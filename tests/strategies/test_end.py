@@ -42,7 +42,7 @@ def begin(spec: str, rate: float = 0.01) -> Any:
 def test_close_leaves_one_model_on_every_worker(spec: str) -> None:
     def work(world: sl.World) -> Tensor:
         run = begin(spec)
-        train(world, run, 5 + world.rank if run.loose else 5)
+        train(world, run, 5 + world.rank if run.asynchronous else 5)
         run.close()
         return whole(run.model)
 
@@ -118,7 +118,7 @@ def test_a_worker_that_left_without_closing_is_named_at_once(monkeypatch: pytest
         run = begin("ssp(slack=3)")
         train(world, run, 2)
         if world.rank == 1:  # as the servers see one that leaves
-            run.board().finish()
+            run.control_channel().finish()
             left.add(1)
             world.compute(1000.0)  # its part of the weights stays
             return 0.0

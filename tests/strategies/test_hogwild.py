@@ -14,8 +14,8 @@ from torch import nn
 import syncline as sl
 from syncline.reduction import Communicator
 from syncline.runtime import RealRuntime
-from syncline.strategies import Settings
-from syncline.strategies.shared_board import MOST_POSTS, MOST_VALUES, SharedBoard
+from syncline.strategies import RunSettings
+from syncline.strategies.control import MAX_POST_VALUES, MAX_POSTS, SharedMemoryChannel
 from syncline.testing import Pool, hunt
 from syncline.transports.faults import Kill, Slow
 from tests.launch.runs import Runs, wait_for
@@ -26,11 +26,13 @@ SEEDS = 1000 if os.environ.get("SYNCLINE_HUNT") else 20
 WORKERS, STEPS = 4, 5
 
 
-def begin(model: nn.Module, rate: float = 0.1, **options: Any) -> tuple[torch.optim.Optimizer, Any, SharedBoard]:
+def begin(
+    model: nn.Module, rate: float = 0.1, **options: Any
+) -> tuple[torch.optim.Optimizer, Any, SharedMemoryChannel]:
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     run = sl.distribute(model, optimizer, strategy="hogwild", collective="ring", **options)
-    board = run.board()
-    assert isinstance(board, SharedBoard)
+    board = run.control_channel()
+    assert isinstance(board, SharedMemoryChannel)
     return optimizer, run, board
 
 
@@ -110,7 +112,7 @@ def test_a_world_of_one_trains_as_plain_torch() -> None:
             backward(nn.functional.cross_entropy(model(x), y))
             optimizer.step()
         if run is not None:
-            assert run.loose
+            assert run.asynchronous
             run.close()
         return flat(model)
 
@@ -153,7 +155,7 @@ def test_weights_are_shared_buffers_are_rank_0s() -> None:
             assert run.state_dict()["local"]["buffers"]["norm.num_batches_tracked"].item() == own
         assert model.norm.num_batches_tracked.item() == own
         other = Mixed()
-        board.weights_into(other)
+        board.load_weights(other)
         assert torch.equal(flat(other), flat(model))
         assert other.norm.running_mean is not None
         assert torch.equal(other.norm.running_mean, mean)
@@ -240,18 +242,18 @@ def test_what_is_posted_is_read_by_all() -> None:
     assert simulate(case, 3) == (wanted,) * 3
 
 
-def make_boards(size: int) -> list[SharedBoard]:
+def make_boards(size: int) -> list[SharedMemoryChannel]:
     """Boards of several workers over one memory, in this process."""
-    memory, lock = torch.zeros(SharedBoard.words(size), dtype=torch.int64), RealRuntime().lock()
-    return [SharedBoard(memory, rank, size, lock, lambda model: None) for rank in range(size)]
+    memory, lock = torch.zeros(SharedMemoryChannel.words(size), dtype=torch.int64), RealRuntime().lock()
+    return [SharedMemoryChannel(memory, rank, size, lock, lambda model: None) for rank in range(size)]
 
 
 def test_a_late_reader_gets_the_latest_posts() -> None:
     writer, reader = make_boards(2)
-    for number in range(3 * MOST_POSTS + 7):
+    for number in range(3 * MAX_POSTS + 7):
         writer.post("n", [number])
     found = [post.values[0] for post in reader.read_posts(0)]
-    assert found == [float(number) for number in range(2 * MOST_POSTS + 7, 3 * MOST_POSTS + 7)]
+    assert found == [float(number) for number in range(2 * MAX_POSTS + 7, 3 * MAX_POSTS + 7)]
 
 
 def test_a_post_that_is_half_written_is_not_seen() -> None:
@@ -265,10 +267,10 @@ def test_a_post_that_is_half_written_is_not_seen() -> None:
     assert [(post.number, post.kind, post.values) for post in reader.read_posts(1)] == [(2, "half", (2.0, 3.0))]
 
 
-@pytest.mark.parametrize(("kind", "values"), [("k" * 33, 1), ("many", MOST_VALUES + 1)])
+@pytest.mark.parametrize(("kind", "values"), [("k" * 33, 1), ("many", MAX_POST_VALUES + 1)])
 def test_a_post_that_is_too_long_is_refused(kind: str, values: int) -> None:
     (board,) = make_boards(1)
-    with pytest.raises(sl.SpecError, match=rf"at most 32 bytes and at most {MOST_VALUES} values"):
+    with pytest.raises(sl.SpecError, match=rf"at most 32 bytes and at most {MAX_POST_VALUES} values"):
         board.post(kind, [0.0] * values)
     assert board.read_posts(0) == []
 
@@ -276,11 +278,11 @@ def test_a_post_that_is_too_long_is_refused(kind: str, values: int) -> None:
 def test_anybody_can_stop_all() -> None:
     def case(world: sl.World) -> int:
         optimizer, run, board = begin(nn.Linear(1, 1))
-        while not board.stopping():
+        while not board.stop_requested():
             world.compute(1.0)
             optimizer.step()
             if world.rank == 2 and run.stats.steps == 3:
-                board.stop()
+                board.request_stop()
         board.finish()
         return int(run.stats.steps)
 
@@ -310,7 +312,7 @@ def test_a_model_that_is_not_on_the_cpu_is_refused() -> None:
     model = nn.Linear(1, 1, device="meta")  # as if on a GPU; distribute itself refuses a model without memory
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with sl.init() as world, pytest.raises(sl.IncompatibleError, match="weight is on meta: keep the model on the CPU"):
-        sl.Hogwild().attach(model, optimizer, Communicator(world, "auto"), Settings())
+        sl.Hogwild().attach(model, optimizer, Communicator(world, "auto"), RunSettings())
 
 
 def test_what_is_not_finite_does_not_reach_the_others() -> None:
@@ -374,7 +376,7 @@ with sl.init() as world:
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     run = sl.distribute(model, optimizer, strategy="hogwild")
-    board = run.board()
+    board = run.control_channel()
     for step in range(400):
         if rank == 1 and step == 20:
             os.kill(os.getpid(), signal.SIGKILL)

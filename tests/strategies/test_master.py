@@ -239,7 +239,7 @@ def test_a_resumed_run_equals_one_that_went_on(strategy: str) -> None:
             backward(loss_of(model, world.rank, step))
             optimizer.step()
         world.barrier()
-        board = run.board()
+        board = run.control_channel()
         assert board is not None
         assert board.steps() == [6] * world.size
         world.barrier()
@@ -279,7 +279,7 @@ def test_buffers_come_to_the_root() -> None:
             optimizer.zero_grad()
             backward(model(torch.randn(4, 3) + world.rank).sum())
             optimizer.step()
-        board = run.board()
+        board = run.control_channel()
         assert board is not None
         board.finish()
         world.barrier()
@@ -306,9 +306,9 @@ def test_an_evaluator_watches_the_root_of_a_tree() -> None:
         assert board is not None
         while board.steps() != [3] * 4:
             channel.runtime.sleep(0.01)
-        board.weights_into(model)
+        board.load_weights(model)
         seen.append(flat(model))
-        board.stop()
+        board.request_stop()
         board.close()
 
     def work(world: sl.World) -> Tensor:
@@ -319,9 +319,9 @@ def test_an_evaluator_watches_the_root_of_a_tree() -> None:
                 optimizer.zero_grad()
                 backward(loss_of(model, world.rank, step))
                 optimizer.step()
-            weights, board = flat(model), run.board()
+            weights, board = flat(model), run.control_channel()
             assert board is not None
-            while not board.stopping():  # any answer of the root tells
+            while not board.stop_requested():  # any answer of the root tells
                 board.steps()
                 world.runtime.sleep(0.01)
         return weights
@@ -391,7 +391,7 @@ def tagged(journal: Journal, strategy: str, once: float | None, deaths: bool = F
             journal.check(model.seen.detach(), own)
             if once is not None:
                 assert set(model.seen.detach().view(-1).tolist()) <= {0.0, once}
-        board = run.board()
+        board = run.control_channel()
         assert board is not None
         board.finish()
         while deaths and any(

@@ -47,7 +47,7 @@ class Trainer:
         self.seen += [int(sample) for sample in batch.view(-1)]
 
     def end(self, world: sl.World) -> None:
-        board = self.run.board()
+        board = self.run.control_channel()
         if board is not None:
             board.finish()
             world.barrier()  # a server lives with its worker

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import syncline as sl
 from syncline.errors import DivergedError, IncompatibleError, PeerLostError
 from syncline.server import network_of
-from syncline.strategies.bsp import Bsp
+from syncline.strategies.bsp import BSP
 from syncline.strategies.served_keys import KeyMap
 from syncline.transports import Transport
 from syncline.transports.faults import Kill
@@ -163,7 +163,7 @@ def test_a_batch_counts_by_its_weight() -> None:
         nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         with distributed(model, optimizer) as run:
-            run.weigh(1.5 if world.rank == 0 else 0.5)
+            run.set_weight(1.5 if world.rank == 0 else 0.5)
             backward(model(torch.full((1, 1), 1.0 + world.rank)).sum())
             optimizer.step()
         return model.weight.item()
@@ -180,9 +180,9 @@ def test_who_runs_out_of_data_holds_nobody_back() -> None:
                 optimizer.zero_grad()
                 backward(loss_of(model, world.rank, step))
                 optimizer.step()
-            run.board().finish()
+            run.control_channel().finish()
             world.barrier()
-            steps: list[int] = run.board().steps()
+            steps: list[int] = run.control_channel().steps()
         return steps
 
     assert results(work, 3) == ([3, 6, 6],) * 3
@@ -202,7 +202,7 @@ def test_agreed_holds_the_servers_weights_and_rank_0s_buffers(strategy: str) -> 
                 optimizer.zero_grad()
                 backward(loss_of(model, world.rank, step))
                 optimizer.step()
-            run.board().finish()
+            run.control_channel().finish()
             world.barrier()
             assert norm.running_mean is not None
             means = sl.allgather(norm.running_mean).view(2, -1)
@@ -222,13 +222,13 @@ def test_a_board_carries_posts_and_the_wish_to_stop() -> None:
         model = Tags(2, 50)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         with distributed(model, optimizer) as run:
-            board = run.board()
+            board = run.control_channel()
             for step in range(50):
                 step_tag(model, optimizer, world.rank, step)
                 if world.rank == 0 and step == 4:
                     board.post("news", [1.5, 2.0])
-                    board.stop()
-                if board.stopping():
+                    board.request_stop()
+                if board.stop_requested():
                     break
             world.barrier()
             return [post.values for post in board.read_posts(0) if post.kind == "news"] + [step < 10]
@@ -242,11 +242,11 @@ def test_somebody_who_takes_no_steps_watches() -> None:
 
     def evaluate(channel: Transport) -> None:
         model = mlp(seed=5)
-        board = Bsp().observe(model, network_of(channel, 2, 1, 1))
+        board = BSP().observe(model, network_of(channel, 2, 1, 1))
         assert board is not None
         while board.steps() != [3, 3]:
             channel.runtime.sleep(0.01)
-        board.weights_into(model)
+        board.load_weights(model)
         seen.append(model)
         board.post("seen", [1.0])
         board.close()
@@ -259,7 +259,7 @@ def test_somebody_who_takes_no_steps_watches() -> None:
                 optimizer.zero_grad()
                 backward(loss_of(model, world.rank, step))
                 optimizer.step()
-            while not any(post.kind == "seen" for post in run.board().read_posts(0)):
+            while not any(post.kind == "seen" for post in run.control_channel().read_posts(0)):
                 world.runtime.sleep(0.01)
         return model
 
@@ -295,7 +295,7 @@ def test_a_resumed_run_equals_one_that_went_on(optimizer: str, strategy: str) ->
         own = OPTIMIZERS[optimizer](fresh.parameters())
         run = distributed(fresh, own, strategy)
         run.load_state_dict(state)
-        assert run.board().steps() == [4, 4]
+        assert run.control_channel().steps() == [4, 4]
         world.barrier()
         train(run, own, range(4, 10))
         run.close()
@@ -375,7 +375,7 @@ def digits(strategy: str, codec: str | None = None, epochs: int = 6) -> Callable
                 optimizer.zero_grad()
                 backward(nn.functional.cross_entropy(model(images), labels))
                 optimizer.step()
-        run.board().finish()
+        run.control_channel().finish()
         world.barrier()
         with run.agreed(), torch.no_grad():
             right = (model(x[1500:]).argmax(1) == y[1500:]).float().mean().item()

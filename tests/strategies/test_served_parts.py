@@ -43,12 +43,12 @@ def outpaced(strategy: str, parts: int, looks: bool = False) -> list[Any]:
         for _ in range(3 if world.rank == 0 else 1):
             world.compute(1.0 if world.rank == 0 else 3.5)
             if looks:  # at weights that no gradient comes of
-                run.board().weights_into(copy.deepcopy(model))
+                run.control_channel().load_weights(copy.deepcopy(model))
                 run.shared_state()
             step(model, optimizer, world.rank)
-        run.board().finish()
+        run.control_channel().finish()
         world.barrier()
-        run.board().weights_into(model)
+        run.control_channel().load_weights(model)
         run.close()
         return run, [weight[1].item() for weight in model]
 
@@ -77,9 +77,9 @@ def test_damp_leaves_buffers_as_they_are() -> None:
         assert model.running_var is not None
         model.running_var.fill_(8.0)
         world.compute(0.0 if world.rank else 5.0)
-        run.board().finish()
+        run.control_channel().finish()
         world.barrier()
-        run.board().weights_into(model)
+        run.control_channel().load_weights(model)
         run.close()
         return [*model.running_var.tolist()]
 

@@ -20,7 +20,7 @@ def test_the_configuration_is_there_after_close(strategy: str) -> None:
         model = nn.Linear(2, 1)
         run = sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy)
         before = run.config
-        board = run.board()
+        board = run.control_channel()
         if board is not None:
             board.finish()
             world.barrier()  # a server lives with its worker

@@ -83,7 +83,7 @@ def test_a_fast_worker_finishes_slack_and_one_steps_then_waits(slack: int) -> No
         model = Tags(world.size, 10)
         optimizer = torch.optim.SGD(model.parameters(), lr=world.size)
         run = sl.distribute(model, optimizer, strategy=f"ssp(slack={slack})", collective="ring")
-        board = run.board()
+        board = run.control_channel()
         assert board is not None
         seen = None
         if world.rank == 1:

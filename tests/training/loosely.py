@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.reduction import Communicator
-from syncline.strategies import Run, Settings, Strategy
-from syncline.strategies.board import Post
+from syncline.strategies import RunSettings, Strategy, StrategyRun
+from syncline.strategies.control import Post
 from syncline.world import World
 
 
@@ -45,16 +45,16 @@ class MemoryBoard:
         self._passes()
         return list(self.common.steps)
 
-    def weights_into(self, model: nn.Module) -> None:
+    def load_weights(self, model: nn.Module) -> None:
         self._passes()
         with torch.no_grad():
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 tensor.copy_(self.common.weights[name])
 
-    def stopping(self) -> bool:
+    def stop_requested(self) -> bool:
         return self.common.stopping
 
-    def stop(self) -> None:
+    def request_stop(self) -> None:
         self._passes()
         self.common.stopping = True
 
@@ -89,19 +89,21 @@ class Loosely(Strategy):
         return self.name
 
     @property
-    def loose(self) -> bool:
+    def asynchronous(self) -> bool:
         return True
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+    ) -> StrategyRun:
         assert self.common is not None
         return LooseRun(self, model, optimizer, exchange, settings)
 
 
-class LooseRun(Run):
+class LooseRun(StrategyRun):
     strategy: Loosely
 
     def __init__(
-        self, strategy: Loosely, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
+        self, strategy: Loosely, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
         assert strategy.common is not None
@@ -115,7 +117,7 @@ class LooseRun(Run):
             optimizer.register_step_post_hook(self._after),
         ]
 
-    def board(self) -> MemoryBoard:
+    def control_channel(self) -> MemoryBoard:
         return self._board
 
     def _give(self) -> None:
@@ -144,10 +146,10 @@ class LooseRun(Run):
         self.common.steps[self.exchange.rank] += 1
         self._seen = sum(self.common.steps)
 
-    def weigh(self, weight: float, uneven: bool = False) -> None:
+    def set_weight(self, weight: float, uneven: bool = False) -> None:
         return
 
-    def empty_round(self) -> bool:
+    def join_idle(self) -> bool:
         raise AssertionError("a loose run has no rounds of all")
 
     def shared_state(self) -> dict[str, Any]:

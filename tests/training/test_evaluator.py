@@ -10,7 +10,7 @@ import torch
 import syncline as sl
 from syncline.errors import PeerLostError
 from syncline.strategies import AllReduce, Strategy
-from syncline.strategies.board import Board
+from syncline.strategies.control import ControlChannel
 from syncline.training.evaluator import Evaluator, is_evaluator, wants_evaluator
 from syncline.training.notes import REASONS, Notes, post_staleness
 from syncline.training.settings import Settings
@@ -54,7 +54,7 @@ def steady(world: World, board: MemoryBoard, steps: int = 10, seconds: float = 0
     nan = float("nan")
     board.post("start", [0.0, -1, nan, 0, nan])
     for _ in range(steps):
-        if board.stopping():
+        if board.stop_requested():
             break
         world.compute(seconds)
         board.common.steps = [count + 1 for count in board.common.steps]
@@ -132,7 +132,7 @@ def test_histograms_of_any_length_pass_through_posts() -> None:
 
 def test_who_wants_a_process_to_evaluate(monkeypatch: pytest.MonkeyPatch) -> None:
     class Seen(Loosely):
-        def observe(self, model: torch.nn.Module, network: object) -> Board | None:
+        def observe(self, model: torch.nn.Module, network: object) -> ControlChannel | None:
             return None
 
     found: list[Strategy] = [AllReduce(), Loosely(), Seen()]

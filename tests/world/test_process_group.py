@@ -108,7 +108,7 @@ for transport in ("torch_dist", "zeromq"):
         print(dist.get_rank(), total.item(), share, "RANK" in os.environ)
         model = torch.nn.Linear(1, 1)
         run = sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy="bsp")  # its servers meet too
-        run.board().finish()
+        run.control_channel().finish()
         world.barrier()
         run.close()
     assert not dist.is_initialized() and os.environ["WORLD_SIZE"] == "2"

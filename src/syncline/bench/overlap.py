@@ -42,7 +42,7 @@ class Overlap:
         found: dict[str, list[float]] = {}
         for _ in range(ALONE):
             with _spans(world) as sink:
-                run.empty_round()
+                run.join_idle()
             until = float("-inf")
             for what, (start, stop) in sorted(sink.reductions.items(), key=lambda item: item[1]):
                 found.setdefault(what, []).append(max(0.0, stop - max(start, until)))

@@ -193,7 +193,7 @@ def _check_company(arguments: argparse.Namespace) -> None:
     from syncline.strategies.served import Served
 
     strategy, servers = build_strategy(arguments.strategy), arguments.servers
-    served = isinstance(strategy, Served) and strategy.loose
+    served = isinstance(strategy, Served) and strategy.asynchronous
     talks = isinstance(strategy, Gossip) and strategy.pairwise  # its board may outlive worker 0 there
     if servers and not (served or talks):
         raise IncompatibleError(f"--servers {servers}: {strategy!r} asks no servers; leave it out, or take bsp, ssp, …")

@@ -33,7 +33,7 @@ GPUS = ("/dev/nvidiactl", "/dev/kfd")
 """Device files of the NVIDIA and AMD drivers. Where one exists, ranks are not forked."""
 PRELOADED = (
     *("torch", "torch._dynamo", "torch.distributed.checkpoint", "numba", "zmq"),  # every optimizer imports _dynamo
-    *("syncline", "syncline.training", "syncline.strategies.catalog", "syncline.transports.torch_dist"),
+    *("syncline", "syncline.training", "syncline.strategies", "syncline.transports.torch_dist"),
 )
 READ_EARLY = re.compile(
     "(OMP|GOMP|KMP|MKL|MKLDNN|DNNL|ONEDNN|OPENBLAS|BLIS|ATEN|NUMBA|NPY|NUMPY|CUDA|PYTORCH|KINETO|INDUCTOR|PT2|SYMPY|PYZMQ"

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from syncline.errors import SpecError
 from syncline.reduction import Communicator
-from syncline.strategies.base import Preset, Run, Settings, Strategy
+from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun
 from syncline.strategies.local import KEPT, LocalRun, check_count
 from syncline.world import allreduce
 
@@ -73,7 +73,9 @@ class AdaComm(Strategy):
         if self.state not in KEPT:
             raise SpecError(f"adacomm(state={self.state!r}): one of {', '.join(KEPT)}")
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+    ) -> StrategyRun:
         return _AdaCommRun(self, model, optimizer, exchange, settings, period=self.start)
 
 
@@ -104,7 +106,7 @@ class _AdaCommRun(LocalRun):
         model: nn.Module,
         optimizer: Optimizer,
         exchange: Communicator,
-        settings: Settings,
+        settings: RunSettings,
         *,
         period: int,
     ) -> None:
@@ -135,7 +137,7 @@ class _AdaCommRun(LocalRun):
         self._sum = self._sum + loss
         self._count += 1
 
-    def met(self, agreed: Sequence[Tensor]) -> None:
+    def after_sync(self, agreed: Sequence[Tensor]) -> None:
         self._steps += self.period
         if (self._first is not None or self._warned) and not self._due():
             return

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SpecError
 from syncline.reduction import Communicator, GradientReducer, ReductionPass, plain_name
-from syncline.strategies.base import Preset, Run, Settings, Strategy
+from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun
 from syncline.strategies.deltas import coding_here, coding_of_all, load_coding_of_all
 
 __all__ = ["AllReduce"]
@@ -78,7 +78,9 @@ class AllReduce(Strategy):
         """With a delay the state has the gradients in flight."""
         return f"allreduce(delay={self.delay})" if self.delay else "allreduce"
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+    ) -> StrategyRun:
         return _AllReduceRun(self, model, optimizer, exchange, settings)
 
 
@@ -88,9 +90,9 @@ class _Gradients(Protocol):
     def install(self) -> None: ...
 
 
-class _AllReduceRun(Run):
+class _AllReduceRun(StrategyRun):
     def __init__(
-        self, strategy: AllReduce, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
+        self, strategy: AllReduce, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
         self._delay = strategy.delay
@@ -137,11 +139,11 @@ class _AllReduceRun(Run):
     def predict(self) -> dict[str, float] | None:
         return self._gradients.predict()
 
-    def weigh(self, weight: float, uneven: bool = False) -> None:
+    def set_weight(self, weight: float, uneven: bool = False) -> None:
         self._gradients.weight = weight
         self._gradients.careful = uneven
 
-    def empty_round(self) -> bool:
+    def join_idle(self) -> bool:
         found = self._gradients.empty_round()
         anybody = found.complete().active > 0
         if anybody:

@@ -1,8 +1,9 @@
-"""The contract of a way of agreeing, and what the user holds of it: a `Run`."""
+"""The contract of a way of agreeing, and what the user holds of it: a `StrategyRun`."""
 
 from __future__ import annotations
 
 import logging
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,14 +30,14 @@ from syncline.reduction import (
     plain_name,
 )
 from syncline.specs import Spec
-from syncline.strategies.board import Board, BoardBarrier
+from syncline.strategies.control import ControlBarrier, ControlChannel
 from syncline.strategies.reading import Shard, Steps
 from syncline.strategies.schedulers import Schedulers
 from syncline.strategies.watch import ModelWatch
 from syncline.strategies.wrappers import refuse_wrapper_around
 from syncline.world import Team, World, allgather, allreduce, barrier
 
-__all__ = ["Preset", "Run", "Settings", "Strategy", "check_gradients", "mean_of_all", "wide_dtype"]
+__all__ = ["Preset", "RunSettings", "Strategy", "StrategyRun", "check_gradients", "mean_of_all", "wide_dtype"]
 
 logger = logging.getLogger("syncline")
 
@@ -44,7 +45,7 @@ R = TypeVar("R", Sharded, MicroBatches)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class RunSettings:
     """What `distribute` is told beside the strategy."""
 
     bucket_bytes: int = BUCKET_BYTES
@@ -99,7 +100,9 @@ class Strategy(ABC):
             check_no_gradient_options(codec, repr(self))
 
     @abstractmethod
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+    ) -> StrategyRun:
         """Begin to keep the ranks' models together, by hooks on the model and the optimizer."""
 
     @property
@@ -112,16 +115,16 @@ class Strategy(ABC):
         return self.name
 
     @property
-    def loose(self) -> bool:
+    def asynchronous(self) -> bool:
         """Whether its workers go at their own pace, and a process beside them may look at the weights (`observe`)."""
         return False
 
     @property
     def survives(self) -> bool:
         """Whether the others go on when a worker is lost and nobody ends them (`--on-failure continue`)."""
-        return self.loose
+        return self.asynchronous
 
-    def observe(self, model: nn.Module, network: Any) -> Board | None:
+    def observe(self, model: nn.Module, network: Any) -> ControlChannel | None:
         """A door for a process that takes no steps, such as an evaluator, on the network of the servers.
 
         None where only the workers themselves see the weights: an evaluator is a task of rank 0 then.
@@ -137,7 +140,7 @@ class Strategy(ABC):
         return str(Spec(self.name, (), told))
 
 
-class Run(ABC):
+class StrategyRun(ABC):
     """A model in training on many workers. Made by `sl.distribute`; a context manager.
 
     >>> import torch, syncline as sl
@@ -150,7 +153,7 @@ class Run(ABC):
     """
 
     def __init__(
-        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
+        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> None:
         self.strategy = strategy
         self.model = model
@@ -163,7 +166,7 @@ class Run(ABC):
         self._cursors: dict[str, Mapping[str, Any]] = {}
         self._own: dict[str, torch.Tensor] | None = None
         """This worker's own tensors while the model holds the agreed ones; None outside `agreed()`."""
-        self._board_barrier: BoardBarrier | None = None
+        self._control_barrier: ControlBarrier | None = None
         self._known = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
         reloaded = self._reload if self.copies_weights and exchange.size > 1 else None
         self._watch = ModelWatch(model, self.optimizers, self.synchronises, reloaded)
@@ -180,7 +183,7 @@ class Run(ABC):
         self._reductions = 0
         self.schedulers = Schedulers(optimizer, settings.schedulers)
         self.weighed = (1.0, False)
-        """The latest arguments of `weigh`."""
+        """The latest arguments of `set_weight`."""
 
     @property
     def world(self) -> World:
@@ -193,17 +196,22 @@ class Run(ABC):
         return self.model
 
     @property
-    def loose(self) -> bool:
+    def asynchronous(self) -> bool:
         """Whether every worker goes at its own pace.
 
         Between the first step and the last, neither the run nor the loop around it calls a collective of the world
         then: a worker that was killed would break it.
         """
-        return self.strategy.loose
+        return self.strategy.asynchronous
 
-    def board(self) -> Board | None:
+    def control_channel(self) -> ControlChannel | None:
         """Where the workers of a loose run tell each other how far they are; None for others."""
         return None
+
+    def board(self) -> ControlChannel | None:
+        """The old name of `control_channel`."""
+        warnings.warn("run.board() is now called run.control_channel()", DeprecationWarning, stacklevel=2)
+        return self.control_channel()
 
     @property
     def stats(self) -> Stats:
@@ -320,11 +328,11 @@ class Run(ABC):
         return nullcontext()
 
     @abstractmethod
-    def weigh(self, weight: float, uneven: bool = False) -> None:
+    def set_weight(self, weight: float, uneven: bool = False) -> None:
         """What this worker's next gradients count in the mean; 1 as a rule. `uneven`: others' may differ."""
 
     @abstractmethod
-    def empty_round(self) -> bool:
+    def join_idle(self) -> bool:
         """Take part in a step of the others with nothing to add; whether anybody had something."""
 
     @contextmanager
@@ -334,7 +342,7 @@ class Run(ABC):
         Every worker enters it. Afterwards each has its own weights and buffers back.
         """
         self.world.finish_left()
-        if self._own is not None or (self.exchange.size == 1 and not self.loose):
+        if self._own is not None or (self.exchange.size == 1 and not self.asynchronous):
             yield
             return
         self._watch.check_replaced()
@@ -352,17 +360,17 @@ class Run(ABC):
 
     def shown_tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that `show_agreed` changes, by name: the buffers, and the weights if the workers' differ."""
-        weights = self.model.named_parameters() if self.loose else ()
+        weights = self.model.named_parameters() if self.asynchronous else ()
         return {plain_name(name): each.detach() for name, each in (*weights, *self.model.named_buffers())}
 
     def show_agreed(self) -> None:
         """Put into the model what all workers agree on. Every worker calls it."""
-        board = self.board()
-        if board is None:
+        channel = self.control_channel()
+        if channel is None:
             self._agree_on_buffers()
             return
         self.wait_for_all("enter agreed()")  # no worker steps from now on
-        board.weights_into(self.model)
+        channel.load_weights(self.model)
         self.wait_for_all("read the weights")
 
     def wait_for_all(self, what: str) -> None:
@@ -376,17 +384,17 @@ class Run(ABC):
         elif self.saving_team.size > 1:
             barrier(self.saving_team)
 
-    def _barrier(self) -> BoardBarrier:
-        if self._board_barrier is None:
-            board = self.board()
-            assert board is not None, "every asynchronous run has one"
-            self._board_barrier = BoardBarrier(self.world, board)
-        return self._board_barrier
+    def _barrier(self) -> ControlBarrier:
+        if self._control_barrier is None:
+            channel = self.control_channel()
+            assert channel is not None, "every asynchronous run has one"
+            self._control_barrier = ControlBarrier(self.world, channel)
+        return self._control_barrier
 
     def check_uneven(self) -> None:
         """Before an epoch in which workers may run out at different times: what would part them is refused."""
         self.schedulers.begin_epoch()
-        if self.loose:
+        if self.asynchronous:
             return
         if len(self.world.runs) > 1:
             raise IncompatibleError(
@@ -401,17 +409,17 @@ class Run(ABC):
 
         Workers that have run out of data wait for it. They are told before the next collective call, not here.
         """
-        if somebody_ran_out and not self.loose:
+        if somebody_ran_out and not self.asynchronous:
             self.world.left.append(self.settle_uneven)
         else:  # all have left it after the same step
             self._rates = None
 
     def settle_uneven(self) -> None:
         """This worker has run out of data: go along with the others until all have, then catch up with them."""
-        if self.loose:
+        if self.asynchronous:
             return
         missed = 0
-        while self.empty_round():
+        while self.join_idle():
             missed += 1
         table = allgather(torch.tensor([missed]), group=self.exchange.team).tolist()
         if not any(table):
@@ -470,7 +478,11 @@ class Run(ABC):
                 "state": self.shared_state(),
                 **({"optimizers": [each.state_dict() for each in more]} if (more := self.optimizers[1:]) else {}),
             },
-            "local": {"buffers": buffers, "strategy": self.local_state(), **({"place": place} if self.loose else {})},
+            "local": {
+                "buffers": buffers,
+                "strategy": self.local_state(),
+                **({"place": place} if self.asynchronous else {}),
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -483,7 +495,7 @@ class Run(ABC):
         self._watch.forget_loads()
         self.exchange.adopt(dict(shared["collectives"]))
         # Workers of an asynchronous run are at different steps; all others are where rank 0 was.
-        place = local["place"] if self.loose and local is not None and "place" in local else shared
+        place = local["place"] if self.asynchronous and local is not None and "place" in local else shared
         self._cursors = dict(place["cursors"])
         for key, (_, reader) in self._readers.items():
             self._restore(key, reader.cursor)
@@ -556,7 +568,7 @@ class Run(ABC):
             return
         self.world.finish_left()
         self._warn_if_never_synchronised(self.stats.steps, "has taken")
-        if self.exchange.size > 1 or self.loose:
+        if self.exchange.size > 1 or self.asynchronous:
             self._watch.take_loaded()
             with torch.no_grad():
                 self.finish()
@@ -565,23 +577,23 @@ class Run(ABC):
 
     def finish(self) -> None:
         """Leave the final model on this worker, the same on all of them. Every worker calls it."""
-        board = self.board()
-        if board is None:
+        channel = self.control_channel()
+        if channel is None:
             self.show_agreed()
             return
-        board.finish()
+        channel.finish()
         self._barrier().close()
         self.read_final()
 
     def read_final(self) -> None:
         """Put the final weights into the model. Asynchronous runs call it when no worker takes steps any more."""
-        board = self.board()
-        assert board is not None, "every asynchronous run has one"
-        board.weights_into(self.model)
+        channel = self.control_channel()
+        assert channel is not None, "every asynchronous run has one"
+        channel.load_weights(self.model)
 
     def close_at_exit(self) -> None:
         """The process ends without `close()`: end the run where other workers still need this process."""
-        if self.loose:
+        if self.asynchronous:
             self.close()
         else:
             self._warn_if_never_synchronised(self.stats.steps, "has taken")
@@ -621,10 +633,10 @@ class Run(ABC):
     def _repr_html_(self) -> str:
         return as_table(self._describe() | self.stats.describe())
 
-    def __copy__(self) -> Run:
+    def __copy__(self) -> StrategyRun:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Run:
+    def __deepcopy__(self, memo: dict[int, Any]) -> StrategyRun:
         """The same run: a copy of a module that keeps its run, such as an average of weights, takes no steps itself."""
         return self
 
@@ -632,14 +644,14 @@ class Run(ABC):
         """Pickles as None: a module that holds its run can be saved, and has no run where it is loaded."""
         return _no_run, ()
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> StrategyRun:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         ends = isinstance(error, SystemExit) and not error.code  # as at the plain end of a process
-        if error is None or (ends and self.loose):
+        if error is None or (ends and self.asynchronous):
             self.close()
         elif not self._closed:
             self._release()
@@ -659,7 +671,7 @@ class Run(ABC):
 
     def _reload(self) -> None:
         """A state was loaded into the model or the optimizer: start from it, together with the other workers."""
-        if self.loose:
+        if self.asynchronous:
             self.wait_for_all("load a state into the model after sl.distribute")
         else:
             try:
@@ -768,7 +780,7 @@ def _no_run() -> None:
     return
 
 
-def check_gradients(run: Run) -> None:
+def check_gradients(run: StrategyRun) -> None:
     """Raise where this worker's gradients are not finite, and say whose: nobody else looks at them before its step."""
     given = [(name, each.grad) for name, each in run.model.named_parameters() if each.grad is not None]
     named = [(name, each._values() if each.is_sparse else each) for name, each in given]

@@ -20,17 +20,17 @@ from torch.optim import Optimizer
 
 from syncline.errors import SpecError
 from syncline.reduction import Communicator
-from syncline.strategies.base import Preset, Run, Settings
+from syncline.strategies.base import Preset, RunSettings, StrategyRun
 from syncline.strategies.served import Plan, Served, ServedRun
 
-__all__ = ["Bsp"]
+__all__ = ["BSP"]
 
 
 @dataclass(frozen=True, repr=False)
-class Bsp(Served):
+class BSP(Served):
     """Synchronous training at a parameter server, with the optimizer's own rule there, or with `rule`.
 
-    >>> Bsp(filters="significant(1e-4)|cache", rule="momentum(mu=0.9)")
+    >>> BSP(filters="significant(1e-4)|cache", rule="momentum(mu=0.9)")
     bsp(rule='momentum(mu=0.9)', filters='significant(1e-4)|cache')
     """
 
@@ -46,6 +46,8 @@ class Bsp(Served):
         if not isinstance(self.factors, bool):
             raise SpecError(f"bsp(factors={self.factors!r}): True or False")
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+    ) -> StrategyRun:
         plan = Plan(held=True, rule=self.rule, filters=self.filters, factors=self.factors)
         return ServedRun(self, model, optimizer, exchange, settings, plan)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.reduction import Communicator, GradientReducer, ReductionPass, plain_name
-from syncline.strategies.base import Settings, wide_dtype
+from syncline.strategies.base import RunSettings, wide_dtype
 
 __all__ = ["Deltas", "coding_here", "coding_of_all", "load_coding_of_all", "trained"]
 
@@ -48,7 +48,7 @@ class Deltas:
     `begin` and `finish` may stand steps apart: the exchange goes on beside them.
     """
 
-    def __init__(self, model: nn.Module, exchange: Communicator, settings: Settings, wide: bool = False) -> None:
+    def __init__(self, model: nn.Module, exchange: Communicator, settings: RunSettings, wide: bool = False) -> None:
         """`wide`: the tensors are float32 where the model is in half precision."""
         self._exchange = exchange
         # Parameters of their own, for their gradients; the memory is the model's.

@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 
 from syncline.errors import SpecError
 from syncline.reduction import Communicator, ReductionPass
-from syncline.strategies.base import Preset, Run, Settings, Strategy, mean_of_all, wide_dtype
+from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun, mean_of_all, wide_dtype
 from syncline.strategies.local import LOOKS, check_count
-from syncline.strategies.own import AveragingRun
+from syncline.strategies.local_weights import AveragingRun
 
 __all__ = ["DiLoCo", "nesterov"]
 
@@ -69,7 +69,9 @@ class DiLoCo(Strategy):
                 f"{self.delay}: a delay of at most {self.period}"
             )
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+    ) -> StrategyRun:
         return _DiLoCoRun(self, model, optimizer, exchange, settings)
 
 
@@ -86,7 +88,7 @@ def nesterov(weight: Tensor, velocity: Tensor, moved: Tensor, rate: float, momen
 
 class _DiLoCoRun(AveragingRun):
     def __init__(
-        self, strategy: DiLoCo, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
+        self, strategy: DiLoCo, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
         self._rule = strategy
@@ -123,7 +125,7 @@ class _DiLoCoRun(AveragingRun):
             if not self._rule.overlap:
                 self._land()
 
-    def meet(self, active: bool = True) -> int:
+    def sync(self, active: bool = True) -> int:
         if self._under_way:
             self._land()
         self._leave(active)

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from syncline.errors import PeerLostError, SpecError
 from syncline.reduction import Communicator
 from syncline.server import Future
-from syncline.strategies.base import Preset, Run, Settings
+from syncline.strategies.base import Preset, RunSettings, StrategyRun
 from syncline.strategies.served import Plan, Served, ServedRun
 from syncline.world.hooks import ModuleHook
 
@@ -78,7 +78,9 @@ class Downpour(Served):
     def state_format(self) -> str:
         return f"downpour({self.rule})"
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+    ) -> StrategyRun:
         plan = Plan(rule=self.rule, lr=self.lr, filters=self.filters, stride=self.push)
         return _DownpourRun(self, model, optimizer, exchange, settings, plan)
 
@@ -92,7 +94,7 @@ class _DownpourRun(ServedRun):
         model: nn.Module,
         optimizer: Optimizer,
         exchange: Communicator,
-        settings: Settings,
+        settings: RunSettings,
         plan: Plan,
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings, plan)
@@ -227,7 +229,7 @@ class _DownpourRun(ServedRun):
         with self.waiting("worker 0 to warm up"):
             while True:
                 taken = self._board.steps()[0]
-                through = self._board.stopping() or self._board.has_finished(0)
+                through = self._board.stop_requested() or self._board.has_finished(0)
                 if taken >= self.strategy.warmup or through or first in network.transport.lost():
                     break
                 if taken > before:

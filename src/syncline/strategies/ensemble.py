@@ -28,9 +28,9 @@ from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SpecError
 from syncline.reduction import Communicator, plain_name
-from syncline.strategies.base import Preset, Run, Settings, Strategy
+from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun
 from syncline.strategies.local import check_count
-from syncline.strategies.own import OwnRun
+from syncline.strategies.local_weights import LocalWeightsRun
 from syncline.world import allgather
 from syncline.world.hooks import ModuleHook
 
@@ -52,7 +52,9 @@ class Average(Strategy):
     name: ClassVar[str] = "average"
     presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="average"),)
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+    ) -> StrategyRun:
         _refuse_codec(self, exchange)
         return _AloneRun(self, model, optimizer, exchange, settings)
 
@@ -81,7 +83,9 @@ class Ensemble(Strategy):
         if self.seed is not None:
             check_count(self.name, "seed", self.seed)
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+    ) -> StrategyRun:
         _refuse_codec(self, exchange)
         if self.seed is not None and exchange.size > 1:
             _begin_anew(self, model, exchange.rank)
@@ -106,7 +110,7 @@ def mean_prediction(outputs: Sequence[Tensor], mean: str = "probabilities") -> T
     return rows.logsumexp(dim=0) - math.log(len(outputs))
 
 
-class _AloneRun(OwnRun):
+class _AloneRun(LocalWeightsRun):
     """Steps, and nothing else; the model of all is the mean of weights."""
 
     @property
@@ -116,13 +120,13 @@ class _AloneRun(OwnRun):
     def after_step(self) -> None:
         """Nobody talks."""
 
-    def meet(self, active: bool = True) -> int:
+    def sync(self, active: bool = True) -> int:
         return 0
 
 
 class _EnsembleRun(_AloneRun):
     def __init__(
-        self, strategy: Ensemble, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
+        self, strategy: Ensemble, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
         self._mean = strategy.mean

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError
 from syncline.reduction import Communicator, check_same, plain_name
-from syncline.strategies.base import Preset, Run, Settings, Strategy, check_gradients
-from syncline.strategies.shared_board import SharedBoard
+from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun, check_gradients
+from syncline.strategies.control import SharedMemoryChannel
 from syncline.world import World, barrier
 
 __all__ = ["Hogwild"]
@@ -46,10 +46,12 @@ class Hogwild(Strategy):
     presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="hogwild", momentum=0.5, scaling="none", one_host=True),)
 
     @property
-    def loose(self) -> bool:
+    def asynchronous(self) -> bool:
         return True
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+    ) -> StrategyRun:
         _check_hosts(exchange.world)
         if exchange.codec is not None:
             raise IncompatibleError(
@@ -66,9 +68,9 @@ class Hogwild(Strategy):
         return _HogwildRun(self, model, optimizer, exchange, settings)
 
 
-class _HogwildRun(Run):
+class _HogwildRun(StrategyRun):
     def __init__(
-        self, strategy: Hogwild, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
+        self, strategy: Hogwild, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
         self._known = {id(parameter) for parameter in model.parameters()}  # frozen ones are shared too
@@ -77,7 +79,7 @@ class _HogwildRun(Run):
             plain_name(name): tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())
         }
         self._shared = _share(exchange, own)
-        words = exchange.team.transport.shared(SharedBoard.words(exchange.size), torch.int64)
+        words = exchange.team.transport.shared(SharedMemoryChannel.words(exchange.size), torch.int64)
         if exchange.rank == 0:
             for name, tensor in own.items():
                 self._shared[name].copy_(tensor)
@@ -86,8 +88,8 @@ class _HogwildRun(Run):
         for name, parameter in model.named_parameters():
             parameter.data = self._shared[plain_name(name)]
         self._first = next(iter(model.named_parameters()))
-        self._board = SharedBoard(
-            words, exchange.rank, exchange.size, exchange.world.runtime.lock(), self._weights_into
+        self._channel = SharedMemoryChannel(
+            words, exchange.rank, exchange.size, exchange.world.runtime.lock(), self._load_weights
         )
         self._total: int | None = 0
         """Steps of all workers when this one's latest ended."""
@@ -95,13 +97,13 @@ class _HogwildRun(Run):
         if settings.check_finite:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
 
-    def board(self) -> SharedBoard:
-        return self._board
+    def control_channel(self) -> SharedMemoryChannel:
+        return self._channel
 
-    def weigh(self, weight: float, uneven: bool = False) -> None:
+    def set_weight(self, weight: float, uneven: bool = False) -> None:
         """Nothing: a worker's step is that of its own batch, whatever its size."""
 
-    def empty_round(self) -> bool:
+    def join_idle(self) -> bool:
         return False
 
     @contextmanager
@@ -141,14 +143,14 @@ class _HogwildRun(Run):
 
     def resume_steps(self) -> None:
         """The weights are the model's own; each worker counts on from its own steps."""
-        self._board.resume(self.stats.steps)
+        self._channel.resume(self.stats.steps)
         self._total = None
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         self.resume_steps()
 
     def detach(self) -> None:
-        self._board.finish()
+        self._channel.finish()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -163,7 +165,7 @@ class _HogwildRun(Run):
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._check_memory()
-        total = self._board.count()
+        total = self._channel.count()
         self.stats.steps += 1
         self.stats.read_at(0 if self._total is None else max(0, total - self._total - 1))
         self._total = total
@@ -187,7 +189,7 @@ class _HogwildRun(Run):
                 "model.half()), then make the optimizer and call distribute"
             )
 
-    def _weights_into(self, model: nn.Module) -> None:
+    def _load_weights(self, model: nn.Module) -> None:
         """The weights as they are now, and the lowest worker's buffers as of its latest step."""
         with torch.no_grad():
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):

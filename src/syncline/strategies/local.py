@@ -26,9 +26,9 @@ from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SpecError
 from syncline.reduction import Communicator, GradientReducer, ReductionPass
-from syncline.strategies.base import Preset, Run, Settings, Strategy, mean_of_all, wide_dtype
+from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun, mean_of_all, wide_dtype
 from syncline.strategies.deltas import coding_here, coding_of_all, load_coding_of_all
-from syncline.strategies.own import AveragingRun
+from syncline.strategies.local_weights import AveragingRun
 from syncline.world import allreduce
 
 __all__ = ["Local", "LocalRun"]
@@ -69,7 +69,9 @@ class Local(Strategy):
         if not number or not 0.0 < self.fraction <= 1.0:
             raise SpecError(f"local(fraction={self.fraction!r}): a part of the workers, above 0 and at most 1")
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+    ) -> StrategyRun:
         return LocalRun(self, model, optimizer, exchange, settings, period=self.period)
 
 
@@ -86,7 +88,7 @@ class LocalRun(AveragingRun):
         model: nn.Module,
         optimizer: Optimizer,
         exchange: Communicator,
-        settings: Settings,
+        settings: RunSettings,
         *,
         period: int,
     ) -> None:
@@ -138,7 +140,7 @@ class LocalRun(AveragingRun):
         """Whether the step that begins averages gradients."""
         return self.stats.steps < self._synchronous_for
 
-    def weigh(self, weight: float, uneven: bool = False) -> None:
+    def set_weight(self, weight: float, uneven: bool = False) -> None:
         """Has an effect in the first `after` steps only. Later each worker steps on its own batch of any size."""
         if self._reducer is not None:
             self._reducer.weight, self._reducer.careful = weight, uneven
@@ -170,7 +172,7 @@ class LocalRun(AveragingRun):
             return
         self._since += 1
         if self._since >= self.period:
-            self.meet()
+            self.sync()
 
     def _end_synchronous(self) -> None:
         """From now on each worker steps on its own gradients."""
@@ -191,7 +193,7 @@ class LocalRun(AveragingRun):
 
     # Rounds.
 
-    def meet(self, active: bool = True) -> int:
+    def sync(self, active: bool = True) -> int:
         chosen = self._takes_part()
         if self._agreed is None:
             means, alive = self._wait([weight.clone() for weight in self.weights], chosen, active)
@@ -202,14 +204,14 @@ class LocalRun(AveragingRun):
         if self.rounds % LOOKS == 0:
             self.note_consensus(means)
         self.take_over(means)
-        self._see_to_state()
+        self.sync_optimizer_state()
         self.rounds += 1
         self._since = 0
         self.stats.staleness = 0
-        self.met(means)
+        self.after_sync(means)
         return alive
 
-    def met(self, agreed: Sequence[Tensor]) -> None:
+    def after_sync(self, agreed: Sequence[Tensor]) -> None:
         """A round is over, and all have these weights."""
 
     def _wait(self, given: list[Tensor], chosen: bool = True, active: bool = True) -> tuple[list[Tensor], int]:
@@ -224,7 +226,7 @@ class LocalRun(AveragingRun):
         count = max(1, math.ceil(self._fraction * size - 1e-9))
         return self.exchange.rank in random.Random(f"{self._seed}/{self.rounds}").sample(range(size), count)
 
-    def _see_to_state(self) -> None:
+    def sync_optimizer_state(self) -> None:
         if self._state == "keep":
             return
         remembered = [self.optimizer.state.get(parameter, {}) for parameter in self._names.values()]

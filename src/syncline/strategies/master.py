@@ -34,7 +34,7 @@ from syncline.server import Client, Future, open_space, server_network
 from syncline.server.filters import Filter
 from syncline.server.rules import Rule, Sgd, TorchRule
 from syncline.server.tree import TreeClient, open_tree
-from syncline.strategies.base import Preset, Run, Settings
+from syncline.strategies.base import Preset, RunSettings, StrategyRun
 from syncline.strategies.served import Plan, Served, ServedRun
 
 __all__ = ["Master", "momentum_left"]
@@ -94,7 +94,9 @@ class Master(Served):
         if not self.sync and self.fraction != 1.0:
             raise SpecError(f"master(sync=False, fraction={self.fraction}): nobody waits there; leave fraction out")
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+    ) -> StrategyRun:
         plan = Plan(held=self.sync, quorum=self.fraction, damped=self.damp)
         return MasterRun(self, model, optimizer, exchange, settings, plan)
 

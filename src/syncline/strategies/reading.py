@@ -10,7 +10,7 @@ from torch import Tensor
 from syncline.data import MicroBatches, Sharded, move
 
 if TYPE_CHECKING:
-    from syncline.strategies.base import Run
+    from syncline.strategies.base import StrategyRun
 
 __all__ = ["Shard", "Step", "Steps"]
 
@@ -20,7 +20,7 @@ R = TypeVar("R", Sharded, MicroBatches)
 class _Epochs(Generic[R]):
     """Reads an epoch at a time, and tells the run what each piece counts."""
 
-    def __init__(self, run: Run, reader: R, pad: bool = True) -> None:
+    def __init__(self, run: StrategyRun, reader: R, pad: bool = True) -> None:
         self._run = run
         self._reader: R = reader
         self._pad = pad
@@ -67,13 +67,13 @@ class _Epochs(Generic[R]):
                 run.leave_uneven(somebody_ran_out=counts is None or handed > counts.fewest)
         if uneven and (trained or not handed):
             run.settle_uneven()
-            if run.loose and counts is not None and run.stats.steps - taken == handed:
+            if run.asynchronous and counts is not None and run.stats.steps - taken == handed:
                 run.schedulers.step_missed(handed, counts.most - counts.own)
 
     def _weigh(self, weight: float, uneven: bool) -> None:
         if self._pad:
             self._run.weighed = (weight, uneven)
-            self._run.weigh(weight, uneven)
+            self._run.set_weight(weight, uneven)
 
 
 class Shard(_Epochs[Sharded]):
@@ -136,7 +136,7 @@ class Step:
     (3.5, 3.5)
     """
 
-    def __init__(self, run: Run, micro: Any) -> None:
+    def __init__(self, run: StrategyRun, micro: Any) -> None:
         self._run = run
         self._micro = micro
         self._fraction = 1.0

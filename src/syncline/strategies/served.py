@@ -36,8 +36,8 @@ from syncline.server.layout import spans
 from syncline.server.protocol import WINDOW
 from syncline.server.rules import Handled, Rule, Sgd, build_rule, rule_of, torch_rule
 from syncline.specs import parse
-from syncline.strategies.base import Run, Settings, Strategy, check_gradients
-from syncline.strategies.board import POLL_SECONDS, Board
+from syncline.strategies.base import RunSettings, Strategy, StrategyRun, check_gradients
+from syncline.strategies.control import POLL_SECONDS, ControlChannel
 from syncline.strategies.scaler import scale_of_gradients
 from syncline.strategies.served_board import ServedBoard, post_order, watch_board
 from syncline.strategies.served_keys import KeyMap, dense_rows
@@ -73,7 +73,7 @@ class Served(Strategy):
     """A strategy whose weights lie at servers. A frozen dataclass, as all are."""
 
     @property
-    def loose(self) -> bool:
+    def asynchronous(self) -> bool:
         return True
 
     @property
@@ -87,7 +87,7 @@ class Served(Strategy):
         """Steps that a tick of a worker's clock stands for."""
         return 1
 
-    def observe(self, model: nn.Module, network: ServerNetwork) -> Board | None:
+    def observe(self, model: nn.Module, network: ServerNetwork) -> ControlChannel | None:
         return watch_board(network, self.name, model, self.stride)
 
     def check_rule(self, rule: str | None, filters: str | None = None) -> None:
@@ -100,7 +100,7 @@ class Served(Strategy):
             build(spec)
 
 
-class ServedRun(Run):
+class ServedRun(StrategyRun):
     """One worker's part. Strategies say what a read waits for, or replace `before_step` and `after_step`."""
 
     def __init__(
@@ -109,7 +109,7 @@ class ServedRun(Run):
         model: nn.Module,
         optimizer: Optimizer,
         exchange: Communicator,
-        settings: Settings,
+        settings: RunSettings,
         plan: Plan,
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
@@ -326,13 +326,13 @@ class ServedRun(Run):
 
     # The run.
 
-    def board(self) -> ServedBoard:
+    def control_channel(self) -> ServedBoard:
         return self._board
 
-    def weigh(self, weight: float, uneven: bool = False) -> None:
+    def set_weight(self, weight: float, uneven: bool = False) -> None:
         self.weight = weight
 
-    def empty_round(self) -> bool:
+    def join_idle(self) -> bool:
         return False
 
     # The agreed model.

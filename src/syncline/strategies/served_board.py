@@ -8,7 +8,7 @@ from torch import nn
 
 from syncline.errors import IncompatibleError, PeerLostError
 from syncline.server import Client, ServerNetwork, watch_space
-from syncline.strategies.board import Post
+from syncline.strategies.control import Post
 from syncline.strategies.served_keys import KeyMap
 
 __all__ = ["ServedBoard", "post_order", "watch_board"]
@@ -51,13 +51,13 @@ class ServedBoard:
         self._read_exact()
         return rank in self._exact
 
-    def weights_into(self, model: nn.Module) -> None:
+    def load_weights(self, model: nn.Module) -> None:
         self._keys.write(model, self.client.get((0, self._keys.numel)))
 
-    def stopping(self) -> bool:
+    def stop_requested(self) -> bool:
         return self.client.told.stop
 
-    def stop(self) -> None:
+    def request_stop(self) -> None:
         self.client.stop()
 
     def post(self, kind: str, values: Sequence[float]) -> None:

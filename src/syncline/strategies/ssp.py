@@ -23,17 +23,17 @@ from torch.optim import Optimizer
 
 from syncline.errors import SpecError
 from syncline.reduction import Communicator
-from syncline.strategies.base import Preset, Run, Settings
+from syncline.strategies.base import Preset, RunSettings, StrategyRun
 from syncline.strategies.served import Plan, Served, ServedRun
 
-__all__ = ["Ssp"]
+__all__ = ["SSP"]
 
 
 @dataclass(frozen=True, repr=False)
-class Ssp(Served):
+class SSP(Served):
     """Workers at most `slack` steps apart.
 
-    >>> Ssp(slack=3)
+    >>> SSP(slack=3)
     ssp(slack=3)
     """
 
@@ -53,13 +53,15 @@ class Ssp(Served):
         if not isinstance(self.factors, bool):
             raise SpecError(f"ssp(factors={self.factors!r}): True or False")
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+    ) -> StrategyRun:
         plan = Plan(held=self.slack == 0, rule=self.rule, filters=self.filters, factors=self.factors)
         return _SspRun(self, model, optimizer, exchange, settings, plan)
 
 
 class _SspRun(ServedRun):
-    strategy: Ssp
+    strategy: SSP
 
     def wanted(self, clock: int) -> int:
         return max(0, clock - self.strategy.slack)

@@ -225,7 +225,7 @@ class StrategyContract:
 
     def test_the_loss_of_a_worker(self) -> None:
         """Who does not survive it says whom it has lost; who does is tested where servers stand apart."""
-        if self.make().loose or self.silent:
+        if self.make().asynchronous or self.silent:
             pytest.skip("nobody waits for anybody")
 
         def work(world: sl.World) -> str:

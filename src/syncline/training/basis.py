@@ -239,7 +239,7 @@ class Basis:
                 self.place.remove("summary")  # of an earlier attempt
                 self.place.write("system", describe_world(self.world))
             self.write_config()
-            config, loose = self.attached.config, self.attached.loose
+            config, loose = self.attached.config, self.attached.asynchronous
             journal.started(self.workload, self.settings, config, self.first, loose)
             self.watch.begin()
             yield

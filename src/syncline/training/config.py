@@ -27,7 +27,7 @@ def describe_run(
         **workload.describe(),
         **asdict(settings),
         "workers": workers,
-        "loose": run.loose,
+        "loose": run.asynchronous,
         "samples_a_step": settings.a_step(workers),
         "scaled_learning_rate": settings.rate(workers),
         "code_version": code_version(),

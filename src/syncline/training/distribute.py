@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from syncline.codecs import Codec, build_codec, check_optimizer_momentum
 from syncline.errors import IncompatibleError, SpecError
 from syncline.reduction import BUCKET_BYTES, Communicator, broadcast_tensors, check_same
-from syncline.strategies import Run, Settings, Strategy, build_strategy
+from syncline.strategies import Run, RunSettings, Strategy, build_strategy
 from syncline.strategies.wrappers import refuse_wrapped, refuse_wrapper_around
 from syncline.world import World, current_world
 
@@ -78,7 +78,7 @@ def distribute(
     _check_model(model, world)
     _check_parameters(model, world.size)
     _check_optimizers(model, optimizers, way)
-    settings = Settings(
+    settings = RunSettings(
         bucket_bytes=BUCKET_BYTES if bucket_bytes is None else bucket_bytes,
         check_finite=check_finite,
         schedulers=tuple(schedulers),
@@ -244,7 +244,7 @@ def _describe_optimizer(optimizer: Optimizer) -> dict[str, str]:
     return told
 
 
-def _told(settings: Settings) -> dict[str, str]:
+def _told(settings: RunSettings) -> dict[str, str]:
     return {
         "bucket_bytes": str(settings.bucket_bytes),
         "check_finite": str(settings.check_finite),

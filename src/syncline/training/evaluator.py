@@ -24,7 +24,7 @@ from syncline.runtime import Runtime
 from syncline.server.network import server_network
 from syncline.server.roles import read_roles
 from syncline.strategies import Strategy
-from syncline.strategies.board import Board
+from syncline.strategies.control import ControlChannel
 from syncline.training.notes import Evaluation, Notes, Tally
 from syncline.training.outcome import At
 from syncline.training.pace import FORWARD
@@ -50,7 +50,7 @@ class Evaluator:
 
     def __init__(
         self,
-        board: Board,
+        board: ControlChannel,
         workload: Workload,
         settings: Settings,
         model: nn.Module,
@@ -163,9 +163,9 @@ class Evaluator:
 
     def _stop_if_satisfied(self, metric: float) -> None:
         """End the run if its target was reached and the run was not ended yet."""
-        if self._at.satisfied(self._settings.evaluations_after) and not self._board.stopping():
+        if self._at.satisfied(self._settings.evaluations_after) and not self._board.stop_requested():
             self._board.post("target", [metric])
-            self._board.stop()
+            self._board.request_stop()
 
     def _conclude(self) -> None:
         """The weights that the workers ended with; where the target ended the run, those that reached it."""
@@ -183,7 +183,7 @@ class Evaluator:
         self._board.post("test", [metric, loss, self._clock()])
 
     def _fetch(self) -> None:
-        self._board.weights_into(self._model)
+        self._board.load_weights(self._model)
         self._filled = True
 
     def _measure(self, dataset: Dataset[Batch]) -> dict[str, float]:
@@ -199,7 +199,7 @@ def wants_evaluator(strategy: Strategy) -> bool:
     >>> wants_evaluator(AllReduce())
     False
     """
-    return strategy.loose and type(strategy).observe is not Strategy.observe
+    return strategy.asynchronous and type(strategy).observe is not Strategy.observe
 
 
 def is_evaluator() -> bool:

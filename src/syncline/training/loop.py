@@ -98,7 +98,7 @@ def train(
         kept = ("workload", "sha256", "script_sha256")
         told = {key: str(value) for key, value in workload.describe().items() if key in kept}
         check_same(run.exchange, "data", told)  # hosts may have other files, or another Python's library
-        kind = LooseLoop if run.loose else _Loop
+        kind = LooseLoop if run.asynchronous else _Loop
         loop: LooseLoop | _Loop = kind(workload, settings, run, scheduler, place)
         loop.predicted = run.predict() if predict else None
         if source is not None:

@@ -4,7 +4,7 @@
 worker 0   step step step step ······················ finished ─┐ over, by the lowest worker that lives
 worker 1   step    step    step    step    step finished ───────┤   └─► checkpoint ─► the evaluator's last word
 worker 2   step step ✝                                          │
-           └─ board.stopping()? after each step                 └─ all that live have finished
+           └─ board.stop_requested()? after each step                 └─ all that live have finished
 ```
 
 Workers meet in three places alone: before the first step, at a checkpoint that was asked for, and at the end. What is
@@ -24,7 +24,7 @@ from typing import Any, cast
 from syncline.errors import DivergedError, IncompatibleError, PeerLostError
 from syncline.runtime import Task
 from syncline.strategies import Run
-from syncline.strategies.board import Board
+from syncline.strategies.control import ControlChannel
 from syncline.training.basis import Basis, Schedule
 from syncline.training.evaluator import Evaluator
 from syncline.training.folder import RunFolder
@@ -64,10 +64,10 @@ class LooseLoop(Basis):
         place: RunFolder | None,
     ) -> None:
         super().__init__(workload, settings, run, scheduler, place)
-        board = run.board()
+        board = run.control_channel()
         if board is None:
             raise IncompatibleError(f"{run.strategy!r} lets its workers go at their own pace and has no board for them")
-        self.board: Board = board
+        self.board: ControlChannel = board
         self.notes = Notes(board)
         self.tally = Tally(self.length, self.batch, self.world.size)
         self.evaluator: Task | None = None
@@ -92,7 +92,7 @@ class LooseLoop(Basis):
         try:
             reason = self._train(stop)
         except DivergedError:
-            self.board.stop()  # nobody need go on with what is broken
+            self.board.request_stop()  # nobody need go on with what is broken
             raise
         self.watch.pause()
         post_staleness(self.board, self.world.rank, self.attached.stats.staleness_counts)
@@ -221,12 +221,12 @@ class LooseLoop(Basis):
 
     def _asked(self, stop: Callable[[], bool] | None) -> bool:
         """Whether anybody wants the run to stop. Who is asked himself tells the others."""
-        if self.board.stopping():
+        if self.board.stop_requested():
             return True
         if stop is None or not stop():
             return False
         self.board.post("signal", [self.world.rank])
-        self.board.stop()
+        self.board.request_stop()
         return True
 
     def _look(self) -> None:
@@ -332,7 +332,7 @@ class LooseLoop(Basis):
         if self.world.rank != living[0]:
             return living[0] in self.notes.finished
         here = self.notes.arrived.get(taken, set()).issuperset(living)
-        if here or self.board.stopping() or not self.notes.finished.keys().isdisjoint(living):
+        if here or self.board.stop_requested() or not self.notes.finished.keys().isdisjoint(living):
             self.board.post("decided", [taken, float(here)])
             self._read()
         return taken in self.notes.decided

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
-from syncline.strategies.board import Board
+from syncline.strategies.control import ControlChannel
 from syncline.training.outcome import Reason
 
 __all__ = ["REASONS", "Evaluation", "Notes", "Tally", "post_staleness"]
@@ -105,7 +105,7 @@ class Evaluation:
 class Notes:
     """Reads a board on, and keeps what matters. One reader for each task that wants to know."""
 
-    board: Board
+    board: ControlChannel
     since: int = 0
     ready: bool = False
     start: tuple[float, ...] | None = None
@@ -156,7 +156,7 @@ class Notes:
             self.test = tuple(values)
 
 
-def post_staleness(board: Board, rank: int, counts: Mapping[int, int]) -> None:
+def post_staleness(board: ControlChannel, rank: int, counts: Mapping[int, int]) -> None:
     """Tell all how often this worker met which staleness."""
     pairs = sorted(counts.items())
     for place in range(0, len(pairs), PAIRS):

@@ -43,10 +43,10 @@ def pairs(world: sl.World) -> dict[str, Any]:
     world.barrier()
     for _ in range(30):
         take_step(model, optimizer)
-    run.board().settle()  # a step's count may be on its way when the step is over
+    run.control_channel().settle()  # a step's count may be on its way when the step is over
     world.barrier()
     last = run.partners.weights.tolist()
-    steps = run.board().steps()
+    steps = run.control_channel().steps()
     run.close()
     told = {"rank": world.rank, "first": start(world.rank), "last": last, "agreed": row(model).tolist()}
     return {**told, "steps": steps, "sent": run.stats.bytes_wire}

@@ -99,7 +99,7 @@ with sl.init() as world:
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(model(x), x @ truth).backward()
         optimizer.step()
-    post(f"steps{rank}", run.board().steps())
+    post(f"steps{rank}", run.control_channel().steps())
     run.close()
     post(f"end{rank}", f"{float((model.weight.detach().T - truth).abs().max()):.6f}")
 """

@@ -133,7 +133,7 @@ def test_without_gradients_workers_come_together(graph: str) -> None:
 def test_a_slow_worker_does_not_slow_the_others() -> None:
     def work(world: sl.World) -> tuple[int, list[int], float]:
         model, optimizer, run = begin(world, PAIRS, 0.01)
-        board = pairwise(run).board()
+        board = pairwise(run).control_channel()
         until = world.runtime.now() + 1.0
         while world.runtime.now() < until:
             world.compute(0.01)
@@ -191,7 +191,7 @@ def test_a_killed_worker_does_not_stop_the_others(dedicated: bool) -> None:
         for _ in range(100):
             world.compute(0.01)
             take_step(model, optimizer)
-        steps = pairwise(run).board().steps()
+        steps = pairwise(run).control_channel().steps()
         run.close()
         return run.stats.steps, steps, row(model)
 
@@ -222,7 +222,7 @@ def test_the_model_of_all_is_the_mean_and_has_the_buffers() -> None:
             optimizer.step()
         world.barrier()
         own, other = torch.cat([weights_of(run), means_of(model)]), nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-        run.board().weights_into(other)
+        run.control_channel().load_weights(other)
         with run.agreed():
             assert torch.equal(row(model), row(other))
         shown = torch.cat([row(other).float(), means_of(other)])
@@ -255,7 +255,7 @@ def test_a_checkpoint_holds_rows_of_one_moment(tmp_path: Path) -> None:
         if not resume:
             sl.save(tmp_path, step=5, run=run)
         world.barrier()
-        found = weights_of(pairwise(run)), run.stats.steps, pairwise(run).board().steps()
+        found = weights_of(pairwise(run)), run.stats.steps, pairwise(run).control_channel().steps()
         world.barrier()
         run.close()
         return found

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.strategies.easgd import Easgd
+from syncline.strategies.easgd import EASGD
 from tests.strategies.cases import backward
 
 
@@ -24,7 +24,7 @@ class Bowl(nn.Module):
         return self.x.square().sum() / 2
 
 
-def distributed(model: nn.Module, strategy: Easgd, rate: float, **options: Any) -> tuple[torch.optim.Optimizer, Any]:
+def distributed(model: nn.Module, strategy: EASGD, rate: float, **options: Any) -> tuple[torch.optim.Optimizer, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     usual = {"collective": "ring" if options.get("codec") is None else "gather"}
     return optimizer, sl.distribute(model, optimizer, strategy=strategy, **{**usual, **options})
@@ -43,7 +43,7 @@ def shown(run: Any) -> Tensor:
 
 
 def bowls(
-    strategy: Easgd, starts: Sequence[float], rate: float, steps: int, **options: Any
+    strategy: EASGD, starts: Sequence[float], rate: float, steps: int, **options: Any
 ) -> Callable[[sl.World], tuple[float, float]]:
     """Each worker from its own start, the centre at 0: its x and the centre after so many steps."""
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.strategies.easgd import Easgd
+from syncline.strategies.easgd import EASGD
 from syncline.strategies.easgd.run import ElasticRun
 from syncline.strategies.easgd.served import ServedElasticRun
 from syncline.strategies.easgd.served_tree import ServedTreeRun
@@ -90,8 +90,8 @@ class Case:
         )
 
     @property
-    def strategy(self) -> Easgd:
-        return Easgd(
+    def strategy(self) -> EASGD:
+        return EASGD(
             period=self.period,
             momentum=self.momentum,
             sync=not self.servers,
@@ -160,7 +160,7 @@ def served(case: Case, world: sl.World, journal: Journal) -> None:
         case.given[world.rank] = [run._row, *([run._up] if isinstance(run, ServedTreeRun) else [])]
         optimizer.step()
         case.left[world.rank] = row_of(run.own)
-    run.board().finish()
+    run.control_channel().finish()
     case.given[world.rank] = []
     run.close()
     journal.ended = True

@@ -144,7 +144,7 @@ class Worker:
             optimizer.step()
             taken += 1
             self.note_replica(run, taken) if case.strategy == "downpour" else self.note(run, step)
-        board = run.board()
+        board = run.control_channel()
         board.finish()
         if case.strategy == "downpour":
             self.acknowledge(taken)

@@ -263,7 +263,7 @@ def test_the_loop_trains_and_evaluates_on_windows(tmp_path: Any) -> None:
 def test_posts_and_a_wish_to_stop_reach_all() -> None:
     def case(world: sl.World) -> tuple[list[tuple[str, float]], int]:
         model, optimizer, run = begin()
-        board = run.board()
+        board = run.control_channel()
         for number in range(300 if world.rank == 1 else 2):  # more than a ring holds
             board.post(f"from {world.rank}", [number])
         world.barrier()
@@ -274,12 +274,12 @@ def test_posts_and_a_wish_to_stop_reach_all() -> None:
         world.barrier()
         assert len([post for post in board.read_posts(posts[-1].number) if post.kind == "again"]) == 3
         steps = 0
-        while not board.stopping():
+        while not board.stop_requested():
             world.compute(0.1)
             push(model, optimizer, -1.0)
             steps += 1
             if world.rank == 2 and steps == 3:
-                board.stop()
+                board.request_stop()
         run.close()
         return sorted(last.items()), steps
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from syncline.environment import detect
 from syncline.errors import IncompatibleError, UnsupportedError
 from syncline.reduction import Communicator
-from syncline.strategies import Run, Settings, Strategy
+from syncline.strategies import RunSettings, Strategy, StrategyRun
 from syncline.transports.torch_dist.default_group import DefaultGroup
 from syncline.world import World
 
@@ -65,7 +65,7 @@ def _refuse_ours(strategy: Strategy, exchange: Communicator) -> None:
         )
 
 
-class ForeignRun(Run):
+class ForeignRun(StrategyRun):
     """A run whose gradients or weights somebody else's code exchanges.
 
     Ranks whose batches differ in length count alike: a mean of means, as DistributedDataParallel takes it. Gradients
@@ -77,7 +77,7 @@ class ForeignRun(Run):
     """Whether the ranks' weights differ between averages."""
 
     def __init__(
-        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
+        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> None:
         _check_real(strategy, exchange.world)
         _refuse_ours(strategy, exchange)
@@ -98,10 +98,10 @@ class ForeignRun(Run):
             "comm_seconds": "not known: only what was exposed",
         }
 
-    def weigh(self, weight: float, uneven: bool = False) -> None:
+    def set_weight(self, weight: float, uneven: bool = False) -> None:
         """Ignored: all ranks count alike."""
 
-    def empty_round(self) -> bool:
+    def join_idle(self) -> bool:
         """Epochs in which a rank may have nothing are refused; at the end of the others there is nothing to do."""
         return False
 

@@ -25,7 +25,7 @@ from syncline.errors import IncompatibleError, SpecError, UnsupportedError
 from syncline.reduction import BUCKET_BYTES, Communicator
 from syncline.reduction.pays import dense_seconds
 from syncline.specs import nearest
-from syncline.strategies import Run, Settings, Strategy
+from syncline.strategies import RunSettings, Strategy, StrategyRun
 
 __all__ = ["DDP", "buffers_option", "ddp", "wrap"]
 
@@ -75,7 +75,9 @@ class DDP(Strategy):
         if not isinstance(self.start, int) or self.start < 2:
             raise SpecError(f"ddp(start={self.start!r}): torch's PowerSGD begins after two steps at the earliest")
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+    ) -> StrategyRun:
         return _DDPRun(self, model, optimizer, exchange, settings)
 
 
@@ -89,7 +91,7 @@ class _DDPRun(JoiningRun):
     strategy: DDP
 
     def __init__(
-        self, strategy: DDP, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
+        self, strategy: DDP, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> None:
         self._low_rank: _LowRank | None = None
         self._counted = 0

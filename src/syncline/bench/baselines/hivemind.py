@@ -17,7 +17,7 @@ from syncline.bench.baselines.base import ForeignRun, find_package
 from syncline.environment import detect
 from syncline.errors import SpecError
 from syncline.reduction import Communicator, broadcast_tree
-from syncline.strategies import Run, Settings, Strategy
+from syncline.strategies import RunSettings, Strategy, StrategyRun
 from syncline.transports.store import find_place, listening_address
 
 __all__ = ["Hivemind"]
@@ -49,7 +49,9 @@ class Hivemind(Strategy):
             raise SpecError(f"hivemind(period={self.period!r}): a number of steps, at least one")
         find_hivemind()
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+    ) -> StrategyRun:
         return _HivemindRun(self, model, optimizer, exchange, settings)
 
 
@@ -59,7 +61,7 @@ class _HivemindRun(ForeignRun):
     parts = True
 
     def __init__(
-        self, strategy: Hivemind, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
+        self, strategy: Hivemind, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
         self.missed = 0

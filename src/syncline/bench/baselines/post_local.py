@@ -26,7 +26,7 @@ from syncline.bench.baselines.ddp import wrap
 from syncline.bench.baselines.wrapped import WrappedRun
 from syncline.errors import SpecError
 from syncline.reduction import BUCKET_BYTES, Communicator
-from syncline.strategies import Run, Settings, Strategy
+from syncline.strategies import RunSettings, Strategy, StrategyRun
 
 __all__ = ["PostLocalSGD"]
 
@@ -54,7 +54,9 @@ class PostLocalSGD(Strategy):
         if not isinstance(self.period, int) or self.period < 2:
             raise SpecError(f"{self.name}(period={self.period!r}): two steps at least; with one, take 'ddp'")
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+    ) -> StrategyRun:
         return _PostLocalRun(self, model, optimizer, exchange, settings)
 
 
@@ -63,7 +65,12 @@ class _PostLocalRun(WrappedRun):
     parts = True
 
     def __init__(
-        self, strategy: PostLocalSGD, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
+        self,
+        strategy: PostLocalSGD,
+        model: nn.Module,
+        optimizer: Optimizer,
+        exchange: Communicator,
+        settings: RunSettings,
     ) -> None:
         self._hook_state: PostLocalSGDState | None = None
         self._averager: _Averager | None = None

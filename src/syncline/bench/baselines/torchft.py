@@ -27,7 +27,7 @@ from syncline.bench.baselines.wrapped import WrappedRun
 from syncline.environment import detect
 from syncline.errors import WorldError
 from syncline.reduction import Communicator, broadcast_tree
-from syncline.strategies import Run, Settings, Strategy
+from syncline.strategies import RunSettings, Strategy, StrategyRun
 from syncline.transports.store import find_place, listening_address
 
 __all__ = ["TorchFT"]
@@ -53,7 +53,9 @@ class TorchFT(Strategy):
     def __post_init__(self) -> None:
         find_torchft()
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+    ) -> StrategyRun:
         return _TorchFTRun(self, model, optimizer, exchange, settings)
 
 
@@ -61,7 +63,7 @@ class _TorchFTRun(WrappedRun):
     backend = "torchft"
 
     def __init__(
-        self, strategy: TorchFT, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
+        self, strategy: TorchFT, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> None:
         self._torchft = find_torchft()
         self._servers: list[Any] = []

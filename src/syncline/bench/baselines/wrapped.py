@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from syncline.bench.baselines.base import ForeignRun, process_group
 from syncline.reduction import Communicator
-from syncline.strategies import Run, Settings, Strategy
+from syncline.strategies import RunSettings, Strategy, StrategyRun
 from syncline.world import Pending, allreduce
 
 __all__ = ["JoiningRun", "WrappedRun"]
@@ -34,7 +34,7 @@ class WrappedRun(ForeignRun):
     """Training goes through a DistributedDataParallel, which `_wrap` makes in a process group that it finds."""
 
     def __init__(
-        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
+        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
         self._place = ExitStack()
@@ -112,7 +112,7 @@ class JoiningRun(WrappedRun):
     """
 
     def __init__(
-        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
+        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
         self._careful = False
@@ -120,19 +120,19 @@ class JoiningRun(WrappedRun):
 
     def check_uneven(self) -> None:
         """It can go along."""
-        Run.check_uneven(self)
+        StrategyRun.check_uneven(self)
         self._careful = True
 
     def settle_uneven(self) -> None:
         self._careful = False
         super().settle_uneven()
 
-    def weigh(self, weight: float, uneven: bool = False) -> None:
+    def set_weight(self, weight: float, uneven: bool = False) -> None:
         """All ranks count alike; where one may have nothing, say that this one has something."""
         if self._careful and uneven:
             self._tell(1.0)
 
-    def empty_round(self) -> bool:
+    def join_idle(self) -> bool:
         if not float(self._tell(0.0).wait()):
             return False
         replica = self._wrapped

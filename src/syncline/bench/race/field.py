@@ -31,8 +31,7 @@ from syncline.errors import IncompatibleError, SpecError, SynclineError, Unsuppo
 from syncline.launch.mpi import why_no_mpi
 from syncline.reduction import check_collective
 from syncline.specs import nearest, parse
-from syncline.strategies import Preset, Strategy, build_strategy, default_presets, strategy_names
-from syncline.strategies.catalog import OTHER_NAMES
+from syncline.strategies import OTHER_NAMES, Preset, Strategy, build_strategy, default_presets, strategy_names
 from syncline.training.distribute import momentum_of
 from syncline.workloads.base import Workload
 

@@ -492,7 +492,7 @@ class StrategySync:
 
     def join_rounds(self) -> None:
         """Take part in the others' steps with nothing to add until nobody has something."""
-        while not self.run.loose and self.run.empty_round():
+        while not self.run.asynchronous and self.run.join_idle():
             pass
 
     def close(self) -> None:

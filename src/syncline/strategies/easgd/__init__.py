@@ -1,5 +1,5 @@
 """Elastic averaging: workers that are bound to a centre as if by springs."""
 
-from syncline.strategies.easgd.strategy import Easgd
+from syncline.strategies.easgd.strategy import EASGD
 
-__all__ = ["Easgd"]
+__all__ = ["EASGD"]

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.reduction import Communicator
-from syncline.strategies.base import Settings, Strategy, mean_of_all
+from syncline.strategies.base import RunSettings, Strategy, mean_of_all
 from syncline.strategies.easgd.ahead import Ahead
 from syncline.strategies.easgd.centres import Centre
 from syncline.strategies.easgd.tree import CentreTree
-from syncline.strategies.own import AveragingRun
+from syncline.strategies.local_weights import AveragingRun
 
 __all__ = ["ElasticRun"]
 
@@ -39,7 +39,7 @@ class ElasticRun(AveragingRun):
         model: nn.Module,
         optimizer: Optimizer,
         exchange: Communicator,
-        settings: Settings,
+        settings: RunSettings,
         *,
         period: int,
         alpha: float,
@@ -89,7 +89,7 @@ class ElasticRun(AveragingRun):
         elif back is not None:
             Ahead.move(self.weights, back)
 
-    def meet(self, active: bool = True) -> int:
+    def sync(self, active: bool = True) -> int:
         self._begin(active)
         back, alive = self._finish()
         if self.ahead is not None:

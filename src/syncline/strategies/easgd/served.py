@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from syncline.reduction import Communicator
 from syncline.server import Client, Future
-from syncline.strategies.base import Settings, Strategy
+from syncline.strategies.base import RunSettings, Strategy
 from syncline.strategies.easgd.ahead import Ahead
 from syncline.strategies.served import Plan, ServedRun
 
@@ -38,7 +38,7 @@ class ServedElasticRun(ServedRun):
         model: nn.Module,
         optimizer: Optimizer,
         exchange: Communicator,
-        settings: Settings,
+        settings: RunSettings,
         *,
         period: int,
         alpha: float,

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from syncline.reduction import Communicator
 from syncline.server import Client, Future, open_space, server_network
-from syncline.strategies.base import Settings, Strategy
+from syncline.strategies.base import RunSettings, Strategy
 from syncline.strategies.easgd.centres import SHARE
 from syncline.strategies.easgd.served import ServedElasticRun
 
@@ -38,7 +38,7 @@ class ServedTreeRun(ServedElasticRun):
         model: nn.Module,
         optimizer: Optimizer,
         exchange: Communicator,
-        settings: Settings,
+        settings: RunSettings,
         *,
         period: int,
         alpha: float,

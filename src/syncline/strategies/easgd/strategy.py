@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from syncline.errors import SpecError
 from syncline.reduction import Communicator
-from syncline.strategies.base import Preset, Run, Settings
+from syncline.strategies.base import Preset, RunSettings, StrategyRun
 from syncline.strategies.easgd.ahead import check_momentum
 from syncline.strategies.easgd.centres import pull_of
 from syncline.strategies.easgd.run import ElasticRun
@@ -29,18 +29,18 @@ from syncline.strategies.easgd.served_tree import ServedTreeRun
 from syncline.strategies.easgd.tree import HOSTS, check_tree, groups_of
 from syncline.strategies.served import Served
 
-__all__ = ["Easgd"]
+__all__ = ["EASGD"]
 
 
 @dataclass(frozen=True, repr=False)
-class Easgd(Served):
+class EASGD(Served):
     """Elastic averaging: a round with the centre every `period` steps, in which each moves `alpha` of the way.
 
     By default `alpha` is 0.9 / workers. All workers meet for a round; with `sync=False` the centre lies at the
     parameter server, and each comes when it is there. `momentum` is Nesterov's around the optimizer, which must have
     none. With `centres` groups of neighbours (or "hosts") have a centre each, tied to a root every `root_every` rounds.
 
-    >>> Easgd(period=16)
+    >>> EASGD(period=16)
     easgd(period=16)
     """
 
@@ -85,7 +85,7 @@ class Easgd(Served):
             raise SpecError(f"easgd({key}={getattr(self, key)!r}): {wanted}")
 
     @property
-    def loose(self) -> bool:
+    def asynchronous(self) -> bool:
         return not self.sync
 
     @property
@@ -96,7 +96,9 @@ class Easgd(Served):
     def state_format(self) -> str:
         return "easgd" if self.sync else "easgd(sync=False)"
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+    ) -> StrategyRun:
         check_momentum(self, self.momentum, optimizer)
         groups = groups_of(exchange.world, self.centres)
         if self.sync:

@@ -24,7 +24,7 @@ from syncline.codecs import Codec
 from syncline.errors import IncompatibleError
 from syncline.reduction import Communicator, broadcast_tensors
 from syncline.reduction.ways import CompressedCollectives
-from syncline.strategies.base import Settings
+from syncline.strategies.base import RunSettings
 from syncline.strategies.deltas import Deltas
 from syncline.strategies.easgd.centres import SHARE, Centre
 from syncline.world import Team, World
@@ -71,7 +71,7 @@ class CentreTree(Centre):
         weights: Mapping[str, Tensor],
         model: nn.Module,
         exchange: Communicator,
-        settings: Settings,
+        settings: RunSettings,
         *,
         groups: Sequence[Sequence[int]],
         alpha: float,

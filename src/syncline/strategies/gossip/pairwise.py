@@ -27,12 +27,12 @@ from syncline.errors import IncompatibleError, PeerLostError
 from syncline.reduction import Communicator
 from syncline.runtime import Task
 from syncline.server import server_network
-from syncline.strategies.base import Run, Settings, Strategy, check_gradients
+from syncline.strategies.base import RunSettings, Strategy, StrategyRun, check_gradients
 from syncline.strategies.deltas import trained
 from syncline.strategies.gossip.graphs import Graph
-from syncline.strategies.gossip.pair_board import PairBoard, open_board
+from syncline.strategies.gossip.pair_channel import PairwiseChannel, open_channel
 from syncline.strategies.gossip.partners import Partners, comes_before, mean_of
-from syncline.strategies.own import put_state, state_of
+from syncline.strategies.local_weights import put_state, state_of
 from syncline.transports import Transport
 from syncline.world.hooks import ModuleHook
 
@@ -41,7 +41,7 @@ __all__ = ["PairwiseRun"]
 TORCH = "torch.distributed"
 
 
-class PairwiseRun(Run):
+class PairwiseRun(StrategyRun):
     """One worker. Its real weights are `partners.weights`; the model holds a snapshot of them."""
 
     def __init__(
@@ -50,7 +50,7 @@ class PairwiseRun(Run):
         model: nn.Module,
         optimizer: Optimizer,
         exchange: Communicator,
-        settings: Settings,
+        settings: RunSettings,
         *,
         graph: Graph,
         period: int,
@@ -75,20 +75,20 @@ class PairwiseRun(Run):
         if exchange.size > 1:
             self.partners = Partners(_channel(exchange), state, self._snapshot.numel(), exchange.stats)
         self._now = torch.empty_like(self._snapshot)
-        self._board = open_board(exchange.world, strategy.name, self._weights_into)
+        self._channel = open_channel(exchange.world, strategy.name, self._load_weights)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
             model.register_forward_pre_hook(ModuleHook(self._forward)),
         ]
 
-    def board(self) -> PairBoard:
-        return self._board
+    def control_channel(self) -> PairwiseChannel:
+        return self._channel
 
-    def weigh(self, weight: float, uneven: bool = False) -> None:
+    def set_weight(self, weight: float, uneven: bool = False) -> None:
         """Nothing: a worker's step is that of its own batch, whatever its size."""
 
-    def empty_round(self) -> bool:
+    def join_idle(self) -> bool:
         return False
 
     @property
@@ -116,7 +116,7 @@ class PairwiseRun(Run):
         self._settle()
         self.stats.steps += 1
         self.absorb()
-        self._board.tick()
+        self._channel.tick()
 
     def _begin(self) -> None:
         if self._due():
@@ -206,7 +206,7 @@ class PairwiseRun(Run):
         others = _bytes_of(self._other_buffers(self.model))
         partners.state[partners.state.numel() - others.numel() :] = others
 
-    def _weights_into(self, model: nn.Module) -> None:
+    def _load_weights(self, model: nn.Module) -> None:
         """The mean of what everybody has now, as each tells it; of those that are there."""
         partners = self.partners
         if partners is None:
@@ -247,15 +247,15 @@ class PairwiseRun(Run):
     def finish(self) -> None:
         self._settle()
         self.absorb()
-        self._board.finish()
+        self._channel.finish()
         if self.partners is not None:
-            self._write(self.model, list(self.partners.part(self._board.steps).values()))
+            self._write(self.model, list(self.partners.part(self._channel.steps).values()))
 
     def close(self) -> None:
         if self._closed:
             return
         super().close()
-        self._board.client.close()
+        self._channel.client.close()
 
     def detach(self) -> None:
         for hook in self._hooks:
@@ -273,8 +273,8 @@ class PairwiseRun(Run):
         self.wait_for_all("save their weights")
         if self.partners is not None:
             self._kept = self.partners.weights.clone()
-        gone, own = self.world.lost, self._board.client.clock
-        clocks = [own if rank in gone else clock for rank, clock in enumerate(self._board.steps())]
+        gone, own = self.world.lost, self._channel.client.clock
+        clocks = [own if rank in gone else clock for rank, clock in enumerate(self._channel.steps())]
         self.wait_for_all("go on from a checkpoint")
         return {"clocks": clocks, "workers": self.exchange.size}
 
@@ -333,8 +333,8 @@ class PairwiseRun(Run):
             self.wait_for_all("begin with their weights")
 
     def _set_clocks(self, clocks: list[int]) -> None:
-        client = self._board.client
-        self._board.settle()
+        client = self._channel.client
+        self._channel.settle()
         self.wait_for_all("set the clocks")
         if self.exchange.rank == 0:
             client.control({"do": "clocks", "clocks": clocks}, everywhere=True)

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SpecError
 from syncline.reduction import Communicator
-from syncline.strategies.base import Preset, Run, Settings, Strategy
+from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun
 from syncline.strategies.gossip.graphs import build_graph, check_graph
 from syncline.strategies.gossip.matrices import Matrix
 from syncline.strategies.gossip.pairwise import PairwiseRun
@@ -71,14 +71,16 @@ class Gossip(Strategy):
             raise SpecError(f"gossip(pairwise=True, {odd}): an average of two has one form and no gamma; leave it out")
 
     @property
-    def loose(self) -> bool:
+    def asynchronous(self) -> bool:
         return self.pairwise
 
     @property
     def state_format(self) -> str:
         return "gossip(pairwise=True)" if self.pairwise else "gossip"
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+    ) -> StrategyRun:
         graph = build_graph(self.graph, exchange.size)
         codec = exchange.codec
         if self.pairwise:

@@ -19,12 +19,12 @@ from torch.optim import Optimizer
 
 from syncline.errors import DivergedError
 from syncline.reduction import Communicator
-from syncline.strategies.base import Settings, Strategy
+from syncline.strategies.base import RunSettings, Strategy
 from syncline.strategies.gossip.apart import Apart
 from syncline.strategies.gossip.choco import Choco, Pace, pace_of
 from syncline.strategies.gossip.graphs import Graph
 from syncline.strategies.gossip.mixing import Mixing, Neighbours, PlainMixing
-from syncline.strategies.own import OwnRun
+from syncline.strategies.local_weights import LocalWeightsRun
 from syncline.world import allreduce
 
 __all__ = ["GossipRun"]
@@ -33,7 +33,7 @@ LOOKS = 16
 """Every so many rounds the workers tell how far apart they are: it takes a small message of its own."""
 
 
-class GossipRun(OwnRun):
+class GossipRun(LocalWeightsRun):
     """One worker among its neighbours."""
 
     def __init__(
@@ -42,7 +42,7 @@ class GossipRun(OwnRun):
         model: nn.Module,
         optimizer: Optimizer,
         exchange: Communicator,
-        settings: Settings,
+        settings: RunSettings,
         *,
         graph: Graph,
         period: int,
@@ -94,9 +94,9 @@ class GossipRun(OwnRun):
         self._land()
         self._since += 1
         if self._since >= self._period:
-            self.meet()
+            self.sync()
 
-    def meet(self, active: bool = True) -> int:
+    def sync(self, active: bool = True) -> int:
         self._land()
         alive = self._count_active(active)
         if alive:

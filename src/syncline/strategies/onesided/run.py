@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, PeerLostError
 from syncline.reduction import Communicator, plain_name
-from syncline.strategies.base import Run, Settings, check_gradients
+from syncline.strategies.base import RunSettings, StrategyRun, check_gradients
+from syncline.strategies.local_weights import put_state, state_of
 from syncline.strategies.onesided.core import is_near
 from syncline.strategies.onesided.mailslots import HEADER, Mailslots
 from syncline.strategies.onesided.step import Array, step
-from syncline.strategies.onesided.window_board import PATIENCE, WindowBoard
-from syncline.strategies.own import put_state, state_of
+from syncline.strategies.onesided.window_channel import READ_TIMEOUT_S, WindowChannel
 from syncline.strategies.served_keys import KeyMap
 
 if TYPE_CHECKING:
@@ -30,13 +30,13 @@ SHORTEST, LONGEST = 1e-3, 0.25
 """Seconds between two looks at who has finished."""
 
 
-class OneSidedRun(Run):
+class OneSidedRun(StrategyRun):
     """Its weights are in the model; a copy of them is in a window, where those who want the mean read it."""
 
     strategy: OneSided
 
     def __init__(
-        self, strategy: OneSided, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
+        self, strategy: OneSided, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
         world = exchange.world
@@ -44,7 +44,7 @@ class OneSidedRun(Run):
         self._known = {id(parameter) for parameter in self.keys.trains(model)}
         self.slots = Mailslots(world.transport, self.keys.trained, np.float32, strategy.buffers, near=is_near(world))
         self._window = world.transport.window(self.keys.numel, torch.float32)
-        self._board = WindowBoard(world, self._weights_into)
+        self._channel = WindowChannel(world, self._load_weights)
         self._before: Tensor | None = None
         """The weights at the beginning of the step."""
         self.accepted = self.rejected = 0
@@ -59,13 +59,13 @@ class OneSidedRun(Run):
             optimizer.register_step_post_hook(self._after_step),
         ]
 
-    def board(self) -> WindowBoard:
-        return self._board
+    def control_channel(self) -> WindowChannel:
+        return self._channel
 
-    def weigh(self, weight: float, uneven: bool = False) -> None:
+    def set_weight(self, weight: float, uneven: bool = False) -> None:
         """Nothing: a worker's step is that of its own batch, whatever its size."""
 
-    def empty_round(self) -> bool:
+    def join_idle(self) -> bool:
         return False
 
     # Steps.
@@ -79,14 +79,14 @@ class OneSidedRun(Run):
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.stats.steps += 1
         if self._before is not None:
-            self._meet(self._before.numpy())
+            self._blend(self._before.numpy())
         self._before = None
         self._publish()
-        self._board.count()
+        self._channel.count()
         if self.exchange.size > 1 and self.stats.steps % self.strategy.every == 0:
             self._send()
 
-    def _meet(self, before: Array) -> None:
+    def _blend(self, before: Array) -> None:
         """Go towards what others have left, as far as it lies where this step went."""
         messages = self.slots.collect()
         if not messages:
@@ -129,13 +129,13 @@ class OneSidedRun(Run):
 
     # The model of all.
 
-    def _weights_into(self, model: nn.Module) -> None:
+    def _load_weights(self, model: nn.Module) -> None:
         """The mean of what every worker shows, of those that are there."""
         rows = []
-        for rank in sorted([self.exchange.rank, *self._board.others()]):
+        for rank in sorted([self.exchange.rank, *self._channel.others()]):
             row = torch.empty(self.keys.numel, dtype=torch.float32)
             try:
-                self._window.get(row, rank).wait(PATIENCE if rank != self.exchange.rank else None)
+                self._window.get(row, rank).wait(READ_TIMEOUT_S if rank != self.exchange.rank else None)
             except PeerLostError:
                 continue
             rows.append(row.double())
@@ -155,7 +155,7 @@ class OneSidedRun(Run):
 
     def read_final(self) -> None:
         super().read_final()
-        self._board.announce_done()
+        self._channel.announce_done()
 
     def close(self) -> None:
         if self._closed:
@@ -163,7 +163,7 @@ class OneSidedRun(Run):
         super().close()
         if not self.world.lost:  # freeing is for all together
             self.slots.close()
-            self._board.release()
+            self._channel.release()
             self._window.close()
 
     def detach(self) -> None:
@@ -190,7 +190,7 @@ class OneSidedRun(Run):
 
     def resume_steps(self) -> None:
         self._base = self.stats.steps
-        self._board.resume(self.stats.steps)
+        self._channel.resume(self.stats.steps)
 
     def shared_state(self) -> dict[str, Any]:
         return {"workers": self.exchange.size}

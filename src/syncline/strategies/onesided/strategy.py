@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SpecError
 from syncline.reduction import Communicator
-from syncline.strategies.base import Preset, Run, Settings, Strategy
+from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun
 from syncline.strategies.onesided.run import OneSidedRun
 
 __all__ = ["OneSided"]
@@ -58,10 +58,12 @@ class OneSided(Strategy):
                 raise SpecError(f"onesided({key}={value!r}): a number above 0, at most 1")
 
     @property
-    def loose(self) -> bool:
+    def asynchronous(self) -> bool:
         return True
 
-    def attach(self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings) -> Run:
+    def attach(
+        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+    ) -> StrategyRun:
         if exchange.codec is not None:
             raise IncompatibleError(
                 f"onesided puts states into memory as they are, and nobody is there to decode {exchange.codec!r}: "

@@ -74,8 +74,8 @@ class Meeting:
         world = meeting.world
         if world is None or world.size == 1:
             return meeting
-        meeting._loose = [value for value in objects.values() if isinstance(value, Run) and value.loose]
-        board = next((board for run in meeting._loose if (board := run.board()) is not None), None)
+        meeting._loose = [value for value in objects.values() if isinstance(value, Run) and value.asynchronous]
+        board = next((board for run in meeting._loose if (board := run.control_channel()) is not None), None)
         if board is not None:
             found = board
             meeting._survivors = world.keep(("checkpoints", found), lambda: Survivors(world, found))

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from syncline.errors import PeerLostError, UnsupportedError
-from syncline.strategies.board import Board
+from syncline.strategies.control import ControlChannel
 from syncline.world import Team, World
 
 __all__ = ["Survivors"]
@@ -38,7 +38,7 @@ LOSS_TIMEOUT_S = 10.0
 class Survivors:
     """One worker's view of which workers save. A process has one for each board, because it counts the attempts."""
 
-    def __init__(self, world: World, board: Board) -> None:
+    def __init__(self, world: World, board: ControlChannel) -> None:
         self.world, self._board = world, board
         self._attempt = 0
         self._since = 0

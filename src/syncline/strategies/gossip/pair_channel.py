@@ -13,13 +13,13 @@ from syncline.strategies.served_board import ServedBoard
 from syncline.strategies.served_keys import KeyMap
 from syncline.world import World
 
-__all__ = ["PairBoard", "open_board"]
+__all__ = ["PairwiseChannel", "open_channel"]
 
 AHEAD = 8
 """Steps that a worker may be ahead of what server 0 has confirmed."""
 
 
-class PairBoard(ServedBoard):
+class PairwiseChannel(ServedBoard):
     """Step counts, the wish to stop and posts, in a space of one key; the weights come from the workers themselves."""
 
     def __init__(self, client: Client, fill: Callable[[nn.Module], None]) -> None:
@@ -39,12 +39,12 @@ class PairBoard(ServedBoard):
         while self._told:
             self._told.popleft().wait()
 
-    def weights_into(self, model: nn.Module) -> None:
+    def load_weights(self, model: nn.Module) -> None:
         self._fill(model)
 
 
-def open_board(world: World, name: str, fill: Callable[[nn.Module], None]) -> PairBoard:
+def open_channel(world: World, name: str, fill: Callable[[nn.Module], None]) -> PairwiseChannel:
     """Open it together with the other workers."""
     network = server_network(world)
     client = open_space(world, name, 1, servers=network.servers[:1], retry=network.transport.retry)
-    return PairBoard(client, fill)
+    return PairwiseChannel(client, fill)

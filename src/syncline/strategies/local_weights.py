@@ -21,23 +21,23 @@ from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError
 from syncline.reduction import Communicator, broadcast_tensors, broadcast_tree, plain_name
-from syncline.strategies.base import Run, Settings, Strategy, check_gradients, mean_of_all
+from syncline.strategies.base import RunSettings, Strategy, StrategyRun, check_gradients, mean_of_all
 from syncline.strategies.deltas import Deltas, trained
 from syncline.strategies.scaler import refuse_skipped_steps
 from syncline.world import allgather
 
-__all__ = ["AveragingRun", "OwnRun", "put_state", "state_of"]
+__all__ = ["AveragingRun", "LocalWeightsRun", "put_state", "state_of"]
 
 
-class OwnRun(Run):
+class LocalWeightsRun(StrategyRun):
     """A synchronous run whose workers' weights differ between rounds.
 
-    A strategy says what happens after a step (`after_step`), and what a round does (`meet`); it may look at the
+    A strategy says what happens after a step (`after_step`), and what a round does (`sync`); it may look at the
     gradients before the optimizer does (`before_step`).
     """
 
     def __init__(
-        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
+        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
         self._names = trained(model)
@@ -63,7 +63,7 @@ class OwnRun(Run):
         """The optimizer has stepped, and the step is counted."""
 
     @abstractmethod
-    def meet(self, active: bool = True) -> int:
+    def sync(self, active: bool = True) -> int:
         """A round of all workers; how many of them still have data. `active`: whether this one has."""
 
     def model_of_all(self) -> list[Tensor]:
@@ -96,15 +96,15 @@ class OwnRun(Run):
 
     # The contract.
 
-    def weigh(self, weight: float, uneven: bool = False) -> None:
+    def set_weight(self, weight: float, uneven: bool = False) -> None:
         """Nothing: a worker's step is that of its own batch, whatever its size."""
 
-    def empty_round(self) -> bool:
-        return self.meet(active=False) > 0
+    def join_idle(self) -> bool:
+        return self.sync(active=False) > 0
 
     def settle_uneven(self) -> None:
         """This worker has run out of data: meet the others until all have, then count as they do."""
-        while self.empty_round():
+        while self.join_idle():
             pass
         table = allgather(torch.tensor([self.stats.steps]), group=self.exchange.team).tolist()
         self._check_rates(self.stats.steps - min(table))
@@ -197,11 +197,11 @@ class OwnRun(Run):
                 self.after_step()
 
 
-class AveragingRun(OwnRun):
+class AveragingRun(LocalWeightsRun):
     """A run whose rounds are all-reductions, with the run's collective and codec."""
 
     def __init__(
-        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: Settings
+        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
         self.deltas = Deltas(model, exchange, settings)

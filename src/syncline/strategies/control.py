@@ -1,0 +1,294 @@
+"""The control channel of an asynchronous run: step counts, a request to stop, and small messages.
+
+```text
+worker 0 ──┐  steps()  stop_requested()  read_posts()    ┌── evaluator
+worker 1 ──┼────────────►  ControlChannel  ◄─────────────┤   load_weights(), post("evaluation", …), request_stop()
+worker 2 ──┘  post("finished", …)  finish()              └── no call waits for a worker
+```
+
+| implementation | where | used by |
+|---|---|---|
+| `SharedMemoryChannel` | memory of one host, here | hogwild |
+| `WindowChannel` | one-sided windows, `onesided/run.py` | onesided |
+| `ServedBoard` | server 0, beside the weights | strategies of the parameter server |
+| `PairwiseChannel` | server 0, without weights, `gossip/pairwise.py` | gossip(pairwise=True) |
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor, nn
+
+from syncline.errors import IncompatibleError, PeerLostError, SpecError
+from syncline.runtime import Lock
+from syncline.server import Post
+from syncline.world import World
+
+__all__ = ["ControlBarrier", "ControlChannel", "Post", "SharedMemoryChannel"]
+
+POLL_SECONDS = (1e-3, 0.25)
+"""The interval between two reads of the channel: the first, and the largest."""
+CHECK_LEFT_EVERY_S = 1.0
+"""Interval between two checks for workers that have left. On some transports a check asks the launcher's store."""
+
+
+class ControlChannel(Protocol):
+    """How the workers of an asynchronous run, and an evaluator, inform each other.
+
+    The methods may be called from any task of the process, also during a step.
+    """
+
+    def steps(self) -> list[int]:
+        """The number of steps that each worker has taken."""
+        ...
+
+    def load_weights(self, model: nn.Module) -> None:
+        """Fill a model's parameters and floating-point buffers with the current weights."""
+        ...
+
+    def stop_requested(self) -> bool:
+        """Whether `request_stop()` was called by anyone. Sends nothing, because it is called after every step."""
+        ...
+
+    def request_stop(self) -> None:
+        """Ask all workers to end soon."""
+        ...
+
+    def post(self, kind: str, values: Sequence[float]) -> None:
+        """Publish a few numbers: a kind of at most 32 bytes and at most 24 values."""
+        ...
+
+    def read_posts(self, since: int) -> list[Post]:
+        """The posts with a number above `since`."""
+        ...
+
+    def finish(self) -> None:
+        """This worker takes no more steps, so its clock delays no other worker."""
+        ...
+
+    def close(self) -> None:
+        """Release the channel."""
+        ...
+
+
+class ControlBarrier:
+    """A barrier among the workers of an asynchronous run, by posts: a lost worker does not break it.
+
+    ```text
+    worker 0   wait("agreed") ── waits ──┐ both continue
+    worker 1                  wait("agreed")            worker 2 is lost: the others do not wait for it
+    ```
+    """
+
+    ARRIVED, CLOSED = "met", "closed"
+
+    def __init__(self, world: World, channel: ControlChannel) -> None:
+        self._world = world
+        self._channel = channel
+        self._number = 0
+        self._read_until = 0
+        """The number of the last post that was read."""
+        self._arrivals: dict[int, int] = {}
+        """How often each worker has called `wait`."""
+        self._closed: set[int] = set()
+
+    def wait(self, what: str) -> None:
+        """Return when every worker that is not lost has called it as often as this one. `what` is for messages."""
+        self._number += 1
+        self._channel.post(self.ARRIVED, [self._world.rank, self._number])
+        self._wait(what, lambda rank: self._arrivals.get(rank, 0) >= self._number)
+
+    def close(self) -> None:
+        """Return when every worker that is not lost has called it: no worker takes steps any more."""
+        self._closed.add(self._world.rank)
+        self._channel.post(self.CLOSED, [self._world.rank])
+        self._wait("close their runs", lambda rank: rank in self._closed)
+
+    def _missing(self, arrived: Callable[[int], bool]) -> list[int]:
+        while posts := self._channel.read_posts(self._read_until):
+            for post in posts:
+                self._read_until = max(self._read_until, post.number)
+                if post.kind == self.ARRIVED:
+                    rank, number = int(post.values[0]), int(post.values[1])
+                    self._arrivals[rank] = max(self._arrivals.get(rank, 0), number)
+                elif post.kind == self.CLOSED:
+                    self._closed.add(int(post.values[0]))
+        world = self._world
+        others = [rank for rank in range(world.size) if rank != world.rank and rank not in world.lost]
+        return [rank for rank in others if not arrived(rank)]
+
+    def _wait(self, what: str, arrived: Callable[[int], bool]) -> None:
+        """Wait as long as the channel shows progress: steps or posts of any worker."""
+        runtime, timeout, rank = self._world.runtime, self._world.transport.timeout, self._world.rank
+        interval, longest = POLL_SECONDS
+        since, progress = runtime.now(), (self._read_until, [0])
+        next_check = since + CHECK_LEFT_EVERY_S
+        while missing := self._missing(arrived):
+            if runtime.now() >= next_check:
+                self._raise_if_left(what, arrived, missing)
+                next_check = runtime.now() + CHECK_LEFT_EVERY_S
+            closed = [each for each in missing if each in self._closed]
+            if closed and rank not in self._closed:
+                raise IncompatibleError(
+                    f"rank {rank} waits for all workers to {what}, and rank {closed[0]} has closed its run: every "
+                    "worker must make this call, as often as the others"
+                )
+            now = (self._read_until, self._channel.steps())
+            if now != progress:
+                since, progress = runtime.now(), now
+            waited = runtime.now() - since
+            if waited > timeout:
+                raise PeerLostError(
+                    f"rank {rank} has waited {waited:.0f} s for ranks {missing} to {what}, and no worker took a step "
+                    f"meanwhile (steps: {now[1]}): every worker must make this call",
+                    peer=missing[0],
+                    pending=f"ranks {missing} to {what}",
+                    seconds=waited,
+                )
+            runtime.sleep(interval)
+            interval = min(2 * interval, longest)
+
+    def _raise_if_left(self, what: str, arrived: Callable[[int], bool], missing: Sequence[int]) -> None:
+        """Raise if a missing worker has left the world, because it never arrives."""
+        left = {rank: why for rank in missing if (why := self._world.gone(rank))}
+        still = self._missing(arrived) if left else []  # again: a post may have come just before the worker left
+        for rank in (each for each in still if each in left):
+            raise PeerLostError(
+                f"rank {self._world.rank} waits for ranks {missing} to {what}, and rank {rank} has ended without "
+                f"closing its run ({left[rank]}): every worker closes it, by run.close() or a with block",
+                peer=rank,
+                pending=f"ranks {missing} to {what}",
+            )
+
+
+HEADER_WORDS = 8
+"""Words before the step counts."""
+FINISHED, DONE = 1, 2
+"""The end of a worker: it takes no more steps; it has also read the final weights."""
+MAX_POSTS = 256
+"""Posts that are kept of each worker. A reader that comes later misses older ones."""
+MAX_POST_VALUES = 24
+MAX_KIND_BYTES = 32
+POST_CHECK = struct.Struct("<qI")
+"""The post's number, and a checksum of the rest."""
+POST_BODY = struct.Struct(f"<HH{MAX_KIND_BYTES}s{MAX_POST_VALUES}d")
+"""The number of values, the length of the kind, the kind, the values."""
+POST_WORDS = -(-(POST_CHECK.size + POST_BODY.size) // 8)
+
+
+class SharedMemoryChannel:
+    """A channel in memory that all workers of a host share, without locks between processes.
+
+    ```text
+    words    0        stop
+             8 …      steps of each worker                one word each, written by that worker alone
+             8+p …    FINISHED or DONE of each worker
+    bytes    then     each worker's ring of posts: number, checksum, kind, values
+    ```
+
+    Every word has one writer, except the stop flag, which is only ever set. A post that is incomplete does not match
+    its checksum, so a reader does not see it, or sees it later. The tasks of one process may use the object at once.
+    """
+
+    def __init__(
+        self, memory: Tensor, rank: int, size: int, lock: Lock, load_weights: Callable[[nn.Module], None]
+    ) -> None:
+        words = memory.numpy()
+        self._stop = words[:HEADER_WORDS]
+        self._steps = words[HEADER_WORDS : HEADER_WORDS + size]
+        self._finished = words[HEADER_WORDS + size : HEADER_WORDS + 2 * size]
+        self._rings = words[HEADER_WORDS + 2 * size :].reshape(size, MAX_POSTS, POST_WORDS).view(np.uint8)
+        self._rank = rank
+        self._lock = lock
+        self._load_weights = load_weights
+        self._written = 0
+        self._next = [1] * size
+        self._read: deque[Post] = deque(maxlen=MAX_POSTS * size)
+
+    @staticmethod
+    def words(size: int) -> int:
+        """The number of zeroed 64-bit words that a channel of `size` workers needs."""
+        return HEADER_WORDS + 2 * size + size * MAX_POSTS * POST_WORDS
+
+    def count(self) -> int:
+        """Count a step of this worker. Returns the steps of all workers together."""
+        self._steps[self._rank] += 1
+        return int(self._steps.sum())
+
+    def resume(self, steps: int) -> None:
+        """Set this worker's step count, after a checkpoint was loaded."""
+        self._steps[self._rank] = steps
+
+    def steps(self) -> list[int]:
+        return [int(steps) for steps in self._steps]
+
+    def finish(self) -> None:
+        self._finished[self._rank] = max(FINISHED, self._finished[self._rank])
+
+    def announce_done(self) -> None:
+        """This worker has read the final weights."""
+        self._finished[self._rank] = DONE
+
+    def finished(self) -> list[bool]:
+        """Whether each worker has called `finish()`. A killed worker has not."""
+        return [bool(flag) for flag in self._finished]
+
+    def stop_requested(self) -> bool:
+        return bool(self._stop[0])
+
+    def request_stop(self) -> None:
+        self._stop[0] = 1
+
+    def load_weights(self, model: nn.Module) -> None:
+        self._load_weights(model)
+
+    def post(self, kind: str, values: Sequence[float]) -> None:
+        name = kind.encode()
+        if len(name) > MAX_KIND_BYTES or len(values) > MAX_POST_VALUES:
+            raise SpecError(
+                f"a post has a kind of at most {MAX_KIND_BYTES} bytes and at most {MAX_POST_VALUES} values "
+                f"(kind: {kind!r}, values: {len(values)})"
+            )
+        padded = [float(value) for value in values] + [0.0] * (MAX_POST_VALUES - len(values))
+        body = POST_BODY.pack(len(values), len(name), name, *padded)
+        with self._lock:
+            self._written += 1
+            check = POST_CHECK.pack(self._written, _checksum(self._written, body))
+            entry = np.frombuffer(check + body, dtype=np.uint8)
+            self._rings[self._rank, (self._written - 1) % MAX_POSTS, : entry.size] = entry
+
+    def read_posts(self, since: int) -> list[Post]:
+        """Posts after the `since`-th that this process has read. They are numbered in the order of reading."""
+        with self._lock:
+            for writer in range(len(self._next)):
+                self._read_ring(writer)
+            return [post for post in self._read if post.number > since]
+
+    def close(self) -> None:
+        """Does nothing: the owner of the memory releases it."""
+
+    def _read_ring(self, writer: int) -> None:
+        while True:
+            due = self._next[writer]
+            data = self._rings[writer, (due - 1) % MAX_POSTS].tobytes()
+            number, checksum = POST_CHECK.unpack_from(data)
+            body = data[POST_CHECK.size : POST_CHECK.size + POST_BODY.size]
+            if number < due or checksum != _checksum(number, body):
+                return
+            if number > due:  # overwritten before it was read: continue with the oldest one that may be left
+                self._next[writer] = number - MAX_POSTS + 1
+                continue
+            count, length, name, *values = POST_BODY.unpack(body)
+            last = self._read[-1].number if self._read else 0
+            self._read.append(Post(last + 1, name[:length].decode(), tuple(values[:count])))
+            self._next[writer] = due + 1
+
+
+def _checksum(number: int, body: bytes) -> int:
+    return zlib.crc32(body, number & 0xFFFFFFFF)

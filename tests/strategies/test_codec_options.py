@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import syncline as sl
-from syncline.strategies.catalog import strategy_names
+from syncline.strategies import strategy_names
 
 ELSEWHERE = [
     "bsp",

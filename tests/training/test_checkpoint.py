@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import syncline as sl
+from syncline.state_trees import decode, encode
 from syncline.training.checkpoint import latest, load, save
 from syncline.training.checkpoint.folder import Attempt, sweep
-from syncline.training.checkpoint.tree import decode, encode
 from tests.training.checkpointing import Holder, Solo, bits, net, same, train
 
 VALUES: list[Any] = [

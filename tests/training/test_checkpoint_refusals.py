@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import syncline as sl
+from syncline.state_trees import encode
 from syncline.training.checkpoint import load, save
-from syncline.training.checkpoint.tree import encode
 from tests.training.checkpointing import Holder, Solo, bits, net, same, train
 
 # Damage.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections import OrderedDict, defaultdict
@@ -10,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save
 
-from syncline.compat.horovod.objects import DEEPEST, pack, unpack
+from syncline.compat.horovod.objects import pack, unpack
 from syncline.errors import IncompatibleError, ProtocolError
+from syncline.state_trees import MAX_DEPTH
 
 PLAIN: list[Any] = [
     None,
@@ -107,19 +110,14 @@ class Mine:
     pass
 
 
-class Counted(int):
-    pass
-
-
 @pytest.mark.parametrize(
     ("obj", "said"),
     [
         (Mine(), "Mine"),
         ([1, {"a": Mine()}], "Mine"),
         (lambda: 0, "function"),
-        (Counted(3), "Counted"),
         (1 + 2j, "complex"),
-        (torch.ones(2).to_sparse(), "sparse"),
+        (torch.ones(2, device="meta"), "meta"),
         (np.array(["a"]), "<U1"),
         (np.array([Mine()]), "object"),
     ],
@@ -132,7 +130,7 @@ def test_others_are_refused_where_they_arrive(obj: Any, said: str) -> None:
 def test_what_holds_itself_is_refused() -> None:
     knot: list[Any] = []
     knot.append(knot)
-    with pytest.raises(IncompatibleError, match=str(DEEPEST)):
+    with pytest.raises(IncompatibleError, match=str(MAX_DEPTH)):
         unpack(pack(knot), 0)
 
 
@@ -146,7 +144,7 @@ def test_every_shorter_message_is_refused() -> None:
 
 
 def test_a_longer_message_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="left over"):
+    with pytest.raises(ProtocolError, match="rank 0"):
         unpack(WHOLE + b"N", 0)
 
 
@@ -163,19 +161,26 @@ def test_broken_messages_give_an_object_or_an_error_and_nothing_else() -> None:
     assert refused > 1000
 
 
+def message(document: object, **tensors: torch.Tensor) -> bytes:
+    text = document if isinstance(document, bytes) else json.dumps(document).encode()
+    return save({"tree": torch.frombuffer(bytearray(text), dtype=torch.uint8), **tensors})
+
+
 @pytest.mark.parametrize(
     "data",
     [
-        b"l" + (2**63).to_bytes(8, "little"),
-        b"d" + (2**63).to_bytes(8, "little"),
-        b"s" + (2**63).to_bytes(8, "little"),
-        b"x\x07float32\x01" + (2**60).to_bytes(8, "little") + (4).to_bytes(8, "little") + b"1234",
-        b"x\x06object\x00" + (8).to_bytes(8, "little") + b"12345678",
-        b"a\x01O\x00" + (8).to_bytes(8, "little") + b"12345678",
-        b"S\x01" + bytes(7) + b"l" + bytes(8),
-        b"l\x01" + bytes(7) + (b"l\x01" + bytes(7)) * 300 + b"N",
-        b"?",
         b"",
+        b"?",
+        (2**63).to_bytes(8, "little"),
+        save({"0": torch.ones(2)}),
+        message(b"\xff"),
+        message([]),
+        message({}),
+        message({"tree": {"$tensor": "w"}, "names": []}),
+        message({"tree": {"$tensor": "w"}, "names": ["w"]}),
+        message({"tree": {"$set": [[]]}, "names": []}),
+        message({"tree": {"$pickle": "w"}, "names": []}),
+        message(b'{"names": [], "tree": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
     ],
 )
 def test_hostile_messages(data: bytes) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import struct
-import sys
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,6 +15,7 @@ from torch.optim import Optimizer
 from syncline.compat.horovod.context import ProcessSet, context, global_process_set
 from syncline.compat.horovod.ops import allgather_async, broadcast_async_, synchronize
 from syncline.errors import IncompatibleError, ProtocolError
+from syncline.state_trees import MESSAGE, decode, encode
 
 __all__ = [
     "allgather_object",
@@ -180,208 +179,41 @@ def loading_in_place(optimizer: Optimizer) -> Iterator[None]:
     optimizer.param_groups, optimizer.state = groups, state
 
 
-DEEPEST = 200
-HOLDERS: dict[str, Callable[[list[Any]], Any]] = {"l": list, "t": tuple, "S": set, "z": frozenset}
-NUMPY_KINDS = "biufc"
-TORCH_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
-    )
-}
-WHAT_WORKS = (
-    "None, bool, int, float, str, bytes, list, tuple, set, dict, tensors, and arrays and "
-    "numbers of NumPy can be sent; send obj.state_dict() or a dict of its fields instead"
-)
-
-
-class UnsupportedObjectError(IncompatibleError):
-    """An object that is not plain."""
+OBJECT_KINDS = replace(MESSAGE, numpy_numbers=True)
+TREE_NAME = "tree"
+"""The name of the tensor with the JSON: the tree and the names of the other tensors, which are numbered."""
 
 
 def pack(obj: Any) -> bytes:
-    """The bytes of a plain object, or of the refusal that `unpack` raises on every rank.
+    """Write a plain object, or the refusal that `unpack` raises on every rank.
 
     >>> unpack(pack({"epoch": 3, 7: (1.5, None, {b"x"})}), rank=0)
     {'epoch': 3, 7: (1.5, None, {b'x'})}
     """
-    out = bytearray()
+    from safetensors.torch import save
+
     try:
-        _write(obj, out, 0)
-    except UnsupportedObjectError as refusal:
-        text = str(refusal).encode()
-        return b"!" + _number(len(text)) + text
-    return bytes(out)
+        tree, tensors = encode(obj, "the object", OBJECT_KINDS)
+        text = json.dumps({"tree": tree, "names": list(tensors)}).encode()
+    except (IncompatibleError, ValueError) as error:
+        tensors, text = {}, json.dumps({"refused": str(error)}).encode()
+    numbered = {str(number): tensor.cpu() for number, tensor in enumerate(tensors.values())}
+    return save({TREE_NAME: torch.frombuffer(bytearray(text), dtype=torch.uint8), **numbered})
 
 
 def unpack(data: bytes, rank: int) -> Any:
-    """The object that `rank` has packed.
+    """Read the object that `rank` has packed."""
+    from safetensors.torch import load
 
-    >>> unpack(b"l", rank=2)
-    Traceback (most recent call last):
-    syncline.errors.ProtocolError: an object of rank 2 is broken at byte 1 of 1: it ends too early
-    """
-    reader = _Reader(data, rank)
-    found = reader.read(0)
-    reader.end()
-    return found
-
-
-def _number(value: int) -> bytes:
-    return value.to_bytes(8, "little")
-
-
-def _write(obj: Any, out: bytearray, depth: int) -> None:
-    if depth > DEEPEST:
-        raise UnsupportedObjectError(
-            f"an object that nests more than {DEEPEST} deep cannot be sent; or does it hold itself?"
-        )
-    kind = type(obj)
-    if obj is None or kind is bool:
-        out += b"N" if obj is None else b"T" if obj else b"F"
-    elif kind is int:
-        body = obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True)
-        out += b"i" + _number(len(body)) + body
-    elif kind is float:
-        out += b"f" + struct.pack("<d", obj)
-    elif kind is str or kind is bytes:
-        body = obj.encode("utf-8", "surrogatepass") if kind is str else obj
-        out += (b"s" if kind is str else b"b") + _number(len(body)) + body
-    elif isinstance(obj, Tensor):
-        _write_tensor(obj, out)
-    elif isinstance(obj, np.generic):
-        _write_array(b"g", np.asarray(obj), out)
-    elif isinstance(obj, np.ndarray):
-        _write_array(b"a", obj, out)
-    elif isinstance(obj, dict):  # an OrderedDict or defaultdict too: it arrives as a plain one
-        out += b"d" + _number(len(obj))
-        _write_all((each for pair in obj.items() for each in pair), out, depth)
-    elif kind in (list, tuple, set, frozenset):
-        tag = next(tag for tag, made in HOLDERS.items() if made is kind)
-        out += tag.encode() + _number(len(obj))
-        _write_all(obj, out, depth)
-    else:
-        raise UnsupportedObjectError(
-            f"a {kind.__module__}.{kind.__qualname__} cannot be sent to other ranks: {WHAT_WORKS}"
-        )
-
-
-def _write_all(items: Iterable[Any], out: bytearray, depth: int) -> None:
-    for item in items:
-        _write(item, out, depth + 1)
-
-
-def _write_tensor(tensor: Tensor, out: bytearray) -> None:
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name not in TORCH_DTYPES or tensor.layout != torch.strided:
-        raise UnsupportedObjectError(
-            f"a tensor of {tensor.dtype} and {tensor.layout} cannot be sent in an object: "
-            "make it dense, of a usual dtype"
-        )
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    body = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-    _write_block(b"x", name, tuple(tensor.shape), body, out)
-
-
-def _write_array(tag: bytes, array: Any, out: bytearray) -> None:
-    if array.dtype.kind not in NUMPY_KINDS:
-        raise UnsupportedObjectError(f"a NumPy array of {array.dtype} cannot be sent: make it a list, or numbers")
-    if sys.byteorder == "big" or array.dtype.byteorder == ">":
-        array = array.astype(array.dtype.newbyteorder("<"))
-    _write_block(tag, array.dtype.name, array.shape, np.ascontiguousarray(array).tobytes(), out)
-
-
-def _write_block(tag: bytes, dtype: str, shape: tuple[int, ...], body: bytes, out: bytearray) -> None:
-    out += tag + bytes([len(dtype)]) + dtype.encode() + bytes([len(shape)])
-    for length in shape:
-        out += _number(length)
-    out += _number(len(body)) + body
-
-
-class _Reader:
-    """Reads one object, and never further than its bytes go."""
-
-    def __init__(self, data: bytes, rank: int) -> None:
-        self._data = data
-        self._rank = rank
-        self._at = 0
-
-    def read(self, depth: int) -> Any:
-        tag = self._take(1).decode("latin-1")
-        if tag in "NTF":
-            return {"N": None, "T": True, "F": False}[tag]
-        if tag == "i":
-            return int.from_bytes(self._body(), "little", signed=True)
-        if tag == "f":
-            return struct.unpack("<d", self._take(8))[0]
-        if tag == "b":
-            return self._body()
-        if tag in "s!":
-            text = self._text()
-            if tag == "!":
-                raise UnsupportedObjectError(f"rank {self._rank}: {text}")
-            return text
-        if tag in "xag":
-            return self._block(tag)
-        if depth > DEEPEST:
-            raise self._broken(f"it nests more than {DEEPEST} deep")
-        return self._holder(tag, depth)
-
-    def end(self) -> None:
-        if self._at != len(self._data):
-            raise self._broken(f"{len(self._data) - self._at} bytes are left over")
-
-    def _holder(self, tag: str, depth: int) -> Any:
-        if tag not in HOLDERS and tag != "d":
-            raise self._broken(f"the tag {tag!r} is unknown")
-        count = self._number() * (2 if tag == "d" else 1)
-        if count > len(self._data) - self._at:  # each has a byte at least
-            raise self._broken(f"it tells of {count} items")
-        items = [self.read(depth + 1) for _ in range(count)]
-        try:
-            return dict(zip(items[::2], items[1::2], strict=True)) if tag == "d" else HOLDERS[tag](items)
-        except TypeError as error:
-            raise self._broken(f"a key or member cannot be one ({error})") from None
-
-    def _block(self, tag: str) -> Any:
-        name = self._take(self._take(1)[0]).decode("latin-1")
-        shape = tuple(self._number() for _ in range(self._take(1)[0]))
-        body = self._body()
-        if tag == "x":
-            dtype = TORCH_DTYPES.get(name)
-            if dtype is None or math.prod(shape) * dtype.itemsize != len(body):
-                raise self._broken(f"{len(body)} bytes are no tensor of {name}{list(shape)}")
-            flat = torch.frombuffer(bytearray(body), dtype=dtype) if body else torch.empty(0, dtype=dtype)
-            return flat.view(shape)
-        try:
-            kind = np.dtype(name)
-        except TypeError:
-            raise self._broken(f"the dtype {name!r} is unknown") from None
-        if kind.kind not in NUMPY_KINDS or math.prod(shape) * kind.itemsize != len(body):
-            raise self._broken(f"{len(body)} bytes are no array of {name}{list(shape)}")
-        array = np.frombuffer(bytearray(body), dtype=kind.newbyteorder("<")).astype(kind).reshape(shape)
-        return array if tag == "a" else array[()]
-
-    def _text(self) -> str:
-        try:
-            return self._body().decode("utf-8", "surrogatepass")
-        except UnicodeDecodeError as error:
-            raise self._broken(f"its text is none ({error.reason})") from None
-
-    def _number(self) -> int:
-        return int.from_bytes(self._take(8), "little")
-
-    def _body(self) -> bytes:
-        return self._take(self._number())
-
-    def _take(self, count: int) -> bytes:
-        if count > len(self._data) - self._at:
-            raise self._broken("it ends too early")
-        self._at += count
-        return self._data[self._at - count : self._at]
-
-    def _broken(self, why: str) -> ProtocolError:
-        return ProtocolError(
-            f"an object of rank {self._rank} is broken at byte {self._at} of {len(self._data)}: {why}", peer=self._rank
-        )
+    source = f"the object of rank {rank}"
+    try:
+        tensors = load(data)
+        document = json.loads(tensors[TREE_NAME].numpy().tobytes())
+        if "refused" in document:
+            raise IncompatibleError(f"rank {rank}: {document['refused']}")
+        numbered = {name: tensors[str(number)] for number, name in enumerate(document["names"])}
+        return decode(document["tree"], numbered, source)
+    except (IncompatibleError, ProtocolError):
+        raise
+    except Exception as error:  # safetensors and json have exceptions of their own
+        raise ProtocolError(f"{source} ({len(data)} bytes) cannot be read: {error}", peer=rank) from None

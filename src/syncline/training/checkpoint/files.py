@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from syncline.errors import ProtocolError
-from syncline.training.checkpoint.tree import decode, encode
+from syncline.state_trees import decode, encode
 
 __all__ = ["describe", "digest", "read_json", "read_part", "sync", "write_json", "write_part"]
 

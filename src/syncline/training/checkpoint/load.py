@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from syncline.errors import IncompatibleError, ProtocolError, SpecError
+from syncline.state_trees import clone
 from syncline.training.checkpoint import randomness
 from syncline.training.checkpoint.files import read_part
 from syncline.training.checkpoint.folder import Entry, entries, entries_aside
@@ -26,7 +27,6 @@ from syncline.training.checkpoint.objects import (
     put_model,
     put_optimizer,
 )
-from syncline.training.checkpoint.tree import clone
 
 __all__ = ["latest", "load"]
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SpecError
+from syncline.state_trees import clone
 from syncline.training.checkpoint import randomness
 from syncline.training.checkpoint.files import describe, write_part
 from syncline.training.checkpoint.folder import Attempt, Entry, prune, set_abandoned_aside, sweep
 from syncline.training.checkpoint.manifest import ABOUT, SHARED, Manifest, rank_part, write_manifest
 from syncline.training.checkpoint.meeting import Meeting
 from syncline.training.checkpoint.objects import RunLike, kind_of, model_tree, names_of, optimizer_tree
-from syncline.training.checkpoint.tree import clone
 
 __all__ = ["save"]
 

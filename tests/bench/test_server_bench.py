@@ -17,7 +17,7 @@ from syncline.bench.server.report import sweep_table
 from syncline.bench.server.soak import SPACES, Patient, checkpoint
 from syncline.cli.main import main
 from syncline.errors import ProtocolError
-from syncline.server.space import Space
+from syncline.server.shard import ParameterShard
 from tests.hunting import only_hunting
 from tests.launching import finish, start
 
@@ -106,13 +106,13 @@ def test_a_soak_on_the_simulator_passes() -> None:
 
 
 def test_a_soak_notices_one_lost_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, count = Space.apply, iter(range(10**9))
+    whole, count = ParameterShard.apply, iter(range(10**9))
 
-    def forgetful(self: Space, push: Any, *how: Any) -> None:
+    def forgetful(self: ParameterShard, push: Any, *how: Any) -> None:
         if next(count) != 40:
             whole(self, push, *how)
 
-    monkeypatch.setattr(Space, "apply", forgetful)
+    monkeypatch.setattr(ParameterShard, "apply", forgetful)
     with pytest.raises(ProtocolError, match="was due"):
         sl.simulate(soak_a_little, ranks=2, seed=3)
 

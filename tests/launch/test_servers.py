@@ -110,7 +110,7 @@ os._exit(0)
 KILLED = """
 import signal
 from syncline.server.network import join_network
-from syncline.server.roles import read_roles
+from syncline.server.network import read_roles
 roles = read_roles()
 network = join_network(roles)
 until("joined0"); until("joined1")

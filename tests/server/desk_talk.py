@@ -9,19 +9,18 @@ import torch
 from torch import Tensor
 
 from syncline.server import protocol
-from syncline.server.board import as_body
-from syncline.server.description import Description
-from syncline.server.desk import Answer, Desk
-from syncline.server.protocol import Request
-from syncline.server.space import Space
+from syncline.server.protocol import RequestHeader, json_body
+from syncline.server.request_handler import OutgoingReply, RequestHandler
+from syncline.server.shard import ParameterShard
+from syncline.server.space import SpaceDescription
 
 WORKERS = (0, 1)
 NUMEL = 8
 
 
-def describe(name: str = "test 1", **options: Any) -> Description:
+def describe(name: str = "test 1", **options: Any) -> SpaceDescription:
     found: dict[str, Any] = {"numel": NUMEL, "servers": (5,), "workers": WORKERS, **options}
-    return Description(name=name, **found)
+    return SpaceDescription(name=name, **found)
 
 
 def body_of(values: Tensor, keys: Tensor | None = None) -> Tensor:
@@ -32,28 +31,30 @@ def body_of(values: Tensor, keys: Tensor | None = None) -> Tensor:
 class Talk:
     """One member's talk with a desk about one space."""
 
-    def __init__(self, desk: Desk, member: int, description: Description, greet: bool = True) -> None:
+    def __init__(self, desk: RequestHandler, member: int, description: SpaceDescription, greet: bool = True) -> None:
         self.desk, self.member, self.description = desk, member, description
         self.number = 0
         self.acked = 0
-        self.others: list[Answer] = []
+        self.others: list[OutgoingReply] = []
         """What others were answered meanwhile."""
         if greet:
             body = torch.frombuffer(bytearray(description.to_json()), dtype=torch.uint8)
-            assert self.ask(Request(protocol.HELLO), body).reply.status == protocol.OK
+            assert self.ask(RequestHeader(protocol.HELLO), body).reply.status == protocol.OK
 
     @property
-    def space(self) -> Space:
-        return self.desk.spaces[self.description.mark]
+    def space(self) -> ParameterShard:
+        return self.desk.spaces[self.description.space_id]
 
-    def send(self, request: Request, body: Tensor | None = None, number: int | None = None) -> list[Answer]:
+    def send(
+        self, request: RequestHeader, body: Tensor | None = None, number: int | None = None
+    ) -> list[OutgoingReply]:
         """Send a request under the next number, or another; what this member is answered."""
         if number is None:
             self.number += 1
             number = self.number
         body = torch.empty(0, dtype=torch.uint8) if body is None else body
         request = request._replace(
-            space=request.space or self.description.mark,
+            space=request.space or self.description.space_id,
             number=number,
             acked=request.acked or self.acked,
             length=body.numel(),
@@ -62,19 +63,19 @@ class Talk:
         self.others += [answer for answer in answers if answer.member != self.member]
         return [answer for answer in answers if answer.member == self.member]
 
-    def ask(self, request: Request, body: Tensor | None = None, number: int | None = None) -> Answer:
+    def ask(self, request: RequestHeader, body: Tensor | None = None, number: int | None = None) -> OutgoingReply:
         (answer,) = self.send(request, body, number)
         return answer
 
-    def push(self, values: Tensor, first: int = 0, **fields: Any) -> Answer:
-        request = Request(protocol.PUSH, first=first, count=values.numel(), **fields)
+    def push(self, values: Tensor, first: int = 0, **fields: Any) -> OutgoingReply:
+        request = RequestHeader(protocol.PUSH, first=first, count=values.numel(), **fields)
         return self.ask(request, body_of(values))
 
-    def pull(self, first: int = 0, count: int = NUMEL, **fields: Any) -> list[Answer]:
-        return self.send(Request(protocol.PULL, first=first, count=count, **fields))
+    def pull(self, first: int = 0, count: int = NUMEL, **fields: Any) -> list[OutgoingReply]:
+        return self.send(RequestHeader(protocol.PULL, first=first, count=count, **fields))
 
     def control(self, **asked: Any) -> Any:
-        answer = self.ask(Request(protocol.CONTROL), as_body(asked))
+        answer = self.ask(RequestHeader(protocol.CONTROL), json_body(asked))
         assert answer.reply.status == protocol.OK, reason_of(answer)
         assert answer.body is not None
         return json.loads(bytes(answer.body.numpy()))
@@ -82,16 +83,16 @@ class Talk:
 
 def desk_with(*members: int, **options: Any) -> list[Talk]:
     """A desk, and members that have said hello to its one space."""
-    desk, description = Desk(lambda found: 0), describe(**options)
+    desk, description = RequestHandler(lambda found: 0), describe(**options)
     return [Talk(desk, member, description) for member in members]
 
 
-def reason_of(answer: Answer) -> str:
+def reason_of(answer: OutgoingReply) -> str:
     assert answer.reply.status == protocol.REFUSED, answer.reply
     assert answer.body is not None
     return bytes(answer.body.numpy()).decode()
 
 
-def values_of(answer: Answer) -> list[float]:
+def values_of(answer: OutgoingReply) -> list[float]:
     assert answer.body is not None
     return answer.body.view(torch.float32).tolist()

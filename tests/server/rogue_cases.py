@@ -11,7 +11,7 @@ from torch import Tensor
 import syncline as sl
 from syncline.errors import ProtocolError, SynclineError
 from syncline.server import Client, handler, open_space, protocol
-from syncline.server.protocol import REPLY_BYTES, Reply, Request
+from syncline.server.protocol import REPLY_BYTES, ReplyHeader, RequestHeader
 from syncline.transports import Handle
 
 NUMEL = 40_000
@@ -30,14 +30,16 @@ class Rogue:
     def __init__(self, client: Client) -> None:
         self.client, self.line = client, client._courier.lines[0]
         self.transport = client.network.transport
-        self.lane = protocol.lane(client.description.mark)
+        self.lane = protocol.lane(client.description.space_id)
 
-    def request(self, **fields: Any) -> Request:
-        request = Request(protocol.PUSH, count=NUMEL, space=self.client.description.mark, acked=self.line.acked)
+    def request(self, **fields: Any) -> RequestHeader:
+        request = RequestHeader(
+            protocol.PUSH, count=NUMEL, space=self.client.description.space_id, acked=self.line.acked
+        )
         return request._replace(number=self.line.next_number(), **fields)
 
     def send(
-        self, request: Request, data: bytes | None = None, body: Tensor | None = None
+        self, request: RequestHeader, data: bytes | None = None, body: Tensor | None = None
     ) -> tuple[str, Handle | None]:
         """Send a header (or other bytes) and perhaps a body; why it is refused, and the body's handle."""
         tag = self.lane + protocol.REPLY + request.number % protocol.SLOTS
@@ -49,7 +51,7 @@ class Rogue:
         if body is not None:
             sending = self.transport.send(body, self.line.member, self.lane + protocol.BODY, exact=True)
         answer.wait()
-        reply = Reply.read(bytes(buffer[: answer.nbytes].numpy()))
+        reply = ReplyHeader.read(bytes(buffer[: answer.nbytes].numpy()))
         assert (reply.status, reply.number) == (protocol.REFUSED, request.number)
         self.line.finished(request.number)
         return bytes(buffer[REPLY_BYTES : answer.nbytes].numpy()).decode(), sending
@@ -81,7 +83,7 @@ def misbehave(client: Client) -> list[str]:
     said.append(rogue.send(request, request.pack() + b"12345678")[0])
     said.append(rogue.send(rogue.request(length=4 * NUMEL), body=large[:50_000])[0])
     said.append(rogue.send(rogue.request(length=4 * NUMEL, first=NUMEL), body=large)[0])
-    said.append(rogue.send(rogue.request(length=0, space=client.description.mark ^ (1 << 18)))[0])
+    said.append(rogue.send(rogue.request(length=0, space=client.description.space_id ^ (1 << 18)))[0])
     for values, keys, name in [
         (torch.ones(NUMEL), None, "raises_halfway"),
         (torch.ones(1), range(1), "nobody_has_it"),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import syncline as sl
 from syncline.server import Client, Future, handler, open_space, protocol, store
-from syncline.server.protocol import REQUEST_BYTES, Reply, Request
+from syncline.server.protocol import REQUEST_BYTES, ReplyHeader, RequestHeader
 from syncline.transports import Transport
 from syncline.transports.faults import Delay
 from tests.server.test_faults import Watched
@@ -108,13 +108,13 @@ def test_numbers_that_are_not_finite_are_refused_before_anything_is_sent() -> No
         client.close()
 
 
-@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("servers", [1, 2])
-def test_a_worker_goes_on_after_a_step_that_was_refused(held: bool, servers: int) -> None:
+def test_a_worker_goes_on_after_a_step_that_was_refused(synchronous: bool, servers: int) -> None:
     """The handler has keys on the first server only: the others must not run ahead of it."""
 
     def work(world: sl.World) -> tuple[list[int], int, list[float]]:
-        client = open_space(world, "s", 4, held=held)
+        client = open_space(world, "s", 4, synchronous=synchronous)
         futures = [client.push(range(1), torch.ones(1), handler="refuses_all", tick=True)]
         futures += [client.push(None, torch.ones(4), tick=True) for _ in range(3)]  # under way before the refusal
         with pytest.raises(sl.ProtocolError, match="not today"):
@@ -174,7 +174,7 @@ def test_a_header_and_its_body_go_together_whatever_other_tasks_send() -> None:
 
         def push(count: int) -> None:
             body = torch.ones(count).view(torch.uint8)
-            flight = courier.launch(line, Request(protocol.PUSH, count=count), body)
+            flight = courier.launch(line, RequestHeader(protocol.PUSH, count=count), body)
             courier.finish(flight)
             assert flight.error is None, flight.error
 
@@ -211,7 +211,7 @@ def test_an_answer_that_did_not_come_is_never_acknowledged_and_lands_nowhere() -
             client.push(None, torch.ones(LARGE))
         world.compute(200.0)
         assert out.eq(-1.0).all(), "a late answer was written to memory that is the caller's again"
-        session = watched.server.desk._sessions[client.description.mark, 0]
+        session = watched.server.desk._sessions[client.description.space_id, 0]
         assert number in session.answers, "the server gave an answer's memory away that may still be sent"
         client.close()
 
@@ -221,10 +221,10 @@ def test_an_answer_that_did_not_come_is_never_acknowledged_and_lands_nowhere() -
 def test_an_answer_of_another_space_with_the_same_tags_is_not_taken() -> None:
     def work(world: sl.World) -> list[int]:
         client = open_space(world, "s", 4)
-        mark, number = client.description.mark, client._courier.lines[0].number + 1
-        other = Reply(protocol.OK, space=mark ^ protocol.LANES, number=number)
-        tag = protocol.lane(mark) + protocol.REPLY + number % protocol.SLOTS
-        assert protocol.lane(mark) == protocol.lane(other.space)
+        space_id, number = client.description.space_id, client._courier.lines[0].number + 1
+        other = ReplyHeader(protocol.OK, space=space_id ^ protocol.LANES, number=number)
+        tag = protocol.lane(space_id) + protocol.REPLY + number % protocol.SLOTS
+        assert protocol.lane(space_id) == protocol.lane(other.space)
         data = torch.frombuffer(bytearray(other.pack()), dtype=torch.uint8)
         client.network.transport.send(data, client.network.me, tag)
         found = client.steps()

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from syncline.server import handler, protocol
-from syncline.server.board import MOST_POSTS, as_body
-from syncline.server.desk import Desk
-from syncline.server.protocol import Request
-from syncline.server.sessions import MOST_LISTS
-from syncline.server.space import AHEAD
+from syncline.server.control_requests import MOST_POSTS
+from syncline.server.protocol import MAX_CACHED_KEY_LISTS, RequestHeader, json_body
+from syncline.server.request_handler import RequestHandler
+from syncline.server.shard import AHEAD
 from tests.server.desk_talk import NUMEL, WORKERS, Talk, body_of, describe, desk_with, reason_of, values_of
 
 KEYS, CACHED, TICK = protocol.KEYS, protocol.CACHED, protocol.TICK
@@ -39,7 +38,7 @@ def resizes(weights: torch.Tensor, values: torch.Tensor, state: dict[str, torch.
 
 def test_a_repeated_request_is_answered_again_and_applied_once() -> None:
     (talk,) = desk_with(0)
-    request, body = Request(protocol.PUSH_PULL, count=NUMEL), body_of(torch.ones(NUMEL))
+    request, body = RequestHeader(protocol.PUSH_PULL, count=NUMEL), body_of(torch.ones(NUMEL))
     first = talk.ask(request, body, number=2)
     again = talk.ask(request, body, number=2)
     assert values_of(first) == values_of(again) == [1.0] * NUMEL
@@ -48,27 +47,27 @@ def test_a_repeated_request_is_answered_again_and_applied_once() -> None:
 
 def test_what_the_client_has_is_forgotten_and_not_answered_again() -> None:
     (talk,) = desk_with(0)
-    request, body = Request(protocol.PUSH, count=NUMEL), body_of(torch.ones(NUMEL))
+    request, body = RequestHeader(protocol.PUSH, count=NUMEL), body_of(torch.ones(NUMEL))
     talk.ask(request, body, number=2)
     talk.acked = 2
     talk.ask(request, body, number=3)
     assert talk.send(request._replace(acked=1), body, number=2) == []
     assert talk.space.weights.tolist() == [2.0] * NUMEL
-    assert set(talk.desk._sessions[talk.description.mark, 0].answers) == {3}
+    assert set(talk.desk._sessions[talk.description.space_id, 0].answers) == {3}
 
 
 def test_requests_wait_for_those_they_come_after_in_whatever_order_they_arrive() -> None:
     (talk,) = desk_with(0, rules=("assign",))
-    late = Request(protocol.PUSH, count=NUMEL, after=2)
+    late = RequestHeader(protocol.PUSH, count=NUMEL, after=2)
     assert talk.send(late, body_of(torch.full((NUMEL,), 3.0)), number=3) == []
-    found = talk.send(Request(protocol.PUSH, count=NUMEL), body_of(torch.full((NUMEL,), 2.0)), number=2)
+    found = talk.send(RequestHeader(protocol.PUSH, count=NUMEL), body_of(torch.full((NUMEL,), 2.0)), number=2)
     assert [answer.reply.number for answer in found] == [2, 3]
     assert talk.space.weights.tolist() == [3.0] * NUMEL
 
 
 def test_a_client_that_does_not_wait_for_answers_is_refused_and_kept_small() -> None:
     (talk,) = desk_with(0)
-    session = talk.desk._sessions[talk.description.mark, 0]
+    session = talk.desk._sessions[talk.description.space_id, 0]
     for _ in range(5 * protocol.SLOTS):
         answer = talk.push(torch.ones(NUMEL))
     assert "at most 64 at once: wait for answers first" in reason_of(answer)
@@ -84,8 +83,8 @@ def test_a_client_that_does_not_wait_for_answers_is_refused_and_kept_small() -> 
 def test_parked_requests_are_bounded_too() -> None:
     (talk,) = desk_with(0)
     for number in range(3, 10 * protocol.SLOTS):  # all of them wait for number 2, which never comes
-        talk.send(Request(protocol.PUSH, count=NUMEL, after=2), body_of(torch.ones(NUMEL)), number=number)
-    assert len(talk.desk._sessions[talk.description.mark, 0].parked) <= protocol.SLOTS
+        talk.send(RequestHeader(protocol.PUSH, count=NUMEL, after=2), body_of(torch.ones(NUMEL)), number=number)
+    assert len(talk.desk._sessions[talk.description.space_id, 0].parked) <= protocol.SLOTS
 
 
 @pytest.mark.parametrize(
@@ -111,7 +110,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(fields: dict[str, Any], v
     (talk,) = desk_with(0)
     talk.push(torch.arange(8.0))
     before = talk.space.weights.clone()
-    answer = talk.ask(Request(protocol.PUSH, **fields), body_of(torch.ones(values)))
+    answer = talk.ask(RequestHeader(protocol.PUSH, **fields), body_of(torch.ones(values)))
     assert message in reason_of(answer)
     assert torch.equal(talk.space.weights, before)
     assert talk.space.clocks.of == {0: 0, 1: 0}
@@ -132,15 +131,15 @@ def test_lists_that_cannot_be(keys: list[int], message: str) -> None:
     (talk,) = desk_with(0)
     body = body_of(torch.ones(2), torch.tensor(keys))
     for kind in (protocol.PUSH, protocol.PUSH_PULL):
-        assert message in reason_of(talk.ask(Request(kind, count=2, flags=KEYS), body))
-    assert message in reason_of(talk.ask(Request(protocol.PULL, count=2, flags=KEYS), body[:16]))
+        assert message in reason_of(talk.ask(RequestHeader(kind, count=2, flags=KEYS), body))
+    assert message in reason_of(talk.ask(RequestHeader(protocol.PULL, count=2, flags=KEYS), body[:16]))
     assert not talk.space.weights.any()
 
 
 def test_a_list_of_another_piece_is_refused() -> None:
     (talk,) = desk_with(0, piece=4, rules=("add", "sgd(1.0)"), bounds=(0, 4))
     body = body_of(torch.ones(2), torch.tensor([1, 5]))  # two groups, two rules
-    assert "do not lie between 0 and 4" in reason_of(talk.ask(Request(protocol.PUSH, count=2, flags=KEYS), body))
+    assert "do not lie between 0 and 4" in reason_of(talk.ask(RequestHeader(protocol.PUSH, count=2, flags=KEYS), body))
     assert "lie in two groups" in reason_of(talk.push(torch.ones(4), first=2))
 
 
@@ -151,14 +150,14 @@ def test_a_handler_that_raises_halfway_changes_nothing(name: str) -> None:
     number = talk.control(do="handler", name=name)["number"]
     answer = talk.push(torch.ones(8), handler=number)
     assert reason_of(answer).startswith(("RuntimeError: out of luck", f"handler('{name}') left weights of [1]"))
-    keyed = Request(protocol.PUSH, count=2, flags=KEYS, handler=number)
+    keyed = RequestHeader(protocol.PUSH, count=2, flags=KEYS, handler=number)
     talk.ask(keyed, body_of(torch.ones(2), torch.tensor([0, 5])))
     assert talk.space.weights.tolist() == list(range(8))
     assert talk.push(torch.ones(8)).reply.status == OK
 
 
 def test_a_users_rule_that_raises_closes_a_held_step_without_a_change() -> None:
-    one, two = desk_with(0, 1, held=True, rules=("handler('half_then_raise')",))
+    one, two = desk_with(0, 1, synchronous=True, rules=("handler('half_then_raise')",))
     assert one.push(torch.ones(8), flags=TICK, clock=0).reply.status == OK
     assert "out of luck" in reason_of(two.push(torch.ones(8), flags=TICK, clock=0))
     assert not one.space.weights.any()
@@ -173,7 +172,9 @@ def test_a_handlers_state_is_kept_by_ranges_and_by_lists() -> None:
     number = talk.control(do="handler", name="counts")["number"]
     for _ in range(2):
         talk.push(torch.ones(4), handler=number)
-    talk.ask(Request(protocol.PUSH, count=1, flags=KEYS, handler=number), body_of(torch.ones(1), torch.tensor([0])))
+    talk.ask(
+        RequestHeader(protocol.PUSH, count=1, flags=KEYS, handler=number), body_of(torch.ones(1), torch.tensor([0]))
+    )
     assert talk.space.weights.tolist() == [3.0, 2.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0]
 
 
@@ -181,9 +182,9 @@ def test_another_models_hello_is_refused() -> None:
     (talk,) = desk_with(0)
     other = Talk(talk.desk, 1, describe(numel=9), greet=False)
     body = torch.frombuffer(bytearray(describe(numel=9).to_json()), dtype=torch.uint8)
-    assert "is another model's: it has 8 keys" in reason_of(other.ask(Request(protocol.HELLO), body))
+    assert "is another model's: it has 8 keys" in reason_of(other.ask(RequestHeader(protocol.HELLO), body))
     lies = Talk(talk.desk, 1, describe("test 2"), greet=False)
-    assert "describes 'test 1'" in reason_of(lies.ask(Request(protocol.HELLO), body))
+    assert "describes 'test 1'" in reason_of(lies.ask(RequestHeader(protocol.HELLO), body))
 
 
 @pytest.mark.parametrize(
@@ -191,8 +192,8 @@ def test_another_models_hello_is_refused() -> None:
     [b"{", b"[]", b"{}", b'{"name": 3}', b"[" * 5000, b"\xff\xfe"],
 )
 def test_a_description_that_is_none(text: bytes) -> None:
-    talk = Talk(Desk(lambda found: 0), 0, describe(), greet=False)
-    assert reason_of(talk.ask(Request(protocol.HELLO), torch.frombuffer(bytearray(text), dtype=torch.uint8)))
+    talk = Talk(RequestHandler(lambda found: 0), 0, describe(), greet=False)
+    assert reason_of(talk.ask(RequestHeader(protocol.HELLO), torch.frombuffer(bytearray(text), dtype=torch.uint8)))
     assert not talk.desk.spaces
 
 
@@ -203,16 +204,16 @@ def test_a_description_that_is_none(text: bytes) -> None:
 )  # fmt: skip
 def test_a_description_that_cannot_be(changed: dict[str, Any]) -> None:
     description = describe(**changed)
-    talk = Talk(Desk(lambda found: 0), 0, description, greet=False)
+    talk = Talk(RequestHandler(lambda found: 0), 0, description, greet=False)
     body = torch.frombuffer(bytearray(description.to_json()), dtype=torch.uint8)
-    assert reason_of(talk.ask(Request(protocol.HELLO), body))
+    assert reason_of(talk.ask(RequestHeader(protocol.HELLO), body))
     assert not talk.desk.spaces
 
 
 def test_lists_are_sent_once_and_asked_for_when_they_are_forgotten() -> None:
     (talk,) = desk_with(0)
     keys = torch.tensor([1, 4])
-    named = Request(protocol.PUSH, count=2, flags=CACHED, digest=99)
+    named = RequestHeader(protocol.PUSH, count=2, flags=CACHED, digest=99)
     assert talk.ask(named, body_of(torch.ones(2)), number=2).reply.status == NEED_KEYS
     assert talk.ask(named, body_of(torch.ones(2)), number=2).reply.status == NEED_KEYS  # doubled on the way
     told = named._replace(flags=CACHED | KEYS)
@@ -220,34 +221,34 @@ def test_lists_are_sent_once_and_asked_for_when_they_are_forgotten() -> None:
     assert talk.ask(named, body_of(torch.ones(2)), number=3).reply.status == OK
     assert talk.space.weights.tolist() == [0.0, 2.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0]
     talk.number = 3
-    read = Request(protocol.PULL, count=2, flags=CACHED, digest=99)
+    read = RequestHeader(protocol.PULL, count=2, flags=CACHED, digest=99)
     assert values_of(talk.ask(read)) == [2.0, 2.0]
-    for digest in range(100, 100 + MOST_LISTS):
+    for digest in range(100, 100 + MAX_CACHED_KEY_LISTS):
         talk.acked = talk.number
         talk.ask(told._replace(digest=digest), body_of(torch.zeros(2), keys))
     assert talk.ask(read).reply.status == NEED_KEYS
-    wrong = named._replace(digest=100 + MOST_LISTS - 1, count=1)
+    wrong = named._replace(digest=100 + MAX_CACHED_KEY_LISTS - 1, count=1)
     assert "1 values from key 0 on, for a list of 2 keys" in reason_of(talk.ask(wrong, body_of(torch.ones(1))))
 
 
 def test_a_list_that_is_forgotten_while_a_read_waits() -> None:
     one, two = desk_with(0, 1)
-    both = Request(protocol.PUSH_PULL, count=2, flags=CACHED | KEYS, digest=7, wanted=1)
+    both = RequestHeader(protocol.PUSH_PULL, count=2, flags=CACHED | KEYS, digest=7, wanted=1)
     assert one.send(both, body_of(torch.ones(2), torch.tensor([0, 3]))) == []
-    one.desk._sessions[one.description.mark, 0].lists.clear()
+    one.desk._sessions[one.description.space_id, 0].lists.clear()
     for talk in (one, two):
-        talk.send(Request(protocol.PUSH, flags=TICK, clock=0))
+        talk.send(RequestHeader(protocol.PUSH, flags=TICK, clock=0))
     assert [values_of(answer) for answer in two.others if answer.body is not None] == [[1.0, 1.0]]
 
 
 def test_a_worker_that_is_lost_before_its_hello_holds_nobody_back() -> None:
     (one,) = desk_with(0)  # worker 1 has not said hello
-    assert one.send(Request(protocol.PUSH, flags=TICK, clock=0))
+    assert one.send(RequestHeader(protocol.PUSH, flags=TICK, clock=0))
     assert one.pull(wanted=1) == []
     (answer,) = one.desk.lose(1)
     assert values_of(answer) == [0.0] * NUMEL
     later = Talk(one.desk, 0, describe("test 2"))  # nor in a space that is opened afterwards
-    later.send(Request(protocol.PUSH, flags=TICK, clock=0))
+    later.send(RequestHeader(protocol.PUSH, flags=TICK, clock=0))
     assert later.pull(wanted=1)
 
 
@@ -255,19 +256,19 @@ def test_those_who_leave_with_a_read_under_way_are_answered() -> None:
     one, two = desk_with(0, 1)
     assert one.pull(wanted=5) == []
     assert two.pull(wanted=5) == []
-    assert len(one.send(Request(protocol.BYE))) == 1
-    answers = two.send(Request(protocol.BYE))
+    assert len(one.send(RequestHeader(protocol.BYE))) == 1
+    answers = two.send(RequestHeader(protocol.BYE))
     assert [answer.reply.number for answer in answers] == [3, 2]
     assert [answer.reply.number for answer in two.others] == [2]
     assert not one.desk.spaces
 
 
 def test_observers_wait_for_the_space_and_have_no_clock() -> None:
-    desk = Desk(lambda found: 0)
+    desk = RequestHandler(lambda found: 0)
     watcher = Talk(desk, 9, describe(), greet=False)
     other = Talk(desk, 9, describe("test 2"), greet=False)
-    assert watcher.send(Request(protocol.HELLO)) == []
-    assert other.send(Request(protocol.HELLO)) == []
+    assert watcher.send(RequestHeader(protocol.HELLO)) == []
+    assert other.send(RequestHeader(protocol.HELLO)) == []
     worker = Talk(desk, 0, describe())
     assert [answer.member for answer in worker.others] == [9]
     second = Talk(desk, 0, describe("test 2"))
@@ -287,14 +288,14 @@ def test_observers_wait_for_the_space_and_have_no_clock() -> None:
 def test_controls_that_cannot_be(asked: bytes) -> None:
     (talk,) = desk_with(0)
     body = torch.frombuffer(bytearray(asked or b" "), dtype=torch.uint8)
-    assert reason_of(talk.ask(Request(protocol.CONTROL), body))
+    assert reason_of(talk.ask(RequestHeader(protocol.CONTROL), body))
     assert talk.space.clocks.of == {0: 0, 1: 0}
     assert talk.control(do="steps")["steps"] == [0, 0]
 
 
 def test_an_unknown_handler_is_told_which_there_are() -> None:
     (talk,) = desk_with(0)
-    answer = talk.ask(Request(protocol.CONTROL), as_body({"do": "handler", "name": "half_then_rise"}))
+    answer = talk.ask(RequestHeader(protocol.CONTROL), json_body({"do": "handler", "name": "half_then_rise"}))
     assert "half_then_raise" in reason_of(answer)
 
 
@@ -327,16 +328,16 @@ def test_steps_are_told_of_workers_only() -> None:
     (talk,) = desk_with(0)
     talk.control(do="below", below={"1": [4, 0]})
     for many in ({"7": [1, 0]}, {"-1": [1, 0]}, {str(each): [1, 0] for each in range(100)}):
-        answer = talk.ask(Request(protocol.CONTROL), as_body({"do": "below", "below": many}))
+        answer = talk.ask(RequestHeader(protocol.CONTROL), json_body({"do": "below", "below": many}))
         assert "a sub-master tells of workers, which are [0, 1]" in reason_of(answer)
     assert talk.space.below == {"1": [4, 0]}
-    desk = Desk(lambda found: 0, workers=range(5))  # those of the network, where it is known
+    desk = RequestHandler(lambda found: 0, workers=range(5))  # those of the network, where it is known
     Talk(desk, 0, describe()).control(do="below", below={"4": [2, 0]})
 
 
 def test_a_refused_step_is_over_and_the_refusal_says_where_the_worker_is() -> None:
-    for held in (False, True):
-        one, two = desk_with(0, 1, held=held)
+    for synchronous in (False, True):
+        one, two = desk_with(0, 1, synchronous=synchronous)
         one.push(torch.ones(8), flags=TICK, clock=0)
         refused = two.push(torch.ones(8), flags=TICK, clock=0, scale=float("inf"))
         assert "scale=inf" in reason_of(refused)
@@ -351,7 +352,7 @@ def test_a_refused_step_is_over_and_the_refusal_says_where_the_worker_is() -> No
 
 
 def test_a_refused_step_far_ahead_is_not_over() -> None:
-    one, _ = desk_with(0, 1, held=True)
+    one, _ = desk_with(0, 1, synchronous=True)
     one.space.set_clocks([0, 0])
     one.space.clocks.set(0, AHEAD + 1)
     assert "and step 0 is open" in reason_of(one.push(torch.ones(8), flags=TICK, clock=AHEAD + 1))

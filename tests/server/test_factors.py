@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from syncline.errors import IncompatibleError, ProtocolError
-from syncline.server.factors import HEADER_BYTES, FactorTap, pack_factors, pack_range, pays, unpack_and_multiply
+from syncline.server.factors import (
+    HEADER_BYTES,
+    FactorRecorder,
+    factors_are_smaller,
+    pack_factors,
+    pack_range,
+    unpack_and_multiply,
+)
 
 
 def whole(b: int, m: int, n: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -73,7 +80,7 @@ def test_bytes_that_lie_askew() -> None:
 
 @pytest.mark.parametrize(("b", "m", "n", "expected"), [(1, 2, 2, False), (1, 3, 2, True), (500, 1000, 1000, False)])
 def test_when_it_pays(b: int, m: int, n: int, expected: bool) -> None:
-    assert pays(b, m, n) is expected
+    assert factors_are_smaller(b, m, n) is expected
     assert (b * (m + n) < m * n) is expected
 
 
@@ -191,7 +198,7 @@ def check_products(model: nn.Module, found: dict[str, tuple[Tensor, Tensor]]) ->
 @pytest.mark.parametrize("shape", [(8, 5), (2, 3, 5), (2, 2, 2, 5), (5,), (1, 5)])
 def test_what_is_heard_is_the_gradient(shape: tuple[int, ...], check: bool) -> None:
     model = mlp()
-    with FactorTap(model, check=check) as tap:
+    with FactorRecorder(model, check=check) as tap:
         model(torch.randn(shape)).square().mean().backward()
         found = tap.take()
     assert set(found) == {"0.weight", "2.weight", "4.weight"}
@@ -202,7 +209,7 @@ def test_what_is_heard_is_the_gradient(shape: tuple[int, ...], check: bool) -> N
 
 def test_several_backwards_add_up() -> None:
     model = mlp()
-    with FactorTap(model) as tap:
+    with FactorRecorder(model) as tap:
         for batch in (4, 1, 3):
             model(torch.randn(batch, 5)).square().mean().backward()
         found = tap.take()
@@ -218,7 +225,7 @@ def test_several_backwards_add_up() -> None:
 @pytest.mark.parametrize("check", [True, False])
 def test_a_layer_used_twice_is_left_out(check: bool) -> None:
     model = Twice()
-    with FactorTap(model, check=check) as tap:
+    with FactorRecorder(model, check=check) as tap:
         for _ in range(2):
             model(torch.randn(3, 4)).sum().backward()
         found = tap.take()
@@ -233,7 +240,7 @@ def test_weights_that_modules_share(check: bool) -> None:
     one, other, table, out = nn.Linear(4, 4), nn.Linear(4, 4), nn.Embedding(6, 4), nn.Linear(4, 6)
     other.weight, out.weight = one.weight, table.weight
     model = nn.ModuleList([one, other, table, out])
-    with FactorTap(model, check=check) as tap:
+    with FactorRecorder(model, check=check) as tap:
         out(other(one(table(torch.arange(3))))).square().sum().backward()
         assert tap.take() == {}
         model.zero_grad()
@@ -247,7 +254,7 @@ def test_frozen_and_computed_weights_are_left_out() -> None:
     model = mlp()
     model[0].weight.requires_grad_(False)
     nn.utils.parametrizations.weight_norm(model[2])
-    with FactorTap(model) as tap:
+    with FactorRecorder(model) as tap:
         model(torch.randn(3, 5)).sum().backward()
         assert set(tap.take()) == {"4.weight"}
         model[4].weight.requires_grad_(False)  # later, too
@@ -271,7 +278,7 @@ def forget(model: nn.Sequential) -> None:
 @pytest.mark.parametrize("deed", [double_gradient, clip, forget])
 def test_a_gradient_that_was_changed_is_sent_itself(deed: Callable[[nn.Sequential], None]) -> None:
     model = mlp()
-    with FactorTap(model) as tap:
+    with FactorRecorder(model) as tap:
         model(torch.randn(3, 5)).square().sum().backward()
         deed(model)
         assert set(tap.take()) == {"2.weight", "4.weight"}
@@ -279,7 +286,7 @@ def test_a_gradient_that_was_changed_is_sent_itself(deed: Callable[[nn.Sequentia
 
 def test_a_penalty_on_the_weights_is_noticed() -> None:
     model = mlp()
-    with FactorTap(model) as tap:
+    with FactorRecorder(model) as tap:
         penalty = model.get_parameter("2.weight").square().sum()
         (model(torch.randn(3, 5)).square().sum() + 1e-2 * penalty).backward()
         assert set(tap.take()) == {"0.weight", "4.weight"}
@@ -288,7 +295,7 @@ def test_a_penalty_on_the_weights_is_noticed() -> None:
 def test_gradients_left_from_before_are_noticed() -> None:
     model = mlp()
     model(torch.randn(3, 5)).sum().backward()
-    with FactorTap(model) as tap:
+    with FactorRecorder(model) as tap:
         model(torch.randn(3, 5)).sum().backward()
         assert tap.take() == {}
         model.zero_grad()
@@ -299,7 +306,7 @@ def test_gradients_left_from_before_are_noticed() -> None:
 def test_inputs_that_were_overwritten_are_noticed() -> None:
     """A buffer that holds the next batch when the factors are asked for."""
     model, buffer = mlp(), torch.randn(3, 5)
-    with FactorTap(model) as tap:
+    with FactorRecorder(model) as tap:
         model(buffer).sum().backward()
         buffer.copy_(torch.randn(3, 5))
         found = tap.take()
@@ -310,7 +317,7 @@ def test_inputs_that_were_overwritten_are_noticed() -> None:
 def test_a_hook_that_changes_the_output_comes_later() -> None:
     model = mlp()
     model[0].register_forward_hook(lambda module, args, output: output * 3)
-    with FactorTap(model) as tap:
+    with FactorRecorder(model) as tap:
         model(torch.randn(3, 5)).sum().backward()
         found = tap.take()
         assert len(found) == 3
@@ -319,7 +326,7 @@ def test_a_hook_that_changes_the_output_comes_later() -> None:
 
 def test_evaluating_leaves_nothing_behind() -> None:
     model = mlp()
-    with FactorTap(model) as tap:
+    with FactorRecorder(model) as tap:
         with torch.no_grad():
             model(torch.randn(3, 5))
         model(torch.randn(3, 5))  # never goes backward
@@ -331,7 +338,7 @@ def test_evaluating_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_layers(reentrant: bool) -> None:
     model, x = mlp(), torch.randn(3, 5, requires_grad=True)
-    with FactorTap(model) as tap:
+    with FactorRecorder(model) as tap:
         checkpoint(model, x, use_reentrant=reentrant).square().sum().backward()
         found = tap.take()
         assert len(found) == 3
@@ -340,7 +347,7 @@ def test_checkpointed_layers(reentrant: bool) -> None:
 
 def test_a_graph_gone_through_twice_counts_twice() -> None:
     model = mlp()
-    with FactorTap(model) as tap:
+    with FactorRecorder(model) as tap:
         loss = model(torch.randn(3, 5)).square().sum()
         loss.backward(retain_graph=True)
         loss.backward()
@@ -351,7 +358,7 @@ def test_a_graph_gone_through_twice_counts_twice() -> None:
 
 def test_half_precision() -> None:
     model = mlp()
-    with FactorTap(model) as tap:
+    with FactorRecorder(model) as tap:
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(torch.randn(16, 5)).float().square().mean()
         loss.backward()
@@ -368,21 +375,21 @@ def test_a_large_layer_passes_the_check() -> None:
     """Rounding of long sums is no sign of anything."""
     torch.manual_seed(0)
     model = nn.Linear(3000, 40)
-    with FactorTap(model) as tap:
+    with FactorRecorder(model) as tap:
         model(torch.randn(300, 3000)).square().mean().backward()
         assert set(tap.take()) == {"weight"}
 
 
 def test_nan_is_left_to_those_who_look_for_it() -> None:
     model = mlp()
-    with FactorTap(model) as tap:
+    with FactorRecorder(model) as tap:
         (model(torch.randn(3, 5)).sum() * float("nan")).backward()
         assert tap.take() == {}
 
 
 def test_a_closed_tap_hears_nothing() -> None:
     model = mlp()
-    tap = FactorTap(model)
+    tap = FactorRecorder(model)
     tap.close()
     tap.close()
     model(torch.randn(3, 5)).sum().backward()

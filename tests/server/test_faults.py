@@ -9,7 +9,7 @@ from torch import Tensor
 
 import syncline as sl
 from syncline.server import Server, network_of, open_space, protocol
-from syncline.server.space import AHEAD
+from syncline.server.shard import AHEAD
 from syncline.transports import SimulatedTransport, Transport
 from syncline.transports.faults import Kill, Partition
 from tests.launch.runs import Runs
@@ -34,10 +34,10 @@ class Watched:
 
 
 def test_a_killed_workers_clock_holds_nobody_back() -> None:
-    for held in (False, True):
+    for synchronous in (False, True):
 
-        def work(world: sl.World, held: bool = held) -> list[float]:
-            client = open_space(world, "s", 4, held=held)
+        def work(world: sl.World, synchronous: bool = synchronous) -> list[float]:
+            client = open_space(world, "s", 4, synchronous=synchronous)
             for _ in range(20):
                 world.compute(1.0)
                 found = done(client.push_pull(None, torch.ones(4), tick=True, wanted=client.clock + 1))
@@ -83,13 +83,13 @@ def test_what_a_server_keeps_of_one_client_is_bounded() -> None:
         if world.rank == 1:
             transport, member = client.network.transport, client.description.servers[0]
             for number in range(2, 400):
-                request = protocol.Request(
-                    protocol.PULL, space=client.description.mark, number=number, count=LARGE, length=0
+                request = protocol.RequestHeader(
+                    protocol.PULL, space=client.description.space_id, number=number, count=LARGE, length=0
                 )
                 header = torch.frombuffer(bytearray(request.pack()), dtype=torch.uint8)
                 transport.send(header, member, protocol.REQUEST)
                 world.compute(1.0)
-            session = watched.server.desk._sessions[client.description.mark, 1]
+            session = watched.server.desk._sessions[client.description.space_id, 1]
             assert len(session.answers) == protocol.SLOTS
             assert not session.parked
         else:
@@ -112,7 +112,7 @@ def test_a_client_of_ours_stays_within_its_window() -> None:
         most = 0
         for _ in range(30):
             client.push_pull(None, torch.ones(64))  # 16 pieces each, and nobody waits
-            session = watched.server.desk._sessions[client.description.mark, 0]
+            session = watched.server.desk._sessions[client.description.space_id, 0]
             most = max(most, len(client._courier.lines[0].under_way), len(session.answers) + len(session.parked))
         client.close()
         return most
@@ -122,7 +122,7 @@ def test_a_client_of_ours_stays_within_its_window() -> None:
 
 def test_a_worker_that_runs_far_ahead_of_a_held_step_is_refused() -> None:
     def work(world: sl.World) -> str:
-        client = open_space(world, "s", 4, held=True)
+        client = open_space(world, "s", 4, synchronous=True)
         said = ""
         try:
             for _ in range(AHEAD + 10 if world.rank == 0 else 0):

@@ -13,8 +13,17 @@ from torch import Tensor
 
 from syncline.codecs.kernels.random_bits import random_bits
 from syncline.errors import SpecError
-from syncline.server.filters import Cache, Filter, FilterChain, Significant, Skip, build_filter, digest_of, filter_names
-from syncline.server.filters.skip import _mixed
+from syncline.server.filters import (
+    Cache,
+    Filter,
+    FilterChain,
+    Significant,
+    Skip,
+    _mixed,
+    build_filter,
+    digest_of,
+    filter_names,
+)
 
 SPECS = [
     *("significant(2.0)", "significant(0.5, relative=True)", "significant(1.5, relative=True)"),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from syncline.errors import ProtocolError, SpecError
 from syncline.runtime import RealRuntime
-from syncline.server.handlers import Handlers, find_handler, handler, handler_names
+from syncline.server.rules.handlers import HandlerRegistry, find_handler, handler, handler_names
 
 
 def double(weights: Tensor, values: Tensor, state: dict[str, Tensor]) -> None:
@@ -31,15 +31,15 @@ def test_a_handler_is_found_and_called() -> None:
 
 
 def test_state_begins_with_what_was_said() -> None:
-    made = Handlers().add("counted", double, {"seen": 0.0, "least": -1})
+    made = HandlerRegistry().add("counted", double, {"seen": 0.0, "least": -1})
     state = made.fresh(3)
     assert {name: each.tolist() for name, each in state.items()} == {"seen": [0.0] * 3, "least": [-1.0] * 3}
     assert made.fresh(3)["seen"].data_ptr() != state["seen"].data_ptr()
-    assert Handlers().add("plain", double).fresh(3) == {}
+    assert HandlerRegistry().add("plain", double).fresh(3) == {}
 
 
 def test_a_rate_goes_to_those_who_take_one() -> None:
-    handlers, weights = Handlers(), torch.zeros(1)
+    handlers, weights = HandlerRegistry(), torch.zeros(1)
     handlers.add("scaled", scaled)(weights, torch.ones(1), {}, 0.25)
     handlers.find("scaled")(weights, torch.ones(1), {})
     assert weights.item() == 1.25
@@ -49,7 +49,7 @@ def test_a_rate_goes_to_those_who_take_one() -> None:
 
 
 def test_an_unknown_name_lists_the_known() -> None:
-    handlers = Handlers()
+    handlers = HandlerRegistry()
     with pytest.raises(ProtocolError, match="no handler 'largest' in this process; none is registered"):
         handlers.find("largest")
     handlers.add("largest", double)
@@ -60,7 +60,7 @@ def test_an_unknown_name_lists_the_known() -> None:
 
 
 def test_another_function_under_a_name_is_refused() -> None:
-    handlers = Handlers()
+    handlers = HandlerRegistry()
     handlers.add("one", double)
     with pytest.raises(SpecError, match=r"'one' is .*double already, and .*scaled would be another"):
         handlers.add("one", scaled)
@@ -68,7 +68,7 @@ def test_another_function_under_a_name_is_refused() -> None:
 
 
 def test_the_same_function_again_is_once() -> None:
-    handlers = Handlers()
+    handlers = HandlerRegistry()
     first = handlers.add("one", double)
     assert handlers.add("one", double) is first
     with pytest.raises(SpecError, match="would be another"):
@@ -90,7 +90,7 @@ def test_a_script_that_is_imported_too_registers_twice() -> None:
 
         return function
 
-    handlers = Handlers()
+    handlers = HandlerRegistry()
     first = handlers.add("plain", source(1))
     assert handlers.add("plain", source(2)) is first
     handlers.add("made", factory(1))
@@ -101,7 +101,7 @@ def test_a_script_that_is_imported_too_registers_twice() -> None:
 @pytest.mark.parametrize("name", ["", "two words", "a-b", 3, None])
 def test_a_name_is_a_name(name: Any) -> None:
     with pytest.raises(SpecError, match="a Python name"):
-        Handlers().add(name, double)
+        HandlerRegistry().add(name, double)
 
 
 @pytest.mark.parametrize(
@@ -114,18 +114,18 @@ def test_a_name_is_a_name(name: Any) -> None:
 )
 def test_what_cannot_be_called_is_refused(function: Any, reason: str) -> None:
     with pytest.raises(SpecError, match=reason):
-        Handlers().add("bad", function)
+        HandlerRegistry().add("bad", function)
 
 
 @pytest.mark.parametrize("state", [{"seen": "0"}, {"seen": True}, {3: 0.0}])
 def test_a_state_that_cannot_be_is_refused(state: Any) -> None:
     with pytest.raises(SpecError, match="first value"):
-        Handlers().add("bad", double, state)
+        HandlerRegistry().add("bad", double, state)
 
 
 def test_of_many_threads_one_registers() -> None:
     """All at once under each name: exactly one wins, the others are told, and nothing is half done."""
-    runtime, handlers, names, threads = RealRuntime(), Handlers(), [f"name{n}" for n in range(50)], 8
+    runtime, handlers, names, threads = RealRuntime(), HandlerRegistry(), [f"name{n}" for n in range(50)], 8
     go, won = runtime.event(), runtime.queue(1000)
 
     def register(number: int) -> None:

@@ -8,18 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.errors import ProtocolError
-from syncline.server.layout import Layout, check_keys, group_of, read_keys, spans
+from syncline.server.space import SpaceLayout, check_keys, group_of, read_keys, spans
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
+def layouts(draw: st.DrawFn) -> SpaceLayout:
     numel = draw(st.integers(1, 60))
     bounds = draw(st.sets(st.integers(1, 60), max_size=4))
-    return Layout(numel, draw(st.integers(1, 8)), (0, *sorted(bounds)), draw(st.integers(1, 20)))
+    return SpaceLayout(numel, draw(st.integers(1, 8)), (0, *sorted(bounds)), draw(st.integers(1, 20)))
 
 
 @given(layouts())
-def test_shards_lie_one_after_another_as_even_as_can_be(layout: Layout) -> None:
+def test_shards_lie_one_after_another_as_even_as_can_be(layout: SpaceLayout) -> None:
     shards = [layout.shard(server) for server in range(layout.servers)]
     assert [first for first, _ in shards] == [0, *(after for _, after in shards)][:-1]
     assert shards[-1][1] == layout.numel
@@ -28,7 +28,7 @@ def test_shards_lie_one_after_another_as_even_as_can_be(layout: Layout) -> None:
 
 
 @given(layouts(), st.data())
-def test_a_range_is_cut_into_pieces_that_belong_together(layout: Layout, data: st.DataObject) -> None:
+def test_a_range_is_cut_into_pieces_that_belong_together(layout: SpaceLayout, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, layout.numel))
     after = data.draw(st.integers(first, layout.numel))
     cuts = layout.cut_range(first, after)
@@ -45,7 +45,7 @@ def test_a_range_is_cut_into_pieces_that_belong_together(layout: Layout, data: s
 
 
 @given(layouts(), st.data())
-def test_a_list_is_cut_as_its_keys_are(layout: Layout, data: st.DataObject) -> None:
+def test_a_list_is_cut_as_its_keys_are(layout: SpaceLayout, data: st.DataObject) -> None:
     keys = sorted(data.draw(st.sets(st.integers(0, layout.numel - 1))))
     cuts = layout.cut_keys(torch.tensor(keys, dtype=torch.int64))
     assert [place for cut in cuts for place in range(cut.start, cut.stop)] == list(range(len(keys)))

@@ -13,8 +13,7 @@ import torch
 import syncline as sl
 from syncline.server import __main__ as server_process
 from syncline.server import server
-from syncline.server.network import import_handlers, join_network, network_of, server_network
-from syncline.server.roles import read_roles
+from syncline.server.network import import_handlers, join_network, network_of, read_roles, server_network
 from syncline.transports import SingleTransport, Transport
 from syncline.world.simulation import Aside
 from tests.launching import launch, torch_variables

@@ -13,56 +13,56 @@ from hypothesis import strategies as st
 
 from syncline.errors import ProtocolError
 from syncline.server import protocol
-from syncline.server.protocol import REPLY_BYTES, REQUEST_BYTES, Reply, Request
+from syncline.server.protocol import REPLY_BYTES, REQUEST_BYTES, ReplyHeader, RequestHeader
 from tests.server.desk_talk import body_of, desk_with
 
 U64 = st.integers(0, 2**64 - 1)
 I64 = st.integers(-(2**63), 2**63 - 1)
 U32, U16 = st.integers(0, 2**32 - 1), st.integers(0, 2**16 - 1)
 requests = st.builds(
-    Request, kind=st.sampled_from(protocol.KINDS), flags=st.integers(0, protocol.ALL_FLAGS), dtype=U16, plane=U16,
+    RequestHeader, kind=st.sampled_from(protocol.KINDS), flags=st.integers(0, protocol.ALL_FLAGS), dtype=U16, plane=U16,
     space=U32, handler=U32, seed=U32, clock=I64, wanted=I64, number=U64, after=U64, acked=U64, first=U64, count=U64,
     rate=st.floats(allow_nan=False), scale=st.floats(allow_nan=False), digest=U64, length=U64,
 )  # fmt: skip
 replies = st.builds(
-    Reply, status=st.integers(protocol.OK, protocol.ORPHANED), flags=U16, live=U16, handler=U16, space=U32, number=U64,
-    staleness=I64, min_clock=I64, steps=U64, length=U64,
+    ReplyHeader, status=st.integers(protocol.OK, protocol.ORPHANED), flags=U16, live=U16, handler=U16, space=U32,
+    number=U64, staleness=I64, min_clock=I64, steps=U64, length=U64,
 )  # fmt: skip
 
 
 @given(requests)
-def test_a_request_is_read_as_it_was_packed(request: Request) -> None:
+def test_a_request_is_read_as_it_was_packed(request: RequestHeader) -> None:
     data = request.pack()
     assert len(data) == REQUEST_BYTES
-    assert Request.read(data + b"body") == request
+    assert RequestHeader.read(data + b"body") == request
 
 
 @given(replies)
-def test_a_reply_is_read_as_it_was_packed(reply: Reply) -> None:
+def test_a_reply_is_read_as_it_was_packed(reply: ReplyHeader) -> None:
     data = reply.pack()
     assert len(data) == REPLY_BYTES
-    assert Reply.read(data) == reply
+    assert ReplyHeader.read(data) == reply
 
 
 @given(st.binary(max_size=2 * REQUEST_BYTES))
 def test_random_bytes_are_no_message(data: bytes) -> None:
-    for kind in (Request, Reply):
+    for kind in (RequestHeader, ReplyHeader):
         with pytest.raises(ProtocolError):
             kind.read(data)
 
 
 @given(requests, st.integers(0, 8 * (REQUEST_BYTES - 4) - 1))
-def test_a_flipped_bit_is_noticed(request: Request, bit: int) -> None:
+def test_a_flipped_bit_is_noticed(request: RequestHeader, bit: int) -> None:
     data = bytearray(request.pack())
     data[bit // 8] ^= 1 << bit % 8
     with pytest.raises(ProtocolError):
-        Request.read(bytes(data))
+        RequestHeader.read(bytes(data))
 
 
 @given(requests, st.integers(0, REQUEST_BYTES - 1))
-def test_a_truncated_header_is_noticed(request: Request, length: int) -> None:
+def test_a_truncated_header_is_noticed(request: RequestHeader, length: int) -> None:
     with pytest.raises(ProtocolError, match="shorter than its header"):
-        Request.read(request.pack()[:length])
+        RequestHeader.read(request.pack()[:length])
 
 
 @pytest.mark.parametrize(
@@ -71,11 +71,11 @@ def test_a_truncated_header_is_noticed(request: Request, length: int) -> None:
      (7, b"\x80", "unknown kind")],
 )  # fmt: skip
 def test_a_sound_checksum_is_not_enough(at: int, value: bytes, message: str) -> None:
-    data = bytearray(Request(protocol.PULL).pack()[:-8])
+    data = bytearray(RequestHeader(protocol.PULL).pack()[:-8])
     data[at : at + 1] = value
     whole = bytes(data) + zlib.crc32(bytes(data)).to_bytes(4, "little") + bytes(4)
     with pytest.raises(ProtocolError, match=message):
-        Request.read(whole)
+        RequestHeader.read(whole)
 
 
 def test_any_field_may_be_anything_and_the_desk_answers_or_refuses() -> None:
@@ -102,13 +102,13 @@ def test_any_field_may_be_anything_and_the_desk_answers_or_refuses() -> None:
         length = draw.choice([0, 4, 8, 12, 32, 96])
         body = torch.tensor([draw.randrange(256) for _ in range(length)], dtype=torch.uint8)
         before = mine.space.weights.clone()
-        answers = mine.send(Request(kind, **fields), body, number=draw.choice([None, None, 2**40]))
+        answers = mine.send(RequestHeader(kind, **fields), body, number=draw.choice([None, None, 2**40]))
         statuses = {answer.reply.status for answer in answers}
         if statuses <= {protocol.REFUSED, protocol.NEED_KEYS}:  # or parked, and then nothing is changed either
             refused += 1
             assert torch.equal(mine.space.weights.nan_to_num(7.0), before.nan_to_num(7.0)), fields
-        mine.acked = mine.desk._sessions[mine.description.mark, 0].applied
+        mine.acked = mine.desk._sessions[mine.description.space_id, 0].applied
     assert refused > 1000
     first = mine.space.weights[:4].clone()
-    assert other.ask(Request(protocol.PUSH, first=4, count=4), body_of(torch.ones(4))).reply.status == protocol.OK
+    assert other.ask(RequestHeader(protocol.PUSH, first=4, count=4), body_of(torch.ones(4))).reply.status == protocol.OK
     assert torch.equal(mine.space.weights[:4].nan_to_num(7.0), first.nan_to_num(7.0))

@@ -14,10 +14,10 @@ from torch import Tensor
 import syncline as sl
 from syncline.errors import IncompatibleError, PeerLostError, ProtocolError
 from syncline.server import ServerNetwork, network_of, serve
-from syncline.server.description import Description
-from syncline.server.gathering import Gathering
-from syncline.server.space import Push
-from syncline.server.tree import TreeClient, groups_of, open_tree
+from syncline.server.opening import TreeClient, groups_of, open_tree
+from syncline.server.shard import Push
+from syncline.server.space import SpaceDescription
+from syncline.server.sub_master import AggregatingShard
 from syncline.testing import hunt
 from syncline.transports import SingleTransport, Transport
 from syncline.transports.faults import Drop, Duplicate, Fault, Kill, Slow
@@ -59,12 +59,14 @@ class Journal:
 
 
 def tagged(
-    journal: Journal, held: bool, masters: int = 2, deaths: bool = False, **options: Any
+    journal: Journal, synchronous: bool, masters: int = 2, deaths: bool = False, **options: Any
 ) -> Callable[[sl.World], None]:
     """Every worker pushes a one at a key of its own in each step, and looks at what it reads."""
 
     def work(world: sl.World) -> None:
-        client = open_tree(world, "tags", WORKERS * STEPS, masters, torch.zeros(WORKERS * STEPS), held=held, **options)
+        client = open_tree(
+            world, "tags", WORKERS * STEPS, masters, torch.zeros(WORKERS * STEPS), synchronous=synchronous, **options
+        )
         own: set[Tag] = set()
         draw, gone = random.Random(world.rank), world.transport.lost
         for step in range(STEPS):
@@ -72,7 +74,7 @@ def tagged(
             values = torch.zeros(WORKERS * STEPS)
             values[tag_of(world.rank, step)] = 1.0
             journal.pushed.add((world.rank, step))
-            future = client.push_pull(None, values, wanted=client.clock + 1 if held else -1, tick=True)
+            future = client.push_pull(None, values, wanted=client.clock + 1 if synchronous else -1, tick=True)
             read = future.wait()
             assert read is not None
             (journal.late if future.late else own).add((world.rank, step))
@@ -123,11 +125,11 @@ def test_more_groups_than_workers_or_servers_are_refused() -> None:
 # The space of a sub-master.
 
 
-def gathering(held: bool, quorum: float = 1.0, mean: bool = False) -> Gathering:
-    parent = Description(name="top 1", numel=2, servers=(0,), workers=(0, 2), held=held, mean=mean)
-    return Gathering(
-        Description(
-            name="group 1", numel=2, servers=(0,), workers=(0, 1), held=held, quorum=quorum, mean=mean,
+def gathering(synchronous: bool, quorum: float = 1.0, mean: bool = False) -> AggregatingShard:
+    parent = SpaceDescription(name="top 1", numel=2, servers=(0,), workers=(0, 2), synchronous=synchronous, mean=mean)
+    return AggregatingShard(
+        SpaceDescription(
+            name="group 1", numel=2, servers=(0,), workers=(0, 1), synchronous=synchronous, quorum=quorum, mean=mean,
             upward=parent.to_json().decode(),
         ),
         0,
@@ -136,7 +138,7 @@ def gathering(held: bool, quorum: float = 1.0, mean: bool = False) -> Gathering:
 
 def test_a_part_of_a_step_is_read_with_the_rest() -> None:
     """A child's first part is not in the weights before its step has gone up and come back."""
-    space = gathering(held=False)
+    space = gathering(synchronous=False)
     space.push(0, -1, Push(0, torch.ones(1)))
     assert not space.may_read(-1, 0)
     assert space.may_read(-1, 1)
@@ -147,13 +149,13 @@ def test_a_part_of_a_step_is_read_with_the_rest() -> None:
     assert space.may_read(-1, 0)
 
 
-def bring(space: Gathering, worker: int, clock: int, value: float) -> None:
+def bring(space: AggregatingShard, worker: int, clock: int, value: float) -> None:
     space.push(worker, clock, Push(0, torch.full((2,), value)))
     space.tick(worker, clock, weight=1.0)
 
 
 def test_a_step_goes_up_when_all_have_pushed_it() -> None:
-    space = gathering(held=True, mean=True)
+    space = gathering(synchronous=True, mean=True)
     bring(space, 1, 0, 2.0)
     assert not space.sums
     bring(space, 0, 0, 1.0)
@@ -168,7 +170,7 @@ def test_a_step_goes_up_when_all_have_pushed_it() -> None:
 
 
 def test_what_comes_while_a_sum_is_under_way_goes_up_next() -> None:
-    space = gathering(held=False)
+    space = gathering(synchronous=False)
     bring(space, 0, 0, 1.0)
     assert len(space.sums) == 1
     bring(space, 1, 0, 2.0)
@@ -186,24 +188,24 @@ def test_what_comes_while_a_sum_is_under_way_goes_up_next() -> None:
 
 
 def test_a_sub_master_of_another_model_is_refused() -> None:
-    parent = Description(name="top 1", numel=3, servers=(0,), workers=(0,))
-    child = Description(name="group 1", numel=2, servers=(0,), workers=(0,), upward=parent.to_json().decode())
+    parent = SpaceDescription(name="top 1", numel=3, servers=(0,), workers=(0,))
+    child = SpaceDescription(name="group 1", numel=2, servers=(0,), workers=(0,), upward=parent.to_json().decode())
     with pytest.raises(ProtocolError, match="a sub-master of 2 keys, below a parent of 3"):
-        Description.from_json(child.to_json())
+        SpaceDescription.from_json(child.to_json())
 
 
 # Bytes, faults.
 
 
-@pytest.mark.parametrize("held", [True, False])
-def test_a_sub_master_sends_up_less_than_it_receives(held: bool) -> None:
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_a_sub_master_sends_up_less_than_it_receives(synchronous: bool) -> None:
     """Four children, one sum: about a quarter goes up; where nobody waits, at most as much as came together."""
     numel = 100_000
 
     def work(world: sl.World) -> None:
-        client = open_tree(world, "big", numel, 2, torch.zeros(numel), held=held)
+        client = open_tree(world, "big", numel, 2, torch.zeros(numel), synchronous=synchronous)
         for _ in range(3):
-            client.push_pull(None, torch.ones(numel), tick=True, wanted=client.clock + 1 if held else -1).wait()
+            client.push_pull(None, torch.ones(numel), tick=True, wanted=client.clock + 1 if synchronous else -1).wait()
         client.finish_training()
         world.barrier()
         client.close()
@@ -218,23 +220,23 @@ def test_a_sub_master_sends_up_less_than_it_receives(held: bool) -> None:
         weights = sum(message.nbytes for message in found.messages if (message.source, message.to) == (root, sub))
         came -= 4 * numel  # the first worker's put of the weights is no gradient
         assert came > 12 * 4 * numel
-        assert up < (0.26 if held else 0.76) * came
-        assert weights < (0.26 if held else 0.76) * came
+        assert up < (0.26 if synchronous else 0.76) * came
+        assert weights < (0.26 if synchronous else 0.76) * came
 
 
 def test_a_group_goes_on_without_a_killed_child() -> None:
     journal = Journal()
-    found = sl.simulate(tagged(journal, held=True, deaths=True), WORKERS, faults=[Kill(3, at=1.15)])
+    found = sl.simulate(tagged(journal, synchronous=True, deaths=True), WORKERS, faults=[Kill(3, at=1.15)])
     assert found.killed == (3,)
     journal.check_end(found)
     assert (3, STEPS - 1) not in journal.acknowledged
 
 
-@pytest.mark.parametrize("held", [True, False])
-def test_children_of_a_killed_sub_master_are_told_its_name(held: bool) -> None:
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_children_of_a_killed_sub_master_are_told_its_name(synchronous: bool) -> None:
     """Worker 2 is the sub-master of 2 and 3; 0 and 1 go on without them."""
     journal = Journal()
-    work = tagged(journal, held, deaths=True)
+    work = tagged(journal, synchronous, deaths=True)
     found = sl.simulate(work, WORKERS, faults=[Kill(2, at=1.15)], return_exceptions=True)
     assert found.results[0] is None
     assert found.results[1] is None
@@ -246,7 +248,11 @@ def test_children_of_a_killed_sub_master_are_told_its_name(held: bool) -> None:
 
 def test_a_sub_master_whose_root_is_gone_says_so() -> None:
     found = sl.simulate(
-        tagged(Journal(), held=True), WORKERS, faults=[Kill(4, at=1.15)], aside=servers(3), return_exceptions=True
+        tagged(Journal(), synchronous=True),
+        WORKERS,
+        faults=[Kill(4, at=1.15)],
+        aside=servers(3),
+        return_exceptions=True,
     )
     for error in found.results:
         assert isinstance(error, PeerLostError)
@@ -274,7 +280,7 @@ def test_stopping_reaches_every_group() -> None:
 
 def test_posts_steps_and_clocks_are_the_whole_trees() -> None:
     def work(world: sl.World) -> tuple[list[int], list[tuple[float, ...]], int]:
-        client = open_tree(world, "told", 2, 2, torch.zeros(2), held=True, mean=True)
+        client = open_tree(world, "told", 2, 2, torch.zeros(2), synchronous=True, mean=True)
         assert isinstance(client, TreeClient)
         if world.rank == 3:
             client.post("found", [3.0])
@@ -297,21 +303,21 @@ def test_posts_steps_and_clocks_are_the_whole_trees() -> None:
 
 
 @pytest.mark.hunt
-@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("synchronous", [True, False])
 @pytest.mark.parametrize("faults", [(), (Slow(1, 4.0),), (Drop(0.1), Duplicate(0.2))])
-def test_every_update_counts_once(held: bool, faults: tuple[Fault, ...]) -> None:
+def test_every_update_counts_once(synchronous: bool, faults: tuple[Fault, ...]) -> None:
     retry = 0.5 if any(isinstance(fault, Drop) for fault in faults) else None
     for seed in range(SEEDS):
         journal = Journal()
-        hunt(tagged(journal, held, retry=retry), WORKERS, [seed], faults=faults, invariant=journal.check_end)
+        hunt(tagged(journal, synchronous, retry=retry), WORKERS, [seed], faults=faults, invariant=journal.check_end)
 
 
 @pytest.mark.hunt
-@pytest.mark.parametrize("held", [True, False])
-def test_every_update_counts_once_with_servers_of_their_own(held: bool) -> None:
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_every_update_counts_once_with_servers_of_their_own(synchronous: bool) -> None:
     for seed in range(SEEDS):
         journal = Journal()
-        found = sl.simulate(tagged(journal, held), WORKERS, seed=seed, chaos=True, aside=servers(3 + seed % 2))
+        found = sl.simulate(tagged(journal, synchronous), WORKERS, seed=seed, chaos=True, aside=servers(3 + seed % 2))
         journal.check_end(found)
 
 
@@ -323,7 +329,7 @@ def test_a_late_gradient_does_not_count(masters: int) -> None:
         journal = Journal()
         faults = (Slow(1 + seed % 3, 5.0),)
         found = sl.simulate(
-            tagged(journal, held=True, masters=masters, quorum=0.5), WORKERS, seed=seed, chaos=seed % 2 == 1,
+            tagged(journal, synchronous=True, masters=masters, quorum=0.5), WORKERS, seed=seed, chaos=seed % 2 == 1,
             faults=faults,
         )  # fmt: skip
         journal.check_end(found)
@@ -332,15 +338,15 @@ def test_a_late_gradient_does_not_count(masters: int) -> None:
 
 
 @pytest.mark.hunt
-@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("synchronous", [True, False])
 @pytest.mark.parametrize("dedicated", [0, 3])
-def test_a_killed_child_loses_nothing_that_was_acknowledged(held: bool, dedicated: int) -> None:
+def test_a_killed_child_loses_nothing_that_was_acknowledged(synchronous: bool, dedicated: int) -> None:
     """Not in chaos mode, where a kill may strike before there is a tree."""
     for seed in range(SEEDS):
         journal = Journal()
         victims = range(WORKERS) if dedicated else (1, 3)  # the others hold what all need
         victim = victims[seed % len(victims)]
         faults = (Kill(victim, at=random.Random(seed).uniform(0.05, 3.0)), Slow((victim + 1) % WORKERS, 3.0))
-        work = tagged(journal, held, deaths=True)
+        work = tagged(journal, synchronous, deaths=True)
         found = sl.simulate(work, WORKERS, faults=faults, seed=seed, aside=servers(dedicated))
         journal.check_end(found)

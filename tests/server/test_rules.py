@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, ProtocolError, SpecError
 from syncline.optim import LAMB, LARS
-from syncline.server.handlers import handler
-from syncline.server.rules import Add, Rule, Sgd, TorchRule, build_rule, rule_names, rule_of, torch_rule
+from syncline.server.rules import Add, Sgd, TorchRule, UpdateRule, build_rule, rule_names, rule_of, torch_rule
+from syncline.server.rules.handlers import handler
 
 ELEMENTWISE = [
     *("add", "assign", "sgd(lr=0.1)", "momentum(lr=0.1)", "momentum(lr=0.1, mu=0.5, nesterov=True)"),
@@ -34,7 +34,7 @@ def start(numel: int = NUMEL) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(0))
 
 
-def run(rule: Rule, updates: list[Tensor], weights: Tensor, rate: float | None = None) -> dict[str, Tensor]:
+def run(rule: UpdateRule, updates: list[Tensor], weights: Tensor, rate: float | None = None) -> dict[str, Tensor]:
     """Push everything as a whole; the state afterwards."""
     state = rule.state(weights.numel())
     for update in updates:
@@ -198,7 +198,7 @@ def test_adam_is_right_however_the_counts_lie(spread: int) -> None:
 # Parts of the weights.
 
 
-def push_keys(rule: Rule, weights: Tensor, state: dict[str, Tensor], keys: Tensor, update: Tensor) -> None:
+def push_keys(rule: UpdateRule, weights: Tensor, state: dict[str, Tensor], keys: Tensor, update: Tensor) -> None:
     """As a server does with a list of keys: gather, apply, scatter."""
     rows, own = weights[keys], {name: each[keys] for name, each in state.items()}
     rule.apply(rows, update.clone(), own, None)
@@ -301,7 +301,7 @@ def maker(name: str, options: dict[str, Any]) -> Callable[[list[nn.Parameter]], 
     return lambda parameters: kind(parameters, **options)
 
 
-def apply_rule(rule: Rule, updates: list[Tensor], weights: Tensor) -> None:
+def apply_rule(rule: UpdateRule, updates: list[Tensor], weights: Tensor) -> None:
     """By ranges that no parameter has, through whichever door the rule has."""
     for first, after in pairwise(CUTS):
         piece = weights[first:after]
@@ -471,7 +471,7 @@ def test_each_rule_has_one_door() -> None:
         rule.apply(torch.zeros(1), torch.zeros(1), {}, None)
 
 
-# Handlers as rules.
+# HandlerRegistry as rules.
 
 
 def test_a_registered_handler_is_a_rule() -> None:

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from syncline.errors import ProtocolError
-from syncline.server.clocks import FOREVER, Clocks
-from syncline.server.space import AHEAD, MOST_HELD, ROOM, Push, Space
+from syncline.server.shard import AHEAD, FOREVER, MOST_HELD, ROOM, ParameterShard, Push, WorkerClocks
 from tests.server.desk_talk import describe
 
 
-def held(**options: Any) -> Space:
-    return Space(describe(held=True, **options), 0)
+def synchronous(**options: Any) -> ParameterShard:
+    return ParameterShard(describe(synchronous=True, **options), 0)
 
 
 def push(values: torch.Tensor, first: int = 0, **options: Any) -> Push:
@@ -25,7 +24,7 @@ def test_held_pushes_are_added_in_the_order_of_the_workers_whatever_came_first()
     torch.manual_seed(1)
     rows = [torch.randn(8) * 10.0**power for power in (0, 6, -3)]
     for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
-        space = held(workers=(0, 1, 2), rules=("sgd(0.1)",))
+        space = synchronous(workers=(0, 1, 2), rules=("sgd(0.1)",))
         for worker in order:
             assert not space.weights.any()
             space.push(worker, 0, push(rows[worker], scale=1 / 3))
@@ -35,7 +34,7 @@ def test_held_pushes_are_added_in_the_order_of_the_workers_whatever_came_first()
 
 
 def test_cuts_that_differ_are_summed_all_the_same_and_a_rule_sees_a_key_once() -> None:
-    space = held(rules=("momentum(1.0, mu=0.5)",))
+    space = synchronous(rules=("momentum(1.0, mu=0.5)",))
     space.push(0, 0, push(torch.ones(8)))
     space.push(1, 0, push(torch.ones(3)))
     space.push(1, 0, push(torch.ones(5), first=3))
@@ -51,7 +50,7 @@ def test_cuts_that_differ_are_summed_all_the_same_and_a_rule_sees_a_key_once() -
 
 def test_a_mean_is_over_gradients_not_over_workers() -> None:
     """The second worker's batch is half as large: a gradient and a half."""
-    space = held(mean=True)
+    space = synchronous(mean=True)
     for worker, weight in ((0, 1.0), (1, 0.5)):
         space.push(worker, 0, push(torch.full((8,), weight)))
         space.tick(worker, 0, weight)
@@ -59,7 +58,7 @@ def test_a_mean_is_over_gradients_not_over_workers() -> None:
 
 
 def test_half_a_step_of_a_lost_worker_does_not_count() -> None:
-    space = held()
+    space = synchronous()
     space.push(1, 0, push(torch.ones(8)))
     space.push(0, 0, push(torch.ones(8)))
     space.tick(0, 0)
@@ -70,7 +69,7 @@ def test_half_a_step_of_a_lost_worker_does_not_count() -> None:
 
 
 def test_a_whole_step_of_a_lost_worker_counts() -> None:
-    space = held()
+    space = synchronous()
     space.push(1, 0, push(torch.ones(8)))
     space.tick(1, 0)
     space.leave(1)
@@ -80,7 +79,7 @@ def test_a_whole_step_of_a_lost_worker_counts() -> None:
 
 
 def test_who_comes_after_the_quorum_is_late_and_goes_on_with_the_open_step() -> None:
-    space = held(workers=(0, 1, 2), quorum=0.5)
+    space = synchronous(workers=(0, 1, 2), quorum=0.5)
     for worker in (0, 1):
         space.push(worker, 0, push(torch.ones(8)))
         space.tick(worker, 0)
@@ -92,7 +91,7 @@ def test_who_comes_after_the_quorum_is_late_and_goes_on_with_the_open_step() -> 
 
 
 def test_who_was_late_elsewhere_skips_steps_here_and_does_not_count_for_them() -> None:
-    space = held(workers=(0, 1, 2), quorum=0.5)
+    space = synchronous(workers=(0, 1, 2), quorum=0.5)
     space.expect(2, 3)  # another server is at step 3 already
     assert space.clocks.of[2] == 3
     assert space.round == 0, "a worker that skips a step has not pushed it"
@@ -101,14 +100,14 @@ def test_who_was_late_elsewhere_skips_steps_here_and_does_not_count_for_them() -
     assert space.round == 1
     with pytest.raises(ProtocolError, match="worker 2 is at clock 3, and sends a step of clock 1"):
         space.expect(2, 1)
-    full = held(workers=(0, 1, 2))
+    full = synchronous(workers=(0, 1, 2))
     with pytest.raises(ProtocolError, match="worker 2 is at clock 0, and sends a step of clock 3"):
         full.expect(2, 3)
 
 
 def test_a_step_that_nobody_can_push_any_more_is_closed() -> None:
     """Seed 132 of the hunt: the one who had pushed it elsewhere is dead, the other skipped it."""
-    space = held(quorum=0.5)
+    space = synchronous(quorum=0.5)
     space.expect(0, 1)
     space.tick(0, 1)
     assert space.round == 0
@@ -117,7 +116,7 @@ def test_a_step_that_nobody_can_push_any_more_is_closed() -> None:
 
 
 def test_what_is_held_of_one_worker_is_bounded() -> None:
-    space = held()
+    space = synchronous()
     most = MOST_HELD * ROOM // (4 * 8)
     for _ in range(most):
         space.push(0, 0, push(torch.ones(8)))
@@ -133,7 +132,7 @@ def test_what_is_held_of_one_worker_is_bounded() -> None:
 
 
 def test_clocks_out_of_a_checkpoint() -> None:
-    space = held()
+    space = synchronous()
     space.set_clocks([3, 5])
     assert space.round == 3
     for clock in (3, 4):
@@ -145,7 +144,7 @@ def test_clocks_out_of_a_checkpoint() -> None:
 
 
 def test_reads_wait_for_the_slowest_who_trains() -> None:
-    space = Space(describe(), 0)
+    space = ParameterShard(describe(), 0)
     space.tick(0, 0)
     assert space.may_read(0)
     assert not space.may_read(1)
@@ -153,13 +152,13 @@ def test_reads_wait_for_the_slowest_who_trains() -> None:
     assert space.may_read(1)
     space.leave(0)
     assert space.least == FOREVER
-    other = Space(describe(), 0)
+    other = ParameterShard(describe(), 0)
     other.stopping = True
     assert other.may_read(10**6)
 
 
 def test_staleness_counts_the_others_steps_since_ones_last_read() -> None:
-    space = Space(describe(damped=True, rules=("sgd(1.0)",)), 0)
+    space = ParameterShard(describe(damped=True, rules=("sgd(1.0)",)), 0)
     space.note_read(0)
     for clock in range(4):
         space.tick(1, clock)
@@ -169,7 +168,7 @@ def test_staleness_counts_the_others_steps_since_ones_last_read() -> None:
 
 
 def test_a_clock_that_jumps_is_refused() -> None:
-    clocks = Clocks([0, 1])
+    clocks = WorkerClocks([0, 1])
     with pytest.raises(ProtocolError, match="worker 0 is at clock 0, and sends a step of clock 1"):
         clocks.tick(0, 1)
     with pytest.raises(ProtocolError, match="member 7 has no clock here"):
@@ -180,7 +179,7 @@ def test_a_clock_that_jumps_is_refused() -> None:
 
 def test_a_question_for_planes_changes_no_numbers() -> None:
     """Another worker may ask what a shard remembers while one writes or reads by numbers."""
-    space = Space(describe(rules=("momentum(1.0, mu=0.5)",)), 0)
+    space = ParameterShard(describe(rules=("momentum(1.0, mu=0.5)",)), 0)
     space.name_planes(["first", "second"])
     space.name_planes()
     assert space.read(2, 0, 3).tolist() == [0.0] * 3

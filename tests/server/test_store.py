@@ -84,7 +84,7 @@ def test_reads_that_wait_for_a_step_of_many_pieces() -> None:
     """Seen as a deadlock: the reads filled the window before the last piece could end the step."""
 
     def work(world: sl.World) -> Tensor:
-        client = open_space(world, "s", 200, piece=2, held=True)
+        client = open_space(world, "s", 200, piece=2, synchronous=True)
         found = done(client.push_pull(None, torch.ones(200), tick=True, wanted=1))
         client.close()
         return found
@@ -310,7 +310,7 @@ def test_a_rules_state_is_saved_and_goes_on_in_fresh_servers(rule: str) -> None:
 
 def test_clocks_go_on_from_a_checkpoint() -> None:
     def work(world: sl.World) -> list[int]:
-        client = open_space(world, "held", 4, held=True)
+        client = open_space(world, "synchronous", 4, synchronous=True)
         if world.rank == 0:
             client.control({"do": "clocks", "clocks": [7, 7]}, everywhere=True)
         client.clock = 7

@@ -30,11 +30,11 @@ class Kept:
 
     def weights(self, client: Client) -> Tensor:
         assert self.server is not None
-        return self.server.desk.spaces[client.description.mark].weights
+        return self.server.desk.spaces[client.description.space_id].weights
 
     def view(self, client: Client) -> Tensor:
         assert self.server is not None
-        found = self.server.desk._sessions[client.description.mark, client.network.me].view
+        found = self.server.desk._sessions[client.description.space_id, client.network.me].view
         assert found is not None
         return found
 
@@ -127,12 +127,12 @@ def test_values_that_a_codec_cannot_carry_are_refused_before_anything_is_sent() 
     assert sl.simulate(work, 1).results == ([0.0] * 30,)
 
 
-@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("spec", ["significant(0.5)", "skip(0.5, seed=3)", "significant(0.5)|skip(0.3)|cache"])
-def test_nothing_that_a_filter_holds_back_is_lost_for_good(spec: str, held: bool) -> None:
+def test_nothing_that_a_filter_holds_back_is_lost_for_good(spec: str, synchronous: bool) -> None:
     def work(world: sl.World) -> tuple[Tensor, Tensor]:
         filters = build_filter(spec)
-        client = open_space(world, "s", 40, filters=filters, held=held, piece=16)
+        client = open_space(world, "s", 40, filters=filters, synchronous=synchronous, piece=16)
         total = torch.zeros(40)
         for step in range(12):
             values = torch.randint(-4, 5, (40,), generator=torch.Generator().manual_seed(step)) / 8.0

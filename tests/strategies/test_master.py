@@ -105,17 +105,17 @@ def test_each_gradient_is_a_step() -> None:
         return flat(model)
 
     def alone() -> Tensor:
-        held, views = mlp(), [mlp(), mlp()]
-        optimizer = OPTIMIZERS["momentum"](held.parameters())
+        synchronous, views = mlp(), [mlp(), mlp()]
+        optimizer = OPTIMIZERS["momentum"](synchronous.parameters())
         for turn in range(2 * steps):
             rank, step = turn % 2, turn // 2
             views[rank].zero_grad()
             backward(loss_of(views[rank], rank, step))
-            for parameter, other in zip(held.parameters(), views[rank].parameters(), strict=True):
+            for parameter, other in zip(synchronous.parameters(), views[rank].parameters(), strict=True):
                 parameter.grad = other.grad
             optimizer.step()
-            views[rank].load_state_dict(held.state_dict())
-        return flat(held)
+            views[rank].load_state_dict(synchronous.state_dict())
+        return flat(synchronous)
 
     assert torch.equal(results(work, 2)[1], alone())
 

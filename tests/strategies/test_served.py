@@ -14,7 +14,7 @@ import syncline as sl
 from syncline.errors import DivergedError, IncompatibleError, PeerLostError
 from syncline.server import network_of
 from syncline.strategies.bsp import BSP
-from syncline.strategies.served_keys import KeyMap
+from syncline.strategies.key_map import KeyMap
 from syncline.transports import Transport
 from syncline.transports.faults import Kill
 from syncline.world.simulation import Aside

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
-from syncline.server.factors import pays
+from syncline.server.factors import factors_are_smaller
 from syncline.server.protocol import WINDOW
 from syncline.strategies.master import MasterRun
-from syncline.strategies.served import ServedRun
+from syncline.strategies.parameter_server import ParameterServerRun
 from tests.strategies.cases import backward
 from tests.strategies.served_cases import results
 
@@ -114,7 +114,7 @@ def test_a_sub_masters_child_reads_its_whole_step() -> None:
     def work(world: sl.World) -> list[list[float]]:
         model, optimizer = in_parts(3)
         run = attached(model, optimizer, "master(sync=False, masters=2)")
-        assert isinstance(run, ServedRun)
+        assert isinstance(run, ParameterServerRun)
         seen = []
         for _ in range(3):
             world.compute(1.0)
@@ -134,11 +134,11 @@ def test_a_sub_masters_child_reads_its_whole_step() -> None:
 def test_factors_go_where_all_their_messages_are_fewer_bytes() -> None:
     whole = (0, 1 << 20)
     halves = [(0, 1 << 19), (1 << 19, 1 << 20)]
-    assert pays(400, 1024, 1024, [whole])
-    assert not pays(400, 1024, 1024, halves)  # the layer's input goes twice
-    assert pays(300, 1024, 1024, halves)
-    assert pays(200, 8192, 8192)
-    assert not pays(1200, 8192, 8192)  # fewer bytes than the gradient, and too long for a message
+    assert factors_are_smaller(400, 1024, 1024, [whole])
+    assert not factors_are_smaller(400, 1024, 1024, halves)  # the layer's input goes twice
+    assert factors_are_smaller(300, 1024, 1024, halves)
+    assert factors_are_smaller(200, 8192, 8192)
+    assert not factors_are_smaller(1200, 8192, 8192)  # fewer bytes than the gradient, and too long for a message
 
 
 def test_a_layer_of_many_pieces_goes_dense_where_its_input_would_go_with_each() -> None:

@@ -190,10 +190,10 @@ def _placement(arguments: argparse.Namespace) -> Placement:
 def _check_company(arguments: argparse.Namespace) -> None:
     """Refuse servers that nobody would ask, and going on where those who are left could not."""
     from syncline.strategies import Gossip, build_strategy
-    from syncline.strategies.served import Served
+    from syncline.strategies.parameter_server import ParameterServerStrategy
 
     strategy, servers = build_strategy(arguments.strategy), arguments.servers
-    served = isinstance(strategy, Served) and strategy.asynchronous
+    served = isinstance(strategy, ParameterServerStrategy) and strategy.asynchronous
     talks = isinstance(strategy, Gossip) and strategy.pairwise  # its board may outlive worker 0 there
     if servers and not (served or talks):
         raise IncompatibleError(f"--servers {servers}: {strategy!r} asks no servers; leave it out, or take bsp, ssp, …")

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from syncline.server.board import Post
-from syncline.server.client import Client, Future, Told
-from syncline.server.handlers import handler
+from syncline.server.client import Client, ClusterStatus, Future
 from syncline.server.network import ServerNetwork, network_of, server_network
+from syncline.server.opening import open_space, store, watch_space
+from syncline.server.protocol import Post
+from syncline.server.rules.handlers import handler
 from syncline.server.server import Server, serve
-from syncline.server.store import open_space, store, watch_space
 
 __all__ = [
     "Client",
+    "ClusterStatus",
     "Future",
     "Post",
     "Server",
     "ServerNetwork",
-    "Told",
     "handler",
     "network_of",
     "open_space",

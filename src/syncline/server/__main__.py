@@ -20,8 +20,7 @@ from syncline.environment import detect
 from syncline.environment.base import SAVES
 from syncline.errors import SynclineError
 from syncline.runtime import RealRuntime
-from syncline.server.network import ServerNetwork, import_handlers, join_network, network_of
-from syncline.server.roles import read_roles
+from syncline.server.network import ServerNetwork, import_handlers, join_network, network_of, read_roles
 from syncline.transports.base import DEFAULT_TIMEOUT
 
 __all__ = ["main"]

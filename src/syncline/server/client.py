@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from functools import partial
+from math import isfinite, nan
 from typing import Any
 
 import numpy as np
@@ -14,22 +17,17 @@ import torch
 from torch import Tensor
 
 from syncline.errors import PeerLostError, ProtocolError, SynclineError, WorldError
+from syncline.runtime import Runtime
 from syncline.server import protocol
-from syncline.server.board import Post, as_body
-from syncline.server.callbacks import Callbacks
-from syncline.server.courier import Courier, nothing
-from syncline.server.description import Description
 from syncline.server.factors import pack_range
 from syncline.server.filters import Filter
-from syncline.server.flight import Flight, Line
-from syncline.server.future import Future, Told
-from syncline.server.layout import Cut, Keys, read_keys, spans
-from syncline.server.load import Load, pushing
 from syncline.server.network import ServerNetwork
-from syncline.server.outgoing import Outgoing, Span, as_values, length_of, room_for
-from syncline.server.protocol import Reply, Request
+from syncline.server.protocol import WINDOW, Post, ReplyHeader, RequestHeader, json_body
+from syncline.server.push_encoder import KeySelection, PushEncoder, as_values, length_of, room_for
+from syncline.server.request_sender import PendingRequest, RequestSender, ServerConnection, nothing
+from syncline.server.space import Keys, RequestPart, SpaceDescription, read_keys, spans
 
-__all__ = ["Client", "Future", "Told"]
+__all__ = ["Client", "ClusterStatus", "Future"]
 
 
 class Client:
@@ -52,7 +50,7 @@ class Client:
     def __init__(
         self,
         network: ServerNetwork,
-        description: Description,
+        description: SpaceDescription,
         *,
         filters: Filter | None = None,
         retry: float | None = None,
@@ -63,21 +61,21 @@ class Client:
         self.network = network
         self.clock = 0
         """Steps that this worker has pushed."""
-        self.told = Told()
+        self.told = ClusterStatus()
         self.bytes_logical = 0
         self._bytes_read = 0
         self._layout = description.layout
         self._runtime = network.transport.runtime
-        self._courier = Courier(network.transport, description.mark, description.servers, retry, self._settle)
+        self._courier = RequestSender(network.transport, description.space_id, description.servers, retry, self._settle)
         self._going = self._runtime.lock()
-        self._outgoing = Outgoing(description.numel, description.build_codec(), filters, seed, network.me)
-        self._simple = not (description.codec or description.held or self._outgoing.filters)
+        self._outgoing = PushEncoder(description.numel, description.build_codec(), filters, seed, network.me)
+        self._simple = not (description.codec or description.synchronous or self._outgoing.filters)
         """Whether a short request needs nothing but its header and its values."""
         self._on_close = on_close
         self._stamp = 0
-        self._stamps: dict[int, Sequence[Flight]] = {}
+        self._stamps: dict[int, Sequence[PendingRequest]] = {}
         """Of requests that are not answered yet, as far as was noticed."""
-        self._callbacks = Callbacks(self._runtime, network.transport.timeout)
+        self._callbacks = CallbackRunner(self._runtime, network.transport.timeout)
         self._handlers: dict[str, list[int]] = {}
         self._closed = False
 
@@ -116,7 +114,7 @@ class Client:
         """
         span = read_keys(keys, self.numel)
         values = as_values(values, length_of(span))
-        request, load = pushing(protocol.PUSH, rate, scale), Load(keys=span, values=values)
+        request, load = pushing(protocol.PUSH, rate, scale), RequestPayload(keys=span, values=values)
         if handler is None and self._outgoing.filters:  # what is held back goes with pushes of any scale
             values = values if scale == 1.0 else values * scale
             load = replace(load, values=values, pick=partial(self._outgoing.choose, span, values))
@@ -135,8 +133,8 @@ class Client:
     ) -> Future:
         """Read values. With `wanted` it waits until every worker's clock is there; `coded`: by the space's codec."""
         span = read_keys(keys, self.numel)
-        load = Load(keys=span, out=room_for(span, out), coded=coded)
-        return self._go(Request(protocol.PULL, wanted=wanted), load, after, callback)
+        load = RequestPayload(keys=span, out=room_for(span, out), coded=coded)
+        return self._go(RequestHeader(protocol.PULL, wanted=wanted), load, after, callback)
 
     def push_pull(
         self,
@@ -156,15 +154,15 @@ class Client:
         """Push, then read the same keys, in one message each way. Filters do not apply: all keys are read."""
         span = read_keys(keys, self.numel)
         values = as_values(values, length_of(span))
-        load = Load(keys=span, values=values, out=room_for(span, out), coded=coded)
+        load = RequestPayload(keys=span, values=values, out=room_for(span, out), coded=coded)
         request = pushing(protocol.PUSH_PULL, rate, scale)._replace(wanted=wanted)
         if not tick or max((len(cuts) for _, cuts in spans(self._cut(span))), default=0) <= protocol.WINDOW:
             return self._go(request, load, after, callback, handler, tick)
         # Reads that wait for this very step would fill the window before its last part is sent.
-        brought = Load(keys=span, values=values)
+        brought = RequestPayload(keys=span, values=values)
         pushed = self._go(request._replace(kind=protocol.PUSH, wanted=-1), brought, after, None, handler, tick)
-        reading = Load(keys=span, out=load.out, coded=coded)
-        both = pushed.joined(self._go(Request(protocol.PULL, wanted=wanted), reading, (), None))
+        reading = RequestPayload(keys=span, out=load.out, coded=coded)
+        both = pushed.joined(self._go(RequestHeader(protocol.PULL, wanted=wanted), reading, (), None))
         with self._going:
             self._stamps[both.timestamp] = both.flights
         return self._called_back(both, callback)
@@ -181,7 +179,7 @@ class Client:
     ) -> Future:
         """Push δᵀ · o, a matrix that lies in a row from key `first` on: the servers multiply. No codec, no filter."""
         span = read_keys((first, first + delta.shape[1] * o.shape[1]), self.numel)
-        load = Load(keys=span, factors=(delta, o))
+        load = RequestPayload(keys=span, factors=(delta, o))
         return self._go(pushing(protocol.PUSH, rate, scale), load, (), None, tick=tick)
 
     def get(self, keys: Keys = None) -> Tensor:
@@ -200,14 +198,14 @@ class Client:
 
     def _plain(self, keys: Keys, values: Tensor, handler: str, plane: int = 0) -> None:
         span = read_keys(keys, self.numel)
-        load = Load(keys=span, values=as_values(values, length_of(span)), plain=True)
-        self._go(Request(protocol.PUSH, plane=plane), load, (), None, handler).wait()
+        load = RequestPayload(keys=span, values=as_values(values, length_of(span)), plain=True)
+        self._go(RequestHeader(protocol.PUSH, plane=plane), load, (), None, handler).wait()
 
     def flush(self) -> None:
         """Send what filters have held back; it is applied at once, and belongs to no step."""
         if self._outgoing.filters:
-            load = Load(keys=(0, 0), pick=lambda _: self._outgoing.rest())
-            self._go(Request(protocol.PUSH), load, (), None, stepless=True).wait()
+            load = RequestPayload(keys=(0, 0), pick=lambda _: self._outgoing.rest())
+            self._go(RequestHeader(protocol.PUSH), load, (), None, stepless=True).wait()
 
     # The others.
 
@@ -243,11 +241,11 @@ class Client:
 
     def control(self, asked: dict[str, Any], everywhere: bool = False) -> Any:
         """Ask server 0, or all servers, for something that is not about values."""
-        body = as_body(asked)
+        body = json_body(asked)
         if body.numel() > protocol.INLINE:
             raise ProtocolError(f"a control of {body.numel()} B, and {protocol.INLINE} B are the most")
         lines = self._courier.lines if everywhere else self._courier.lines[:1]
-        flights = [self._courier.launch(line, Request(protocol.CONTROL), body) for line in lines]
+        flights = [self._courier.launch(line, RequestHeader(protocol.CONTROL), body) for line in lines]
         Future(self._courier, 0, flights).wait()
         told = [json.loads(flight.told) for flight in flights]
         return told if everywhere else told[0]
@@ -255,19 +253,19 @@ class Client:
     def hello(self) -> None:
         """Tell the servers what the space is."""
         body = torch.from_numpy(np.frombuffer(self.description.to_json(), np.uint8).copy())
-        flights = [self._courier.launch(line, Request(protocol.HELLO), body) for line in self._courier.lines]
+        flights = [self._courier.launch(line, RequestHeader(protocol.HELLO), body) for line in self._courier.lines]
         Future(self._courier, 0, flights).wait()
 
     def observe(self) -> Client:
         """Learn from a server what the space is, once the workers have told it; a client that watches it."""
         line = self._courier.lines[0]
-        flight = self._courier.launch(line, Request(protocol.HELLO), nothing())
+        flight = self._courier.launch(line, RequestHeader(protocol.HELLO), nothing())
         Future(self._courier, 0, [flight]).wait()
-        found = Client(self.network, Description.from_json(flight.told), retry=self._courier.retry)
+        found = Client(self.network, SpaceDescription.from_json(flight.told), retry=self._courier.retry)
         line.index = found.description.servers.index(line.member)
         found._courier.lines[line.index] = line
         others = [each for each in found._courier.lines if each is not line]
-        flights = [found._courier.launch(each, Request(protocol.HELLO), nothing()) for each in others]
+        flights = [found._courier.launch(each, RequestHeader(protocol.HELLO), nothing()) for each in others]
         Future(found._courier, 0, flights).wait()
         return found
 
@@ -282,7 +280,9 @@ class Client:
     def read_plane(self, number: int) -> Tensor:
         """One of them, as long as the space; counted from 1."""
         out = torch.empty(self.numel, dtype=torch.float32)
-        self._go(Request(protocol.PULL, plane=number), Load(keys=(0, self.numel), out=out), (), None).wait()
+        self._go(
+            RequestHeader(protocol.PULL, plane=number), RequestPayload(keys=(0, self.numel), out=out), (), None
+        ).wait()
         return out
 
     def write_plane(self, number: int, values: Tensor) -> None:
@@ -298,7 +298,7 @@ class Client:
         flights = self._courier.under_way()
         for line in self._courier.lines:
             with suppress(SynclineError):  # who is lost needs no farewell
-                flights.append(self._courier.launch(line, Request(protocol.BYE), nothing()))
+                flights.append(self._courier.launch(line, RequestHeader(protocol.BYE), nothing()))
         for flight in flights:
             self._courier.finish(flight)
         if self._on_close is not None:
@@ -313,13 +313,13 @@ class Client:
 
     # Within.
 
-    def _cut(self, span: Span) -> list[Cut]:
+    def _cut(self, span: KeySelection) -> list[RequestPart]:
         return self._layout.cut_keys(span) if isinstance(span, Tensor) else self._layout.cut_range(*span)
 
     def _go(
         self,
-        base: Request,
-        load: Load,
+        base: RequestHeader,
+        load: RequestPayload,
         after: Iterable[int],
         callback: Callable[[Future], None] | None,
         handler: str | None = None,
@@ -346,9 +346,9 @@ class Client:
                 load = replace(load, keys=keys, values=values)
                 parts = dict(spans(self._cut(keys)))
             self._stamp += 1
-            clock = self.clock if (tick or self.description.held) and not stepless else -1
+            clock = self.clock if (tick or self.description.synchronous) and not stepless else -1
             base = base._replace(seed=self._stamp & 0xFFFFFFFF, clock=clock)
-            flights: list[Flight] = []
+            flights: list[PendingRequest] = []
             for index in range(len(self._courier.lines)) if tick else parts:
                 first = max((each.request.number for each in earlier if each.line.index == index), default=0)
                 request = base._replace(handler=numbers[index]) if handler else base
@@ -359,7 +359,7 @@ class Client:
             future = Future(self._courier, self._stamp, flights, load.out)
         return self._called_back(future, callback)
 
-    def _go_simply(self, base: Request, load: Load, first: int, after: int, owner: int) -> Future:
+    def _go_simply(self, base: RequestHeader, load: RequestPayload, first: int, after: int, owner: int) -> Future:
         """A short request about keys of one piece, as `_go` would send it."""
         line, count = self._courier.lines[owner], after - first
         body = nothing() if load.values is None else load.values.view(torch.uint8)
@@ -373,18 +373,18 @@ class Client:
             self._remember((flight,))
             return Future(self._courier, self._stamp, (flight,), load.out)
 
-    def _remember(self, flights: Sequence[Flight]) -> None:
+    def _remember(self, flights: Sequence[PendingRequest]) -> None:
         """Keep what a later request may name, as long as it is not answered: a window of each server at most."""
         if len(self._stamps) > 2 * protocol.WINDOW * len(self._courier.lines):
             under_way = {at: found for at, found in self._stamps.items() if not all(each.settled for each in found)}
             self._stamps = under_way
         self._stamps[self._stamp] = flights
 
-    def _finish_earlier(self, after: Iterable[int], servers: set[int]) -> list[Flight]:
+    def _finish_earlier(self, after: Iterable[int], servers: set[int]) -> list[PendingRequest]:
         """See to it that requests come first. A server keeps the order of its own pushes; for what others have, and for
         reads, which may wait there, the answers are waited for. What is left for the server to order.
         """
-        earlier: list[Flight] = []
+        earlier: list[PendingRequest] = []
         for stamp in after:
             if not 1 <= stamp <= self._stamp:
                 raise ProtocolError(
@@ -398,8 +398,8 @@ class Client:
         return [flight for flight in earlier if not flight.settled]
 
     def _send_parts(
-        self, index: int, base: Request, load: Load, cuts: Sequence[Cut], first: int, tick: bool
-    ) -> list[Flight]:
+        self, index: int, base: RequestHeader, load: RequestPayload, cuts: Sequence[RequestPart], first: int, tick: bool
+    ) -> list[PendingRequest]:
         """All that goes to one server, after the pushes before it; the last part of a step after all of it."""
         line, flights = self._courier.lines[index], []
         base = base._replace(after=max(first, line.pushed))
@@ -417,7 +417,9 @@ class Client:
             line.ticked = line.pushed if tick else line.ticked
         return flights
 
-    def _send_part(self, line: Line, request: Request, cut: Cut, load: Load) -> Flight:
+    def _send_part(
+        self, line: ServerConnection, request: RequestHeader, cut: RequestPart, load: RequestPayload
+    ) -> PendingRequest:
         request = request._replace(first=cut.first, count=cut.count)
         own = load.keys[cut.start : cut.stop] if isinstance(load.keys, Tensor) else None
         body: list[Tensor] = []
@@ -442,7 +444,7 @@ class Client:
             view = self._outgoing.view(cut.first, cut.count)
         return self._courier.launch(line, request, whole, into, keys=own, view=view)
 
-    def _settle(self, flight: Flight, reply: Reply) -> None:
+    def _settle(self, flight: PendingRequest, reply: ReplyHeader) -> None:
         """Take in what an answer says."""
         if reply.status == protocol.REFUSED:
             self._learn_clock(flight, reply)
@@ -467,9 +469,9 @@ class Client:
         told, stop = self.told, bool(reply.flags & protocol.STOP)
         steps, least = max(told.steps, reply.steps), max(told.min_clock, reply.min_clock)
         if steps != told.steps or least != told.min_clock or reply.live != told.live or stop > told.stop:
-            self.told = Told(told.stop or stop, steps, reply.live, least)
+            self.told = ClusterStatus(told.stop or stop, steps, reply.live, least)
 
-    def _learn_clock(self, flight: Flight, reply: Reply) -> None:
+    def _learn_clock(self, flight: PendingRequest, reply: ReplyHeader) -> None:
         """A refused step is over, as the clock that comes with the refusal says. Where it says something else, the
         worker goes on from there; later steps under way know better.
         """
@@ -491,3 +493,160 @@ class Client:
         if callback is not None:
             self._callbacks.add(future, callback)
         return future
+
+
+@dataclass(frozen=True)
+class ClusterStatus:
+    """What the latest answer said of the others, without a message of its own."""
+
+    stop: bool = False
+    steps: int = 0
+    live: int = 0
+    min_clock: int = 0
+
+
+class Future:
+    """Requests under way; `wait()` gives what was pulled.
+
+    `timestamp` may be named in a later request's `after`.
+
+    >>> import torch, syncline as sl
+    >>> with sl.init() as world, sl.store(2) as store:
+    ...     first = store.push(None, torch.ones(2))
+    ...     store.pull(after=[first.timestamp]).wait()
+    tensor([1., 1.])
+    """
+
+    def __init__(
+        self, courier: RequestSender, timestamp: int, flights: Sequence[PendingRequest], out: Tensor | None = None
+    ) -> None:
+        self.timestamp = timestamp
+        self._courier = courier
+        self._flights = flights
+        self._out = out
+
+    def done(self) -> bool:
+        """Whether every server has answered, as far as that can be told without a wait.
+
+        Then `wait()` returns at once, or when what an answer announces is in. Only `wait()` deals with a server that
+        asks for a list of keys again and with answers that the network doubles. On MPI it is True once `wait()` was
+        through.
+        """
+        return all(flight.arrived for flight in self._flights)
+
+    def wait(self) -> Tensor | None:
+        """Return when every server has answered; what one refuses is a `ProtocolError`."""
+        for flight in self._flights:
+            self._courier.finish(flight)
+        for flight in self._flights:
+            if flight.error is not None:
+                raise flight.error
+        return self._out
+
+    @property
+    def flights(self) -> Sequence[PendingRequest]:
+        """Its parts, one for each piece."""
+        return self._flights
+
+    def joined(self, other: Future) -> Future:
+        """Both in one: what the other pulled, and its timestamp."""
+        return Future(self._courier, other.timestamp, [*self._flights, *other._flights], other._out)
+
+    @property
+    def late(self) -> bool:
+        """Whether a quorum had closed the step without this push, on any server."""
+        return any(flight.reply is not None and flight.reply.status == protocol.LATE for flight in self._flights)
+
+    @property
+    def staleness(self) -> int:
+        """Of what was read, or of what the push was computed from: the most over the servers; −1: not known."""
+        return max((flight.reply.staleness for flight in self._flights if flight.reply is not None), default=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestPayload:
+    """What one request carries, and how; the same for all its parts."""
+
+    keys: KeySelection
+    values: Tensor | None = None
+    factors: tuple[Tensor, Tensor] | None = None
+    out: Tensor | None = None
+    coded: bool = False
+    """Whether the answer may come in the space's codec."""
+    plain: bool = False
+    """Whether the values go as they are, whatever the codec."""
+    pick: Callable[[int], tuple[KeySelection, Tensor]] | None = None
+    """Where a filter says what goes: by the number of the push, when nothing can refuse it any more."""
+
+
+def pushing(kind: int, rate: float | None, scale: float) -> RequestHeader:
+    """A push, with numbers that a server takes."""
+    if not isfinite(scale) or (rate is not None and not isfinite(rate)):
+        raise ProtocolError(f"rate={rate} and scale={scale}: both are finite numbers, or rate=None for the rule's own")
+    return RequestHeader(kind, rate=nan if rate is None else rate, scale=scale)
+
+
+Callback = Callable[[Future], None]
+
+
+class _Task:
+    """What one task has to do yet."""
+
+    def __init__(self, of: CallbackRunner) -> None:
+        self.of = of
+        self.rest: deque[tuple[Future, Callback]] = deque()
+
+
+_current: ContextVar[_Task | None] = ContextVar("syncline_callback", default=None)
+"""The task that is calling back: it must not wait for a task to be free, as it may be the one."""
+
+
+class CallbackRunner:
+    """The callbacks of one client, at most `WINDOW` at once."""
+
+    def __init__(self, runtime: Runtime, patience: float) -> None:
+        self._runtime = runtime
+        self._patience = patience
+        self._lock = runtime.lock()
+        self._busy = 0
+        self._freed = runtime.event()
+
+    def add(self, future: Future, callback: Callback) -> None:
+        """Have the future waited for, and the callback called with it."""
+        until = self._runtime.now() + self._patience
+        own = _current.get()
+        while True:
+            with self._lock:
+                if self._busy < WINDOW:
+                    self._busy += 1
+                    break
+                self._freed.clear()
+            if own is not None and own.of is self:
+                own.rest.append((future, callback))
+                return
+            left = until - self._runtime.now()
+            if left <= 0 or not self._freed.wait(left, f"one of {WINDOW} callbacks to return", hang=True):
+                raise WorldError(
+                    f"{WINDOW} callbacks have not returned within {self._patience:.0f} s, and no more are called at "
+                    "once: let them return, or wait for futures instead"
+                )
+        self._runtime.spawn(self._run, future, callback, name="callback")
+
+    def _run(self, future: Future, callback: Callback) -> None:
+        task = _Task(self)
+        _current.set(task)
+        task.rest.append((future, callback))
+        try:
+            while task.rest:
+                _call_back(*task.rest.popleft())
+        finally:
+            with self._lock:
+                self._busy -= 1
+                self._freed.set()
+
+
+def _call_back(future: Future, callback: Callback) -> None:
+    try:
+        future.wait()
+    finally:
+        callback(future)

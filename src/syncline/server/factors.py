@@ -29,7 +29,7 @@ from syncline.errors import IncompatibleError, ProtocolError
 from syncline.server.protocol import MOST_BYTES
 from syncline.world.hooks import ModuleHook
 
-__all__ = ["HEADER_BYTES", "FactorTap", "pack_factors", "pack_range", "pays", "unpack_and_multiply"]
+__all__ = ["HEADER_BYTES", "FactorRecorder", "factors_are_smaller", "pack_factors", "pack_range", "unpack_and_multiply"]
 
 MAGIC = 0x51FA
 VERSION = 1
@@ -38,14 +38,14 @@ _CRC = struct.Struct("<II")
 HEADER_BYTES = _HEADER.size + _CRC.size
 
 
-def pays(b: int, m: int, n: int, cuts: Sequence[tuple[int, int]] | None = None) -> bool:
+def factors_are_smaller(b: int, m: int, n: int, cuts: Sequence[tuple[int, int]] | None = None) -> bool:
     """Whether the factors of a batch of b are fewer bytes than an m × n gradient, and none too long for a message.
 
     `cuts` are the ranges of elements that go by themselves: o goes with each of them.
 
-    >>> pays(32, 1024, 1024), pays(1024, 1024, 1024)
+    >>> factors_are_smaller(32, 1024, 1024), factors_are_smaller(1024, 1024, 1024)
     (True, False)
-    >>> pays(400, 1024, 1024), pays(400, 1024, 1024, [(0, 1 << 19), (1 << 19, 1 << 20)])
+    >>> factors_are_smaller(400, 1024, 1024), factors_are_smaller(400, 1024, 1024, [(0, 1 << 19), (1 << 19, 1 << 20)])
     (True, False)
     """
     ranges = [(0, m * n)] if cuts is None else cuts
@@ -145,7 +145,7 @@ def _check(delta: Tensor, o: Tensor) -> None:
         )
 
 
-class FactorTap:
+class FactorRecorder:
     """Listens to a model's fully connected layers, and has the factors of their gradients after a backward.
 
     A layer counts where its weight is used once in a backward; several backwards before a `take` add up. With `check`
@@ -154,7 +154,7 @@ class FactorTap:
     of a weight sends its gradient.
 
     >>> model = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))
-    >>> with FactorTap(model) as tap:
+    >>> with FactorRecorder(model) as tap:
     ...     model(torch.randn(4, 3)).sum().backward()
     ...     {name: (tuple(delta.shape), tuple(o.shape)) for name, (delta, o) in tap.take().items()}
     {'0.weight': ((4, 2), (4, 3)), '2.weight': ((4, 1), (4, 2))}
@@ -200,7 +200,7 @@ class FactorTap:
         self._handles.clear()
         self._layers.clear()
 
-    def __enter__(self) -> FactorTap:
+    def __enter__(self) -> FactorRecorder:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -6,14 +6,20 @@ place. Nothing is unpickled; descriptions and the board are JSON with checked fi
 
 from __future__ import annotations
 
+import json
 import struct
 import zlib
+from dataclasses import dataclass
 from math import nan
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from syncline.errors import ProtocolError
 
-__all__ = ["INLINE", "REPLY_BYTES", "REQUEST_BYTES", "Reply", "Request"]
+__all__ = ["Post", "ReplyHeader", "RequestHeader", "json_body"]
 
 VERSION = 1
 INLINE = 1 << 15
@@ -25,6 +31,9 @@ MOST_BYTES = 16 * PIECE
 SLOTS = 64
 WINDOW = 16
 """Requests that a client may have under way at one server."""
+
+MAX_CACHED_KEY_LISTS = 64
+"""Lists of keys that a server remembers for each client."""
 
 # Tags on the network's transport: one for all requests, and in each space its own for what follows, so that spaces in
 # one process do not take each other's answers.
@@ -70,10 +79,10 @@ REQUEST_BYTES = _REQUEST.size + _CRC.size
 REPLY_BYTES = _REPLY.size + _CRC.size
 
 
-class Request(NamedTuple):
+class RequestHeader(NamedTuple):
     """What a client asks of one server; the fields lie on the wire in this order.
 
-    >>> Request.read(Request(kind=PULL, space=7, number=1, first=0, count=4).pack()).count
+    >>> RequestHeader.read(RequestHeader(kind=PULL, space=7, number=1, first=0, count=4).pack()).count
     4
     """
 
@@ -118,18 +127,18 @@ class Request(NamedTuple):
         return data + _CRC.pack(zlib.crc32(data))
 
     @staticmethod
-    def read(data: bytes | memoryview) -> Request:
+    def read(data: bytes | memoryview) -> RequestHeader:
         """A request, or a `ProtocolError` that says what is wrong with it."""
-        found = Request(*_unpack(_REQUEST, data, b"SLRQ", "request"))
+        found = RequestHeader(*_unpack(_REQUEST, data, b"SLRQ", "request"))
         if found.kind not in KINDS or found.flags & ~ALL_FLAGS:
             raise ProtocolError(f"a request of unknown kind {found.kind} (flags: {found.flags:#x})")
         return found
 
 
-class Reply(NamedTuple):
+class ReplyHeader(NamedTuple):
     """What a server answers.
 
-    >>> Reply.read(Reply(status=OK, space=7, number=1, live=3).pack()).live
+    >>> ReplyHeader.read(ReplyHeader(status=OK, space=7, number=1, live=3).pack()).live
     3
     """
 
@@ -154,12 +163,35 @@ class Reply(NamedTuple):
         return data + _CRC.pack(zlib.crc32(data))
 
     @staticmethod
-    def read(data: bytes | memoryview) -> Reply:
+    def read(data: bytes | memoryview) -> ReplyHeader:
         """A reply, or a `ProtocolError` that says what is wrong with it."""
-        found = Reply(*_unpack(_REPLY, data, b"SLRP", "reply"))
+        found = ReplyHeader(*_unpack(_REPLY, data, b"SLRP", "reply"))
         if not OK <= found.status <= ORPHANED:
             raise ProtocolError(f"a reply of unknown status {found.status} (flags: {found.flags:#x})")
         return found
+
+
+@dataclass(frozen=True)
+class Post:
+    """A few numbers that somebody left for all to read.
+
+    >>> Post(1, "finished", (2.0, 100.0)).kind
+    'finished'
+    """
+
+    number: int
+    """Counts from 1; those of one writer come in the order in which it wrote them."""
+    kind: str
+    values: tuple[float, ...]
+
+
+def json_body(value: Any) -> Tensor:
+    """JSON, as bytes to send.
+
+    >>> json_body({}).tolist()
+    [123, 125]
+    """
+    return torch.from_numpy(np.frombuffer(json.dumps(value).encode(), np.uint8).copy())
 
 
 def lane(space: int) -> int:

@@ -24,13 +24,11 @@ from syncline.errors import PeerLostError, ProtocolError, SynclineError, WorldEr
 from syncline.runtime import Event, Task
 from syncline.server import protocol
 from syncline.server.client import Client
-from syncline.server.description import Description
-from syncline.server.desk import Answer, Desk
-from syncline.server.gathering import Gathering
 from syncline.server.network import ServerNetwork
-from syncline.server.pool import Pool
-from syncline.server.protocol import REQUEST_BYTES, Reply, Request
-from syncline.server.relay import Relay
+from syncline.server.protocol import REQUEST_BYTES, ReplyHeader, RequestHeader
+from syncline.server.request_handler import BufferPool, OutgoingReply, RequestHandler
+from syncline.server.space import SpaceDescription
+from syncline.server.sub_master import AggregatingShard, Relay
 from syncline.transports import Listening
 from syncline.transports.limited_log import LimitedLog
 
@@ -48,7 +46,7 @@ FETCHED = 2
 class _Coming:
     """A request whose body is on its way, or behind another's."""
 
-    request: Request
+    request: RequestHeader
     reason: str
     body: Tensor | None
     under_way: bool = False
@@ -62,8 +60,8 @@ class Server:
         self._transport = network.transport
         self._runtime = network.transport.runtime
         self._lock = self._runtime.lock()
-        self._pool = Pool(self._runtime.lock())
-        self.desk = Desk(lambda found: found.servers.index(network.me), self._pool, network.workers)
+        self._pool = BufferPool(self._runtime.lock())
+        self.desk = RequestHandler(lambda found: found.servers.index(network.me), self._pool, network.workers)
         self._changed: Event = self._runtime.event()
         self._parting: Event = self._runtime.event()
         self._closed = False
@@ -112,22 +110,22 @@ class Server:
                 self._parting.clear()
             self._parting.wait(why="the workers to leave")
 
-    def wait_left(self, mark: int, timeout: float) -> bool:
+    def wait_left(self, space_id: int, timeout: float) -> bool:
         """Wait until everybody has left a space; False when the timeout came first."""
         until = self._runtime.now() + timeout
         while True:
             with self._lock:
-                if mark not in self.desk.spaces:
+                if space_id not in self.desk.spaces:
                     return True
                 self._changed.clear()
             left = until - self._runtime.now()
             if left <= 0 or not self._changed.wait(left, "the other workers to leave a space", hang=True):
                 return False
 
-    def waiting_for(self, mark: int) -> list[int]:
+    def waiting_for(self, space_id: int) -> list[int]:
         """Members that have not left a space."""
         with self._lock:
-            return self.desk.present(mark)
+            return self.desk.present(space_id)
 
     def close(self) -> None:
         """Serve no more. The network's channel is closed by who made it."""
@@ -142,24 +140,24 @@ class Server:
 
     def lend_door(self, client: Client) -> None:
         """A client of this process whose space may be the parent of one that is served here."""
-        self._doors[client.description.mark] = client
+        self._doors[client.description.space_id] = client
 
-    def wait_relayed(self, mark: int, timeout: float) -> bool:
+    def wait_relayed(self, space_id: int, timeout: float) -> bool:
         """Wait until a sub-master that everybody has left has carried its last sum; False at the timeout."""
-        relay = self._relays.get(mark)
+        relay = self._relays.get(space_id)
         return relay is None or relay.wait_through(timeout)
 
     def _see_to_relays(self) -> None:
-        for mark, space in list(self.desk.spaces.items()):
-            if isinstance(space, Gathering) and mark not in self._relays:
-                parent = Description.from_json(space.description.upward.encode())
-                door = self._doors.pop(parent.mark, None)
-                relay = self._relays[mark] = Relay(self.desk, space, self._act, self.network, parent, door)
+        for space_id, space in list(self.desk.spaces.items()):
+            if isinstance(space, AggregatingShard) and space_id not in self._relays:
+                parent = SpaceDescription.from_json(space.description.upward.encode())
+                door = self._doors.pop(parent.space_id, None)
+                relay = self._relays[space_id] = Relay(self.desk, space, self._act, self.network, parent, door)
                 self._tasks.append(self._runtime.spawn(relay.run, name="relay"))
-        for mark, relay in list(self._relays.items()):
+        for space_id, relay in list(self._relays.items()):
             relay.wake()
-            if relay.through and mark not in self.desk.spaces:
-                del self._relays[mark]
+            if relay.through and space_id not in self.desk.spaces:
+                del self._relays[space_id]
 
     # Where the engine calls.
 
@@ -247,7 +245,7 @@ class Server:
             else:
                 self._act(partial(self.desk.take, member, request, _copied(view[: handle.nbytes])))
 
-    def _take_long(self, member: int, request: Request, reason: str) -> None:
+    def _take_long(self, member: int, request: RequestHeader, reason: str) -> None:
         tag = protocol.lane(request.space) + protocol.BODY
         if reason:  # a receive without room takes the body off the wire, and keeps nothing of it
             self._reject(member, request, reason)
@@ -264,10 +262,10 @@ class Server:
 
     # Both.
 
-    def _read(self, member: int, data: memoryview) -> tuple[Request | None, str]:
+    def _read(self, member: int, data: memoryview) -> tuple[RequestHeader | None, str]:
         """A request, and why it is refused; None where who sent it was told that it cannot be read."""
         try:
-            request = Request.read(data)
+            request = RequestHeader.read(data)
         except ProtocolError as error:
             self._refuse_unread(member, data, str(error))
             return None, ""
@@ -277,7 +275,7 @@ class Server:
             return request._replace(length=0), told  # nothing of it follows
         return request, self.desk.refuses(member, request) if not inline else ""
 
-    def _reject(self, member: int, request: Request, reason: str) -> None:
+    def _reject(self, member: int, request: RequestHeader, reason: str) -> None:
         self._refusals.warn(f"server {self.network.me} refuses what member {member} sent: {reason}")
         self._act(partial(self.desk.reject, member, request, reason))
 
@@ -288,10 +286,10 @@ class Server:
         space = struct.unpack_from("<I", data, SPACE_AT)[0] if whole else 0
         self._refusals.warn(f"server {self.network.me} refuses what member {member} sent: {reason}")
         text = torch.from_numpy(np.frombuffer(reason.encode(), np.uint8).copy())
-        reply = Reply(protocol.REFUSED, space=space, number=number, min_clock=-1, length=text.numel())
-        self._send(Answer(member, reply, text, True))
+        reply = ReplyHeader(protocol.REFUSED, space=space, number=number, min_clock=-1, length=text.numel())
+        self._send(OutgoingReply(member, reply, text, True))
 
-    def _act(self, deed: Callable[[], list[Answer]]) -> None:
+    def _act(self, deed: Callable[[], list[OutgoingReply]]) -> None:
         with self._lock:
             answers = deed()
             if not self._changed.is_set():
@@ -301,7 +299,7 @@ class Server:
         for answer in answers:
             self._send(answer)
 
-    def _send(self, answer: Answer) -> None:
+    def _send(self, answer: OutgoingReply) -> None:
         body, slot = answer.body, answer.reply.number % protocol.SLOTS
         header, lane = answer.reply.pack(), protocol.lane(answer.reply.space)
         try:

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from syncline.errors import IncompatibleError, SpecError
 from syncline.reduction import Communicator, GradientReducer, ReductionPass, plain_name
 from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun
-from syncline.strategies.deltas import coding_here, coding_of_all, load_coding_of_all
+from syncline.strategies.delta_reducer import coding_here, coding_of_all, load_coding_of_all
 
 __all__ = ["AllReduce"]
 

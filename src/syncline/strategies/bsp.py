@@ -21,13 +21,13 @@ from torch.optim import Optimizer
 from syncline.errors import SpecError
 from syncline.reduction import Communicator
 from syncline.strategies.base import Preset, RunSettings, StrategyRun
-from syncline.strategies.served import Plan, Served, ServedRun
+from syncline.strategies.parameter_server import ParameterServerRun, ParameterServerStrategy, ServerOptions
 
 __all__ = ["BSP"]
 
 
 @dataclass(frozen=True, repr=False)
-class BSP(Served):
+class BSP(ParameterServerStrategy):
     """Synchronous training at a parameter server, with the optimizer's own rule there, or with `rule`.
 
     >>> BSP(filters="significant(1e-4)|cache", rule="momentum(mu=0.9)")
@@ -49,5 +49,5 @@ class BSP(Served):
     def attach(
         self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> StrategyRun:
-        plan = Plan(held=True, rule=self.rule, filters=self.filters, factors=self.factors)
-        return ServedRun(self, model, optimizer, exchange, settings, plan)
+        plan = ServerOptions(synchronous=True, rule=self.rule, filters=self.filters, factors=self.factors)
+        return ParameterServerRun(self, model, optimizer, exchange, settings, plan)

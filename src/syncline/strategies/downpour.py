@@ -28,7 +28,7 @@ from syncline.errors import PeerLostError, SpecError
 from syncline.reduction import Communicator
 from syncline.server import Future
 from syncline.strategies.base import Preset, RunSettings, StrategyRun
-from syncline.strategies.served import Plan, Served, ServedRun
+from syncline.strategies.parameter_server import ParameterServerRun, ParameterServerStrategy, ServerOptions
 from syncline.world.hooks import ModuleHook
 
 __all__ = ["Downpour"]
@@ -38,7 +38,7 @@ SHORTEST, LONGEST = 1e-3, 0.25
 
 
 @dataclass(frozen=True, repr=False)
-class Downpour(Served):
+class Downpour(ParameterServerStrategy):
     """Asynchronous replicas: a push every `push` steps, a fetch every `fetch` steps, and `rule` at the servers.
 
     The servers' rate is `lr` where it is told, else the optimizer's; either follows the optimizer's schedule. Worker 0
@@ -81,11 +81,11 @@ class Downpour(Served):
     def attach(
         self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> StrategyRun:
-        plan = Plan(rule=self.rule, lr=self.lr, filters=self.filters, stride=self.push)
+        plan = ServerOptions(rule=self.rule, lr=self.lr, filters=self.filters, stride=self.push)
         return _DownpourRun(self, model, optimizer, exchange, settings, plan)
 
 
-class _DownpourRun(ServedRun):
+class _DownpourRun(ParameterServerRun):
     strategy: Downpour
 
     def __init__(
@@ -95,11 +95,11 @@ class _DownpourRun(ServedRun):
         optimizer: Optimizer,
         exchange: Communicator,
         settings: RunSettings,
-        plan: Plan,
+        plan: ServerOptions,
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings, plan)
         self._sum = torch.zeros(self.keys.trained, dtype=torch.float32)
-        """Gradients that no push has taken yet."""
+        """GradientReducer that no push has taken yet."""
         self._spare = torch.zeros(self.keys.trained, dtype=torch.float32)
         """The row of the latest push, which may be under way."""
         self._unsent = 0

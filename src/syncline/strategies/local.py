@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from syncline.errors import IncompatibleError, SpecError
 from syncline.reduction import Communicator, GradientReducer, ReductionPass
 from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun, mean_of_all, wide_dtype
-from syncline.strategies.deltas import coding_here, coding_of_all, load_coding_of_all
+from syncline.strategies.delta_reducer import coding_here, coding_of_all, load_coding_of_all
 from syncline.strategies.local_weights import AveragingRun
 from syncline.world import allreduce
 

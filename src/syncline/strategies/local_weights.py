@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from syncline.errors import IncompatibleError
 from syncline.reduction import Communicator, broadcast_tensors, broadcast_tree, plain_name
 from syncline.strategies.base import RunSettings, Strategy, StrategyRun, check_gradients, mean_of_all
-from syncline.strategies.deltas import Deltas, trained
+from syncline.strategies.delta_reducer import DeltaReducer, trained
 from syncline.strategies.scaler import refuse_skipped_steps
 from syncline.world import allgather
 
@@ -204,7 +204,7 @@ class AveragingRun(LocalWeightsRun):
         self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
-        self.deltas = Deltas(model, exchange, settings)
+        self.deltas = DeltaReducer(model, exchange, settings)
 
     def detach(self) -> None:
         super().detach()

@@ -32,10 +32,10 @@ from syncline.errors import DivergedError, IncompatibleError, PeerLostError, Spe
 from syncline.reduction import Communicator
 from syncline.server import Client, Future, open_space, server_network
 from syncline.server.filters import Filter
-from syncline.server.rules import Rule, Sgd, TorchRule
-from syncline.server.tree import TreeClient, open_tree
+from syncline.server.opening import TreeClient, open_tree
+from syncline.server.rules import Sgd, TorchRule, UpdateRule
 from syncline.strategies.base import Preset, RunSettings, StrategyRun
-from syncline.strategies.served import Plan, Served, ServedRun
+from syncline.strategies.parameter_server import ParameterServerRun, ParameterServerStrategy, ServerOptions
 
 __all__ = ["Master", "momentum_left"]
 
@@ -59,7 +59,7 @@ def momentum_left(momentum: float, workers: int) -> float:
 
 
 @dataclass(frozen=True, repr=False)
-class Master(Served):
+class Master(ParameterServerStrategy):
     """Workers and one master, in step or not; with `masters` above 1, a tree.
 
     `fraction` of the living workers makes a step (`sync` only; in a tree, of each group). For `sync=False`: `damp`
@@ -97,11 +97,11 @@ class Master(Served):
     def attach(
         self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> StrategyRun:
-        plan = Plan(held=self.sync, quorum=self.fraction, damped=self.damp)
+        plan = ServerOptions(synchronous=self.sync, quorum=self.fraction, damped=self.damp)
         return MasterRun(self, model, optimizer, exchange, settings, plan)
 
 
-class MasterRun(ServedRun):
+class MasterRun(ParameterServerRun):
     """One worker's part."""
 
     strategy: Master
@@ -114,7 +114,7 @@ class MasterRun(ServedRun):
             "rules": [*(repr(rule) for rule in self.rules), *self._buffer_rule],
             "bounds": self.keys.bounds,
             "parameters": self.keys.starts,
-            "held": strategy.sync,
+            "synchronous": strategy.sync,
             "mean": strategy.sync,
             "quorum": strategy.fraction,
             "damped": strategy.damp,
@@ -127,7 +127,7 @@ class MasterRun(ServedRun):
             return open_space(self.world, strategy.name, self.keys.numel, servers=network.servers[:1], **options)
         return open_tree(self.world, strategy.name, self.keys.numel, strategy.masters, **options)
 
-    def adapted(self, rules: list[Rule]) -> list[Rule]:
+    def adapted(self, rules: list[UpdateRule]) -> list[UpdateRule]:
         if not self.strategy.correct_momentum:
             return rules
         # In a tree the root takes turns with sub-masters, not with workers.
@@ -177,7 +177,7 @@ class MasterRun(ServedRun):
             ) from error
 
 
-def _lowered(rule: Rule, workers: int) -> Rule:
+def _lowered(rule: UpdateRule, workers: int) -> UpdateRule:
     """The rule with the momentum that asynchrony leaves."""
     if isinstance(rule, Sgd):
         return rule

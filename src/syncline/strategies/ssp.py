@@ -24,13 +24,13 @@ from torch.optim import Optimizer
 from syncline.errors import SpecError
 from syncline.reduction import Communicator
 from syncline.strategies.base import Preset, RunSettings, StrategyRun
-from syncline.strategies.served import Plan, Served, ServedRun
+from syncline.strategies.parameter_server import ParameterServerRun, ParameterServerStrategy, ServerOptions
 
 __all__ = ["SSP"]
 
 
 @dataclass(frozen=True, repr=False)
-class SSP(Served):
+class SSP(ParameterServerStrategy):
     """Workers at most `slack` steps apart.
 
     >>> SSP(slack=3)
@@ -56,11 +56,11 @@ class SSP(Served):
     def attach(
         self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> StrategyRun:
-        plan = Plan(held=self.slack == 0, rule=self.rule, filters=self.filters, factors=self.factors)
+        plan = ServerOptions(synchronous=self.slack == 0, rule=self.rule, filters=self.filters, factors=self.factors)
         return _SspRun(self, model, optimizer, exchange, settings, plan)
 
 
-class _SspRun(ServedRun):
+class _SspRun(ParameterServerRun):
     strategy: SSP
 
     def wanted(self, clock: int) -> int:

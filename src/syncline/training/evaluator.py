@@ -21,8 +21,7 @@ from torch.utils.data import Dataset
 
 from syncline.errors import IncompatibleError, PeerLostError
 from syncline.runtime import Runtime
-from syncline.server.network import server_network
-from syncline.server.roles import read_roles
+from syncline.server.network import read_roles, server_network
 from syncline.strategies import Strategy
 from syncline.strategies.control import ControlChannel
 from syncline.training.notes import Evaluation, Notes, Tally

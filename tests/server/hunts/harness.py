@@ -17,8 +17,8 @@ from torch import Tensor
 
 import syncline as sl
 from syncline.server import Server, network_of, protocol
-from syncline.server.layout import Layout
-from syncline.server.space import Space
+from syncline.server.shard import ParameterShard
+from syncline.server.space import SpaceLayout
 from syncline.transports import Transport
 from syncline.transports.faults import Fault
 
@@ -56,7 +56,7 @@ class Tags:
 
     def has_gaps(self, server: int, worker: int, steps: Sequence[int]) -> bool:
         """Whether a step is in without an earlier one of the same worker, in the same piece."""
-        edges, first = Layout(self.numel, self.servers, piece=self.piece).edges, server * self.shard
+        edges, first = SpaceLayout(self.numel, self.servers, piece=self.piece).edges, server * self.shard
         places = [bisect_right(edges, first + worker * self.steps + clock) for clock in range(self.steps)]
         return any(places[later] == places[earlier] for later in steps for earlier in set(range(later)) - set(steps))
 
@@ -106,16 +106,16 @@ class Journal:
         return {push.clock for push in self.pushed if push.fate.get(server) == ACKED}
 
 
-class Remembered(dict[int, Space]):
+class Remembered(dict[int, ParameterShard]):
     """The spaces of a server; what it forgets is kept here, for the invariants."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.all: list[Space] = []
+        self.all: list[ParameterShard] = []
 
-    def __setitem__(self, mark: int, space: Space) -> None:
+    def __setitem__(self, space_id: int, space: ParameterShard) -> None:
         self.all.append(space)
-        super().__setitem__(mark, space)
+        super().__setitem__(space_id, space)
 
 
 class Servers:

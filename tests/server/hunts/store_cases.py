@@ -67,7 +67,7 @@ class Case:
         )
 
     @property
-    def held(self) -> bool:
+    def synchronous(self) -> bool:
         return self.consistency in ("sequential", "quorum")
 
     @property
@@ -92,8 +92,8 @@ class Worker:
     def run(self) -> None:
         case, tags = self.case, self.case.tags
         client = open_space(
-            self.world, "hunt", tags.numel, held=case.held, quorum=case.quorum, piece=tags.piece, retry=case.retry,
-            filters=build_filter("cache") if case.caches else None,
+            self.world, "hunt", tags.numel, synchronous=case.synchronous, quorum=case.quorum, piece=tags.piece,
+            retry=case.retry, filters=build_filter("cache") if case.caches else None,
         )  # fmt: skip
         self.journal.opened = True
         while client.clock < tags.steps:

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 import syncline as sl
 from syncline.strategies.easgd import EASGD
+from syncline.strategies.easgd.parameter_server import ServerElasticRun, ServerElasticTreeRun
 from syncline.strategies.easgd.run import ElasticRun
-from syncline.strategies.easgd.served import ServedElasticRun
-from syncline.strategies.easgd.served_tree import ServedTreeRun
 from syncline.testing.hunting import kill_soon
 from syncline.transports.faults import Delay, Drop, Duplicate, Fault, Slow
 from tests.server.hunts import harness
@@ -119,7 +118,7 @@ class Rows(nn.Module):
     def forward(self) -> Tensor:
         return self.first.sum() + self.second.sum()
 
-    def fill(self, run: ElasticRun | ServedElasticRun, row: Tensor) -> None:
+    def fill(self, run: ElasticRun | ServerElasticRun, row: Tensor) -> None:
         """Put this worker elsewhere, at rest."""
         with torch.no_grad():
             for own in ([self.first, self.second], [] if run.ahead is None else run.ahead.own):
@@ -127,11 +126,11 @@ class Rows(nn.Module):
                     tensor.copy_(row[number * NUMEL : (number + 1) * NUMEL])
 
 
-def prepared(case: Case, world: sl.World) -> tuple[Rows, torch.optim.Optimizer, ElasticRun | ServedElasticRun]:
+def prepared(case: Case, world: sl.World) -> tuple[Rows, torch.optim.Optimizer, ElasticRun | ServerElasticRun]:
     model = Rows()
     optimizer = torch.optim.SGD([{"params": [model.first]}, {"params": [model.second]}], lr=0.0)
     run = sl.distribute(model, optimizer, strategy=case.strategy, collective="ring")
-    assert isinstance(run, ElasticRun | ServedElasticRun)
+    assert isinstance(run, ElasticRun | ServerElasticRun)
     # The speed is taken from the way: without a rate it is what the exchanges did not explain, so none.
     model.fill(run, case.starts(world.rank))
     return model, optimizer, run
@@ -146,7 +145,7 @@ def row_of(tensors: Sequence[Tensor]) -> Tensor:
 
 def served(case: Case, world: sl.World, journal: Journal) -> None:
     model, optimizer, run = prepared(case, world)
-    assert isinstance(run, ServedElasticRun)
+    assert isinstance(run, ServerElasticRun)
     journal.opened = True
     draw = random.Random(f"{case.seed}/{world.rank}")
     case.left[world.rank] = row_of(run.own)
@@ -157,7 +156,7 @@ def served(case: Case, world: sl.World, journal: Journal) -> None:
         optimizer.zero_grad()
         backward(model())
         # Looked at when it is over: as of then.
-        case.given[world.rank] = [run._row, *([run._up] if isinstance(run, ServedTreeRun) else [])]
+        case.given[world.rank] = [run._row, *([run._up] if isinstance(run, ServerElasticTreeRun) else [])]
         optimizer.step()
         case.left[world.rank] = row_of(run.own)
     run.control_channel().finish()

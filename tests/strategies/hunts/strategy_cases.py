@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import syncline as sl
 from syncline.server import Future, open_space, protocol
-from syncline.strategies.served import ServedRun
+from syncline.strategies.parameter_server import ParameterServerRun
 from syncline.testing.hunting import kill_soon
 from syncline.transports.faults import Delay, Drop, Duplicate, Fault, Slow
 from tests.server.hunts import harness
@@ -130,7 +130,7 @@ class Worker:
         model = Marks(case.tags)
         optimizer = torch.optim.SGD(model.groups(), lr=1.0)
         run = sl.distribute(model, optimizer, strategy=case.spec, collective="ring")
-        assert isinstance(run, ServedRun)
+        assert isinstance(run, ParameterServerRun)
         self.journal.opened = True
         taken = 0
         while (taken if case.strategy == "downpour" else run.client.clock) < case.tags.steps:
@@ -151,7 +151,7 @@ class Worker:
         run.close()
         self.journal.ended = True
 
-    def note(self, run: ServedRun, step: int) -> None:
+    def note(self, run: ParameterServerRun, step: int) -> None:
         """All of the step is answered."""
         pushed = self.journal.pushed[-1]
         for future in heard(run):
@@ -162,7 +162,7 @@ class Worker:
         own = [push.clock for push in self.journal.pushed if LATE not in push.fate.values()]
         self.read(run, self.case.wanted(step + 1) if LATE not in pushed.fate.values() else -1, own)
 
-    def note_replica(self, run: ServedRun, taken: int) -> None:
+    def note_replica(self, run: ParameterServerRun, taken: int) -> None:
         """A push is in when the next one goes; a fetch was asked for after this step or the one before."""
         case = self.case
         self.acknowledge((taken // case.push - 1) * case.push)
@@ -173,12 +173,12 @@ class Worker:
         for pushed in self.journal.pushed[: max(0, steps)]:
             pushed.fate = dict.fromkeys(range(self.case.tags.servers), ACKED)
 
-    def read(self, run: ServedRun, wanted: int, own: list[int]) -> None:
+    def read(self, run: ParameterServerRun, wanted: int, own: list[int]) -> None:
         sent = [journal.clocks() for journal in self.journals]
         self.journal.reads.append(Read(wanted, own, sent, run.weights.clone()))
 
 
-def heard(run: ServedRun) -> list[Future]:
+def heard(run: ParameterServerRun) -> list[Future]:
     """What the run's latest step was answered."""
     found: list[Future] = run.__dict__["heard"]
     return found
@@ -187,9 +187,9 @@ def heard(run: ServedRun) -> list[Future]:
 @contextmanager
 def whole_updates() -> Iterator[None]:
     """Updates count as they are, not as part of a mean, and what a step asked for is kept to be looked at."""
-    talk: Callable[[ServedRun], list[Future]] = ServedRun.talk
+    talk: Callable[[ParameterServerRun], list[Future]] = ParameterServerRun.talk
 
-    def listen(run: ServedRun) -> list[Future]:
+    def listen(run: ParameterServerRun) -> list[Future]:
         run.__dict__["heard"] = found = talk(run)
         return found
 
@@ -197,11 +197,11 @@ def whole_updates() -> Iterator[None]:
         return open_space(*args, **{**options, "mean": False})
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(ServedRun, "talk", listen))
-        stack.enter_context(mock.patch.object(ServedRun, "scale", return_value=1.0))
-        stack.enter_context(mock.patch("syncline.strategies.served.open_space", without_mean))
+        stack.enter_context(mock.patch.object(ParameterServerRun, "talk", listen))
+        stack.enter_context(mock.patch.object(ParameterServerRun, "scale", return_value=1.0))
+        stack.enter_context(mock.patch("syncline.strategies.parameter_server.open_space", without_mean))
         stack.enter_context(mock.patch("syncline.strategies.master.open_space", without_mean))
-        stack.enter_context(mock.patch("syncline.server.tree.open_space", without_mean))
+        stack.enter_context(mock.patch("syncline.server.opening.open_space", without_mean))
         yield
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from syncline.strategies.easgd.served import ServedElasticRun
+from syncline.strategies.easgd.parameter_server import ServerElasticRun
 from tests.hunting import hunted, seeds
 from tests.strategies.hunts.easgd_cases import check_served, check_together
 
@@ -34,14 +34,14 @@ def test_what_workers_give_each_other_they_get(kind: str) -> None:
 @contextmanager
 def taken_off_late() -> Iterator[None]:
     """The planted mistake: a worker reads the centre once more before it takes its part off, and takes another."""
-    trade = ServedElasticRun._trade
+    trade = ServerElasticRun._trade
 
-    def twice(run: ServedElasticRun) -> list[torch.Tensor]:
+    def twice(run: ServerElasticRun) -> list[torch.Tensor]:
         trade(run)
         centre = run.client.get((0, run.keys.trained))
         return run.keys.views((torch.cat([own.reshape(-1) for own in run.own]) - centre) * run.alpha)
 
-    with mock.patch.object(ServedElasticRun, "_trade", twice):
+    with mock.patch.object(ServerElasticRun, "_trade", twice):
         yield
 
 

@@ -17,8 +17,7 @@ from types import FrameType
 from syncline.bench.server.raw import Raw, open_raw, shares
 from syncline.environment import detect
 from syncline.errors import SynclineError
-from syncline.server.network import ServerNetwork, join_network, network_of
-from syncline.server.roles import read_roles
+from syncline.server.network import ServerNetwork, join_network, network_of, read_roles
 from syncline.server.server import Server
 from syncline.transports.base import DEFAULT_TIMEOUT
 

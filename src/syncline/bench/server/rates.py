@@ -30,7 +30,7 @@ from syncline.bench.server.raw import Raw, open_raw
 from syncline.bench.stats import ratios, summarize
 from syncline.server.client import Client, Future
 from syncline.server.network import ServerNetwork, server_network
-from syncline.server.store import open_space
+from syncline.server.opening import open_space
 from syncline.world import World, allreduce, broadcast, init
 
 __all__ = ["OURS", "RAW", "RatesPlan", "measure"]

@@ -16,8 +16,7 @@ import zmq
 
 from syncline.environment import detect
 from syncline.errors import UnsupportedError
-from syncline.server.network import ServerNetwork
-from syncline.server.roles import read_roles
+from syncline.server.network import ServerNetwork, read_roles
 from syncline.transports.store import listening_address
 
 __all__ = ["Raw", "open_raw", "shares"]

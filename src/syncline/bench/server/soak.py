@@ -24,7 +24,7 @@ from syncline.bench.server.raw import open_raw
 from syncline.server.client import Client, Future
 from syncline.server.filters import build_filter
 from syncline.server.network import server_network
-from syncline.server.store import open_space
+from syncline.server.opening import open_space
 from syncline.world import World, allgather, allreduce, broadcast, init
 
 __all__ = ["SPACES", "Patient", "SoakPlan", "checkpoint", "describe", "soak"]

@@ -2,9 +2,9 @@
 
 from syncline.server.rules.adagrad import Adagrad
 from syncline.server.rules.adam import Adam
-from syncline.server.rules.base import Applier, Rule
+from syncline.server.rules.base import Applier, UpdateRule
 from syncline.server.rules.catalog import build_rule, rule_names
-from syncline.server.rules.handled import Handled
+from syncline.server.rules.handlers import HandlerRule
 from syncline.server.rules.plain import Add, Assign
 from syncline.server.rules.sgd import Momentum, Sgd
 from syncline.server.rules.torch_rule import TorchRule, rule_of, torch_rule
@@ -15,11 +15,11 @@ __all__ = [
     "Add",
     "Applier",
     "Assign",
-    "Handled",
+    "HandlerRule",
     "Momentum",
-    "Rule",
     "Sgd",
     "TorchRule",
+    "UpdateRule",
     "build_rule",
     "rule_names",
     "rule_of",

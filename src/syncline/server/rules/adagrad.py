@@ -8,13 +8,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from syncline.server.rules.base import Rule
+from syncline.server.rules.base import UpdateRule
 
 __all__ = ["Adagrad"]
 
 
 @dataclass(frozen=True, repr=False)
-class Adagrad(Rule):
+class Adagrad(UpdateRule):
     """A rate for each weight, the smaller the more it has been pushed.
 
         s ← s + g²        w ← w − lr · g / (√s + eps)

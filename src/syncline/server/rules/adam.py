@@ -9,13 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from syncline.server.rules.base import Rule
+from syncline.server.rules.base import UpdateRule
 
 __all__ = ["Adam"]
 
 
 @dataclass(frozen=True, repr=False)
-class Adam(Rule):
+class Adam(UpdateRule):
     """Steps of about one rate's length, from running means of the gradient and of its square.
 
         t ← t + 1        m ← b1 · m + (1 − b1) · g        v ← b2 · v + (1 − b2) · g²

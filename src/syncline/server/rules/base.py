@@ -21,7 +21,7 @@ from torch import Tensor
 from syncline.errors import ProtocolError, SpecError
 from syncline.specs import Spec
 
-__all__ = ["Applier", "Rule"]
+__all__ = ["Applier", "UpdateRule"]
 
 
 class Applier(Protocol):
@@ -44,7 +44,7 @@ class Applier(Protocol):
         ...
 
 
-class Rule(ABC):
+class UpdateRule(ABC):
     """What a server does with values that are pushed.
 
     >>> import torch

@@ -5,11 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 from syncline.errors import SpecError
-from syncline.server.handlers import handler_names
 from syncline.server.rules.adagrad import Adagrad
 from syncline.server.rules.adam import Adam
-from syncline.server.rules.base import Rule
-from syncline.server.rules.handled import Handled
+from syncline.server.rules.base import UpdateRule
+from syncline.server.rules.handlers import HandlerRule, handler_names
 from syncline.server.rules.plain import Add, Assign
 from syncline.server.rules.sgd import Momentum, Sgd
 from syncline.server.rules.torch_rule import TorchRule, torch_rule
@@ -18,7 +17,7 @@ from syncline.specs import Registry
 __all__ = ["build_rule", "rule_names"]
 
 
-def build_rule(spec: str | Rule) -> Rule:
+def build_rule(spec: str | UpdateRule) -> UpdateRule:
     """The rule that a spec describes. The name of a registered handler is one too.
 
     >>> build_rule("momentum(0.1, 0.9)")
@@ -26,7 +25,7 @@ def build_rule(spec: str | Rule) -> Rule:
     >>> build_rule("torch('Adam', lr=0.01, amsgrad=True)")
     torch('Adam', lr=0.01, amsgrad=True)
     """
-    if isinstance(spec, Rule):
+    if isinstance(spec, UpdateRule):
         return spec
     if not isinstance(spec, str):
         raise SpecError(f"a rule is a spec such as 'adagrad(lr=0.1)' or a rule, not {spec!r}")
@@ -36,7 +35,7 @@ def build_rule(spec: str | Rule) -> Rule:
         raise SpecError(f"a rule is one name, not a chain: {spec!r}")
     if links[0].name not in registry.names():
         for name in handler_names():
-            registry.add(name, partial(Handled, name))
+            registry.add(name, partial(HandlerRule, name))
     return registry.make(links[0])
 
 
@@ -45,9 +44,9 @@ def rule_names() -> list[str]:
     return _registry().names()
 
 
-def _registry() -> Registry[Rule]:
-    registry = Registry[Rule]("rule")
-    for rule in (Add, Assign, Sgd, Momentum, Adagrad, Adam, Handled):
+def _registry() -> Registry[UpdateRule]:
+    registry = Registry[UpdateRule]("rule")
+    for rule in (Add, Assign, Sgd, Momentum, Adagrad, Adam, HandlerRule):
         registry.add(rule.name, rule)
     registry.add(TorchRule.name, torch_rule)
     return registry

@@ -8,13 +8,13 @@ from typing import ClassVar
 from torch import Tensor
 
 from syncline.errors import ProtocolError
-from syncline.server.rules.base import Rule
+from syncline.server.rules.base import UpdateRule
 
 __all__ = ["Add", "Assign"]
 
 
 @dataclass(frozen=True, repr=False)
-class Add(Rule):
+class Add(UpdateRule):
     """w ← w + Δ; a push with a rate adds rate · Δ.
 
     >>> import torch
@@ -31,7 +31,7 @@ class Add(Rule):
 
 
 @dataclass(frozen=True, repr=False)
-class Assign(Rule):
+class Assign(UpdateRule):
     """w ← Δ: the last push counts.
 
     >>> import torch

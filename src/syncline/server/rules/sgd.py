@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from syncline.errors import SpecError
-from syncline.server.rules.base import Rule
+from syncline.server.rules.base import UpdateRule
 
 __all__ = ["Momentum", "Sgd"]
 
 
 @dataclass(frozen=True, repr=False)
-class Sgd(Rule):
+class Sgd(UpdateRule):
     """w ← w − lr · g
 
     >>> weights = torch.zeros(2)
@@ -36,7 +36,7 @@ class Sgd(Rule):
 
 
 @dataclass(frozen=True, repr=False)
-class Momentum(Rule):
+class Momentum(UpdateRule):
     """Gradient descent with a velocity.
 
         v ← mu · v + g        w ← w − lr · v        nesterov: w − lr · (g + mu · v)

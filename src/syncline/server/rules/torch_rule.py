@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, ProtocolError, SpecError
-from syncline.server.rules.base import Rule
+from syncline.server.rules.base import UpdateRule
 from syncline.server.rules.sgd import Sgd
 from syncline.specs import Spec, nearest
 
@@ -38,7 +38,7 @@ NOT_HERE = ("capturable", "differentiable", "params")
 
 
 @dataclass(frozen=True, repr=False)
-class TorchRule(Rule):
+class TorchRule(UpdateRule):
     """An optimizer of `torch.optim`, one for each piece of the weights. Made by `torch_rule`.
 
     >>> rule, weights = torch_rule("AdamW", lr=0.1), torch.zeros(2)
@@ -215,7 +215,7 @@ def torch_rule(optimizer: str, **options: Any) -> TorchRule:
     return TorchRule(optimizer, tuple((name, _literal(name, value)) for name, value in options.items()))
 
 
-def rule_of(optimizer: Optimizer) -> list[Rule]:
+def rule_of(optimizer: Optimizer) -> list[UpdateRule]:
     """For each of its parameter groups, the rule that does at a server what the optimizer does here, bit for bit.
 
     Settings are those of now: a rate that a scheduler changes goes with each push. To rounding only where torch's
@@ -238,7 +238,7 @@ def rule_of(optimizer: Optimizer) -> list[Rule]:
     return [_rule(name, group) for group in optimizer.param_groups]
 
 
-def _rule(name: str, group: dict[str, Any]) -> Rule:
+def _rule(name: str, group: dict[str, Any]) -> UpdateRule:
     if group.get("differentiable"):
         raise IncompatibleError(f"{name} with differentiable=True cannot run at a server: make it without")
     known = _signature(name).parameters

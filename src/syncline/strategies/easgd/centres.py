@@ -15,7 +15,7 @@ from torch import Tensor
 from syncline.errors import IncompatibleError
 from syncline.reduction import Communicator, ReductionPass
 from syncline.strategies.base import wide_dtype
-from syncline.strategies.deltas import Deltas
+from syncline.strategies.delta_reducer import DeltaReducer
 
 __all__ = ["SHARE", "Centre", "pull_of"]
 
@@ -45,7 +45,9 @@ class Centre:
     x̃ ← x̃ + α Σ (x_i − x̃)
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], exchange: Communicator, deltas: Deltas, alpha: float) -> None:
+    def __init__(
+        self, weights: Mapping[str, Tensor], exchange: Communicator, deltas: DeltaReducer, alpha: float
+    ) -> None:
         self.values = [weight.detach().to(wide_dtype(weight.dtype), copy=True) for weight in weights.values()]
         """The centre of this worker, at least in float32: its changes are too small for half precision."""
         self.alpha = alpha

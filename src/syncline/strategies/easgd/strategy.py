@@ -23,17 +23,16 @@ from syncline.reduction import Communicator
 from syncline.strategies.base import Preset, RunSettings, StrategyRun
 from syncline.strategies.easgd.ahead import check_momentum
 from syncline.strategies.easgd.centres import pull_of
+from syncline.strategies.easgd.parameter_server import ServerElasticRun, ServerElasticTreeRun
 from syncline.strategies.easgd.run import ElasticRun
-from syncline.strategies.easgd.served import ServedElasticRun
-from syncline.strategies.easgd.served_tree import ServedTreeRun
 from syncline.strategies.easgd.tree import HOSTS, check_tree, groups_of
-from syncline.strategies.served import Served
+from syncline.strategies.parameter_server import ParameterServerStrategy
 
 __all__ = ["EASGD"]
 
 
 @dataclass(frozen=True, repr=False)
-class EASGD(Served):
+class EASGD(ParameterServerStrategy):
     """Elastic averaging: a round with the centre every `period` steps, in which each moves `alpha` of the way.
 
     By default `alpha` is 0.9 / workers. All workers meet for a round; with `sync=False` the centre lies at the
@@ -110,8 +109,8 @@ class EASGD(Served):
         if self.sync:
             return ElasticRun(self, model, optimizer, exchange, settings, **how, **tree)
         if len(groups) > 1:
-            return ServedTreeRun(self, model, optimizer, exchange, settings, **how, **tree)
-        return ServedElasticRun(self, model, optimizer, exchange, settings, **how)
+            return ServerElasticTreeRun(self, model, optimizer, exchange, settings, **how, **tree)
+        return ServerElasticRun(self, model, optimizer, exchange, settings, **how)
 
 
 def _is_number(value: Any) -> bool:

@@ -25,7 +25,7 @@ from syncline.errors import IncompatibleError
 from syncline.reduction import Communicator, broadcast_tensors
 from syncline.reduction.ways import CompressedCollectives
 from syncline.strategies.base import RunSettings
-from syncline.strategies.deltas import Deltas
+from syncline.strategies.delta_reducer import DeltaReducer
 from syncline.strategies.easgd.centres import SHARE, Centre
 from syncline.world import Team, World
 
@@ -84,14 +84,14 @@ class CentreTree(Centre):
         top = exchange.world.team([group[0] for group in self.groups])
         self._teams = [team for team in (*teams, top) if team.member]
         self._within = PartExchange(exchange, teams[self._mine])
-        self.deltas = Deltas(model, self._within, settings)
+        self.deltas = DeltaReducer(model, self._within, settings)
         """Of the group."""
         super().__init__(weights, self._within, self.deltas, alpha)
         self._root = [value.clone() for value in self.values]
         self._beta = SHARE / len(self.groups)
         self._root_every = root_every
         above = PartExchange(exchange, top) if top.member else None
-        self._leading = None if above is None else Deltas(model, above, settings, wide=True)
+        self._leading = None if above is None else DeltaReducer(model, above, settings, wide=True)
         """Among the first workers of the groups, by whom the root is reached."""
         if self._leading is not None:
             self._leading.prepare()

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from syncline.server import Client, Future, open_space, server_network
-from syncline.strategies.served_board import ServedBoard
-from syncline.strategies.served_keys import KeyMap
+from syncline.strategies.key_map import KeyMap
+from syncline.strategies.parameter_server import ServedBoard
 from syncline.world import World
 
 __all__ = ["PairwiseChannel", "open_channel"]

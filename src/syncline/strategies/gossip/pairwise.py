@@ -28,7 +28,7 @@ from syncline.reduction import Communicator
 from syncline.runtime import Task
 from syncline.server import server_network
 from syncline.strategies.base import RunSettings, Strategy, StrategyRun, check_gradients
-from syncline.strategies.deltas import trained
+from syncline.strategies.delta_reducer import trained
 from syncline.strategies.gossip.graphs import Graph
 from syncline.strategies.gossip.pair_channel import PairwiseChannel, open_channel
 from syncline.strategies.gossip.partners import Partners, comes_before, mean_of

@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from syncline.errors import IncompatibleError, PeerLostError
 from syncline.reduction import Communicator, plain_name
 from syncline.strategies.base import RunSettings, StrategyRun, check_gradients
+from syncline.strategies.key_map import KeyMap
 from syncline.strategies.local_weights import put_state, state_of
 from syncline.strategies.onesided.core import is_near
 from syncline.strategies.onesided.mailslots import HEADER, Mailslots
 from syncline.strategies.onesided.step import Array, step
 from syncline.strategies.onesided.window_channel import READ_TIMEOUT_S, WindowChannel
-from syncline.strategies.served_keys import KeyMap
 
 if TYPE_CHECKING:
     from syncline.strategies.onesided.strategy import OneSided

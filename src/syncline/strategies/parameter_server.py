@@ -17,7 +17,7 @@ waits for the others is the strategy's own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,22 +29,20 @@ from torch.optim import Optimizer
 from syncline.codecs import Chooser, Codec
 from syncline.errors import DivergedError, IncompatibleError, PeerLostError, SpecError
 from syncline.reduction import Communicator
-from syncline.server import Client, Future, ServerNetwork, open_space, server_network
-from syncline.server.clocks import FOREVER
+from syncline.server import Client, Future, ServerNetwork, open_space, server_network, watch_space
 from syncline.server.filters import Filter, build_filter
-from syncline.server.layout import spans
 from syncline.server.protocol import WINDOW
-from syncline.server.rules import Handled, Rule, Sgd, build_rule, rule_of, torch_rule
+from syncline.server.rules import HandlerRule, Sgd, UpdateRule, build_rule, rule_of, torch_rule
+from syncline.server.shard import FOREVER
+from syncline.server.space import spans
 from syncline.specs import parse
 from syncline.strategies.base import RunSettings, Strategy, StrategyRun, check_gradients
-from syncline.strategies.control import POLL_SECONDS, ControlChannel
+from syncline.strategies.control import POLL_SECONDS, ControlChannel, Post
+from syncline.strategies.gradient_pusher import GradientPusher, borders, check_filters, client_filter
+from syncline.strategies.key_map import KeyMap, dense_rows, read_optimizer, settings_of, write_optimizer
 from syncline.strategies.scaler import scale_of_gradients
-from syncline.strategies.served_board import ServedBoard, post_order, watch_board
-from syncline.strategies.served_keys import KeyMap, dense_rows
-from syncline.strategies.served_pushing import Pusher, borders, check_filters, client_filter
-from syncline.strategies.served_state import read_optimizer, settings_of, write_optimizer
 
-__all__ = ["Plan", "Served", "ServedRun"]
+__all__ = ["ParameterServerRun", "ParameterServerStrategy", "ServedBoard", "ServerOptions", "post_order", "watch_board"]
 
 logger = logging.getLogger("syncline")
 
@@ -53,14 +51,14 @@ BUFFERS_EVERY = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ServerOptions:
     """What a strategy wants of the servers."""
 
     rule: str | None = None
     """None: the rule that does what the optimizer would."""
     lr: float | None = None
     """In place of the optimizer's rate; it follows the optimizer's schedule all the same."""
-    held: bool = False
+    synchronous: bool = False
     quorum: float = 1.0
     damped: bool = False
     filters: str | None = None
@@ -69,7 +67,7 @@ class Plan:
     """Steps that a tick stands for."""
 
 
-class Served(Strategy):
+class ParameterServerStrategy(Strategy):
     """A strategy whose weights lie at servers. A frozen dataclass, as all are."""
 
     @property
@@ -100,7 +98,7 @@ class Served(Strategy):
             build(spec)
 
 
-class ServedRun(StrategyRun):
+class ParameterServerRun(StrategyRun):
     """One worker's part. Strategies say what a read waits for, or replace `before_step` and `after_step`."""
 
     def __init__(
@@ -110,7 +108,7 @@ class ServedRun(StrategyRun):
         optimizer: Optimizer,
         exchange: Communicator,
         settings: RunSettings,
-        plan: Plan,
+        plan: ServerOptions,
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
         self.plan = plan
@@ -137,7 +135,7 @@ class ServedRun(StrategyRun):
         self._stashed: list[Tensor | None] | None = None
         self._counted = (0, 0)
         self.client = self.open_client(filters)
-        self.pusher = Pusher(self.client, self.keys, model, filters, plan.factors)
+        self.pusher = GradientPusher(self.client, self.keys, model, filters, plan.factors)
         self._at_once = self.pusher.plain and _fits(self.client, self.keys)
         if exchange.rank == 0:
             post_order(self.client, self.keys)
@@ -150,7 +148,7 @@ class ServedRun(StrategyRun):
             optimizer.register_load_state_dict_post_hook(self._note_load),
         ]
 
-    def _first_rules(self) -> list[Rule]:
+    def _first_rules(self) -> list[UpdateRule]:
         if self.plan.rule is not None:
             return [build_rule(self.plan.rule)] * len(self.keys.groups)
         found = self.adapted(rule_of(self.optimizer))
@@ -171,8 +169,8 @@ class ServedRun(StrategyRun):
             rules=[repr(rule) for _, rule in groups],
             bounds=[first for first, _ in groups],
             parameters=self.keys.starts if plan.rule is None else (),
-            held=plan.held,
-            mean=plan.held,
+            synchronous=plan.synchronous,
+            mean=plan.synchronous,
             quorum=plan.quorum,
             damped=plan.damped,
             codec=None if codec is None else repr(codec),
@@ -190,7 +188,7 @@ class ServedRun(StrategyRun):
         """The factor of a push at the servers, so that pushes add up to a mean over the workers that still train. In a
         synchronous step the servers take the mean, and this is the weight of the worker's batch in it.
         """
-        return self.weight if self.plan.held else 1.0 / max(1, self.client.told.live)
+        return self.weight if self.plan.synchronous else 1.0 / max(1, self.client.told.live)
 
     def settle_pushes(self) -> None:
         """Wait until the servers have all that this worker has sent."""
@@ -272,7 +270,7 @@ class ServedRun(StrategyRun):
                 self._write_planes(read_optimizer(self.optimizer, self.keys, self.parameters, self.rules))
         self._optimizer_loaded = False
 
-    def adapted(self, rules: list[Rule]) -> list[Rule]:
+    def adapted(self, rules: list[UpdateRule]) -> list[UpdateRule]:
         """The rules that take the place of the optimizer's own."""
         return rules
 
@@ -575,7 +573,7 @@ def check_codec(codec: Codec | None) -> None:
         )
 
 
-def _of_torch(rule: Rule) -> Rule:
+def _of_torch(rule: UpdateRule) -> UpdateRule:
     """An optimizer's rule in the form whose settings may change."""
     return torch_rule("SGD", lr=rule.lr) if isinstance(rule, Sgd) else rule
 
@@ -584,7 +582,7 @@ def _tells_rate(spec: str) -> bool:
     """Whether a rule's spec says its rate itself, or has none."""
     (link,) = parse(spec)
     rule = build_rule(spec)
-    if rule.name in ("add", "assign") or isinstance(rule, Handled):
+    if rule.name in ("add", "assign") or isinstance(rule, HandlerRule):
         return True
     return "lr" in link.kwargs or (rule.elementwise and bool(link.args))
 
@@ -593,3 +591,122 @@ def _fits(client: Client, keys: KeyMap) -> bool:
     """Whether a step's requests to any server may all be under way at once: the last one ends the step for all."""
     cuts = [cut for group in keys.groups for cut in client.description.layout.cut_range(group.first, group.after)]
     return all(len(mine) < WINDOW // 2 for _, mine in spans(cuts))
+
+
+ORDER = "keys"
+"""The kind of the posts that say which parameter lies where: how many there are, where this part begins, then it."""
+PART = 500
+STEPS = "steps"
+"""The kind of the post in which a worker that has finished says how many steps it took: rank, steps."""
+SHORTEST, LONGEST = 1e-3, 0.25
+"""Seconds between two looks at the board."""
+
+
+class ServedBoard:
+    """A member's door to it. A tick of a worker's clock stands for `stride` steps, until it has told the exact number.
+
+    `ending` is called once, before the clock is taken out: what is still to be pushed goes there.
+    """
+
+    def __init__(
+        self, client: Client, keys: KeyMap, *, stride: int = 1, ending: Callable[[], None] | None = None
+    ) -> None:
+        self.client = client
+        self._keys = keys
+        self._stride = stride
+        self._ending = ending
+        self._finished = False
+        self._exact: dict[int, int] = {}
+        self._since = 0
+
+    def steps(self) -> list[int]:
+        clocks = self.client.steps()
+        if self._stride == 1:
+            return clocks
+        self._read_exact()
+        return [self._exact.get(rank, clock * self._stride) for rank, clock in enumerate(clocks)]
+
+    def has_finished(self, rank: int) -> bool:
+        """Whether a worker has said that it takes no more steps; only where a tick stands for several."""
+        self._read_exact()
+        return rank in self._exact
+
+    def load_weights(self, model: nn.Module) -> None:
+        self._keys.write(model, self.client.get((0, self._keys.numel)))
+
+    def stop_requested(self) -> bool:
+        return self.client.told.stop
+
+    def request_stop(self) -> None:
+        self.client.stop()
+
+    def post(self, kind: str, values: Sequence[float]) -> None:
+        self.client.post(kind, values)
+
+    def read_posts(self, since: int) -> list[Post]:
+        return self.client.read_posts(since)
+
+    def finish(self) -> None:
+        if self._finished:
+            return
+        self._finished = True
+        if self._ending is not None:
+            self._ending()
+        self.client.finish_training()
+
+    def tell_steps(self, rank: int, steps: int) -> None:
+        """Leave the exact number of a worker's steps."""
+        self.client.post(STEPS, [rank, steps])
+
+    def close(self) -> None:
+        """Leave the servers; a worker's run does so itself."""
+        if self._ending is None:
+            self.client.close()
+
+    def _read_exact(self) -> None:
+        if self.client.told.live == len(self.client.description.workers):
+            return  # nobody has finished
+        for post in self.client.read_posts(self._since):
+            self._since = max(self._since, post.number)
+            if post.kind == STEPS:
+                self._exact[int(post.values[0])] = int(post.values[1])
+
+
+def post_order(client: Client, keys: KeyMap) -> None:
+    """Tell those who will watch where each parameter lies; they have the model, and no optimizer."""
+    for first in range(0, len(keys.order), PART):
+        client.post(ORDER, [len(keys.order), first, *keys.order[first : first + PART]])
+
+
+def watch_board(network: ServerNetwork, name: str, model: nn.Module, stride: int = 1) -> ServedBoard:
+    """The board of the first run of that name, for a member that takes no steps. It waits for the workers to begin."""
+    client = watch_space(network, name, 1)
+    runtime, patience = network.transport.runtime, network.transport.timeout
+    begun, gap, since = runtime.now(), SHORTEST, 0
+    order: dict[int, int] = {}
+    due = -1
+    while len(order) != due:
+        for post in client.read_posts(since):
+            since = max(since, post.number)
+            if post.kind == ORDER:
+                due, first = int(post.values[0]), int(post.values[1])
+                order |= {first + at: int(value) for at, value in enumerate(post.values[2:])}
+        if len(order) == due:
+            break
+        waited = runtime.now() - begun
+        if waited > patience:
+            raise PeerLostError(
+                f"member {network.me} has waited {waited:.0f} s for worker 0 to say where each parameter lies",
+                peer=0,
+                pending=f"the post {ORDER!r}",
+                seconds=waited,
+            )
+        runtime.sleep(gap)
+        gap = min(2 * gap, LONGEST)
+    keys = KeyMap.in_order(model, [order[at] for at in range(due)])
+    if keys.numel != client.numel:
+        raise IncompatibleError(
+            f"the servers hold {client.numel} keys, and this model has {keys.numel}: build the same model here as on "
+            "the workers"
+        )
+    return ServedBoard(client, keys, stride=stride)

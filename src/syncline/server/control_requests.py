@@ -12,37 +12,22 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from syncline.errors import ProtocolError
 from syncline.server import protocol
-from syncline.server.handlers import find_handler
-from syncline.server.sessions import Session
-from syncline.server.space import PLAIN
+from syncline.server.client_session import ClientSession
+from syncline.server.protocol import Post, json_body
+from syncline.server.rules.handlers import find_handler
+from syncline.server.shard import PLAIN
 
-__all__ = ["Boards", "Post", "as_body"]
+__all__ = ["ControlRequests"]
 
 MOST_POSTS = 4096
 """Posts that a board keeps; the oldest ones go."""
 MOST_VALUES = 1024
 """Numbers in one post: JSON writes a number in 25 bytes at most, and an answer goes in one message."""
 MOST_CLOCK = 1 << 48
-
-
-@dataclass(frozen=True)
-class Post:
-    """A few numbers that somebody left for all to read.
-
-    >>> Post(1, "finished", (2.0, 100.0)).kind
-    'finished'
-    """
-
-    number: int
-    """Counts from 1; those of one writer come in the order in which it wrote them."""
-    kind: str
-    values: tuple[float, ...]
 
 
 @dataclass
@@ -61,7 +46,7 @@ class _Board:
         return islice(self.latest, max(0, number - (self.number - len(self.latest))), None)
 
 
-class Boards:
+class ControlRequests:
     """The boards of all spaces of a server, and the handlers that were looked up here.
 
     A board keeps the latest `MOST_POSTS` posts. Older ones are dropped, whether somebody has read them or not; numbers
@@ -76,30 +61,30 @@ class Boards:
         """A handler's number is its place here, counted from 1."""
         self._numbers: dict[str, int] = {}
 
-    def forget(self, mark: int) -> None:
+    def forget(self, space_id: int) -> None:
         """A space is no more."""
-        self._posts.pop(mark, None)
+        self._posts.pop(space_id, None)
 
-    def control(self, session: Session, body: Tensor) -> Tensor:
+    def control(self, session: ClientSession, body: Tensor) -> Tensor:
         """Do what is asked, or refuse it; the answer's body."""
         try:
             asked = json.loads(bytes(body.numpy()))
             deed = _DEEDS.get(str(asked["do"])) if isinstance(asked, dict) else None
             if deed is None:
                 raise ProtocolError(f"a control that is not known: {str(asked)[:80]}; there are {', '.join(_DEEDS)}")
-            told = as_body(deed(self, session, asked))
+            told = json_body(deed(self, session, asked))
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
             raise ProtocolError(f"a control that cannot be read: {type(error).__name__}: {error}") from None
         if told.numel() > protocol.INLINE:
             raise ProtocolError(f"an answer of {told.numel()} B to a control, and {protocol.INLINE} B are the most")
         return told
 
-    def steps(self, session: Session, asked: dict[str, Any]) -> Any:
+    def steps(self, session: ClientSession, asked: dict[str, Any]) -> Any:
         clocks, below = session.space.clocks, session.space.below
         late = {str(worker): count for worker, count in session.space.late.items()}
         return {"steps": [clocks.of[worker] for worker in sorted(clocks.of)], "late": late, "below": below}
 
-    def note_below(self, session: Session, asked: dict[str, Any]) -> Any:
+    def note_below(self, session: ClientSession, asked: dict[str, Any]) -> Any:
         """A sub-master tells how far each of its children is, and how often it came late."""
         told = {int(worker): [int(steps), int(late)] for worker, (steps, late) in asked["below"].items()}
         known = self._workers or frozenset(session.space.description.workers)
@@ -111,26 +96,26 @@ class Boards:
         session.space.below |= {str(worker): each for worker, each in told.items()}
         return {}
 
-    def stop(self, session: Session, asked: dict[str, Any]) -> Any:
+    def stop(self, session: ClientSession, asked: dict[str, Any]) -> Any:
         session.space.stopping = True
         return {}
 
-    def finish(self, session: Session, asked: dict[str, Any]) -> Any:
+    def finish(self, session: ClientSession, asked: dict[str, Any]) -> Any:
         if session.worker:
             session.space.leave(session.member)
         return {}
 
-    def post(self, session: Session, asked: dict[str, Any]) -> Any:
+    def post(self, session: ClientSession, asked: dict[str, Any]) -> Any:
         values = asked["values"]
         if not isinstance(values, list) or len(values) > MOST_VALUES:
             raise ProtocolError(f"a post has a list of at most {MOST_VALUES} numbers, not {str(values)[:40]}")
         kind, numbers = str(asked["kind"])[:64], tuple(float(value) for value in values)
-        return {"number": self._posts.setdefault(session.space.description.mark, _Board()).add(kind, numbers)}
+        return {"number": self._posts.setdefault(session.space.description.space_id, _Board()).add(kind, numbers)}
 
-    def read(self, session: Session, asked: dict[str, Any]) -> Any:
+    def read(self, session: ClientSession, asked: dict[str, Any]) -> Any:
         """As many as go in one message, the earliest first; who wants more asks again."""
         since, found, room = max(0, int(asked["since"])), [], protocol.INLINE - 2
-        for post in self._posts.get(session.space.description.mark, _Board()).after(since):
+        for post in self._posts.get(session.space.description.space_id, _Board()).after(since):
             each = [post.number, post.kind, list(post.values)]
             room -= len(json.dumps(each)) + 2
             if room < 0:
@@ -138,7 +123,7 @@ class Boards:
             found.append(each)
         return found
 
-    def find(self, session: Session, asked: dict[str, Any]) -> Any:
+    def find(self, session: ClientSession, asked: dict[str, Any]) -> Any:
         """A handler's number, by its name."""
         name = str(asked["name"])[:256]
         if name not in self._numbers:
@@ -148,11 +133,11 @@ class Boards:
             self._numbers[name] = len(self.handlers)
         return {"number": self._numbers[name]}
 
-    def planes(self, session: Session, asked: dict[str, Any]) -> Any:
+    def planes(self, session: ClientSession, asked: dict[str, Any]) -> Any:
         names = asked.get("names")
         return {"names": session.space.name_planes(None if names is None else [str(name) for name in names][:64])}
 
-    def rules(self, session: Session, asked: dict[str, Any]) -> Any:
+    def rules(self, session: ClientSession, asked: dict[str, Any]) -> Any:
         """The settings of the rules have changed."""
         specs, due = asked["rules"], len(session.space.description.rules)
         if not isinstance(specs, list) or len(specs) != due or not all(isinstance(spec, str) for spec in specs):
@@ -160,7 +145,7 @@ class Boards:
         session.space.use_rules(specs)
         return {}
 
-    def clocks(self, session: Session, asked: dict[str, Any]) -> Any:
+    def clocks(self, session: ClientSession, asked: dict[str, Any]) -> Any:
         """Set the clocks, out of a checkpoint."""
         clocks, due = asked["clocks"], len(session.space.clocks.of)
         if not isinstance(clocks, list) or len(clocks) != due:
@@ -171,24 +156,15 @@ class Boards:
         return {}
 
 
-def as_body(told: Any) -> Tensor:
-    """JSON, as bytes to send.
-
-    >>> as_body({}).tolist()
-    [123, 125]
-    """
-    return torch.from_numpy(np.frombuffer(json.dumps(told).encode(), np.uint8).copy())
-
-
-_DEEDS: dict[str, Callable[[Boards, Session, dict[str, Any]], Any]] = {
-    "steps": Boards.steps,
-    "below": Boards.note_below,
-    "stop": Boards.stop,
-    "finish": Boards.finish,
-    "post": Boards.post,
-    "posts": Boards.read,
-    "handler": Boards.find,
-    "planes": Boards.planes,
-    "clocks": Boards.clocks,
-    "rules": Boards.rules,
+_DEEDS: dict[str, Callable[[ControlRequests, ClientSession, dict[str, Any]], Any]] = {
+    "steps": ControlRequests.steps,
+    "below": ControlRequests.note_below,
+    "stop": ControlRequests.stop,
+    "finish": ControlRequests.finish,
+    "post": ControlRequests.post,
+    "posts": ControlRequests.read,
+    "handler": ControlRequests.find,
+    "planes": ControlRequests.planes,
+    "clocks": ControlRequests.clocks,
+    "rules": ControlRequests.rules,
 }

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from syncline.reduction import Communicator, GradientReducer, ReductionPass, plain_name
 from syncline.strategies.base import RunSettings, wide_dtype
 
-__all__ = ["Deltas", "coding_here", "coding_of_all", "load_coding_of_all", "trained"]
+__all__ = ["DeltaReducer", "coding_here", "coding_of_all", "load_coding_of_all", "trained"]
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -42,7 +42,7 @@ def coding_here(gradients: GradientReducer) -> dict[str, Any]:
     return {} if gradients.coding is None else gradients.coding.state()
 
 
-class Deltas:
+class DeltaReducer:
     """Reduces tensors like the model's parameters.
 
     `begin` and `finish` may stand steps apart: the exchange goes on beside them.

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from syncline.errors import IncompatibleError
 from syncline.reduction import plain_name
 from syncline.server import Client, Future
-from syncline.server.factors import FactorTap, pays
+from syncline.server.factors import FactorRecorder, factors_are_smaller
 from syncline.server.filters import Cache, Filter
-from syncline.server.rules import Rule
-from syncline.strategies.served_keys import KeyMap
+from syncline.server.rules import UpdateRule
+from syncline.strategies.key_map import KeyMap
 
-__all__ = ["Pusher", "borders", "check_filters", "client_filter"]
+__all__ = ["GradientPusher", "borders", "check_filters", "client_filter"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class _Segment:
     """The weight of a fully connected layer whose factors may go in place of its gradient."""
 
 
-class Pusher:
+class GradientPusher:
     """One worker's way to the servers. It keeps what a filter has held back."""
 
     def __init__(self, client: Client, keys: KeyMap, model: nn.Module, filters: Filter | None, factors: bool) -> None:
@@ -45,7 +45,7 @@ class Pusher:
         self._keys = keys
         self._filter = filters if filters is not None and filters.chooses else None
         self._kept = None if self._filter is None else torch.zeros(keys.trained, dtype=torch.float32)
-        self._tap = FactorTap(model) if factors else None
+        self._tap = FactorRecorder(model) if factors else None
         self._segments = _segments(keys, self._tap)
         self._number = 0
         self.bytes_held = 0
@@ -122,11 +122,11 @@ class Pusher:
         """Send what a filter has held back."""
         if self._kept is None or not bool(self._kept.any()):
             return []
-        held, futures = self._client.description.held, []
+        synchronous, futures = self._client.description.synchronous, []
         for number, group in enumerate(self._keys.groups):
             places = self._kept[group.first : group.after].nonzero().view(-1) + group.first
             # A held push counts only in a step that has ended.
-            ends = held and number == len(self._keys.groups) - 1
+            ends = synchronous and number == len(self._keys.groups) - 1
             values = self._kept[places]
             futures.append(self._client.push(places, values, rate=rates[number], scale=scale, tick=ends))
         self._kept.zero_()
@@ -139,7 +139,7 @@ class Pusher:
 
     def _pays(self, segment: _Segment, delta: Tensor, o: Tensor) -> bool:
         cuts = self._client.description.layout.cut_range(segment.first, segment.after)
-        return pays(delta.shape[0], delta.shape[1], o.shape[1], [(cut.start, cut.stop) for cut in cuts])
+        return factors_are_smaller(delta.shape[0], delta.shape[1], o.shape[1], [(cut.start, cut.stop) for cut in cuts])
 
     def _chosen(self, segment: _Segment, row: Tensor) -> tuple[tuple[int, int] | Tensor, Tensor]:
         """What goes now: all of it, or what the filter lets through of this and of what it held back before."""
@@ -155,7 +155,7 @@ class Pusher:
         return places + segment.first, values
 
 
-def borders(keys: KeyMap, model: nn.Module, rules: Sequence[Rule], factors: bool) -> list[tuple[int, Rule]]:
+def borders(keys: KeyMap, model: nn.Module, rules: Sequence[UpdateRule], factors: bool) -> list[tuple[int, UpdateRule]]:
     """Where groups of keys begin at the servers, and their rules.
 
     A rule that takes whole pieces keeps its state by them: what is pushed by itself is then a group of its own, so that
@@ -163,7 +163,7 @@ def borders(keys: KeyMap, model: nn.Module, rules: Sequence[Rule], factors: bool
     """
     if not factors:
         return [(group.first, rules[number]) for number, group in enumerate(keys.groups)]
-    with FactorTap(model) as tap:
+    with FactorRecorder(model) as tap:
         segments = _segments(keys, tap)
     first = {group.first for group in keys.groups}
     return [
@@ -178,7 +178,7 @@ def client_filter(filters: Filter | None) -> Filter | None:
     return Cache() if filters is not None and filters.caches else None
 
 
-def check_filters(filters: Filter | None, factors: bool, rules: Sequence[Rule]) -> None:
+def check_filters(filters: Filter | None, factors: bool, rules: Sequence[UpdateRule]) -> None:
     """Refuse what cannot go together."""
     if filters is None:
         return
@@ -195,7 +195,7 @@ def check_filters(filters: Filter | None, factors: bool, rules: Sequence[Rule]) 
         )
 
 
-def _segments(keys: KeyMap, tap: FactorTap | None) -> list[_Segment]:
+def _segments(keys: KeyMap, tap: FactorRecorder | None) -> list[_Segment]:
     names = set() if tap is None else {plain_name(name) for name in tap.names}
     found: list[_Segment] = []
     for number, group in enumerate(keys.groups):

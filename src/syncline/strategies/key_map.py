@@ -12,8 +12,9 @@ buffer that float32 does not hold exactly, such as a counter, each byte is a key
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +22,16 @@ from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError
 from syncline.reduction import plain_name
+from syncline.server.rules import TorchRule, UpdateRule
 
-__all__ = ["Field", "Group", "KeyMap", "dense_rows"]
-
+__all__ = ["KeyField", "KeyGroup", "KeyMap", "dense_rows", "read_optimizer", "settings_of", "write_optimizer"]
 
 EXACT = (torch.float32, torch.float16, torch.bfloat16)
 """What a key of float32 holds without loss."""
 
 
 @dataclass(frozen=True)
-class Field:
+class KeyField:
     """A tensor's place."""
 
     name: str
@@ -59,7 +60,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Group:
+class KeyGroup:
     """The keys of one parameter group."""
 
     number: int
@@ -80,9 +81,9 @@ class KeyMap:
     ['1.running_mean', '1.running_var', '1.num_batches_tracked']
     """
 
-    parameters: tuple[Field, ...]
-    buffers: tuple[Field, ...]
-    groups: tuple[Group, ...] = ()
+    parameters: tuple[KeyField, ...]
+    buffers: tuple[KeyField, ...]
+    groups: tuple[KeyGroup, ...] = ()
     order: tuple[int, ...] = ()
     """For each parameter here, its place among the model's own."""
 
@@ -92,13 +93,13 @@ class KeyMap:
         named = [(plain_name(name), parameter) for name, parameter in model.named_parameters()]
         place = {id(parameter): at for at, (_, parameter) in enumerate(named)}
         order: list[int] = []
-        groups: list[Group] = []
+        groups: list[KeyGroup] = []
         total = 0
         for number, group in enumerate(optimizer.param_groups):
             mine = [place[id(parameter)] for parameter in group["params"] if parameter.requires_grad]
             count = sum(named[at][1].numel() for at in mine)
             if count:
-                groups.append(Group(number, total, total + count))
+                groups.append(KeyGroup(number, total, total + count))
                 order += mine
                 total += count
         if not groups:
@@ -108,7 +109,7 @@ class KeyMap:
         return KeyMap.in_order(model, order, groups)
 
     @staticmethod
-    def in_order(model: nn.Module, order: Sequence[int], groups: Sequence[Group] = ()) -> KeyMap:
+    def in_order(model: nn.Module, order: Sequence[int], groups: Sequence[KeyGroup] = ()) -> KeyMap:
         """The keys of a model's parameters in an order that somebody else has told."""
         named = [(plain_name(name), parameter) for name, parameter in model.named_parameters()]
         if any(not 0 <= at < len(named) for at in order):
@@ -191,16 +192,16 @@ class KeyMap:
         """The parameters' parts of a row, in their shapes."""
         return [row[field.first : field.after].view(field.shape) for field in self.parameters]
 
-    def _tensors(self, model: nn.Module) -> list[tuple[Field, Tensor]]:
+    def _tensors(self, model: nn.Module) -> list[tuple[KeyField, Tensor]]:
         buffers = {plain_name(name): buffer for name, buffer in model.named_buffers()}
-        own: list[tuple[Field, Tensor]] = list(zip(self.parameters, self.trains(model), strict=True))
+        own: list[tuple[KeyField, Tensor]] = list(zip(self.parameters, self.trains(model), strict=True))
         return own + [(field, buffers[field.name]) for field in self.buffers]
 
 
-def _lay_out(named: Iterable[tuple[str, Tensor]], at: int) -> tuple[Field, ...]:
-    fields: list[Field] = []
+def _lay_out(named: Iterable[tuple[str, Tensor]], at: int) -> tuple[KeyField, ...]:
+    fields: list[KeyField] = []
     for name, tensor in named:
-        fields.append(Field(name, at, tuple(tensor.shape), tensor.dtype))
+        fields.append(KeyField(name, at, tuple(tensor.shape), tensor.dtype))
         at = fields[-1].after
     return tuple(fields)
 
@@ -222,3 +223,64 @@ def dense_rows(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> l
     if there:
         torch._foreach_copy_(there, gradients)
     return absent
+
+
+SENT_ALONG = ("params", "lr", "initial_lr")
+"""Keys of a parameter group that are no settings of a rule. Learning rates go with each push."""
+
+
+def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The settings of each parameter group, such as momentum and weight decay."""
+    return [
+        {
+            key: float(value) if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if key not in SENT_ALONG
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def read_optimizer(
+    optimizer: Optimizer, keys: KeyMap, parameters: Sequence[nn.Parameter], rules: Sequence[UpdateRule]
+) -> dict[str, Tensor]:
+    """The state of the optimizer as rows of keys, by name; NaN where a parameter has none yet."""
+    rows: dict[str, Tensor] = {}
+    for group, rule in zip(keys.groups, rules, strict=True):
+        if not isinstance(rule, TorchRule):
+            continue
+        for field, parameter in zip(keys.parameters, parameters, strict=True):
+            state = optimizer.state.get(parameter, {})
+            for name in rule.slots if group.first <= field.first < group.after else ():
+                row = rows.setdefault(name, torch.full((keys.numel,), math.nan, dtype=torch.float32))
+                value = state.get(name)
+                if value is not None:
+                    flat = torch.as_tensor(value).detach().reshape(-1).to("cpu", torch.float32)
+                    row[field.first : field.after] = flat  # a single number goes to every key
+    return rows
+
+
+def write_optimizer(
+    optimizer: Optimizer,
+    keys: KeyMap,
+    parameters: Sequence[nn.Parameter],
+    rules: Sequence[UpdateRule],
+    rows: Mapping[str, Tensor],
+) -> None:
+    """Fill the optimizer's state from rows of keys."""
+    for group, rule in zip(keys.groups, rules, strict=True):
+        if not isinstance(rule, TorchRule):
+            continue
+        for field, parameter in zip(keys.parameters, parameters, strict=True):
+            if not group.first <= field.first < group.after:
+                continue
+            found = {name: rows[name][field.first : field.after] for name in rule.slots if name in rows}
+            if not found or all(bool(row.isnan().all()) for row in found.values()):
+                continue
+            state = optimizer.state[parameter]
+            for name, row in found.items():
+                if rule.slots[name]:
+                    state[name] = row.view(field.shape).to(parameter.device, parameter.dtype, copy=True)
+                else:
+                    device = parameter.device if optimizer.param_groups[group.number].get("fused") else "cpu"
+                    state[name] = row[0].to(device, copy=True)

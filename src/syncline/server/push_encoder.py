@@ -11,19 +11,17 @@ from syncline.codecs import Codec, RngKey
 from syncline.codecs.base import all_finite
 from syncline.errors import DivergedError, ProtocolError
 from syncline.server import protocol
-from syncline.server.filters import Filter
-from syncline.server.filters.cache import digest_of
-from syncline.server.layout import Cut
-from syncline.server.protocol import Request
-from syncline.server.sessions import MOST_LISTS
+from syncline.server.filters import Filter, digest_of
+from syncline.server.protocol import RequestHeader
+from syncline.server.space import RequestPart
 
-__all__ = ["Outgoing", "Span", "as_values", "length_of", "room_for"]
+__all__ = ["KeySelection", "PushEncoder", "as_values", "length_of", "room_for"]
 
-Span = tuple[int, int] | Tensor
+KeySelection = tuple[int, int] | Tensor
 """Keys as they were read: the first and the one after the last, or a checked list."""
 
 
-class Outgoing:
+class PushEncoder:
     """What one client remembers of what it has sent, and of what it has not."""
 
     def __init__(self, numel: int, codec: Codec | None, filters: Filter | None, seed: int, member: int) -> None:
@@ -51,7 +49,7 @@ class Outgoing:
             self._residual = torch.zeros(self._numel, dtype=torch.float32)
         return self._residual
 
-    def choose(self, keys: Span, values: Tensor, number: int) -> tuple[Span, Tensor]:
+    def choose(self, keys: KeySelection, values: Tensor, number: int) -> tuple[KeySelection, Tensor]:
         """What is pushed now: all, or what the filter lets through of this and of what it held back before."""
         if self._filter is None or not self.filters:
             return keys, values
@@ -68,14 +66,14 @@ class Outgoing:
         self._kept.zero_()
         return (0, self._numel), chosen
 
-    def rest(self) -> tuple[Span, Tensor]:
+    def rest(self) -> tuple[KeySelection, Tensor]:
         """What the filter has held back, all of it."""
         if self._kept is None:
             return (0, 0), torch.empty(0, dtype=torch.float32)
         return self._release(self._kept, self._kept.nonzero().reshape(-1))
 
     @staticmethod
-    def _release(kept: Tensor, places: Tensor) -> tuple[Span, Tensor]:
+    def _release(kept: Tensor, places: Tensor) -> tuple[KeySelection, Tensor]:
         chosen = kept[places]
         kept[places] = 0.0
         return places, chosen
@@ -88,7 +86,7 @@ class Outgoing:
                 rank=self._member,
             )
 
-    def encode(self, part: Tensor, cut: Cut, keys: Tensor | None, step: int) -> Tensor:
+    def encode(self, part: Tensor, cut: RequestPart, keys: Tensor | None, step: int) -> Tensor:
         """By the codec, with what it lost before."""
         assert self.codec is not None
         rng = RngKey(self._seed, step, self._member, start=cut.first)
@@ -108,7 +106,7 @@ class Outgoing:
             self._view = torch.zeros(self._numel, dtype=torch.float32)
         return self._view[first : first + count]
 
-    def name_keys(self, request: Request, keys: Tensor, server: int) -> tuple[Request, list[Tensor]]:
+    def name_keys(self, request: RequestHeader, keys: Tensor, server: int) -> tuple[RequestHeader, list[Tensor]]:
         """The keys, or the digest of those that the server has had before."""
         rows = keys.contiguous().view(torch.uint8)
         if self._filter is None or not self._filter.caches:
@@ -119,7 +117,7 @@ class Outgoing:
             known.move_to_end(digest)
             return request, []
         known[digest] = None
-        if len(known) > MOST_LISTS:
+        if len(known) > protocol.MAX_CACHED_KEY_LISTS:
             known.popitem(last=False)
         return request._replace(flags=request.flags | protocol.KEYS), [rows]
 
@@ -136,7 +134,7 @@ def as_values(values: Tensor, count: int) -> Tensor:
     return values.detach().reshape(-1).cpu().contiguous()
 
 
-def room_for(keys: Span, out: Tensor | None) -> Tensor:
+def room_for(keys: KeySelection, out: Tensor | None) -> Tensor:
     """Where what is read goes."""
     count = length_of(keys)
     if out is None:
@@ -146,7 +144,7 @@ def room_for(keys: Span, out: Tensor | None) -> Tensor:
     return out if out.dim() == 1 and not out.requires_grad else out.detach().view(-1)
 
 
-def length_of(keys: Span) -> int:
+def length_of(keys: KeySelection) -> int:
     """How many there are.
 
     >>> length_of((2, 5))

@@ -10,21 +10,22 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from syncline.errors import ProtocolError, SpecError
+from syncline.server.rules.base import UpdateRule
 from syncline.specs import nearest
 
-__all__ = ["Handler", "Handlers", "find_handler", "handler", "handler_names"]
+__all__ = ["HandlerRegistry", "HandlerRule", "PushHandler", "find_handler", "handler", "handler_names"]
 
 F = TypeVar("F", bound=Callable[..., None])
 
 
 @dataclass(frozen=True)
-class Handler:
+class PushHandler:
     """A registered function; called like the function itself."""
 
     name: str
@@ -50,23 +51,23 @@ class Handler:
             self.function(weights, values, state)
 
 
-class Handlers:
+class HandlerRegistry:
     """Names and the functions that they stand for.
 
-    >>> own = Handlers()
+    >>> own = HandlerRegistry()
     >>> _ = own.add("double", lambda weights, values, state: weights.mul_(2))
     >>> own.names()
     ['double']
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, Handler] = {}
+        self._known: dict[str, PushHandler] = {}
 
-    def add(self, name: str, function: Callable[..., None], state: Mapping[str, float] | None = None) -> Handler:
+    def add(self, name: str, function: Callable[..., None], state: Mapping[str, float] | None = None) -> PushHandler:
         """Make `name` mean this function. Twice the same is once; another function under the name is refused."""
         if not (isinstance(name, str) and name.isidentifier()):
             raise SpecError(f"a handler's name is a Python name, as 'largest', not {name!r}")
-        made = Handler(name, function, _slots(name, state or {}), _rated(name, function))
+        made = PushHandler(name, function, _slots(name, state or {}), _rated(name, function))
         # One step that no other thread can come between: a look and then a write would be two.
         found = self._known.setdefault(name, made)
         if found is not made and not (_same(found.function, function) and found.slots == made.slots):
@@ -76,7 +77,7 @@ class Handlers:
             )
         return found
 
-    def find(self, name: str) -> Handler:
+    def find(self, name: str) -> PushHandler:
         """What a name stands for. The name may come from the network: an unknown one is a `ProtocolError`."""
         found = self._known.get(name)
         if found is None:
@@ -92,7 +93,7 @@ class Handlers:
         return sorted(self._known)
 
 
-_HANDLERS = Handlers()
+_HANDLERS = HandlerRegistry()
 """Of this process: modules register in it while they are imported, before there is anything else to hold it."""
 
 
@@ -122,7 +123,7 @@ def handler(name: str, *, state: Mapping[str, float] | None = None) -> Callable[
     return register
 
 
-def find_handler(name: str) -> Handler:
+def find_handler(name: str) -> PushHandler:
     """The handler of this name in this process, or a `ProtocolError` that lists the known ones."""
     return _HANDLERS.find(name)
 
@@ -169,3 +170,33 @@ def _same(one: Any, other: Any) -> bool:
 
 def _where(function: Any) -> str:
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
+
+
+@dataclass(frozen=True, repr=False)
+class HandlerRule(UpdateRule):
+    """What the handler of this name does; it is looked up where it runs, because code is never sent.
+
+    >>> import torch
+    >>> from syncline.server.rules.handlers import handler
+    >>> @handler("largest")
+    ... def largest(weights, values, state):
+    ...     torch.maximum(weights, values, out=weights)
+    >>> weights = torch.tensor([1.0, 5.0])
+    >>> HandlerRule("largest").apply(weights, torch.tensor([3.0, 3.0]), {}, None)
+    >>> weights
+    tensor([3., 5.])
+    """
+
+    handler: str
+
+    name: ClassVar[str] = "handler"
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.handler, str) and self.handler.isidentifier()):
+            raise SpecError(f"handler takes the name of one, as handler('largest'), not {self.handler!r}")
+
+    def state(self, numel: int) -> dict[str, Tensor]:
+        return find_handler(self.handler).fresh(numel)
+
+    def apply(self, weights: Tensor, update: Tensor, state: dict[str, Tensor], rate: float | None) -> None:
+        find_handler(self.handler)(weights, update, state, rate)

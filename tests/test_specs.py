@@ -15,7 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from syncline.bench.baselines.catalog import baseline_names, build_baseline
+from syncline.bench.baselines import baseline_names, build_baseline
 from syncline.codecs.catalog import OTHER_NAMES as CODECS_OTHER_NAMES
 from syncline.codecs.catalog import build_codec, codec_names
 from syncline.collectives.catalog import OTHER_NAMES as COLLECTIVES_OTHER_NAMES

@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from syncline.bench.lint import lint
-from syncline.bench.race.plan import Entry, Tuning
-from syncline.bench.race.reading import read_race
+from syncline.bench.race.plan import RaceEntry, RateTuning
+from syncline.bench.runlog import read_race
 from tests.bench.racing import make_race
 
 Line = dict[str, Any]
-DENSE = Entry(name="allreduce", learning_rate=0.2, rate_from="preset")
-CODED = Entry(name="quantize(4)", codec="quantize(4)", learning_rate=0.2, rate_from="preset")
-BROKEN = Entry(name="too fast", learning_rate=1e38, rate_from="given")
+DENSE = RaceEntry(name="allreduce", learning_rate=0.2, rate_from="preset")
+CODED = RaceEntry(name="quantize(4)", codec="quantize(4)", learning_rate=0.2, rate_from="preset")
+BROKEN = RaceEntry(name="too fast", learning_rate=1e38, rate_from="given")
 RACES: dict[str, dict[str, Any]] = {
     "plain": {"entries": (DENSE, CODED, BROKEN), "target": 0.17, "epochs": 6, "evaluate_samples": 128},
-    "tuned": {"entries": (DENSE, CODED), "epochs": 3, "tuning": Tuning(factors=(1.0, 0.3), epochs=2, seed=9)},
+    "tuned": {"entries": (DENSE, CODED), "epochs": 3, "tuning": RateTuning(factors=(1.0, 0.3), epochs=2, seed=9)},
     "scaled": {"entries": (DENSE, CODED), "epochs": 4, "scaling": "weak", "scaling_workers": (1,)},
     "digits": {
-        "entries": (Entry(name="allreduce", learning_rate=0.1),),
+        "entries": (RaceEntry(name="allreduce", learning_rate=0.1),),
         "workload": "digits",
         "metric": "accuracy",
         "higher_is_better": True,

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from syncline.bench.live import Server, open_feed
-from syncline.bench.race.registry import Registry
+from syncline.bench.live import LiveServer, open_feed
+from syncline.bench.race.registry import RunRegistry
 from tests.bench.racing import PLAN
 
 CONFIG = {
@@ -80,7 +80,7 @@ def growing_race(folder: Path) -> dict[str, GrowingRun]:
     plan = replace(PLAN, seeds=(1, 2), scaling="weak", scaling_workers=(1,))
     folder.mkdir(parents=True)
     (folder / "race.json").write_text(plan.as_json())
-    registry = Registry(folder / "registry.jsonl")
+    registry = RunRegistry(folder / "registry.jsonl")
     made = {}
     for run in plan.runs():
         facts = {"kind": run.kind, "entry": run.entry.name, "workers": run.workers, "seed": run.seed}
@@ -93,13 +93,13 @@ def growing_race(folder: Path) -> dict[str, GrowingRun]:
 def end_race(folder: Path, runs: Iterable[str]) -> None:
     """End these runs well."""
     for name in runs:
-        Registry(folder / "registry.jsonl").append("ended", run=name, status="finished", reason=None, seconds=60.0)
+        RunRegistry(folder / "registry.jsonl").append("ended", run=name, status="finished", reason=None, seconds=60.0)
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[Server]:
+def serving(folder: Path) -> Iterator[LiveServer]:
     """A server in a thread of this process."""
-    server = Server(open_feed(folder))
+    server = LiveServer(open_feed(folder))
     made: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
     ready = threading.Event()
 

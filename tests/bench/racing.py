@@ -7,21 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from syncline.bench.race.arena import Result, SimulatedArena
-from syncline.bench.race.plan import Entry, Place, Plan, Run
+from syncline.bench.race.plan import PlannedRun, RaceEntry, RacePlace, RacePlan
 from syncline.bench.race.registry import digest_files, link, sha256
-from syncline.bench.race.runner import Runner, begin
+from syncline.bench.race.runner import RaceRunner, RunResult, SimulatedRunner, start_race
 from syncline.training.system import code_digest, code_version
 from syncline.transports import Network
 from syncline.workloads import build
 
 WORKLOAD = "logistic(features=8, samples=256)"
 ENTRIES = (
-    Entry(name="allreduce", learning_rate=0.5, rate_from="given"),
-    Entry(name="allreduce(delay=1)", strategy="allreduce(delay=1)", learning_rate=0.25, rate_from="given"),
-    Entry(name="quantize(4)", codec="quantize(4)", learning_rate=0.5, rate_from="given"),
+    RaceEntry(name="allreduce", learning_rate=0.5, rate_from="given"),
+    RaceEntry(name="allreduce(delay=1)", strategy="allreduce(delay=1)", learning_rate=0.25, rate_from="given"),
+    RaceEntry(name="quantize(4)", codec="quantize(4)", learning_rate=0.5, rate_from="given"),
 )
-PLAN = Plan(
+PLAN = RacePlan(
     workload=WORKLOAD,
     workers=2,
     entries=ENTRIES,
@@ -32,7 +31,7 @@ PLAN = Plan(
     epochs=12,
     batch=32,
     evaluate_samples=256,
-    place=Place(kind="simulated", detail="10mbit"),
+    place=RacePlace(kind="simulated", detail="10mbit"),
     seconds_a_sample=2e-5,
     command="syncline race … --simulate 10mbit",
     code_version=code_version(),
@@ -45,18 +44,18 @@ NETWORK = Network(latency=1e-4, bandwidth=1.25e6)
 class Silent:
     """Shows nothing."""
 
-    def begun(self, run: Run, folder: Path, number: int, total: int) -> None: ...
+    def started(self, run: PlannedRun, folder: Path, number: int, total: int) -> None: ...
 
     def tick(self) -> None: ...
 
-    def ended(self, run: Run, result: Result, seconds: float) -> None: ...
+    def ended(self, run: PlannedRun, result: RunResult, seconds: float) -> None: ...
 
 
 def make_race(folder: Path, **changes: Any) -> Path:
     """Run a race in this folder; `changes` are to the plan."""
     plan = replace(PLAN, **changes)
-    begin(folder, plan, build(plan.workload))
-    assert Runner(folder, SimulatedArena(NETWORK), Silent()).run()
+    start_race(folder, plan, build(plan.workload))
+    assert RaceRunner(folder, SimulatedRunner(NETWORK), Silent()).run()
     return folder
 
 

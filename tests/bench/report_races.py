@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from syncline.bench.race.plan import Entry, Place, Plan
-from syncline.bench.race.reading import read_race
-from syncline.bench.race.registry import Registry, digest_files, sha256
+from syncline.bench.race.plan import RaceEntry, RacePlace, RacePlan
+from syncline.bench.race.registry import RunRegistry, digest_files, sha256
 from syncline.bench.report import Analysis, analyse
+from syncline.bench.runlog import read_race
 
-PLAN = Plan(
+PLAN = RacePlan(
     workload="digits",
     workers=4,
     entries=(),
@@ -24,7 +24,7 @@ PLAN = Plan(
     epochs=20,
     batch=32,
     evaluate_samples=1000,
-    place=Place(kind="local"),
+    place=RacePlace(kind="local"),
     command="syncline race digits -n 4",
     code_version="1.2.3",
     code_digest="feed",
@@ -57,7 +57,7 @@ class Hand:
 
     @property
     def folder(self) -> str:
-        slug = Entry(name=self.entry).slug
+        slug = RaceEntry(name=self.entry).slug
         return (
             f"tuning/{slug}/rate-times-{self.factor:g}"
             if self.factor is not None
@@ -105,15 +105,15 @@ def seeds(entry: str, everies: Sequence[float] = (2.0, 2.0, 2.0), **changes: Any
     return [Hand(entry, seed, every=every, **changes) for seed, every in enumerate(everies, 1)]
 
 
-def write_race(folder: Path, runs: Sequence[Hand], entries: Sequence[Entry] = (), **changes: Any) -> Path:
+def write_race(folder: Path, runs: Sequence[Hand], entries: Sequence[RaceEntry] = (), **changes: Any) -> Path:
     """Write a whole race; entries that are not given are made from the runs' names."""
     known = {entry.name for entry in entries}
-    made = [*entries, *(Entry(name=name) for name in dict.fromkeys(run.entry for run in runs) if name not in known)]
+    made = [*entries, *(RaceEntry(name=name) for name in dict.fromkeys(run.entry for run in runs) if name not in known)]
     plan = replace(PLAN, entries=tuple(made), **changes)
     folder.mkdir(parents=True)
     (folder / "race.json").write_text(plan.as_json())
     (folder / "system.json").write_text(json.dumps({"versions": {"torch": "2.13"}, "machine": {"cores": 2}}))
-    registry = Registry(folder / "registry.jsonl")
+    registry = RunRegistry(folder / "registry.jsonl")
     registry.append("planned", plan_sha256=sha256(folder / "race.json"))
     for run in runs:
         place = folder / run.folder
@@ -131,6 +131,6 @@ def write_race(folder: Path, runs: Sequence[Hand], entries: Sequence[Entry] = ()
     return folder
 
 
-def analysed(folder: Path, runs: Sequence[Hand], entries: Sequence[Entry] = (), **changes: Any) -> Analysis:
+def analysed(folder: Path, runs: Sequence[Hand], entries: Sequence[RaceEntry] = (), **changes: Any) -> Analysis:
     """The numbers of a race that is written into this folder."""
     return analyse(read_race(write_race(folder / "race", runs, entries, **changes)))

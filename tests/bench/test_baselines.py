@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import syncline as sl
-from syncline.bench.baselines import DDP, PostLocalSGD, availability, build_baseline, default_baselines
+from syncline.bench.baselines import DDP, DEFAULT_BASELINES, PostLocalSGD, availability, build_baseline
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
 from syncline.strategies import Strategy
 from syncline.training.distribute import distribute
@@ -125,7 +125,7 @@ def test_those_of_other_packages() -> None:
 def test_specs_read_back() -> None:
     for spec in ("ddp", "ddp(hook='powersgd', rank=2)", "ddp_post_local(start=50, period=8, within_host=True)"):
         assert repr(build_baseline(spec)) == spec
-    assert [availability(spec) for spec in default_baselines() if spec.startswith("ddp")] == [None] * 4
+    assert [availability(spec) for spec in DEFAULT_BASELINES if spec.startswith("ddp")] == [None] * 4
 
 
 def test_what_is_not_installed_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

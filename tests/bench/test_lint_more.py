@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from syncline.bench.lint import review_run
-from syncline.bench.lint.base import Case
-from syncline.bench.lint.disjoint import check_splits
-from syncline.bench.race.reading import read_race
-from syncline.bench.race.registry import Registry
+from syncline.bench.lint.accuracy import check_splits
+from syncline.bench.lint.base import LintCase
+from syncline.bench.race.registry import RunRegistry
+from syncline.bench.runlog import read_race
 from syncline.cli.main import main
 from syncline.errors import SpecError
 from syncline.training.loop import train
@@ -91,7 +91,7 @@ def eight_workers(folder: Path) -> None:
 
 SEALED: list[tuple[str, str, Callable[[Path], None]]] = [
     ("2", "60 samples of 'validation'", valued("sl_evaluation", count=60)),
-    ("2", "no eval_gap line says so", valued("sl_evaluation", metric=0.01234)),
+    ("2", "no eval_gap line confirms", valued("sl_evaluation", metric=0.01234)),
     ("2", "has no test metric", logged("sl_test_gap", lambda line: None)),
     ("4", "race.json says lab", planned(place={"kind": "lab", "detail": "2@100mbit"})),
     ("4", "with 2 workers, and ran on 8", eight_workers),
@@ -102,21 +102,25 @@ SEALED: list[tuple[str, str, Callable[[Path], None]]] = [
     ("6", "has no sl_phases", logged("sl_phases", lambda line: None)),
     ("6", "% of", valued("sl_phases", exposed=0.0)),
     ("6", "for data", logged("sl_data_wait_seconds", lambda line: {**line, "value": 1.0})),
-    ("6", "it says 100.000 s", registered(lambda line: {**line, "seconds": 100.0} if "seconds" in line else line)),
+    ("6", "says 100.000 s", registered(lambda line: {**line, "seconds": 100.0} if "seconds" in line else line)),
     ("8", "codec is 'quantize(8)'", configured(codec="quantize(8)")),
     ("8", "momentum is 0.5", configured(momentum=0.5)),
-    ("9", "sha256 is not the same", configured(sha256="00")),
+    ("9", "differ in sha256", configured(sha256="00")),
     ("9", "names the workload './mine.py'", planned(workload="./mine.py")),
     ("9", "train_samples is 255", logged("train_samples", lambda line: {**line, "value": 255})),
     ("10", "no evaluation follows", planned(evaluations_after=0)),
     ("10", "evaluated every 4 steps", logged("sl_evaluate_every", lambda line: {**line, "value": 4})),
-    ("10", "does not begin with the plan", lambda folder: edit_registry(folder, lambda lines: [*lines[1:], lines[0]])),
-    ("11", "took 16 samples", configured(batch=16, global_batch=64)),
+    (
+        "10",
+        "does not begin with the plan",
+        lambda folder: edit_registry(folder, lambda lines: [*lines[1:], lines[0]]),
+    ),
+    ("11", "used 16 samples", configured(batch=16, global_batch=64)),
     ("11", "steps of 63 samples", logged("global_batch_size", lambda line: {**line, "value": 63})),
     ("12", "2 seeds", planned(seeds=[1, 2])),
     ("12", "skipped without a reason", planned(skipped={"ddp": " "})),
-    ("12", "its log ends well", registered(ended_badly)),
-    ("12", "the order that race.json draws", swapped),
+    ("12", "ends with success", registered(ended_badly)),
+    ("12", "the order of race.json", swapped),
     ("12", "its log has inf", reported),
     ("12", "leaves out runs/", left_out),
 ]
@@ -155,7 +159,7 @@ UNSEALED: list[tuple[str, Callable[[Path], None]]] = [
     ("system.json was edited", edit("system.json")),
     ("splits/test.u64 was edited", overwritten),
     ("splits/train.u64 is missing", lambda folder: (folder / "splits/train.u64").unlink()),
-    ("line 3 does not hang", lambda folder: edit_registry(folder, lambda lines: [*lines[:2], *lines[3:]])),
+    ("line 3 does not continue", lambda folder: edit_registry(folder, lambda lines: [*lines[:2], *lines[3:]])),
     ("2w-seed7 is not in the registry", stray),
     ("registry.jsonl is missing", lambda folder: (folder / "registry.jsonl").unlink()),
 ]
@@ -210,7 +214,7 @@ def test_a_few_equal_samples_are_told(races: Races, tmp_path: Path, shared: int,
     digests = {name: np.fromfile(folder / f"splits/{name}.u64", dtype="<u8") for name in ("train", "test")}
     digests["test"][:shared] = digests["train"][:shared]
     digests["test"].tofile(folder / "splits/test.u64")
-    case = Case(read_race(folder))
+    case = LintCase(read_race(folder))
     case.__dict__["data"] = None  # data that is really so: it is not compared with what this machine has
     notes = list(check_splits(case))
     assert [(note.severity, f"train and test share {shared} samples" in note.evidence) for note in notes] == [
@@ -237,8 +241,8 @@ def test_a_tuned_rate_without_tuning_and_an_unequal_budget(races: Races, tmp_pat
     planned(seeds=[1, 2, 3, 9])(folder)
     reseal(folder)
     told = linted(folder)[1]
-    assert "allreduce: 1 of 2 tuning runs" in told
-    assert "seed 9, which is raced too" in told
+    assert "allreduce has 1 of 2 tuning runs" in told
+    assert "seed 9, which is also raced" in told
 
 
 def test_sizes_without_a_word_on_scaling(races: Races, tmp_path: Path) -> None:
@@ -255,7 +259,7 @@ def test_sizes_without_one_worker(races: Races, tmp_path: Path) -> None:
     reseal(folder)
     broken, told = linted(folder)
     assert broken == {"1", "12"}
-    assert "no run on one worker for allreduce, quantize(4)" in told
+    assert "allreduce, quantize(4) has no run on one worker" in told
 
 
 def test_a_run_alone(tmp_path: Path) -> None:
@@ -283,20 +287,20 @@ def test_the_command(races: Races, plain: Path, capsys: pytest.CaptureFixture[st
     assert f"{RUN}/log.jsonl" in record["findings"][0]["evidence"]
     assert record["findings"][0]["fix"]
     assert main(["lint", "--rules"]) == 0
-    assert capsys.readouterr().out.count("holds where") == 12
+    assert capsys.readouterr().out.count("holds if") == 12
 
 
 def test_excluding_needs_a_reason(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
     exclude = ["lint", "--exclude", RUN, str(plain)]
     assert main(exclude) == 2
     assert main([*exclude, "--why", " "]) == 2
-    assert "why is runs/quantize-4/2w-seed1 not to count?" in capsys.readouterr().err
+    assert "runs/quantize-4/2w-seed1 is not excluded without a reason" in capsys.readouterr().err
     assert main(["lint", "--exclude", "runs/none/2w-seed1", "--why", "so", str(plain)]) == 2
     assert main([*exclude, "--why", "the disk was full"]) == 0
     broken, told = linted(plain)
     assert broken == set()
     assert "is excluded: the disk was full" in told
-    Registry(plain / "registry.jsonl").append("excluded", run="runs/allreduce/2w-seed1", reason="")
+    RunRegistry(plain / "registry.jsonl").append("excluded", run="runs/allreduce/2w-seed1", reason="")
     broken, told = linted(plain)
     assert "runs/allreduce/2w-seed1 is excluded without a reason" in told
     assert broken == {"12"}

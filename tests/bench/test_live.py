@@ -12,11 +12,9 @@ import pytest
 
 import syncline as sl
 from syncline.bench.live import newest_run, open_feed
-from syncline.bench.live.heat import COLUMNS, KINDS, HeatMap
-from syncline.bench.live.series import MOST, Series
-from syncline.bench.live.tail import LONGEST, Tail
-from syncline.bench.race.reading import read_race
-from syncline.bench.race.registry import Registry
+from syncline.bench.live.run import HEAT_KINDS, MAX_HEAT_COLUMNS, MAX_SERIES_ROWS, HeatMap, Series
+from syncline.bench.race.registry import RunRegistry
+from syncline.bench.runlog import MAX_LINE_BYTES, LogTail, read_race
 from syncline.errors import ProtocolError, SpecError
 from syncline.training.loop import train
 from syncline.training.settings import Settings
@@ -48,7 +46,7 @@ def run(tmp_path: Path) -> GrowingRun:
 
 def test_only_new_whole_lines_are_read(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    tail = Tail(path)
+    tail = LogTail(path)
     assert tail.read() == []
     assert not tail.gone
     path.write_text('{"a": 1}\n{"a": ')
@@ -57,31 +55,31 @@ def test_only_new_whole_lines_are_read(tmp_path: Path) -> None:
     with open(path, "a") as file:
         file.write('2}\n[3]\nno\n\n{"a": 4}\n')
     assert tail.read() == [{"a": 2}, {"a": 4}]
-    assert tail.bad == 2
+    assert tail.bad_lines == 2
 
 
 def test_a_file_that_is_another_one_is_read_anew(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    tail = Tail(path)
+    tail = LogTail(path)
     path.write_text('{"a": 1}\n{"a": 2}\n')
     tail.read()
     path.write_text('{"b": 1}\n')
     assert tail.read() == [{"b": 1}]
-    assert tail.anew
+    assert tail.restarted
     path.unlink()
     assert tail.read() == []
     assert tail.gone
     (tmp_path / "other").write_text('{"c": 1}\n' * 5)
     (tmp_path / "other").rename(path)
     assert tail.read() == [{"c": 1}] * 5
-    assert tail.anew
+    assert tail.restarted
     assert not tail.gone
 
 
 def test_a_cut_back_half_line_is_not_a_new_file(tmp_path: Path) -> None:
     """A resumed run takes away what a crash left of its last line."""
     path = tmp_path / "log.jsonl"
-    tail = Tail(path)
+    tail = LogTail(path)
     path.write_text('{"a": 1}\n{"a": 2, "long')
     assert tail.read() == [{"a": 1}]
     with open(path, "r+") as file:
@@ -89,40 +87,37 @@ def test_a_cut_back_half_line_is_not_a_new_file(tmp_path: Path) -> None:
     with open(path, "a") as file:
         file.write('{"a": 3}\n')
     assert tail.read() == [{"a": 3}]
-    assert not tail.anew
+    assert not tail.restarted
 
 
-def test_long_files_are_read_in_parts_and_endless_lines_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("syncline.bench.live.tail.AT_ONCE", 2 * LONGEST)
+def test_long_files_are_read_in_chunks_and_endless_lines_skipped(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    path.write_text('{"a": 1}\n' + "x" * 5 * LONGEST + '\n{"a": 2}\n')
-    tail = Tail(path)
+    path.write_text('{"a": 1}\n' + "x" * 5 * MAX_LINE_BYTES + '\n{"a": 2}\n')
+    tail = LogTail(path, chunk_bytes=2 * MAX_LINE_BYTES)
     found, more = [], True
     while more:
         found += tail.read()
         more = tail.more
     assert found == [{"a": 1}, {"a": 2}]
-    assert tail.bad == 1
+    assert tail.bad_lines == 1
 
 
 # What stays in memory
 
 
-@pytest.mark.parametrize("rows", [1, MOST - 1, MOST, 3 * MOST + 1, 100_000])
+@pytest.mark.parametrize("rows", [1, MAX_SERIES_ROWS - 1, MAX_SERIES_ROWS, 3 * MAX_SERIES_ROWS + 1, 100_000])
 def test_a_series_stays_small_and_keeps_both_ends(rows: int) -> None:
     series = Series("step", "value")
     for step in range(rows):
         series.add([step, 2 * step])
     steps = series.columns()["step"]
-    assert len(steps) <= MOST
-    assert rows < MOST or len(steps) >= MOST // 2
+    assert len(steps) <= MAX_SERIES_ROWS
+    assert rows < MAX_SERIES_ROWS or len(steps) >= MAX_SERIES_ROWS // 2
     assert (steps[0], steps[-1]) == (0, rows - 1)
     assert series.columns()["value"] == [2 * step for step in steps if step is not None]
     gaps = {b - a for a, b in itertools.pairwise(steps[:-1]) if a is not None and b is not None}
     assert len(gaps) <= 1
-    assert len(series.columns(most=50)["step"]) <= 51
+    assert len(series.columns(max_rows=50)["step"]) <= 51
 
 
 def test_a_heat_map_merges_columns_and_keeps_the_seconds() -> None:
@@ -133,7 +128,7 @@ def test_a_heat_map_merges_columns_and_keeps_the_seconds() -> None:
         assert heat.add({"step": 10 * (number + 1), "steps": 10, **told})
     found = heat.document("compute")
     columns = len(found["edges"]) - 1
-    assert COLUMNS / 2 <= columns <= COLUMNS
+    assert MAX_HEAT_COLUMNS / 2 <= columns <= MAX_HEAT_COLUMNS
     assert (found["edges"][0], found["edges"][-1]) == (0, 50_000)
     assert found["rows"][0] == [1.0] * columns
     assert set(found["rows"][1][:-1]) == {4.0}
@@ -156,7 +151,7 @@ def test_a_heat_map_of_many_ranks_shows_the_slowest_of_neighbours() -> None:
 
 
 def ranks_line(values: list[float], **changes: Any) -> dict[str, Any]:
-    return {"step": 1, "steps": 1, **dict.fromkeys(KINDS, values), **changes}
+    return {"step": 1, "steps": 1, **dict.fromkeys(HEAT_KINDS, values), **changes}
 
 
 @pytest.mark.parametrize(
@@ -272,7 +267,7 @@ def test_a_log_that_is_gone_or_damaged_is_told(run: GrowingRun) -> None:
     assert feed.state()["problems"] == ["run/log.jsonl: 2 lines cannot be read and are left out"]
     run.log.unlink()
     state = feed.state()
-    assert state["problems"][0] == "run/log.jsonl is gone; what was read of it is shown"
+    assert state["problems"][0].startswith("run/log.jsonl was removed")
     assert state["runs"][0]["best"] == 0.5
 
 
@@ -333,7 +328,7 @@ def test_a_finished_race(race: Path) -> None:
 
 def test_a_long_race_is_read_in_several_answers(race: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.rmtree(race / "runs" / "quantize-4")  # one without a log is no reason to read for ever
-    monkeypatch.setattr("syncline.bench.live.base.PATIENCE", -1.0)
+    monkeypatch.setattr("syncline.bench.live.feed.MAX_READING_S", -1.0)
     feed = open_feed(race)
     left: list[int] = []
     while not left or left[-1]:
@@ -352,7 +347,7 @@ def test_a_race_is_followed_as_it_runs(race: Path) -> None:
     (race / "registry.jsonl").unlink()
     feed = open_feed(race)
     assert feed.state()["status"] == "waiting"
-    registry = Registry(race / "registry.jsonl")
+    registry = RunRegistry(race / "registry.jsonl")
     first, second = (line for line in lines if line["event"] == "begun" and line["run"] in names[:2])
     facts = ("run", "kind", "entry", "workers", "seed", "factor")
     registry.append("begun", **{key: first[key] for key in facts})
@@ -384,14 +379,14 @@ def test_a_race_that_lost_files_or_has_strange_lines(race: Path) -> None:
     name = json.loads((race / "registry.jsonl").read_text().splitlines()[1])["run"]
     feed.state()
     shutil.rmtree(race / name)
-    Registry(race / "registry.jsonl").append(
+    RunRegistry(race / "registry.jsonl").append(
         "begun", run="../../etc", kind="race", entry="allreduce", workers=2, seed=1, factor=None
     )
     told = " ".join(feed.state()["problems"])
     assert "registry.jsonl: 1 line cannot be read" in told
-    assert f"{name}: {Path(name).name}/log.jsonl is gone" in told
+    assert f"{name}: {Path(name).name}/log.jsonl was removed" in told
     (race / "registry.jsonl").unlink()
-    assert "registry.jsonl is gone; what was read of it is shown" in feed.state()["problems"]
+    assert any(problem.startswith("registry.jsonl was removed") for problem in feed.state()["problems"])
 
 
 def test_numbers_of_runs_that_are_not_there(race: Path) -> None:
@@ -406,9 +401,9 @@ def test_numbers_of_runs_that_are_not_there(race: Path) -> None:
 
 
 def test_folders_that_are_no_run(tmp_path: Path, run: GrowingRun) -> None:
-    with pytest.raises(SpecError, match=r"is not there; .* syncline watch .*run"):
+    with pytest.raises(SpecError, match=r"does not exist; .* syncline watch .*run"):
         open_feed(tmp_path / "nothing")
-    with pytest.raises(SpecError, match=r"is a file; name the folder that it lies in"):
+    with pytest.raises(SpecError, match=r"is a file; name its folder"):
         open_feed(run.log)
     with pytest.raises(SpecError, match=r"neither race\.json nor log\.jsonl; .* syncline watch .*run"):
         open_feed(tmp_path)

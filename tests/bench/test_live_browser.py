@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from syncline.bench.live import Server
+from syncline.bench.live import LiveServer
 from tests.bench.live_logs import GrowingRun, end_race, growing_race, serving
 
 pytestmark = pytest.mark.xdist_group("browser")  # they share a fixture that takes long
@@ -73,7 +73,7 @@ def opened(browser: Any) -> Iterator[Tab]:
 
 
 @pytest.fixture(scope="module")
-def race(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Tab]]:
+def race(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServer, Tab]]:
     """A page with a finished race of six runs, and six on one worker; its tests share it: to draw it takes seconds."""
     folder = tmp_path_factory.mktemp("live") / "race"
     runs = growing_race(folder)
@@ -104,10 +104,10 @@ def tab(browser: Any) -> Iterator[Tab]:
         yield made
 
 
-def test_a_finished_race_light_dark_and_narrow(race: tuple[Server, Tab]) -> None:
+def test_a_finished_race_light_dark_and_narrow(race: tuple[LiveServer, Tab]) -> None:
     server, tab = race
     tab.shows("#status", "finished")
-    tab.shows("#title", "Race: logistic")
+    tab.shows("#title", "RaceRecord: logistic")
     tab.shows("#progress", "12 of 12 runs")
     tab.has("#table .cell", 6)
     tab.has("#curves .scatterlayer .trace", 7)  # and one for the target
@@ -129,7 +129,7 @@ def test_a_finished_race_light_dark_and_narrow(race: tuple[Server, Tab]) -> None
     tab.has("#curves .scatterlayer .trace", 7)
 
 
-def test_a_run_is_chosen_and_the_axis_switched(race: tuple[Server, Tab]) -> None:
+def test_a_run_is_chosen_and_the_axis_switched(race: tuple[LiveServer, Tab]) -> None:
     _, tab = race
     tab.has("#table .cell", 6)
     tab.click("#table tbody tr:nth-child(2) td:nth-child(3) .cell")
@@ -225,7 +225,7 @@ def test_a_hidden_tab_asks_nothing_and_a_lost_server_is_told(run: GrowingRun, ta
     tab.complaints.clear()
 
 
-def test_names_are_text_and_never_markup(race: tuple[Server, Tab]) -> None:
+def test_names_are_text_and_never_markup(race: tuple[LiveServer, Tab]) -> None:
     _, tab = race
     tab.shows("#table tbody tr:nth-child(3) th", MARKUP)
     tab.click("#table tbody tr:nth-child(3) td:nth-child(2) .cell")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from syncline.bench.live import Server, open_feed
+from syncline.bench.live import LiveServer, open_feed
 from syncline.cli.main import main
 from syncline.errors import UnsupportedError
 from tests.bench.live_logs import GrowingRun, serving
@@ -29,14 +29,14 @@ def run(tmp_path: Path) -> GrowingRun:
 
 
 @pytest.fixture
-def server(run: GrowingRun) -> Iterator[Server]:
+def server(run: GrowingRun) -> Iterator[LiveServer]:
     run.evaluation(100, 0.5)
     with serving(run.folder) as made:
         yield made
 
 
 def ask(
-    server: Server, path: str, method: str = "GET", token: bool = True, **headers: str
+    server: LiveServer, path: str, method: str = "GET", token: bool = True, **headers: str
 ) -> tuple[int, bytes, dict[str, str]]:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     given = {key.replace("_", "-"): value for key, value in headers.items()}
@@ -49,7 +49,7 @@ def ask(
         connection.close()
 
 
-def test_the_first_visit_brings_a_cookie_that_opens_the_rest(server: Server) -> None:
+def test_the_first_visit_brings_a_cookie_that_opens_the_rest(server: LiveServer) -> None:
     assert server.url == f"http://127.0.0.1:{server.port}/?token={server.token}"
     status, body, headers = ask(server, f"/?token={server.token}", token=False)
     assert (status, b"<title>syncline watch" in body) == (200, True)
@@ -64,7 +64,7 @@ def test_the_first_visit_brings_a_cookie_that_opens_the_rest(server: Server) -> 
 @pytest.mark.parametrize(
     "path", ["/", "/state.json", "/plotly.js", "/nothing", "/?token=", "/?token=wrong", "/?token=é"]
 )
-def test_without_the_token_nothing_is_told(server: Server, path: str) -> None:
+def test_without_the_token_nothing_is_told(server: LiveServer, path: str) -> None:
     for cookie in ("", "a=b", f"syncline-{server.port}=wrong", f"syncline-{server.port}=\xe9", f"x={server.token}"):
         status, body, headers = ask(server, path.replace("é", "%C3%A9"), token=False, Cookie=cookie)
         assert status == 403
@@ -75,18 +75,18 @@ def test_without_the_token_nothing_is_told(server: Server, path: str) -> None:
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "10.0.0.1", "[::1]:80", ""]
 )
-def test_a_page_of_another_name_is_refused(server: Server, host: str) -> None:
+def test_a_page_of_another_name_is_refused(server: LiveServer, host: str) -> None:
     status, body, _ = ask(server, "/state.json", Host=host)
     assert (status, b"127.0.0.1 or localhost" in body) == (403, True)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost:9999", "127.0.0.1:1"])
-def test_the_port_may_be_another_one_through_ssh(server: Server, host: str) -> None:
+def test_the_port_may_be_another_one_through_ssh(server: LiveServer, host: str) -> None:
     assert ask(server, "/state.json", Host=host)[0] == 200
 
 
 @pytest.mark.parametrize("method", ["HEAD", "POST", "PUT", "DELETE", "OPTIONS"])
-def test_get_only(server: Server, method: str) -> None:
+def test_get_only(server: LiveServer, method: str) -> None:
     status, _, headers = ask(server, "/state.json", method=method)
     assert (status, headers["allow"]) == (405, "GET")
     assert ask(server, "/state.json", method=method, token=False)[0] == 403
@@ -112,11 +112,11 @@ def test_get_only(server: Server, method: str) -> None:
         "/run.json?id=0&kind=../x",
     ],
 )
-def test_only_what_is_in_the_table_is_found(server: Server, path: str) -> None:
+def test_only_what_is_in_the_table_is_found(server: LiveServer, path: str) -> None:
     assert ask(server, path.replace("²", "%C2%B2"))[0] == 404
 
 
-def test_what_the_page_asks_for(server: Server) -> None:
+def test_what_the_page_asks_for(server: LiveServer) -> None:
     assert json.loads(ask(server, "/state.json")[1])["runs"][0]["best"] == 0.5
     assert json.loads(ask(server, "/curves.json?runs=0,7,x,-3")[1])["runs"]["0"]["metric"] == [0.5]
     assert json.loads(ask(server, "/run.json?id=0&kind=data")[1])["heat"]["kind"] == "data"
@@ -134,7 +134,7 @@ def test_what_the_page_asks_for(server: Server) -> None:
     assert len(small[1]) < len(body) / 2
 
 
-def test_it_listens_on_the_loopback_interface_alone(server: Server) -> None:
+def test_it_listens_on_the_loopback_interface_alone(server: LiveServer) -> None:
     assert server._socket.getsockname()[0] == "127.0.0.1"
 
 
@@ -151,7 +151,7 @@ def test_it_listens_on_the_loopback_interface_alone(server: Server) -> None:
         b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n",
     ],
 )
-def test_what_is_no_request(server: Server, said: bytes) -> None:
+def test_what_is_no_request(server: LiveServer, said: bytes) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as strange:
         strange.sendall(said)
         with strange.makefile("rb") as answer:
@@ -159,7 +159,7 @@ def test_what_is_no_request(server: Server, said: bytes) -> None:
     assert ask(server, "/state.json")[0] == 200
 
 
-def test_clients_that_say_nothing_or_take_nothing_hold_up_nobody(server: Server) -> None:
+def test_clients_that_say_nothing_or_take_nothing_hold_up_nobody(server: LiveServer) -> None:
     where = ("127.0.0.1", server.port)
     silent = socket.create_connection(where, timeout=30)
     half = socket.create_connection(where, timeout=30)
@@ -182,7 +182,7 @@ def test_clients_that_say_nothing_or_take_nothing_hold_up_nobody(server: Server)
 
 
 def test_one_that_says_nothing_for_long_is_sent_away(run: GrowingRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.bench.live.server.PATIENCE", 0.05)
+    monkeypatch.setattr("syncline.bench.live.server.REQUEST_TIMEOUT_S", 0.05)
     with (
         serving(run.folder) as server,
         socket.create_connection(("127.0.0.1", server.port), timeout=30) as silent,
@@ -191,7 +191,7 @@ def test_one_that_says_nothing_for_long_is_sent_away(run: GrowingRun, monkeypatc
 
 
 def test_too_many_connections_are_closed(run: GrowingRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.bench.live.server.CONNECTIONS", 2)
+    monkeypatch.setattr("syncline.bench.live.server.MAX_CONNECTIONS", 2)
     with serving(run.folder) as server:
         where = ("127.0.0.1", server.port)
         held = [socket.create_connection(where, timeout=30) for _ in range(3)]
@@ -202,15 +202,15 @@ def test_too_many_connections_are_closed(run: GrowingRun, monkeypatch: pytest.Mo
                 one.close()
 
 
-def test_a_port_that_is_taken(server: Server, run: GrowingRun) -> None:
+def test_a_port_that_is_taken(server: LiveServer, run: GrowingRun) -> None:
     with pytest.raises(UnsupportedError, match=rf"cannot listen on 127\.0\.0\.1:{server.port} .* without --port"):
-        Server(open_feed(run.folder), server.port)
+        LiveServer(open_feed(run.folder), server.port)
 
 
 def test_without_plotly_it_says_what_to_install(run: GrowingRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(UnsupportedError, match=r"pip install 'syncline\[view\]'"):
-        Server(open_feed(run.folder))
+        LiveServer(open_feed(run.folder))
 
 
 # The command
@@ -234,13 +234,13 @@ def test_the_command_serves_until_ctrl_c(run: GrowingRun) -> None:
         finally:
             process.kill()
     assert process.returncode == 0
-    assert "the view has ended" in rest
+    assert "the page has ended" in rest
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["nothing"], "nothing is not there"),
+        (["nothing"], "nothing does not exist"),
         ([], "there is no run in"),
         (["run", "--port", "70000"], "--port 70000: a port is 1 to 65535"),
     ],

@@ -1,4 +1,4 @@
-"""The race's own parts, on the simulator: the plan, the registry, the field, and how runs begin, fail and go on."""
+"""The race on the simulator: plan, registry, entries, and how runs start, fail and continue."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from syncline.bench.race.arena import Result, SimulatedArena
-from syncline.bench.race.entrant import Entrant
-from syncline.bench.race.field import default_field, read_field, short_field
-from syncline.bench.race.pace import expected_seconds, parse_network
-from syncline.bench.race.plan import Entry, Plan, Tuning
-from syncline.bench.race.reading import read_race
-from syncline.bench.race.registry import Registry, locked, read_registry
-from syncline.bench.race.runner import Runner, begin
-from syncline.bench.race.splits import read_splits
-from syncline.bench.race.view import View
+from syncline.bench.race.entries import all_entries, default_entries, read_entries
+from syncline.bench.race.plan import RaceEntry, RacePlan, RateTuning
+from syncline.bench.race.progress import RaceProgress
+from syncline.bench.race.registry import RunRegistry, lock_registry, read_registry, read_splits
+from syncline.bench.race.runner import (
+    RaceRunner,
+    RunResult,
+    SimulatedRunner,
+    expected_seconds,
+    parse_network,
+    start_race,
+)
+from syncline.bench.race.worker import WorkerPlan
+from syncline.bench.runlog import read_race
 from syncline.errors import IncompatibleError, ProtocolError, SpecError, WorldError
 from syncline.training.folder import RunFolder
 from syncline.workloads import build
@@ -46,7 +50,7 @@ def copy(raced: Path, tmp_path: Path) -> Path:
 
 
 def three_lines(path: Path) -> list[str]:
-    registry = Registry(path)
+    registry = RunRegistry(path)
     for number in range(3):
         registry.append("begun", run=f"runs/a/{number}")
     return path.read_text().splitlines(keepends=True)
@@ -55,8 +59,8 @@ def three_lines(path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda lines: [lines[0], lines[2]], "line 2 does not hang on the line before it"),
-        (lambda lines: [lines[1], lines[0], lines[2]], "line 1 does not hang on"),
+        (lambda lines: [lines[0], lines[2]], "line 2 does not continue the line before it"),
+        (lambda lines: [lines[1], lines[0], lines[2]], "line 1 does not continue"),
         (lambda lines: [lines[0], lines[1].replace("runs/a/1", "runs/a/9"), lines[2]], "line 2 was changed"),
         (lambda lines: [lines[0], "{\n", lines[2]], "line 2 is not JSON"),
         (lambda lines: [lines[0], "7\n", lines[2]], "line 2 is not a JSON object"),
@@ -84,16 +88,16 @@ def test_a_line_that_a_crash_cut_off_is_no_line(tmp_path: Path) -> None:
     path = tmp_path / "registry.jsonl"
     whole = "".join(three_lines(path))
     path.write_text(whole + whole.splitlines()[-1][:40])
-    Registry(path)
+    RunRegistry(path)
     assert path.read_text() == whole
 
 
 def test_one_race_at_a_time(tmp_path: Path) -> None:
     path = tmp_path / "registry.jsonl"
     path.touch()
-    with locked(path), pytest.raises(IncompatibleError, match="another race"), locked(path):
+    with lock_registry(path), pytest.raises(IncompatibleError, match="another race"), lock_registry(path):
         pass
-    with locked(path):
+    with lock_registry(path):
         pass
 
 
@@ -101,9 +105,9 @@ def test_one_race_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_plan_reads_back() -> None:
-    tuning = Tuning(factors=(0.5, 2.0), epochs=2, seed=9)
+    tuning = RateTuning(factors=(0.5, 2.0), epochs=2, seed=9)
     plan = replace(PLAN, tuning=tuning, scaling="weak", scaling_workers=(1, 2), skipped={"other": "not here"})
-    assert Plan.from_json(plan.as_json()) == plan
+    assert RacePlan.from_json(plan.as_json()) == plan
 
 
 PLANS = ["", "[]", "7", '{"format": 99}', '{"format": 1}', '{"format": 1, "entries": 3}', '{"format": ' + "[" * 9999]
@@ -112,7 +116,7 @@ PLANS = ["", "[]", "7", '{"format": 99}', '{"format": 1}', '{"format": 1, "entri
 @pytest.mark.parametrize("text", PLANS, ids=lambda text: text[:20])
 def test_what_is_no_plan_is_named(text: str) -> None:
     with pytest.raises(ProtocolError, match=r"somewhere/race\.json"):
-        Plan.from_json(text, "somewhere/race.json")
+        RacePlan.from_json(text, "somewhere/race.json")
 
 
 def test_every_seed_sees_every_entry_in_another_order() -> None:
@@ -134,7 +138,7 @@ def test_weak_and_strong_keep_what_they_say() -> None:
 
 
 def test_strong_scaling_is_the_same_training_on_any_number(tmp_path: Path) -> None:
-    entry = Entry(name="allreduce", learning_rate=0.5, scaling="sqrt", rate_from="preset")
+    entry = RaceEntry(name="allreduce", learning_rate=0.5, scaling="sqrt", rate_from="preset")
     plan = replace(PLAN, entries=(entry,), scaling="strong", workers=3, scaling_workers=(1, 2), batch=15)
     found = [plan.settings(run) for run in plan.runs()]
     assert {one.global_batch for one in found} == {45}
@@ -142,28 +146,28 @@ def test_strong_scaling_is_the_same_training_on_any_number(tmp_path: Path) -> No
 
 
 def test_a_long_name_has_a_folder() -> None:
-    first, second = Entry(name="a" * 300), Entry(name="a" * 301)
+    first, second = RaceEntry(name="a" * 300), RaceEntry(name="a" * 301)
     assert len(first.slug) < 100
     assert first.slug != second.slug
 
 
 def test_entries_need_folders_of_their_own() -> None:
     with pytest.raises(SpecError, match="another name"):
-        replace(PLAN, entries=(Entry(name="a b"), Entry(name="a-b")))
+        replace(PLAN, entries=(RaceEntry(name="a b"), RaceEntry(name="a-b")))
 
 
 # The field.
 
 
 def test_the_default_field_has_all_kinds() -> None:
-    field = default_field(build("digits"))
+    field = all_entries(build("digits"))
     entries = {entry.name: entry for entry in field.entries}
     assert {"allreduce", "allreduce(delay=1)", "quantize(4)", "powersgd(2)", "ddp"} <= set(entries)
     own = next(entry for name, entry in entries.items() if name.startswith("topk"))
     assert own.momentum == 0.0, "it brings its own"
     assert entries["allreduce"].momentum is None
     assert next(name for name, entry in entries.items() if entry.baseline) == "ddp"
-    simulated = default_field(build("digits"), simulated=True)
+    simulated = all_entries(build("digits"), simulated=True)
     assert not any(entry.baseline for entry in simulated.entries)
     assert "real processes" in simulated.skipped["ddp"]
 
@@ -171,13 +175,13 @@ def test_the_default_field_has_all_kinds() -> None:
 def test_the_short_field_has_one_of_each_family() -> None:
     """Five on processes, twelve on the simulator; all of them are in the field of all kinds, and none needs MPI."""
     workload = build("digits")
-    short = [entry.name for entry in short_field(workload).entries]
+    short = [entry.name for entry in default_entries(workload).entries]
     assert short[0] == "allreduce"
     assert len(short) == 5
-    simulated = short_field(workload, simulated=True).entries
+    simulated = default_entries(workload, simulated=True).entries
     assert [entry.name for entry in simulated][:5] == short
     assert len(simulated) == 12
-    assert not any(entry.engine for entry in default_field(workload, simulated=True).entries)
+    assert not any(entry.engine for entry in all_entries(workload, simulated=True).entries)
 
 
 def test_the_expected_time_grows_with_runs_and_data() -> None:
@@ -188,10 +192,10 @@ def test_the_expected_time_grows_with_runs_and_data() -> None:
     assert expected_seconds(replace(PLAN, seconds_a_sample=2e-3), workload) > one
 
 
-def entries_of(tmp_path: Path, text: str, simulated: bool = False) -> tuple[Entry, ...]:
+def entries_of(tmp_path: Path, text: str, simulated: bool = False) -> tuple[RaceEntry, ...]:
     path = tmp_path / "mine.toml"
     path.write_text(text)
-    return read_field(path, build("digits"), simulated).entries
+    return read_entries(path, build("digits"), simulated).entries
 
 
 def test_entries_from_a_file(tmp_path: Path) -> None:
@@ -231,7 +235,7 @@ def test_entries_from_a_file(tmp_path: Path) -> None:
         ("[[entry]]\nstrategy = 7", "strategy = 7 is not a text"),
         ("[[entry]]\nlearning_rate = 'fast'", "is not a number"),
         ("[[entry]]\nlearning_rate = nan", "is not a number that fits"),
-        ("[[entry]]\nstrategy = 'ddp'\ncodec = 'quantize(4)'", "no codecs of ours"),
+        ("[[entry]]\nstrategy = 'ddp'\ncodec = 'quantize(4)'", "takes no codec"),
         ("[[entry]]\ncollective = 'gather'", "there is no codec"),
     ],
 )
@@ -244,7 +248,7 @@ def test_a_file_that_cannot_be_is_refused(tmp_path: Path, text: str, told: str) 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"cannot read entries from .*none\.toml"):
-        read_field(tmp_path / "none.toml", build("digits"))
+        read_entries(tmp_path / "none.toml", build("digits"))
 
 
 def test_baselines_are_not_simulated(tmp_path: Path) -> None:
@@ -313,53 +317,53 @@ def test_predictions_are_near(raced: Path) -> None:
     assert run.config["predicted"]["communication"] == pytest.approx(measured, rel=0.5)
 
 
-class Moody(SimulatedArena):
+class Moody(SimulatedRunner):
     """Does what it is told to in place of some runs."""
 
-    def __init__(self, moods: dict[str, Result | type[BaseException]]) -> None:
+    def __init__(self, moods: dict[str, RunResult | type[BaseException]]) -> None:
         super().__init__(NETWORK)
         self.moods = moods
         self.ran: list[str] = []
 
-    def run(self, entrant: Entrant, workers: int, tick: Callable[[], str | None]) -> Result:
-        name = "/".join(Path(entrant.folder).parts[-2:])
+    def run(self, plan: WorkerPlan, workers: int, tick: Callable[[], str | None]) -> RunResult:
+        name = "/".join(Path(plan.folder).parts[-2:])
         self.ran.append(name)
         mood = self.moods.get(name)
-        if isinstance(mood, Result):
+        if isinstance(mood, RunResult):
             return mood
         if mood is not None:
             raise mood
-        return super().run(entrant, workers, tick)
+        return super().run(plan, workers, tick)
 
 
 def test_ctrl_c_keeps_what_is_done_and_the_race_goes_on(tmp_path: Path, raced: Path) -> None:
     plan = replace(PLAN, seeds=(1, 2))
-    begin(tmp_path / "race", plan, build(WORKLOAD))
+    start_race(tmp_path / "race", plan, build(WORKLOAD))
     third = plan.runs()[2].folder.removeprefix("runs/")
     stopped = Moody({third: KeyboardInterrupt})
-    assert not Runner(tmp_path / "race", stopped, Silent()).run()
+    assert not RaceRunner(tmp_path / "race", stopped, Silent()).run()
     race = read_race(tmp_path / "race")
     assert [run.status for run in race.runs] == ["finished", "finished", "interrupted"]
-    assert len(race.left()) == 4
+    assert len(race.remaining()) == 4
     after = Moody({})
-    assert Runner(tmp_path / "race", after, Silent()).run()
+    assert RaceRunner(tmp_path / "race", after, Silent()).run()
     assert after.ran[0] == f"{third}.2", "the attempt that was stopped keeps its folder"
     assert len(after.ran) == 4
     race = read_race(tmp_path / "race")
     assert race.problems == []
-    assert race.left() == []
+    assert race.remaining() == []
     first = {(run.entry, run.seed): run.evaluations for run in read_race(raced).runs}
     assert {(run.entry, run.seed): run.evaluations for run in race.runs if run.status == "finished"} == first
 
 
 def test_a_race_whose_process_was_killed_goes_on(tmp_path: Path) -> None:
     plan = replace(PLAN, seeds=(1,), entries=PLAN.entries[:1])
-    begin(tmp_path / "race", plan, build(WORKLOAD))
-    dead = Registry(tmp_path / "race" / "registry.jsonl")
+    start_race(tmp_path / "race", plan, build(WORKLOAD))
+    dead = RunRegistry(tmp_path / "race" / "registry.jsonl")
     facts = {"kind": "race", "entry": "allreduce", "workers": 2, "seed": 1, "factor": None}
     dead.append("begun", run="runs/allreduce/2w-seed1", **facts)
     (tmp_path / "race/runs/allreduce/2w-seed1").mkdir(parents=True)
-    assert Runner(tmp_path / "race", SimulatedArena(NETWORK), Silent()).run()
+    assert RaceRunner(tmp_path / "race", SimulatedRunner(NETWORK), Silent()).run()
     race = read_race(tmp_path / "race")
     assert [(run.folder, run.status) for run in race.runs] == [
         ("runs/allreduce/2w-seed1", "interrupted"),
@@ -370,12 +374,12 @@ def test_a_race_whose_process_was_killed_goes_on(tmp_path: Path) -> None:
 
 def test_who_fails_stays_in_the_table(tmp_path: Path) -> None:
     plan = replace(PLAN, seeds=(1,))
-    begin(tmp_path / "race", plan, build(WORKLOAD))
+    start_race(tmp_path / "race", plan, build(WORKLOAD))
     moods = {
-        "allreduce/2w-seed1": Result("failed", "RuntimeError: boom"),
-        "quantize-4/2w-seed1": Result("hung", "late"),
+        "allreduce/2w-seed1": RunResult("failed", "RuntimeError: boom"),
+        "quantize-4/2w-seed1": RunResult("hung", "late"),
     }
-    assert Runner(tmp_path / "race", Moody(dict(moods)), Silent()).run()
+    assert RaceRunner(tmp_path / "race", Moody(dict(moods)), Silent()).run()
     race = read_race(tmp_path / "race")
     assert {run.entry: (run.status, run.reason) for run in race.runs} == {
         "allreduce": ("failed", "RuntimeError: boom"),
@@ -383,11 +387,11 @@ def test_who_fails_stays_in_the_table(tmp_path: Path) -> None:
         "allreduce(delay=1)": ("finished", None),
     }
     assert race.problems == []
-    assert race.left() == [], "a failed run is a result"
+    assert race.remaining() == [], "a failed run is a result"
 
 
 def test_a_rate_that_explodes_has_diverged(tmp_path: Path) -> None:
-    entries = (Entry(name="wild", learning_rate=1e30, rate_from="given"),)
+    entries = (RaceEntry(name="wild", learning_rate=1e30, rate_from="given"),)
     race = read_race(make_race(tmp_path / "race", entries=entries, seeds=(1,)))
     (run,) = race.runs
     assert run.status == "diverged"
@@ -395,7 +399,7 @@ def test_a_rate_that_explodes_has_diverged(tmp_path: Path) -> None:
 
 
 def test_tuning_gives_every_entry_the_same_and_takes_the_best(tmp_path: Path) -> None:
-    tuning = Tuning(factors=(0.1, 1.0), epochs=2, seed=77)
+    tuning = RateTuning(factors=(0.1, 1.0), epochs=2, seed=77)
     entries = (PLAN.entries[0], PLAN.entries[2])
     race = read_race(make_race(tmp_path / "race", tuning=tuning, entries=entries, seeds=(1,)))
     assert race.problems == []
@@ -411,24 +415,24 @@ def test_tuning_gives_every_entry_the_same_and_takes_the_best(tmp_path: Path) ->
 
 def test_a_rate_that_diverged_is_not_chosen(tmp_path: Path) -> None:
     """It has evaluations, and one of them may be better than any other."""
-    tuning = Tuning(factors=(0.1, 1.0), epochs=1, seed=77)
+    tuning = RateTuning(factors=(0.1, 1.0), epochs=1, seed=77)
     plan = replace(PLAN, tuning=tuning, entries=PLAN.entries[:1], seeds=(1,))
-    begin(tmp_path / "race", plan, build(WORKLOAD))
+    start_race(tmp_path / "race", plan, build(WORKLOAD))
 
-    class Late(SimulatedArena):
-        def run(self, entrant: Entrant, workers: int, tick: Callable[[], str | None]) -> Result:
-            result = super().run(entrant, workers, tick)
-            return Result("diverged", "NaN at the end") if entrant.folder.endswith("rate-times-1") else result
+    class Late(SimulatedRunner):
+        def run(self, plan: WorkerPlan, workers: int, tick: Callable[[], str | None]) -> RunResult:
+            result = super().run(plan, workers, tick)
+            return RunResult("diverged", "NaN at the end") if plan.folder.endswith("rate-times-1") else result
 
-    assert Runner(tmp_path / "race", Late(NETWORK), Silent()).run()
+    assert RaceRunner(tmp_path / "race", Late(NETWORK), Silent()).run()
     assert read_race(tmp_path / "race").rates == {"allreduce": pytest.approx(0.05)}
 
 
 def test_an_arena_that_cannot_start_is_a_failed_run(tmp_path: Path) -> None:
     plan = replace(PLAN, entries=PLAN.entries[:1], seeds=(1,))
-    begin(tmp_path / "race", plan, build(WORKLOAD))
-    moods: dict[str, Result | type[BaseException]] = {"allreduce/2w-seed1": WorldError}
-    assert Runner(tmp_path / "race", Moody(moods), Silent()).run()
+    start_race(tmp_path / "race", plan, build(WORKLOAD))
+    moods: dict[str, RunResult | type[BaseException]] = {"allreduce/2w-seed1": WorldError}
+    assert RaceRunner(tmp_path / "race", Moody(moods), Silent()).run()
     assert [run.status for run in read_race(tmp_path / "race").runs] == ["failed"]
 
 
@@ -436,10 +440,10 @@ def test_a_race_without_its_registry_does_not_go_on(copy: Path) -> None:
     lines = (copy / "registry.jsonl").read_text().splitlines(keepends=True)
     (copy / "registry.jsonl").write_text("".join(lines[1:]))
     with pytest.raises(ProtocolError, match="does not begin with the plan"):
-        Runner(copy, SimulatedArena(NETWORK), Silent()).run()
+        RaceRunner(copy, SimulatedRunner(NETWORK), Silent()).run()
     (copy / "registry.jsonl").unlink()
     with pytest.raises(ProtocolError, match="is missing"):
-        Runner(copy, SimulatedArena(NETWORK), Silent()).run()
+        RaceRunner(copy, SimulatedRunner(NETWORK), Silent()).run()
     assert not (copy / "registry.jsonl").exists()
 
 
@@ -458,13 +462,13 @@ def test_scaling_points_are_runs_like_any_other(tmp_path: Path) -> None:
 
 def test_two_races_do_not_begin_in_one_folder(tmp_path: Path) -> None:
     with RunFolder(tmp_path).lock(), pytest.raises(IncompatibleError, match="is in use by another job"):
-        begin(tmp_path, PLAN, build(WORKLOAD))
+        start_race(tmp_path, PLAN, build(WORKLOAD))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_holds_a_race_is_not_begun_again(copy: Path) -> None:
     with pytest.raises(IncompatibleError, match="--resume"):
-        begin(copy, PLAN, build(WORKLOAD))
+        start_race(copy, PLAN, build(WORKLOAD))
 
 
 def test_a_folder_without_a_race(tmp_path: Path) -> None:
@@ -516,12 +520,12 @@ def test_logs_that_cannot_be_read_are_no_end_of_the_report(copy: Path) -> None:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_view_tells_the_race(tmp_path: Path, terminal: bool) -> None:
     plan = replace(PLAN, seeds=(1,))
-    begin(tmp_path / "race", plan, build(WORKLOAD))
+    start_race(tmp_path / "race", plan, build(WORKLOAD))
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=terminal, width=100, color_system=None)
-    with View(read_race(tmp_path / "race"), console) as view:
-        moods: dict[str, Result | type[BaseException]] = {"quantize-4/2w-seed1": Result("failed", "boom")}
-        assert Runner(tmp_path / "race", Moody(moods), view).run()
+    with RaceProgress(read_race(tmp_path / "race"), console) as view:
+        moods: dict[str, RunResult | type[BaseException]] = {"quantize-4/2w-seed1": RunResult("failed", "boom")}
+        assert RaceRunner(tmp_path / "race", Moody(moods), view).run()
     shown = screen.getvalue()
     assert "allreduce(delay=1)" in shown
     assert "failed" in shown
@@ -534,12 +538,12 @@ def test_the_view_tells_the_race(tmp_path: Path, terminal: bool) -> None:
 
 
 def test_a_long_run_leaves_lines_where_no_table_rewrites_itself(tmp_path: Path) -> None:
-    begin(tmp_path / "race", PLAN, build(WORKLOAD))
+    start_race(tmp_path / "race", PLAN, build(WORKLOAD))
     screen, seconds = io.StringIO(), [0.0]
     console = Console(file=screen, width=100, color_system=None)
     run = PLAN.runs()[0]
-    with View(read_race(tmp_path / "race"), console, clock=lambda: seconds[0]) as view:
-        view.begun(run, tmp_path / "race" / run.folder, 0, 9)
+    with RaceProgress(read_race(tmp_path / "race"), console, clock=lambda: seconds[0]) as view:
+        view.started(run, tmp_path / "race" / run.folder, 0, 9)
         for seconds[0] in (10.0, 31.0, 50.0, 62.0):
             view.tick()
     assert [line.split(", ")[-1] for line in screen.getvalue().splitlines()] == [
@@ -550,8 +554,8 @@ def test_a_long_run_leaves_lines_where_no_table_rewrites_itself(tmp_path: Path) 
 
 def test_a_simulation_without_end_counts_as_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("syncline.runtime.kernel.PROGRESS_EVERY_S", 1e-3)
-    begin(tmp_path / "race", replace(PLAN, limit=1e-6, seeds=(1,)), build(WORKLOAD))
-    assert Runner(tmp_path / "race", SimulatedArena(NETWORK), Silent()).run()
+    start_race(tmp_path / "race", replace(PLAN, limit=1e-6, seeds=(1,)), build(WORKLOAD))
+    assert RaceRunner(tmp_path / "race", SimulatedRunner(NETWORK), Silent()).run()
     found = read_race(tmp_path / "race").runs
     assert {run.status for run in found} == {"hung"}
     assert found[0].reason is not None

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from syncline.bench.race import field as field_module
-from syncline.bench.race.field import Field, default_field, read_field
-from syncline.bench.race.plan import Plan
-from syncline.bench.race.reading import read_race
+from syncline.bench.race import entries as entries_module
+from syncline.bench.race.entries import RaceEntries, all_entries, read_entries
+from syncline.bench.race.plan import RacePlan
+from syncline.bench.runlog import read_race
 from syncline.errors import IncompatibleError, SpecError, SynclineError, UnsupportedError, WorldError
 from syncline.launch.lab import Lab
 from syncline.launch.mpi import why_no_mpi
@@ -24,18 +24,18 @@ NEEDY = Preset(spec="allreduce(delay=1)", engine="mpi")
 
 @pytest.fixture
 def mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(field_module, "why_no_mpi", lambda lab: None)
+    monkeypatch.setattr(entries_module, "why_no_mpi", lambda lab: None)
 
 
 @pytest.fixture
 def no_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(field_module, "why_no_mpi", lambda lab: f"mpiexec is gone (lab: {lab})")
+    monkeypatch.setattr(entries_module, "why_no_mpi", lambda lab: f"mpiexec is gone (lab: {lab})")
 
 
-def read(tmp_path: Path, text: str, simulated: bool = False) -> Field:
+def read(tmp_path: Path, text: str, simulated: bool = False) -> RaceEntries:
     path = tmp_path / "mine.toml"
     path.write_text(text)
-    return read_field(path, build("digits"), simulated)
+    return read_entries(path, build("digits"), simulated)
 
 
 @pytest.mark.usefixtures("mpi")
@@ -57,9 +57,9 @@ def test_a_strategy_that_needs_mpi_has_it_however_it_is_spelt(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("text", "kind", "told"),
     [
-        ("engine = 'nccl'", SpecError, "engine = 'nccl' is not known to a race"),
+        ("engine = 'nccl'", SpecError, "engine = 'nccl' is not available in a race"),
         ("engine = 3", SpecError, "engine = 3 is not a text"),
-        ("strategy = 'ddp'\nengine = 'mpi'", IncompatibleError, "ddp runs on torch.distributed alone"),
+        ("strategy = 'ddp'\nengine = 'mpi'", IncompatibleError, "ddp runs only on torch.distributed"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, text: str, kind: type[SynclineError], told: str) -> None:
@@ -68,25 +68,25 @@ def test_what_cannot_be_is_refused(tmp_path: Path, text: str, kind: type[Synclin
 
 
 @pytest.mark.usefixtures("no_mpi")
-def test_without_mpi_a_file_is_refused_and_the_default_field_does_without(
+def test_without_mpi_a_file_is_refused_and_the_default_entries_does_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UnsupportedError, match="allreduce on mpi runs on MPI, and mpiexec is gone"):
         read(tmp_path, "[[entry]]\nengine = 'mpi'")
-    monkeypatch.setattr(field_module, "default_presets", lambda: [Preset(spec="allreduce"), NEEDY])
-    found = default_field(build("digits"), one_host=False)
+    monkeypatch.setattr(entries_module, "default_presets", lambda: [Preset(spec="allreduce"), NEEDY])
+    found = all_entries(build("digits"), one_host=False)
     assert found.skipped[NEEDY.spec] == "it runs on MPI, and mpiexec is gone (lab: True)"
     names = [entry.name for entry in found.entries]
     assert "allreduce" in names
     assert NEEDY.spec not in names
-    simulated = {entry.name: entry for entry in default_field(build("digits"), simulated=True).entries}
+    simulated = {entry.name: entry for entry in all_entries(build("digits"), simulated=True).entries}
     assert simulated[NEEDY.spec].engine is None
 
 
 @pytest.mark.usefixtures("mpi")
-def test_the_default_field_has_those_on_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(field_module, "default_presets", lambda: [NEEDY])
-    found = {entry.name: entry.engine for entry in default_field(build("digits")).entries}
+def test_the_default_entries_has_those_on_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(entries_module, "default_presets", lambda: [NEEDY])
+    found = {entry.name: entry.engine for entry in all_entries(build("digits")).entries}
     assert found[NEEDY.spec] == "mpi"
     assert found["ddp"] is None
 
@@ -95,7 +95,7 @@ def test_a_plan_of_before_reads_back() -> None:
     plan = json.loads(PLAN.as_json())
     for entry in plan["entries"]:
         del entry["engine"]
-    assert Plan.from_json(json.dumps(plan)) == PLAN
+    assert RacePlan.from_json(json.dumps(plan)) == PLAN
 
 
 ENTRIES = """

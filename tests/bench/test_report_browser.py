@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from syncline.bench.race.plan import Entry
+from syncline.bench.lint import Finding
+from syncline.bench.race.plan import RaceEntry
 from syncline.bench.report import write_report
 from tests.bench.report_races import Hand, seeds, write_race
 
@@ -57,11 +59,11 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         runs += [Hand(name, seed, metrics, every=4.0, workers=1, kind="scaling") for seed in (1, 2, 3)]
     runs[-4] = Hand(NAMES[-1], 3, (0.1,), status="failed", reason="PeerLostError: rank 2 of 4 is gone, since step 12")
-    entries = [Entry(name=NAMES[0], strategy="ddp", baseline=True), *(Entry(name=name) for name in NAMES[1:])]
+    entries = [RaceEntry(name=NAMES[0], strategy="ddp", baseline=True), *(RaceEntry(name=name) for name in NAMES[1:])]
     folder = tmp_path_factory.mktemp("report") / "race"
     write_race(folder, runs, entries, scaling="weak", scaling_workers=(1,), skipped={"hivemind": "not installed"})
-    finding = {"rule": "6", "title": "Leave out I/O", "evidence": f"{'runs/a-very-long-name/' * 8}: 71 %", "fix": "no"}
-    return write_report(folder, [finding, {**finding, "rule": "7", "severity": "warning"}])
+    finding = Finding("6", "Time is left out", f"{'runs/a-very-long-name/' * 8}: 71 %", "no")
+    return write_report(folder, [finding, replace(finding, rule="7", severity="warning")])
 
 
 @pytest.fixture

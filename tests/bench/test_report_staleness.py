@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from syncline.bench.race.plan import Entry
-from syncline.bench.race.reading import read_race
+from syncline.bench.race.plan import RaceEntry
 from syncline.bench.report import analyse, judge
+from syncline.bench.report.facts import read_histogram, staleness_bins, staleness_rows
 from syncline.bench.report.html import page
-from syncline.bench.report.staleness import bins, counts_of, staleness_rows
+from syncline.bench.runlog import read_race
 from tests.bench.racing import make_race, reseal
 
-ONE = Entry(name="allreduce", learning_rate=0.5, rate_from="given")
+ONE = RaceEntry(name="allreduce", learning_rate=0.5, rate_from="given")
 
 
 def with_histogram(folder: Path, histogram: object) -> None:
@@ -58,6 +58,6 @@ def test_shares_add_up() -> None:
     heads, rows = staleness_rows({"a": {0: 1, 100: 3}, "b": {2: 7}, "c": {}})
     assert [row.entry for row in rows] == ["a", "b"]
     assert all(sum(row.shares) == pytest.approx(1.0) for row in rows)
-    assert len(heads) == len(rows[0].shares) == len(bins(100))
+    assert len(heads) == len(rows[0].shares) == len(staleness_bins(100))
     assert heads[-1] == "65–128"
-    assert counts_of(None) == {}
+    assert read_histogram(None) == {}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from syncline.bench.stragglers import AWHILE, SCENARIOS, StragglersPlan, measure, table
+from syncline.bench.stragglers import SCENARIOS, SLOW_STEPS, StragglersPlan, measure, table
 from syncline.errors import SpecError
 
 SMALL: dict[str, Any] = {
@@ -49,7 +49,7 @@ def test_whom_a_scenario_slows() -> None:
     wandering = SCENARIOS["wandering"](plan)
     assert [slow.rank for slow in wandering[:4]] == [0, 1, 2, 0]
     assert [slow.start for slow in wandering[1:]] == [slow.stop for slow in wandering[:-1]], "always one, never two"
-    assert wandering[0].stop == AWHILE * plan.step
+    assert wandering[0].stop == SLOW_STEPS * plan.step
 
 
 def test_a_small_comparison(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_small_comparison(tmp_path: Path) -> None:
     document = json.loads(Path(plan.out).read_text())
     assert document["seconds"] == found
     told = table(document)
-    assert "2 workers, 40 ms a step, slow ones 4 times; 1 seeds; × is of bsp" in told
+    assert "2 workers, 40 ms a step, slow ones 4 times; 1 seeds; × is relative to bsp" in told
     assert [line for line in told.splitlines() if line.startswith(("equal", "lasting"))] == ["equal", "lasting"]
     (tmp_path / "again").mkdir()
     again = StragglersPlan(out=str(tmp_path / "again" / "a.json"), scenarios=("equal",), **SMALL)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from syncline.bench.race.reading import read_race
+from syncline.bench.runlog import read_race
 from syncline.cli import race
 from syncline.errors import IncompatibleError, SpecError, SynclineError
 from tests.launch.runs import Runs, wait_for
@@ -86,7 +86,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
         ("digits -n 0", SpecError, "at least one worker"),
         ("digits -n 5000", IncompatibleError, "too few for 5000 workers"),
         ("digits --target 96", SpecError, "did you mean 0.96"),
-        ("aimless.py", SpecError, "give one with --target"),
+        ("aimless.py", SpecError, "set one with --target"),
         ("digits --seeds 0", SpecError, "--seeds 0"),
         ("digits --seeds 1,1", SpecError, "each once"),
         ("digits --seeds many", SpecError, "how many (3), or which"),
@@ -116,7 +116,7 @@ def test_refused(
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "race.json").touch()
     (tmp_path / "aimless.py").write_text(SCRIPT.replace("TARGET = 0.5", ""))
-    monkeypatch.setattr("syncline.bench.race.runner.Runner", lambda *_: pytest.fail("it was started"))
+    monkeypatch.setattr("syncline.bench.race.runner.RaceRunner", lambda *_: pytest.fail("it was started"))
     with pytest.raises(kind) as caught:
         race.run(parsed(*line.split()))
     assert words in str(caught.value)
@@ -193,5 +193,5 @@ def test_ctrl_c_and_resume(tmp_path: Path, runs: Runs) -> None:
     assert "leaves out" not in again.err, "the report of the first half is no cheat"
     found = read_race(tmp_path / "here")
     assert found.problems == []
-    assert found.left() == []
+    assert found.remaining() == []
     assert [run.status for run in found.runs if run.status != "interrupted"] == ["finished", "finished"]

@@ -10,8 +10,8 @@ import pytest
 
 from syncline.bench.contenders import BASELINES
 from syncline.bench.lint import lint
-from syncline.bench.race.reading import read_race
 from syncline.bench.report import analyse
+from syncline.bench.runlog import read_race
 from syncline.bench.subjects import SUBJECTS
 from syncline.cli.main import main
 from tests.bench.report_races import seeds, write_race

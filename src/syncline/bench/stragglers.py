@@ -1,13 +1,13 @@
-"""Workers that are slow now and then, or for good: who still reaches the target soon?
+"""Compares the time to a target if some workers are slow.
 
-The same training with each strategy in turn, on real processes that sleep what a sample takes, so that two processors
-carry four workers; beside it what the simulator says of the same run.
+The same training runs with each strategy, on real processes and on the simulator. Computation is replaced by sleeping,
+so that two cores are enough for four workers.
 
 ```text
-wandering   worker 0 ████                ████           4 times slower, for eight steps' time, then the next one
+wandering   worker 0 ████                ████           4 times slower for eight steps, then the next worker
             worker 1     ████                ████
-lasting     worker 3 ████████████████████████████       for good
-equal       nobody
+lasting     worker 3 ████████████████████████████       4 times slower for the whole run
+equal       no slow worker
 ```
 """
 
@@ -22,24 +22,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncline.bench.race.reading import RanRun, read_run
+from syncline.bench.runlog import read_run
 from syncline.bench.stats import ratios, summarize
 from syncline.errors import SpecError
 from syncline.specs import nearest
 from syncline.training.settings import Settings
 
 if TYPE_CHECKING:
-    from syncline.bench.race.arena import Arena
+    from syncline.bench.race.runner import TrainingRunner
     from syncline.training.stragglers import Slow
 
 __all__ = ["SCENARIOS", "StragglersPlan", "measure", "table"]
 
 LATENCY_S, BYTES_PER_S = 3e-4, 1e9
-"""What the simulator takes for the messages between processes of one machine; a step's sleep is far longer."""
-AWHILE = 8
-"""Steps' times that a wandering slowness stays with one worker."""
-LONGEST = 4000
-"""Steps' times for which the wandering is laid out."""
+"""Simulated network between processes of one machine. A step takes far longer."""
+SLOW_STEPS = 8
+"""In the wandering scenario, a worker is slow for the time of this many steps."""
+MAX_WANDERING_STEPS = 4000
+"""The wandering scenario covers the time of this many steps."""
 
 Say = Callable[[str], None]
 
@@ -51,29 +51,29 @@ class StragglersPlan:
     out: str
     workload: str = "digits"
     entries: tuple[str, ...] = ("bsp", "ssp(slack=3)", "downpour(rule='sgd(0.125)', prefetch=False)")
-    """The first is what the others are compared with. All three are plain SGD: downpour's pushes are not averaged, so
-    that four workers have a quarter of the rate each."""
+    """The first is the baseline of the others. All three are plain SGD. Downpour does not average pushes, so each of
+    four workers has a quarter of the rate."""
     scenarios: tuple[str, ...] = ("wandering", "lasting", "equal")
     workers: int = 4
     seeds: int = 5
     factor: float = 4.0
     step: float = 0.04
-    """Seconds that a step takes a worker that is not slow."""
+    """Seconds of a step on a worker that is not slow."""
     batch: int = 8
     learning_rate: float = 0.5
     momentum: float = 0.0
-    """The same for all: what momentum a strategy bears is another question."""
+    """The same for all strategies."""
     target: float = 0.95
     evaluate_every: int = 4
     epochs: int = 40
     simulate: bool = False
-    """Only on the simulator."""
+    """Run only on the simulator."""
     limit: float = 300.0
-    """Seconds after which a run counts as never through."""
+    """Seconds after which a run counts as hung."""
 
     def check(self) -> None:
-        """Refuse what cannot be measured."""
-        from syncline.bench.race.field import build_entrant
+        """Refuse impossible settings."""
+        from syncline.bench.race.entries import build_race_strategy
         from syncline.workloads import build
 
         for name in self.scenarios:
@@ -82,7 +82,7 @@ class StragglersPlan:
         if not self.entries or not self.scenarios:
             raise SpecError("at least one entry and one scenario: --entries 'bsp;ssp(slack=3)' --scenarios lasting")
         for spec in self.entries:
-            build_entrant(spec)
+            build_race_strategy(spec)
         build(self.workload).check_target(self.target)
         if self.batch < 1 or not 0 < self.learning_rate < math.inf:
             raise SpecError(
@@ -99,10 +99,10 @@ class StragglersPlan:
 def _wandering(plan: StragglersPlan) -> list[Slow]:
     from syncline.training.stragglers import Slow
 
-    span = AWHILE * plan.step
+    span = SLOW_STEPS * plan.step
     return [
         Slow(number % plan.workers, plan.factor, number * span, (number + 1) * span)
-        for number in range(LONGEST // AWHILE)
+        for number in range(MAX_WANDERING_STEPS // SLOW_STEPS)
     ]
 
 
@@ -124,22 +124,24 @@ SCENARIOS: dict[str, Callable[[StragglersPlan], list[Slow]]] = {
 
 
 def measure(plan: StragglersPlan, say: Say) -> dict[str, Any]:
-    """Run everything, in an order drawn for each seed; seconds to the target, infinite where it was not reached."""
-    from syncline.bench.race.arena import ProcessArena, SimulatedArena
+    """Run everything, in random order for each seed. Return seconds to the target, infinite if it was not reached."""
+    from syncline.bench.race.runner import ProcessRunner, SimulatedRunner
     from syncline.transports import Network
 
-    arenas: dict[str, Arena] = {"simulated": SimulatedArena(Network(latency=LATENCY_S, bandwidth=BYTES_PER_S))}
+    runners: dict[str, TrainingRunner] = {
+        "simulated": SimulatedRunner(Network(latency=LATENCY_S, bandwidth=BYTES_PER_S))
+    }
     if not plan.simulate:
-        arenas["measured"] = ProcessArena()
+        runners["measured"] = ProcessRunner()
     found: dict[str, Any] = {}
     for scenario in plan.scenarios:
-        rows: dict[str, dict[str, list[float]]] = {spec: {way: [] for way in arenas} for spec in plan.entries}
-        for way, arena in arenas.items():
+        rows: dict[str, dict[str, list[float]]] = {spec: {way: [] for way in runners} for spec in plan.entries}
+        for way, runner in runners.items():
             for seed in range(1, plan.seeds + 1):
                 order = list(plan.entries)
                 random.Random(f"{scenario}{seed}").shuffle(order)
                 for spec in order:
-                    seconds = _run(plan, scenario, spec, seed, way, arena)
+                    seconds = _run(plan, scenario, spec, seed, way, runner)
                     rows[spec][way].append(seconds)
                     say(f"{scenario}, {spec}, seed {seed}, {way}: {seconds:.2f} s")
         found[scenario] = rows
@@ -148,8 +150,8 @@ def measure(plan: StragglersPlan, say: Say) -> dict[str, Any]:
     return document
 
 
-def _run(plan: StragglersPlan, scenario: str, spec: str, seed: int, way: str, arena: Arena) -> float:
-    from syncline.bench.race.entrant import Entrant
+def _run(plan: StragglersPlan, scenario: str, spec: str, seed: int, way: str, runner: TrainingRunner) -> float:
+    from syncline.bench.race.worker import WorkerPlan
     from syncline.workloads import build
 
     folder = Path(plan.out).parent / scenario / f"{_file(spec)}-{way}-seed{seed}"
@@ -166,34 +168,31 @@ def _run(plan: StragglersPlan, scenario: str, spec: str, seed: int, way: str, ar
         seed=seed,
         checkpoint_every=0,
     )
-    entrant = Entrant(
+    worker_plan = WorkerPlan(
         workload=plan.workload,
         settings=settings,
         folder=str(folder),
         seconds_a_sample=plan.step / plan.batch,
         slow=tuple(SCENARIOS[scenario](plan)),
     )
-    result = arena.run(entrant, plan.workers, _Limit(plan.limit))
-    events = read_run(folder)[2]
-    ran = RanRun(str(folder), "race", spec, plan.workers, seed, result.status, result.reason, None)
-    ran.events = events
-    hit = ran.hit(plan.target, workload.higher_is_better)
+    result = runner.run(worker_plan, plan.workers, _Limit(plan.limit))
+    hit = read_run(folder).hit(plan.target, workload.higher_is_better)
     if result.status != "finished":
         raise SpecError(f"{spec} ({scenario}, seed {seed}, {way}) {result.status}: {result.reason}; see {folder}")
     return math.inf if hit is None else hit.elapsed
 
 
 class _Limit:
-    """Ends a run that takes too long."""
+    """Ends a run after `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._began: float | None = None
+        self._started_s: float | None = None
 
     def __call__(self) -> str | None:
         now = time.monotonic()
-        self._began = now if self._began is None else self._began
-        return f"it took more than {self._seconds:g} s" if now - self._began > self._seconds else None
+        self._started_s = now if self._started_s is None else self._started_s
+        return f"it took more than {self._seconds:g} s" if now - self._started_s > self._seconds else None
 
 
 def _file(spec: str) -> str:
@@ -201,23 +200,23 @@ def _file(spec: str) -> str:
 
 
 def table(document: dict[str, Any]) -> str:
-    """Seconds to the target, and how many times those of the first entry they are: measured, and as simulated."""
+    """Seconds to the target, and their ratios to the first entry: measured and simulated."""
     plan = document["plan"]
     lines = [
         f"{plan['workload']} to {plan['target']:g} on {plan['workers']} workers, {1000 * plan['step']:.0f} ms a step, "
-        f"slow ones {plan['factor']:g} times; {plan['seeds']} seeds; × is of {plan['entries'][0]}",
+        f"slow ones {plan['factor']:g} times; {plan['seeds']} seeds; × is relative to {plan['entries'][0]}",
         f"{'':<46}{'measured, s':>20}{'×':>22}{'simulated, s':>20}{'×':>22}",
     ]
     for scenario, rows in document["seconds"].items():
         lines.append(scenario)
         base = rows[plan["entries"][0]]
         for spec, own in rows.items():
-            told = [_told(own.get(way), base.get(way)) for way in ("measured", "simulated")]
-            lines.append(f"  {spec:<44}" + "".join(f"{seconds:>20}{ratio:>22}" for seconds, ratio in told))
+            cells = [_cells(own.get(way), base.get(way)) for way in ("measured", "simulated")]
+            lines.append(f"  {spec:<44}" + "".join(f"{seconds:>20}{ratio:>22}" for seconds, ratio in cells))
     return "\n".join(lines)
 
 
-def _told(own: Sequence[float] | None, base: Sequence[float] | None) -> tuple[str, str]:
+def _cells(own: Sequence[float] | None, base: Sequence[float] | None) -> tuple[str, str]:
     if own is None or base is None:
         return "–", "–"
     if any(math.isinf(each) for each in (*own, *base)):

@@ -1,11 +1,11 @@
-"""Write the report of a race anew, from its logs.
+"""Write the report of a race again, from its logs.
 
 examples:
   syncline report runs/race-digits-20261115-101500
-  syncline report runs/race-*                          every one of them
+  syncline report runs/race-*                          all of them
 
-A race writes its report itself. This does so again: after a run was left out with a reason, after an interruption, or
-with a newer version. It makes report.html (one file that works anywhere), report.json, runs.csv, curves.csv and plots/.
+A race writes its report itself. Write it again after a run was excluded, after an interruption, or with a newer
+version. The report is report.html (one file without external resources), report.json, runs.csv, curves.csv and plots/.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ __all__ = ["configure", "run"]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Say what this command takes."""
-    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="of a race: runs/race-…")
+    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="the folder of a race: runs/race-…")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Lint, write, and say who won and where to look."""
+    """Lint each race, write its report, and print the verdict and the path."""
     from syncline.bench.lint import lint
-    from syncline.bench.report import analyse, judge, read, write_report
+    from syncline.bench.report import analyse, judge, write_report
+    from syncline.bench.runlog import read_race
 
     for folder in arguments.folders:
-        race = read(folder)
+        race = read_race(folder)
         findings = lint(race)
         path = write_report(folder, findings, race)
         print(judge(analyse(race)).text())

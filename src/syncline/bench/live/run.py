@@ -1,163 +1,326 @@
-"""One run as its log tells it, while it grows."""
+"""The state of one run for the live page, updated from its growing log. Its size does not grow with the run."""
 
 from __future__ import annotations
 
-import json
+import math
+import statistics
+from array import array
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from syncline.bench.live.heat import HeatMap
-from syncline.bench.live.series import Series, number
-from syncline.bench.live.tail import Tail
+from syncline.bench.runlog import CONFIG, LOG, LogTail, read_document
 
-__all__ = ["RunFeed"]
+__all__ = ["HeatMap", "RunFeed", "Series", "rounded"]
 
+MAX_SERIES_ROWS = 2000
+HEAT_KINDS = ("compute", "exposed", "codec", "data", "seconds")
+"""What the log has for each rank: seconds per step; `seconds` is the whole step."""
+MAX_HEAT_COLUMNS = 400
+MAX_HEAT_ROWS = 256
+MAX_HEAT_CELLS = 40_000
+"""A browser draws this many cells every second."""
+STRAGGLER_RATIO = 1.3
+"""The page names a rank whose computation takes this many times the median."""
 SPEEDS = {
     "train_loss": "loss",
     "sl_samples_per_second": "samples",
     "sl_bytes_per_second": "bytes",
     "sl_exposed_share": "exposed",
 }
-"""Keys of the log that are written together, and the columns that they become."""
-POINTS = ("sl_workload", "sl_workers", "sl_strategy", "sl_codec", "sl_target", "sl_metric", "seed")
+"""Keys of the log that are written together, and their columns."""
+SETTING_KEYS = ("sl_workload", "sl_workers", "sl_strategy", "sl_codec", "sl_target", "sl_metric", "seed")
+
+Row = list[float | None]
+
+
+def rounded(value: Any, digits: int = 6) -> float | None:
+    """A finite number with this many digits, else None. JSON has no NaN, and the log writes it as a string.
+
+    >>> rounded("0.1234567"), rounded("nan"), rounded(None), rounded(True)
+    (0.123457, None, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return float(f"{number:.{digits}g}") if math.isfinite(number) else None
+
+
+class Series:
+    """Named columns of numbers; the first is the step. If there are too many rows, every second row is dropped.
+
+    >>> series = Series("step", "loss", max_rows=4)
+    >>> for step in range(10):
+    ...     series.add([step, step / 2])
+    >>> series.columns()
+    {'step': [0, 4, 8, 9], 'loss': [0.0, 2.0, 4.0, 4.5]}
+    """
+
+    def __init__(self, *names: str, max_rows: int = MAX_SERIES_ROWS) -> None:
+        self.names = names
+        self._max_rows = max_rows
+        self._rows: list[Row] = []
+        self._every = 1
+        self._count = 0
+        self.last: Row | None = None
+        """The last row, which is always part of `columns`."""
+
+    def add(self, row: Row) -> None:
+        """Append a row. A row with the same step as the last one replaces the values that it has."""
+        if self.last is not None and self.last[0] == row[0]:
+            self.last[:] = [old if new is None else new for old, new in zip(self.last, row, strict=True)]
+            return
+        self.last = row
+        if self._count % self._every == 0:
+            self._rows.append(row)
+            if len(self._rows) >= self._max_rows:
+                self._rows, self._every = self._rows[::2], 2 * self._every
+        self._count += 1
+
+    def cut(self, step: float) -> None:
+        """Remove the rows after a step: the run was resumed there."""
+        self._rows = [row for row in self._rows if (row[0] or 0) <= step]
+        self.last = self._rows[-1] if self._rows else None
+        self._count = len(self._rows) * self._every
+
+    def columns(self, max_rows: int | None = None) -> dict[str, list[float | None]]:
+        """All rows, or about `max_rows` of them, by column."""
+        rows = self._rows
+        if max_rows is not None and len(rows) > max_rows:
+            rows = rows[:: -(-len(rows) // max_rows)]
+        if self.last is not None and (not rows or rows[-1] is not self.last):
+            rows = [*rows, self.last]
+        return {name: [row[index] for row in rows] for index, name in enumerate(self.names)}
+
+
+@dataclass
+class _HeatColumn:
+    """Seconds per step of all ranks, for the steps from `start` to `stop`."""
+
+    start: int
+    stop: int
+    lines: int
+    kinds: dict[str, array[float]]
+
+    def merged(self, other: _HeatColumn) -> _HeatColumn:
+        """One column for the steps of both; the seconds are weighted with the steps."""
+        mine, theirs = max(1, self.stop - self.start), max(1, other.stop - other.start)
+        share = theirs / (mine + theirs)
+        kinds = {
+            kind: array("f", (a + (b - a) * share for a, b in zip(self.kinds[kind], other.kinds[kind], strict=True)))
+            for kind in HEAT_KINDS
+        }
+        return _HeatColumn(self.start, other.stop, self.lines + other.lines, kinds)
+
+
+class HeatMap:
+    """Seconds per step by rank (rows) and steps (columns). Adjacent steps share a column in a long run.
+
+    With more than 256 ranks, a row shows the slowest of several neighbours, so that a straggler stays visible.
+
+    >>> heat = HeatMap()
+    >>> line = {"compute": [1, 4], "exposed": [3, 0], "codec": [0, 0], "data": [0, 0], "seconds": [4, 4]}
+    >>> heat.add({"step": 10, "steps": 10, **line})
+    True
+    >>> heat.document("compute")["rows"], heat.straggler()
+    ([[1.0], [4.0]], {'rank': 1, 'times': 4.0})
+    """
+
+    def __init__(self) -> None:
+        self._columns: list[_HeatColumn] = []
+        self._lines_per_column = 1
+        self.ranks = 0
+
+    def add(self, line: Mapping[str, Any]) -> bool:
+        """Add one `sl_ranks` line of the log; return False if it cannot be read."""
+        try:
+            step, steps = int(line["step"]), int(line["steps"])
+            kinds = {kind: array("f", (float(value) for value in line[kind])) for kind in HEAT_KINDS}
+        except (KeyError, TypeError, ValueError, OverflowError):
+            return False
+        sizes = {len(values) for values in kinds.values()}
+        if len(sizes) != 1 or not min(sizes) or steps < 1 or step < steps:
+            return False
+        if sizes != {self.ranks}:  # the run was resumed with another number of workers
+            self._columns, self._lines_per_column, self.ranks = [], 1, sizes.pop()
+        column = _HeatColumn(step - steps, step, 1, kinds)
+        if self._columns and self._columns[-1].lines < self._lines_per_column:
+            self._columns[-1] = self._columns[-1].merged(column)
+        else:
+            self._columns.append(column)
+        if len(self._columns) > max(100, min(MAX_HEAT_COLUMNS, MAX_HEAT_CELLS // min(self.ranks, MAX_HEAT_ROWS))):
+            self._halve()
+        return True
+
+    def _halve(self) -> None:
+        columns, self._lines_per_column = self._columns, 2 * self._lines_per_column
+        pairs = [first.merged(second) for first, second in zip(columns[::2], columns[1::2], strict=False)]
+        self._columns = pairs + columns[2 * len(pairs) :]
+
+    def cut(self, step: float) -> None:
+        """Remove the columns after a step: the run was resumed there."""
+        self._columns = [column for column in self._columns if column.stop <= step]
+
+    def document(self, kind: str) -> dict[str, Any]:
+        """The table of one kind, with the steps at the edges of the columns."""
+        together = max(1, -(-self.ranks // MAX_HEAT_ROWS))
+        rows = [
+            [rounded(max(column.kinds[kind][first : first + together]), 4) for column in self._columns]
+            for first in range(0, self.ranks, together)
+        ]
+        edges = [self._columns[0].start, *(column.stop for column in self._columns)] if self._columns else []
+        return {"kind": kind, "edges": edges, "ranks": self.ranks, "together": together, "rows": rows}
+
+    def straggler(self) -> dict[str, float] | None:
+        """The rank with the longest computation, if it is well above the median."""
+        if self.ranks < 2 or not self._columns:
+            return None
+        weights = [max(1, column.stop - column.start) for column in self._columns]
+        spent = [
+            sum(column.kinds["compute"][rank] * weight for column, weight in zip(self._columns, weights, strict=True))
+            for rank in range(self.ranks)
+        ]
+        slowest = max(range(self.ranks), key=lambda rank: spent[rank])
+        usual = statistics.median_low(spent)
+        if usual <= 0 or spent[slowest] < STRAGGLER_RATIO * usual:
+            return None
+        return {"rank": slowest, "times": rounded(spent[slowest] / usual, 3) or 0.0}
 
 
 class RunFeed:
-    """Reads a run's folder as often as it is asked to, each time what is new. Nothing in a log makes it fail."""
+    """Reads a run's folder; each `refresh` reads what is new. Invalid lines are counted and cause no error."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.version = 0
-        """Grows with everything that is read: who has the same one has seen it all."""
+        """Increases with every change. A page that has the same version is up to date."""
         self.behind = True
-        """Whether there is something to read that was not read yet."""
-        self._tail = Tail(path / "log.jsonl")
-        self._begin()
+        """True if there is more to read at once."""
+        self._tail = LogTail(path / LOG)
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self.config: dict[str, Any] = {}
-        self.points: dict[str, Any] = {}
+        self.settings: dict[str, Any] = {}
         self.curve = Series("step", "elapsed", "epochs", "bytes", "metric")
         self.speeds = Series("step", "elapsed", *SPEEDS.values())
         self.heat = HeatMap()
         self.step = 0
-        self.begun_ms: int | None = None
+        self.started_ms: int | None = None
         self.latest_ms: int | None = None
         self.first_step = 0
         self.stop: dict[str, Any] | None = None
-        """What `run_stop` told: `status`, and `stopped_by` or `error`."""
+        """The metadata of `run_stop`: `status`, and `stopped_by` or `error`."""
         self.hit: dict[str, float] | None = None
-        """The first evaluation that found the target reached: `step` and `elapsed`."""
+        """`step` and `elapsed` of the first evaluation that reached the target."""
         self.best: float | None = None
         self.test: float | None = None
         self._zero = self._elapsed = 0.0
-        self._unread = 0
+        self._bad_events = 0
 
     def refresh(self) -> None:
-        """Read on."""
+        """Read the next part of the log."""
         lines = self._tail.read()
-        if self._tail.anew:
-            self._begin()
+        if self._tail.restarted:
+            self._reset()
             self.version += 1
-        if not self.config:  # the loop writes it before the first line of the log
-            self.config = _document(self.path / "config.json")
+        if not self.config:  # it is written before the first line of the log
+            self.config = read_document(self.path / CONFIG, [])
         for line in lines:
-            self._take(line)
+            self._apply(line)
         self.version += bool(lines)
         self.behind = self._tail.more
 
     @property
     def problems(self) -> list[str]:
-        """What cannot be read, in sentences."""
-        found = []
-        bad = self._tail.bad + self._unread
+        """A sentence for each defect."""
+        problems = []
+        bad = self._tail.bad_lines + self._bad_events
         if self._tail.gone:
-            found.append(f"{self.path.name}/log.jsonl is gone; what was read of it is shown")
+            problems.append(f"{self.path.name}/{LOG} was removed; the page shows what was read before")
         if bad:
-            found.append(f"{self.path.name}/log.jsonl: {bad} line{'s' * (bad > 1)} cannot be read and are left out")
-        return found
+            problems.append(f"{self.path.name}/{LOG}: {bad} line{'s' * (bad > 1)} cannot be read and are left out")
+        return problems
 
     @property
     def total_steps(self) -> int | None:
-        """Steps that the run takes if nothing ends it before, where its configuration tells."""
+        """Steps of the whole run, if its configuration has them."""
         try:
-            a_step, samples = int(self.config["samples_a_step"]), int(self.config["samples"]["train"])
-            steps = -(-samples // a_step) * int(self.config["epochs"])
+            per_step, samples = int(self.config["samples_a_step"]), int(self.config["samples"]["train"])
+            steps = -(-samples // per_step) * int(self.config["epochs"])
             return min(steps, int(self.config.get("steps") or steps))
         except (KeyError, TypeError, ValueError, ZeroDivisionError):
             return None
 
     @property
     def metric(self) -> str:
-        return str(self.config.get("metric") or self.points.get("sl_metric") or "metric")
+        return str(self.config.get("metric") or self.settings.get("sl_metric") or "metric")
 
     @property
     def target(self) -> float | None:
-        return number(self.points.get("sl_target", self.config.get("target")))
+        return rounded(self.settings.get("sl_target", self.config.get("target")))
 
     @property
     def higher_is_better(self) -> bool:
         return bool(self.config.get("higher_is_better", True))
 
-    def _take(self, line: Mapping[str, Any]) -> None:
-        key, value, told = line.get("key"), line.get("value"), line.get("metadata")
-        told = told if isinstance(told, dict) else {}
-        seconds, ms, step = number(line.get("seconds"), 12), line.get("time_ms"), told.get("step")
+    def _apply(self, line: Mapping[str, Any]) -> None:
+        key, value, metadata = line.get("key"), line.get("value"), line.get("metadata")
+        metadata = metadata if isinstance(metadata, dict) else {}
+        seconds, ms, step = rounded(line.get("seconds"), 12), line.get("time_ms"), metadata.get("step")
         if isinstance(ms, int):
             self.latest_ms = ms
-        if seconds is not None and self.begun_ms is not None and self.stop is None:
+        if seconds is not None and self.started_ms is not None and self.stop is None:
             self._elapsed = max(self._elapsed, seconds - self._zero)
         if type(step) is int:
             self.step = step
         if key in SPEEDS:
-            self._speed(SPEEDS[key], value)
-        elif not self._event(str(key), value, told, seconds):
-            self._unread += 1
+            self._add_speed(SPEEDS[key], value)
+        elif not self._apply_event(str(key), value, metadata, seconds):
+            self._bad_events += 1
 
-    def _event(self, key: str, value: Any, told: dict[str, Any], seconds: float | None) -> bool:
-        """What is not a speed; False where it cannot be read. Keys that the page does not show pass by."""
+    def _apply_event(self, key: str, value: Any, metadata: dict[str, Any], seconds: float | None) -> bool:
+        """Apply an event that is not a speed. Return False if it cannot be read; unknown keys are ignored."""
         if key == "sl_ranks":
             return isinstance(value, dict) and self.heat.add(value)
         if key == "sl_evaluation":
-            return self._evaluated(value)
+            return self._add_evaluation(value)
         if key == "sl_resumed":
-            return self._resumed(value)
-        if key == "run_start":
-            self._started(seconds)
+            return self._resume(value)
+        if key == "run_start":  # a resumed run starts again, perhaps with another clock
+            self._zero = (seconds or 0.0) - self._elapsed
+            self.started_ms, self.first_step, self.stop = self.latest_ms, self.step, None
         elif key == "run_stop":
-            self.stop = told
-        elif key in POINTS:
-            self.points[key] = value
+            self.stop = metadata
+        elif key in SETTING_KEYS:
+            self.settings[key] = value
         elif key.startswith("sl_test_"):
-            self.test = number(value)
+            self.test = rounded(value)
         return True
 
-    def _started(self, seconds: float | None) -> None:
-        """A resumed run begins again; its clock may be another process's."""
-        self._zero = (seconds or 0.0) - self._elapsed
-        self.begun_ms, self.first_step, self.stop = self.latest_ms, self.step, None
-
-    def _resumed(self, value: Any) -> bool:
-        """Steps after the checkpoint are taken again."""
-        at = number(value)
+    def _resume(self, value: Any) -> bool:
+        """Remove everything after the checkpoint: these steps are repeated."""
+        at = rounded(value)
         if at is None:
             return False
         self.step = int(at)
         for table in (self.curve, self.speeds, self.heat):
             table.cut(at)
-        kept = [metric for metric in self.curve.columns()["metric"] if metric is not None]
-        self.best = None if not kept else max(kept) if self.higher_is_better else min(kept)
+        metrics = [metric for metric in self.curve.columns()["metric"] if metric is not None]
+        self.best = None if not metrics else max(metrics) if self.higher_is_better else min(metrics)
         if self.hit is not None and self.hit["step"] > at:
             self.hit = None
         return True
 
-    def _evaluated(self, value: Any) -> bool:
+    def _add_evaluation(self, value: Any) -> bool:
         if not isinstance(value, dict) or "metric" not in value:
             return False
-        metric, elapsed = number(value["metric"]), number(value.get("elapsed"))
-        spent = [elapsed, number(value.get("epochs")), number(value.get("bytes_wire"), 9)]
-        self.curve.add([self.step, *spent, metric])
+        metric, elapsed = rounded(value["metric"]), rounded(value.get("elapsed"))
+        self.curve.add([self.step, elapsed, rounded(value.get("epochs")), rounded(value.get("bytes_wire"), 9), metric])
         if metric is None:
             return True
         better = max if self.higher_is_better else min
@@ -167,16 +330,8 @@ class RunFeed:
             self.hit = {"step": self.step, "elapsed": elapsed}
         return True
 
-    def _speed(self, column: str, value: Any) -> None:
-        row: list[float | None] = [None] * len(self.speeds.names)
-        row[0], row[1] = self.step, number(self._elapsed)
-        row[self.speeds.names.index(column)] = number(value)
+    def _add_speed(self, column: str, value: Any) -> None:
+        row: Row = [None] * len(self.speeds.names)
+        row[0], row[1] = self.step, rounded(self._elapsed)
+        row[self.speeds.names.index(column)] = rounded(value)
         self.speeds.add(row)
-
-
-def _document(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

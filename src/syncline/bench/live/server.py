@@ -1,32 +1,36 @@
-"""A web server for one person on this machine: loopback, a token, GET and nothing else.
+"""The web server of the live page: on the loopback interface, with a token, for GET requests only.
 
-Connections are handled side by side in one thread: a browser opens some that it may never use, and a slow one must not
-hold up the others. What a request may ask for is in a table; no path on the disk is ever made from one.
+One thread serves all connections with asyncio, because a browser opens connections that it may never use, and a slow
+one must not delay the others. A table lists what can be requested; no request becomes a path on the disk.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gzip
+import hashlib
+import importlib
 import json
 import secrets
 import signal
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.resources import files
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
-from syncline.bench.live.assets import Asset, load_assets
-from syncline.bench.live.base import Feed
-from syncline.bench.live.request import LIMIT, Request, read_request
+from syncline.bench.live.feed import Feed
 from syncline.errors import UnsupportedError
 
-__all__ = ["Server", "serve"]
+__all__ = ["LiveServer", "serve"]
 
-PATIENCE = 10.0
-"""Seconds for a request to arrive."""
-TAKING = 60.0
-"""Seconds for an answer to be taken, through a slow ssh too."""
-CONNECTIONS = 64
+REQUEST_TIMEOUT_S = 10.0
+SEND_TIMEOUT_S = 60.0
+"""Long enough for a slow ssh tunnel."""
+MAX_CONNECTIONS = 64
 
 HEADERS = {
     # Plotly writes style elements, and draws heat maps as data: images. Scripts and data come from here alone.
@@ -49,16 +53,26 @@ REASONS = {
     404: "Not Found",
     405: "Method Not Allowed",
 }
+MAX_REQUEST_BYTES = 16 << 10
+HEADERS_END = b"\r\n\r\n"
+ASSET_FILES = {
+    "/": ("page.html", "text/html; charset=utf-8"),
+    "/style.css": ("style.css", "text/css; charset=utf-8"),
+    "/app.js": ("app.js", "text/javascript; charset=utf-8"),
+    "/plots.js": ("plots.js", "text/javascript; charset=utf-8"),
+    "/table.js": ("table.js", "text/javascript; charset=utf-8"),
+    "/words.js": ("words.js", "text/javascript; charset=utf-8"),
+}
 
 
-class _Refusal(Exception):  # noqa: N818 (not an error of ours: an answer)
+class _Refusal(Exception):  # noqa: N818 (an HTTP answer, not an error)
     def __init__(self, status: int, why: str) -> None:
         super().__init__(why)
         self.status = status
 
 
-class Server:
-    """Answers the page's questions about a feed, to whoever has the token."""
+class LiveServer:
+    """Serves the page and the documents of a feed to browsers that have the token."""
 
     def __init__(self, feed: Feed, port: int = 0) -> None:
         self._feed = feed
@@ -70,52 +84,52 @@ class Server:
 
     @property
     def url(self) -> str:
-        """With the token: for the user alone."""
+        """The address of the page, with the token."""
         return f"http://127.0.0.1:{self.port}/?token={self.token}"
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until told to stop."""
-        server = await asyncio.start_server(self._connected, sock=self._socket, limit=LIMIT)
+        """Serve until `stop` is set."""
+        server = await asyncio.start_server(self._connected, sock=self._socket, limit=MAX_REQUEST_BYTES)
         try:
             await stop.wait()
         finally:
-            server.close()  # and not wait for connections that say nothing
+            server.close()  # without waiting for idle connections
 
     def close(self) -> None:
-        """Give the port back. A second call does nothing."""
+        """Release the port. A second call does nothing."""
         self._socket.close()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open += 1
         try:
-            if self._open <= CONNECTIONS:
-                await self._converse(reader, writer)
+            if self._open <= MAX_CONNECTIONS:
+                await self._serve_connection(reader, writer)
         except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
-            pass  # it said nothing, or left: there is nobody to tell
+            pass  # the browser sent nothing, or closed the connection
         finally:
             self._open -= 1
             if writer.transport.get_write_buffer_size():
-                writer.transport.abort()  # it does not take its answer
+                writer.transport.abort()  # the browser does not read the answer
             writer.close()
             with suppress(OSError):
                 await writer.wait_closed()
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        request = await asyncio.wait_for(read_request(reader), PATIENCE)
+    async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await asyncio.wait_for(read_request(reader), REQUEST_TIMEOUT_S)
         try:
             if request is None:
-                raise _Refusal(400, "this is not a request that a browser makes")
+                raise _Refusal(400, "this is not an HTTP request")
             answer = self._answer(request)
         except _Refusal as refusal:
             answer = _text(refusal.status, f"{refusal}\n".encode())
-        writer.transport.set_write_buffer_limits(high=0)  # drained means gone
+        writer.transport.set_write_buffer_limits(high=0)  # drain() waits until all is sent
         writer.write(answer)
-        await asyncio.wait_for(writer.drain(), TAKING)
+        await asyncio.wait_for(writer.drain(), SEND_TIMEOUT_S)
 
-    def _answer(self, request: Request) -> bytes:
-        self._admit(request)
+    def _answer(self, request: HttpRequest) -> bytes:
+        self._check_access(request)
         if request.method != "GET":
-            raise _Refusal(405, f"{request.method} is not possible here: this page only shows")
+            raise _Refusal(405, f"{request.method} is not possible here: the page only reads")
         if request.path in self._assets:
             return self._asset(request, self._assets[request.path])
         document = self._document(request)
@@ -124,10 +138,10 @@ class Server:
         body = json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
         return _response(200, body, {"Content-Type": "application/json", "Cache-Control": "no-store"})
 
-    def _admit(self, request: Request) -> None:
-        """A page elsewhere whose name was made to point here has another Host; whoever lacks the token is a stranger.
+    def _check_access(self, request: HttpRequest) -> None:
+        """Refuse requests without the token, and requests whose Host is another name (DNS rebinding).
 
-        The port is free to be another one: ssh -L may map it.
+        The port may be different, because ssh -L may map it.
         """
         host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
         if host not in ("127.0.0.1", "localhost"):
@@ -138,10 +152,10 @@ class Server:
 
     @property
     def _cookie(self) -> str:
-        """Cookies do not know ports: two servers on one machine must not take each other's."""
+        """Cookies are not separated by port, so each server on this machine has its own name."""
         return f"syncline-{self.port}"
 
-    def _asset(self, request: Request, asset: Asset) -> bytes:
+    def _asset(self, request: HttpRequest, asset: Asset) -> bytes:
         headers = {"Content-Type": asset.kind, "ETag": asset.tag, "Cache-Control": asset.cache}
         if request.path == "/":
             headers["Set-Cookie"] = f"{self._cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
@@ -151,20 +165,20 @@ class Server:
             return _response(200, asset.small, {**headers, "Content-Encoding": "gzip", "Vary": "Accept-Encoding"})
         return _response(200, asset.body, headers)
 
-    def _document(self, request: Request) -> dict[str, Any] | None:
+    def _document(self, request: HttpRequest) -> dict[str, Any] | None:
         query = request.query
         if request.path == "/state.json":
             return self._feed.state()
         if request.path == "/curves.json":
-            return self._feed.curves([int(word) for word in query.get("runs", "").split(",") if _counts(word)])
-        if request.path == "/run.json" and _counts(query.get("id", "")):
+            return self._feed.curves([int(word) for word in query.get("runs", "").split(",") if _is_number(word)])
+        if request.path == "/run.json" and _is_number(query.get("id", "")):
             return self._feed.detail(int(query["id"]), query.get("kind", "compute"))
         return None
 
 
-def serve(feed: Feed, port: int, announce: Callable[[Server], None]) -> None:
-    """Serve until Ctrl-C or SIGTERM; `announce` is told when the page can be opened."""
-    server = Server(feed, port)
+def serve(feed: Feed, port: int, announce: Callable[[LiveServer], None]) -> None:
+    """Serve until Ctrl-C or SIGTERM; call `announce` when the page can be opened."""
+    server = LiveServer(feed, port)
 
     async def main() -> None:
         stop = asyncio.Event()
@@ -184,7 +198,7 @@ def _listen(port: int) -> socket.socket:
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(("127.0.0.1", port))
-        found.listen()  # before anybody is told the address
+        found.listen()  # before the address is printed
     except (OSError, OverflowError) as error:
         found.close()
         why = getattr(error, "strerror", None) or error
@@ -194,7 +208,7 @@ def _listen(port: int) -> socket.socket:
     return found
 
 
-def _counts(word: str) -> bool:
+def _is_number(word: str) -> bool:
     return word.isascii() and word.isdigit() and len(word) < 10
 
 
@@ -207,3 +221,93 @@ def _response(status: int, body: bytes, headers: Mapping[str, str]) -> bytes:
     lines = [f"HTTP/1.1 {status} {REASONS[status]}"]
     lines += [f"{name}: {value}" for name, value in {**HEADERS, **headers, "Content-Length": str(len(body))}.items()]
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+
+@dataclass(frozen=True)
+class HttpRequest:
+    """A GET request. Header names are in lower case."""
+
+    method: str
+    path: str
+    query: dict[str, str]
+    headers: dict[str, str]
+    cookies: dict[str, str]
+
+
+async def read_request(reader: asyncio.StreamReader) -> HttpRequest | None:
+    """The next request; None if it is too long or not valid."""
+    try:
+        data = await reader.readuntil(HEADERS_END)
+    except asyncio.LimitOverrunError:
+        return None
+    return parse_request(data)
+
+
+def parse_request(data: bytes) -> HttpRequest | None:
+    """Parse a request without a body; None if it is not valid.
+
+    >>> found = parse_request(b"GET /run.json?id=3 HTTP/1.1\\r\\nHost: localhost\\r\\nCookie: a=b; c=d\\r\\n\\r\\n")
+    >>> found.path, found.query, found.cookies
+    ('/run.json', {'id': '3'}, {'a': 'b', 'c': 'd'})
+    >>> parse_request(b"hello\\r\\n\\r\\n") is None
+    True
+    """
+    first, *rest = data.removesuffix(HEADERS_END).decode("latin-1").split("\r\n")
+    words = first.split(" ")
+    if len(words) != 3 or not words[0].isalpha() or not words[1].startswith("/") or not words[2].startswith("HTTP/1."):
+        return None
+    headers: dict[str, str] = {}
+    for line in rest:
+        name, colon, value = line.partition(":")
+        key = name.lower()
+        # Refuse repeated and folded headers: other software may read them differently.
+        if not colon or not name or name != name.strip() or (key in headers and key in ("host", "cookie")):
+            return None
+        headers[key] = value.strip()
+    try:
+        parts = urlsplit("//host" + words[1])
+        query = dict(parse_qsl(parts.query, max_num_fields=20))
+    except ValueError:
+        return None
+    pairs = (pair.strip().partition("=") for pair in headers.get("cookie", "").split(";"))
+    return HttpRequest(words[0], parts.path, query, headers, {name: value for name, _, value in pairs})
+
+
+@dataclass(frozen=True)
+class Asset:
+    """A file that the server sends."""
+
+    body: bytes
+    kind: str
+    cache: str = "no-cache"
+
+    @property
+    def large(self) -> bool:
+        """True if it is sent compressed: 5 MB become a quarter, which helps through ssh."""
+        return len(self.body) > 1 << 20
+
+    @cached_property
+    def small(self) -> bytes:
+        """Compressed at the first request."""
+        return gzip.compress(self.body, 4, mtime=0)
+
+    @cached_property
+    def tag(self) -> str:
+        """The ETag."""
+        return f'"{hashlib.sha256(self.body).hexdigest()[:16]}"'
+
+
+def load_assets() -> dict[str, Asset]:
+    """The files of the page and Plotly's script, by request path."""
+    here = files("syncline.bench.live").joinpath("static")
+    found = {path: Asset(here.joinpath(name).read_bytes(), kind) for path, (name, kind) in ASSET_FILES.items()}
+    script = _plotly()
+    return {**found, "/plotly.js": Asset(script, "text/javascript; charset=utf-8", "private, max-age=86400")}
+
+
+def _plotly() -> bytes:
+    try:
+        offline = importlib.import_module("plotly.offline")
+    except ImportError:
+        raise UnsupportedError("the live page needs Plotly: pip install 'syncline[view]'") from None
+    return str(offline.get_plotlyjs()).encode()

@@ -1,1 +1,1 @@
-"""The race: which way of agreeing reaches the target first, here, and why."""
+"""The race: compares synchronisation strategies by the time in which they reach a target metric."""

@@ -1,4 +1,4 @@
-"""What a race is to be, fixed before the first run: entries, seeds, target, cadence, budget, place."""
+"""The plan of a race, fixed before the first run: entries, seeds, target, evaluation interval, budget and place."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from syncline.errors import ProtocolError, SpecError
 from syncline.scaling import scale_factor
 from syncline.training.settings import Settings
 
-__all__ = ["FORMAT", "Entry", "Kind", "Place", "Plan", "Run", "Tuning"]
+__all__ = ["FORMAT", "PlannedRun", "RaceEntry", "RacePlace", "RacePlan", "RateTuning", "RunKind"]
 
 FORMAT = 1
-LONGEST = 80
-"""Letters of a folder's name."""
+MAX_FOLDER_NAME_CHARS = 80
 
-Kind = Literal["race", "scaling", "tuning"]
+RunKind = Literal["race", "scaling", "tuning"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One way of agreeing, with its learning rate. `None` is the workload's default.
+class RaceEntry:
+    """A strategy or codec that takes part, with its learning rate. `None` stands for the workload's default.
 
-    >>> Entry(name="top 1 %", strategy="allreduce", codec="topk(0.01)").slug
+    >>> RaceEntry(name="top 1 %", strategy="allreduce", codec="topk(0.01)").slug
     'top-1'
     """
 
@@ -36,64 +35,71 @@ class Entry:
     codec: str | None = None
     collective: str = "auto"
     learning_rate: float | None = None
-    """Of one worker; `scaling` makes it that of all."""
+    """For one worker; `scaling` adapts it to the number of workers."""
     scaling: str = "none"
     warmup: float = 0.0
     decay: str = "none"
     momentum: float | None = None
     engine: Literal["mpi"] | None = None
-    """What starts its workers and carries their bytes: mpiexec and MPI, or, as a rule, ourselves and gloo."""
+    """"mpi": mpiexec starts the workers, and MPI carries their messages. None: Syncline's launcher and gloo."""
     baseline: bool = False
-    """Somebody else's, to compare with."""
+    """True for the implementation of another library."""
     rate_from: Literal["workload", "preset", "given", "tuned"] = "workload"
 
     @property
     def slug(self) -> str:
-        """The name of its folder."""
+        """The name of the entry's folder."""
         plain = re.sub(r"[^A-Za-z0-9.=]+", "-", self.name).strip("-.")
         mark = hashlib.sha256(self.name.encode()).hexdigest()[:8]
-        return mark if not plain else plain if len(plain) <= LONGEST else f"{plain[:LONGEST]}-{mark}"
+        if len(plain) > MAX_FOLDER_NAME_CHARS:
+            return f"{plain[:MAX_FOLDER_NAME_CHARS]}-{mark}"
+        return plain or mark
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where the workers are."""
+class RacePlace:
+    """Where the workers run."""
 
     kind: Literal["local", "lab", "simulated"] = "local"
     detail: str = ""
-    """`4@100mbit`, or the network of a simulation."""
+    """`4@100mbit` for the lab, or the network of a simulation."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuning:
-    """The same budget for every entry: so many rates, for so many epochs, on one seed that the race does not use."""
+class RateTuning:
+    """The tuning budget, equal for all entries: learning rates, epochs, and a seed that the race does not use."""
 
     factors: tuple[float, ...]
-    """Of the entry's own learning rate."""
+    """Multiples of the entry's learning rate."""
     epochs: int
     seed: int
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run of a race: where it is in the folder, and what it is."""
+class PlannedRun:
+    """One run of a race, and its folder."""
 
     folder: str
-    kind: Kind
-    entry: Entry
+    kind: RunKind
+    entry: RaceEntry
     workers: int
     seed: int
     factor: float | None = None
-    """In tuning: what the entry's rate is multiplied with."""
+    """In tuning: the multiple of the entry's learning rate."""
+
+    @property
+    def key(self) -> tuple[str, str, int, int, float | None]:
+        """What identifies the run in the registry, whichever attempt it is."""
+        return self.kind, self.entry.name, self.workers, self.seed, self.factor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A race. Everything that decides who wins is written down here before anybody runs."""
+class RacePlan:
+    """Everything that decides the result of a race."""
 
     workload: str
     workers: int
-    entries: tuple[Entry, ...]
+    entries: tuple[RaceEntry, ...]
     seeds: tuple[int, ...]
     target: float
     metric: str
@@ -104,20 +110,20 @@ class Plan:
     evaluate_samples: int
     """Samples, of all workers together, between two evaluations."""
     evaluations_after: int = 2
-    """Evaluations that follow the one which finds the target reached."""
+    """Evaluations after the first one that reaches the target."""
     limit: float = 600.0
     """Seconds of wall clock after which a run counts as hung."""
-    place: Place = field(default_factory=Place)
-    tuning: Tuning | None = None
+    place: RacePlace = field(default_factory=RacePlace)
+    tuning: RateTuning | None = None
     scaling: Literal["weak", "strong"] | None = None
-    """What the runs on fewer workers keep: the batch of each worker, or that of all."""
+    """What runs on fewer workers keep: the batch of each worker (weak), or the global batch (strong)."""
     scaling_workers: tuple[int, ...] = ()
     skipped: Mapping[str, str] = field(default_factory=dict)
-    """Entries that cannot run here, and why."""
+    """Entries that cannot run here, with the reason."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """What the workload tells of its data and, where it is a script, of its file."""
+    """Checksums of the workload's data and, for a script, of its file."""
     seconds_a_sample: float | None = None
-    """What a worker computes for one sample; for simulations alone."""
+    """Seconds of computation for one sample, for simulations only."""
     order_seed: int = 0
     command: str = ""
     code_version: str = ""
@@ -135,14 +141,14 @@ class Plan:
                 )
             slugs[entry.slug] = entry.name
 
-    def settings(self, run: Run) -> Settings:
-        """How a run trains."""
+    def settings(self, run: PlannedRun) -> Settings:
+        """The training settings of a run."""
         entry = run.entry
         factor = 1.0 if run.factor is None else run.factor
         strong = self.scaling == "strong"
         together = self.batch * self.workers if strong else self.batch * run.workers
         rate = None if entry.learning_rate is None else entry.learning_rate * factor
-        if strong and rate is not None:  # the same batch of all wants the same rate, however many they are
+        if strong and rate is not None:  # the same global batch needs the same rate on any number of workers
             rate *= scale_factor(entry.scaling, self.workers)
         tuning = self.tuning if run.kind == "tuning" else None
         return Settings(
@@ -164,34 +170,34 @@ class Plan:
             checkpoint_every=0,
         )
 
-    def tuning_runs(self) -> list[Run]:
-        """Every entry with every rate, in an order drawn once."""
+    def tuning_runs(self) -> list[PlannedRun]:
+        """Every entry with every rate, in random order."""
         if self.tuning is None:
             return []
         seed, workers = self.tuning.seed, self.workers
         runs = [
-            Run(f"tuning/{entry.slug}/rate-times-{factor:g}", "tuning", entry, workers, seed, factor)
+            PlannedRun(f"tuning/{entry.slug}/rate-times-{factor:g}", "tuning", entry, workers, seed, factor)
             for entry in self.entries
             for factor in self.tuning.factors
         ]
         random.Random(self.order_seed).shuffle(runs)
         return runs
 
-    def runs(self, rates: Mapping[str, float] | None = None) -> list[Run]:
-        """Seed after seed all entries, each time in another order: a machine that drifts, drifts for all of them.
+    def runs(self, rates: Mapping[str, float] | None = None) -> list[PlannedRun]:
+        """For each seed all entries, each time in another order: slow changes of the machine affect all of them.
 
-        `rates` are what tuning has found.
+        `rates` are the tuned learning rates.
         """
         draw = random.Random(self.order_seed + 1)
-        found: list[Run] = []
+        found: list[PlannedRun] = []
         for seed in self.seeds:
             turn = [self._run(entry, workers, seed) for entry in self.tuned(rates) for workers in self._sizes()]
             draw.shuffle(turn)
             found += turn
         return found
 
-    def tuned(self, rates: Mapping[str, float] | None = None) -> tuple[Entry, ...]:
-        """The entries, with the learning rates that tuning has found."""
+    def tuned(self, rates: Mapping[str, float] | None = None) -> tuple[RaceEntry, ...]:
+        """The entries with their tuned learning rates."""
         rates = rates or {}
         return tuple(
             replace(entry, learning_rate=rates[entry.name], rate_from="tuned") if entry.name in rates else entry
@@ -201,17 +207,17 @@ class Plan:
     def _sizes(self) -> tuple[int, ...]:
         return tuple(sorted({self.workers, *self.scaling_workers}))
 
-    def _run(self, entry: Entry, workers: int, seed: int) -> Run:
-        kind: Kind = "race" if workers == self.workers else "scaling"
-        return Run(f"runs/{entry.slug}/{workers}w-seed{seed}", kind, entry, workers, seed)
+    def _run(self, entry: RaceEntry, workers: int, seed: int) -> PlannedRun:
+        kind: RunKind = "race" if workers == self.workers else "scaling"
+        return PlannedRun(f"runs/{entry.slug}/{workers}w-seed{seed}", kind, entry, workers, seed)
 
     def as_json(self) -> str:
-        """For `race.json`."""
+        """The content of `race.json`."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @staticmethod
-    def from_json(text: str, where: str = "race.json") -> Plan:
-        """What `as_json` wrote; `where` is for the errors."""
+    def from_json(text: str, where: str = "race.json") -> RacePlan:
+        """Read what `as_json` wrote; errors name `where`."""
         try:
             found: dict[str, Any] = json.loads(text)
             version = found.get("format")
@@ -220,14 +226,14 @@ class Plan:
         if version != FORMAT:
             raise ProtocolError(f"{where} has format {version!r}, and this version of syncline reads {FORMAT}")
         try:
-            return Plan(
+            return RacePlan(
                 **{
                     **found,
-                    "entries": tuple(Entry(**entry) for entry in found["entries"]),
+                    "entries": tuple(RaceEntry(**entry) for entry in found["entries"]),
                     "seeds": tuple(found["seeds"]),
-                    "place": Place(**found["place"]),
+                    "place": RacePlace(**found["place"]),
                     "tuning": found["tuning"]
-                    and Tuning(**{**found["tuning"], "factors": tuple(found["tuning"]["factors"])}),
+                    and RateTuning(**{**found["tuning"], "factors": tuple(found["tuning"]["factors"])}),
                     "scaling_workers": tuple(found["scaling_workers"]),
                 }
             )

@@ -1,4 +1,4 @@
-"""The report of a race: one page that anybody can open, and the same numbers for other programs.
+"""The report of a race: one HTML page, and the same numbers for other programs.
 
 ```text
 facts ──► analysis ──► verdict ──► html    report.html
@@ -12,43 +12,41 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from syncline.bench.race.reading import Race
+from syncline.bench.lint.base import Finding
 from syncline.bench.report.analysis import Analysis, analyse
-from syncline.bench.report.reading import read
-from syncline.bench.report.verdict import Verdict, judge
+from syncline.bench.report.verdict import RaceVerdict, judge
+from syncline.bench.runlog import RaceRecord, read_race
 from syncline.errors import UnsupportedError
 
-__all__ = ["Analysis", "Verdict", "analyse", "judge", "read", "write_report"]
+__all__ = ["Analysis", "RaceVerdict", "analyse", "judge", "write_report"]
 
 
-def write_report(folder: str | Path, findings: Sequence[Any] | None = None, race: Race | None = None) -> Path:
-    """Write the report of a race into its folder; the path of the page.
+def write_report(folder: str | Path, findings: Sequence[Finding] | None = None, race: RaceRecord | None = None) -> Path:
+    """Write the report of a race into its folder; return the path of the page.
 
-    `findings` are the lint's: none of them and nobody looked (None) are told apart on the page. Where matplotlib is
-    missing the page has no pictures, and says so.
+    `findings` are those of the lint; None means that there was no lint. Without matplotlib the page has no plots.
     """
     from syncline.bench.report.html import page
-    from syncline.bench.report.plots import draw
+    from syncline.bench.report.plots import draw_plots
     from syncline.bench.report.tables import write_tables
 
     folder = Path(folder)
-    race = read(folder) if race is None else race
-    found = analyse(race)
-    verdict = judge(found)
-    write_tables(folder, race, found, verdict, findings)
-    pictures, missing = [], ""
+    race = read_race(folder) if race is None else race
+    analysis = analyse(race)
+    verdict = judge(analysis)
+    write_tables(folder, race, analysis, verdict, findings)
+    plots, missing = [], ""
     try:
-        pictures = draw(found)
+        plots = draw_plots(analysis)
     except UnsupportedError as error:
         missing = str(error)
     (folder / "plots").mkdir(exist_ok=True)
-    for picture in pictures:
-        for kind, data in (("svg", picture.svg), ("png", picture.png)):
-            (folder / "plots" / f"{picture.name}.{kind}").write_bytes(data)
+    for plot in plots:
+        for kind, data in (("svg", plot.svg), ("png", plot.png)):
+            (folder / "plots" / f"{plot.name}.{kind}").write_bytes(data)
     path = folder / "report.html"
-    aside = folder / ".report.html"
-    aside.write_text(page(race, found, verdict, findings, pictures, missing), encoding="utf-8")
-    os.replace(aside, path)  # whoever looks sees the old page or the new one
+    part = folder / ".report.html"
+    part.write_text(page(race, analysis, verdict, findings, plots, missing), encoding="utf-8")
+    os.replace(part, path)
     return path

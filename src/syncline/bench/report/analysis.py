@@ -1,4 +1,17 @@
-"""A race in numbers: every entry's runs taken together, seed by seed."""
+"""A race in numbers: the runs of each entry together, seed by seed.
+
+Each number is a median with an interval:
+
+```text
+seeds                             interval                                                        `kind`
+six or more                       two order statistics, 95 % for the median, for any noise        "order"
+three to five, all finite         Student's t on the logarithms, 95 % for the median if the       "student"
+                                  logarithms are normal
+fewer, or an infinite one         the smallest and the largest, without a confidence              "range"
+```
+
+A run that failed or did not reach the target has an infinite time. It counts, and moves the median.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +19,93 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from syncline.bench.race.plan import Entry, Plan
-from syncline.bench.race.reading import Race
-from syncline.bench.report.facts import RunFacts, run_facts
-from syncline.bench.report.knobs import Knobs, count_knobs
-from syncline.bench.report.spread import Spread, spread
-from syncline.bench.report.staleness import summed
+from syncline.bench.race.plan import RaceEntry, RacePlan
+from syncline.bench.report.facts import RunFacts, SettingsCount, add_histograms, count_settings, run_facts
+from syncline.bench.runlog import RaceRecord
+from syncline.bench.stats import summarize
 
-__all__ = ["Analysis", "EntryFacts", "Prediction", "ScalingPoint", "analyse", "paired"]
+__all__ = ["Analysis", "EntryFacts", "Prediction", "ScalingPoint", "Spread", "analyse", "paired", "spread"]
+
+IntervalKind = Literal["order", "student", "range"]
+
+STUDENT_T = {3: 4.3027, 4: 3.1824, 5: 2.7764}
+"""The 97.5 % quantile of Student's t, by the number of samples."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median and its interval. `least` and `most` are the extreme samples."""
+
+    median: float
+    low: float
+    high: float
+    kind: IntervalKind
+    samples: int
+    least: float
+    most: float
+
+    @property
+    def finite(self) -> bool:
+        """True if the median is finite."""
+        return math.isfinite(self.median)
+
+    def scaled(self, factor: float) -> Spread:
+        """The same in another unit."""
+        edges = {name: factor * getattr(self, name) for name in ("median", "low", "high", "least", "most")}
+        return replace(self, **edges)
+
+    def describe(self) -> str:
+        """The kind of the interval, for the report."""
+        seeds = f"{self.samples} seed{'s' if self.samples != 1 else ''}"
+        if self.kind == "order":
+            return f"95 % interval of the median, {seeds}"
+        return f"95 % t interval of the logarithm, {seeds}" if self.kind == "student" else f"range of {seeds}"
+
+
+def spread(samples: Sequence[float], logarithmic: bool = True) -> Spread | None:
+    """The median and interval of some samples; None if there are none. Without `logarithmic` few samples have a range.
+
+    >>> found = spread([2.0, 4.0, 8.0])
+    >>> found.median, found.kind, round(found.low, 2), round(found.high, 2)
+    (4.0, 'student', 0.71, 22.38)
+    >>> spread([2.0, float("inf"), 3.0]).kind
+    'range'
+    >>> spread([5.0, 1.0, 4.0, 2.0, 3.0, float("inf")]).high
+    inf
+    """
+    if not samples:
+        return None
+    summary = summarize(samples)
+    least, most = min(samples), max(samples)
+    median = summary.median
+    low, high, kind = least, most, _kind(samples, logarithmic)
+    if kind == "order" and summary.low is not None and summary.high is not None:
+        low, high = summary.low, summary.high
+    elif kind == "student":
+        logs = [math.log(sample) for sample in samples]
+        centre = statistics.fmean(logs)
+        reach = STUDENT_T[len(logs)] * statistics.stdev(logs) / math.sqrt(len(logs))
+        # The interval is centred at the geometric mean; the median of few samples may lie outside.
+        low, high = min(median, math.exp(centre - reach)), max(median, math.exp(centre + reach))
+    return Spread(median, low, high, kind, len(samples), least, most)
+
+
+def _kind(samples: Sequence[float], logarithmic: bool) -> IntervalKind:
+    if len(samples) > max(STUDENT_T):
+        return "order"
+    positive = all(math.isfinite(sample) and sample > 0 for sample in samples)
+    return "student" if logarithmic and len(samples) in STUDENT_T and positive else "range"
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What `costs` expected of a step, beside what was measured; medians over seeds, in seconds.
+    """The step time that `costs` predicts, and the measured one; medians over seeds, in seconds.
 
-    A step is predicted as the compute that was measured, the codec and the communication, one after the other
-    (`step_high`). Where they may overlap (several buckets, or stale gradients) it is at least the longer of compute
-    and communication (`step_low`).
+    The prediction is the sum of measured compute, codec and communication (`step_high`). If they can overlap (several
+    buckets, or stale gradients), it is at least the longer of compute and communication (`step_low`).
     """
 
     communication: float
@@ -39,7 +120,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """An entry on so many workers."""
+    """An entry on one number of workers."""
 
     workers: int
     runs: int
@@ -50,12 +131,12 @@ class ScalingPoint:
     efficiency: float | None
     """Throughput ÷ (workers × throughput of one worker)."""
     speedup: float | None
-    """Median time to target of one worker ÷ of these."""
+    """Median time to target of one worker ÷ that of these workers."""
 
 
 @dataclass
 class EntryFacts:
-    """One entry, over all its runs that count."""
+    """An entry, over all its runs that count."""
 
     name: str
     strategy: str
@@ -63,31 +144,31 @@ class EntryFacts:
     learning_rate: float | None
     rate_from: str
     outsider: bool
-    """Somebody else's."""
+    """True for the implementation of another library."""
     planned: int
     statuses: dict[str, int]
     reached: int
     time: Spread | None
     ratio: Spread | None
-    """Time to target ÷ that of the baseline, seed by seed."""
+    """Time to target ÷ time of the baseline, paired by seed."""
     epochs: Spread | None
     bytes: Spread | None
     best: Spread | None
     test: Spread | None
     step: Spread | None
     phases: dict[str, float]
-    """Seconds of a step by phase, evaluations spread over the steps; `rest` is what no phase has."""
+    """Seconds per step by phase, with evaluations divided by the steps; `rest` belongs to no phase."""
     shares: dict[str, float]
-    """The same as parts of the whole."""
+    """The phases as shares of their sum."""
     worker_seconds: float
     tuning_runs: int
     tuning_worker_seconds: float
-    knobs: Knobs
+    knobs: SettingsCount
     prediction: Prediction | None
     staleness: float | None
     staleness_mean: float | None
     staleness_counts: dict[int, int]
-    """How often which staleness was met, in all its runs together."""
+    """Number of reads by staleness, of all its runs."""
     consensus: float | None
     scaling: list[ScalingPoint] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -97,8 +178,8 @@ class EntryFacts:
         return sum(self.statuses.values())
 
     @property
-    def unsteady(self) -> float | None:
-        """The slowest seed's time ÷ the fastest one's."""
+    def slowest_to_fastest(self) -> float | None:
+        """The time of the slowest seed ÷ the time of the fastest."""
         return self.time.most / self.time.least if self.time is not None and self.time.least > 0 else None
 
 
@@ -116,7 +197,7 @@ class Analysis:
     runs: list[RunFacts]
     planned: int
     left: list[str]
-    """Planned runs that have no end yet."""
+    """Planned runs that have no result yet."""
     problems: list[str]
 
     @property
@@ -127,19 +208,19 @@ class Analysis:
         return next(entry for entry in self.entries if entry.name == name)
 
     def of(self, name: str, kind: str = "race") -> list[RunFacts]:
-        """An entry's runs that count, by seed."""
+        """The runs of an entry that count, by workers and seed."""
         found = [run for run in self.runs if run.entry == name and run.kind == kind and run.counts]
         return sorted(found, key=lambda run: (run.workers, run.seed))
 
 
-def analyse(race: Race) -> Analysis:
-    """Everything that a report tells, computed from the logs."""
+def analyse(race: RaceRecord) -> Analysis:
+    """Everything in the report, computed from the logs."""
     plan = race.plan
     runs = [run_facts(run, plan) for run in race.runs]
-    told = [*race.problems, *(problem for run in race.runs for problem in run.problems)]
-    told += [run.problem for run in runs if run.problem]
+    problems = [*race.problems, *(problem for run in race.runs for problem in run.problems)]
+    problems += [run.problem for run in runs if run.problem]
     baseline = _baseline(plan.entries)
-    found = Analysis(
+    analysis = Analysis(
         metric=plan.metric,
         target=plan.target,
         higher_is_better=plan.higher_is_better,
@@ -149,16 +230,16 @@ def analyse(race: Race) -> Analysis:
         entries=[],
         runs=runs,
         planned=len(plan.runs()) + len(plan.tuning_runs()),
-        left=[run.folder for run in race.left()],
-        problems=list(dict.fromkeys(told)),
+        left=[run.folder for run in race.remaining()],
+        problems=list(dict.fromkeys(problems)),
     )
-    base = {run.seed: run.time_to_target for run in found.of(found.baseline)} if found.baseline else {}
-    found.entries = [_entry(entry, found, plan, base) for entry in race.entries]
-    return found
+    base = {} if baseline is None else {run.seed: run.time_to_target for run in analysis.of(baseline.name)}
+    analysis.entries = [_entry(entry, analysis, plan, base) for entry in race.entries]
+    return analysis
 
 
-def _baseline(entries: Sequence[Entry]) -> Entry | None:
-    """What others are compared with: plain ddp, else plain allreduce, else the first."""
+def _baseline(entries: Sequence[RaceEntry]) -> RaceEntry | None:
+    """The baseline of the ratios: plain ddp, else plain allreduce, else the first entry."""
     for strategy in ("ddp", "allreduce"):
         for entry in entries:
             if entry.strategy == strategy and not entry.codec:
@@ -166,7 +247,7 @@ def _baseline(entries: Sequence[Entry]) -> Entry | None:
     return entries[0] if entries else None
 
 
-def _entry(entry: Entry, race: Analysis, plan: Plan, base: dict[int, float]) -> EntryFacts:
+def _entry(entry: RaceEntry, race: Analysis, plan: RacePlan, base: dict[int, float]) -> EntryFacts:
     runs = race.of(entry.name)
     tuning = race.of(entry.name, "tuning")
     everything = [*runs, *race.of(entry.name, "scaling")]
@@ -194,11 +275,11 @@ def _entry(entry: Entry, race: Analysis, plan: Plan, base: dict[int, float]) -> 
         worker_seconds=sum(run.worker_seconds for run in runs),
         tuning_runs=len(tuning),
         tuning_worker_seconds=sum(run.worker_seconds for run in tuning),
-        knobs=count_knobs(entry),
+        knobs=count_settings(entry),
         prediction=_prediction(runs),
         staleness=_median(run.staleness for run in runs),
         staleness_mean=_median(run.staleness_mean for run in runs),
-        staleness_counts=summed(run.staleness_counts for run in runs),
+        staleness_counts=add_histograms(run.staleness_counts for run in runs),
         consensus=_median(run.consensus for run in runs),
         scaling=_scaling(everything) if plan.scaling_workers else [],
         failures=[
@@ -208,23 +289,23 @@ def _entry(entry: Entry, race: Analysis, plan: Plan, base: dict[int, float]) -> 
 
 
 def paired(times: dict[int, float], base: dict[int, float]) -> Spread | None:
-    """Ratios of times seed by seed. A seed on which neither got there says nothing; one that only the other reached
-    makes it infinite, one that only this reached makes it 0.
+    """Ratios of times, paired by seed. A seed with which neither reached the target is left out. If only `base` reached
+    it, the ratio is infinite; if only `times` did, it is 0.
 
     >>> paired({1: 2.0, 2: 4.0}, {1: 4.0, 2: 8.0}).median
     0.5
     """
-    found = []
+    ratios = []
     for seed in sorted(times.keys() & base.keys()):
         own, other = times[seed], base[seed]
         if math.isfinite(own) or math.isfinite(other):
-            found.append(own / other if other > 0 else math.inf)
-    return spread(found)
+            ratios.append(own / other if other > 0 else math.inf)
+    return spread(ratios)
 
 
 def _phases(runs: Sequence[RunFacts]) -> dict[str, float]:
-    """Medians over the seeds of seconds a step until the target, else in all; and what is left of the wall clock."""
-    told: list[dict[str, float]] = []
+    """Median seconds per step by phase, until the target or else until the end, and the rest of the elapsed time."""
+    per_run: list[dict[str, float]] = []
     for run in runs:
         hit = run.hit
         phases, elapsed, steps = (
@@ -232,9 +313,9 @@ def _phases(runs: Sequence[RunFacts]) -> dict[str, float]:
         )
         if steps and phases and elapsed and run.status == "finished":
             rest = max(0.0, elapsed - sum(phases.values()))
-            told.append({name: seconds / steps for name, seconds in {**phases, "rest": rest}.items()})
-    names = list(dict.fromkeys(name for one in told for name in one))
-    return {name: max(0.0, statistics.median(one.get(name, 0.0) for one in told)) for name in names}
+            per_run.append({name: seconds / steps for name, seconds in {**phases, "rest": rest}.items()})
+    names = list(dict.fromkeys(name for one in per_run for name in one))
+    return {name: max(0.0, statistics.median(one.get(name, 0.0) for one in per_run)) for name in names}
 
 
 def _prediction(runs: Sequence[RunFacts]) -> Prediction | None:
@@ -255,9 +336,9 @@ def _prediction(runs: Sequence[RunFacts]) -> Prediction | None:
         codec=codec,
         step_low=max(compute, communication) + codec if overlaps else high,
         step_high=high,
-        measured_communication=_median(_a_step(run.communication, run) for run in usable),
+        measured_communication=_median(_per_step(run.communication, run) for run in usable),
         measured_exposed=middle(lambda run: run.phases.get("exposed", 0.0) / run.steps),
-        measured_codec=_median(_a_step(run.codec, run) for run in usable),
+        measured_codec=_median(_per_step(run.codec, run) for run in usable),
         measured_step=middle(lambda run: run.step_seconds),
     )
 
@@ -287,7 +368,7 @@ def _scaling(runs: Sequence[RunFacts]) -> list[ScalingPoint]:
     return points
 
 
-def _a_step(seconds: float | None, run: RunFacts) -> float | None:
+def _per_step(seconds: float | None, run: RunFacts) -> float | None:
     return None if seconds is None else seconds / run.steps
 
 
@@ -301,4 +382,4 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _first_line(reason: str | None) -> str:
-    return (reason or "no reason is known").strip().splitlines()[0]
+    return (reason or "no reason is recorded").strip().splitlines()[0]

@@ -1,65 +1,225 @@
-"""The pictures of a race: curves, times to the target, phases of a step, predictions, scaling.
+"""The plots of a report: curves, times to the target, phases of a step, predictions, scaling.
 
-Narrow, so that their letters stay readable on a phone; the same bytes for the same race.
+They are narrow, so that their text is readable on a phone. The same race gives the same bytes. Entries differ in
+colour, dash and marker. Plots are drawn in the colours for paper. In the page, each colour becomes a CSS variable with
+values for light and for dark.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from syncline.bench.report.analysis import Analysis, EntryFacts
-from syncline.bench.report.canvas import GRID, INK, MUTED, Picture, canvas, finished, styled
+from syncline.bench.report.analysis import Analysis, EntryFacts, Prediction
 from syncline.bench.report.facts import RunFacts
-from syncline.bench.report.style import PHASES, Look, looks
-from syncline.bench.report.words import number, time_unit
+from syncline.bench.report.phrases import number_phrase, time_unit
+from syncline.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-__all__ = ["draw"]
+__all__ = [
+    "BASELINE_COLOURS",
+    "PHASE_COLOURS",
+    "PHASE_LABELS",
+    "SERIES_COLOURS",
+    "PlotStyle",
+    "ReportPlot",
+    "colour_variables",
+    "draw_plots",
+    "plot_styles",
+]
 
-FAR = 6
-"""So many times longer than another: both are seen only on a logarithmic axis."""
-POINTS = 80
-"""Of a line."""
-LONGEST = 26
-"""Letters of a name in a picture."""
+TEXT_COLOURS = {"ink": ("#1c2126", "#e8ebee"), "muted": ("#586069", "#a3acb5"), "grid": ("#dfe3e8", "#343b43")}
+"""Text, secondary text and grid, each for light and for dark."""
+
+SERIES_COLOURS = (
+    ("#0068a8", "#5ab0f2"),  # blue
+    ("#c24a05", "#ff9a56"),  # vermilion
+    ("#007a56", "#35c896"),  # green
+    ("#a1337f", "#ee8fcf"),  # purple
+    ("#866300", "#e0b93c"),  # ochre
+    ("#117a94", "#62cbe4"),  # cyan
+    ("#b3263a", "#ff8a95"),  # red
+)
+BASELINE_COLOURS = ("#40474f", "#c6cdd4")
+PHASE_COLOURS = {
+    "compute": ("#0069a9", "#5ab0f3"),
+    "exposed": ("#c24b06", "#ff9a57"),
+    "codec": ("#a13380", "#ee8fd0"),
+    "data": ("#866401", "#e0b93d"),
+    "evaluation": ("#007a57", "#35c897"),
+    "checkpoint": ("#117a95", "#62cbe5"),
+    "agreeing": ("#b3263b", "#ff8a96"),
+    "rest": ("#8b949d", "#6d7680"),
+}
+"""Slightly different from the colours of the series, because each colour identifies one CSS variable."""
+
+PHASE_LABELS = {"exposed": "exposed communication", "agreeing": "control messages"}
+"""Labels of phases whose key in the log is not clear to readers."""
+
+DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)), (0, (3, 1, 1, 1, 1, 1)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
+
+Dash = str | tuple[int, tuple[float, ...]]
+WIDTH_INCHES = 4.6
+"""About the width of a phone."""
+INK, MUTED, GRID = (light for light, _ in TEXT_COLOURS.values())
+LOG_SCALE_RATIO = 6
+"""If the longest time is this many times the shortest, the axis is logarithmic."""
+MAX_LINE_POINTS = 80
+MAX_NAME_CHARS = 26
 
 
-def draw(race: Analysis) -> list[Picture]:
-    """Every picture for which there is something to show."""
-    with styled():
-        style = looks([entry.name for entry in race.entries], race.baseline)
-        made = [
+@dataclass(frozen=True)
+class PlotStyle:
+    """The colour, dash and marker of an entry in all plots."""
+
+    colour: str
+    dash: Dash
+    marker: str
+
+
+def plot_styles(names: list[str], baseline: str | None) -> dict[str, PlotStyle]:
+    """A style for every entry; the baseline is grey.
+
+    >>> found = plot_styles(["ddp", "a", "b"], "ddp")
+    >>> found["ddp"].colour == BASELINE_COLOURS[0], found["a"] != found["b"]
+    (True, True)
+    """
+    styles: dict[str, PlotStyle] = {}
+    number = 0
+    for name in names:
+        if name == baseline:
+            styles[name] = PlotStyle(BASELINE_COLOURS[0], "-", "o")
+            continue
+        colour = SERIES_COLOURS[number % len(SERIES_COLOURS)][0]
+        # The numbers of colours, dashes and markers have no common divisor: 280 styles differ.
+        styles[name] = PlotStyle(colour, DASHES[number % len(DASHES)], MARKERS[(number + 1) % len(MARKERS)])
+        number += 1
+    return styles
+
+
+def colour_variables() -> dict[str, tuple[str, str, str]]:
+    """By the colour on paper: the name of the CSS variable, and its values for light and for dark."""
+    found = {light: (f"--{role}", light, dark) for role, (light, dark) in TEXT_COLOURS.items()}
+    found |= {light: (f"--series-{number}", light, dark) for number, (light, dark) in enumerate(SERIES_COLOURS)}
+    found |= {light: (f"--phase-{name}", light, dark) for name, (light, dark) in PHASE_COLOURS.items()}
+    found[BASELINE_COLOURS[0]] = ("--baseline", *BASELINE_COLOURS)
+    return found
+
+
+@dataclass(frozen=True)
+class ReportPlot:
+    """A plot: the name of its file, its title, and a description for readers who cannot see it."""
+
+    name: str
+    title: str
+    about: str
+    svg: bytes
+    """With a transparent background."""
+    png: bytes
+    """With a white background."""
+
+
+def _new_figure(height: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
+    """An empty figure of this height in inches, with one panel per row."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH_INCHES, height), layout="constrained")
+    return figure, [figure.add_subplot(rows, 1, row + 1) for row in range(rows)]
+
+
+def _render(name: str, title: str, about: str, figure: Figure) -> ReportPlot:
+    """Render a figure to SVG and PNG. The same figure gives the same bytes."""
+    metadata = {"svg": {"Date": None, "Creator": None, "Format": None, "Type": None}, "png": {"Software": None}}
+    files = {}
+    with _plot_settings(salt=name):
+        for kind, background in (("svg", "none"), ("png", "white")):
+            written = io.BytesIO()
+            figure.savefig(written, format=kind, dpi=200, metadata=metadata[kind], facecolor=background)
+            files[kind] = written.getvalue()
+            figure.set_layout_engine("none")  # keep the positions for the second format
+    return ReportPlot(name, title, about, **files)
+
+
+@contextmanager
+def _plot_settings(salt: str = "syncline") -> Iterator[None]:
+    """The matplotlib settings of all plots; `salt` makes the identifiers inside an SVG unique."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise UnsupportedError("plots need matplotlib: pip install 'syncline[plot]'") from None
+    settings: Any = {
+        "font.family": "DejaVu Sans",
+        "font.size": 9,
+        "axes.titlesize": 9,
+        "axes.labelsize": 9,
+        "xtick.labelsize": 8.5,
+        "ytick.labelsize": 8.5,
+        "legend.fontsize": 8.5,
+        "text.color": INK,
+        "axes.labelcolor": INK,
+        "axes.edgecolor": MUTED,
+        "xtick.color": MUTED,
+        "ytick.color": MUTED,
+        "xtick.labelcolor": INK,
+        "ytick.labelcolor": INK,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": GRID,
+        "grid.linewidth": 0.8,
+        "figure.facecolor": "none",
+        "axes.facecolor": "none",
+        "savefig.facecolor": "none",
+        "svg.fonttype": "none",
+        "text.parse_math": False,
+        "hatch.linewidth": 0.6,
+        "svg.hashsalt": salt,
+    }
+    with matplotlib.rc_context(settings):
+        yield
+
+
+def draw_plots(race: Analysis) -> list[ReportPlot]:
+    """All plots that have data."""
+    with _plot_settings():
+        style = plot_styles([entry.name for entry in race.entries], race.baseline)
+        plots = [
             _curves(race, style, "time", "seconds", lambda one: one.elapsed),
             _curves(race, style, "epochs", "epochs", lambda one: one.epochs),
-            _curves(race, style, "bytes", "megabytes handed over by a worker", lambda one: one.bytes_wire / 1e6),
+            _curves(race, style, "bytes", "megabytes sent by a worker", lambda one: one.bytes_wire / 1e6),
             _times(race, style),
             _steps(race),
             _predictions(race, style),
             _scaling(race, style),
         ]
-    return [picture for picture in made if picture is not None]
+    return [plot for plot in plots if plot is not None]
 
 
 def _curves(
-    race: Analysis, style: dict[str, Look], name: str, label: str, across: Callable[[Any], float]
-) -> Picture | None:
-    """The metric against something: a thin line for each seed, a thick one for their median while all of them run."""
+    race: Analysis, style: dict[str, PlotStyle], name: str, label: str, across: Callable[[Any], float]
+) -> ReportPlot | None:
+    """The metric against time, epochs or bytes: a thin line for each seed, a thick line for their median."""
     shown = [entry for entry in race.entries if any(run.evaluations for run in race.of(entry.name))]
     if not shown:
         return None
-    figure, (axes,) = canvas(3.0 + 0.17 * math.ceil((len(shown) + 1) / 2))
+    figure, (axes,) = _new_figure(3.0 + 0.17 * math.ceil((len(shown) + 1) / 2))
     for entry in shown:
         runs = [run for run in race.of(entry.name) if run.evaluations]
         look = style[entry.name]
         for run in runs:
             points = _thinned([(across(one), one.metric) for one in run.evaluations])
             axes.plot(*zip(*points, strict=True), color=look.colour, linewidth=0.7, alpha=0.4)
-        middle = _thinned(_middle(runs, across))
+        middle = _thinned(_median_curve(runs, across))
         axes.plot(
             *zip(*middle, strict=True),
             color=look.colour,
@@ -68,30 +228,32 @@ def _curves(
             markersize=3.2,
             markevery=max(1, len(middle) // 6),
             linewidth=1.7,
-            label=_short(entry.name),
+            label=_shorten(entry.name),
         )
-    axes.axhline(race.target, color=INK, linewidth=1, linestyle=(0, (2, 2)), label=f"target {number(race.target)}")
+    axes.axhline(
+        race.target, color=INK, linewidth=1, linestyle=(0, (2, 2)), label=f"target {number_phrase(race.target)}"
+    )
     axes.set(xlabel=label, ylabel=f"validation {race.metric}")
     _zoom(axes, race, shown)
     ends = [across(run.evaluations[-1]) for entry in shown for run in race.of(entry.name) if run.evaluations]
     starts = [across(run.evaluations[0]) for entry in shown for run in race.of(entry.name) if run.evaluations]
-    if min(starts) > 0 and max(ends) > FAR * min(ends):
+    if min(starts) > 0 and max(ends) > LOG_SCALE_RATIO * min(ends):
         axes.set_xscale("log")
         _log_ticks(axes)
         axes.set_xlabel(f"{label} (log)")
     figure.legend(loc="outside lower center", ncols=2, frameon=False, handlelength=3)
     about = f"Validation {race.metric} against {label}: {len(shown)} entries, median over seeds and every seed."
-    return finished(f"curves-{name}", f"{race.metric.capitalize()} against {name}", about, figure)
+    return _render(f"curves-{name}", f"{race.metric.capitalize()} against {name}", about, figure)
 
 
 def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """No more points than can be told apart; the last one is always there."""
-    every = -(-len(points) // POINTS)
+    """At most `MAX_LINE_POINTS` points, always with the last one."""
+    every = -(-len(points) // MAX_LINE_POINTS)
     return [*points[:-1:every], points[-1]] if points else points
 
 
 def _zoom(axes: Axes, race: Analysis, shown: Sequence[EntryFacts]) -> None:
-    """An entry that diverged must not press all others into a line."""
+    """Use a logarithmic axis if an entry diverged, so that the others stay visible."""
     metrics = [
         one.metric
         for entry in shown
@@ -110,8 +272,8 @@ def _zoom(axes: Axes, race: Analysis, shown: Sequence[EntryFacts]) -> None:
         axes.set_ylim(top=min(worst * 1.5, 20 * statistics.median(known)) if known else None)
 
 
-def _middle(runs: Sequence[RunFacts], across: Callable[[Any], float]) -> list[tuple[float, float]]:
-    """The median over the seeds at each evaluation that all of them have: they come at the same steps."""
+def _median_curve(runs: Sequence[RunFacts], across: Callable[[Any], float]) -> list[tuple[float, float]]:
+    """The median over the seeds at each evaluation that all seeds have; they are at the same steps."""
     shortest = min(len(run.evaluations) for run in runs)
     found = []
     for turn in range(shortest):
@@ -122,18 +284,18 @@ def _middle(runs: Sequence[RunFacts], across: Callable[[Any], float]) -> list[tu
 
 
 def _rows(axes: Axes, names: Sequence[str]) -> None:
-    axes.set_yticks(range(len(names)), [_short(name) for name in names])
+    axes.set_yticks(range(len(names)), [_shorten(name) for name in names])
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.grid(False, axis="y")
 
 
-def _times(race: Analysis, style: dict[str, Look]) -> Picture | None:
-    """A dot for each seed, the median and its interval; whoever never came stands at the edge."""
+def _times(race: Analysis, style: dict[str, PlotStyle]) -> ReportPlot | None:
+    """A dot for each seed, the median and its interval; entries that missed the target are at the edge."""
     entries = sorted((entry for entry in race.entries if entry.time), key=lambda e: e.time.median if e.time else 0)
     finite = [run.time_to_target for entry in entries for run in race.of(entry.name) if run.reached]
     if not finite:
         return None
-    figure, (axes,) = canvas(0.9 + 0.27 * len(entries))
+    figure, (axes,) = _new_figure(0.9 + 0.27 * len(entries))
     factor, unit = time_unit(entry.time.median for entry in entries if entry.time)
     edge = factor * max(finite) * 2.2
     for row, entry in enumerate(entries):
@@ -141,7 +303,7 @@ def _times(race: Analysis, style: dict[str, Look]) -> Picture | None:
         assert time is not None
         seeds = [factor * run.time_to_target for run in race.of(entry.name) if run.reached]
         if time.finite:
-            high = min(factor * time.high, edge / 1.9)  # the words "1 never" stand at the edge
+            high = min(factor * time.high, edge / 1.9)  # the label "1 never" is at the edge
             axes.plot([factor * time.low, high], [row, row], color=look.colour, linewidth=3, alpha=0.35)
             axes.plot([factor * time.median], [row], color=look.colour, marker="|", markersize=13, markeredgewidth=2)
         axes.plot(seeds, [row] * len(seeds), color=look.colour, marker=look.marker, linestyle="", markersize=4.5)
@@ -152,9 +314,9 @@ def _times(race: Analysis, style: dict[str, Look]) -> Picture | None:
     axes.set_xscale("log")
     _log_ticks(axes)
     axes.set_xlim(right=edge * 1.05)
-    axes.set_xlabel(f"time to {race.metric} {number(race.target)}, {unit} (log)")
+    axes.set_xlabel(f"time to {race.metric} {number_phrase(race.target)}, {unit} (log)")
     about = "Time to the target of every entry: each seed, the median and its interval."
-    return finished("time-to-target", "Time to target", about, figure)
+    return _render("time-to-target", "Time to target", about, figure)
 
 
 def _log_ticks(axes: Axes) -> None:
@@ -167,8 +329,8 @@ def _log_ticks(axes: Axes) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
-def _steps(race: Analysis) -> Picture | None:
-    """Where each step went."""
+def _steps(race: Analysis) -> ReportPlot | None:
+    """The phases of a step."""
     entries = [entry for entry in race.entries if entry.phases]
     if not entries:
         return None
@@ -176,16 +338,16 @@ def _steps(race: Analysis) -> Picture | None:
     factor, unit = time_unit([sum(entry.phases.values()) for entry in entries])
     if unit == "s":
         factor, unit = 1e3, "ms"
-    names = [name for name in PHASES if any(entry.shares.get(name, 0.0) > 0.002 for entry in entries)]
-    figure, (axes,) = canvas(1.0 + 0.27 * len(entries) + 0.17 * math.ceil(len(names) / 3))
+    names = [name for name in PHASE_COLOURS if any(entry.shares.get(name, 0.0) > 0.002 for entry in entries)]
+    figure, (axes,) = _new_figure(1.0 + 0.27 * len(entries) + 0.17 * math.ceil(len(names) / 3))
     left = [0.0] * len(entries)
     hatches = {"exposed": "///", "codec": "xx"}
-    for name in PHASES:
+    for name in PHASE_COLOURS:
         if name in names:
             widths = [factor * entry.phases.get(name, 0.0) for entry in entries]
-            told = "exposed communication" if name == "exposed" else name
+            label, colour = PHASE_LABELS.get(name, name), PHASE_COLOURS[name][0]
             axes.barh(
-                range(len(entries)), widths, 0.68, left, label=told, color=PHASES[name][0], hatch=hatches.get(name),
+                range(len(entries)), widths, 0.68, left, label=label, color=colour, hatch=hatches.get(name),
                 edgecolor=GRID, linewidth=0,
             )  # fmt: skip
             left = [start + width for start, width in zip(left, widths, strict=True)]
@@ -193,22 +355,22 @@ def _steps(race: Analysis) -> Picture | None:
     axes.set_xlabel(f"{unit} a step, evaluations spread over the steps")
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     about = "Seconds of a step by phase, for every entry: " + ", ".join(names) + "."
-    return finished("phases", "Where each step went", about, figure)
+    return _render("phases", "Time of a step", about, figure)
 
 
-def _predictions(race: Analysis, style: dict[str, Look]) -> Picture | None:
-    """Hollow: predicted; filled: measured."""
+def _predictions(race: Analysis, style: dict[str, PlotStyle]) -> ReportPlot | None:
+    """Predicted (hollow) and measured (filled) times."""
     entries = [entry for entry in race.entries if entry.prediction is not None]
     if not entries:
         return None
-    figure, panels = canvas(1.5 + 0.42 * len(entries), rows=2)
+    figure, panels = _new_figure(1.5 + 0.42 * len(entries), rows=2)
     for axes, what in zip(panels, ("step", "communication"), strict=True):
         for row, entry in enumerate(entries):
-            told = entry.prediction
-            assert told is not None
+            prediction = entry.prediction
+            assert prediction is not None
             colour = style[entry.name].colour
-            low, high = (told.step_low, told.step_high) if what == "step" else (told.communication, told.communication)
-            seen = told.measured_step if what == "step" else told.measured_communication
+            low, high = _predicted(prediction, what)
+            seen = prediction.measured_step if what == "step" else prediction.measured_communication
             axes.plot([1e3 * low, 1e3 * high], [row, row], color=colour, linewidth=1)
             axes.plot(
                 [1e3 * low, 1e3 * high], [row, row], color=colour, linestyle="", marker="D", fillstyle="none",
@@ -221,14 +383,20 @@ def _predictions(race: Analysis, style: dict[str, Look]) -> Picture | None:
         axes.set_xlabel("a whole step, ms" if what == "step" else "communication of a step, ms")
     panels[0].set_title("◇ predicted   ● measured", loc="right")
     about = "Predicted and measured milliseconds of a step, and of its communication, for every entry."
-    return finished("predictions", "Predicted and measured", about, figure)
+    return _render("predictions", "Predicted and measured", about, figure)
 
 
-def _scaling(race: Analysis, style: dict[str, Look]) -> Picture | None:
+def _predicted(prediction: Prediction, what: str) -> tuple[float, float]:
+    if what == "step":
+        return prediction.step_low, prediction.step_high
+    return prediction.communication, prediction.communication
+
+
+def _scaling(race: Analysis, style: dict[str, PlotStyle]) -> ReportPlot | None:
     entries = [entry for entry in race.entries if len(entry.scaling) > 1]
     if not entries:
         return None
-    figure, (upper, lower) = canvas(4.6 + 0.17 * math.ceil(len(entries) / 2), rows=2)
+    figure, (upper, lower) = _new_figure(4.6 + 0.17 * math.ceil(len(entries) / 2), rows=2)
     sizes = sorted({point.workers for entry in entries for point in entry.scaling})
     times = [point.time.median for entry in entries for point in entry.scaling if point.time.finite]
     factor, unit = time_unit(times)
@@ -239,9 +407,9 @@ def _scaling(race: Analysis, style: dict[str, Look]) -> Picture | None:
         }  # fmt: skip
         known = [point for point in entry.scaling if point.efficiency is not None]
         speeds = [(point.efficiency or 0.0) * point.workers for point in known]
-        upper.plot([point.workers for point in known], speeds, label=_short(entry.name), **shown)
-        came = [point for point in entry.scaling if point.time.finite]
-        lower.plot([point.workers for point in came], [factor * point.time.median for point in came], **shown)
+        upper.plot([point.workers for point in known], speeds, label=_shorten(entry.name), **shown)
+        reached = [point for point in entry.scaling if point.time.finite]
+        lower.plot([point.workers for point in reached], [factor * point.time.median for point in reached], **shown)
     upper.plot(sizes, sizes, color=INK, linewidth=1, linestyle=(0, (2, 2)), label="ideal")
     upper.set(ylabel="throughput ÷ one worker's", xlabel="workers")
     lower.set(ylabel=f"time to target, {unit}", xlabel="workers")
@@ -252,8 +420,8 @@ def _scaling(race: Analysis, style: dict[str, Look]) -> Picture | None:
     lower.set_ylim(bottom=0)
     figure.legend(loc="outside lower center", ncols=2, frameon=False, handlelength=3)
     about = "Throughput and time to the target against the number of workers, for every entry."
-    return finished("scaling", "Scaling", about, figure)
+    return _render("scaling", "Scaling", about, figure)
 
 
-def _short(name: str) -> str:
-    return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
+def _shorten(name: str) -> str:
+    return name if len(name) <= MAX_NAME_CHARS else f"{name[: MAX_NAME_CHARS - 1]}…"

@@ -1,4 +1,4 @@
-"""A race for other programs: `report.json` with everything, a row for each run, a row for each evaluation."""
+"""The report for other programs: `report.json`, and CSV tables of the runs and of their evaluations."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from syncline.bench.race.reading import Race
+from syncline.bench.lint.base import Finding
 from syncline.bench.report.analysis import Analysis
 from syncline.bench.report.facts import RunFacts
-from syncline.bench.report.verdict import Verdict
+from syncline.bench.report.verdict import RaceVerdict
+from syncline.bench.runlog import RaceRecord
 from syncline.training.phases import PHASES
 
 __all__ = ["FORMAT", "document", "registry_head", "write_tables"]
@@ -32,10 +33,12 @@ CURVE_COLUMNS = (
 )
 
 
-def write_tables(folder: Path, race: Race, found: Analysis, verdict: Verdict, findings: Sequence[Any] | None) -> None:
+def write_tables(
+    folder: Path, race: RaceRecord, found: Analysis, verdict: RaceVerdict, findings: Sequence[Finding] | None
+) -> None:
     """Write `report.json`, `runs.csv` and `curves.csv`."""
-    told = document(race, found, verdict, findings)
-    (folder / "report.json").write_text(json.dumps(told, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    report = document(race, found, verdict, findings)
+    (folder / "report.json").write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     _write(
         folder / "runs.csv", [*RUN_COLUMNS, *(f"{name}_seconds" for name in PHASES), "folder"], map(_row, found.runs)
     )
@@ -43,12 +46,14 @@ def write_tables(folder: Path, race: Race, found: Analysis, verdict: Verdict, fi
     _write(folder / "curves.csv", header, (row for run in found.runs for row in _points(run)))
 
 
-def document(race: Race, found: Analysis, verdict: Verdict, findings: Sequence[Any] | None) -> dict[str, Any]:
-    """Everything that the page shows. An infinite time is the word "inf"; `findings` is None where nobody looked."""
+def document(
+    race: RaceRecord, found: Analysis, verdict: RaceVerdict, findings: Sequence[Finding] | None
+) -> dict[str, Any]:
+    """The content of `report.json`. An infinite time is the string "inf"; `findings` is None without a lint."""
     whole: dict[str, Any] = {
         "format": FORMAT,
         "verdict": verdict,
-        "findings": None if findings is None else [finding_facts(one) for one in findings],
+        "findings": None if findings is None else list(findings),
         "registry_head": registry_head(race),
         "plan": json.loads(race.plan.as_json()),
         "system": race.system,
@@ -60,15 +65,8 @@ def document(race: Race, found: Analysis, verdict: Verdict, findings: Sequence[A
     return plain
 
 
-def finding_facts(finding: Any) -> dict[str, str]:
-    """A finding of the lint, whatever class it is of."""
-    names = ("rule", "title", "evidence", "fix", "severity")
-    told = finding if isinstance(finding, Mapping) else {name: getattr(finding, name, "") for name in names}
-    return {name: str(getattr(told.get(name, ""), "value", told.get(name, ""))) for name in names}
-
-
-def registry_head(race: Race) -> str:
-    """The hash of the registry's last line: it stands for all of them."""
+def registry_head(race: RaceRecord) -> str:
+    """The hash of the registry's last line, which depends on all lines."""
     return str(race.lines[-1].get("hash", "")) if race.lines else ""
 
 
@@ -94,7 +92,7 @@ def _write(path: Path, header: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
 
 
 def _cell(value: Any) -> Any:
-    """A spreadsheet takes text that begins with one of these for a formula, and a name may begin with anything."""
+    """Quote text that a spreadsheet would read as a formula."""
     return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
 
 

@@ -1,70 +1,108 @@
-"""Who won, by how much and how sure that is, and what holds the winner and the baseline back.
+"""The verdict of a race: which entry reached the target first, by how much, and what limits its speed.
 
-A leader has the smallest median time to the target. It has *won* if, seed by seed, the interval of every rival's time ÷
-its own lies above 1. Otherwise those rivals cannot be told apart from it, and nobody has won. With fewer than three
-seeds there is no interval to go by: the leader is *ahead*, and that is all.
+The leader has the smallest median time to the target. It has *won* if, paired by seed, the interval of every other
+entry's time ÷ its own lies above 1. Otherwise these entries cannot be distinguished from it, and no entry has won. With
+fewer than three seeds there is no interval: then the leader is only *ahead*.
+
+The limit of an entry is the cost whose removal would save most of its time:
+
+```text
+limit           what its removal would save, as a share of the time to the target
+communication   the share of exposed communication
+codec           the share of encoding and decoding that delayed the worker
+data            the share of waiting for batches
+evaluation      the share of evaluations
+agreeing        the share of control messages, by which the ranks decide whether to continue
+statistics      1 − 1/r, if it needs r times the epochs of the entry, or of the one worker, that needs fewest;
+                only if r is at least 1.25
+compute         the share of compute, if nothing else is larger
+```
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from syncline.bench.report.analysis import Analysis, EntryFacts, paired
-from syncline.bench.report.limits import Limit, binding_limit
-from syncline.bench.report.spread import Spread
-from syncline.bench.report.words import bytes_told, edges, number, seconds_told, time_unit
+from syncline.bench.report.analysis import Analysis, EntryFacts, Spread, paired
+from syncline.bench.report.phrases import bytes_phrase, interval_phrase, number_phrase, seconds_phrase, time_unit
 
-__all__ = ["Outcome", "Verdict", "judge"]
+__all__ = ["RaceOutcome", "RaceVerdict", "SpeedLimit", "binding_limit", "judge"]
 
-Outcome = Literal["won", "tied", "ahead", "alone", "nobody", "empty"]
+RaceOutcome = Literal["won", "tied", "ahead", "alone", "nobody", "empty"]
+LimitName = Literal["communication", "codec", "data", "evaluation", "agreeing", "statistics", "compute"]
 
-SEEDS = 3
-"""Fewer say nothing about luck."""
+MIN_SEEDS = 3
+"""Fewer seeds have no interval."""
+MIN_EPOCHS_RATIO = 1.25
+"""A smaller ratio of epochs may be random."""
+LIMIT_OF_PHASE: dict[str, LimitName] = {
+    "exposed": "communication",
+    "codec": "codec",
+    "data": "data",
+    "evaluation": "evaluation",
+    "agreeing": "agreeing",
+    "compute": "compute",
+}
+LIMIT_PHRASES: dict[LimitName, str] = {
+    "communication": "waiting for communication",
+    "codec": "encoding and decoding",
+    "data": "waiting for data",
+    "agreeing": "control messages",
+}
+ADVICE: dict[LimitName, str] = {
+    "codec": "use a cheaper codec (cast, quantize), or none on this network.",
+    "data": "prefetch batches, or store the data closer to the workers.",
+    "evaluation": "evaluate less often, or on fewer samples.",
+    "agreeing": "the ranks wait for each other; look for the slow one.",
+}
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """A sentence on top of a report, and its reasons."""
+class RaceVerdict:
+    """The result in one sentence, with its reasons."""
 
-    outcome: Outcome
+    outcome: RaceOutcome
     sentence: str
     leader: str | None = None
     rivals: list[str] = field(default_factory=list)
-    """Those that cannot be told apart from the leader."""
-    limits: list[Limit] = field(default_factory=list)
+    """Entries that cannot be distinguished from the leader."""
+    limits: list[SpeedLimit] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def text(self) -> str:
-        """All of it, for a terminal."""
-        told = [f"{limit.entry} is bound by {limit.name}: {limit.evidence}. {limit.advice}" for limit in self.limits]
-        return "\n".join([self.sentence, *told, *self.notes])
+        """The verdict for a terminal."""
+        limits = [
+            f"{limit.entry} is limited by {limit.label}: {limit.evidence}. {limit.advice}" for limit in self.limits
+        ]
+        return "\n".join([self.sentence, *limits, *self.notes])
 
 
-def judge(race: Analysis) -> Verdict:
-    """The verdict on a race; on one that is not finished, so far."""
-    found = _judged(race)
-    if race.finished or found.outcome == "empty":
-        return found
-    return replace(found, sentence=f"So far: {found.sentence}")
+def judge(race: Analysis) -> RaceVerdict:
+    """The verdict of a race. If it is not finished, the sentence says so."""
+    verdict = _judge(race)
+    if race.finished or verdict.outcome == "empty":
+        return verdict
+    return replace(verdict, sentence=f"So far: {verdict.sentence}")
 
 
-def _judged(race: Analysis) -> Verdict:
+def _judge(race: Analysis) -> RaceVerdict:
     ran = [entry for entry in race.entries if entry.runs]
     if not ran:
-        return Verdict("empty", "No run has ended yet: there is nothing to compare.")
-    arrived = sorted((entry for entry in ran if entry.time is not None and entry.time.finite), key=_median)
-    if not arrived:
-        return _nobody(race, ran)
-    leader = arrived[0]
+        return RaceVerdict("empty", "No run has ended yet: there is nothing to compare.")
+    reached = sorted((entry for entry in ran if entry.time is not None and entry.time.finite), key=_median)
+    if not reached:
+        return _judge_unreached(race, ran)
+    leader = reached[0]
     rivals = _rivals(race, leader, [entry for entry in ran if entry is not leader and entry.reached])
-    seeds = min(entry.runs for entry in arrived)
-    outcome: Outcome = "won"
+    seeds = min(entry.runs for entry in reached)
+    outcome: RaceOutcome = "won"
     if len(ran) == 1:
         outcome = "alone"
-    elif seeds < SEEDS:
+    elif seeds < MIN_SEEDS:
         outcome = "ahead"
     elif rivals:
         outcome = "tied"
@@ -72,7 +110,7 @@ def _judged(race: Analysis) -> Verdict:
     named = dict.fromkeys([leader.name, *([race.baseline] if race.baseline else [])])
     limits = [binding_limit(race, race.entry(name)) for name in named]
     known = [limit for limit in limits if limit is not None]
-    return Verdict(outcome, sentence, leader.name, [entry.name for entry, _ in rivals], known, _notes(race))
+    return RaceVerdict(outcome, sentence, leader.name, [entry.name for entry, _ in rivals], known, _notes(race))
 
 
 def _median(entry: EntryFacts) -> float:
@@ -80,57 +118,53 @@ def _median(entry: EntryFacts) -> float:
 
 
 def _rivals(race: Analysis, leader: EntryFacts, others: Sequence[EntryFacts]) -> list[tuple[EntryFacts, Spread | None]]:
-    """Those whose time ÷ the leader's is not above 1 beyond doubt."""
+    """Entries whose time ÷ the leader's is not significantly above 1."""
     own = {run.seed: run.time_to_target for run in race.of(leader.name)}
-    found = []
+    rivals = []
     for other in others:
         ratio = paired({run.seed: run.time_to_target for run in race.of(other.name)}, own)
-        if ratio is None or ratio.samples < SEEDS or not ratio.low > 1:
-            found.append((other, ratio))
-    return found
+        if ratio is None or ratio.samples < MIN_SEEDS or not ratio.low > 1:
+            rivals.append((other, ratio))
+    return rivals
 
 
 def _sentence(
     race: Analysis,
-    outcome: Outcome,
+    outcome: RaceOutcome,
     leader: EntryFacts,
     rivals: Sequence[tuple[EntryFacts, Spread | None]],
-    arrived: int,
+    number_reached: int,
 ) -> str:
     assert leader.time is not None
-    goal = f"{race.metric} {number(race.target)}"
-    when = f"median {seconds_told(leader.time)}"
+    goal = f"{race.metric} {number_phrase(race.target)}"
+    when = f"median {seconds_phrase(leader.time)}"
     if outcome == "tied":
-        told = ", ".join(f"{other.name} ({_beside(ratio)})" for other, ratio in rivals[:3])
+        names = ", ".join(f"{other.name} ({_ratio_phrase(ratio)})" for other, ratio in rivals[:3])
         more = f" and {len(rivals) - 3} more" if len(rivals) > 3 else ""
         return (
-            f"Nobody won beyond doubt: {leader.name} reached {goal} in {when}, and {told}{more} cannot be told apart "
-            f"from it with {leader.runs} seeds."
+            f"No entry won: {leader.name} reached {goal} first ({when}), but with {leader.runs} seeds {names}{more} "
+            "cannot be distinguished from it."
         )
     against = _against(race, leader)
     if outcome == "ahead":
         seeds = f"{leader.runs} seed{'s' if leader.runs != 1 else ''}"
         return (
-            f"{leader.name} was ahead: {goal} in {when}{against}. With {seeds} that may be luck; "
-            f"{SEEDS} at least make an interval."
+            f"{leader.name} was ahead: {goal}, {when}{against}. With {seeds} this is not significant; use at least "
+            f"{MIN_SEEDS} seeds."
         )
     if outcome == "alone":
-        return f"{leader.name} ran alone and reached {goal} in {when}."
-    missed = "" if leader.reached == leader.runs else f", though only with {leader.reached} of {leader.runs} seeds"
-    others = "; no other entry did" if arrived == 1 else ""
+        return f"{leader.name} was the only entry and reached {goal}: {when}."
+    missed = "" if leader.reached == leader.runs else f", but only with {leader.reached} of {leader.runs} seeds"
+    others = "; no other entry reached it" if number_reached == 1 else ""
     return f"{leader.name} reached {goal} first: {when}{against}{missed}{others}."
 
 
-def _beside(ratio: Spread | None) -> str:
-    return "no seed in common" if ratio is None else f"time ratio {_ratio(ratio)}"
-
-
-def _ratio(ratio: Spread) -> str:
-    return f"{number(ratio.median, 3)}{edges(ratio)}"
+def _ratio_phrase(ratio: Spread | None) -> str:
+    return "no common seed" if ratio is None else f"time ratio {number_phrase(ratio.median, 3)}{interval_phrase(ratio)}"
 
 
 def _against(race: Analysis, leader: EntryFacts) -> str:
-    """How much sooner than the baseline, seed by seed; than the next one, where the baseline itself leads."""
+    """The speed-up over the baseline, paired by seed; over the next entry if the baseline leads."""
     other = race.baseline
     if other == leader.name:
         others = [entry for entry in race.entries if entry.name != other and math.isfinite(_median(entry))]
@@ -143,57 +177,59 @@ def _against(race: Analysis, leader: EntryFacts) -> str:
         return ""
     if not math.isfinite(ratio.median):
         return f"; {other} did not reach it"
-    return f", {number(ratio.median, 3)}×{edges(ratio)} sooner than {other}"
+    return f", {number_phrase(ratio.median, 3)}×{interval_phrase(ratio)} faster than {other}"
 
 
-def _nobody(race: Analysis, ran: Sequence[EntryFacts]) -> Verdict:
-    """The target was never reached, or by too few seeds of anybody; with the best value."""
-    goal = f"{race.metric} {number(race.target)}"
+def _judge_unreached(race: Analysis, ran: Sequence[EntryFacts]) -> RaceVerdict:
+    """No entry reached the target with most of its seeds."""
+    goal = f"{race.metric} {number_phrase(race.target)}"
     notes = _notes(race)
     some = [f"{entry.name} with {entry.reached} of {entry.runs} seeds" for entry in ran if entry.reached]
     if some:
-        return Verdict("nobody", f"Nobody reached {goal} with most seeds: {', '.join(some)}.", notes=notes)
+        return RaceVerdict("nobody", f"No entry reached {goal} with most of its seeds: {', '.join(some)}.", notes=notes)
     pick = max if race.higher_is_better else min
     tried = [(_best(race, entry), entry.name) for entry in ran if entry.best is not None]
     if not tried:
-        return Verdict("nobody", f"Nobody reached {goal}, and no run came as far as an evaluation.", notes=notes)
+        return RaceVerdict("nobody", f"No entry reached {goal}, and no run had an evaluation.", notes=notes)
     best, name = pick(tried)
     limit = binding_limit(race, race.entry(name))
-    return Verdict(
+    return RaceVerdict(
         "nobody",
-        f"Nobody reached {goal}. The best was {number(best)}, by {name}.",
+        f"No entry reached {goal}. The best was {number_phrase(best)}, by {name}.",
         limits=[] if limit is None else [limit],
         notes=notes,
     )
 
 
 def _notes(race: Analysis) -> list[str]:
-    """What else whoever reads only the top should know."""
-    notes = _alone(race)
+    """Further sentences for readers of the verdict."""
+    notes = _one_worker(race)
     if race.simulated and any(entry.codec for entry in race.entries):
-        notes.append("Simulated: encoding and decoding are taken to cost no time, so codecs look better than they are.")
-    failed = [f"{entry.name} ({_counted(entry)})" for entry in race.entries if _bad(entry)]
+        notes.append("Simulated: encoding and decoding take no time, so codecs look better than they are.")
+    failed = [
+        f"{entry.name} ({_failures(entry)})"
+        for entry in race.entries
+        if any(one != "finished" for one in entry.statuses)
+    ]
     if failed:
         notes.append(f"Failed: {', '.join(failed)}.")
     missed = [
-        f"{entry.name} ({entry.reached} of {entry.runs}, best {number(_best(race, entry))})"
+        f"{entry.name} ({entry.reached} of {entry.runs}, best {number_phrase(_best(race, entry))})"
         for entry in race.entries
         if entry.runs and entry.reached < entry.statuses.get("finished", 0) and entry.best is not None
     ]
     if missed:
         notes.append(f"Did not reach the target with every seed: {', '.join(missed)}.")
-    frugal = [entry for entry in race.entries if entry.bytes is not None and entry.bytes.finite and entry.bytes.median]
-    if len(frugal) > 1:
-        least = min(frugal, key=lambda entry: entry.bytes.median if entry.bytes else math.inf)
+    counted = [entry for entry in race.entries if entry.bytes is not None and entry.bytes.finite and entry.bytes.median]
+    if len(counted) > 1:
+        least = min(counted, key=lambda entry: entry.bytes.median if entry.bytes else math.inf)
         assert least.bytes is not None
-        notes.append(
-            f"Fewest bytes to the target: {least.name}, {bytes_told(least.bytes.median)} handed over by a worker."
-        )
+        notes.append(f"Fewest bytes to the target: {least.name}, {bytes_phrase(least.bytes.median)} sent by a worker.")
     return notes
 
 
-def _alone(race: Analysis) -> list[str]:
-    """Whether all these workers were worth it."""
+def _one_worker(race: Analysis) -> list[str]:
+    """The comparison with one worker."""
     single = [
         (point.time.median, entry.name)
         for entry in race.entries
@@ -204,11 +240,13 @@ def _alone(race: Analysis) -> list[str]:
         return []
     time, name = min(single)
     factor, unit = time_unit([time])
-    told = f"{number(factor * time, 3)} {unit} ({name})"
-    soonest = min(map(_median, race.entries))
-    if time <= soonest:
-        return [f"One worker alone was no slower than {race.workers}: {told}."]
-    return [f"One worker alone took {told}, {number(time / soonest, 3)}× as long as the best of {race.workers}."]
+    phrase = f"{number_phrase(factor * time, 3)} {unit} ({name})"
+    fastest = min(map(_median, race.entries))
+    if time <= fastest:
+        return [f"One worker was not slower than {race.workers}: {phrase}."]
+    return [
+        f"One worker took {phrase}, {number_phrase(time / fastest, 3)}× as long as the best entry on {race.workers}."
+    ]
 
 
 def _best(race: Analysis, entry: EntryFacts) -> float:
@@ -216,10 +254,101 @@ def _best(race: Analysis, entry: EntryFacts) -> float:
     return entry.best.most if race.higher_is_better else entry.best.least
 
 
-def _bad(entry: EntryFacts) -> bool:
-    return any(status != "finished" for status in entry.statuses)
+def _failures(entry: EntryFacts) -> str:
+    failures = [f"{count} {status}" for status, count in entry.statuses.items() if status != "finished"]
+    return f"{', '.join(failures)} of {entry.runs}"
 
 
-def _counted(entry: EntryFacts) -> str:
-    told = [f"{count} {status}" for status, count in entry.statuses.items() if status != "finished"]
-    return f"{', '.join(told)} of {entry.runs}"
+@dataclass(frozen=True)
+class SpeedLimit:
+    """What limits the speed of an entry, its share of the time, and what would help."""
+
+    entry: str
+    name: LimitName
+    share: float
+    evidence: str
+    advice: str
+    shares: dict[LimitName, float]
+    """What the removal of each would save."""
+
+    @property
+    def label(self) -> str:
+        return LIMIT_PHRASES["agreeing"] if self.name == "agreeing" else self.name
+
+
+def binding_limit(race: Analysis, entry: EntryFacts) -> SpeedLimit | None:
+    """The limit of an entry; None if no run of it has finished."""
+    if not entry.shares:
+        return None
+    shares: dict[LimitName, float] = {name: entry.shares.get(phase, 0.0) for phase, name in LIMIT_OF_PHASE.items()}
+    ratio, fewest = _epochs_ratio(race, entry)
+    if ratio >= MIN_EPOCHS_RATIO:
+        shares["statistics"] = 1 - 1 / ratio
+    # Among equal shares, the one that is easier to remove: the order of LIMIT_OF_PHASE, compute last.
+    name = max(shares, key=lambda one: (shares[one], one != "compute"))
+    evidence = _evidence(entry, name, shares[name], ratio, fewest)
+    return SpeedLimit(entry.name, name, shares[name], evidence, _advice(race, entry, name), shares)
+
+
+def _epochs_ratio(race: Analysis, entry: EntryFacts) -> tuple[float, str]:
+    """Epochs to the target ÷ those of the entry that needs fewest, and the name of that entry."""
+    if entry.epochs is None or not entry.epochs.finite:
+        return 1.0, ""
+    others = [
+        (other.epochs.median, other.name)
+        for other in race.entries
+        if other is not entry and other.epochs is not None and other.epochs.finite and other.epochs.median > 0
+    ]
+    alone = [run.epochs_to_target for run in race.of(entry.name, "scaling") if run.workers == 1 and run.reached]
+    if alone:
+        others.append((statistics.median(alone), "one worker"))
+    if not others:
+        return 1.0, ""
+    fewest, name = min(others)
+    return entry.epochs.median / fewest, name
+
+
+def _evidence(entry: EntryFacts, name: LimitName, share: float, ratio: float, fewest: str) -> str:
+    if name == "statistics" and entry.epochs is not None:
+        return (
+            f"it needs {number_phrase(entry.epochs.median, 3)} epochs, {number_phrase(ratio, 2)}× as many as {fewest}"
+        )
+    phase = next(phase for phase, limit in LIMIT_OF_PHASE.items() if limit == name)
+    ms = number_phrase(1e3 * entry.phases.get(phase, 0.0), 3)
+    return f"{100 * share:.0f} % of its time is {LIMIT_PHRASES.get(name, name)} ({ms} ms per step)"
+
+
+def _advice(race: Analysis, entry: EntryFacts, name: LimitName) -> str:
+    if name == "statistics":
+        return (
+            "A faster network or processor does not change that; another learning rate, a smaller batch, less "
+            "staleness or a more accurate codec may."
+        )
+    if name == "compute":
+        waiting = entry.shares.get("exposed", 0.0) + entry.shares.get("codec", 0.0)
+        return (
+            f"Faster or more workers would help. Synchronisation takes {100 * waiting:.0f} % of the time, and another "
+            "strategy cannot save more than that."
+        )
+    phase = next(phase for phase, limit in LIMIT_OF_PHASE.items() if limit == name)
+    share = entry.shares.get(phase, 0.0)
+    gain = f"at most {number_phrase(1 / (1 - share), 2)}× earlier" if share < 1 else "much earlier"
+    advice = (
+        ADVICE.get(name) or f"use a faster network, fewer exchanges or fewer bytes{_fewest_bytes(race.entries, entry)}."
+    )
+    return f"Without it the target would be reached {gain}: {advice}"
+
+
+def _fewest_bytes(entries: Sequence[EntryFacts], entry: EntryFacts) -> str:
+    """The entry that reached the target with the fewest bytes, if it needs less than half."""
+    known = [
+        (other.bytes.median, other.name)
+        for other in entries
+        if other.bytes is not None and other.bytes.finite and other.bytes.median > 0
+    ]
+    if not known or entry.bytes is None or not entry.bytes.finite:
+        return ""
+    fewest, name = min(known)
+    if name == entry.name or entry.bytes.median < 2 * fewest:
+        return ""
+    return f" ({name} reached it with {number_phrase(entry.bytes.median / fewest, 2)}× fewer bytes)"

@@ -1,6 +1,7 @@
-"""A race on the terminal: who has run, who is running, what came of it, how long it will take.
+"""Shows the progress of a race on standard error.
 
-On a terminal the table rewrites itself. Elsewhere each run prints a line when it ends, a long one every half minute.
+On a terminal it is a table that is updated in place. Otherwise each run prints a line at its end, and a long run one
+every half minute.
 """
 
 from __future__ import annotations
@@ -17,39 +18,41 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from syncline.bench.race.arena import Result
-from syncline.bench.race.plan import Run
-from syncline.bench.race.reading import Race, RanRun, read_run
+from syncline.bench.race.plan import PlannedRun
+from syncline.bench.race.runner import RunResult
+from syncline.bench.runlog import RaceRecord, RunRecord, read_run
 from syncline.training.progress import duration
 
-__all__ = ["View"]
+__all__ = ["RaceProgress"]
 
-PERIOD = 1.0
-"""Seconds between two looks at the log of the run that goes on."""
+READ_EVERY_S = 1.0
+"""Interval between two readings of the current run's log."""
 LINE_EVERY_S = 30.0
-"""Seconds between two lines of progress where standard error is no terminal."""
-MARKS = {"failed": "failed", "diverged": "diverged", "hung": "hung", "interrupted": "stopped"}
+"""Interval between two lines of progress if standard error is not a terminal."""
+STATUS_TEXTS = {"failed": "failed", "diverged": "diverged", "hung": "hung", "interrupted": "stopped"}
 
 
-class View:
-    """Shows a race while it runs. A context manager: the terminal is left as it was found."""
+class RaceProgress:
+    """A `RaceObserver` that prints. As a context manager it restores the terminal at the end."""
 
-    def __init__(self, race: Race, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, race: RaceRecord, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._plan = race.plan
         self._console = console or Console(stderr=True)
         self._clock = clock
-        self._done: dict[tuple[str, int, int], RanRun] = {}
+        self._done: dict[tuple[str, int, int], RunRecord] = {}
         self._spent: list[float] = []
         for run in race.runs:
-            if run.kind != "tuning" and run.status not in ("interrupted", "running"):
+            if run.kind != "tuning" and run.ended:
                 self._done[run.entry, run.workers, run.seed] = run
                 self._spent.append(run.seconds or 0.0)
-        self._current: tuple[Run, Path, int, int] | None = None
-        self._looked = self._began = clock()
-        self._log: RanRun | None = None
+        self._current: tuple[PlannedRun, Path, int, int] | None = None
+        self._last_read_s = self._started_s = clock()
+        self._log: RunRecord | None = None
         self._live: Live | None = None
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> RaceProgress:
         if self._console.is_terminal:
             self._live = Live(self._render(), console=self._console, auto_refresh=False, transient=False)
             self._live.start()
@@ -62,44 +65,41 @@ class View:
             self._live.update(self._render(), refresh=True)
             self._live.stop()
 
-    def begun(self, run: Run, folder: Path, number: int, total: int) -> None:
+    def started(self, run: PlannedRun, folder: Path, number: int, total: int) -> None:
         self._current, self._log = (run, folder, number, total), None
-        self._began = self._looked = self._clock()
+        self._started_s = self._last_read_s = self._clock()
         self._draw()
 
     def tick(self) -> None:
-        if self._clock() - self._looked < (PERIOD if self._live is not None else LINE_EVERY_S):
+        if self._clock() - self._last_read_s < (READ_EVERY_S if self._live is not None else LINE_EVERY_S):
             return
-        self._looked = self._clock()
+        self._last_read_s = self._clock()
         if self._current is not None:
-            self._log = _read(self._current[0], self._current[1])
+            self._log = read_run(self._current[1])
         if self._live is not None:
             self._draw()
         else:
             self._print(self._status())
 
-    def ended(self, run: Run, result: Result, seconds: float) -> None:
-        assert self._current is not None, "what ends has begun"
+    def ended(self, run: PlannedRun, result: RunResult, seconds: float) -> None:
+        assert self._current is not None, "a run starts before it ends"
         _, folder, number, total = self._current
-        found = _read(run, folder)
-        found.status, found.reason, found.seconds = result.status, result.reason, seconds
+        record = read_run(folder, status=result.status, reason=result.reason, seconds=seconds)
         self._current = self._log = None
         if result.status != "interrupted":
             self._spent.append(seconds)
             if run.kind != "tuning":
-                self._done[run.entry.name, run.workers, run.seed] = found
+                self._done[run.entry.name, run.workers, run.seed] = record
         if self._live is None:
             what = f"{run.kind} {number + 1}/{total}: {run.entry.name}, seed {run.seed}"
             workers = "" if run.workers == self._plan.workers else f" on {run.workers} workers"
-            took = f"{duration(seconds)} with start-up; {self._left(total, number + 1)}"
-            self._print(f"{what}{workers}: {self._came(found)}, {took}")
+            took = f"{duration(seconds)} with start-up; {self._remaining(total, number + 1)}"
+            self._print(f"{what}{workers}: {self._outcome(record)}, {took}")
         else:
             self._draw()
 
     def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    # Within.
 
     def _draw(self) -> None:
         if self._live is not None:
@@ -130,8 +130,8 @@ class View:
             running = mine and self._current is not None and self._current[0].kind == "race"
             return Text("▶" if running else "·", style="yellow" if running else "dim")
         hit = found.hit(self._plan.target, self._plan.higher_is_better)
-        if found.status in MARKS:
-            return Text(MARKS[found.status], style="red")
+        if found.status in STATUS_TEXTS:
+            return Text(STATUS_TEXTS[found.status], style="red")
         if hit is None:
             best = found.best(self._plan.higher_is_better)
             return Text("no" if best is None else f"no ({best:.4g})", style="red")
@@ -157,9 +157,9 @@ class View:
         if self._log is not None and self._log.evaluations:
             latest = self._log.evaluations[-1]
             now += f", {self._plan.metric} {latest.metric:.4g} after {latest.epochs:.1f} epochs"
-        return f"{now}, {duration(self._clock() - self._began)}; {self._left(total, number)}"
+        return f"{now}, {duration(self._clock() - self._started_s)}; {self._remaining(total, number)}"
 
-    def _came(self, run: RanRun) -> str:
+    def _outcome(self, run: RunRecord) -> str:
         if run.status != "finished":
             return f"{run.status} ({(run.reason or 'no reason known').splitlines()[0]})"
         hit = run.hit(self._plan.target, self._plan.higher_is_better)
@@ -168,25 +168,8 @@ class View:
         best = run.best(self._plan.higher_is_better)
         return "target not reached" + ("" if best is None else f", best {self._plan.metric} {best:.4g}")
 
-    def _left(self, total: int, done: int) -> str:
+    def _remaining(self, total: int, done: int) -> str:
         if not self._spent:
             return "time left not known yet"
         left = statistics.mean(self._spent) * (total - done)
         return f"about {duration(left)} left" if left else "none left"
-
-
-def _read(run: Run, folder: Path) -> RanRun:
-    config, system, events, _ = read_run(folder)
-    return RanRun(
-        folder=folder.name,
-        kind=run.kind,
-        entry=run.entry.name,
-        workers=run.workers,
-        seed=run.seed,
-        status="running",
-        reason=None,
-        seconds=None,
-        config=config,
-        system=system,
-        events=events,
-    )

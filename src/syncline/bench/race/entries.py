@@ -1,7 +1,7 @@
 """The entries of a race: every family of strategies, a few codecs, and baselines from other libraries.
 
-A strategy becomes an entry through its presets (`Strategy.presets`), a codec through a line in `CODECS`, a baseline
-through the catalog of baselines. `--entries` names other entries in a TOML file::
+Strategies come from their presets (`Strategy.presets`), codecs from `CODECS`, baselines from the registry of
+baselines. `--entries` names other entries in a TOML file::
 
     [[entry]]
     name = "top one percent"
@@ -24,8 +24,14 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from syncline.bench.baselines import availability, baseline_names, build_baseline, default_baselines, uninvited
-from syncline.bench.race.plan import Entry
+from syncline.bench.baselines import (
+    DEFAULT_BASELINES,
+    availability,
+    baseline_names,
+    build_baseline,
+    why_not_default,
+)
+from syncline.bench.race.plan import RaceEntry
 from syncline.codecs import build_codec, check_optimizer_momentum
 from syncline.errors import IncompatibleError, SpecError, SynclineError, UnsupportedError
 from syncline.launch.mpi import why_no_mpi
@@ -40,7 +46,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["Field", "build_entrant", "default_field", "read_field", "short_field"]
+__all__ = ["RaceEntries", "all_entries", "build_race_strategy", "default_entries", "is_baseline", "read_entries"]
 
 CODECS = (
     "cast('fp16')",
@@ -48,8 +54,8 @@ CODECS = (
     "topk(0.01, momentum=0.9, whole=4096)|quantize(4)",
     "powersgd(2)",
 )
-"""Over all-reduce: half the bits, few bits, few elements, low rank."""
-SHORT = (
+"""Codecs that run with all-reduce: half precision, few bits, few elements, low rank."""
+DEFAULT_ENTRIES = (
     "allreduce",
     "local(period=8)",
     "topk(0.01, momentum=0.9, whole=4096)|quantize(4)",
@@ -63,14 +69,14 @@ SHORT = (
     "gossip",
     "bsp",
 )
-"""The field of a short race: one entry of each family first, then those that differ from it most."""
-SHORT_ON_PROCESSES = 5
-"""Entries of a short race on real processes, whose runs take seconds to start."""
+"""The default entries: one of each family first, then those that differ most from them."""
+MAX_DEFAULT_ENTRIES_ON_PROCESSES = 5
+"""Real processes take seconds to start, so the default race has fewer entries there."""
 SCALING = "sqrt"
-"""Of the workload's rate, where nobody says otherwise: the batch grows with the workers."""
+"""The default scaling of the learning rate: the global batch grows with the workers."""
 
-GIVEN = frozenset(field.name for field in fields(Entry)) - {"baseline", "rate_from"}
-"""What an entry of a file may say."""
+ENTRY_KEYS = frozenset(field.name for field in fields(RaceEntry)) - {"baseline", "rate_from"}
+"""The keys of an entry in a TOML file."""
 MPI = "mpi"
 MAX_SHOWN_BITS = 1024
 """A message shows the digits of whole numbers up to this size."""
@@ -79,17 +85,17 @@ MAX_SHOWN_CHARS = 80
 
 
 @dataclass(frozen=True)
-class Field:
-    """Those who race, and those who cannot here, with the reason."""
+class RaceEntries:
+    """The entries of a race, and the reasons for those that cannot run here."""
 
-    entries: tuple[Entry, ...]
+    entries: tuple[RaceEntry, ...]
     skipped: Mapping[str, str]
 
 
-def build_entrant(spec: str) -> Strategy:
-    """One of our strategies, or a baseline.
+def build_race_strategy(spec: str) -> Strategy:
+    """Build one of Syncline's strategies, or a baseline.
 
-    >>> build_entrant("allreduce(delay=1)")
+    >>> build_race_strategy("allreduce(delay=1)")
     allreduce(delay=1)
     """
     if is_baseline(spec):
@@ -103,50 +109,51 @@ def build_entrant(spec: str) -> Strategy:
 
 
 def is_baseline(spec: str) -> bool:
-    """Whether it is somebody else's."""
+    """True if the spec names an implementation of another library."""
     return parse(spec)[0].name in baseline_names()
 
 
-def short_field(workload: Workload, simulated: bool = False, one_host: bool = True) -> Field:
-    """The entries of the default field that differ most: twelve on the simulator, five on real processes."""
-    entries = {entry.name: entry for entry in default_field(workload, simulated, one_host).entries}
-    chosen = [entries[name] for name in SHORT if name in entries]
-    return Field(tuple(chosen if simulated else chosen[:SHORT_ON_PROCESSES]), {})
+def default_entries(workload: Workload, simulated: bool = False, one_host: bool = True) -> RaceEntries:
+    """The default entries, which differ most: twelve on the simulator, five on real processes."""
+    entries = {entry.name: entry for entry in all_entries(workload, simulated, one_host).entries}
+    chosen = [entries[name] for name in DEFAULT_ENTRIES if name in entries]
+    return RaceEntries(tuple(chosen if simulated else chosen[:MAX_DEFAULT_ENTRIES_ON_PROCESSES]), {})
 
 
-def default_field(workload: Workload, simulated: bool = False, one_host: bool = True) -> Field:
-    """Every family of strategies, a few codecs over all-reduce, and the baselines that can run here."""
+def all_entries(workload: Workload, simulated: bool = False, one_host: bool = True) -> RaceEntries:
+    """Every family of strategies, a few codecs with all-reduce, and the baselines that can run here."""
     rate = workload.defaults.learning_rate
     usual = _Momentum(workload)
     here = one_host and not simulated
     found = [_preset(preset, rate, usual) for preset in default_presets() if here or not preset.one_host]
-    found += [Entry(name=spec, codec=spec, learning_rate=rate, scaling=SCALING, rate_from="preset") for spec in CODECS]
+    common: dict[str, Any] = {"learning_rate": rate, "scaling": SCALING, "rate_from": "preset"}
+    found += [RaceEntry(name=spec, codec=spec, **common) for spec in CODECS]
     apart = [preset.spec for preset in default_presets() if preset.one_host and not here]
-    skipped = dict.fromkeys(apart, "its workers share the memory of one host")
+    skipped = dict.fromkeys(apart, "its workers need the shared memory of one host")
     lab = not one_host and not simulated
     no_mpi = why_no_mpi(lab) if any(entry.engine for entry in found) else None
     if no_mpi is not None and not simulated:
         skipped |= {entry.name: f"it runs on MPI, and {no_mpi}" for entry in found if entry.engine}
         found = [entry for entry in found if not entry.engine]
-    for spec in default_baselines():
-        reason = "it runs on real processes alone" if simulated else availability(spec) or uninvited(spec)
+    for spec in DEFAULT_BASELINES:
+        reason = "it runs only on real processes" if simulated else availability(spec) or why_not_default(spec)
         if reason is None:
-            found.append(Entry(name=spec, strategy=spec, learning_rate=rate, scaling=SCALING, rate_from="preset"))
+            found.append(RaceEntry(name=spec, strategy=spec, **common))
         else:
             skipped[spec] = reason
     entries = []
     for entry in found:
         try:
-            entries.append(_fitted(entry, usual))
+            entries.append(_checked(entry, usual))
         except IncompatibleError as error:
             skipped[entry.name] = str(error)
     if simulated:  # its ranks need no engine
         entries = [replace(entry, engine=None) for entry in entries]
-    return Field(tuple(entries), skipped)
+    return RaceEntries(tuple(entries), skipped)
 
 
 class _Momentum:
-    """What a workload's optimizer uses of it, and whether it can be told to use another."""
+    """The momentum of a workload's optimizer, and whether it can be changed."""
 
     def __init__(self, workload: Workload) -> None:
         optimizer = workload.optimizer(workload.model(0))
@@ -154,11 +161,11 @@ class _Momentum:
         self.free = all("momentum" in group for group in optimizer.param_groups)
 
 
-def _preset(preset: Preset, rate: float, usual: _Momentum) -> Entry:
+def _preset(preset: Preset, rate: float, usual: _Momentum) -> RaceEntry:
     capped = preset.momentum is not None and usual.free and usual.value > preset.momentum
-    # A higher rate makes up for momentum that is taken away; where none is, it would only be too high.
+    # The higher rate of a preset replaces the momentum that it removes. If none is removed, the rate would be too high.
     factor = preset.rate if capped or preset.momentum is None else min(1.0, preset.rate)
-    return Entry(
+    return RaceEntry(
         name=preset.spec,
         strategy=preset.spec,
         learning_rate=rate * factor,
@@ -169,8 +176,8 @@ def _preset(preset: Preset, rate: float, usual: _Momentum) -> Entry:
     )
 
 
-def read_field(path: Path, workload: Workload, simulated: bool = False, one_host: bool = True) -> Field:
-    """The entries of a TOML file. What cannot be is refused here, with the entry's name."""
+def read_entries(path: Path, workload: Workload, simulated: bool = False, one_host: bool = True) -> RaceEntries:
+    """The entries of a TOML file. Impossible entries are refused here, by name."""
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -181,28 +188,28 @@ def read_field(path: Path, workload: Workload, simulated: bool = False, one_host
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
         other = f" (it has {', '.join(sorted(document))})" if document else ""
         raise SpecError(f'{path} has no entries{other}: write [[entry]], then strategy = "…" or codec = "…"')
-    strangers = sorted(set(document) - {"entry"})
-    if strangers:
-        raise SpecError(f"{path}: unknown table {strangers[0]!r}; entries are written [[entry]]")
+    unknown = sorted(set(document) - {"entry"})
+    if unknown:
+        raise SpecError(f"{path}: unknown table {unknown[0]!r}; entries are written [[entry]]")
     entries = [_entry(table, f"{path}, entry {number}", workload) for number, table in enumerate(tables, 1)]
     if simulated:
         real = [entry.name for entry in entries if entry.baseline]
         if real:
             raise IncompatibleError(
-                f"{path}: {real[0]} runs on real processes alone; leave it out, or leave --simulate out"
+                f"{path}: {real[0]} runs only on real processes; leave it out, or leave --simulate out"
             )
-        return Field(tuple(replace(entry, engine=None) for entry in entries), {})
+        return RaceEntries(tuple(replace(entry, engine=None) for entry in entries), {})
     on_mpi = [entry.name for entry in entries if entry.engine]
     no_mpi = why_no_mpi(lab=not one_host) if on_mpi else None
     if no_mpi is not None:
         raise UnsupportedError(f"{path}: {on_mpi[0]} runs on MPI, and {no_mpi}; or leave the entry out")
-    return Field(tuple(entries), {})
+    return RaceEntries(tuple(entries), {})
 
 
-def _entry(table: Mapping[str, Any], where: str, workload: Workload) -> Entry:
+def _entry(table: Mapping[str, Any], where: str, workload: Workload) -> RaceEntry:
     for key, value in table.items():
-        if key not in GIVEN:
-            raise SpecError(f"{where}: unknown key {key!r}; {nearest(key, sorted(GIVEN))}")
+        if key not in ENTRY_KEYS:
+            raise SpecError(f"{where}: unknown key {key!r}; {nearest(key, sorted(ENTRY_KEYS))}")
         wanted = float if key in ("learning_rate", "warmup", "momentum") else str
         if not (_is_rate(value) if wanted is float else isinstance(value, str)):
             what = "number that fits" if wanted is float else "text"
@@ -212,50 +219,50 @@ def _entry(table: Mapping[str, Any], where: str, workload: Workload) -> Entry:
         part for part in (strategy if strategy != "allreduce" or not codec else "", codec) if part
     ) + (" on mpi" if "engine" in table else "")
     own_rate = "learning_rate" in table
-    # Whatever shapes the steps was chosen by somebody, as a rate would have been.
-    given = own_rate or bool({"scaling", "warmup", "decay", "momentum"} & set(table))
-    entry = Entry(
+    # A user who sets any of these has chosen them by runs that are not in this race, like a rate.
+    chosen = own_rate or bool({"scaling", "warmup", "decay", "momentum"} & set(table))
+    entry = RaceEntry(
         **{
             "learning_rate": workload.defaults.learning_rate,
             "scaling": "none" if own_rate else SCALING,
             **table,
             "name": name,
             "engine": _engine(table.get("engine"), where),
-            "rate_from": "given" if given else "preset",
+            "rate_from": "given" if chosen else "preset",
         }
     )
     try:
-        return _fitted(entry, _Momentum(workload))
+        return _checked(entry, _Momentum(workload))
     except SynclineError as error:
         raise type(error)(f"{where} ({name}): {error}") from None
 
 
 def _is_rate(value: Any) -> bool:
-    """Whether it is a number from 0 to the largest float."""
+    """True for a number from 0 to the largest float."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
 def _shown(value: Any) -> str:
-    """A value for a message: whole, or the beginning of a long one."""
+    """A value for a message; long ones are cut."""
     if isinstance(value, int) and value.bit_length() > MAX_SHOWN_BITS:
         return f"a number of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}…"
 
 
-def _fitted(entry: Entry, usual: _Momentum) -> Entry:
-    """The entry, built once to see that it can be; with the momentum that its codec leaves to the optimizer.
+def _checked(entry: RaceEntry, usual: _Momentum) -> RaceEntry:
+    """Build the entry once to check it, and set the momentum that its codec needs.
 
-    A strategy whose presets name an engine runs on that engine, however it is spelt.
+    A strategy whose presets name an engine always runs on that engine.
     """
-    strategy = build_entrant(entry.strategy)
+    strategy = build_race_strategy(entry.strategy)
     needed = next((preset.engine for preset in strategy.presets if preset.engine), None)
     codec = build_codec(entry.codec)
     baseline = is_baseline(entry.strategy)
     if baseline and codec is not None:
-        raise IncompatibleError(f"{entry.strategy} has no codecs of ours; leave {entry.codec!r} out")
+        raise IncompatibleError(f"{entry.strategy} takes no codec; leave {entry.codec!r} out")
     if baseline and entry.engine:
-        raise IncompatibleError(f"{entry.strategy} runs on torch.distributed alone; leave engine out")
+        raise IncompatibleError(f"{entry.strategy} runs only on torch.distributed; leave engine out")
     if not baseline:
         check_collective(entry.collective, codec)
         if codec is not None:
@@ -273,5 +280,5 @@ def _fitted(entry: Entry, usual: _Momentum) -> Entry:
 
 def _engine(name: str | None, where: str = "preset") -> Literal["mpi"] | None:
     if name not in (None, MPI):
-        raise SpecError(f'{where}: engine = {name!r} is not known to a race; write "mpi", or leave it out')
+        raise SpecError(f'{where}: engine = {name!r} is not available in a race; write "mpi", or leave it out')
     return None if name is None else "mpi"

@@ -26,7 +26,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with sl.init() as world:
         tensor = torch.zeros(int(options.megabytes * (1 << 20)) // 4)
-        team = world.team()
+        team = world.group()
         channel = team.channel
         native = team.transport.native
         assert native is not None, "start this with torchrun, so that there is an engine to compare with"

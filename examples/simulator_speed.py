@@ -39,7 +39,9 @@ def main() -> None:
     numel = 10 * options.ranks
     measure(
         f"ring of {options.ranks} ranks, simulated",
-        lambda: sl.simulate(lambda world: sl.allreduce(torch.ones(numel), algorithm="ring"), ranks=options.ranks),
+        lambda: sl.simulate(
+            lambda world: sl.allreduce(torch.ones(numel), "mean", algorithm="ring"), ranks=options.ranks
+        ),
         options.repeats,
     )
     measure(

@@ -2,7 +2,7 @@
 
 >>> import torch, syncline as sl
 >>> with sl.init() as world:                 # torchrun, mpiexec, srun, or plain python: a world of one
-...     sl.allreduce(torch.ones(3))
+...     sl.allreduce(torch.ones(3), op="sum")
 tensor([1., 1., 1.])
 """
 
@@ -67,9 +67,9 @@ if _TYPE_CHECKING:
     from syncline.training.distribute import distribute
     from syncline.transports import Link, Network, faults
     from syncline.world import (
+        Group,
         Pending,
         Simulation,
-        Team,
         World,
         allgather,
         allreduce,
@@ -110,6 +110,7 @@ __all__ = [
     "Ensemble",
     "Future",
     "Gossip",
+    "Group",
     "Hogwild",
     "IncompatibleError",
     "KMeans",
@@ -138,7 +139,6 @@ __all__ = [
     "Steps",
     "Strategy",
     "SynclineError",
-    "Team",
     "Ternary",
     "Threshold",
     "TopK",
@@ -200,6 +200,8 @@ def __getattr__(name: str) -> _Any:
         for module in (_import_module(f"syncline.{each}") for each in _MODULES):
             if name in module.__all__:
                 return globals().setdefault(name, getattr(module, name))
+    elif name == "Team":  # deprecated
+        return _import_module("syncline.world").Team
     elif not name.startswith("_"):
         try:
             return _import_module(f"syncline.{name}")

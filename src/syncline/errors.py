@@ -15,6 +15,8 @@ Errors of the engines (gloo, NCCL, MPI) are translated at the edge, so that a us
 
 from __future__ import annotations
 
+import warnings
+
 __all__ = [
     "DeadlockError",
     "DivergedError",
@@ -137,3 +139,8 @@ class UnsupportedError(SynclineError):
     >>> issubclass(UnsupportedError, SynclineError)
     True
     """
+
+
+def warn_deprecated(old: str, new: str) -> None:
+    """Warn the caller of a public function that `old` will be removed; `new` says what to write instead."""
+    warnings.warn(f"{old} is deprecated: use {new}", DeprecationWarning, stacklevel=3)

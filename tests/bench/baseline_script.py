@@ -175,7 +175,7 @@ def post_local(world: World) -> dict[str, Any]:
             scheduler.step()
             together.append(same(world, model))
         own = flat(model)
-        mean = sl.allreduce(own)
+        mean = sl.allreduce(own, op="mean")
         with run.agreed():
             inside = same(world, model)
             close = torch.allclose(flat(model), mean)
@@ -195,7 +195,7 @@ def others(world: World, spec: str) -> dict[str, Any]:
     with run:
         for batch in batches(world, 8):
             step(run, batch)
-        apart = float((flat(model) - sl.allreduce(flat(model))).norm() / flat(model).norm())
+        apart = float((flat(model) - sl.allreduce(flat(model), op="mean")).norm() / flat(model).norm())
         return {"same": same(world, model), "apart": apart, "config": run.config, **run.stats.as_dict()}
 
 

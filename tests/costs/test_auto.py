@@ -162,9 +162,9 @@ def test_a_simulation_does_not_depend_on_what_was_simulated_before() -> None:
     """A team on a network of unequal links is calibrated, and that is not kept for the next simulation."""
 
     def run(world: sl.World) -> None:
-        team = world.team([0, 1, 2])
+        team = world.group([0, 1, 2])
         if team.member:
-            sl.allreduce(torch.ones(1000), algorithm="auto", group=team)
+            sl.allreduce(torch.ones(1000), op="mean", algorithm="auto", group=team)
 
     network = Network(links={(0, 1): Link(latency=1e-3, bandwidth=1e7)})
     times = [sl.simulate(run, 4, network=network).time for _ in range(2)]

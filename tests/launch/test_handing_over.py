@@ -39,7 +39,7 @@ def test_mpiexec_starts_servers_that_end_with_the_ranks(runs: Runs) -> None:
 import syncline as sl
 with sl.init() as world:
     world.barrier()
-    say(world.rank, world.size, world.wide.size, os.environ["SYNCLINE_SERVERS"])
+    say(world.rank, world.size, world.job_channel.size, os.environ["SYNCLINE_SERVERS"])
 """
     )
     run = runs.run("run", "-n", "2", "--mpi", "--servers", "1", script)

@@ -173,7 +173,7 @@ def sent():
     return int(line.split()[9])
 
 with sl.init() as world:
-    window = world.transport.window(300_000, torch.float32)
+    window = world.transport.memory.window(300_000, torch.float32)
     world.barrier()
     before = sent()
     if world.rank == 0:

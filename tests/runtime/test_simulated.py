@@ -301,7 +301,7 @@ def train(world: sl.World) -> list[torch.Tensor]:
     parameters: Any = model.parameters()
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(
-            lambda leaf: sums.append(sl.allreduce(leaf.grad, algorithm="ring"))
+            lambda leaf: sums.append(sl.allreduce(leaf.grad, op="mean", algorithm="ring"))
         )
     for _ in range(2):
         world.compute(random.random() * 1e-3)
@@ -443,7 +443,7 @@ def test_each_rank_may_run_an_event_loop_of_asyncio() -> None:
 
 def test_the_refusal_of_a_wait_names_where_it_is() -> None:
     def work(world: sl.World) -> Any:
-        return torch.func.grad(lambda x: (x * sl.allreduce(torch.ones(1))).sum())(torch.ones(1))
+        return torch.func.grad(lambda x: (x * sl.allreduce(torch.ones(1), op="mean")).sum())(torch.ones(1))
 
     with pytest.raises(sl.UnsupportedError, match=r"torch\.func transform .*FuncTorch.*threads=True"):
         sl.simulate(work, 2)

@@ -60,14 +60,14 @@ def share_and_let_go(transport: Transport) -> list[str]:
     world = world_on(transport)
     gc.collect()
     assert _mapped() == "", "what earlier cases shared is let go"
-    shared = transport.shared(transport.size, torch.float64)
+    shared = transport.memory.shared(transport.size, torch.float64)
     assert shared.dtype == torch.float64
     assert shared.tolist() == [0.0] * transport.size
     world.barrier()
     shared[transport.rank] = transport.rank + 1.0
     world.barrier()
     assert shared.tolist() == [rank + 1.0 for rank in range(transport.size)]
-    empty = transport.shared(0, torch.int64)
+    empty = transport.memory.shared(0, torch.int64)
     assert empty.numel() == 0
     mapped = [_mapped()]
     del shared
@@ -79,7 +79,7 @@ def ask_for_different_sizes(transport: Transport) -> str:
     """Refused on every rank alike, and the channel goes on."""
     world = world_on(transport)
     try:
-        transport.shared(8 + transport.rank, torch.float32)
+        transport.memory.shared(8 + transport.rank, torch.float32)
     except sl.SynclineError as error:
         world.barrier()
         return f"{type(error).__name__}: {error}"

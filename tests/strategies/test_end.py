@@ -112,7 +112,7 @@ def test_sys_exit_in_a_with_block_ends_the_run_as_its_end_does(spec: str) -> Non
 
 def test_a_worker_that_left_without_closing_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     left = set[int]()
-    monkeypatch.setattr(sl.World, "gone", lambda self, rank: "it has left" if rank in left else "")
+    monkeypatch.setattr(sl.World, "gone_reason", lambda self, rank: "it has left" if rank in left else "")
 
     def work(world: sl.World) -> float:
         run = begin("ssp(slack=3)")

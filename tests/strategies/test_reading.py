@@ -226,7 +226,7 @@ SYNCHRONOUS = ["allreduce", "allreduce(delay=1)", "local(period=2)", "diloco(per
 
 
 def metrics(trainer: Trainer, world: sl.World) -> None:
-    sl.allreduce(torch.tensor([float(len(trainer.seen))]))
+    sl.allreduce(torch.tensor([float(len(trainer.seen))]), op="mean")
 
 
 def evaluation(trainer: Trainer, world: sl.World) -> None:

@@ -54,7 +54,7 @@ def training(
             descent.step()
             schedule.step()
             step += 1
-            losses.append(float(sl.allreduce(loss.detach().reshape(1))))
+            losses.append(float(sl.allreduce(loss.detach().reshape(1), op="mean")))
             if step == stop:
                 break
     own = bits(model)

@@ -160,7 +160,7 @@ def fill_windows_of_every_kind(transport: MpiTransport) -> None:
     to, source = (rank + 1) % size, (rank - 1) % size
     assert transport.native is not None
     for dtype in (torch.bfloat16, torch.float16, torch.bool, torch.complex128, torch.int16, torch.float64):
-        window = transport.window(5, dtype)
+        window = transport.memory.window(5, dtype)
         assert window.local.tolist() == torch.zeros(5, dtype=dtype).tolist()
         transport.native.barrier().wait()
         values = torch.ones(2, dtype=dtype)
@@ -185,12 +185,12 @@ def fill_windows_of_every_kind(transport: MpiTransport) -> None:
         with pytest.raises(WorldError, match="is closed"):
             window.put(torch.ones(1, dtype=dtype), to)
     with pytest.raises(WorldError, match="not a rank"):
-        transport.window(1, torch.float32).put(torch.ones(1), size)  # forgotten: the channel's end closes it
+        transport.memory.window(1, torch.float32).put(torch.ones(1), size)  # forgotten: the channel's end closes it
 
 
 def add_at_once(transport: MpiTransport) -> None:
     """Every rank adds to the same elements at the same time: nothing is lost."""
-    window = transport.window(100, torch.float32)
+    window = transport.memory.window(100, torch.float32)
     for _ in range(50):
         window.accumulate(torch.ones(100), 0)
     window.flush()
@@ -203,7 +203,7 @@ def add_at_once(transport: MpiTransport) -> None:
 
 def leave_a_flush(transport: MpiTransport) -> None:
     """Over a network a flush runs in a task of its own; here we say that the others are far."""
-    window: Any = transport.window(4, torch.int32)
+    window: Any = transport.memory.window(4, torch.int32)
     window._near = False
     window.put(torch.full((4,), transport.rank, dtype=torch.int32), (transport.rank + 1) % transport.size)
     window.flush()
@@ -277,7 +277,7 @@ def contract(transport: MpiTransport, report: Report) -> None:
 
 def landing(transport: MpiTransport, report: Report) -> None:
     """Rank 0 puts 4 MB into rank 1's window while that one computes for a second and never calls MPI."""
-    window = transport.window(1 << 20, torch.float32)
+    window = transport.memory.window(1 << 20, torch.float32)
     token = torch.zeros(1)
     if transport.rank == 0:
         transport.recv(token, 1).wait()
@@ -302,7 +302,7 @@ def landing(transport: MpiTransport, report: Report) -> None:
 
 def raises(transport: MpiTransport, report: Report) -> None:
     """Rank 1 fails; the other waits for it in a receive with a long timeout."""
-    transport.window(4, torch.float32)
+    transport.memory.window(4, torch.float32)
     if transport.rank == 1:
         raise ValueError("rank 1 fails on purpose")
     transport.recv(torch.zeros(1), 1).wait(timeout=10 * TIMEOUT)
@@ -343,14 +343,16 @@ def exits(transport: MpiTransport, report: Report) -> None:
     with sl.init(transport=transport) as world:
         if world.rank == 1:
             sys.exit(3)
-        sl.allreduce(torch.ones(3))
+        sl.allreduce(torch.ones(3), op="mean")
 
 
 def joins(transport: MpiTransport, report: Report) -> None:
     """A world over the transport; its end is the script's."""
     world = sl.init(transport=transport)
     total = sl.allreduce(torch.tensor([world.rank + 1.0]), op="sum")
-    report.write(joined=world.size, total=total.tolist(), ring=sl.allreduce(torch.ones(9), algorithm="ring").tolist())
+    report.write(
+        joined=world.size, total=total.tolist(), ring=sl.allreduce(torch.ones(9), "mean", algorithm="ring").tolist()
+    )
 
 
 JOBS: dict[str, Callable[[MpiTransport, Report], None]] = {
@@ -364,7 +366,7 @@ def send_to_oneself() -> None:
     transport.send(torch.ones(2), 0).wait()
     buffer = torch.zeros(2)
     transport.recv(buffer, 0).wait()
-    window = transport.window(2, torch.float32)
+    window = transport.memory.window(2, torch.float32)
     window.put(buffer, 0)
     window.flush()
     print(transport.rank, transport.size, window.local.tolist())

@@ -121,7 +121,7 @@ def test_only_lossy_messages_are_dropped_and_doubled() -> None:
 
 def test_a_put_lands_while_the_target_computes() -> None:
     def put(world: sl.World) -> tuple[float, float]:
-        window = world.transport.window(4, torch.float32)
+        window = world.transport.memory.window(4, torch.float32)
         if world.rank == 0:
             window.put(torch.full((4,), 7.0), to=1)
             window.flush(1)
@@ -137,7 +137,7 @@ def test_a_put_lands_while_the_target_computes() -> None:
 
 def test_accumulates_of_all_add_up_in_any_order() -> None:
     def add(world: sl.World) -> list[float]:
-        window = world.transport.window(2, torch.float64)
+        window = world.transport.memory.window(2, torch.float64)
         for step in range(10):
             window.accumulate(torch.tensor([1.0, float(step)], dtype=torch.float64), to=step % world.size)
         window.flush()
@@ -151,7 +151,7 @@ def test_accumulates_of_all_add_up_in_any_order() -> None:
 
 def test_windows_must_agree() -> None:
     with pytest.raises(sl.WorldError, match="different windows"):
-        sl.simulate(lambda world: world.transport.window(2 + world.rank, torch.float32), 2)
+        sl.simulate(lambda world: world.transport.memory.window(2 + world.rank, torch.float32), 2)
 
 
 FAULTS = (sl.faults.Slow(1, 3.0), sl.faults.Delay(1e-3, probability=0.2), sl.faults.Kill(2, at=3e-4))

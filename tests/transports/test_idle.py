@@ -119,7 +119,7 @@ def test_closing_the_world_of_a_simulated_rank_ends_what_waits_and_init_comes_ba
             world.compute(1.0)
         task.join()
         with sl.init():
-            sl.allreduce(torch.ones(2))
+            sl.allreduce(torch.ones(2), op="mean")
         return ended
 
     for ended in sl.simulate(work, 2).results:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from syncline.errors import PeerLostError, WorldError
-from syncline.transports import Listening
+from syncline.transports import RequestListener
 from syncline.transports.zeromq.protocol import AT_ONCE, PART_BYTES, ROOM_MESSAGES
 from tests.transports.zeromq_crew import Here, seize, until
 
@@ -31,7 +31,7 @@ class Ear:
         self._then = then
         found = world.ranks[0].listen(TAG, MOST, self.hear, self._lose)
         assert found is not None
-        self.listening: Listening = found
+        self.listening: RequestListener = found
 
     def hear(self, source: int, data: memoryview) -> None:
         self.heard.append((source, bytes(data)))
@@ -55,7 +55,7 @@ def test_messages_of_all_lengths_come_in_order(here: Here) -> None:
     lengths = [8, AT_ONCE + 8, 8, 8, 2 * AT_ONCE, AT_ONCE + 8, 8]
     for number in range(70):
         for rank in here.ranks:
-            rank.tell((word(number), bytes(lengths[number % 7] - 8)), 0, TAG)
+            rank.send_bytes((word(number), bytes(lengths[number % 7] - 8)), 0, TAG)
     until(lambda: len(ear.heard) == 3 * 70, "all are heard")
     for number in range(3):
         assert ear.of(number) == [word(n, lengths[n % 7]) for n in range(70)]
@@ -66,7 +66,7 @@ def test_more_than_there_is_room_for(here: Here, monkeypatch: pytest.MonkeyPatch
     ear = Ear(here)
     seize(here.ranks[0], monkeypatch)
     for number in range(ROOM_MESSAGES + 100):
-        here.ranks[1].tell((word(number),), 0, TAG)
+        here.ranks[1].send_bytes((word(number),), 0, TAG)
     assert not ear.heard
     here.ranks[0].node.crank._leave()
     until(lambda: len(ear.heard) == ROOM_MESSAGES + 100, "all are heard")
@@ -74,12 +74,12 @@ def test_more_than_there_is_room_for(here: Here, monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_came_before_anyone_listened(here: Here) -> None:
-    here.ranks[1].tell((word(1),), 0, TAG)
+    here.ranks[1].send_bytes((word(1),), 0, TAG)
     here.ranks[1].send(torch.zeros(1, dtype=torch.uint8), 0, TAG + 1).wait()
     here.ranks[0].recv(torch.zeros(1, dtype=torch.uint8), 1, TAG + 1).wait()  # so the other has come as well
     ear = Ear(here)
     until(lambda: bool(ear.heard), "it is heard")
-    here.ranks[1].tell((word(2),), 0, TAG)
+    here.ranks[1].send_bytes((word(2),), 0, TAG)
     until(lambda: len(ear.heard) > 1, "the next one is heard")
     assert ear.heard == [(1, word(1)), (1, word(2))], "once, and first"
 
@@ -87,7 +87,7 @@ def test_what_came_before_anyone_listened(here: Here) -> None:
 def test_one_that_is_too_long_is_nothing(here: Here) -> None:
     ear = Ear(here)
     here.ranks[1].send(torch.zeros(MOST + 1, dtype=torch.uint8), 0, TAG).wait()
-    here.ranks[1].tell((word(2),), 0, TAG)
+    here.ranks[1].send_bytes((word(2),), 0, TAG)
     until(lambda: len(ear.heard) > 1, "both are heard")
     assert ear.heard == [(1, b""), (1, word(2))]
 
@@ -98,7 +98,7 @@ def test_an_ear_that_raises_is_asked_again(here: Here) -> None:
 
     ear = Ear(here, refuse)
     for number in range(3):
-        here.ranks[1].tell((word(number),), 0, TAG)
+        here.ranks[1].send_bytes((word(number),), 0, TAG)
     until(lambda: len(ear.heard) == 3, "all are heard")
     assert ear.of(1) == [word(number) for number in range(3)]
 
@@ -112,7 +112,7 @@ def test_a_body_is_fetched_straight_into_place(here: Here) -> None:
         ear.listening.fetch(body, source, 9, done.append)
 
     ear = Ear(here, fetch)
-    here.ranks[2].tell((word(0),), 0, TAG)
+    here.ranks[2].send_bytes((word(0),), 0, TAG)
     here.ranks[2].send(sent, 0, 9, exact=True).wait()
     until(lambda: done == [None], "it is here")
     assert torch.equal(body, sent)
@@ -125,7 +125,7 @@ def test_a_body_of_another_length_is_refused(here: Here) -> None:
         ear.listening.fetch(torch.zeros(8, dtype=torch.uint8), source, 9, done.append)
 
     ear = Ear(here, fetch)
-    here.ranks[2].tell((word(0),), 0, TAG)
+    here.ranks[2].send_bytes((word(0),), 0, TAG)
     here.ranks[2].send(torch.zeros(9, dtype=torch.uint8), 0, 9, exact=True)
     until(lambda: bool(done), "it is told")
     assert "exactly" in str(done[0])
@@ -136,7 +136,7 @@ def test_who_is_gone_is_told_after_all_it_sent(here: Here, monkeypatch: pytest.M
     ear = Ear(here, lambda source, data: seen.append(len(ear.lost)))
     seize(here.ranks[0], monkeypatch)
     for number in range(50):
-        here.ranks[1].tell((word(number),), 0, TAG)
+        here.ranks[1].send_bytes((word(number),), 0, TAG)
     here.ranks[1].close()
     here.ranks[0].node.crank._leave()
     until(lambda: ear.lost == [1], "its end is told")
@@ -152,7 +152,7 @@ def test_a_body_of_one_that_is_gone(here: Here) -> None:
         ear.listening.fetch(torch.zeros(8, dtype=torch.uint8), source, 9, done.append)
 
     ear = Ear(here, fetch)
-    here.ranks[1].tell((word(0),), 0, TAG)
+    here.ranks[1].send_bytes((word(0),), 0, TAG)
     until(lambda: bool(ear.heard), "it is heard")
     here.ranks[1].close()
     until(lambda: bool(done), "it is told")
@@ -173,7 +173,7 @@ def test_who_hears_must_not_wait(here: Here) -> None:
             errors.append(str(error))
 
     Ear(here, wait)
-    here.ranks[1].tell((word(0),), 0, TAG)
+    here.ranks[1].send_bytes((word(0),), 0, TAG)
     until(lambda: bool(errors), "it is refused")
     assert "while it deals with a message" in errors[0]
 
@@ -181,8 +181,8 @@ def test_who_hears_must_not_wait(here: Here) -> None:
 def test_nobody_listens_any_more(here: Here) -> None:
     ear = Ear(here)
     ear.listening.close()
-    here.ranks[1].tell((word(3),), 0, TAG)
-    taking = here.ranks[0].take(64, 1, TAG)
+    here.ranks[1].send_bytes((word(3),), 0, TAG)
+    taking = here.ranks[0].recv_bytes(64, 1, TAG)
     taking.wait()
     assert bytes(taking.data) == word(3)
     assert not ear.heard

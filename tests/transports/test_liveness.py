@@ -63,7 +63,7 @@ def ring(watch: Watch, *, frozen: int, gone: dict[int, str] | None = None) -> li
 
     def wait(world: sl.World) -> Verdict | None:
         liveness, before = watch(world), (world.rank - 1) % world.size
-        liveness.entering("0", "allreduce by ring")
+        liveness.enter("0", "allreduce by ring")
         over = liveness.waiting("a message", "0", range(world.size), before)
         world.runtime.sleep(3 * HEARTBEAT_EVERY_S)
         if world.rank == frozen:
@@ -126,7 +126,7 @@ def test_a_rank_that_has_left_is_named_though_it_beat_meanwhile() -> None:
 
     def wait(world: sl.World) -> Verdict | None:
         liveness = watch(world)
-        liveness.entering("0", "barrier")
+        liveness.enter("0", "barrier")
         if world.rank == 1:
             world.runtime.sleep(0.9 * HEARTBEAT_EVERY_S)
             liveness.leave()
@@ -145,7 +145,7 @@ def test_the_chain_ends_at_the_rank_that_is_busy() -> None:
     def wait(world: sl.World) -> Verdict | None:
         liveness = watch(world)
         if world.rank == 2:
-            liveness.owing["0"] = (lambda: "the gradient of fc1", None)
+            liveness.pending["0"] = (lambda: "the gradient of fc1", None)
         else:
             liveness.waiting("a message", "0", range(3), world.rank + 1)
         world.runtime.sleep(4.0)
@@ -193,7 +193,7 @@ def test_different_operations_break_each_other_off() -> None:
     def wait(world: sl.World) -> str:
         liveness = watch(world)
         for call in ("barrier", "barrier", ("allreduce of float32[4]", "broadcast of uint8[16]")[world.rank]):
-            liveness.entering("0", call)
+            liveness.enter("0", call)
         over = liveness.waiting("it", "0", range(2), None, lambda: broken.append((world.rank, world.runtime.now())))
         world.runtime.sleep(5.0)
         over()
@@ -212,9 +212,9 @@ def test_who_is_late_breaks_nothing_off() -> None:
 
     def wait(world: sl.World) -> bool:
         liveness, broken = watch(world), []
-        liveness.entering("0", "barrier")
+        liveness.enter("0", "barrier")
         if world.rank == 0:
-            liveness.entering("0", "allreduce of float32[4]")
+            liveness.enter("0", "allreduce of float32[4]")
         liveness.waiting("it", "0", range(2), None, lambda: broken.append(1))
         world.runtime.sleep(20.0)
         return bool(broken)
@@ -273,9 +273,9 @@ def test_a_rank_lives_though_what_it_owes_cannot_be_told(caplog: pytest.LogCaptu
 
     def live(world: sl.World) -> list[str]:
         liveness = Liveness(table, table, 0, 1, world.runtime, program="rank 0")
-        liveness.owing["0"] = (lambda: str(1 / 0), None)
+        liveness.pending["0"] = (lambda: str(1 / 0), None)
         world.runtime.sleep(3 * HEARTBEAT_EVERY_S)
-        liveness.owing.clear()
+        liveness.pending.clear()
         before = table.rows[f"{ALIVE}/rank 0"]
         world.runtime.sleep(3 * HEARTBEAT_EVERY_S)
         return [before, table.rows[f"{ALIVE}/rank 0"]]

@@ -115,7 +115,7 @@ def test_a_put_lands_while_its_target_computes_on_the_simulator() -> None:
     """The same in virtual time: put and flush take microseconds of the target's second."""
 
     def landing(world: sl.World) -> tuple[float, float]:
-        window = world.transport.window(1 << 20, torch.float32)
+        window = world.transport.memory.window(1 << 20, torch.float32)
         world.barrier()
         start = world.runtime.now()
         if world.rank == 0:
@@ -135,7 +135,7 @@ def test_a_put_lands_while_its_target_computes_on_the_simulator() -> None:
     assert flushed - 0.01 <= seen <= flushed + 0.02
 
     def at_once(world: sl.World) -> tuple[float, float]:
-        window = world.transport.window(4, torch.float32)
+        window = world.transport.memory.window(4, torch.float32)
         world.barrier()
         start = world.runtime.now()
         if world.rank == 0:

@@ -81,7 +81,7 @@ def test_what_a_lost_member_says_comes_too_late(here: Here) -> None:
 def test_a_process_that_was_held_up_itself_blames_nobody(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped and woken again, it finds old words from everybody; that is its own doing."""
     first = here.ranks[0]
-    first.watch([1, 2])
+    first.monitor.watch([1, 2])
     until(lambda: all(peer.heard for peer in first.node._peers.values()), "they are connected")
     peers = list(first.node._peers.values())
     for peer in peers:
@@ -95,7 +95,7 @@ def test_a_process_that_was_held_up_itself_blames_nobody(here: Here, monkeypatch
 def test_the_launcher_decides_about_a_process_that_is_silent_everywhere(here: Here) -> None:
     """A process that only computes writes nothing into the store either; one that does is cut off from this rank."""
     first, silent = here.ranks[0], here.ranks[1].node
-    first.watch([1])
+    first.monitor.watch([1])
     silent.liveness._closed.set()
     assert silent.liveness._task.join(PATIENCE)
     first.node.launched, silent._next_ping = True, float("inf")
@@ -144,7 +144,7 @@ def test_a_loss_is_known_before_those_who_wait_are_told(here: Here, monkeypatch:
     lose = node.Node._lose
     with Rogue(here) as gone:
         until(lambda: gone.rank in first.present(), "it is there")
-        first.watch([gone.rank])
+        first.monitor.watch([gone.rank])
 
         def note(self: Any, rank: int, *how: Any) -> None:
             if self is first.node and rank == gone.rank:
@@ -159,7 +159,7 @@ def test_a_loss_is_known_before_those_who_wait_are_told(here: Here, monkeypatch:
 def test_a_rank_that_is_cut_off_gives_up(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the store nor any peer answers: it is this rank that is cut off, and it says so; closing ends too."""
     first = here.ranks[0]
-    first.watch([1, 2])
+    first.monitor.watch([1, 2])
     talk(first, here.ranks[1])
     stuck = first.runtime.event()
     directory: Any = first.node.directory

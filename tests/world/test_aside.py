@@ -21,10 +21,9 @@ def echo(transport: Transport) -> None:
 
 
 def ask(world: sl.World, member: int) -> float:
-    assert world.wide is not None
     answer = torch.zeros(1)
-    handle = world.wide.recv(answer, member, 2)
-    world.wide.send(torch.tensor([float(world.rank)]), member, 1)
+    handle = world.job_channel.recv(answer, member, 2)
+    world.job_channel.send(torch.tensor([float(world.rank)]), member, 1)
     handle.wait()
     return float(answer)
 
@@ -44,13 +43,18 @@ def test_ranks_reach_those_beside_them_and_count_only_themselves() -> None:
     assert run.results == tuple((3, 3.0, 10.0 * rank + 3, 10.0 * rank + 4) for rank in range(3))
 
 
-def test_nobody_beside_means_no_wide_channel() -> None:
-    assert sl.simulate(lambda world: world.wide, 2).results == (None, None)
+def test_the_job_channel_is_the_world_without_extra_processes() -> None:
+    def work(world: sl.World) -> bool:
+        with pytest.warns(DeprecationWarning, match="job_channel"):
+            assert world.wide is None
+        return world.job_channel is world.transport
+
+    assert sl.simulate(work, 2).results == (True, True)
 
 
 def test_roles_of_those_beside_are_known() -> None:
     def work(world: sl.World) -> tuple[str, ...]:
-        return world.transport.beside
+        return world.transport.extra_roles
 
     assert sl.simulate(work, 1, aside=[echo, Aside(echo, "evaluator")]).results == (("server", "evaluator"),)
 
@@ -60,8 +64,7 @@ def test_one_beside_the_ranks_may_be_killed_and_slowed() -> None:
         ask(world, 2)
         with pytest.raises(sl.PeerLostError, match="rank 2"):
             ask_for_ever(world, 2)
-        assert world.wide is not None
-        return world.runtime.now(), world.lost, world.wide.lost()
+        return world.runtime.now(), world.lost, world.job_channel.lost()
 
     run = sl.simulate(work, 2, faults=[sl.faults.Kill(2, at=1.0)], aside=[echo])
     assert run.killed == (2,)

@@ -12,7 +12,7 @@ from syncline.testing import Pool
 from syncline.testing.functional import world_on
 from syncline.transports import Handle, Transport
 from syncline.world.checking import DESCRIPTION
-from syncline.world.team import FIRST_CALLS, MAX_CHECKED
+from syncline.world.group import FIRST_CALLS, MAX_CHECKED
 from tests.world.test_functional import differ
 
 HOWS = ("shape", "same bytes", "dtype", "reduction", "algorithm", "root", "operation")
@@ -20,7 +20,7 @@ HOWS = ("shape", "same bytes", "dtype", "reduction", "algorithm", "root", "opera
 
 def call_differently(how: str, world: sl.World) -> Any:
     if how == "same bytes":
-        return sl.allreduce(torch.zeros(2, 3) if world.rank == 1 else torch.zeros(6))
+        return sl.allreduce(torch.zeros(2, 3) if world.rank == 1 else torch.zeros(6), op="mean")
     return differ(how, world)
 
 
@@ -73,7 +73,7 @@ def test_calls_are_compared_at_first_and_when_they_are_new() -> None:
         for calls in ([4] * FIRST_CALLS, [4] * 100, [5] * 100, range(6, 6 + 2 * MAX_CHECKED)):
             before = transport.compared
             for length in calls:
-                sl.allreduce(torch.ones(length), algorithm="ring")
+                sl.allreduce(torch.ones(length), op="mean", algorithm="ring")
             counts.append(transport.compared - before)
         return tuple(counts)
 

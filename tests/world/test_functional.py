@@ -49,18 +49,18 @@ def test_gloo_checked(gloo: Pool) -> None:
 def differ(how: str, world: sl.World) -> Any:
     odd = world.rank == 1
     if how == "shape":
-        return sl.allreduce(torch.zeros(3 if odd else 4))
+        return sl.allreduce(torch.zeros(3 if odd else 4), op="mean")
     if how == "refused":
-        return sl.allreduce(torch.zeros(3, dtype=torch.int64 if odd else torch.float32))
+        return sl.allreduce(torch.zeros(3, dtype=torch.int64 if odd else torch.float32), op="mean")
     if how == "dtype":
-        return sl.allreduce(torch.zeros(3, dtype=torch.float64 if odd else torch.float32))
+        return sl.allreduce(torch.zeros(3, dtype=torch.float64 if odd else torch.float32), op="mean")
     if how == "reduction":
         return sl.allreduce(torch.zeros(3), op="max" if odd else "sum")
     if how == "algorithm":
-        return sl.allreduce(torch.zeros(3), algorithm="ring" if odd else "tree")
+        return sl.allreduce(torch.zeros(3), op="mean", algorithm="ring" if odd else "tree")
     if how == "root":
         return sl.broadcast(torch.zeros(3), root=1 if odd else 0)
-    return sl.allgather(torch.zeros(3)) if odd else sl.allreduce(torch.zeros(3))
+    return sl.allgather(torch.zeros(3)) if odd else sl.allreduce(torch.zeros(3), op="mean")
 
 
 HOWS = ("refused", "shape", "dtype", "reduction", "algorithm", "root", "operation")
@@ -88,22 +88,38 @@ def read_only() -> Any:
 
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "reduction": (lambda: sl.allreduce(torch.zeros(1), op="avg"), sl.SpecError, "did you mean 'mean'"),  # type: ignore[arg-type]
-    "algorithm": (lambda: sl.allreduce(torch.zeros(1), algorithm="rinng"), sl.SpecError, "did you mean 'ring'"),
-    "code": (lambda: sl.allreduce(torch.zeros(1), algorithm="ring(exit())"), sl.SpecError, "never evaluated"),
-    "mean of whole numbers": (lambda: sl.allreduce(torch.arange(3)), sl.IncompatibleError, "op='sum'"),
+    "algorithm": (
+        lambda: sl.allreduce(torch.zeros(1), "mean", "rinng"),
+        sl.SpecError,
+        "did you mean 'ring'",
+    ),
+    "code": (
+        lambda: sl.allreduce(torch.zeros(1), "mean", "ring(exit())"),
+        sl.SpecError,
+        "never evaluated",
+    ),
+    "mean of whole numbers": (lambda: sl.allreduce(torch.arange(3), op="mean"), sl.IncompatibleError, "op='sum'"),
     "order of complex": (
         lambda: sl.allreduce(torch.zeros(1, dtype=torch.complex64), op="max"),
         sl.IncompatibleError,
         "no order",
     ),
-    "sparse": (lambda: sl.allreduce(torch.zeros(3).to_sparse()), sl.IncompatibleError, "to_dense"),
-    "a list": (lambda: sl.allreduce([1.0]), sl.IncompatibleError, "torch.tensor"),
+    "sparse": (lambda: sl.allreduce(torch.zeros(3).to_sparse(), op="mean"), sl.IncompatibleError, "to_dense"),
+    "a list": (lambda: sl.allreduce([1.0], op="mean"), sl.IncompatibleError, "torch.tensor"),
     "strings": (lambda: sl.allreduce(np.array(["a"]), op="max"), sl.IncompatibleError, "NumPy dtype"),
     "root": (lambda: sl.broadcast(torch.zeros(1), root=3), sl.IncompatibleError, "root=3"),
     "splits": (lambda: sl.alltoall(torch.zeros(3), splits=[1]), sl.IncompatibleError, "add up to 3"),
-    "no rows": (lambda: sl.reduce_scatter(torch.tensor(1.0)), sl.IncompatibleError, "first dimension"),
-    "a group that is none": (lambda: sl.allreduce(torch.zeros(1), group=[0]), sl.IncompatibleError, "world.team"),  # type: ignore[arg-type]
-    "foreign byte order": (lambda: sl.allreduce(np.zeros(1, dtype=">f4")), sl.IncompatibleError, "byte order"),
+    "no rows": (lambda: sl.reduce_scatter(torch.tensor(1.0), op="mean"), sl.IncompatibleError, "first dimension"),
+    "a group that is none": (
+        lambda: sl.allreduce(torch.zeros(1), op="mean", group=[0]),  # type: ignore[arg-type]
+        sl.IncompatibleError,
+        "world.group",
+    ),
+    "foreign byte order": (
+        lambda: sl.allreduce(np.zeros(1, dtype=">f4"), "mean"),
+        sl.IncompatibleError,
+        "byte order",
+    ),
     "a bad tag": (lambda: sl.send(torch.zeros(1), to=0, tag=-1), sl.IncompatibleError, "tag=-1"),
     "into the unwritable": (lambda: sl.recv(read_only()), sl.IncompatibleError, "writable"),
     "to nobody": (lambda: sl.send(torch.zeros(1), to=7), sl.WorldError, "not a rank"),
@@ -132,7 +148,7 @@ def test_a_message_of_another_length_is_refused() -> None:
 
 def test_counters_say_what_was_moved() -> None:
     with sl.init() as world:
-        sl.allreduce(torch.zeros(100))
+        sl.allreduce(torch.zeros(100), op="mean")
         assert world.events.totals["sl_comm_bytes_logical"] == 400
         assert world.events.totals["sl_comm_seconds"] > 0
 
@@ -140,7 +156,7 @@ def test_counters_say_what_was_moved() -> None:
 def test_the_error_of_an_asynchronous_call_is_raised_by_wait() -> None:
     def lonely(world: sl.World) -> None:
         if world.rank == 0:
-            pending = sl.allreduce(torch.zeros(1), algorithm="ring", async_=True)
+            pending = sl.allreduce(torch.zeros(1), op="mean", algorithm="ring", async_=True)
             with pytest.raises(sl.PeerLostError, match="lost rank 1"):
                 pending.wait()
         world.compute(1.0)
@@ -152,8 +168,8 @@ def test_two_threads_on_one_team_are_refused() -> None:
     def both(world: sl.World) -> None:
         first = world.runtime.spawn(sl.allreduce, torch.ones(1), "sum", "ring")
         world.compute(1e-6)  # the task is in its call now, and waits for rank 1
-        with pytest.raises(sl.WorldError, match=r"two threads.*world.team\(\)"):
-            sl.allreduce(torch.ones(1), algorithm="ring")
+        with pytest.raises(sl.WorldError, match=r"two threads.*world.group\(\)"):
+            sl.allreduce(torch.ones(1), op="mean", algorithm="ring")
         first.join()
 
     sl.simulate(lambda world: both(world) if world.rank == 0 else sl.allreduce(torch.ones(1), "sum", "ring"), 2)
@@ -190,7 +206,7 @@ class Borrowed:
 
 
 @pytest.mark.parametrize(
-    "call", [sl.allreduce, sl.allgather, lambda x: sl.send(x, to=0), lambda x: sl.recv(x, source=0)]
+    "call", [lambda x: sl.allreduce(x, "sum"), sl.allgather, lambda x: sl.send(x, to=0), lambda x: sl.recv(x, source=0)]
 )
 def test_arrays_without_values_are_refused_in_words(call: Any) -> None:
     with sl.init():
@@ -202,4 +218,28 @@ def test_arrays_without_values_are_refused_in_words(call: Any) -> None:
 
 def test_a_meta_tensor_is_refused() -> None:
     with sl.init(), pytest.raises(sl.IncompatibleError, match="meta device has no data"):
-        sl.allreduce(torch.zeros(2, device="meta"))
+        sl.allreduce(torch.zeros(2, device="meta"), op="mean")
+
+
+def test_op_must_be_given() -> None:
+    """Without it the result is the mean, with a warning: torch and MPI take the sum."""
+
+    def work(world: sl.World) -> list[float]:
+        x = torch.tensor([1.0 + world.rank, 3.0])
+        with pytest.warns(DeprecationWarning, match="sl.allreduce without op"):
+            whole = sl.allreduce(x)
+        with pytest.warns(DeprecationWarning, match="sl.reduce_scatter without op"):
+            part = sl.reduce_scatter(x)
+        return [*whole.tolist(), *part.tolist()]
+
+    assert sl.simulate(work, 2).results == ([1.5, 3.0, 1.5], [1.5, 3.0, 3.0])
+
+
+def test_old_names_of_groups_still_work() -> None:
+    with sl.init() as world:
+        with pytest.warns(DeprecationWarning, match=r"world\.group"):
+            group = world.team()
+        with pytest.warns(DeprecationWarning, match="duplicate"):
+            assert world.twin(group).ranks == (0,)
+    with pytest.warns(DeprecationWarning, match="syncline.Group"):
+        assert sl.Team is sl.Group

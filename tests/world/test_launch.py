@@ -68,7 +68,7 @@ for step in range(1000):
     if step == 3:
         print("ready", flush=True)
     try:
-        sl.allreduce(big, algorithm=sys.argv[1])
+        sl.allreduce(big, op="mean", algorithm=sys.argv[1])
     except sl.PeerLostError as error:
         print("LOST", error.peer, error)
         break
@@ -101,7 +101,7 @@ def test_all_survivors_name_the_rank_that_was_killed(algorithm: str, victim: int
 FORGOTTEN = """
 import torch, syncline as sl
 world = sl.init(timeout=60)
-pending = sl.allreduce(torch.ones(10), algorithm="ring", async_=True)
+pending = sl.allreduce(torch.ones(10), op="mean", algorithm="ring", async_=True)
 pending.wait()
 world.transport.recv(torch.zeros(1), None, 7)      # nobody will ever answer
 print("end of script", flush=True)
@@ -123,7 +123,7 @@ if world.rank == 1:
     sys.stdin.readline()                            # alive, but not there
 else:
     try:
-        sl.allreduce(torch.zeros(3))
+        sl.allreduce(torch.zeros(3), op="mean")
     except sl.PeerLostError as error:
         print("LOST", error.peer, error)
 """
@@ -192,7 +192,7 @@ AGAIN = """
 import torch, syncline as sl
 for round in range(3):
     with sl.init(timeout=60) as world:
-        team = world.team()
+        team = world.group()
         assert sl.allreduce(torch.ones(1), op="sum", group=team).item() == 2.0
         team.close()
 print("again and again")
@@ -215,8 +215,8 @@ else:
     sl.recv(buffer)
 for step in range(10):
     world.compute(0.5)                              # longer than the timeout in all, with a receive from anyone open
-    sl.allreduce(torch.ones(1), algorithm="ring")
-    sl.allreduce(torch.ones(1))
+    sl.allreduce(torch.ones(1), op="mean", algorithm="ring")
+    sl.allreduce(torch.ones(1), op="mean")
 if world.rank == 0:
     print("heard", sl.recv(buffer))
 """
@@ -293,7 +293,7 @@ CHECKED = """
 import sys, torch, syncline as sl
 world = sl.init(timeout=60, check=True)
 try:
-    sl.allreduce(torch.zeros(3 + world.rank))
+    sl.allreduce(torch.zeros(3 + world.rank), op="mean")
 except sl.IncompatibleError as error:
     print(error)
 print(sl.allreduce(torch.ones(1), op="sum").item())
@@ -311,7 +311,7 @@ def test_nothing_listens_to_the_outside() -> None:
     script = (
         "import syncline as sl\n"
         "world = sl.init(timeout=60, process_group=True)\n"
-        "team = world.team()\n"
+        "team = world.group()\n"
         "print('up', flush=True)\n"
         "input()"
     )

@@ -50,7 +50,7 @@ def test_every_rank_gets_the_roots_tree(ranks: int) -> None:
 
 def test_it_goes_over_a_team() -> None:
     def share(world: sl.World) -> Any:
-        team = world.team([0, 2])
+        team = world.group([0, 2])
         return sl.broadcast_object({"rank": world.rank}, root=1, group=team) if team.member else None
 
     assert sl.simulate(share, ranks=3).results == ({"rank": 2}, None, {"rank": 2})

@@ -35,9 +35,9 @@ def test_a_second_init_gives_the_same_world_and_close_makes_room() -> None:
     first.close()
     first.close()
     with pytest.raises(sl.WorldError, match="no world yet"):
-        sl.allreduce(torch.zeros(1))
+        sl.allreduce(torch.zeros(1), op="mean")
     with pytest.raises(sl.WorldError, match="closed"):
-        first.team()
+        first.group()
     second = sl.init()
     assert second is not first
     second.close()
@@ -81,28 +81,28 @@ def test_init_on_a_simulated_rank_gives_that_rank_once() -> None:
 def test_teams_refuse_doubles_and_strangers() -> None:
     with sl.init() as world:
         with pytest.raises(sl.WorldError, match="more than once"):
-            world.team([0, 0])
+            world.group([0, 0])
         with pytest.raises(sl.WorldError, match="not in the world"):
-            world.team([0, 4])
+            world.group([0, 4])
         with pytest.raises(sl.WorldError, match="empty"):
-            world.team([])
+            world.group([])
 
 
 def test_a_team_without_me() -> None:
     def others(world: sl.World) -> None:
-        team = world.team([1, 2])
+        team = world.group([1, 2])
         assert team.size == 2
         assert team.member == (world.rank != 0)
         if world.rank == 0:
-            with pytest.raises(sl.WorldError, match=r"rank 0 is not in the team of ranks \[1, 2\]"):
-                sl.allreduce(torch.zeros(1), group=team)
+            with pytest.raises(sl.WorldError, match=r"rank 0 is not in the group of ranks \[1, 2\]"):
+                sl.allreduce(torch.zeros(1), op="mean", group=team)
 
     sl.simulate(others, 3)
 
 
 def test_two_teams_at_once_do_not_mix() -> None:
     def both(world: sl.World) -> tuple[float, float]:
-        first, second = world.team(), world.team()
+        first, second = world.group(), world.group()
         a = sl.allreduce(torch.tensor([1.0]), op="sum", algorithm="ring", group=first, async_=True)
         b = sl.allreduce(torch.tensor([10.0]), op="sum", algorithm="ring", group=second, async_=True)
         return b.wait().item(), a.wait().item()
@@ -116,7 +116,7 @@ def test_user_threads_find_the_world_of_the_process() -> None:
 
     found: list[float] = []
     with sl.init():
-        thread = threading.Thread(target=lambda: found.append(sl.allreduce(torch.ones(1)).item()))
+        thread = threading.Thread(target=lambda: found.append(sl.allreduce(torch.ones(1), op="mean").item()))
         thread.start()
         thread.join(30)
     assert found == [1.0]

@@ -68,7 +68,7 @@ class _Bench:
     def __init__(self, world: World, plan: Plan) -> None:
         self.world = world
         self.plan = plan
-        self.signals = world.team()
+        self.signals = world.group()
         self.baseline = "gloo"
         self.skipped: dict[str, str] = {}
         self.calibration: Calibration = calibrate(world.everyone.channel)
@@ -90,7 +90,7 @@ class _Bench:
     def _contenders(self) -> dict[str, Contender]:
         channel = self.world.everyone.channel
         native = channel.transport.native
-        assert native is not None, "torch.distributed has collectives of its own"
+        assert native.available, "torch.distributed has collectives of its own"
 
         def by(name: str) -> Contender:
             schedule = build("allreduce", name)
@@ -108,7 +108,7 @@ class _Bench:
         from syncline.transports.mpi import connect
 
         native = connect(detect(), self.world.transport.timeout).native
-        assert native is not None, "MPI has collectives of its own"
+        assert native.available, "MPI has collectives of its own"
         return lambda tensor: native.allreduce(tensor, "sum").wait()
 
     def size(self, nbytes: int) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from syncline.errors import SpecError, SynclineError
 from syncline.specs import Registry, Spec, nearest, parse
 from syncline.strategies.onesided import KMeans, Solution, aggregate, asgd
 from syncline.strategies.onesided.step import Array
-from syncline.transports.base import human
+from syncline.transports.base import format_bytes
 from syncline.workloads.base import check_number, check_whole
 from syncline.world import World, init
 
@@ -145,7 +145,7 @@ def describe(plan: KMeansPlan, found: Solution, truth: float, engine: str) -> st
     lines = [
         f"{plan.problem} by {name} on {len(efforts)} workers ({engine}): {found.value:.5g} a point after "
         f"{found.seconds:.3g} s (at the true centres {truth:.5g})",
-        f"steps of each worker {shown}, {human(found.sent_bytes)} sent",
+        f"steps of each worker {shown}, {format_bytes(found.sent_bytes)} sent",
     ]
     if name == "onesided":
         told = ", ".join(f"{found.total(key)} {key}" for key in ("sent", "dropped", "accepted", "rejected", "torn"))

@@ -45,13 +45,13 @@ def measure(plan: NegotiationPlan) -> None:
     """Run the plan on this rank; rank 0 writes what came of it."""
     with init(transport="torch_dist") as world, calm():
         hvd.init()
-        signals, team = world.team(), world.team()
+        signals, team = world.group(), world.group()
         tensors = [torch.ones(plan.numel) for _ in range(plan.tensors)]
         names = [f"gradient.{number}" for number in range(plan.tensors)]
         buffer = torch.empty(plan.tensors, plan.numel)
         rows = list(buffer)
         native = team.transport.native
-        assert native is not None, "gloo has an all-reduce of its own"
+        assert native.available, "gloo has an all-reduce of its own"
         watch = _Watch(world.runtime.now)
         context().timeline = watch
 

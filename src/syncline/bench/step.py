@@ -115,7 +115,7 @@ class _Race:
             torch.manual_seed(0)
             first = self.subject.model()
         self.contenders = {kind: plan.contender(kind, copy.deepcopy(first)) for kind in plan.contenders}
-        self.signals = world.team()
+        self.signals = world.group()
         self.draw = torch.Generator().manual_seed(world.rank)
         self.times: dict[str, list[float]] = {kind: [] for kind in self.contenders}
 

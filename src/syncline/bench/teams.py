@@ -65,7 +65,7 @@ def measure(plan: TeamsPlan) -> None:
         first, second = (
             _Model(world, size, pause, plan.collective) for size, pause in zip(plan.megabytes, plan.pauses, strict=True)
         )
-        signals = world.team()
+        signals = world.group()
 
         def both() -> None:
             other = world.runtime.spawn(second.step, name="second model")

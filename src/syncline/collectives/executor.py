@@ -36,7 +36,7 @@ ONE_AT_A_TIME = 1 << 17
 
 def execute(transport: Transport, lanes: Sequence[tuple[Iterator[Round], Carrier]]) -> None:
     """Run every lane to its end. Each lane has a tag of its own; a channel runs one call at a time."""
-    with transport.no_user_code():
+    with transport.timing.no_user_code():
         active = [Lane(transport, rounds, carrier, LANE_TAGS + lane) for lane, (rounds, carrier) in enumerate(lanes)]
         active = [lane for lane in active if lane.post()]
         while active:
@@ -103,7 +103,7 @@ class Lane:
             self._carrier.merge(move, data)
         self._landing.clear()
         if combined:
-            self._transport.combined(combined)
+            self._transport.timing.reduced(combined)
         return self.post()
 
     def _let_through(self, sends: Sequence[Move]) -> None:

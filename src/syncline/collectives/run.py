@@ -73,7 +73,7 @@ def reduce_scatter(channel: Channel, tensor: Tensor, edges: Sequence[int], op: O
     """Reduce chunk i, from edges[i] to edges[i + 1], in place on rank i; the rest is left in some state between."""
     setting = schedule.setting(channel.size, hosts=channel.hosts)
     carrier = DenseCarrier(tensor, edges, op, channel.buffers)
-    channel.transport.entering(_name(schedule, tensor))
+    channel.transport.monitor.enter(_name(schedule, tensor))
     execute(channel.transport, [(schedule.rounds(channel.rank, setting), carrier)])
 
 
@@ -88,7 +88,7 @@ def exchange(
     """Move pieces by chunk number: all-gather, all-to-all, gather and scatter of any sizes."""
     schedule = build(operation, algorithm)
     setting = schedule.setting(channel.size, root, channel.hosts)
-    channel.transport.entering(f"{operation} by {schedule}")
+    channel.transport.monitor.enter(f"{operation} by {schedule}")
     execute(channel.transport, [(schedule.rounds(channel.rank, setting), PiecesCarrier(pieces))])
 
 
@@ -105,7 +105,7 @@ def _reduction(channel: Channel, tensor: Tensor, op: Op, schedule: Schedule, roo
                 DenseCarrier(part, bounds(part.numel(), setting.chunks), op, channel.buffers),
             )
         )
-    channel.transport.entering(_name(schedule, tensor))
+    channel.transport.monitor.enter(_name(schedule, tensor))
     execute(channel.transport, work)
 
 

@@ -46,11 +46,11 @@ MOST_TRIED = 5
 WORTH_A_TRY = 2.0
 """A schedule is tried when its prediction is at most so many times the best."""
 EXACT_MAX_RATIO = 1.1
-"""A schedule is tried when its prediction is at most so many times the best, where `Transport.exact_times` holds."""
+"""A schedule is tried when its prediction is at most so many times the best, where `Timing.exact` holds."""
 LOOKS = ((1, 4.0), (5, 1.4), (12, 1.12), (32, 1.0))
 """The stages of a trial: samples of each candidate, and the ratio to the best time above which one is dropped."""
 EXACT_TRIAL_STAGES = ((1, 1.0),)
-"""The stages of a trial where `Transport.exact_times` holds: one sample of each candidate decides."""
+"""The stages of a trial where `Timing.exact` holds: one sample of each candidate decides."""
 LONGEST = 60.0
 """Seconds: where going on to the last look would take longer, the second one decides."""
 SMALL = 1 << 17
@@ -157,7 +157,7 @@ class Auto:
     def network(self) -> Network:
         """The model of this network: the simulator's own, remembered, or measured now."""
         if self._network is None:
-            self._network = self._channel.transport.network or self.calibration().network()
+            self._network = self._channel.transport.timing.network or self.calibration().network()
         return self._network
 
     def calibration(self, fresh: bool = False) -> Calibration:
@@ -246,19 +246,20 @@ class Auto:
         """Rank 0 says which are worth a try."""
         channel = self._channel
         native = channel.transport.native
-        own = [NATIVE] if native is not None and native.reduces(tensor.dtype, op) else []
+        own = [NATIVE] if native.reduces(tensor.dtype, op) else []
         if channel.size == 1 or (own and tensor.is_cuda):
             self._settle(key, Choice(own[0] if own else "ring", "nothing else is worth a try here"))
             return
         network, nbytes = self.network(), tensor.numel() * tensor.element_size()
-        exact = network is channel.transport.network and channel.transport.exact_times
+        known = network is channel.transport.timing.network
+        exact = known and channel.transport.timing.exact
         plan = None
         if channel.rank == 0:
             predicted = {name: predict_on(channel, name, nbytes, network).seconds for name in names("allreduce")}
             ranked = sorted(predicted, key=lambda name: predicted[name])
             most = (EXACT_MAX_RATIO if exact else WORTH_A_TRY) * predicted[ranked[0]]
             worth = [name for name in ranked if predicted[name] <= most][:MOST_TRIED]
-            alone = len(set(channel.hosts)) == channel.size or channel.transport.network is not None
+            alone = len(set(channel.hosts)) == channel.size or known
             predicted |= {name: predict_on(channel, name, nbytes, network).seconds for name in own}
             plan = [own + (worth if alone else ranked), predicted]
         candidates, predicted = self._share(plan)
@@ -284,7 +285,7 @@ class Auto:
 
     def _run(self, algorithm: str, tensor: Tensor, op: Op) -> None:
         native = self._channel.transport.native
-        if algorithm == NATIVE and native is not None and native.reduces(tensor.dtype, op):
+        if algorithm == NATIVE and native.reduces(tensor.dtype, op):
             native.allreduce(tensor, op).wait()
         else:
             if algorithm not in self._schedules:

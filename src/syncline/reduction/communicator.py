@@ -14,7 +14,7 @@ from syncline.costs import AUTO
 from syncline.reduction.stats import Stats
 from syncline.reduction.ways import CompressedCollectives
 from syncline.transports import Handle
-from syncline.world import Pending, Team, World, allreduce, broadcast
+from syncline.world import Group, Pending, World, allreduce, broadcast
 
 __all__ = ["Communicator", "Reduction"]
 
@@ -37,7 +37,7 @@ class Reduction(Protocol):
 class Communicator:
     """World, team and collective of one run. Reductions start in the same order on every rank."""
 
-    def __init__(self, world: World, collective: str, codec: Codec | None = None, team: Team | None = None) -> None:
+    def __init__(self, world: World, collective: str, codec: Codec | None = None, team: Group | None = None) -> None:
         """`team`: one of some ranks, made for this exchange alone; None: all ranks, on a new one."""
         self.world = world
         self.codec = codec
@@ -45,14 +45,14 @@ class Communicator:
         """How payloads that do not sum on the wire are reduced."""
         told = self.ways.told is not None or collective in (NATIVE, AUTO)
         self.collective = collective if told else build("allreduce", collective).spec
-        self.team = world.team() if team is None else team
+        self.team = world.group() if team is None else team
         self.stats = Stats(world.events, world.runtime.lock(), alone=self.team.size == 1)
         self._schedules: dict[str, Schedule] = {}
 
     @property
     def overlap_encoding(self) -> bool:
         """Whether encoding has a processor beside backward, and an engine that moves the bytes by itself."""
-        return self.world.spare and self.size > 1 and self.team.transport.native is not None
+        return self.world.spare and self.size > 1 and self.team.transport.native.available
 
     @property
     def size(self) -> int:
@@ -77,7 +77,7 @@ class Communicator:
             scratch = torch.empty(numel, dtype=dtype, device=device)
             if auto.chosen(scratch) is not None:
                 continue
-            if native is not None and native.reduces(dtype, "sum") and not self.world.spare:
+            if native.reduces(dtype, "sum") and not self.world.spare:
                 auto.decide(scratch, NATIVE, CROWDED)
             else:
                 auto.settle(scratch, "sum", budget=AUTO_SECONDS, prefer_native=PREFER_NATIVE)
@@ -106,7 +106,7 @@ class Communicator:
             return _Done()
         algorithm = self._algorithm(flat)
         native = self.team.transport.native
-        if algorithm == NATIVE and native is not None and native.reduces(flat.dtype, "sum"):
+        if algorithm == NATIVE and native.reduces(flat.dtype, "sum"):
             begun = self.world.runtime.now()
             return _Native(self, native.allreduce(flat, "sum"), begun, what)
         schedule = self._schedules.setdefault(algorithm, build("allreduce", algorithm))

@@ -54,7 +54,7 @@ def _sum(exchange: Communicator, tensor: Tensor, what: str, here: bool) -> Fligh
 def _gather(exchange: Communicator, data: Tensor, what: str, here: bool) -> Flight:
     out = torch.empty(exchange.size, data.numel(), dtype=torch.uint8, device=data.device)
     native = exchange.team.transport.native
-    if native is not None and exchange.gathering == NATIVE and data.numel():
+    if native.available and exchange.gathering == NATIVE and data.numel():
         handle = native.allgather(out, data)
         return Flight(lambda: _landed(handle, out), data.numel())
     out[exchange.rank] = data
@@ -67,7 +67,7 @@ def _gather(exchange: Communicator, data: Tensor, what: str, here: bool) -> Flig
 def _scatter(exchange: Communicator, data: Tensor, what: str, here: bool) -> Flight:
     size, rank, out = exchange.size, exchange.rank, torch.empty_like(data)
     native, each = exchange.team.transport.native, data.shape[1]
-    if native is not None and exchange.gathering == NATIVE and each:
+    if native.available and exchange.gathering == NATIVE and each:
         handle = native.alltoall(out.view(-1), data.view(-1), [each] * size, [each] * size)
         return Flight(lambda: _landed(handle, out), each * (size - 1))
     out[rank] = data[rank]

@@ -112,7 +112,7 @@ class GradientReducer:
                 if parameter.is_floating_point() or parameter.is_complex():  # no other dtype can have a gradient
                     self._hooks[index] = _Hook(parameter, partial(self._arrived, index))
         self._handles_seen = RemovableHandle.next_id
-        exchange.team.transport.owing(self._owes)
+        exchange.team.transport.monitor.set_pending(self._owes)
         if self._hooks:
             self.lay_out()  # now, when there are no activations in memory yet
 

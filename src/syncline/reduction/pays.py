@@ -19,7 +19,6 @@ from syncline.collectives import NATIVE
 from syncline.costs import predict_on
 from syncline.reduction.choosing import advice
 from syncline.reduction.communicator import Communicator
-from syncline.transports import Network
 
 __all__ = ["coded_seconds", "dense_seconds", "judge"]
 
@@ -33,7 +32,7 @@ Buckets = Sequence[tuple[Codec, Sequence[Tensor]]]
 
 def judge(exchange: Communicator, buckets: Buckets) -> str | None:
     """A sentence with numbers where the codec costs more than it saves. Every rank calls it."""
-    if exchange.size == 1 or exchange.team.transport.network is not None or not buckets:
+    if exchange.size == 1 or exchange.team.transport.timing.virtual or not buckets:
         return None  # nobody to agree with, or time is not real
     if exchange.rank == 0 and cold():
         logger.warning("compiling the codecs' kernels: once on this machine, for some ten seconds")
@@ -43,13 +42,13 @@ def judge(exchange: Communicator, buckets: Buckets) -> str | None:
 
 def dense_seconds(exchange: Communicator, sizes: Sequence[int]) -> float:
     """What reducing buckets of so many bytes as they are is expected to take on this network."""
-    network = _network(exchange)
+    network = exchange.team.auto.network()
     return sum(predict_on(exchange.team.channel, NATIVE, nbytes, network).seconds for nbytes in sizes)
 
 
 def coded_seconds(exchange: Communicator, buckets: Buckets) -> tuple[float, float]:
     """What a step with the codec is expected to take: sending, and the codec's own work. Every rank calls it."""
-    network = _network(exchange)
+    network = exchange.team.auto.network()
     sending = working = 0.0
     tried: dict[str, tuple[int, float, list[int]]] = {}
     for codec, parameters in buckets:
@@ -65,12 +64,6 @@ def coded_seconds(exchange: Communicator, buckets: Buckets) -> tuple[float, floa
         else:
             sending += exchange.ways.seconds(codec, [p.numel() for p in parameters], exchange.size, network)
     return sending, working
-
-
-def _network(exchange: Communicator) -> Network:
-    """The simulated one, else as calibrated."""
-    known = exchange.team.transport.network
-    return exchange.team.auto.network() if known is None else known
 
 
 def _try(exchange: Communicator, codec: Codec, parameters: Sequence[Tensor]) -> tuple[float, list[int]]:

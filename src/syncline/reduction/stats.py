@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from syncline.events import Recorder
 from syncline.runtime import Lock
-from syncline.transports.base import human
+from syncline.transports.base import format_bytes
 
 __all__ = ["Place", "Stats", "as_table"]
 
@@ -143,7 +143,7 @@ class Stats:
         """The numbers as text; those that are zero in most runs only if they are not zero."""
         told = {
             "steps": f"{self.steps} step{'s' * (self.steps != 1)}",
-            "bytes": f"{human(self.bytes_wire)} of {human(self.bytes_logical)} sent",
+            "bytes": f"{format_bytes(self.bytes_wire)} of {format_bytes(self.bytes_logical)} sent",
             "communication": f"{self.comm_seconds:.3g} s of communication, {self.exposed_seconds:.3g} s exposed",
         }
         if self.codec_seconds:

@@ -21,7 +21,7 @@ from syncline.environment.base import SAVES
 from syncline.errors import SynclineError
 from syncline.runtime import RealRuntime
 from syncline.server.network import ServerNetwork, import_handlers, join_network, network_of, read_roles
-from syncline.transports.base import DEFAULT_TIMEOUT
+from syncline.transports.base import DEFAULT_TIMEOUT_S
 
 __all__ = ["main"]
 
@@ -52,13 +52,13 @@ def main() -> int:
 
 
 def _join() -> ServerNetwork:
-    return join_network(read_roles(), DEFAULT_TIMEOUT, patience=math.inf)
+    return join_network(read_roles(), DEFAULT_TIMEOUT_S, patience=math.inf)
 
 
 def _join_mpi(over: Any) -> ServerNetwork:
     """A worker that never uses the servers says nothing to them: MPI tells when all are at their end."""
     roles = read_roles()
-    transport = importlib.import_module("syncline.transports.mpi").connect(detect(), DEFAULT_TIMEOUT)
+    transport = importlib.import_module("syncline.transports.mpi").connect(detect(), DEFAULT_TIMEOUT_S)
 
     def end() -> None:
         over()

@@ -20,8 +20,8 @@ from typing import Literal
 from syncline.environment import Environment, Rendezvous, detect
 from syncline.environment.base import Variables
 from syncline.errors import SpecError, WorldError
-from syncline.transports import SimulatedTransport, Transport
-from syncline.transports.base import DEFAULT_TIMEOUT
+from syncline.transports import Transport
+from syncline.transports.base import DEFAULT_TIMEOUT_S
 from syncline.world import World
 
 __all__ = ["Roles", "ServerNetwork", "import_handlers", "join_network", "network_of", "read_roles", "server_network"]
@@ -79,7 +79,7 @@ def network_of(transport: Transport, workers: int, servers: int = 0, evaluators:
         evaluators=tuple(range(after, after + evaluators)),
     )
     clients = (*network.workers, *network.evaluators)
-    transport.watch(sorted({*network.servers, *(clients if network.serves else ())}))
+    transport.monitor.watch(sorted({*network.servers, *(clients if network.serves else ())}))
     return network
 
 
@@ -97,15 +97,13 @@ def server_network(world: World) -> ServerNetwork:
 
 
 def _make(world: World) -> ServerNetwork:
-    wide, beside = world.wide, world.transport.beside
-    if wide is not None:
-        servers = beside.count("server")
-        if beside != ("server",) * servers + ("evaluator",) * (len(beside) - servers):
-            raise WorldError(
-                f"beside the ranks are {', '.join(beside)}: servers come first, then evaluators, nobody else"
-            )
-        return network_of(wide, world.size, servers, len(beside) - servers)
-    simulated = isinstance(world.transport, SimulatedTransport)  # its ranks are nobody that a launcher knows
+    extra = world.transport.extra_roles
+    if extra:
+        servers = extra.count("server")
+        if extra != ("server",) * servers + ("evaluator",) * (len(extra) - servers):
+            raise WorldError(f"beside the ranks are {', '.join(extra)}: servers come first, then evaluators, no others")
+        return network_of(world.job_channel, world.size, servers, len(extra) - servers)
+    simulated = world.transport.timing.virtual  # no launcher knows simulated ranks
     roles = Roles() if simulated else read_roles(world.environ)
     if roles.role != "worker":
         return join_network(roles, world.transport.timeout)
@@ -121,7 +119,7 @@ def _make(world: World) -> ServerNetwork:
     zeromq = importlib.import_module("syncline.transports.zeromq")  # only here: MPI needs none of it
     environment = detect(world.environ) if roles.alone else roles.environment(world.rank)
     transport = zeromq.connect(environment, world.transport.timeout, label=LABEL, name_of=roles.name_of)
-    world.watch(transport)
+    world.count_losses_of(transport)
     return network_of(transport, world.size, roles.servers, roles.evaluators)
 
 
@@ -131,7 +129,7 @@ def _split(world: World) -> Transport:
     return channel
 
 
-def join_network(roles: Roles, timeout: float = DEFAULT_TIMEOUT, patience: float | None = None) -> ServerNetwork:
+def join_network(roles: Roles, timeout: float = DEFAULT_TIMEOUT_S, patience: float | None = None) -> ServerNetwork:
     """Join as a server or an evaluator, as the launcher has said. `patience`: seconds to wait for the workers."""
     if roles.role == "worker" or roles.rendezvous is None:
         raise WorldError(

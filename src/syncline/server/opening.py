@@ -124,7 +124,7 @@ def watch_space(network: ServerNetwork, name: str, number: int, servers: Sequenc
     """A client that only watches the `number`-th space of that name (from 1); it waits until the workers have it."""
     where = tuple(network.servers if servers is None else servers)
     placeholder = SpaceDescription(name=f"{name} {number}", numel=1, servers=where[:1], workers=network.workers)
-    return Client(network, placeholder, retry=network.transport.retry).observe()
+    return Client(network, placeholder, retry=network.transport.retry_after_s).observe()
 
 
 def _check_filters(filters: Filter | None, rules: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ from syncline.errors import PeerLostError, ProtocolError, SynclineError
 from syncline.runtime import Lock
 from syncline.server import protocol
 from syncline.server.protocol import REPLY_BYTES, ReplyHeader, RequestHeader
-from syncline.transports import Handle, Taking, Transport
+from syncline.transports import BytesHandle, Handle, Transport
 
 __all__ = ["PendingRequest", "RequestSender", "ServerConnection"]
 
@@ -181,7 +181,7 @@ class PendingRequest:
     reply: ReplyHeader | None = None
     told: bytes = b""
     error: Exception | None = None
-    answer: Taking | None = None
+    answer: BytesHandle | None = None
     data: Handle | None = None
     sending: list[Handle] = field(default_factory=list)
 
@@ -305,13 +305,13 @@ class ServerConnection:
         header = request.pack()
         if request.length <= protocol.INLINE:
             body = flight.body.numpy().data
-            transport.tell((header, body), self.member, protocol.REQUEST, lossy=request.repeats)
+            transport.send_bytes((header, body), self.member, protocol.REQUEST, lossy=request.repeats)
         else:
-            transport.tell((header,), self.member, protocol.REQUEST)
+            transport.send_bytes((header,), self.member, protocol.REQUEST)
             flight.sending.append(transport.send(flight.body, self.member, self._lane + protocol.BODY, exact=True))
 
     def _post(self, flight: PendingRequest, slot: int) -> None:
-        flight.answer = self.transport.take(MOST_REPLY, self.member, self._lane + protocol.REPLY + slot)
+        flight.answer = self.transport.recv_bytes(MOST_REPLY, self.member, self._lane + protocol.REPLY + slot)
 
     def receive(self, flight: PendingRequest, retry: float | None, ask_again: Callable[[], None]) -> ReplyHeader:
         """Wait for the answer. Where messages may be lost, `ask_again` is called every `retry` seconds."""

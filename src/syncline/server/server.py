@@ -29,7 +29,7 @@ from syncline.server.protocol import REQUEST_BYTES, ReplyHeader, RequestHeader
 from syncline.server.request_handler import BufferPool, OutgoingReply, RequestHandler
 from syncline.server.space import SpaceDescription
 from syncline.server.sub_master import AggregatingShard, Relay
-from syncline.transports import Listening
+from syncline.transports import RequestListener
 from syncline.transports.limited_log import LimitedLog
 
 __all__ = ["Server", "serve"]
@@ -66,7 +66,7 @@ class Server:
         self._parting: Event = self._runtime.event()
         self._closed = False
         self._tasks: list[Task] = []
-        self._listening: Listening | None = None
+        self._listening: RequestListener | None = None
         self._lines: dict[int, deque[_Coming]] = {}
         """By client: requests whose bodies are on their way, and what came behind them."""
         self._refusals = LimitedLog(logger, self._runtime.now)
@@ -79,7 +79,7 @@ class Server:
         if self.network.dedicated:
             torch.set_num_threads(1)  # adding rows waits for memory; OpenMP's threads would spin between the pieces
         network, most = self.network, REQUEST_BYTES + protocol.INLINE
-        self._transport.owing(self._owes, self._awaits)
+        self._transport.monitor.set_pending(self._owes, self._awaits)
         self._listening = self._transport.listen(protocol.REQUEST, most, self._hear, self._part_from)
         if self._listening is None:
             # A sub-master is its parent's client; no server is its own: a task that waits for nobody costs a switch.
@@ -305,9 +305,9 @@ class Server:
         try:
             if body is None or body.numel() <= protocol.INLINE:
                 parts = (header,) if body is None else (header, body.numpy().data)
-                self._transport.tell(parts, answer.member, lane + protocol.REPLY + slot, lossy=answer.lossy)
+                self._transport.send_bytes(parts, answer.member, lane + protocol.REPLY + slot, lossy=answer.lossy)
             else:
-                self._transport.tell((header,), answer.member, lane + protocol.REPLY + slot)
+                self._transport.send_bytes((header,), answer.member, lane + protocol.REPLY + slot)
                 self._transport.send(body, answer.member, lane + protocol.DATA + slot, exact=True)
         except SynclineError as error:  # its own task notices
             logger.debug("server %d could not answer member %d: %s", self.network.me, answer.member, error)

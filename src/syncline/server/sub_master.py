@@ -167,7 +167,7 @@ class Relay:
     def run(self) -> None:
         """The task."""
         try:
-            door = self._door or Client(self._network, self._parent, retry=self._network.transport.retry)
+            door = self._door or Client(self._network, self._parent, retry=self._network.transport.retry_after_s)
             if self._door is None:
                 door.hello()
             while self._await_sum(door):

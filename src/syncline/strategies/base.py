@@ -35,7 +35,7 @@ from syncline.strategies.reading import Shard, Steps
 from syncline.strategies.schedulers import Schedulers
 from syncline.strategies.watch import ModelWatch
 from syncline.strategies.wrappers import refuse_wrapper_around
-from syncline.world import Team, World, allgather, allreduce, barrier
+from syncline.world import Group, World, allgather, allreduce, barrier
 
 __all__ = ["Preset", "RunSettings", "Strategy", "StrategyRun", "check_gradients", "mean_of_all", "wide_dtype"]
 
@@ -175,7 +175,7 @@ class StrategyRun(ABC):
         self._step_hooks = [each.register_step_pre_hook(self._begin_step) for each in self.optimizers]
         self.kept: dict[str, Any] = {}
         """Plain values that a loose run's loop has checkpoints keep for this worker alone."""
-        self.saving_team: Team | None = None
+        self.saving_team: Group | None = None
         """While a checkpoint of an asynchronous run is written: the workers that write it; else None."""
         self._closed = False
         self._rates: list[list[float]] | None = None

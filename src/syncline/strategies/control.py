@@ -156,7 +156,7 @@ class ControlBarrier:
 
     def _raise_if_left(self, what: str, arrived: Callable[[int], bool], missing: Sequence[int]) -> None:
         """Raise if a missing worker has left the world, because it never arrives."""
-        left = {rank: why for rank in missing if (why := self._world.gone(rank))}
+        left = {rank: why for rank in missing if (why := self._world.gone_reason(rank))}
         still = self._missing(arrived) if left else []  # again: a post may have come just before the worker left
         for rank in (each for each in still if each in left):
             raise PeerLostError(

@@ -79,7 +79,7 @@ class _HogwildRun(StrategyRun):
             plain_name(name): tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())
         }
         self._shared = _share(exchange, own)
-        words = exchange.team.transport.shared(SharedMemoryChannel.words(exchange.size), torch.int64)
+        words = exchange.team.transport.memory.shared(SharedMemoryChannel.words(exchange.size), torch.int64)
         if exchange.rank == 0:
             for name, tensor in own.items():
                 self._shared[name].copy_(tensor)
@@ -216,7 +216,7 @@ def _share(exchange: Communicator, own: dict[str, Tensor]) -> dict[str, Tensor]:
     for dtype, names in kinds.items():
         grain = ALIGNED // dtype.itemsize
         rooms = [-(-own[name].numel() // grain) * grain for name in names]
-        flat = exchange.team.transport.shared(sum(rooms), dtype)
+        flat = exchange.team.transport.memory.shared(sum(rooms), dtype)
         offset = 0
         for name, room in zip(names, rooms, strict=True):
             shared[name] = flat[offset : offset + own[name].numel()].view(own[name].shape)

@@ -121,7 +121,7 @@ class MasterRun(ParameterServerRun):
             "codec": None if codec is None else repr(codec),
             "initial": self.keys.read(self.model),
             "seed": self.settings.seed,
-            "retry": network.transport.retry,
+            "retry": network.transport.retry_after_s,
         }
         if strategy.masters == 1:
             return open_space(self.world, strategy.name, self.keys.numel, servers=network.servers[:1], **options)

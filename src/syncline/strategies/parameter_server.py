@@ -177,7 +177,7 @@ class ParameterServerRun(StrategyRun):
             filters=client_filter(filters),
             initial=self.keys.read(self.model),
             seed=self.settings.seed,
-            retry=server_network(self.world).transport.retry,
+            retry=server_network(self.world).transport.retry_after_s,
         )
 
     def wanted(self, clock: int) -> int:
@@ -529,7 +529,7 @@ class ParameterServerRun(StrategyRun):
 
     def _explain(self, peer: int) -> str:
         network, client = self.client.network, self.client
-        if peer not in network.servers or not network.transport.gone(peer):
+        if peer not in network.servers or not network.transport.gone_reason(peer):
             if client.told.min_clock >= FOREVER:  # nobody trains any more: no read waits for a clock
                 return ""
             return (

@@ -126,7 +126,9 @@ def _shapes(world: World) -> int:
     count = _same(scalar, torch.tensor(float(sum(range(size)))), "0-dim allreduce")
     count += _same(sl.allgather(torch.tensor(rank)), torch.arange(size), "0-dim allgather")
     for algorithm in ("native", "ring"):
-        count += _same(sl.allreduce(torch.zeros(0, 3), algorithm=algorithm), torch.zeros(0, 3), "empty allreduce")
+        count += _same(
+            sl.allreduce(torch.zeros(0, 3), "mean", algorithm=algorithm), torch.zeros(0, 3), "empty allreduce"
+        )
         count += _same(sl.allgather(torch.zeros(0, 3), algorithm=algorithm), torch.zeros(0, 3), "empty allgather")
         count += _same(sl.broadcast(torch.zeros(0), algorithm="native"), torch.zeros(0), "empty broadcast")
     views = {"transposed": torch.arange(6.0).reshape(2, 3).T, "strided": torch.arange(12.0)[::3]}
@@ -137,7 +139,7 @@ def _shapes(world: World) -> int:
         count += _same(sl.broadcast(view), before, f"{name} broadcast")
         assert torch.equal(view, before), "the argument was changed"
     leaf = torch.ones(2, requires_grad=True)
-    assert not sl.allreduce(leaf).requires_grad
+    assert not sl.allreduce(leaf, op="mean").requires_grad
     return count
 
 
@@ -165,8 +167,8 @@ def _kinds(world: World) -> int:
 
 
 def _teams(world: World) -> int:
-    evens, odds = world.team(range(0, world.size, 2)), world.team(range(1, world.size, 2)) if world.size > 1 else None
-    backwards = world.team(range(world.size - 1, -1, -1))
+    evens, odds = world.group(range(0, world.size, 2)), world.group(range(1, world.size, 2)) if world.size > 1 else None
+    backwards = world.group(range(world.size - 1, -1, -1))
     count = 0
     for team in (evens, odds):
         if team is not None and team.member:
@@ -177,7 +179,7 @@ def _teams(world: World) -> int:
 
 
 def _async(world: World) -> int:
-    team = world.team()
+    team = world.group()
     pending = [
         sl.allreduce(torch.full((5,), float(k)), op="sum", algorithm=algorithm, group=team, async_=True)
         for k in range(4)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from syncline.errors import IncompatibleError
-from syncline.transports import Network, SimulatedTransport, Transport
+from syncline.transports import Network, Transport
 from syncline.transports.faults import Fault
+from syncline.transports.simulated import kill_rank
 from syncline.world import Simulation, World, simulate
 from syncline.world.simulation import Aside
 
@@ -81,8 +81,4 @@ def kill_soon(world: World) -> None:
 
     `Kill` knows only virtual times, which mean little in chaos mode: it strikes before anything has begun.
     """
-    transport = world.transport
-    if not isinstance(transport, SimulatedTransport):
-        raise IncompatibleError(f"a rank of {transport.name} is not simulated: kill its process")
-    hub = transport.hub
-    hub.kernel.schedule(0.0, hub._killer(transport.global_rank))
+    kill_rank(world.transport)

@@ -150,9 +150,4 @@ def _let_go(context: contextvars.Context) -> None:
     from syncline.world import current_world
 
     with suppress(SynclineError):
-        world = context.run(current_world)
-        world._close_kept()
-        while len(world._teams) > 1:
-            team = world._teams.pop()
-            if team.member:
-                team.release()
+        context.run(current_world).release_groups()

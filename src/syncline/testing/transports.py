@@ -55,10 +55,10 @@ def keep_order_and_tags(transport: Transport) -> None:
 def tell_and_take(transport: Transport) -> None:
     """Short messages from several places, each with memory of its own; one that is too long is refused."""
     to, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
-    takings = [transport.take(64, source, 21) for _ in range(4)]
+    takings = [transport.recv_bytes(64, source, 21) for _ in range(4)]
     for number in range(3):
-        transport.tell((bytes([transport.rank, number]), memoryview(bytes(number))), to, 21)
-    transport.tell((bytes(65),), to, 21)
+        transport.send_bytes((bytes([transport.rank, number]), memoryview(bytes(number))), to, 21)
+    transport.send_bytes((bytes(65),), to, 21)
     for number in range(3):
         takings[number].wait()
     assert [bytes(each.data) for each in takings[:3]] == [bytes([source, n]) + bytes(n) for n in range(3)]
@@ -237,7 +237,7 @@ def refuse_strangers(transport: Transport) -> None:
 def reduce_natively(transport: Transport) -> None:
     """Where the engine has collectives of its own they agree with arithmetic."""
     native, rank, size = transport.native, transport.rank, transport.size
-    if native is None:
+    if not native.available:
         return
     values = torch.arange(12.0) + rank
     native.allreduce(values, "sum").wait()
@@ -261,7 +261,7 @@ def reach_into_windows(transport: Transport) -> None:
     """put, accumulate and get of one-sided memory, where there is any; a clear word where not."""
     rank, size = transport.rank, transport.size
     try:
-        window = transport.window(size + 1, torch.float32)
+        window = transport.memory.window(size + 1, torch.float32)
     except UnsupportedError as error:
         if "simulator" not in str(error):
             raise

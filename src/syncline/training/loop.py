@@ -91,7 +91,7 @@ def train(
     source = find_checkpoints(place, resume)
     with ExitStack() as stack:
         stack.enter_context(folder_held(world, place, begins=resume is False, lock=lock))
-        if rehearsed and settings.codec is not None and world.transport.network is None:
+        if rehearsed and settings.codec is not None and not world.transport.timing.virtual:
             rehearse(workload, settings, strategy, world)
         run, scheduler = _distributed(workload, settings, strategy, world)
         stack.enter_context(run)

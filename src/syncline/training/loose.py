@@ -105,7 +105,7 @@ class LooseLoop(Basis):
     @property
     def apart(self) -> bool:
         """Whether the launcher has started a process to evaluate. Of simulated ranks no launcher knows."""
-        return os.environ.get(EVALUATORS, "0") != "0" and self.world.transport.network is None
+        return os.environ.get(EVALUATORS, "0") != "0" and not self.world.transport.timing.virtual
 
     def prepare(self) -> None:
         """Nobody begins before the evaluator's process is there: it could not tell how long the run has gone on."""

@@ -1,4 +1,14 @@
-"""The contract of a transport: it moves bytes between ranks and knows nothing else."""
+"""The contract of a transport: it moves bytes between ranks and knows nothing about their content.
+
+An author writes `_send`, `_recv`, `_split` and `failure`, and overrides `lost`, `abort` and `close` where the engine
+needs it. Everything else is optional. Each ability below is a small class with a default that does nothing::
+
+    transport.native     NativeCollectives   the engine's own collectives      default: none are available
+    transport.timing     Timing              virtual time and message costs    default: the wall clock
+    transport.monitor    Monitor             who waits for whom                default: nothing is recorded
+    transport.memory     RemoteMemory        one-sided windows, shared memory  default: shared memory on one host
+    transport.listen()   RequestListener     a callback for each message       default: not available
+"""
 
 from __future__ import annotations
 
@@ -7,7 +17,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -15,84 +25,87 @@ from torch import Tensor
 from syncline.errors import IncompatibleError, UnsupportedError, WorldError
 from syncline.runtime import Runtime
 from syncline.transports.network import Network
-from syncline.transports.shared import share_memory
+from syncline.transports.shared_memory import share_memory
 
 __all__ = [
+    "BytesHandle",
     "Handle",
-    "Listening",
+    "Monitor",
     "NativeCollectives",
     "Op",
-    "Taking",
+    "RemoteMemory",
+    "RequestListener",
+    "Timing",
     "Transport",
     "Window",
     "as_bytes",
-    "bounded",
-    "hint_of_mismatch",
-    "human",
-    "told_by_rank",
+    "check_ranks",
+    "check_span",
+    "event_timeout",
+    "format_bytes",
+    "group_ranks_by_text",
+    "mismatch_hint",
 ]
 
 Op = Literal["sum", "min", "max", "product"]
 
-TAGS = 1 << 28
-"""Tags are whole numbers below this."""
+MAX_TAG = 1 << 28
+"""Tags are integers below this."""
 LANE_TAGS = 1 << 27
-"""From here on they belong to the executor's lanes; those below are the user's."""
-
+"""The first tag of the collectives' lanes. Smaller tags belong to the user."""
 COMPARISON_TAGS = LANE_TAGS + 4096
 """The first tag of messages in which ranks compare their next collective. Lanes use smaller tags."""
-
-ASK_FOR_CHECK = "sl.init(check=True) compares every call before anything is sent"
-
-DEFAULT_TIMEOUT = 300.0
-"""Seconds after which a wait for a peer is given up."""
+DEFAULT_TIMEOUT_S = 300.0
+"""Seconds after which a wait for a peer fails."""
+NO_NATIVE = "this transport has no collectives of its own: run a schedule"
+CHECK_HINT = "sl.init(check=True) compares every call before anything is sent"
 
 
 class Handle(Protocol):
-    """An operation under way."""
+    """An operation in progress."""
 
     source: int
-    """Of a receive: the sender, once waited for."""
+    """The rank of the sender of a received message. Valid after `wait`."""
     nbytes: int
-    """How many bytes were moved, once waited for."""
+    """The number of bytes that were moved. Valid after `wait`."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when it is done: the buffer may be used again. Raises `PeerLostError` at the timeout.
+        """Wait until the buffer may be used again. Raises `PeerLostError` at the timeout.
 
-        `math.inf` is an idle wait: nobody is late, so nothing is said of it, and it ends only when a message comes,
-        the peer is lost, or this rank aborts or closes the channel (then with a `SynclineError`).
+        `math.inf` is an idle wait: it logs no warning and has no deadline. It ends when a message arrives, or with a
+        `SynclineError` when the peer is lost or this rank aborts or closes the channel.
         """
         ...
 
 
-class Taking(Protocol):
-    """A short message that is to come; `data` is what came, once waited for."""
+class BytesHandle(Protocol):
+    """A receive of a short message; `data` holds the message after `wait`."""
 
     data: memoryview
 
     def done(self) -> bool:
-        """Whether a wait would return at once, as far as the engine can tell."""
+        """Whether `wait` would return at once, as far as the engine can tell."""
         ...
 
     def wait(self, timeout: float | None = None) -> None:
-        """As a handle's."""
+        """Wait for the message, like `Handle.wait`."""
         ...
 
 
-class Listening(Protocol):
-    """A tag whose messages are heard at once, by whoever turns the engine's crank: no task is woken for them."""
+class RequestListener(Protocol):
+    """Calls a function for each message with one tag, on the thread that reads it: no task is woken."""
 
-    def fetch(self, buffer: Tensor, source: int, tag: int, then: Callable[[Exception | None], None]) -> None:
-        """Receive into `buffer`, exactly; `then` is called when it is filled, or with what went wrong."""
+    def fetch(self, buffer: Tensor, source: int, tag: int, done: Callable[[Exception | None], None]) -> None:
+        """Receive exactly `buffer` from `source`, then call `done` with None or the error."""
         ...
 
     def close(self) -> None:
-        """Hear no more."""
+        """Stop calling the function."""
         ...
 
 
 class Window(Protocol):
-    """Memory of every rank that the others reach without its help. Offsets count elements."""
+    """Memory on every rank that the other ranks access without its help. Offsets count elements."""
 
     local: Tensor
 
@@ -105,64 +118,141 @@ class Window(Protocol):
         ...
 
     def accumulate(self, values: Tensor, to: int, offset: int = 0) -> None:
-        """Add to the window of `to`, atomically for each element."""
+        """Add to the window of `to`. The addition is atomic for each element."""
         ...
 
     def flush(self, to: int | None = None) -> None:
-        """Return when what this rank has put and accumulated (into `to`, or anywhere) is in place."""
+        """Wait until all puts and accumulates of this rank (into `to`, or into any window) have taken effect."""
         ...
 
     def close(self) -> None: ...
 
 
-class NativeCollectives(Protocol):
-    """The engine's own collectives. Asynchronous and in place, on contiguous tensors of equal shape everywhere."""
+class NativeCollectives:
+    """The engine's own collectives: asynchronous, in place, on contiguous tensors of the same shape on every rank.
+
+    This class is the default: no collective is available. An engine overrides all of it.
+    """
+
+    available: bool = False
 
     def reduces(self, dtype: torch.dtype, op: Op) -> bool:
         """Whether the engine can reduce this dtype with this operation."""
-        ...
+        return False
 
-    def allreduce(self, tensor: Tensor, op: Op) -> Handle: ...
+    def allreduce(self, tensor: Tensor, op: Op) -> Handle:
+        raise UnsupportedError(NO_NATIVE)
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Op) -> Handle: ...
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Op) -> Handle:
+        raise UnsupportedError(NO_NATIVE)
 
-    def broadcast(self, tensor: Tensor, root: int) -> Handle: ...
+    def broadcast(self, tensor: Tensor, root: int) -> Handle:
+        raise UnsupportedError(NO_NATIVE)
 
-    def allgather(self, output: Tensor, tensor: Tensor) -> Handle: ...
+    def allgather(self, output: Tensor, tensor: Tensor) -> Handle:
+        raise UnsupportedError(NO_NATIVE)
 
     def alltoall(
         self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
-    ) -> Handle: ...
+    ) -> Handle:
+        raise UnsupportedError(NO_NATIVE)
 
-    def barrier(self) -> Handle: ...
+    def barrier(self) -> Handle:
+        raise UnsupportedError(NO_NATIVE)
+
+
+class Timing:
+    """How time passes on a transport, and what messages cost. This class is the default: the wall clock."""
+
+    virtual: bool = False
+    """Whether time is simulated."""
+    network: Network | None = None
+    """The cost of messages, if it is known without measuring."""
+    exact: bool = False
+    """Whether every message takes exactly the time that `network` predicts: there is no jitter and no fault."""
+
+    def slowdown(self) -> float:
+        """The factor by which this rank computes slower than the others now."""
+        return 1.0
+
+    def reduced(self, nbytes: int) -> None:
+        """Called after `nbytes` were reduced. Virtual time passes here."""
+
+    def no_user_code(self) -> AbstractContextManager[None]:
+        """A context for code that draws no random numbers and changes no mode of torch.
+
+        The simulator saves neither when it switches tasks inside.
+        """
+        return _NULL_CONTEXT
+
+
+_NULL_CONTEXT: AbstractContextManager[None] = nullcontext()
+
+
+class Monitor:
+    """Records which rank waits for which, so that errors name the cause. This class is the default: no records."""
+
+    def enter(self, collective: str) -> None:
+        """Called before each collective, with its description."""
+
+    def compare_call(self, number: int, call: str) -> bool:
+        """Compare this rank's `number`-th collective with the others', if that costs nothing.
+
+        Returns whether it was compared. Raises an `IncompatibleError` if the calls differ.
+        """
+        return False
+
+    def set_pending(self, describe: Callable[[], str], awaited: Callable[[], int | None] | None = None) -> None:
+        """Register a function that describes what this rank has not delivered yet, for errors on waiting ranks.
+
+        `awaited` returns the world rank for which this rank itself waits, or None.
+        """
+
+    def watch(self, ranks: Sequence[int]) -> None:
+        """Detect the end of these ranks soon, even if no message was sent to them yet."""
+
+
+class RemoteMemory:
+    """Memory that several ranks access. This class is the default: no windows, shared memory on one host."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def window(self, numel: int, dtype: torch.dtype) -> Window:
+        """Open a zeroed window of `numel` elements on every rank. All ranks call it together."""
+        raise UnsupportedError(
+            f"one-sided windows are not available on {self._transport.name}; they work on MPI "
+            '(transport="mpi"), on the simulator (sl.simulate) and in a world of one'
+        )
+
+    def shared(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Allocate `numel` zeroed elements that all ranks see. All ranks call it together, on one host."""
+        return share_memory(self._transport, numel, dtype)
 
 
 class Transport(ABC):
     """Two-sided, non-blocking messages among `size` ranks; one split per concurrent user.
 
     Messages between two ranks with one tag arrive in the order they were sent. A message may be shorter than
-    the buffer that receives it (`handle.nbytes` tells); a longer one is a `ProtocolError`. With `exact=True` on
-    both sides the two promise that the lengths are equal, and engines that need a header for the lengths leave
-    it out.
+    the buffer that receives it (see `handle.nbytes`); a longer one is a `ProtocolError`. With `exact=True` on
+    both sides both promise that the lengths are equal, and engines that need a header for the length omit it.
     """
 
     name: str = "transport"
-    native: NativeCollectives | None = None
-    network: Network | None = None
-    """What messages cost, where that is known without measuring."""
-    exact_times: bool = False
-    """Whether every message takes the time that `network` predicts: there is no jitter and no fault."""
-    wide: Transport | None = None
-    """Where the engine has members beside the ranks of the world: a channel of them all, the ranks first."""
-    beside: tuple[str, ...] = ()
-    """What those members are, in their order: "server" or "evaluator"."""
+    native: NativeCollectives = NativeCollectives()
+    timing: Timing = Timing()
+    monitor: Monitor = Monitor()
+    extra_roles: tuple[str, ...] = ()
+    """The roles of the processes of this job that are not ranks of the world, in order: "server" or "evaluator"."""
+    retry_after_s: float | None = None
+    """Seconds after which the sender of a lossy message sends it again; None if this transport loses no message."""
 
     def __init__(
         self,
         rank: int,
         size: int,
         runtime: Runtime,
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float = DEFAULT_TIMEOUT_S,
         members: tuple[int, ...] | None = None,
     ) -> None:
         self.rank = rank
@@ -170,141 +260,122 @@ class Transport(ABC):
         self.runtime = runtime
         self.timeout = timeout
         self.members = tuple(range(size)) if members is None else members
-        """The world's rank of each rank of this channel: what messages to people name."""
+        """The world rank of each rank of this channel. Messages to users name these."""
+        self._job_channel: Transport | None = None
+
+    # What an author writes.
+
+    @abstractmethod
+    def _send(self, data: Tensor, to: int, tag: int, exact: bool, lossy: bool) -> Handle:
+        """Send a flat uint8 tensor."""
+
+    @abstractmethod
+    def _recv(self, data: Tensor, source: int | None, tag: int, exact: bool) -> Handle:
+        """Receive into a flat uint8 tensor."""
+
+    @abstractmethod
+    def _split(self, members: tuple[int, ...]) -> Transport | None:
+        """Make the channel of `split`, whose arguments are checked."""
+
+    @abstractmethod
+    def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:
+        """The error for a wait that broke or timed out: a `PeerLostError` that names the lost rank."""
+
+    def lost(self) -> dict[int, str]:
+        """The world ranks that are known to be lost, each with the reason."""
+        return {}
+
+    def abort(self) -> None:  # noqa: B027 (engines whose waits end by themselves need nothing)
+        """Break every wait on this channel. It can only be closed afterwards."""
+
+    def close(self) -> None:  # noqa: B027 (most engines hold nothing)
+        """Release the engine's resources. Every rank calls it; a second call does nothing."""
+
+    # What users call.
 
     def send(self, buffer: Tensor, to: int, tag: int = 0, *, exact: bool = False, lossy: bool = False) -> Handle:
-        """Send the bytes of `buffer`, which stays untouched until the handle was waited for (or, if it never is,
-        for good: a message whose handle is dropped is still delivered).
+        """Send the bytes of `buffer`. The buffer must not change until `wait` of the handle has returned.
 
-        A `lossy` message may be dropped or doubled by a network that does so; the sender does not mind.
+        A message whose handle is dropped is still delivered; its buffer must then never change. A `lossy` message may
+        be dropped or duplicated by a network that does so.
         """
         self._check(to, "to", tag)
         return self._send(as_bytes(buffer), to, tag, exact, lossy)
 
     def recv(self, buffer: Tensor, source: int | None = None, tag: int = 0, *, exact: bool = False) -> Handle:
-        """Receive into `buffer` from `source`, or from anyone (then with no length agreed: not `exact`)."""
+        """Receive into `buffer` from `source`, or from any rank; `exact` needs a source."""
         if source is None and exact:
-            raise WorldError("a receive from anyone cannot be exact: who sends is not known, so nor is the length")
+            raise WorldError("a receive from any rank cannot be exact: the sender is unknown, and so is the length")
         self._check(0 if source is None else source, "source", tag)
         return self._recv(as_bytes(buffer), source, tag, exact)
 
-    def tell(self, parts: Sequence[bytes | memoryview], to: int, tag: int = 0, *, lossy: bool = False) -> None:
-        """Send a short message that lies in several places. It is copied: there is nothing to wait for."""
+    def send_bytes(self, parts: Sequence[bytes | memoryview], to: int, tag: int = 0, *, lossy: bool = False) -> None:
+        """Send a short message that consists of several parts. It is copied, so there is no handle."""
         whole = torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8)
         self.send(whole, to, tag, lossy=lossy)
 
-    def take(self, most: int, source: int, tag: int = 0) -> Taking:
-        """Receive a short message of up to `most` bytes, into memory that comes with it."""
-        return _Taking(self, most, source, tag)
+    def recv_bytes(self, max_bytes: int, source: int, tag: int = 0) -> BytesHandle:
+        """Receive a short message of up to `max_bytes` bytes into memory of its own."""
+        return _BufferedBytes(self, max_bytes, source, tag)
 
     def listen(
-        self, tag: int, most: int, hear: Callable[[int, memoryview], None], lost: Callable[[int], None]
-    ) -> Listening | None:
-        """Have `hear(source, data)` called for each message under a tag, in their order, and `lost(rank)` for each rank
-        that is gone, after all it has sent. None where the engine cannot: then who listens takes a task a source.
+        self,
+        tag: int,
+        max_bytes: int,
+        on_request: Callable[[int, memoryview], None],
+        on_peer_lost: Callable[[int], None],
+    ) -> RequestListener | None:
+        """Call `on_request(source, data)` for each message with a tag, in order.
 
-        The two are called one at a time, and must not wait. `data` is theirs during the call; of a message that is
-        longer than `most` bytes it is empty.
+        `on_peer_lost(rank)` is called for each lost rank, after all its messages. Both are called one at a time and
+        must not wait. `data` is valid during the call; it is empty for a message longer than `max_bytes`.
+        Returns None if the engine cannot do this: the caller then starts one receiving task per source.
         """
         return None
 
     def split(self, ranks: Sequence[int]) -> Transport | None:
-        """An independent channel among `ranks`, in that order; None for a rank that is not among them.
+        """An independent channel among `ranks`, in that order; None on a rank that is not among them.
 
-        Made in the same order on all ranks of this transport, members or not.
+        All ranks of this transport call it in the same order, members or not.
         """
-        members = check_ranks(ranks, self.size)
-        return self._split(members)
-
-    def window(self, numel: int, dtype: torch.dtype) -> Window:
-        """One-sided memory of `numel` elements on every rank, zeroed; made by all ranks together."""
-        raise UnsupportedError(
-            f'one-sided windows are not available on {self.name}; they work on MPI (transport="mpi"), on the simulator '
-            "(sl.simulate) and in a world of one"
-        )
-
-    def shared(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """One memory of `numel` elements that all ranks see, zeroed; made by all ranks together, on one host."""
-        return share_memory(self, numel, dtype)
+        return self._split(check_ranks(ranks, self.size))
 
     @property
-    def retry(self) -> float | None:
-        """Seconds after which who has sent a lossy message asks again; None: nothing is lost here."""
-        return None
+    def memory(self) -> RemoteMemory:
+        """One-sided windows and shared memory."""
+        return RemoteMemory(self)
 
-    def combined(self, nbytes: int) -> None:  # noqa: B027 (most transports have nothing to add)
-        """Told after `nbytes` were reduced: where time is virtual, this is where it passes."""
+    @property
+    def job_channel(self) -> Transport:
+        """The channel of all processes of the job: the ranks first, then those of `extra_roles`."""
+        return self if self._job_channel is None else self._job_channel
 
-    def no_user_code(self) -> AbstractContextManager[None]:
-        """Context for code that draws no random numbers and changes no mode of torch: the simulator saves neither."""
-        return nullcontext()
+    def add_roles(self, job_channel: Transport, roles: tuple[str, ...]) -> None:
+        """Make the processes beside the ranks known: their channel, which includes the ranks, and their roles."""
+        self._job_channel, self.extra_roles = job_channel, roles
 
-    def entering(self, what: str) -> None:  # noqa: B027 (most transports need not know)
-        """Told before each collective: who has not entered it is who the others wait for."""
-
-    def compare_call(self, number: int, call: str) -> bool:
-        """Compare this rank's `number`-th collective with the others', if that costs nothing. Returns whether it did.
-
-        Raises an `IncompatibleError` where they differ.
-        """
-        return False
-
-    def owing(  # noqa: B027 (most transports need not know)
-        self, tell: Callable[[], str], awaited: Callable[[], int | None] | None = None
-    ) -> None:
-        """Register a function that describes what this rank has not delivered yet, for messages on waiting ranks.
-
-        `awaited` returns the rank of the world that this rank itself waits for; None where there is none.
-        """
-
-    @abstractmethod
-    def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:
-        """The error for a wait that broke or timed out: a `PeerLostError` that names who is gone."""
-
-    def lost(self) -> dict[int, str]:
-        """The world's ranks that are known to be gone, each with what is known of its end."""
-        return {}
-
-    def gone(self, rank: int) -> str:
-        """Why a rank of this channel will send nothing more: it is lost, or has left. Empty while it is there."""
+    def gone_reason(self, rank: int) -> str:
+        """Why a rank of this channel sends nothing more: it is lost or has left. Empty while it is present."""
         return self.lost().get(self.members[rank], "")
-
-    def watch(self, ranks: Sequence[int]) -> None:  # noqa: B027 (most transports watch everyone, or nobody)
-        """Told whom `lost` is to name soon after their end, though nothing was sent to them yet."""
-
-    def abort(self) -> None:  # noqa: B027 (where waits end by themselves there is nothing to break)
-        """Break every wait on this channel: the next thing is to close it."""
-
-    def close(self) -> None:  # noqa: B027 (most transports have nothing to close)
-        """Let go of what the engine holds. Every rank closes; a second call does nothing."""
-
-    @abstractmethod
-    def _send(self, data: Tensor, to: int, tag: int, exact: bool, lossy: bool) -> Handle: ...
-
-    @abstractmethod
-    def _recv(self, data: Tensor, source: int | None, tag: int, exact: bool) -> Handle: ...
-
-    @abstractmethod
-    def _split(self, members: tuple[int, ...]) -> Transport | None: ...
 
     def _check(self, peer: int, what: str, tag: int) -> None:
         if not isinstance(peer, int) or not 0 <= peer < self.size:
             raise WorldError(f"{what}={peer} is not a rank: this channel has ranks 0 to {self.size - 1}")
-        if not 0 <= tag < TAGS:
-            raise WorldError(f"tag={tag} is not between 0 and {TAGS - 1}")
+        if not 0 <= tag < MAX_TAG:
+            raise WorldError(f"tag={tag} is not between 0 and {MAX_TAG - 1}")
 
 
-class _Taking:
-    """A receive with a buffer of its own."""
+class _BufferedBytes:
+    """A receive with its own buffer."""
 
-    def __init__(self, transport: Transport, most: int, source: int, tag: int) -> None:
-        self._buffer = torch.empty(most, dtype=torch.uint8)
-        self._handle = transport.recv(self._buffer, source, tag)
+    def __init__(self, transport: Transport, max_bytes: int, source: int, tag: int) -> None:
+        self._buffer = torch.empty(max_bytes, dtype=torch.uint8)
+        self._handle: Any = transport.recv(self._buffer, source, tag)
         self.data = memoryview(b"")
 
     def done(self) -> bool:
-        tells = getattr(self._handle, "done", None)
-        return tells is not None and bool(tells())
+        done = getattr(self._handle, "done", None)
+        return done is not None and bool(done())
 
     def wait(self, timeout: float | None = None) -> None:
         self._handle.wait(timeout)
@@ -312,21 +383,29 @@ class _Taking:
 
 
 def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
-    """The ranks of a split, each once and each one that exists."""
+    """The ranks of a split. Each must exist and appear once."""
     try:
         members = tuple(operator.index(rank) for rank in ranks)
     except TypeError:
-        raise WorldError(f"ranks={list(ranks)}: a rank is a whole number") from None
-    strangers = sorted({rank for rank in members if not 0 <= rank < size})
-    doubles = sorted({rank for rank in members if members.count(rank) > 1})
-    if not members or strangers or doubles:
-        wrong = [
+        raise WorldError(f"ranks={list(ranks)}: a rank is an integer") from None
+    unknown = sorted({rank for rank in members if not 0 <= rank < size})
+    repeated = sorted({rank for rank in members if members.count(rank) > 1})
+    if not members or unknown or repeated:
+        problems = [
             *(["it is empty"] if not members else []),
-            *([f"not in the world of {size}: {strangers}"] if strangers else []),
-            *([f"named more than once: {doubles}"] if doubles else []),
+            *([f"not in the world of {size}: {unknown}"] if unknown else []),
+            *([f"named more than once: {repeated}"] if repeated else []),
         ]
-        raise WorldError(f"ranks={list(members)}: {'; '.join(wrong)}")
+        raise WorldError(f"ranks={list(members)}: {'; '.join(problems)}")
     return members
+
+
+def check_span(window: Tensor, values: Tensor, offset: int) -> None:
+    """Raise if `values` at `offset` do not fit into a window."""
+    if values.dtype != window.dtype:
+        raise WorldError(f"the window holds {window.dtype}, not {values.dtype}")
+    if not 0 <= offset <= offset + values.numel() <= window.numel():
+        raise WorldError(f"elements {offset} to {offset + values.numel()} do not lie in a window of {window.numel()}")
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -343,40 +422,40 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-def bounded(patience: float) -> float | None:
-    """A time to wait as events take it: None where the wait has no end.
+def event_timeout(timeout: float) -> float | None:
+    """A timeout in seconds as events take it: None for a wait without a deadline.
 
-    >>> bounded(3.0), bounded(math.inf)
+    >>> event_timeout(3.0), event_timeout(math.inf)
     (3.0, None)
     """
-    return None if patience == math.inf else patience
+    return None if timeout == math.inf else timeout
 
 
-def told_by_rank(told: Mapping[int, str]) -> str:
-    """What each rank does, for a message; ranks that do the same are grouped.
+def group_ranks_by_text(texts: Mapping[int, str]) -> str:
+    """One text per rank for an error message; ranks with the same text are grouped.
 
-    >>> told_by_rank({0: "barrier()", 1: "send()", 2: "barrier()"})
+    >>> group_ranks_by_text({0: "barrier()", 1: "send()", 2: "barrier()"})
     'ranks 0, 2: barrier(); rank 1: send()'
     """
     groups: dict[str, list[int]] = {}
-    for rank in sorted(told):
-        groups.setdefault(told[rank], []).append(rank)
-    return "; ".join(f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {what}" for what, who in groups.items())
+    for rank in sorted(texts):
+        groups.setdefault(texts[rank], []).append(rank)
+    return "; ".join(f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {text}" for text, who in groups.items())
 
 
-def hint_of_mismatch(tag: int) -> str:
-    """What to do about a message of the wrong length: one of a collective comes from ranks that call different ones.
+def mismatch_hint(tag: int) -> str:
+    """A hint for a message of the wrong length. In a collective the likely cause is that ranks call different ones.
 
-    >>> hint_of_mismatch(6), hint_of_mismatch(LANE_TAGS)[:42]
+    >>> mismatch_hint(6), mismatch_hint(LANE_TAGS)[:42]
     ('', '; do all ranks call the same collective? s')
     """
-    return f"; do all ranks call the same collective? {ASK_FOR_CHECK}" if LANE_TAGS <= tag < COMPARISON_TAGS else ""
+    return f"; do all ranks call the same collective? {CHECK_HINT}" if LANE_TAGS <= tag < COMPARISON_TAGS else ""
 
 
-def human(nbytes: int) -> str:
-    """Bytes for people.
+def format_bytes(nbytes: int) -> str:
+    """A number of bytes with a unit.
 
-    >>> human(17), human(4_200_000)
+    >>> format_bytes(17), format_bytes(4_200_000)
     ('17 B', '4.2 MB')
     """
     amount = float(nbytes)

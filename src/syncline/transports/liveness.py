@@ -19,7 +19,7 @@ from typing import Any
 
 from syncline.environment.heartbeats import ALIVE, DEAD, LEFT
 from syncline.runtime import Runtime
-from syncline.transports.base import ASK_FOR_CHECK, told_by_rank
+from syncline.transports.base import CHECK_HINT, Monitor, group_ranks_by_text
 from syncline.transports.limited_log import LimitedLog
 from syncline.transports.store import KeyValueStore
 
@@ -154,7 +154,7 @@ class Liveness:
         self.warn_after = WARN_AFTER_S
         self.dead: dict[int, str] = {}
         """Ranks that the launcher has seen end, and how."""
-        self.owing: dict[str, tuple[Callable[[], str], Callable[[], int | None] | None]] = {}
+        self.pending: dict[str, tuple[Callable[[], str], Callable[[], int | None] | None]] = {}
         """By channel: functions that return what this rank has not delivered yet, and the rank that it waits for."""
         self._store = store
         self._launcher = launcher
@@ -180,7 +180,7 @@ class Liveness:
 
     # Called by the transports.
 
-    def entering(self, channel: str, what: str) -> None:
+    def enter(self, channel: str, what: str) -> None:
         """This rank enters its next collective on a channel."""
         progress = self._progress
         progress.entered[channel] = (progress.of(channel)[0] + 1, what)  # at once: another task reads it
@@ -250,7 +250,7 @@ class Liveness:
                     self._ask(self._read_deaths)
                 self._warn()
                 self._compare()
-            except Exception as error:  # `owing` calls code of the strategies
+            except Exception as error:  # `pending` calls code of the strategies
                 self._problems.warn(f"rank {self.rank} cannot write its record for the other ranks: {error!r}")
             self._closed.wait(HEARTBEAT_EVERY_S)
 
@@ -263,7 +263,7 @@ class Liveness:
                 "beat": self._number,
                 "calls": {channel: count for channel, (count, _) in list(self._progress.entered.items())},
                 "doing": self._progress.latest,
-                "owes": {channel: tell() for channel, (tell, _) in list(self.owing.items())},
+                "owes": {channel: tell() for channel, (tell, _) in list(self.pending.items())},
                 "waits": self._describe_waits(),
                 "blames": None if blames is None else [blames.rank, blames.reason],
             }
@@ -272,7 +272,7 @@ class Liveness:
 
     def _describe_waits(self) -> list[dict[str, Any]]:
         told = [self._describe(wait) for wait in list(self._waits.values())[:MAX_WAITS]]
-        for channel, (tell, awaited) in list(self.owing.items()):
+        for channel, (tell, awaited) in list(self.pending.items()):
             peer = None if awaited is None else awaited()
             if peer is not None and peer != self.rank:
                 told.append({"peer": peer, "pending": tell(), "channel": channel})
@@ -333,7 +333,7 @@ class Liveness:
         call, doing = self._progress.of(wait.channel)
         for other in beat["waits"]:
             if other["channel"] == wait.channel and other.get("call") == call and other["doing"] != doing:
-                return told_by_rank({self.rank: doing, rank: str(other["doing"])})
+                return group_ranks_by_text({self.rank: doing, rank: str(other["doing"])})
         return ""
 
     def mismatch(self, channel: str) -> str:
@@ -347,7 +347,7 @@ class Liveness:
     def mismatch_found(self, channel: str) -> str:
         """The same from what this rank has read before, without a call to the store."""
         found = self._mismatches.get(channel, "")
-        return f"the ranks are in different operations: {found}; {ASK_FOR_CHECK}" if found else ""
+        return f"the ranks are in different operations: {found}; {CHECK_HINT}" if found else ""
 
     # Which rank is the cause.
 
@@ -472,7 +472,7 @@ class Liveness:
                 return verdict
         differ = self._differ(channel, members, view) if peer is None else ""
         if differ:
-            return Verdict(None, f"the ranks are in different operations: {differ}; {ASK_FOR_CHECK}", True, True)
+            return Verdict(None, f"the ranks are in different operations: {differ}; {CHECK_HINT}", True, True)
         if found:
             return found[0]
         state = "one of them has closed or given up this channel" if broken else "in the operation"
@@ -504,7 +504,7 @@ class Liveness:
             for wait in view.beats.get(rank, {}).get("waits", ()):
                 if wait["channel"] == channel and wait.get("call") == call:
                     told[rank] = str(wait["doing"])
-        return told_by_rank(told) if len(set(told.values())) > 1 else ""
+        return group_ranks_by_text(told) if len(set(told.values())) > 1 else ""
 
     def _store_is_gone(self) -> Verdict:
         if self._posted:
@@ -560,3 +560,16 @@ _UNREACHABLE = object()
 def _ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     return f"rank{'s' * (len(ranks) > 1)} {shown}{', …' if len(ranks) > 8 else ''}"
+
+
+class LivenessMonitor(Monitor):
+    """The monitor of one channel: it writes into this process's records."""
+
+    def __init__(self, liveness: Liveness, channel: str) -> None:
+        self._liveness, self._channel = liveness, channel
+
+    def enter(self, collective: str) -> None:
+        self._liveness.enter(self._channel, collective)
+
+    def set_pending(self, describe: Callable[[], str], awaited: Callable[[], int | None] | None = None) -> None:
+        self._liveness.pending[self._channel] = (describe, awaited)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from syncline.errors import ProtocolError
 from syncline.runtime import Event, Runtime
-from syncline.transports.base import hint_of_mismatch, human
+from syncline.transports.base import format_bytes, mismatch_hint
 
 __all__ = ["Arrived", "Mailbox", "Posted"]
 
@@ -100,8 +100,8 @@ class Mailbox:
             if self._waiting_bytes + nbytes > LIMIT:
                 self._arrived.pop()
                 raise ProtocolError(
-                    f"{human(self._waiting_bytes)} wait unreceived and rank {source} sends {human(nbytes)} "
-                    f"more (tag {tag}); receive before sending on",
+                    f"{format_bytes(self._waiting_bytes)} wait unreceived and rank {source} sends "
+                    f"{format_bytes(nbytes)} more (tag {tag}); receive before sending on",
                     peer=source,
                 )
             self._waiting_bytes += nbytes
@@ -166,14 +166,14 @@ class Mailbox:
                 takers = [p for p in self._posted if p.tag == tag and p.wanted in (None, source)]
                 if takers and nbytes > max(LIMIT, takers[0].data.numel()):
                     raise ProtocolError(
-                        f"rank {source} announces {human(nbytes)} (tag {tag}) where at most "
-                        f"{human(takers[0].data.numel())} were due",
+                        f"rank {source} announces {format_bytes(nbytes)} (tag {tag}) where at most "
+                        f"{format_bytes(takers[0].data.numel())} were due",
                         peer=source,
                     )
                 if takers or self._shut is not None or self._waiting_bytes + nbytes <= LIMIT:
                     return
                 self._changed.clear()
-            self._changed.wait(why=f"room for {human(nbytes)} from rank {source}")
+            self._changed.wait(why=f"room for {format_bytes(nbytes)} from rank {source}")
 
     def withdraw(self, posted: Posted) -> bool:
         """Take a receive back that was given up; False if its message has come meanwhile."""
@@ -230,8 +230,8 @@ def _hand_over(posted: Posted, message: Arrived) -> None:
     posted.source, posted.nbytes = message.source, length
     if length > room or (posted.exact and length < room):
         posted.error = ProtocolError(
-            f"rank {message.source} sent {human(length)} (tag {message.tag}) where "
-            f"{'exactly' if posted.exact else 'at most'} {human(room)} were due{hint_of_mismatch(message.tag)}",
+            f"rank {message.source} sent {format_bytes(length)} (tag {message.tag}) where "
+            f"{'exactly' if posted.exact else 'at most'} {format_bytes(room)} were due{mismatch_hint(message.tag)}",
             peer=message.source,
         )
     elif posted.most >= 0:

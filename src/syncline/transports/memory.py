@@ -6,10 +6,18 @@ import torch
 from torch import Tensor
 
 from syncline.errors import WorldError
-from syncline.transports.base import COMPARISON_TAGS, LANE_TAGS, Handle, Transport, bounded, human
+from syncline.transports.base import (
+    COMPARISON_TAGS,
+    LANE_TAGS,
+    Handle,
+    Transport,
+    check_span,
+    event_timeout,
+    format_bytes,
+)
 from syncline.transports.mailbox import Mailbox, Posted
 
-__all__ = ["Completed", "LocalWindow", "MailboxHandle", "check_span", "describe_recv", "no_more", "tag_name"]
+__all__ = ["Completed", "LocalWindow", "MailboxHandle", "describe_recv", "no_more", "tag_name"]
 
 
 class Completed:
@@ -44,7 +52,7 @@ class MailboxHandle:
         event = None if posted.settled else self._mailbox.event_of(posted)
         if event is not None:
             patience = transport.timeout if timeout is None else timeout
-            if not event.wait(bounded(patience), self, hang=timeout is None) and self._mailbox.withdraw(posted):
+            if not event.wait(event_timeout(patience), self, hang=timeout is None) and self._mailbox.withdraw(posted):
                 raise transport.failure(posted.wanted, str(self), patience, None)
         if posted.error is not None:
             raise posted.error
@@ -63,7 +71,7 @@ def no_more(posted: Posted) -> WorldError:
 def describe_recv(transport: Transport, source: int | None, tag: int, nbytes: int) -> str:
     """For whom and for what a receive waits, in the world's ranks."""
     whom = "anyone" if source is None else f"rank {transport.members[source]}"
-    return f"a message from {whom} ({tag_name(tag)}, {human(nbytes)})"
+    return f"a message from {whom} ({tag_name(tag)}, {format_bytes(nbytes)})"
 
 
 def tag_name(tag: int) -> str:
@@ -71,14 +79,6 @@ def tag_name(tag: int) -> str:
     if tag >= COMPARISON_TAGS:
         return "comparison of calls"
     return f"tag {tag}" if tag < LANE_TAGS else f"lane {tag - LANE_TAGS}"
-
-
-def check_span(window: Tensor, values: Tensor, offset: int) -> None:
-    """Refuse what would fall outside a window, or be misread in it."""
-    if values.dtype != window.dtype:
-        raise WorldError(f"the window holds {window.dtype}, not {values.dtype}")
-    if not 0 <= offset <= offset + values.numel() <= window.numel():
-        raise WorldError(f"elements {offset} to {offset + values.numel()} do not lie in a window of {window.numel()}")
 
 
 class LocalWindow:

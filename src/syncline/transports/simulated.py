@@ -15,10 +15,22 @@ from torch import Tensor
 
 from syncline.errors import IncompatibleError, PeerLostError, WorldError
 from syncline.runtime import Kernel, SimulatedRuntime
-from syncline.transports.base import DEFAULT_TIMEOUT, Handle, Transport, Window, bounded, human, told_by_rank
+from syncline.transports.base import (
+    DEFAULT_TIMEOUT_S,
+    Handle,
+    Monitor,
+    RemoteMemory,
+    Timing,
+    Transport,
+    Window,
+    check_span,
+    event_timeout,
+    format_bytes,
+    group_ranks_by_text,
+)
 from syncline.transports.faults import Delay, Drop, Duplicate, Fault, Kill, Partition, ranks_of, slowness
 from syncline.transports.mailbox import Mailbox
-from syncline.transports.memory import MailboxHandle, check_span, no_more, tag_name
+from syncline.transports.memory import MailboxHandle, no_more, tag_name
 from syncline.transports.network import Network
 
 __all__ = ["Hub", "Message", "SimulatedTransport", "wide_channel"]
@@ -27,8 +39,8 @@ WIDE = ("wide",)
 """The key of the channel that reaches all members of a hub, those beside the world too."""
 MAX_KEPT_CALLS = 1024
 """Number of latest collectives of a channel whose calls are kept. A rank further behind is not compared."""
-RETRY = 0.05
-"""Seconds after which a message is sent again, where the network loses some."""
+RETRY_AFTER_S = 0.05
+"""Seconds after which a lossy message is sent again, if the network drops messages."""
 
 
 class Message(NamedTuple):
@@ -199,9 +211,11 @@ class Hub:
             if any(not 0 <= rank < self.size for rank in ranks_of(fault)):
                 raise WorldError(f"{fault} strikes a rank outside the world of {self.size}")
             if isinstance(fault, Kill):
-                self.kernel.schedule(fault.at, self._killer(fault.rank))
+                self.kernel.schedule(fault.at, self.kill_callback(fault.rank))
 
-    def _killer(self, rank: int) -> Callable[[], None]:
+    def kill_callback(self, rank: int) -> Callable[[], None]:
+        """A function that ends all tasks of a rank."""
+
         def strike() -> None:
             tasks = [task for task in self.kernel.tasks if task.rank == rank and not task.done()]
             if tasks:
@@ -295,7 +309,7 @@ class Hub:
         return memory
 
 
-def wide_channel(hub: Hub, member: int, timeout: float = DEFAULT_TIMEOUT) -> SimulatedTransport:
+def wide_channel(hub: Hub, member: int, timeout: float = DEFAULT_TIMEOUT_S) -> SimulatedTransport:
     """The channel on which one member reaches all others, whether they are ranks of the world or not."""
     return SimulatedTransport(hub, tuple(range(hub.size)), member, hub.channel(WIDE), timeout)
 
@@ -311,7 +325,7 @@ class SimulatedTransport(Transport):
         members: tuple[int, ...],
         global_rank: int,
         channel: int = 0,
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         super().__init__(members.index(global_rank), len(members), hub.runtimes[global_rank], timeout, members)
         self.hub = hub
@@ -319,21 +333,29 @@ class SimulatedTransport(Transport):
         self._channel = channel
         self._made = 0
         self.mailbox = hub.mailbox(channel, global_rank)
-        equal = not (hub.network.links or hub.network.slow or hub.network.inside)
-        if equal or members == tuple(range(len(members))):
-            self.network = hub.network
-        # In chaos mode times mean nothing, and a prediction decides as well as a measurement.
-        self.exact_times = not (hub.network.jitter or hub.faults)
+        self.timing = VirtualTiming(hub, members, global_rank)
+        self.monitor = _CallComparison(self)
+        self.retry_after_s = RETRY_AFTER_S if any(isinstance(fault, Drop) for fault in hub.faults) else None
         hub.register(self)
 
     @property
-    def retry(self) -> float | None:
-        return RETRY if any(isinstance(fault, Drop) for fault in self.hub.faults) else None
+    def channel(self) -> int:
+        """The number of this channel in the network."""
+        return self._channel
+
+    @property
+    def memory(self) -> RemoteMemory:
+        return _SimulatedMemory(self)
+
+    def next_split(self) -> int:
+        """Count the splits and memories that the members make together."""
+        self._made += 1
+        return self._made
 
     def _send(self, data: Tensor, to: int, tag: int, exact: bool, lossy: bool) -> Handle:
         hub, receiver, nbytes = self.hub, self.members[to], data.numel()
         if hub.gone and hub.broken(receiver):
-            raise self.failure(to, f"a message to rank {receiver} ({tag_name(tag)}, {human(nbytes)})", 0.0, None)
+            raise self.failure(to, f"a message to rank {receiver} ({tag_name(tag)}, {format_bytes(nbytes)})", 0.0, None)
         handle = _SendHandle(self, to, nbytes, wait_for_match=not lossy and nbytes > hub.network.eager)
         land = partial(hub.mailbox(self._channel, receiver).deliver, data.clone(), self.rank, tag, handle.matched)
         if receiver == self.global_rank:
@@ -380,15 +402,6 @@ class SimulatedTransport(Transport):
             seconds=seconds,
         )
 
-    def compare_call(self, number: int, call: str) -> bool:
-        calls = self.hub.calls_of(self._channel, number, self.size)
-        calls[self.global_rank] = call
-        if any(other != call for other in calls.values()):
-            error = IncompatibleError(f"the ranks disagree about their collective #{number}: {told_by_rank(calls)}")
-            self.hub.break_channel(self._channel, error)
-            raise error
-        return True
-
     def lost(self) -> dict[int, str]:
         return {rank: self.hub.end_of(rank) for rank in self.members if self.hub.broken(rank)}
 
@@ -402,33 +415,83 @@ class SimulatedTransport(Transport):
             self.mailbox.close(no_more)
 
     def _split(self, members: tuple[int, ...]) -> Transport | None:
-        self._made += 1
+        number = self.next_split()
         if self.rank not in members:
             return None
-        channel = self.hub.channel((self._channel, self._made, members))
+        channel = self.hub.channel((self._channel, number, members))
         chosen = tuple(self.members[rank] for rank in members)
         return SimulatedTransport(self.hub, chosen, self.global_rank, channel, self.timeout)
 
-    def window(self, numel: int, dtype: torch.dtype) -> Window:
-        self._made += 1
-        memory = self.hub.memory((self._channel, self._made), self.size, numel, dtype)
-        return _SimulatedWindow(self, memory)
 
-    def shared(self, numel: int, dtype: torch.dtype) -> Tensor:
-        self._made += 1
-        return self.hub.memory((self._channel, self._made, "shared"), 1, numel, dtype)[0]
+class VirtualTiming(Timing):
+    """The virtual clock of one rank on one channel, and the costs of its messages."""
+
+    virtual = True
+
+    def __init__(self, hub: Hub, members: tuple[int, ...], global_rank: int) -> None:
+        self._hub, self._rank = hub, global_rank
+        equal = not (hub.network.links or hub.network.slow or hub.network.inside)
+        if equal or members == tuple(range(len(members))):
+            self.network = hub.network
+        # In chaos mode times mean nothing, and a prediction decides as well as a measurement.
+        self.exact = not (hub.network.jitter or hub.faults)
+
+    def slowdown(self) -> float:
+        return self._hub.slowness(self._rank)
+
+    def reduced(self, nbytes: int) -> None:
+        seconds = nbytes * self._hub.network.combine
+        if seconds:
+            self._hub.runtimes[self._rank].sleep(seconds * self._hub.slowness(self._rank))
 
     def no_user_code(self) -> AbstractContextManager[None]:
-        return self.hub.kernel.no_user_code
+        return self._hub.kernel.no_user_code
 
-    def combined(self, nbytes: int) -> None:
-        seconds = nbytes * self.hub.network.combine
-        if seconds:
-            self.runtime.sleep(seconds * self.hub.slowness(self.global_rank))
 
-    def compute(self, seconds: float) -> None:
-        """Let this rank compute for so long, or longer if it is slow."""
-        self.runtime.sleep(seconds * self.hub.slowness(self.global_rank))
+class _CallComparison(Monitor):
+    """Compares the ranks' calls in memory."""
+
+    def __init__(self, transport: SimulatedTransport) -> None:
+        self._transport = transport
+
+    def compare_call(self, number: int, call: str) -> bool:
+        transport, hub = self._transport, self._transport.hub
+        calls = hub.calls_of(transport.channel, number, transport.size)
+        calls[transport.global_rank] = call
+        if any(other != call for other in calls.values()):
+            text = group_ranks_by_text(calls)
+            error = IncompatibleError(f"the ranks disagree about their collective #{number}: {text}")
+            hub.break_channel(transport.channel, error)
+            raise error
+        return True
+
+
+class _SimulatedMemory(RemoteMemory):
+    """Windows and shared memory of simulated ranks."""
+
+    def __init__(self, transport: SimulatedTransport) -> None:
+        super().__init__(transport)
+        self._simulated = transport
+
+    def window(self, numel: int, dtype: torch.dtype) -> Window:
+        transport = self._simulated
+        key = (transport.channel, transport.next_split())
+        return _SimulatedWindow(transport, transport.hub.memory(key, transport.size, numel, dtype))
+
+    def shared(self, numel: int, dtype: torch.dtype) -> Tensor:
+        transport = self._simulated
+        return transport.hub.memory((transport.channel, transport.next_split(), "shared"), 1, numel, dtype)[0]
+
+
+def kill_rank(transport: Transport) -> None:
+    """End the process of this rank without a message, from now on. In chaos mode the seed draws the moment.
+
+    `Kill` knows only virtual times. They mean little in chaos mode: it would strike before anything has begun.
+    """
+    if not isinstance(transport, SimulatedTransport):
+        raise IncompatibleError(f"a rank of {transport.name} is not simulated: kill its process")
+    hub = transport.hub
+    hub.kernel.schedule(0.0, hub.kill_callback(transport.global_rank))
 
 
 def _nothing() -> None:
@@ -455,8 +518,8 @@ class _SendHandle:
             transport.hub.runtimes[transport.global_rank].sleep_until(self.left)
         if self._event is not None and not self._event.is_set():
             patience = transport.timeout if timeout is None else timeout
-            pending = f"rank {transport.members[self._to]} to receive {human(self.nbytes)}"
-            if not self._event.wait(bounded(patience), pending, hang=timeout is None):
+            pending = f"rank {transport.members[self._to]} to receive {format_bytes(self.nbytes)}"
+            if not self._event.wait(event_timeout(patience), pending, hang=timeout is None):
                 raise transport.failure(self._to, pending, patience, None)
 
 

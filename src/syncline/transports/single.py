@@ -7,7 +7,7 @@ from torch import Tensor
 
 from syncline.errors import PeerLostError
 from syncline.runtime import RealRuntime, Runtime
-from syncline.transports.base import DEFAULT_TIMEOUT, Handle, Transport, Window
+from syncline.transports.base import DEFAULT_TIMEOUT_S, Handle, RemoteMemory, Transport, Window
 from syncline.transports.mailbox import Mailbox
 from syncline.transports.memory import Completed, LocalWindow, MailboxHandle, no_more
 
@@ -27,7 +27,7 @@ class SingleTransport(Transport):
 
     name = "single"
 
-    def __init__(self, runtime: Runtime | None = None, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, runtime: Runtime | None = None, timeout: float = DEFAULT_TIMEOUT_S) -> None:
         super().__init__(0, 1, runtime or RealRuntime(), timeout)
         self._mailbox = Mailbox(self.runtime)
 
@@ -41,8 +41,9 @@ class SingleTransport(Transport):
     def _split(self, members: tuple[int, ...]) -> Transport | None:
         return SingleTransport(self.runtime, self.timeout)
 
-    def window(self, numel: int, dtype: torch.dtype) -> Window:
-        return LocalWindow(numel, dtype)
+    @property
+    def memory(self) -> RemoteMemory:
+        return _LocalMemory(self)
 
     def abort(self) -> None:
         self._mailbox.fail(no_more)
@@ -57,3 +58,8 @@ class SingleTransport(Transport):
             pending=pending,
             seconds=seconds,
         )
+
+
+class _LocalMemory(RemoteMemory):
+    def window(self, numel: int, dtype: torch.dtype) -> Window:
+        return LocalWindow(numel, dtype)

@@ -1,5 +1,8 @@
-"""An environment on a transport: `init()`, `simulate()`, teams, and the collectives as functions."""
+"""An environment on a transport: `init()`, `simulate()`, groups, and the collectives as functions."""
 
+from typing import Any
+
+from syncline.errors import warn_deprecated
 from syncline.world.functional import (
     allgather,
     allreduce,
@@ -11,15 +14,15 @@ from syncline.world.functional import (
     reduce_scatter,
     send,
 )
+from syncline.world.group import Group, Pending
 from syncline.world.objects import broadcast_object
 from syncline.world.simulation import Simulation, simulate
-from syncline.world.team import Pending, Team
 from syncline.world.world import World, current_world, init
 
 __all__ = [
+    "Group",
     "Pending",
     "Simulation",
-    "Team",
     "World",
     "allgather",
     "allreduce",
@@ -35,3 +38,10 @@ __all__ = [
     "send",
     "simulate",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Team":
+        warn_deprecated("syncline.Team", "syncline.Group")
+        return Group
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

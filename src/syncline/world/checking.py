@@ -10,8 +10,8 @@ import torch
 
 from syncline.errors import IncompatibleError, PeerLostError
 from syncline.transports import Transport
-from syncline.transports.base import COMPARISON_TAGS, told_by_rank
-from syncline.world.team import Team
+from syncline.transports.base import COMPARISON_TAGS, group_ranks_by_text
+from syncline.world.group import Group
 
 __all__ = ["agree"]
 
@@ -20,17 +20,19 @@ WIDTH = 256
 DESCRIPTION, VERDICT = COMPARISON_TAGS, COMPARISON_TAGS + 1
 
 
-def agree(team: Team, description: str) -> None:
+def agree(group: Group, description: str) -> None:
     """Raise on every rank alike when one of them describes its call differently."""
-    number = team.next_call()
-    if team.size == 1:
+    number = group.next_call()
+    if group.size == 1:
         return
-    if not team.world.check and (team.transport.compare_call(number, description) or not team.is_new(description)):
+    if not group.world.check and (
+        group.transport.monitor.compare_call(number, description) or not group.is_new(description)
+    ):
         return
     told = f"#{number} {description}"
-    team.transport.entering(f"the comparison of {told}")
+    group.transport.monitor.enter(f"the comparison of {told}")
     try:
-        differ = _lead(team, told) if team.rank == 0 else _follow(team.transport, told)
+        differ = _lead(group, told) if group.rank == 0 else _follow(group.transport, told)
     except PeerLostError as error:
         words = f"{error}; it was to compare {told}"
         raise PeerLostError(words, peer=error.peer, pending=told, seconds=error.seconds) from error
@@ -38,16 +40,16 @@ def agree(team: Team, description: str) -> None:
         raise IncompatibleError(f"the ranks disagree about their next collective: {differ}")
 
 
-def _lead(team: Team, told: str) -> str:
+def _lead(group: Group, told: str) -> str:
     """Receive the other ranks' descriptions, and send them the difference."""
-    transport = team.transport
+    transport = group.transport
     table = torch.zeros(transport.size, WIDTH, dtype=torch.uint8)
     table[0] = _row(told)
     handles = [transport.recv(table[rank], rank, DESCRIPTION, exact=True) for rank in range(1, transport.size)]
     for handle in handles:
         handle.wait()
-    calls = {rank: _text(row) for rank, row in zip(team.ranks, table, strict=True)}
-    differ = told_by_rank(calls) if len(set(calls.values())) > 1 else ""
+    calls = {rank: _text(row) for rank, row in zip(group.ranks, table, strict=True)}
+    differ = group_ranks_by_text(calls) if len(set(calls.values())) > 1 else ""
     words = torch.frombuffer(bytearray(differ.encode()), dtype=torch.uint8) if differ else None
     length = torch.tensor([0 if words is None else words.numel()])
     for buffer in (length,) if words is None else (length, words):

@@ -1,8 +1,9 @@
-"""The collectives as functions: `sl.allreduce(x)` and its kin, on any array, in the current world or a team."""
+"""The collectives as functions: `sl.allreduce(x)` and its kin, on any array, in the current world or a group."""
 
 from __future__ import annotations
 
 import math
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,10 +19,10 @@ from syncline.costs import AUTO
 from syncline.errors import IncompatibleError, ProtocolError, SpecError, SynclineError
 from syncline.specs import nearest
 from syncline.transports import Handle, Op
-from syncline.transports.base import LANE_TAGS, human
+from syncline.transports.base import LANE_TAGS, format_bytes
 from syncline.world.arrays import import_array, import_dlpack, widen
 from syncline.world.checking import agree
-from syncline.world.team import Team
+from syncline.world.group import Group
 from syncline.world.world import current_world
 
 __all__ = ["allgather", "allreduce", "alltoall", "barrier", "broadcast", "gather", "recv", "reduce_scatter", "send"]
@@ -31,7 +32,7 @@ REDUCTIONS = ("mean", "sum", "min", "max", "product")
 
 
 def allreduce(
-    x: Any, op: Reduction = "mean", algorithm: str = NATIVE, group: Team | None = None, async_: bool = False
+    x: Any, op: Reduction | None = None, algorithm: str = NATIVE, group: Group | None = None, async_: bool = False
 ) -> Any:
     """Combine `x` over all ranks; every rank gets the same bits. `x` itself stays as it is.
 
@@ -40,11 +41,11 @@ def allreduce(
     With `async_` a `Pending` is returned at once, and its `wait()` gives the result.
 
     >>> import torch, syncline as sl
-    >>> sl.simulate(lambda world: sl.allreduce(torch.tensor([world.rank + 1.0])), ranks=3).results[2]
+    >>> sl.simulate(lambda world: sl.allreduce(torch.tensor([world.rank + 1.0]), "mean"), ranks=3).results[2]
     tensor([2.])
     """
-    team = _team(group)
-    with _refusals_shared(team, "allreduce"):
+    comm, op = _resolve_group(group), op or _default_op("allreduce")
+    with _refusals_shared(comm, "allreduce"):
         tensor, back = import_array(x)
         schedule = None if algorithm in (NATIVE, AUTO) else build("allreduce", algorithm)
         wire_op = _wire_op(op, tensor.dtype)
@@ -53,33 +54,33 @@ def allreduce(
 
     def finish() -> Any:
         if op == "mean":
-            wide.div_(team.size)
+            wide.div_(comm.size)
         return back(narrow(wide).reshape(tensor.shape))
 
     def work() -> Any:
-        agree(team, describe)
-        native = team.transport.native
+        agree(comm, describe)
+        native = comm.transport.native
         if algorithm == AUTO:
-            team.auto.allreduce(wide, wire_op)
-        elif schedule is None and native is not None and native.reduces(wide.dtype, wire_op):
+            comm.auto.allreduce(wide, wire_op)
+        elif schedule is None and native.reduces(wide.dtype, wire_op):
             native.allreduce(wide, wire_op).wait()
         else:
-            run.allreduce(team.channel, wide, wire_op, schedule or build("allreduce", NATIVE))
+            run.allreduce(comm.channel, wide, wire_op, schedule or build("allreduce", NATIVE))
         return finish()
 
-    return _counted(team, "allreduce", tensor, describe, work, async_)
+    return _counted(comm, "allreduce", tensor, describe, work, async_)
 
 
-def broadcast(x: Any, root: int = 0, algorithm: str = NATIVE, group: Team | None = None, async_: bool = False) -> Any:
+def broadcast(x: Any, root: int = 0, algorithm: str = NATIVE, group: Group | None = None, async_: bool = False) -> Any:
     """The root's `x`, on every rank; the others give an `x` of the same shape and dtype.
 
     >>> import torch, syncline as sl
     >>> sl.simulate(lambda world: sl.broadcast(torch.tensor([world.rank]), root=1), ranks=3).results
     (tensor([1]), tensor([1]), tensor([1]))
     """
-    team = _team(group)
-    with _refusals_shared(team, "broadcast"):
-        _check_root(root, team)
+    comm = _resolve_group(group)
+    with _refusals_shared(comm, "broadcast"):
+        _check_root(root, comm)
         tensor, back = import_array(x)
         copy = _contiguous_copy(tensor)
         flat = copy.reshape(-1).view(torch.uint8)
@@ -87,19 +88,19 @@ def broadcast(x: Any, root: int = 0, algorithm: str = NATIVE, group: Team | None
     describe = f"broadcast({_signature(tensor)}, root {root}, {algorithm})"
 
     def work() -> Any:
-        agree(team, describe)
-        native = team.transport.native
-        if schedule is None and native is not None:
+        agree(comm, describe)
+        native = comm.transport.native
+        if schedule is None and native.available:
             if flat.numel():
                 native.broadcast(flat, root).wait()
         else:
-            run.broadcast(team.channel, flat, root, schedule or build("broadcast", NATIVE))
+            run.broadcast(comm.channel, flat, root, schedule or build("broadcast", NATIVE))
         return back(copy)
 
-    return _counted(team, "broadcast", flat, describe, work, async_)
+    return _counted(comm, "broadcast", flat, describe, work, async_)
 
 
-def allgather(x: Any, algorithm: str = NATIVE, group: Team | None = None, async_: bool = False) -> Any:
+def allgather(x: Any, algorithm: str = NATIVE, group: Group | None = None, async_: bool = False) -> Any:
     """All ranks' `x` joined along the first dimension, which may differ between them.
 
     >>> import torch, syncline as sl
@@ -109,7 +110,7 @@ def allgather(x: Any, algorithm: str = NATIVE, group: Team | None = None, async_
     return _gather(x, None, algorithm, group, async_)
 
 
-def gather(x: Any, root: int = 0, algorithm: str = NATIVE, group: Team | None = None, async_: bool = False) -> Any:
+def gather(x: Any, root: int = 0, algorithm: str = NATIVE, group: Group | None = None, async_: bool = False) -> Any:
     """As `allgather`, on the root alone; None elsewhere.
 
     >>> import torch, syncline as sl
@@ -120,7 +121,7 @@ def gather(x: Any, root: int = 0, algorithm: str = NATIVE, group: Team | None = 
 
 
 def reduce_scatter(
-    x: Any, op: Reduction = "mean", algorithm: str = NATIVE, group: Team | None = None, async_: bool = False
+    x: Any, op: Reduction | None = None, algorithm: str = NATIVE, group: Group | None = None, async_: bool = False
 ) -> Any:
     """Combine `x` over all ranks and leave each with its part of the first dimension.
 
@@ -130,41 +131,41 @@ def reduce_scatter(
     >>> sl.simulate(lambda world: sl.reduce_scatter(torch.arange(4.0), op="sum"), ranks=2).results
     (tensor([0., 2.]), tensor([4., 6.]))
     """
-    team = _team(group)
-    with _refusals_shared(team, "reduce_scatter"):
+    comm, op = _resolve_group(group), op or _default_op("reduce_scatter")
+    with _refusals_shared(comm, "reduce_scatter"):
         tensor, back = import_array(x)
         if tensor.dim() == 0:
             raise IncompatibleError("reduce_scatter needs a first dimension to share out; this array has none")
         schedule = None if algorithm == NATIVE else build("reduce_scatter", algorithm)
         wire_op = _wire_op(op, tensor.dtype)
         wide, narrow = widen(tensor, wire_op)
-    rows = bounds(tensor.shape[0], team.size)
+    rows = bounds(tensor.shape[0], comm.size)
     describe = f"reduce_scatter({_signature(tensor)}, {op}, {algorithm})"
 
     def work() -> Any:
-        agree(team, describe)
-        native = team.transport.native
-        even = tensor.shape[0] % team.size == 0 and wide.numel() > 0
-        if schedule is None and native is not None and even and native.reduces(wide.dtype, wire_op):
-            part = wide.new_empty(wide.shape[0] // team.size, *wide.shape[1:])
+        agree(comm, describe)
+        native = comm.transport.native
+        even = tensor.shape[0] % comm.size == 0 and wide.numel() > 0
+        if schedule is None and even and native.reduces(wide.dtype, wire_op):
+            part = wide.new_empty(wide.shape[0] // comm.size, *wide.shape[1:])
             native.reduce_scatter(part, wide, wire_op).wait()
         else:
             row = wide[0].numel() if len(wide) else 0
             edges = [edge * row for edge in rows]
-            run.reduce_scatter(team.channel, wide, edges, wire_op, schedule or build("reduce_scatter", NATIVE))
-            part = wide[rows[team.rank] : rows[team.rank + 1]].clone()
+            run.reduce_scatter(comm.channel, wide, edges, wire_op, schedule or build("reduce_scatter", NATIVE))
+            part = wide[rows[comm.rank] : rows[comm.rank + 1]].clone()
         if op == "mean":
-            part.div_(team.size)
+            part.div_(comm.size)
         return back(narrow(part))
 
-    return _counted(team, "reduce_scatter", tensor, describe, work, async_)
+    return _counted(comm, "reduce_scatter", tensor, describe, work, async_)
 
 
 def alltoall(
     x: Any,
     splits: Sequence[int] | None = None,
     algorithm: str = NATIVE,
-    group: Team | None = None,
+    group: Group | None = None,
     async_: bool = False,
 ) -> Any:
     """Send the i-th part of the first dimension to rank i; get everyone's part for this rank, joined by rank.
@@ -175,21 +176,21 @@ def alltoall(
     >>> sl.simulate(lambda world: sl.alltoall(torch.arange(2) + 10 * world.rank), ranks=2).results
     (tensor([ 0, 10]), tensor([ 1, 11]))
     """
-    team = _team(group)
-    with _refusals_shared(team, "alltoall"):
+    comm = _resolve_group(group)
+    with _refusals_shared(comm, "alltoall"):
         tensor, back = import_array(x)
-        counts = _splits(tensor, splits, team.size)
+        counts = _splits(tensor, splits, comm.size)
         copy = _contiguous_copy(tensor)
         schedule_name = build("alltoall", algorithm).spec
     describe = f"alltoall({_trailing(tensor)}, {algorithm})"
 
     def work() -> Any:
-        agree(team, describe)
-        native = team.transport.native
-        incoming = _exchange_counts(team, counts, schedule_name)
+        agree(comm, describe)
+        native = comm.transport.native
+        incoming = _exchange_counts(comm, counts, schedule_name)
         output = copy.new_empty(sum(incoming), *copy.shape[1:])
         row_bytes = math.prod(copy.shape[1:]) * copy.element_size()
-        if algorithm == NATIVE and native is not None and row_bytes:
+        if algorithm == NATIVE and native.available and row_bytes:
             native.alltoall(
                 output.reshape(-1).view(torch.uint8),
                 copy.reshape(-1).view(torch.uint8),
@@ -197,13 +198,13 @@ def alltoall(
                 [count * row_bytes for count in counts],
             ).wait()
         else:
-            _move_parts(team, torch.split(copy, counts), torch.split(output, incoming), schedule_name)
+            _move_parts(comm, torch.split(copy, counts), torch.split(output, incoming), schedule_name)
         return back(output)
 
-    return _counted(team, "alltoall", copy, describe, work, async_)
+    return _counted(comm, "alltoall", copy, describe, work, async_)
 
 
-def send(x: Any, to: int, tag: int = 0, group: Team | None = None) -> None:
+def send(x: Any, to: int, tag: int = 0, group: Group | None = None) -> None:
     """Send an array to one rank, which receives it with `recv`. Returns when `x` may be changed again.
 
     >>> import torch, syncline as sl
@@ -217,29 +218,30 @@ def send(x: Any, to: int, tag: int = 0, group: Team | None = None) -> None:
     >>> sl.simulate(ping, ranks=2).results[1]
     tensor([1.])
     """
-    team = _team(group)
+    comm = _resolve_group(group)
     tensor, _ = import_array(x)
-    team.transport.send(tensor.resolve_conj().resolve_neg().contiguous(), to, _check_tag(tag)).wait()
-    team.world.events.count("sl_comm_bytes_logical", tensor.numel() * tensor.element_size())
+    comm.transport.send(tensor.resolve_conj().resolve_neg().contiguous(), to, _check_tag(tag)).wait()
+    comm.world.events.count("sl_comm_bytes_logical", tensor.numel() * tensor.element_size())
 
 
-def recv(x: Any, source: int | None = None, tag: int = 0, group: Team | None = None) -> int:
+def recv(x: Any, source: int | None = None, tag: int = 0, group: Group | None = None) -> int:
     """Receive into `x`, a tensor or a writable NumPy array, from `source` or from anyone. Returns the sender's rank.
 
     What was sent must have as many bytes as `x`: anything else is a `ProtocolError`.
     """
-    team = _team(group)
+    comm = _resolve_group(group)
     target = x.detach() if isinstance(x, Tensor) else import_dlpack(x) if hasattr(x, "__dlpack__") else None
     if target is None or (isinstance(x, np.ndarray) and not x.flags.writeable):
         kind = type(x).__name__ if target is None else "a read-only one"
         raise IncompatibleError(f"recv fills a tensor or a writable array, not {kind}")
     buffer = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
-    handle: Handle = team.transport.recv(buffer, source, _check_tag(tag))
+    handle: Handle = comm.transport.recv(buffer, source, _check_tag(tag))
     handle.wait()
     expected = buffer.numel() * buffer.element_size()
     if handle.nbytes != expected:
         raise ProtocolError(
-            f"rank {handle.source} sent {human(handle.nbytes)} (tag {tag}) where {human(expected)} were due",
+            f"rank {handle.source} sent {format_bytes(handle.nbytes)} (tag {tag}) where "
+            f"{format_bytes(expected)} were due",
             peer=handle.source,
         )
     if buffer is not target:
@@ -247,106 +249,106 @@ def recv(x: Any, source: int | None = None, tag: int = 0, group: Team | None = N
     return handle.source
 
 
-def barrier(group: Team | None = None) -> None:
-    """Return when every rank of the team has called it.
+def barrier(group: Group | None = None) -> None:
+    """Return when every rank of the group has called it.
 
     >>> import syncline as sl
     >>> sl.simulate(lambda world: sl.barrier(), ranks=3).results
     (None, None, None)
     """
-    team = _team(group)
+    comm = _resolve_group(group)
 
     def work() -> None:
-        agree(team, "barrier()")
-        native = team.transport.native
-        if native is not None:
+        agree(comm, "barrier()")
+        native = comm.transport.native
+        if native.available:
             native.barrier().wait()
         else:
-            run.meet(team.channel)
+            run.meet(comm.channel)
 
-    team.call("barrier()", work, async_=False)
+    comm.call("barrier()", work, async_=False)
 
 
-def _gather(x: Any, root: int | None, algorithm: str, group: Team | None, async_: bool) -> Any:
-    team = _team(group)
+def _gather(x: Any, root: int | None, algorithm: str, group: Group | None, async_: bool) -> Any:
+    comm = _resolve_group(group)
     operation: Literal["allgather", "gather"] = "allgather" if root is None else "gather"
-    with _refusals_shared(team, operation):
+    with _refusals_shared(comm, operation):
         if root is not None:
-            _check_root(root, team)
+            _check_root(root, comm)
         tensor, back = import_array(x)
         rows = _contiguous_copy(tensor.reshape(1) if tensor.dim() == 0 else tensor)
         schedule_name = build(operation, algorithm).spec
     describe = f"{operation}({_trailing(rows)}, {algorithm}{'' if root is None else f', root {root}'})"
 
     def work() -> Any:
-        agree(team, describe)
-        lengths = _exchange_lengths(team, rows, operation)
-        native = team.transport.native
-        everywhere = root is None or root == team.rank
+        agree(comm, describe)
+        lengths = _exchange_lengths(comm, rows, operation)
+        native = comm.transport.native
+        everywhere = root is None or root == comm.rank
         output = rows.new_empty(sum(lengths) if everywhere else 0, *rows.shape[1:])
-        if algorithm == NATIVE and root is None and native is not None and len(set(lengths)) == 1:
+        if algorithm == NATIVE and root is None and native.available and len(set(lengths)) == 1:
             if rows.numel():
                 native.allgather(output.view(-1).view(torch.uint8), rows.view(-1).view(torch.uint8)).wait()
             return back(output)
         if everywhere:
             parts = dict(enumerate(torch.split(output, lengths)))
-            parts[team.rank].copy_(rows)
+            parts[comm.rank].copy_(rows)
         else:
-            parts = {team.rank: rows}
-        run.exchange(team.channel, operation, parts, schedule_name, root or 0)
+            parts = {comm.rank: rows}
+        run.exchange(comm.channel, operation, parts, schedule_name, root or 0)
         return back(output) if everywhere else None
 
-    return _counted(team, operation, rows, describe, work, async_)
+    return _counted(comm, operation, rows, describe, work, async_)
 
 
-def _counted(team: Team, name: str, tensor: Tensor, describe: str, work: Callable[[], Any], async_: bool) -> Any:
+def _counted(group: Group, name: str, tensor: Tensor, describe: str, work: Callable[[], Any], async_: bool) -> Any:
     """Run one collective and record its bytes and seconds."""
-    events = team.world.events
+    events = group.world.events
     events.count("sl_comm_bytes_logical", tensor.numel() * tensor.element_size())
 
     def timed() -> Any:
         with events.span("sl_comm_seconds", call=name):
             return work()
 
-    return team.call(describe, timed, async_)
+    return group.call(describe, timed, async_)
 
 
-def _exchange_lengths(team: Team, rows: Tensor, operation: str) -> list[int]:
+def _exchange_lengths(group: Group, rows: Tensor, operation: str) -> list[int]:
     """The first dimension of every rank; whatever else differs is refused on every rank alike."""
-    table = _gather_numbers(team, [len(rows), zlib.crc32(_trailing(rows).encode())])
+    table = _gather_numbers(group, [len(rows), zlib.crc32(_trailing(rows).encode())])
     if len({tuple(row[1:]) for row in table}) > 1:
         different = [rank for rank, row in enumerate(table) if row[1:] != table[0][1:]]
         raise IncompatibleError(
-            f"{operation} joins arrays that differ in the first dimension only: rank {team.rank} has "
+            f"{operation} joins arrays that differ in the first dimension only: rank {group.rank} has "
             f"{_signature(rows)}, and ranks {different} differ from rank 0 in dtype or the other dimensions"
         )
     return [row[0] for row in table]
 
 
-def _gather_numbers(team: Team, numbers: Sequence[int]) -> list[list[int]]:
-    table = torch.zeros(team.size, len(numbers), dtype=torch.int64)
-    table[team.rank] = torch.tensor(list(numbers))
-    native = team.transport.native
-    if native is not None:
-        native.allgather(table, table[team.rank].clone()).wait()
+def _gather_numbers(group: Group, numbers: Sequence[int]) -> list[list[int]]:
+    table = torch.zeros(group.size, len(numbers), dtype=torch.int64)
+    table[group.rank] = torch.tensor(list(numbers))
+    native = group.transport.native
+    if native.available:
+        native.allgather(table, table[group.rank].clone()).wait()
     else:
-        run.exchange(team.channel, "allgather", dict(enumerate(table)), "ring")
+        run.exchange(group.channel, "allgather", dict(enumerate(table)), "ring")
     return cast("list[list[int]]", table.tolist())
 
 
-def _exchange_counts(team: Team, counts: Sequence[int], algorithm: str) -> list[int]:
+def _exchange_counts(group: Group, counts: Sequence[int], algorithm: str) -> list[int]:
     outgoing = torch.tensor(list(counts), dtype=torch.int64)
     incoming = torch.zeros_like(outgoing)
-    _move_parts(team, torch.split(outgoing, 1), torch.split(incoming, 1), algorithm)
+    _move_parts(group, torch.split(outgoing, 1), torch.split(incoming, 1), algorithm)
     return [int(count) for count in incoming]
 
 
-def _move_parts(team: Team, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], algorithm: str) -> None:
-    rank, size = team.rank, team.size
+def _move_parts(group: Group, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], algorithm: str) -> None:
+    rank, size = group.rank, group.size
     incoming[rank].copy_(outgoing[rank])
     parts = {rank * size + to: outgoing[to] for to in range(size) if to != rank}
     parts |= {source * size + rank: incoming[source] for source in range(size) if source != rank}
-    run.exchange(team.channel, "alltoall", parts, algorithm)
+    run.exchange(group.channel, "alltoall", parts, algorithm)
 
 
 def _splits(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[int]:
@@ -375,6 +377,15 @@ OTHER_NAMES = {
 """Names that users may know a reduction by, and our names for them."""
 
 
+def _default_op(function: str) -> Reduction:
+    warnings.warn(
+        f"sl.{function} without op takes the mean; torch and MPI take the sum: write op='mean' or op='sum'",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return "mean"
+
+
 def _wire_op(op: str, dtype: torch.dtype) -> Op:
     if op not in REDUCTIONS:
         raise SpecError(f"unknown reduction {op!r}; {nearest(str(op), list(REDUCTIONS), OTHER_NAMES)}")
@@ -385,23 +396,23 @@ def _wire_op(op: str, dtype: torch.dtype) -> Op:
     return cast("Op", op)
 
 
-def _team(group: Team | None) -> Team:
+def _resolve_group(group: Group | None) -> Group:
     if group is None:
         return current_world().everyone
-    if not isinstance(group, Team):
-        raise IncompatibleError(f"group is a team, made by world.team(ranks), not {type(group).__name__}")
+    if not isinstance(group, Group):
+        raise IncompatibleError(f"group= takes a group, made by world.group(ranks), not {type(group).__name__}")
     return group
 
 
 @contextmanager
-def _refusals_shared(team: Team, name: str) -> Iterator[None]:
+def _refusals_shared(group: Group, name: str) -> Iterator[None]:
     """With `check`, what one rank refuses before the call is told to the others, who would wait for it in vain."""
     try:
         yield
     except SynclineError as error:
-        if team.world.check and team.size > 1:
+        if group.world.check and group.size > 1:
             refusal = f"{name}(refused on this rank: {error})"
-            team.call(name, lambda: agree(team, refusal), async_=False)
+            group.call(name, lambda: agree(group, refusal), async_=False)
         raise
 
 
@@ -411,9 +422,9 @@ def _check_tag(tag: int) -> int:
     return tag
 
 
-def _check_root(root: int, team: Team) -> None:
-    if not 0 <= root < team.size:
-        raise IncompatibleError(f"root={root} is not a rank of a team of {team.size}")
+def _check_root(root: int, group: Group) -> None:
+    if not 0 <= root < group.size:
+        raise IncompatibleError(f"root={root} is not a rank of a group of {group.size}")
 
 
 def _contiguous_copy(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from syncline.errors import PeerLostError, WorldError
 from syncline.runtime import Kernel
 from syncline.runtime.kernel import SimulatedTask
 from syncline.transports import Hub, Message, Network, SimulatedTransport, Transport
-from syncline.transports.base import DEFAULT_TIMEOUT
+from syncline.transports.base import DEFAULT_TIMEOUT_S
 from syncline.transports.faults import Fault
 from syncline.transports.simulated import wide_channel
 from syncline.world.world import World, make_current
@@ -60,7 +60,7 @@ def simulate(
     faults: Sequence[Fault] = (),
     seed: int = 0,
     chaos: bool = False,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float = DEFAULT_TIMEOUT_S,
     check: bool = False,
     return_exceptions: bool = False,
     aside: Sequence[Aside | Callable[[Transport], Any]] = (),
@@ -75,7 +75,7 @@ def simulate(
     is a result, and the others go on.
 
     Each function of `aside` runs as `fn(transport)` on a member beside the ranks: a server, or what `Aside` names.
-    They are numbered after the ranks, so that a fault may strike them; the ranks reach them by `world.wide`. The
+    They are numbered after the ranks, so that a fault may strike them; the ranks reach them by `world.job_channel`. The
     simulation ends with the ranks, whatever these still do.
 
     `progress` is called about once a second of real time with the virtual time; an exception from it ends the
@@ -191,7 +191,7 @@ def _world_of(
     )
     transport = SimulatedTransport(hub, tuple(range(len(hosts))), rank, timeout=timeout)
     if beside:
-        transport.wide, transport.beside = wide_channel(hub, rank, timeout), beside
+        transport.add_roles(wide_channel(hub, rank, timeout), beside)
     return World(environment, transport, hosts, check)
 
 

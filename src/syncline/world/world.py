@@ -19,13 +19,13 @@ from syncline.collectives import NATIVE, Buffers, Channel
 from syncline.collectives.run import exchange
 from syncline.environment import Environment, detect, hide, restore
 from syncline.environment.base import check_versions, package_version
-from syncline.errors import SpecError, SynclineError, UnsupportedError, WorldError
+from syncline.errors import SpecError, SynclineError, UnsupportedError, WorldError, warn_deprecated
 from syncline.events import Recorder
 from syncline.runtime import Runtime
 from syncline.specs import nearest
-from syncline.transports import SimulatedTransport, SingleTransport, Transport
-from syncline.transports.base import DEFAULT_TIMEOUT, check_ranks
-from syncline.world.team import Team
+from syncline.transports import SingleTransport, Transport
+from syncline.transports.base import DEFAULT_TIMEOUT_S, check_ranks
+from syncline.world.group import Group
 
 __all__ = ["World", "current_world", "init"]
 
@@ -118,11 +118,11 @@ class World:
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         self._host_numbers = tuple(numbers[host] for host in hosts)
         self._lanes = lanes
-        self.everyone = Team(self, range(self.size), transport, self._host_numbers, lanes)
-        self._teams = [self.everyone]
+        self.everyone = Group(self, range(self.size), transport, self._host_numbers, lanes)
+        self._groups = [self.everyone]
         self.left: list[Callable[[], None]] = []
         """Functions that end an epoch which a loop has left early, while other ranks wait for this one."""
-        self._beside: list[Transport] = []
+        self._other_transports: list[Transport] = []
         self._kept: dict[Hashable, Closeable] = {}
         self._keeping = transport.runtime.lock()
         self._hidden: dict[str, str] = {}
@@ -130,7 +130,7 @@ class World:
     @property
     def device(self) -> torch.device:
         """The GPU with this process's local rank where there are GPUs, else the CPU."""
-        if torch.cuda.is_available() and not isinstance(self._transport, SimulatedTransport):
+        if torch.cuda.is_available() and not self._transport.timing.virtual:
             return torch.device("cuda", self.local_rank % torch.cuda.device_count())
         return torch.device("cpu")
 
@@ -155,50 +155,56 @@ class World:
         return self._transport
 
     @property
+    def job_channel(self) -> Transport:
+        """The channel of all processes of the job: the ranks first, then servers and evaluators where there are any."""
+        return self._transport.job_channel
+
+    @property
     def wide(self) -> Transport | None:
-        """The channel that reaches those beside the ranks too, such as servers under MPI; None where nobody is."""
-        return self._transport.wide
+        """Deprecated: use `job_channel`."""
+        warn_deprecated("world.wide", "world.job_channel")
+        return self.job_channel if self._transport.extra_roles else None
 
     @property
     def lost(self) -> dict[int, str]:
         """Ranks that are known to be gone, and how they ended, from the launcher and the transports."""
         found = self._transport.lost()
-        for transport in self._beside:
+        for transport in self._other_transports:
             found = {**{rank: why for rank, why in transport.lost().items() if rank < self.size}, **found}
         return found
 
-    def gone(self, rank: int) -> str:
-        """Why nothing is to be expected of a rank any more, or nothing: it is lost, or has left its world."""
-        return next((why for each in (self._transport, *self._beside) if (why := each.gone(rank))), "")
+    def gone_reason(self, rank: int) -> str:
+        """Why a rank sends nothing more: it is lost or has left its world. Empty while it is present."""
+        transports = (self._transport, *self._other_transports)
+        return next((reason for each in transports if (reason := each.gone_reason(rank))), "")
 
-    def watch(self, transport: Transport) -> None:
+    def count_losses_of(self, transport: Transport) -> None:
         """Count ranks that are lost on another transport as lost here too. Its first members are this world's ranks."""
-        self._beside.append(transport)
+        self._other_transports.append(transport)
 
-    def team(self, ranks: Sequence[int] | None = None) -> Team:
-        """A channel of their own for `ranks` (all: None). Every rank calls it, in the same order, members or not."""
+    def group(self, ranks: Sequence[int] | None = None) -> Group:
+        """Make a group of `ranks` (all: None) with its own channel. Every rank calls it in the same order."""
         if self.closed:
             raise WorldError("this world is closed; call sl.init() again")
         members = tuple(range(self.size)) if ranks is None else check_ranks(ranks, self.size)
         hosts = tuple(self._host_numbers[rank] for rank in members)
-        team = Team(self, members, self._transport.split(members), hosts, self._lanes)
-        self._teams.append(team)
-        return team
+        group = Group(self, members, self._transport.split(members), hosts, self._lanes)
+        self._groups.append(group)
+        return group
 
-    def twin(self, team: Team) -> Team:
-        """Another channel for the ranks of a team. Its members call it, in the same order; nobody else need know.
+    def add_group(self, group: Group) -> None:
+        """Close a group with this world."""
+        self._groups.append(group)
 
-        >>> import torch, syncline as sl
-        >>> def pair(world):
-        ...     team = world.team([0, 1])
-        ...     return sl.allreduce(torch.ones(1), op="sum", group=world.twin(team)) if team.member else None
-        >>> sl.simulate(pair, ranks=3).results
-        (tensor([2.]), tensor([2.]), None)
-        """
-        hosts = tuple(self._host_numbers[rank] for rank in team.ranks)
-        twin = Team(self, team.ranks, team.transport.split(range(team.size)), hosts, self._lanes)
-        self._teams.append(twin)
-        return twin
+    def team(self, ranks: Sequence[int] | None = None) -> Group:
+        """Deprecated: use `group`."""
+        warn_deprecated("world.team()", "world.group()")
+        return self.group(ranks)
+
+    def twin(self, team: Group) -> Group:
+        """Deprecated: use `Group.duplicate`."""
+        warn_deprecated("world.twin(team)", "group.duplicate()")
+        return team.duplicate()
 
     def keep(self, key: Hashable, make: Callable[[], K]) -> K:
         """What belongs to this world, one for each key: made by the first call, closed when the world is left.
@@ -226,7 +232,7 @@ class World:
         while self.left:
             self.left.pop()()
 
-    def barrier(self, group: Team | None = None) -> None:
+    def barrier(self, group: Group | None = None) -> None:
         """Return when every rank has called it."""
         from syncline.world.functional import barrier
 
@@ -234,10 +240,7 @@ class World:
 
     def compute(self, seconds: float) -> None:
         """Stand in for so many seconds of computing: virtual ones in a simulation, a sleep elsewhere."""
-        if isinstance(self._transport, SimulatedTransport):
-            self._transport.compute(seconds)
-        else:
-            self.runtime.sleep(seconds)
+        self.runtime.sleep(seconds * self._transport.timing.slowdown())
 
     def init_simulated(self, asked: InitOptions) -> World:
         """The result of `init` on a simulated rank: this world, set up with these options."""
@@ -250,7 +253,7 @@ class World:
             )
         self.claimed, self.closed = True, False
         self.check = self.check or asked.check
-        if asked.timeout != DEFAULT_TIMEOUT:
+        if asked.timeout != DEFAULT_TIMEOUT_S:
             self._transport.timeout = asked.timeout
         return self
 
@@ -258,7 +261,7 @@ class World:
         """The result of a second `init`: this world. Raises if the options differ."""
         wrong = {
             "transport": asked.transport is not None and asked.transport not in (self._transport, self.engine),
-            "timeout": asked.timeout not in (DEFAULT_TIMEOUT, self._transport.timeout),
+            "timeout": asked.timeout not in (DEFAULT_TIMEOUT_S, self._transport.timeout),
             "check": asked.check and not self.check,
         }
         for name, differs in wrong.items():
@@ -272,7 +275,7 @@ class World:
 
     def set_up(self, asked: InitOptions) -> World:
         """Make the default process group and hide the launcher's variables, where that was asked for."""
-        if isinstance(self._transport, SimulatedTransport):
+        if self._transport.timing.virtual:
             return self
         if asked.process_group:
             torch_dist = importlib.import_module("syncline.transports.torch_dist.default_group")
@@ -290,8 +293,8 @@ class World:
             return
         for run in list(self.runs):
             run.close()
-        for team in self._teams:
-            team.drain()
+        for group in self._groups:
+            group.drain()
         self._leave()
 
     def _leave_at_exit(self) -> None:
@@ -311,20 +314,25 @@ class World:
         self.closed = True
         self.events.close()
         restore(os.environ, self._hidden)
-        self._close_kept()
         self.everyone.break_off()
-        for team in self._teams[1:]:
-            if team.member:
-                team.release()
-        if self.wide is not None:
-            self.wide.close()
+        self.release_groups()
+        if self._transport.extra_roles:
+            self.job_channel.close()
         self._transport.close()
         if self in _of_process:
             _of_process.remove(self)
             atexit.unregister(self._leave_at_exit)
 
+    def release_groups(self) -> None:
+        """Close what was kept and every group but `everyone`, whatever is still in progress."""
+        self._close_kept()
+        while len(self._groups) > 1:
+            group = self._groups.pop()
+            if group.member:
+                group.release()
+
     def _close_kept(self) -> None:
-        """The last made first: it may stand on an earlier one. One that fails keeps nobody from leaving."""
+        """Close in reverse order, because one may use an earlier one. An error does not stop the others."""
         while self._kept:
             key, kept = self._kept.popitem()
             try:
@@ -376,7 +384,7 @@ class InitOptions:
 
 def init(
     transport: str | Transport | None = None,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float = DEFAULT_TIMEOUT_S,
     check: bool = False,
     process_group: bool = False,
     hide: bool = False,
@@ -480,7 +488,7 @@ def _connect(name: str, environment: Environment, timeout: float) -> Transport:
 def _corrected(environment: Environment, engine: Transport) -> Environment:
     """The engine knows more than the variables said, or there are servers among those that were started."""
     rank, size = engine.rank, engine.size
-    if engine.wide is None:
+    if not engine.extra_roles:
         place = environment.rendezvous
         return Environment(source=engine.name, rank=rank, size=size, local_known=False, rendezvous=place)
     if environment.local_size == environment.size:

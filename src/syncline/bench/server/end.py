@@ -19,7 +19,7 @@ from syncline.environment import detect
 from syncline.errors import SynclineError
 from syncline.server.network import ServerNetwork, join_network, network_of, read_roles
 from syncline.server.server import Server
-from syncline.transports.base import DEFAULT_TIMEOUT
+from syncline.transports.base import DEFAULT_TIMEOUT_S
 
 __all__ = ["PROGRAM", "Orders", "attend", "resident"]
 
@@ -99,8 +99,8 @@ def _join() -> ServerNetwork:
     roles = read_roles()
     if os.environ.get("SYNCLINE_TRANSPORT") == "mpi":
         mpi = importlib.import_module("syncline.transports.mpi")  # only here: importing it starts MPI
-        return network_of(mpi.connect(detect(), DEFAULT_TIMEOUT), roles.workers, roles.servers)
-    return join_network(roles, DEFAULT_TIMEOUT)
+        return network_of(mpi.connect(detect(), DEFAULT_TIMEOUT_S), roles.workers, roles.servers)
+    return join_network(roles, DEFAULT_TIMEOUT_S)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

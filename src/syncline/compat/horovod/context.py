@@ -20,7 +20,7 @@ from syncline.compat.horovod.pending import CollectiveCounter, HandleTable, Pend
 from syncline.compat.horovod.settings import LEVELS, HorovodSettings, read, without_effect
 from syncline.compat.horovod.timeline import Timeline, TimelineObserver
 from syncline.errors import IncompatibleError, SynclineError, WorldError
-from syncline.world import Team, World, broadcast, current_world
+from syncline.world import Group, World, broadcast, current_world
 from syncline.world import init as init_world
 
 __all__ = [
@@ -187,7 +187,7 @@ class HorovodContext:
         self.optimizers: list[Joinable] = []
         self.timeline: TimelineObserver | None = None
         self.handles = HandleTable(world.runtime.lock())
-        first = world.team()
+        first = world.group()
         self.settings = _agreed(settings, first)
         self._engines: dict[int, ProcessSetEngine | None] = {}
         self._sets: dict[int, ProcessSet] = {0: global_process_set}
@@ -238,12 +238,12 @@ class HorovodContext:
         """All that can be used, the global one first."""
         return [self._sets[number] for number in sorted(self._sets)]
 
-    def data_team(self, process_set: ProcessSet) -> tuple[Team, CollectiveCounter]:
+    def data_team(self, process_set: ProcessSet) -> tuple[Group, CollectiveCounter]:
         """A channel for the members of a set, and the counter of its collectives. Every member calls it."""
         engine = self.engine(process_set)
 
-        def make(plan: OperationPlan) -> tuple[Team, CollectiveCounter]:
-            team = self.world.twin(engine.team)
+        def make(plan: OperationPlan) -> tuple[Group, CollectiveCounter]:
+            team = engine.team.duplicate()
 
             def give_up() -> None:
                 with suppress(SynclineError):  # closed meanwhile
@@ -305,11 +305,11 @@ class HorovodContext:
         return ranks
 
     def _make(self, ranks: tuple[int, ...], process_set: ProcessSet) -> None:
-        number = self._adopt(self.world.team(ranks))
+        number = self._adopt(self.world.group(ranks))
         process_set.process_set_id = number
         self._sets[number] = process_set
 
-    def _adopt(self, team: Team) -> int:
+    def _adopt(self, team: Group) -> int:
         number, self._next = self._next, self._next + 1
         engine = None
         if team.member:
@@ -438,7 +438,7 @@ def _check_comm(comm: Sequence[int] | None, world: World) -> None:
         )
 
 
-def _agreed(settings: HorovodSettings, team: Team) -> HorovodSettings:
+def _agreed(settings: HorovodSettings, team: Group) -> HorovodSettings:
     """What decides on the order of operations is rank 0's, whatever the others' variables say."""
     if team.size == 1:
         return settings

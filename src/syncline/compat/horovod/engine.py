@@ -47,7 +47,7 @@ from syncline.compat.horovod.timeline import TimelineObserver
 from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SynclineError
 from syncline.runtime import Queue, Task
 from syncline.transports import Transport
-from syncline.world import Team
+from syncline.world import Group
 
 __all__ = ["ProcessSetEngine"]
 
@@ -77,7 +77,7 @@ class ProcessSetEngine:
 
     def __init__(
         self,
-        team: Team,
+        team: Group,
         control: Transport | None,
         settings: HorovodSettings,
         timeline: Callable[[], TimelineObserver | None],

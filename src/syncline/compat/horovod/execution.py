@@ -21,7 +21,7 @@ from syncline.collectives import NATIVE, build, run
 from syncline.compat.horovod.messages import OperationPlan, OperationRequest
 from syncline.compat.horovod.pending import PendingOperation
 from syncline.transports import Op
-from syncline.world import Team
+from syncline.world import Group
 from syncline.world.arrays import widen
 
 __all__ = ["FusionGroup", "adasum", "combine", "execute", "fuse_plans", "row_offsets", "scale"]
@@ -61,7 +61,7 @@ def fuse_plans(plans: Sequence[OperationPlan], most: int) -> list[FusionGroup]:
 
 
 def execute(
-    team: Team, group: FusionGroup, pending: Sequence[PendingOperation | None], hierarchical: bool
+    team: Group, group: FusionGroup, pending: Sequence[PendingOperation | None], hierarchical: bool
 ) -> list[Any]:
     """Do it, and give what each of the plans results in; None where this rank takes part in another's alone.
 
@@ -141,7 +141,7 @@ def _own(plan: OperationPlan, asked: PendingOperation | None, device: torch.devi
 
 
 def _reduced(
-    team: Team, group: FusionGroup, pending: Sequence[PendingOperation | None], hierarchical: bool
+    team: Group, group: FusionGroup, pending: Sequence[PendingOperation | None], hierarchical: bool
 ) -> list[Any]:
     request = group.plans[0].request
     device = team.world.device if request.device == "cuda" else torch.device("cpu")
@@ -160,7 +160,7 @@ def _reduced(
     return _handed_out(group, pending)
 
 
-def _reduced_in_place(team: Team, request: OperationRequest, asked: PendingOperation, hierarchical: bool) -> list[Any]:
+def _reduced_in_place(team: Group, request: OperationRequest, asked: PendingOperation, hierarchical: bool) -> list[Any]:
     """One tensor alone needs no buffer."""
     (own,), (output,) = asked.inputs, asked.outputs
     flat = output.view(-1)
@@ -172,7 +172,7 @@ def _reduced_in_place(team: Team, request: OperationRequest, asked: PendingOpera
     return [asked.outputs]
 
 
-def _reduce_flat(team: Team, request: OperationRequest, flat: Tensor, hierarchical: bool) -> None:
+def _reduce_flat(team: Group, request: OperationRequest, flat: Tensor, hierarchical: bool) -> None:
     scale(flat, request.before)
     sum_in_place(team, flat, cast("Op", WIRE_OPS[request.op]), hierarchical)
     scale(flat, request.after / team.size if request.op == "average" else request.after)
@@ -192,23 +192,23 @@ def _handed_out(group: FusionGroup, pending: Sequence[PendingOperation | None]) 
     return results
 
 
-def sum_in_place(team: Team, flat: Tensor, op: Op, hierarchical: bool = False) -> None:
+def sum_in_place(team: Group, flat: Tensor, op: Op, hierarchical: bool = False) -> None:
     """Reduce a contiguous tensor over the team."""
     if team.size == 1 or not flat.numel():
         return
     native = team.transport.native
-    if native is not None and native.reduces(flat.dtype, op) and not hierarchical:
+    if native.reduces(flat.dtype, op) and not hierarchical:
         native.allreduce(flat, op).wait()
         return
     wide, narrow = widen(flat, op)
-    if native is not None and native.reduces(wide.dtype, op) and not hierarchical:
+    if native.reduces(wide.dtype, op) and not hierarchical:
         native.allreduce(wide, op).wait()
     else:
         run.allreduce(team.channel, wide, op, build("allreduce", "hierarchical" if hierarchical else NATIVE))
     flat.copy_(narrow(wide).view(flat.shape))
 
 
-def _combined(team: Team, plan: OperationPlan, asked: PendingOperation | None) -> Any:
+def _combined(team: Group, plan: OperationPlan, asked: PendingOperation | None) -> Any:
     request = plan.request
     tensors = _own(plan, asked, torch.device("cpu"))
     copies = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
@@ -224,7 +224,7 @@ def _combined(team: Team, plan: OperationPlan, asked: PendingOperation | None) -
     return asked.outputs
 
 
-def _spread(team: Team, group: FusionGroup, pending: Sequence[PendingOperation | None]) -> list[Any]:
+def _spread(team: Group, group: FusionGroup, pending: Sequence[PendingOperation | None]) -> list[Any]:
     root = group.plans[0].request.root
     held = [asked for asked in pending if asked is not None]
     inputs = [tensor for asked in held for tensor in asked.inputs]
@@ -232,7 +232,7 @@ def _spread(team: Team, group: FusionGroup, pending: Sequence[PendingOperation |
     flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
     native = team.transport.native
     if team.size > 1 and flat.numel():
-        if native is not None:
+        if native.available:
             native.broadcast(flat, root).wait()
         else:
             run.broadcast(team.channel, flat, root, build("broadcast", NATIVE))
@@ -243,7 +243,7 @@ def _spread(team: Team, group: FusionGroup, pending: Sequence[PendingOperation |
     return [None if asked is None else asked.outputs for asked in pending]
 
 
-def _gathered(team: Team, plan: OperationPlan, asked: PendingOperation) -> list[Tensor]:
+def _gathered(team: Group, plan: OperationPlan, asked: PendingOperation) -> list[Tensor]:
     results = []
     for index, tensor in enumerate(asked.inputs):
         rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
@@ -252,11 +252,11 @@ def _gathered(team: Team, plan: OperationPlan, asked: PendingOperation) -> list[
     return results
 
 
-def join_rows(team: Team, rows: Tensor, lengths: Sequence[int]) -> Tensor:
+def join_rows(team: Group, rows: Tensor, lengths: Sequence[int]) -> Tensor:
     """All ranks' rows, whose numbers are known, one after the other."""
     output = rows.new_empty(sum(lengths), *rows.shape[1:])
     native = team.transport.native
-    if native is not None and len(set(lengths)) == 1 and team.size > 1:
+    if native.available and len(set(lengths)) == 1 and team.size > 1:
         if rows.numel():
             native.allgather(output.view(-1).view(torch.uint8), rows.view(-1).view(torch.uint8)).wait()
         return output
@@ -267,7 +267,7 @@ def join_rows(team: Team, rows: Tensor, lengths: Sequence[int]) -> Tensor:
     return output
 
 
-def _traded(team: Team, plan: OperationPlan, asked: PendingOperation) -> tuple[Tensor, Tensor]:
+def _traded(team: Group, plan: OperationPlan, asked: PendingOperation) -> tuple[Tensor, Tensor]:
     (tensor,) = (_plain(tensor) for tensor in asked.inputs)
     rank, size = team.rank, team.size
     incoming = [row[rank] for row in plan.rows]
@@ -284,7 +284,7 @@ def _traded(team: Team, plan: OperationPlan, asked: PendingOperation) -> tuple[T
     return output, received
 
 
-def _scattered(team: Team, plan: OperationPlan, asked: PendingOperation) -> list[Tensor]:
+def _scattered(team: Group, plan: OperationPlan, asked: PendingOperation) -> list[Tensor]:
     request = plan.request
     results = []
     for tensor in asked.inputs:
@@ -322,7 +322,7 @@ def combine(first: Tensor, second: Tensor) -> Tensor:
     return (left * a + right * b).to(first.dtype)
 
 
-def adasum(team: Team, tensors: Sequence[Tensor]) -> list[Tensor]:
+def adasum(team: Group, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Of all ranks, a power of two; the same bits on every rank, for both of a pair combine in the order of ranks.
 
     ```text

@@ -231,7 +231,7 @@ class ServerElasticTreeRun(ServerElasticRun):
             workers=members,
             initial=self.keys.read(model)[: self.keys.trained],
             seed=settings.seed,
-            retry=network.transport.retry,
+            retry=network.transport.retry_after_s,
         )
 
     # The exchange.

@@ -27,7 +27,7 @@ from syncline.reduction.ways import CompressedCollectives
 from syncline.strategies.base import RunSettings
 from syncline.strategies.delta_reducer import DeltaReducer
 from syncline.strategies.easgd.centres import SHARE, Centre
-from syncline.world import Team, World
+from syncline.world import Group, World
 
 __all__ = ["HOSTS", "CentreTree", "check_tree", "groups_of"]
 
@@ -80,8 +80,8 @@ class CentreTree(Centre):
         self.groups = [list(group) for group in groups]
         self._mine = next(number for number, group in enumerate(self.groups) if exchange.rank in group)
         # Every rank makes every team, in the same order.
-        teams = [exchange.world.team(group) for group in self.groups]
-        top = exchange.world.team([group[0] for group in self.groups])
+        teams = [exchange.world.group(group) for group in self.groups]
+        top = exchange.world.group([group[0] for group in self.groups])
         self._teams = [team for team in (*teams, top) if team.member]
         self._within = PartExchange(exchange, teams[self._mine])
         self.deltas = DeltaReducer(model, self._within, settings)
@@ -168,7 +168,7 @@ class CentreTree(Centre):
 class PartExchange(Communicator):
     """The exchange of some of a run's workers; what they send counts as the run's."""
 
-    def __init__(self, whole: Communicator, team: Team) -> None:
+    def __init__(self, whole: Communicator, team: Group) -> None:
         self.world = whole.world
         self.codec = whole.codec
         self.ways = CompressedCollectives(whole.collective, whole.codec)

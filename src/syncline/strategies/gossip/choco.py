@@ -104,7 +104,7 @@ class Choco:
         for source, weight in self._neighbours.sources.items():
             payloads = [buffer[: handle.nbytes] for handle, buffer in self._coming[source]]
             self._believe(self._hats[source], payloads, f" from rank {self._neighbours.channel.members[source]}")
-            self._neighbours.channel.combined(self.hat.nbytes)
+            self._neighbours.channel.timing.reduced(self.hat.nbytes)
             torch.sub(self._hats[source], self.hat, out=self._scratch)
             change.add_(self._scratch, alpha=weight * self.pace.gamma)
         return self._layout.views(change)

@@ -101,7 +101,7 @@ class PlainMixing:
         changes = [torch.zeros(row.numel(), dtype=_precise(row)) for row in self._own]
         for source, weight in self._neighbours.sources.items():
             for change, row, own in zip(changes, self._theirs[source], self._own, strict=True):
-                self._neighbours.channel.combined(row.nbytes)
+                self._neighbours.channel.timing.reduced(row.nbytes)
                 change.add_(
                     row.to(change.dtype).sub_(own) if row.dtype != change.dtype else row.sub_(own), alpha=weight
                 )

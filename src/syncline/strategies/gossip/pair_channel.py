@@ -46,5 +46,5 @@ class PairwiseChannel(ServedBoard):
 def open_channel(world: World, name: str, fill: Callable[[nn.Module], None]) -> PairwiseChannel:
     """Open it together with the other workers."""
     network = server_network(world)
-    client = open_space(world, name, 1, servers=network.servers[:1], retry=network.transport.retry)
+    client = open_space(world, name, 1, servers=network.servers[:1], retry=network.transport.retry_after_s)
     return PairwiseChannel(client, fill)

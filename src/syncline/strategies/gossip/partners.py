@@ -215,7 +215,7 @@ class Partners:
                 moved = theirs.sub_(self.weights).mul_(0.5)
                 self.weights.add_(moved)
                 self.changes += 1
-                self._channel.combined(moved.nbytes)
+                self._channel.timing.reduced(moved.nbytes)
                 self._stats.sent(moved.nbytes, moved.nbytes)
             self._answer(letter, OK, moved)
         elif letter.kind == READ:

@@ -238,7 +238,7 @@ class _Worker:
         return tuple(each[chosen] for each in self._own)
 
     def _pass_time(self, samples: int) -> None:
-        cost, simulated = self._options.cost, self._world.transport.network is not None
+        cost, simulated = self._options.cost, self._world.transport.timing.virtual
         if cost is not None:
             self._world.compute(cost(samples))
         elif simulated:
@@ -267,7 +267,7 @@ def own_share(data: Any, world: World, split: bool) -> Data:
 
 def is_near(world: World) -> bool:
     """Whether all workers are processes of one host, whose windows are memory that they share."""
-    return world.transport.network is None and len(set(world.hosts)) == 1
+    return not world.transport.timing.virtual and len(set(world.hosts)) == 1
 
 
 def first_state(objective: Objective, own: Data, start: Any, seed: int, world: World) -> Array:
@@ -300,7 +300,7 @@ def agree(objective: Objective, own: Data, state: Array, final: Final, world: Wo
     if world.size == 1:
         return state
     if final == "mean":
-        return np.asarray(allreduce(mine).numpy())
+        return np.asarray(allreduce(mine, op="mean").numpy())
     if final == "first":
         return np.asarray(broadcast(mine.clone()).numpy())
     states = allgather(mine.view(1, -1)).numpy()

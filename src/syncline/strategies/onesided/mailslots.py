@@ -96,7 +96,7 @@ class Mailslots:
         self.buffers = buffers
         self._piece = piece
         self._stride = -(-(HEADER + numel * self.dtype.itemsize) // ALIGNED) * ALIGNED
-        self._window = transport.window(buffers * self._stride, torch.uint8)
+        self._window = transport.memory.window(buffers * self._stride, torch.uint8)
         self._slots = self._window.local.numpy().reshape(buffers, self._stride)
         self.counts = Traffic()
         self.lost: set[int] = set()

@@ -43,7 +43,7 @@ class OneSidedRun(StrategyRun):
         self.keys = KeyMap.of(model, optimizer)
         self._known = {id(parameter) for parameter in self.keys.trains(model)}
         self.slots = Mailslots(world.transport, self.keys.trained, np.float32, strategy.buffers, near=is_near(world))
-        self._window = world.transport.window(self.keys.numel, torch.float32)
+        self._window = world.transport.memory.window(self.keys.numel, torch.float32)
         self._channel = WindowChannel(world, self._load_weights)
         self._before: Tensor | None = None
         """The weights at the beginning of the step."""

@@ -42,7 +42,7 @@ class WindowChannel:
 
     def __init__(self, world: World, load_weights: Callable[[nn.Module], None]) -> None:
         self._world = world
-        self._window = world.transport.window(SharedMemoryChannel.words(world.size), torch.int64)
+        self._window = world.transport.memory.window(SharedMemoryChannel.words(world.size), torch.int64)
         self._words = self._window.local
         self._lock: Lock = world.runtime.lock()
         self._local = SharedMemoryChannel(self._words, world.rank, world.size, world.runtime.lock(), load_weights)

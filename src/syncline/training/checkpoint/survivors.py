@@ -17,7 +17,7 @@ from typing import Any
 
 from syncline.errors import PeerLostError, UnsupportedError
 from syncline.strategies.control import ControlChannel
-from syncline.world import Team, World
+from syncline.world import Group, World
 
 __all__ = ["Survivors"]
 
@@ -45,9 +45,9 @@ class Survivors:
         self._saving: dict[int, set[int]] = {}
         self._members: dict[int, tuple[int, ...]] = {}
         self._saved: dict[int, int] = {}
-        self._teams: dict[tuple[int, ...], Team] = {}
+        self._teams: dict[tuple[int, ...], Group] = {}
 
-    def assemble(self) -> Team:
+    def assemble(self) -> Group:
         """Wait until every worker that is not lost is ready to save. Returns the team of these workers."""
         self._attempt += 1
         attempt, rank = self._attempt, self.world.rank
@@ -105,11 +105,11 @@ class Survivors:
         gone = self.world.lost
         return [rank for rank in range(self.world.size) if rank not in gone or rank == self.world.rank]
 
-    def _team(self, members: tuple[int, ...]) -> Team:
+    def _team(self, members: tuple[int, ...]) -> Group:
         if len(members) == self.world.size:
             return self.world.everyone
         if members not in self._teams:
-            self._teams[members] = self.world.team(members)
+            self._teams[members] = self.world.group(members)
         return self._teams[members]
 
     def _fate(self, members: tuple[int, ...]) -> int:

@@ -40,7 +40,7 @@ def connect(environment: Environment, timeout: float) -> MpiTransport:
     world = wide.split(range(workers))
     if world is None:
         return wide
-    world.wide, world.beside = wide, ("server",) * servers
+    world.add_roles(wide, ("server",) * servers)
     return cast(MpiTransport, world)
 
 

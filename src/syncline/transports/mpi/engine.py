@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from syncline.runtime import RealRuntime, Runtime, Task
-from syncline.transports.base import DEFAULT_TIMEOUT, LANE_TAGS
+from syncline.transports.base import DEFAULT_TIMEOUT_S, LANE_TAGS
 
 __all__ = ["Engine", "Unfinished", "abort_job", "byte_spec", "mpi_tag", "warn_of_a_wait"]
 
@@ -88,7 +88,7 @@ class Engine:
         self.code = 1
         """What an aborted job ends with."""
         self.warn_after = WARN_AFTER
-        self.last_patience = max(timeout, DEFAULT_TIMEOUT)
+        self.last_patience = max(timeout, DEFAULT_TIMEOUT_S)
         """Seconds that this process waits at exit for the others to end too."""
         self._lock = self.runtime.lock()
         self._pumped: tuple[Pumped, ...] = ()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from syncline.errors import ProtocolError
-from syncline.transports.base import hint_of_mismatch, human
+from syncline.transports.base import format_bytes, mismatch_hint
 from syncline.transports.mailbox import LIMIT
 from syncline.transports.memory import describe_recv, tag_name
 from syncline.transports.mpi.engine import byte_spec, mpi_tag
@@ -139,8 +139,9 @@ class Inbox:
         expected.source, expected.nbytes = found.source, length
         if length > room or (expected.exact and length < room):
             expected.error = ProtocolError(
-                f"rank {found.source} sent {human(length)} ({tag_name(expected.tag)}) where "
-                f"{'exactly' if expected.exact else 'at most'} {human(room)} were due{hint_of_mismatch(expected.tag)}",
+                f"rank {found.source} sent {format_bytes(length)} ({tag_name(expected.tag)}) where "
+                f"{'exactly' if expected.exact else 'at most'} {format_bytes(room)} were due"
+                f"{mismatch_hint(expected.tag)}",
                 peer=found.source,
             )
         # One too long is taken off the wire too, so that its sender does not hang; unless it is longer than anything

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from syncline.errors import IncompatibleError, UnsupportedError
-from syncline.transports.base import Handle, Op
+from syncline.transports.base import Handle, NativeCollectives, Op
 from syncline.transports.mpi.handles import RequestHandle
 
 if TYPE_CHECKING:
@@ -46,8 +46,10 @@ def moving_type(mpi: ModuleType, dtype: torch.dtype) -> Any:
     return getattr(mpi, MOVED[dtype.itemsize])
 
 
-class NativeMpi:
+class NativeMpi(NativeCollectives):
     """Iallreduce and its kin on one communicator. Tensors on a GPU go through the CPU's memory."""
+
+    available = True
 
     def __init__(self, transport: MpiTransport) -> None:
         self._transport = transport
@@ -149,7 +151,7 @@ class NativeMpi:
             f"{name} of {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} among {transport.size} ranks"
         )
         transport.check_count(max(buffer.numel() for buffer in buffers), name)
-        transport.entering(pending)
+        transport.monitor.enter(pending)
         try:
             request = launch(transport.comm)
         except (OverflowError, mpi.Exception) as error:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from syncline.errors import PeerLostError, UnsupportedError, WorldError
-from syncline.transports.base import Handle, Transport, Window, human
+from syncline.transports.base import Handle, RemoteMemory, Transport, Window, format_bytes
 from syncline.transports.memory import Completed, tag_name
 from syncline.transports.mpi.engine import PATIENCE, Engine, byte_spec, mpi_tag
 from syncline.transports.mpi.handles import ExpectedHandle, RequestHandle
@@ -50,7 +50,7 @@ class MpiTransport(Transport):
         self.engine.tidy()
         # A message to oneself is copied: it may be waited for before anybody receives it.
         data = data.cpu().clone() if to == self.rank else data.cpu()
-        pending = f"rank {self.members[to]} to take {human(data.numel())}"
+        pending = f"rank {self.members[to]} to take {format_bytes(data.numel())}"
         try:
             request = self.comm.Isend(byte_spec(self.engine, data, data.numel()), to, number)
         except self.engine.mpi.Exception as error:
@@ -119,10 +119,9 @@ class MpiTransport(Transport):
             for handle in [start(operation, peer) for peer in others]:
                 handle.wait()
 
-    def window(self, numel: int, dtype: torch.dtype) -> Window:
-        window = MpiWindow(self, numel, dtype)
-        self._windows.append(window)
-        return window
+    @property
+    def memory(self) -> RemoteMemory:
+        return _MpiMemory(self, self._windows)
 
     def forget(self, window: MpiWindow) -> None:
         """It has been closed."""
@@ -177,3 +176,14 @@ class MpiTransport(Transport):
         self.inbox.close()
         if not engine.unclean:
             engine.retire(self.comm)
+
+
+class _MpiMemory(RemoteMemory):
+    def __init__(self, transport: MpiTransport, windows: list[MpiWindow]) -> None:
+        super().__init__(transport)
+        self._mpi, self._windows = transport, windows
+
+    def window(self, numel: int, dtype: torch.dtype) -> Window:
+        window = MpiWindow(self._mpi, numel, dtype)
+        self._windows.append(window)
+        return window

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from syncline.errors import UnsupportedError, WorldError
-from syncline.transports.base import Handle, as_bytes, human
-from syncline.transports.memory import check_span
+from syncline.transports.base import Handle, as_bytes, check_span, format_bytes
 from syncline.transports.mpi.engine import warn_of_a_wait
 from syncline.transports.mpi.handles import RequestHandle
 from syncline.transports.mpi.native import moving_type, reducing_type
@@ -122,7 +121,7 @@ class MpiWindow:
         self, name: str, operation: Any, here: Tensor, peer: int, offset: int, kind: Any, into: Tensor | None = None
     ) -> Handle:
         transport = self._transport
-        pending = f"{name} of {human(here.numel() * here.element_size())} with rank {transport.members[peer]}"
+        pending = f"{name} of {format_bytes(here.numel() * here.element_size())} with rank {transport.members[peer]}"
         count = here.numel()
         transport.check_count(count, name)
         try:
@@ -151,4 +150,4 @@ class MpiWindow:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise WorldError(f"{self._what} is closed; make another with transport.window()")
+            raise WorldError(f"{self._what} is closed; make another with transport.memory.window()")

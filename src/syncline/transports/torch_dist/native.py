@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncline.errors import IncompatibleError
-from syncline.transports.base import Handle, Op
+from syncline.transports.base import Handle, NativeCollectives, Op
 from syncline.transports.torch_dist.work import WorkHandle
 
 if TYPE_CHECKING:
@@ -42,8 +42,10 @@ REDUCIBLE = frozenset(
 MOST_WORDS = 1000
 
 
-class NativeTorch:
-    """all_reduce and its kin on one process group."""
+class NativeTorch(NativeCollectives):
+    """all_reduce and the other collectives of one process group."""
+
+    available = True
 
     def __init__(self, transport: TorchTransport) -> None:
         self._transport = transport
@@ -84,7 +86,7 @@ class NativeTorch:
         transport = self._transport
         key = (name, tensor.dtype, tensor.shape)
         pending = self._words.get(key) or self._describe(key)
-        transport.entering(pending)
+        transport.monitor.enter(pending)
         try:
             work = launch(transport.groups.of(tensor))
         except RuntimeError as error:

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SynclineError, WorldError
 from syncline.runtime import Task
-from syncline.transports.base import TAGS, Handle, Transport, human
+from syncline.transports.base import MAX_TAG, Handle, Transport, format_bytes
 from syncline.transports.frames import HEADER_BYTES, Header
 from syncline.transports.limited_log import LimitedLog
-from syncline.transports.liveness import LEFT_WORLD, Verdict
+from syncline.transports.liveness import LEFT_WORLD, LivenessMonitor, Verdict
 from syncline.transports.mailbox import LIMIT, Mailbox, Posted
 from syncline.transports.memory import Completed, MailboxHandle, describe_recv, no_more
 from syncline.transports.torch_dist.engine import Engine
@@ -46,7 +46,7 @@ MOST_DROPPED = 64
 MOST_DROPPED_BYTES = 64 << 20
 PATIENCE = 5.0
 
-EXACT, HEADER, BODY, ABORT = 0 * TAGS, 1 * TAGS, 2 * TAGS, 3 * TAGS
+EXACT, HEADER, BODY, ABORT = 0 * MAX_TAG, 1 * MAX_TAG, 2 * MAX_TAG, 3 * MAX_TAG
 
 
 class TorchTransport(Transport):
@@ -60,7 +60,8 @@ class TorchTransport(Transport):
         self.liveness = engine.liveness
         self.channel = channel
         pending = f"ranks {list(members)} to make a channel"
-        self.entering(pending)
+        self.monitor = LivenessMonitor(self.liveness, channel)
+        self.monitor.enter(pending)
         over = self.liveness.waiting(pending, channel, members)
         try:
             engine.await_members(channel, members, global_rank)
@@ -95,14 +96,14 @@ class TorchTransport(Transport):
         data = data.cpu()  # the same tensor where it is on the CPU already
         if exact:
             return self.post_send(data, to, EXACT + tag, lossy)
-        number = next(self._numbers) % TAGS
+        number = next(self._numbers) % MAX_TAG
         header = Header(self.rank, tag, data.numel(), number).pack()
         first = self.post_send(torch.frombuffer(bytearray(header), dtype=torch.uint8), to, HEADER + tag, lossy)
         return _Both(first, self.post_send(data, to, BODY + number, lossy)) if data.numel() else first
 
     def post_send(self, data: Tensor, to: int, engine_tag: int, lossy: bool = False) -> Handle:
         """Hand bytes to the engine. Of a lossy message that cannot be sent nobody is told, and nobody blamed."""
-        pending = f"rank {self.members[to]} to take {human(data.numel())}"
+        pending = f"rank {self.members[to]} to take {format_bytes(data.numel())}"
         large = data.numel() > MOST_DROPPED_BYTES // MOST_DROPPED  # as many small ones cannot be too much
         while len(self.dropped) > MOST_DROPPED or (
             large and sum(handle.nbytes for handle in self.dropped) > MOST_DROPPED_BYTES
@@ -133,7 +134,7 @@ class TorchTransport(Transport):
 
     def post_recv(self, data: Tensor, source: int | None, engine_tag: int, pending: str = "") -> WorkHandle:
         """Ask the engine for bytes; `pending` is what people are told of it."""
-        pending = pending or describe_recv(self, source, engine_tag % TAGS, data.numel())
+        pending = pending or describe_recv(self, source, engine_tag % MAX_TAG, data.numel())
         landing = torch.empty_like(data, device="cpu") if data.is_cuda else data
         try:
             if source is None:
@@ -192,7 +193,8 @@ class TorchTransport(Transport):
         found = Header.read(header.numpy().tobytes(), peer=source)
         limit = found.length if room is None else room.numel()  # a pump has made sure of the room
         refusal = ProtocolError(
-            f"rank {source} sent {human(found.length)} (tag {found.tag}) where at most {human(limit)} were due",
+            f"rank {source} sent {format_bytes(found.length)} (tag {found.tag}) where at most "
+            f"{format_bytes(limit)} were due",
             peer=source,
         )
         if found.length > max(limit, LIMIT):
@@ -235,17 +237,11 @@ class TorchTransport(Transport):
         with self._lock:
             self._idle -= 1
 
-    def entering(self, what: str) -> None:
-        self.liveness.entering(self.channel, what)
-
-    def owing(self, tell: Callable[[], str], awaited: Callable[[], int | None] | None = None) -> None:
-        self.liveness.owing[self.channel] = (tell, awaited)
-
     def lost(self) -> dict[int, str]:
         return self.liveness.lost()
 
-    def gone(self, rank: int) -> str:
-        return super().gone(rank) or (LEFT_WORLD if self.liveness.has_left(self.members[rank]) else "")
+    def gone_reason(self, rank: int) -> str:
+        return super().gone_reason(rank) or (LEFT_WORLD if self.liveness.has_left(self.members[rank]) else "")
 
     def failure(
         self, peer: int | None, pending: str, seconds: float, cause: BaseException | None, idle: bool = False
@@ -297,7 +293,7 @@ class TorchTransport(Transport):
             for pumps in self._pumps.values():
                 for task in pumps.values():
                     task.join(PATIENCE)
-        self.liveness.owing.pop(self.channel, None)
+        self.liveness.pending.pop(self.channel, None)
         if self.channel == "0":
             self.liveness.leave()  # first: closing the groups breaks the others' waits, and they look for the lost rank
         self.engine.release(self.groups)

@@ -18,7 +18,7 @@ import zmq
 from syncline.environment.base import package_version
 from syncline.errors import PeerLostError, ProtocolError, WorldError
 from syncline.runtime import Runtime
-from syncline.transports.base import human
+from syncline.transports.base import format_bytes
 from syncline.transports.frames import HEADER_BYTES, Header
 from syncline.transports.limited_log import LimitedLog
 from syncline.transports.liveness import Liveness
@@ -457,7 +457,7 @@ class Node:
         until = self.runtime.now() + timeout
         for peer in list(self._peers.values()):
             while not peer.link.gone and (outgoing := peer.link.oldest()) is not None:
-                pending = f"{self.name(peer.link.peer)} to take {human(outgoing.nbytes)}"
+                pending = f"{self.name(peer.link.peer)} to take {format_bytes(outgoing.nbytes)}"
                 if not self.wait(outgoing, until - self.runtime.now(), pending.format):
                     logger.warning("%s leaves, and waits no longer for %s", self.name(), pending)
                     break

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from syncline.errors import PeerLostError, ProtocolError
 from syncline.runtime import Event, Runtime
-from syncline.transports.base import human
+from syncline.transports.base import format_bytes
 from syncline.transports.frames import Header, pack_header
 from syncline.transports.mailbox import Mailbox, Posted
 
@@ -361,7 +361,7 @@ class Link:
             self._incoming.clear()
 
     def __repr__(self) -> str:
-        state = self.gone or f"{len(self._offers)} offered, {human(self._came[1] - self._taken[1])} unreceived"
+        state = self.gone or f"{len(self._offers)} offered, {format_bytes(self._came[1] - self._taken[1])} unreceived"
         return f"Link(to rank {self.peer}: {state})"
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from syncline.errors import IncompatibleError, PeerLostError, WorldError
-from syncline.transports.base import Handle, Listening, Taking, Transport, human
-from syncline.transports.liveness import Verdict
+from syncline.transports.base import BytesHandle, Handle, RequestListener, Transport, format_bytes
+from syncline.transports.liveness import Liveness, LivenessMonitor, Verdict
 from syncline.transports.mailbox import Mailbox, Posted
 from syncline.transports.memory import Completed, tag_name
 from syncline.transports.zeromq.crank import Waited
@@ -45,6 +45,7 @@ class ZmqTransport(Transport):
         self._root = channel == "0"
         self._closed = False
         self._aborted = False
+        self.monitor = _ConnectionMonitor(self, node.liveness, channel)
 
     def present(self) -> tuple[int, ...]:
         """The ranks that are in the world now; those that came after the launch have the highest numbers."""
@@ -83,7 +84,7 @@ class ZmqTransport(Transport):
                 if not self.wait(crowd.oldest, self.timeout, pending, to):
                     raise self.failure(to, pending(), self.timeout, None) from None
 
-    def tell(self, parts: Sequence[bytes | memoryview], to: int, tag: int = 0, *, lossy: bool = False) -> None:
+    def send_bytes(self, parts: Sequence[bytes | memoryview], to: int, tag: int = 0, *, lossy: bool = False) -> None:
         self._check(to, "to", tag)
         rank = to if self._root else self.members[to]
         if rank != self.node.rank and not self._aborted:
@@ -95,16 +96,16 @@ class ZmqTransport(Transport):
                 raise
             except ConnectionError as error:
                 raise self.failure(to, self.to_take(to, nbytes), 0.0, error) from error
-        super().tell(parts, to, tag, lossy=lossy)
+        super().send_bytes(parts, to, tag, lossy=lossy)
 
-    def take(self, most: int, source: int, tag: int = 0) -> Taking:
+    def recv_bytes(self, max_bytes: int, source: int, tag: int = 0) -> BytesHandle:
         self._check(source, "source", tag)
-        posted = Posted(_NOTHING, source if self._root else self.members[source], tag, False, most=most)
+        posted = Posted(_NOTHING, source if self._root else self.members[source], tag, False, most=max_bytes)
         return _TakingIn(self, self._mailbox, self._mailbox.add(posted), _NOTHING, source)
 
     def to_take(self, to: int, nbytes: int) -> str:
         """What a sender waits for, in the world's ranks."""
-        return f"{self.node.name(self._rank_of(to))} to take {human(nbytes)}"
+        return f"{self.node.name(self._rank_of(to))} to take {format_bytes(nbytes)}"
 
     def _recv(self, data: Tensor, source: int | None, tag: int, exact: bool) -> Handle:
         rank = source if source is None or self._root else self.members[source]
@@ -113,9 +114,14 @@ class ZmqTransport(Transport):
         return _Receiving(self, self._mailbox, posted, data, source)
 
     def listen(
-        self, tag: int, most: int, hear: Callable[[int, memoryview], None], lost: Callable[[int], None]
-    ) -> Listening:
-        return ZmqListening(self.node, self._mailbox, tag, most, Ears(self.place, self._rank_of, hear, lost))
+        self,
+        tag: int,
+        max_bytes: int,
+        on_request: Callable[[int, memoryview], None],
+        on_peer_lost: Callable[[int], None],
+    ) -> RequestListener:
+        ears = Ears(self.place, self._rank_of, on_request, on_peer_lost)
+        return ZmqListening(self.node, self._mailbox, tag, max_bytes, ears)
 
     def _check(self, peer: int, what: str, tag: int) -> None:
         if self._root and isinstance(peer, int) and peer >= self.size:
@@ -142,18 +148,13 @@ class ZmqTransport(Transport):
         directory = self.node.directory
         return {rank: reason for rank, reason in list(directory.gone.items()) if rank not in directory.left}
 
-    def watch(self, ranks: Sequence[int]) -> None:
+    def connect_to(self, ranks: Sequence[int]) -> None:
+        """Open the connections to these ranks, so that their end is noticed."""
         for rank in ranks:
             if rank != self.rank:
                 self.node.link(rank if self._root else self.members[rank])
 
-    def entering(self, what: str) -> None:
-        self.node.liveness.entering(self._channel, what)
-
-    def owing(self, tell: Callable[[], str], awaited: Callable[[], int | None] | None = None) -> None:
-        self.node.liveness.owing[self._channel] = (tell, awaited)
-
-    def gone(self, rank: int) -> str:
+    def gone_reason(self, rank: int) -> str:
         return self.node.gone(self._rank_of(rank))
 
     def wait(self, thing: Waited, timeout: float, pending: Callable[[], str], peer: int | None) -> bool:
@@ -231,11 +232,22 @@ class ZmqTransport(Transport):
         if self._closed:
             return
         self._closed = True
-        self.node.liveness.owing.pop(self._channel, None)
+        self.node.liveness.pending.pop(self._channel, None)
         if self._root:
             self.node.close(min(self.timeout, 60.0))
         else:
             self.node.forget(self._number)
+
+
+class _ConnectionMonitor(LivenessMonitor):
+    """Records in the store, and connections to the ranks that are watched."""
+
+    def __init__(self, transport: ZmqTransport, liveness: Liveness, channel: str) -> None:
+        super().__init__(liveness, channel)
+        self._transport = transport
+
+    def watch(self, ranks: Sequence[int]) -> None:
+        self._transport.connect_to(ranks)
 
 
 class _Sending:
@@ -306,7 +318,7 @@ class _Receiving:
         most = posted.data.numel() if posted.most < 0 else posted.most
         name = self._transport.node.name
         whom = "anyone" if posted.wanted is None else name(posted.wanted)  # it may have joined later
-        return f"a message from {whom} ({tag_name(posted.tag)}, {human(most)})"
+        return f"a message from {whom} ({tag_name(posted.tag)}, {format_bytes(most)})"
 
 
 class _TakingIn(_Receiving):

@@ -14,21 +14,21 @@ from syncline.collectives import Buffers, Channel
 from syncline.costs import Auto
 from syncline.errors import WorldError
 from syncline.runtime import Queue, Runtime, Task
-from syncline.transports import SimulatedTransport, Transport
+from syncline.transports import Transport
 
 if TYPE_CHECKING:
     from syncline.world.world import World
 
-__all__ = ["Pending", "Team"]
+__all__ = ["Group", "Pending"]
 
 T = TypeVar("T")
 
 FIRST_CALLS = 32
-"""Collectives of a team that are compared between the ranks, whatever they are."""
+"""Collectives of a group that are compared between the ranks, whatever they are."""
 MAX_CHECKED = 64
 """Largest number of different later collectives that are compared, once each: new shapes do not cost for ever."""
 LINE = 1024
-"""Calls that may wait for a team's comm task; the next one waits to be let in."""
+"""Calls that may wait for a group's comm task; the next one waits to be let in."""
 
 
 class Pending(Generic[T]):
@@ -36,7 +36,7 @@ class Pending(Generic[T]):
 
     >>> import torch, syncline as sl
     >>> with sl.init() as world:
-    ...     pending = sl.allreduce(torch.ones(2), async_=True)
+    ...     pending = sl.allreduce(torch.ones(2), op="sum", async_=True)
     ...     pending.wait()
     tensor([1., 1.])
     """
@@ -73,16 +73,16 @@ class Pending(Generic[T]):
             self._event.set()
 
 
-class Team:
-    """Ranks with a channel of their own: what one team sends never mixes with another's.
+class Group:
+    """Ranks with a channel of their own: what one group sends never mixes with another's.
 
-    Made by `World.team`, in the same order on every rank. A rank that is not a member has a team too, with
+    Made by `World.group`, in the same order on every rank. A rank that is not a member has a group too, with
     `member` False; it may only be passed around.
 
     >>> import torch, syncline as sl
     >>> def halves(world):
-    ...     team = world.team([0, 1])
-    ...     return sl.allreduce(torch.tensor([world.rank]), op="sum", group=team) if team.member else None
+    ...     group = world.group([0, 1])
+    ...     return sl.allreduce(torch.tensor([world.rank]), op="sum", group=group) if group.member else None
     >>> sl.simulate(halves, ranks=3).results
     (tensor([1]), tensor([1]), None)
     """
@@ -93,6 +93,7 @@ class Team:
         self.world = world
         self.ranks = tuple(ranks)
         self._transport = transport
+        self._hosts, self._lanes = hosts, lanes
         self._channel = None if transport is None else Channel(transport, hosts, Buffers(transport.runtime), lanes)
         self._line: Queue[Callable[[], None] | None] | None = None
         self._task: Task | None = None
@@ -105,7 +106,7 @@ class Team:
 
     @property
     def member(self) -> bool:
-        """Whether this rank belongs to the team."""
+        """Whether this rank belongs to the group."""
         return self._transport is not None
 
     @property
@@ -119,21 +120,21 @@ class Team:
         if self.world.closed:
             raise WorldError("this world is closed; call sl.init() again")
         if self._closed:
-            raise WorldError(f"{self!r} is closed; make another with world.team()")
+            raise WorldError(f"{self!r} is closed; make another with world.group()")
         if self._channel is None:
-            raise WorldError(f"rank {self.world.rank} is not in the team of ranks {list(self.ranks)}")
+            raise WorldError(f"rank {self.world.rank} is not in the group of ranks {list(self.ranks)}")
         return self._channel
 
     @property
     def auto(self) -> Auto:
-        """What `algorithm="auto"` has chosen in this team, and chooses next."""
+        """What `algorithm="auto"` has chosen in this group, and chooses next."""
         if self._auto is None:
             self._auto = Auto(self.channel, self._where(), self.world.events.point)
         return self._auto
 
     @property
     def choices(self) -> dict[str, str]:
-        """The algorithm that `algorithm="auto"` has chosen for each class of sizes; also when the team is closed."""
+        """The algorithm that `algorithm="auto"` has chosen for each class of sizes; also when the group is closed."""
         return {} if self._auto is None else {key: choice.algorithm for key, choice in self._auto.choices.items()}
 
     def _where(self) -> str:
@@ -141,7 +142,7 @@ class Team:
 
         Simulated ones have none: they must not depend on what was simulated before.
         """
-        if isinstance(self.transport, SimulatedTransport):
+        if self.transport.timing.virtual:
             return ""
         hosts = [self.world.hosts[rank] for rank in self.ranks]
         places = ",".join(f"{host}:{len(list(ranks))}" for host, ranks in groupby(hosts))
@@ -152,13 +153,27 @@ class Team:
 
     @property
     def rank(self) -> int:
-        """This rank's place in the team."""
+        """This rank's place in the group."""
         return self.channel.rank
 
     @property
     def size(self) -> int:
-        """How many ranks the team has."""
+        """How many ranks the group has."""
         return len(self.ranks)
+
+    def duplicate(self) -> Group:
+        """A group of the same ranks with another channel. Its members call it in the same order; others need not.
+
+        >>> import torch, syncline as sl
+        >>> def pair(world):
+        ...     group = world.group([0, 1])
+        ...     return sl.allreduce(torch.ones(1), op="sum", group=group.duplicate()) if group.member else None
+        >>> sl.simulate(pair, ranks=3).results
+        (tensor([2.]), tensor([2.]), None)
+        """
+        copy = Group(self.world, self.ranks, self.transport.split(range(self.size)), self._hosts, self._lanes)
+        self.world.add_group(copy)
+        return copy
 
     def next_call(self) -> int:
         """The number of the collective that begins now."""
@@ -176,7 +191,7 @@ class Team:
         return new or self._calls <= FIRST_CALLS
 
     def call(self, describe: str, work: Callable[[], T], async_: bool) -> T | Pending[T]:
-        """Run one collective after all that were called before it: here, or in the team's comm task.
+        """Run one collective after all that were called before it: here, or in the group's comm task.
 
         One thread at a time: with two, the ranks could run them in different orders and mix what they send.
         """
@@ -185,7 +200,7 @@ class Team:
         with self._guard:
             if self._calling:
                 raise WorldError(
-                    f"two threads call collectives on {self!r} at once ({describe}): give each a team, by world.team()"
+                    f"two threads call collectives on {self!r} at once ({describe}): give each its own world.group()"
                 )
             self._calling = True
         try:
@@ -216,7 +231,7 @@ class Team:
             self._line = self._task = None
 
     def close(self) -> None:
-        """Let go of the channel. `World.close` closes every team; do it earlier where teams come and go."""
+        """Let go of the channel. `World.close` closes every group; do it earlier where groups come and go."""
         self.drain()
         self.release()
 
@@ -237,4 +252,4 @@ class Team:
                 self._line = self._task = None
 
     def __repr__(self) -> str:
-        return f"Team(ranks={list(self.ranks)})"
+        return f"Group(ranks={list(self.ranks)})"

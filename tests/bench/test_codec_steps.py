@@ -19,7 +19,7 @@ from syncline.cli.bench_step import step_labs
 from syncline.cli.main import main
 from syncline.errors import SpecError
 from syncline.launch.lab import Lab
-from syncline.launch.link_rate import FRAME, PAYLOAD
+from syncline.launch.link_rate import FRAME_BYTES, FRAME_PAYLOAD_BYTES
 from syncline.launch.start import Job
 from syncline.transports.network import Link
 from syncline.world import World
@@ -104,7 +104,7 @@ def test_the_echo_tells_the_rate_of_the_network() -> None:
     found = sl.simulate(lambda world: check_link(world, "3@100mbit"), ranks=3, network=network).results[0]
     assert found["to_rank"] == 1
     assert found["rate"] == 100e6
-    assert found["bits_a_second"] == pytest.approx(100e6 * FRAME / PAYLOAD, rel=0.01)
+    assert found["bits_a_second"] == pytest.approx(100e6 * FRAME_BYTES / FRAME_PAYLOAD_BYTES, rel=0.01)
     assert "1.05 of the rate" in told_link(found)
 
 

@@ -147,7 +147,7 @@ class Recorded:
     def start(self, job: Mapping[str, object]) -> None:
         return
 
-    def tell(self, what: Mapping[str, object]) -> None:
+    def send(self, what: Mapping[str, object]) -> None:
         self.told.append(what)
 
 

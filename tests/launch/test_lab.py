@@ -22,7 +22,7 @@ import pytest
 from syncline.errors import SpecError, WorldError
 from syncline.launch import lab as lab_module
 from syncline.launch.lab import Lab, LabHost, parse_lab, throughput
-from syncline.launch.link_rate import FRAME, PAYLOAD, LinkShape
+from syncline.launch.link_rate import FRAME_BYTES, FRAME_PAYLOAD_BYTES, LinkShape
 from syncline.launch.namespaces import Namespace, require_tools
 from tests.launching import ROOT
 
@@ -117,8 +117,8 @@ def test_links_carry_the_rate_each_way() -> None:
 def test_links_off_the_rate_are_refused(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     honest = LinkShape.buckets
     monkeypatch.setattr(LinkShape, "buckets", lambda self, device: honest(LinkShape(self.rate * factor), device))
-    monkeypatch.setattr("syncline.launch.lab.ATTEMPTS", 1)
-    with pytest.raises(WorldError, match=r"should carry 20 Mbit/s.* saw [\d.]+ Mbit/s .*at most 10%") as refused:
+    monkeypatch.setattr("syncline.launch.lab.MAX_SAMPLES", 1)
+    with pytest.raises(WorldError, match=r"should carry 20 Mbit/s.* measured [\d.]+ Mbit/s .*at most 10%") as refused:
         Lab(2, "20mbit")
     found = re.search(r"saw ([\d.]+) Mbit/s", str(refused.value))
     assert found is not None
@@ -179,9 +179,9 @@ def test_a_bucket_holds_about_a_millisecond_and_at_least_two_packets() -> None:
     for rate in (50e6, 100e6, 1e9, 10e9):
         shape = LinkShape(rate)
         assert 0.5e-3 <= shape.burst * 8 / rate <= 1.3e-3
-        assert shape.piece < shape.burst
-    assert LinkShape(256e3).burst == 2 * FRAME
-    assert PAYLOAD == FRAME - 14 - 20 - 20 - 12
+        assert shape.segment < shape.burst
+    assert LinkShape(256e3).burst == 2 * FRAME_BYTES
+    assert FRAME_PAYLOAD_BYTES == FRAME_BYTES - 14 - 20 - 20 - 12
 
 
 # Who is who, and who reaches whom.

@@ -43,7 +43,7 @@ PLACES = [
         variables={"OMP_NUM_THREADS": "1"},
         address=f"10.77.0.{number + 1}",
         interface="e0",
-        door="/proc/7/fd/9",
+        remote_shell="/proc/7/fd/9",
     )
     for number in range(2)
 ]
@@ -111,22 +111,22 @@ def test_the_first_rank_that_failed_is_told_of(tmp_path: Path, monkeypatch: pyte
     assert ProcessExit.from_json(ended.to_json()) == ended
 
 
-# The door.
+# The remote shell of the lab.
 
 
-def test_a_door_runs_a_command_where_it_is_told_to() -> None:
-    door = NamespaceShell({"10.0.0.2": ("env", "HOST=two words")})
+def test_remote_shell_runs_a_command_on_the_host() -> None:
+    shell = NamespaceShell({"10.0.0.2": ("env", "HOST=two words")})
     try:
         run = subprocess.run(
-            [door.path, "-x", "10.0.0.2", '"echo"', "$HOST"], capture_output=True, text=True, check=True
+            [shell.path, "-x", "10.0.0.2", '"echo"', "$HOST"], capture_output=True, text=True, check=True
         )
         assert run.stdout == "two words\n"
-        lost = subprocess.run([door.path, "-x", "10.0.0.3", "echo"], capture_output=True, text=True, check=False)
+        lost = subprocess.run([shell.path, "-x", "10.0.0.3", "echo"], capture_output=True, text=True, check=False)
         assert (lost.returncode, lost.stderr) == (255, "syncline: the lab has no host 10.0.0.3\n")
     finally:
-        door.close()
+        shell.close()
     with pytest.raises(FileNotFoundError):
-        subprocess.run([door.path], check=False)
+        subprocess.run([shell.path], check=False)
 
 
 # The commands.

@@ -12,7 +12,7 @@ import pytest
 
 from syncline.errors import ProtocolError
 from syncline.launch import output as module
-from syncline.launch.output import CHUNK, CUT, OutputForwarder, punch
+from syncline.launch.output import FREE_EVERY_BYTES, READ_BYTES, OutputForwarder, free_disk_space
 from syncline.launch.store import ProcessEvents, serve_store
 from tests.launch.runs import PATIENCE, wait_for
 
@@ -114,7 +114,7 @@ def test_a_blocked_reader_holds_up_nobody_who_speaks(tmp_path: Path, blocked: Bl
 def test_at_the_end_a_reader_who_takes_nothing_is_left(
     tmp_path: Path, blocked: Blocked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "UNREAD", 0.0)
+    monkeypatch.setattr(module, "READER_TIMEOUT_S", 0.0)
     err = io.BytesIO()
     (tmp_path / "one").write_text("one\n")
     with OutputForwarder(blocked, err) as output:
@@ -144,7 +144,7 @@ def test_one_who_writes_without_end_holds_up_nobody_else(tmp_path: Path) -> None
 
 def test_streams_take_turns(tmp_path: Path) -> None:
     path, other = tmp_path / "one", tmp_path / "two"
-    path.write_bytes((b"x" * 1023 + b"\n") * (3 * CHUNK // 1024))
+    path.write_bytes((b"x" * 1023 + b"\n") * (3 * READ_BYTES // 1024))
     other.write_text("two\n")
     out = io.BytesIO()
     with OutputForwarder(out, out) as output, output._lock:
@@ -152,16 +152,16 @@ def test_streams_take_turns(tmp_path: Path) -> None:
         output.follow(str(other), out, "[2] ")
         output.say("done")
     lines = out.getvalue().splitlines()
-    assert lines[CHUNK // 1024] == b"[2] two"
+    assert lines[READ_BYTES // 1024] == b"[2] two"
     assert lines[-1] == b"done"
-    assert len(lines) == 3 * CHUNK // 1024 + 2
+    assert len(lines) == 3 * READ_BYTES // 1024 + 2
 
 
 def test_a_progress_bar_that_never_ends_its_line_takes_no_room(tmp_path: Path) -> None:
     out = io.BytesIO()
     path = tmp_path / "log"
     path.write_bytes(b"".join(b"\r%6d of many" % number for number in range(300_000)))
-    assert path.stat().st_size > 3 * CHUNK
+    assert path.stat().st_size > 3 * READ_BYTES
     output = OutputForwarder(out, out)
     output.follow(str(path), out, "[1] ")
     output.drain()
@@ -177,14 +177,14 @@ def test_a_progress_bar_that_never_ends_its_line_takes_no_room(tmp_path: Path) -
 def test_a_line_without_end_is_cut(tmp_path: Path) -> None:
     out = io.BytesIO()
     path = tmp_path / "log"
-    path.write_bytes(b"x" * (5 * CHUNK))
+    path.write_bytes(b"x" * (5 * READ_BYTES))
     with OutputForwarder(out, out) as output:
         output.follow(str(path), out, "[1] ")
         output.drain()
-        assert len(output._streams[0].rest) <= CHUNK
+        assert len(output._streams[0].rest) <= READ_BYTES
     lines = out.getvalue().splitlines()
-    assert sum(len(line) - len("[1] ") for line in lines) == 5 * CHUNK
-    assert max(map(len, lines)) <= 2 * CHUNK + len("[1] ")
+    assert sum(len(line) - len("[1] ") for line in lines) == 5 * READ_BYTES
+    assert max(map(len, lines)) <= 2 * READ_BYTES + len("[1] ")
 
 
 def test_what_has_been_read_is_given_back_to_the_disk(tmp_path: Path) -> None:
@@ -192,18 +192,18 @@ def test_what_has_been_read_is_given_back_to_the_disk(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(line * 8)
     with path.open("r+b") as file:
-        if not punch(file.fileno(), 0, 4096):
+        if not free_disk_space(file.fileno(), 0, 4096):
             pytest.skip(f"the file system of {tmp_path} has no holes")
-    path.write_bytes(line * (2 * CUT // len(line)))
+    path.write_bytes(line * (2 * FREE_EVERY_BYTES // len(line)))
     out = io.BytesIO()
     with OutputForwarder(out, out) as output:
         output.follow(str(path), out, None)
         output.drain()
-        assert path.stat().st_size == 2 * CUT
-        assert path.stat().st_blocks * 512 <= CUT + 2 * CHUNK
+        assert path.stat().st_size == 2 * FREE_EVERY_BYTES
+        assert path.stat().st_blocks * 512 <= FREE_EVERY_BYTES + 2 * READ_BYTES
         with path.open("ab") as file:
             file.write(b"the end\n")
-    assert out.getvalue() == line * (2 * CUT // len(line)) + b"the end\n"
+    assert out.getvalue() == line * (2 * FREE_EVERY_BYTES // len(line)) + b"the end\n"
 
 
 def test_a_terminal_that_does_not_block(tmp_path: Path) -> None:
@@ -224,5 +224,7 @@ def test_what_is_no_report_is_refused() -> None:
     board = ProcessEvents(serve_store("127.0.0.1"))
     board.store.set("run/ended/1", '["nonsense"]')
     board.store.add("run/ended", 1)
-    with pytest.raises(ProtocolError, match=r"run/ended/1 in the store is no agent's report: b'\[\"nonsense\"\]'"):
+    with pytest.raises(
+        ProtocolError, match=r"run/ended/1 in the store is not a report of an agent: b'\[\"nonsense\"\]'"
+    ):
         board.read_ended()

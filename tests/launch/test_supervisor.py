@@ -248,7 +248,7 @@ class Signs(ProcessEvents):
 
     looks = 0
 
-    def read_signs(self, names: Iterable[str]) -> dict[str, str]:
+    def read_heartbeats(self, names: Iterable[str]) -> dict[str, str]:
         self.looks += 1
         return {name: str(self.looks) if name == "rank 0" else "7" for name in names}
 
@@ -270,26 +270,26 @@ def test_one_without_a_sign_of_life_is_killed_and_has_failed(policy: FailurePoli
 
 
 def test_a_silence_while_the_launcher_itself_was_held_up_does_not_count() -> None:
-    """A laptop that sleeps, Ctrl-Z: all signs are old then, and nobody is lost."""
-    watch = HeartbeatMonitor(lost_after=10.0)
-    signs = {"rank 0": "7"}
-    assert watch.look(0.0, signs, dict) == {}
-    assert watch.look(1000.0, signs, dict) == {}
+    """A laptop that sleeps, Ctrl-Z: all beats are old then, and nobody is lost."""
+    monitor = HeartbeatMonitor(lost_after=10.0)
+    beats = {"rank 0": "7"}
+    assert monitor.check(0.0, beats, dict) == {}
+    assert monitor.check(1000.0, beats, dict) == {}
 
 
-def test_who_computes_lives_though_its_signs_stay_out() -> None:
+def test_who_computes_lives_though_its_beats_stay_out() -> None:
     """Compiled code may keep all other threads of its process from running."""
-    watch = HeartbeatMonitor(lost_after=3.0)
-    found = [watch.look(float(now), {"rank 0": "7"}, lambda: {"rank 0": "busy"}) for now in range(20)]
+    monitor = HeartbeatMonitor(lost_after=3.0)
+    found = [monitor.check(float(now), {"rank 0": "7"}, lambda: {"rank 0": "busy"}) for now in range(20)]
     assert found == [{}] * 20
 
 
 @pytest.mark.parametrize("sign", ["", "left"], ids=["no world yet", "has left"])
 def test_who_owes_no_sign_of_life_is_lost_only_when_it_is_stopped(sign: str) -> None:
-    watch = HeartbeatMonitor(lost_after=3.0)
+    monitor = HeartbeatMonitor(lost_after=3.0)
     for now in range(20):
-        assert watch.look(float(now), {"rank 0": sign}, dict) == {}
-    found = [watch.look(float(now), {"rank 0": sign}, lambda: {"rank 0": "stopped"}) for now in range(20, 26)]
+        assert monitor.check(float(now), {"rank 0": sign}, dict) == {}
+    found = [monitor.check(float(now), {"rank 0": sign}, lambda: {"rank 0": "stopped"}) for now in range(20, 26)]
     assert found[0] == {}
     assert list(found[-1]) == ["rank 0"]
 
@@ -319,7 +319,7 @@ def supervise_evaluator(crew: Evaluating, policy: FailurePolicy = "stop") -> tup
 def test_an_evaluator_may_finish_when_the_ranks_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "CHECK_EVERY_S", 0.0)
     crew = Evaluating(ended(0, 0), ended(1, 0), by_itself_after=5)
-    assert supervise_evaluator(crew) == (0, ["evaluator is still at work, and has 60 s; Ctrl-C: no longer"])
+    assert supervise_evaluator(crew) == (0, ["evaluator is still at work and has 60 s; Ctrl-C ends it"])
     assert crew.sent == []
 
 

@@ -26,7 +26,7 @@ def test_mpi_ranks_show_one_error_once(monkeypatch: pytest.MonkeyPatch, capsys: 
         Is_initialized=lambda: True, Is_finalized=lambda: False, COMM_WORLD=SimpleNamespace(Abort=abort)
     )
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", fake)
-    monkeypatch.setattr(worker, "OUTPUT", 0.0)
+    monkeypatch.setattr(worker, "MPIEXEC_OUTPUT_S", 0.0)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("PMI_RANK", "0")
     for _ in range(2):  # the second time nobody tells it any more

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from syncline.launch.lab import parse_lab
-from syncline.launch.link_rate import FRAME, PAYLOAD, parse_rate
+from syncline.launch.link_rate import FRAME_BYTES, FRAME_PAYLOAD_BYTES, parse_rate
 from syncline.transports.base import LANE_TAGS
 from syncline.world import World
 
@@ -54,7 +54,7 @@ def check_link(world: World, lab: str) -> dict[str, Any] | None:
     return {
         "bytes": nbytes,
         "to_rank": other,
-        "bits_a_second": 8 * nbytes * FRAME / PAYLOAD / seconds,
+        "bits_a_second": 8 * nbytes * FRAME_BYTES / FRAME_PAYLOAD_BYTES / seconds,
         "rate": None if shape is None else shape.rate,
     }
 

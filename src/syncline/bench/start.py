@@ -13,7 +13,7 @@ from typing import Any
 
 from syncline.bench.stats import ratios, summarize
 from syncline.errors import WorldError
-from syncline.launch.start import Job, local_place, run_logged
+from syncline.launch.start import Job, local_host, run_logged
 from syncline.launch.store import serve_store
 
 __all__ = ["WAYS", "measure", "table"]
@@ -74,7 +74,7 @@ def _start(ranks: int, prefork: str) -> tuple[float, float]:
         asked = time.time()
         with open(log, "wb") as file:
             store = serve_store("127.0.0.1", ranks)
-            ending = run_logged(job, [local_place(ranks)], store, "127.0.0.1", file, lambda: None)
+            ending = run_logged(job, [local_host(ranks)], store, "127.0.0.1", file, lambda: None)
         if ending.code:
             raise WorldError(f"the workers ended with exit code {ending.code}: {log.read_text().strip()}")
         times = [[float(word) - asked for word in Path(folder, str(rank)).read_text().split()] for rank in range(ranks)]

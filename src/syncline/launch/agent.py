@@ -1,7 +1,7 @@
-"""`python -m syncline.launch.agent`: starts a host's share of a run, as the launcher says on its standard input.
+"""`python -m syncline.launch.agent`: starts the programs of a run on one host, as the launcher requests on stdin.
 
-The first line is the job as JSON, so that no secret is on a command line; each later line is a signal to pass on, or
-names a program to kill. At the end of the input the launcher has ended or stops the job: the programs here end.
+The first line is the job as JSON, so that no secret is on a command line. Each later line is a signal to forward, or
+names a program to kill. When the input ends, the launcher has ended or stops the job, and the agent ends its programs.
 """
 
 from __future__ import annotations
@@ -20,70 +20,70 @@ from typing import Any, NamedTuple
 from syncline.launch.local import LocalProcesses
 from syncline.launch.output import OutputForwarder
 from syncline.launch.programs import Program, thread_variables
-from syncline.launch.ssh import CONNECT_TIMEOUT, NO_STORE
+from syncline.launch.ssh import CONNECT_TIMEOUT_S, NO_STORE
 from syncline.launch.store import ProcessEvents, join_store
-from syncline.launch.supervisor import CHECK_EVERY_S, EXIT_TIMEOUT_S, PERIOD
+from syncline.launch.supervisor import CHECK_EVERY_S, EXIT_TIMEOUT_S, POLL_EVERY_S
 
 __all__ = ["main"]
 
 
 def main() -> int:
-    """Run the job that standard input describes."""
+    """Run the job that stdin describes; return the exit code."""
     control = _take_standard_input()
     job = json.loads(control.read_line())
     address, port = str(job["address"]), int(job["port"])
-    importlib.import_module("torch")  # takes seconds, in which the launcher may end
+    importlib.import_module("torch")  # takes seconds; the launcher may end meanwhile
     try:
         if control.has_closed():
             return 0
-        # torch would try for long where nobody listens: the launcher has ended, or cannot be reached from here.
-        socket.create_connection((address, port), CONNECT_TIMEOUT).close()
-        board = ProcessEvents(join_store(address, port))
+        # torch retries for a long time if the launcher has ended or cannot be reached, so this is tried first.
+        socket.create_connection((address, port), CONNECT_TIMEOUT_S).close()
+        events = ProcessEvents(join_store(address, port))
     except (OSError, RuntimeError, ValueError):
         return NO_STORE
     found = [Program.from_json(program) for program in job["programs"]]
     threads = thread_variables(sum(program.rank is not None for program in found))  # of this host's cores
     programs = [replace(program, variables={**threads, **program.variables}) for program in found]
     with OutputForwarder(sys.stdout.buffer, sys.stderr.buffer) as output:
-        crew = LocalProcesses(programs, output)
+        processes = LocalProcesses(programs, output)
         try:
             if control.orders() or control.closed:
                 return 0
-            crew.start(control.has_closed)
-            board.post_ready(int(job["host"]))
-            _watch(crew, board, control)
+            processes.start(control.has_closed)
+            events.post_ready(int(job["host"]))
+            _watch(processes, events, control)
         finally:
-            crew.close()
+            processes.close()
     return 0
 
 
-def _watch(crew: LocalProcesses, board: ProcessEvents, control: LauncherInput) -> None:
-    asked: float | None = None
-    looked = time.monotonic()
-    told: set[str] = set()
+def _watch(processes: LocalProcesses, events: ProcessEvents, control: LauncherInput) -> None:
+    ending_since: float | None = None
+    checked = time.monotonic()
+    reported: set[str] = set()
     while True:
-        for ended in crew.poll():
-            board.post_ended(ended)
-        if not crew.running():
+        for ended in processes.poll():
+            events.post_ended(ended)
+        if not processes.running():
             return
-        if time.monotonic() - looked > CHECK_EVERY_S:
-            looked = time.monotonic()
-            for raised in crew.raised():
-                if raised.name not in told:
-                    told.add(raised.name)
-                    board.post_raised(raised)
+        if time.monotonic() - checked > CHECK_EVERY_S:
+            checked = time.monotonic()
+            for raised in processes.raised():
+                if raised.name not in reported:
+                    reported.add(raised.name)
+                    events.post_raised(raised)
         for order in control.orders():
-            crew.kill(order.name) if order.name else crew.signal(order.signal, order.ranks_only)
-        if control.closed and asked is None:
-            asked = time.monotonic()
-            crew.signal(signal.SIGTERM)
-        if asked is not None and time.monotonic() - asked > EXIT_TIMEOUT_S:
-            crew.signal(signal.SIGKILL)
-        time.sleep(PERIOD)
+            processes.kill(order.name) if order.name else processes.signal(order.signal, order.ranks_only)
+        if control.closed and ending_since is None:
+            ending_since = time.monotonic()
+            processes.signal(signal.SIGTERM)
+        if ending_since is not None and time.monotonic() - ending_since > EXIT_TIMEOUT_S:
+            processes.signal(signal.SIGKILL)
+        time.sleep(POLL_EVERY_S)
 
 
 class SignalOrder(NamedTuple):
-    """A signal for all programs or for the ranks only, or SIGKILL for the program of that name."""
+    """A signal for all programs, for the ranks only, or for the named program."""
 
     signal: int
     ranks_only: bool
@@ -91,7 +91,7 @@ class SignalOrder(NamedTuple):
 
 
 class LauncherInput:
-    """Lines from the launcher."""
+    """The lines that the launcher writes to the agent's stdin."""
 
     def __init__(self, fd: int) -> None:
         self.closed = False
@@ -99,14 +99,14 @@ class LauncherInput:
         self._rest = b""
 
     def read_line(self) -> bytes:
-        """The first line, waited for: ssh ends us when it does not come."""
+        """Wait for the first line. ssh ends the agent if the line does not come."""
         while b"\n" not in self._rest and not self.closed:
             self._read()
         line, _, self._rest = self._rest.partition(b"\n")
         return line
 
     def has_closed(self) -> bool:
-        """Whether the launcher has ended or stops the job. Orders that arrive meanwhile are kept."""
+        """Whether the launcher has ended or stops the job. Orders that arrive meanwhile are buffered."""
         while not self.closed and select.select([self._fd], [], [], 0)[0]:
             self._read()
         return self.closed
@@ -128,7 +128,7 @@ class LauncherInput:
 
 
 def _take_standard_input() -> LauncherInput:
-    """Keep standard input for ourselves: workers that read theirs would eat the launcher's words."""
+    """Keep stdin for the agent: a worker that reads its stdin would take the launcher's lines."""
     fd = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

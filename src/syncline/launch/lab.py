@@ -1,4 +1,4 @@
-"""An emulated cluster on one machine: hosts with a network and a name of their own, on links with a rate."""
+"""The lab: a cluster emulated on one machine. Its hosts are network namespaces, joined by links of a set rate."""
 
 from __future__ import annotations
 
@@ -15,22 +15,29 @@ from types import TracebackType
 from typing import TypeVar
 
 from syncline.errors import SpecError, WorldError
-from syncline.launch.link_rate import FRAME, PAYLOAD, SYSCTLS, WINDOW, LinkShape, parse_rate
+from syncline.launch.link_rate import (
+    FRAME_BYTES,
+    FRAME_PAYLOAD_BYTES,
+    INITIAL_WINDOW_PACKETS,
+    SYSCTLS,
+    LinkShape,
+    parse_rate,
+)
 from syncline.launch.namespaces import Namespace, require_tools
 
 __all__ = ["Lab", "LabHost", "NamespaceShell", "measure_link", "parse_lab", "throughput"]
 
 T = TypeVar("T")
 
-MOST = 64
-"""Hosts: with more, a machine measures itself and not the network."""
+MAX_HOSTS = 64
+"""With more hosts, the processors are the limit and not the network."""
 
 INTERFACE = "e0"
 
 
 @dataclass(frozen=True)
 class LabHost:
-    """One host of a lab: commands run inside by `enter`, functions of this process by `call`."""
+    """One host of a lab. Put `enter` before a command to run it there; `call` runs a function of this process there."""
 
     number: int
     name: str
@@ -40,12 +47,12 @@ class LabHost:
     namespace: Namespace = field(repr=False, compare=False)
 
     def call(self, fn: Callable[[], T]) -> T:
-        """What `fn` returns in a thread that is inside this host; a socket made there stays there."""
+        """Call `fn` in a thread inside this host, and return its result. A socket that it creates stays in the host."""
         return self.namespace.call(fn)
 
 
 class Lab:
-    """`hosts` emulated hosts on one switch; each link carries `rate` each way, checked by an echo before use.
+    """`hosts` emulated hosts on one switch. Each link carries `rate` in each direction, which is measured before use.
 
     ```python
     with Lab(4, "100mbit") as lab:
@@ -53,14 +60,14 @@ class Lab:
             subprocess.Popen([*host.enter, sys.executable, "train.py"], env=...)
     ```
 
-    The hosts reach each other and nothing else. Links have a rate and no latency of their own, and all hosts share this
-    machine's processors. Commands enter by descriptors of this process, so they are started while the lab is open. When
-    it is closed, or its process ends in whatever way, and nobody is inside any more, the kernel removes everything.
+    The hosts reach only each other. Links have a rate and no additional latency, and all hosts share the processors of
+    this machine. Commands enter through file descriptors of this process, so start them while the lab is open. The
+    kernel removes everything when the lab is closed, or its process ends, and no process is inside any more.
     """
 
     hosts: tuple[LabHost, ...]
     measured: float | None
-    """Bits a second that the echo saw on a link, headers included; None when it was not asked for, or has no peer."""
+    """Measured bits per second of a link, headers included; None without `check`, and with one host."""
 
     def __init__(self, hosts: int, rate: str, *, check: bool = True) -> None:
         _require_count(hosts, repr(hosts))
@@ -70,7 +77,7 @@ class Lab:
         shape = parse_rate(rate)
         require_tools()
         self._namespaces: list[Namespace] = []
-        self._door: NamespaceShell | None = None
+        self._shell: NamespaceShell | None = None
         try:
             self.hosts = self._build(hosts, shape)
             if check and hosts > 1:
@@ -87,7 +94,7 @@ class Lab:
         for port, member in zip(ports, members, strict=True):
             lines.append(f"link add {port} type veth peer name {INTERFACE} netns {member.net}")
             lines += shape.links(port) if shape else []
-            # No IPv6 address on links: its announcements would share them with what is measured.
+            # Links have no IPv6 address, because its announcements would use the measured link.
             lines.append(f"link set {port} addrgenmode none master br0 up")
         switch.batch("ip", lines)
         switch.batch("tc", [line for port in ports for line in shape.buckets(port)] if shape else [])
@@ -99,17 +106,17 @@ class Lab:
         return made
 
     @property
-    def door(self) -> str:
-        """The path of a program that is called as ssh is and runs a command in the host of that address."""
-        if self._door is None:
-            self._door = NamespaceShell({host.address: host.enter for host in self.hosts})
-        return self._door.path
+    def remote_shell(self) -> str:
+        """The path of a program that is called like ssh and runs a command on the host of that address."""
+        if self._shell is None:
+            self._shell = NamespaceShell({host.address: host.enter for host in self.hosts})
+        return self._shell.path
 
     def close(self) -> None:
-        """Let go of all hosts; processes that still run inside keep theirs until they end."""
-        if self._door is not None:
-            self._door.close()
-            self._door = None
+        """Remove all hosts. A process that still runs inside keeps its host until it ends."""
+        if self._shell is not None:
+            self._shell.close()
+            self._shell = None
         for namespace in self._namespaces:
             namespace.close()
 
@@ -126,7 +133,7 @@ class Lab:
 
 
 def parse_lab(text: str) -> tuple[int, str]:
-    """Read "hosts@rate", the notation of the command line.
+    """Parse "hosts@rate", the notation of the command line.
 
     >>> parse_lab("4@100mbit")
     (4, '100mbit')
@@ -141,8 +148,8 @@ def parse_lab(text: str) -> tuple[int, str]:
 
 
 def _require_count(hosts: int, shown: str) -> None:
-    if isinstance(hosts, bool) or not isinstance(hosts, int) or not 1 <= hosts <= MOST:
-        raise SpecError(f"a lab has 1 to {MOST} hosts, written as a whole number, not {shown}")
+    if isinstance(hosts, bool) or not isinstance(hosts, int) or not 1 <= hosts <= MAX_HOSTS:
+        raise SpecError(f"a lab has 1 to {MAX_HOSTS} hosts, written as a whole number, not {shown}")
 
 
 def _host(number: int, namespace: Namespace, shape: LinkShape | None) -> LabHost:
@@ -156,7 +163,7 @@ def _host(number: int, namespace: Namespace, shape: LinkShape | None) -> LabHost
             *(shape.links(INTERFACE) if shape else []),
             f"link set {INTERFACE} addrgenmode none up",
             f"addr add {address}/24 dev {INTERFACE}",
-            f"route change {subnet} initcwnd {WINDOW} initrwnd {WINDOW}",
+            f"route change {subnet} initcwnd {INITIAL_WINDOW_PACKETS} initrwnd {INITIAL_WINDOW_PACKETS}",
         ],
     )
     namespace.batch("tc", shape.buckets(INTERFACE) if shape else [])
@@ -164,7 +171,7 @@ def _host(number: int, namespace: Namespace, shape: LinkShape | None) -> LabHost
 
 
 def _configure(namespace: Namespace, settings: Mapping[str, str]) -> None:
-    """Write settings under /proc/sys/net, which shows each thread its own network's."""
+    """Write settings under /proc/sys/net, which belong to the network namespace of the calling thread."""
 
     def write() -> None:
         for name, value in settings.items():
@@ -179,83 +186,85 @@ def _configure(namespace: Namespace, settings: Mapping[str, str]) -> None:
         ) from None
 
 
-TOLERANCE = 0.10
-"""HostPrograms of the rate by which the echo may be off."""
+RATE_TOLERANCE = 0.10
+"""Maximum relative difference between the measured and the requested rate."""
 
-SECONDS = 0.3
-"""Seconds that the first sample of each way takes; the second takes twice as long, the others four times."""
+SAMPLE_S = 0.3
+"""Seconds of the first sample of each direction; the second takes twice as long, the others four times."""
 
-ATTEMPTS = 7
-"""Samples before the lab is refused: another process may hold the cores during one of them."""
+MAX_SAMPLES = 7
+"""Samples before the lab is refused: another process may use the cores during one of them."""
 
-FEWEST = 64 * PAYLOAD
-"""Bytes in a sample of a slow link: with fewer, one packet more or less would show."""
+MIN_SAMPLE_BYTES = 64 * FRAME_PAYLOAD_BYTES
+"""Minimum bytes of a sample: with fewer, a single packet would change the result."""
 
-OPEN_BYTES = 64 << 20
-"""Bytes in a sample of a link without a limit."""
+OPEN_SAMPLE_BYTES = 64 << 20
+"""Bytes of a sample of a link without a limit."""
 
-CHUNK = 1 << 18
+READ_BYTES = 1 << 18
 
 
 def measure_link(here: LabHost, there: LabHost, shape: LinkShape | None) -> float:
-    """Bits a second on the link, the worse of the two ways; refuse when that is not the rate of the shape."""
+    """Measure the bits per second of a link, the worse of both directions; raise if that is not the requested rate."""
     if shape is None:
-        return min(throughput(here, there, OPEN_BYTES, 0), throughput(there, here, OPEN_BYTES, 0))
-    seen: list[float] = []
-    for attempt in range(ATTEMPTS):
-        nbytes = max(FEWEST, int(shape.rate / 8 * SECONDS * 2 ** min(attempt, 2)))
-        # The bucket is full at first, at both ends of both links: what it gives away at once is not the rate.
-        ways = [throughput(a, b, nbytes, 4 * shape.burst) for a, b in ((here, there), (there, here))]
-        seen.append(max(ways, key=lambda bits: abs(bits - shape.rate)))
-        if abs(seen[-1] / shape.rate - 1) <= TOLERANCE:
-            return seen[-1]
-    best = min(seen, key=lambda bits: abs(bits - shape.rate))
+        return min(throughput(here, there, OPEN_SAMPLE_BYTES, 0), throughput(there, here, OPEN_SAMPLE_BYTES, 0))
+    samples: list[float] = []
+    for attempt in range(MAX_SAMPLES):
+        nbytes = max(MIN_SAMPLE_BYTES, int(shape.rate / 8 * SAMPLE_S * 2 ** min(attempt, 2)))
+        # The token buckets at both ends of both links are full at first, so the first bytes pass faster than the rate.
+        directions = [throughput(a, b, nbytes, 4 * shape.burst) for a, b in ((here, there), (there, here))]
+        samples.append(max(directions, key=lambda bits: abs(bits - shape.rate)))
+        if abs(samples[-1] / shape.rate - 1) <= RATE_TOLERANCE:
+            return samples[-1]
+    best = min(samples, key=lambda bits: abs(bits - shape.rate))
     raise WorldError(
-        f"the lab's links should carry {_spoken(shape.rate)}, and an echo between {here.name} and {there.name} saw "
-        f"{_spoken(best)} at best in {ATTEMPTS} samples (at most {TOLERANCE:.0%} off is allowed): ask for a rate that "
-        "this machine can carry ('open' has no limit), or try again when it has less to do"
+        f"the lab's links should carry {format_rate(shape.rate)}, but {here.name} to {there.name} measured "
+        f"{format_rate(best)} at best in {MAX_SAMPLES} samples (at most {RATE_TOLERANCE:.0%} off is allowed): choose "
+        "a rate that this machine can carry ('open' has no limit), or try again when it is less busy"
     )
 
 
 def throughput(sender: LabHost, receiver: LabHost, nbytes: int, skip: int) -> float:
-    """Bits a second that the link carries while `nbytes` pass from one host to the other, after the first `skip`.
+    """Bits per second of a transfer of `nbytes` from one host to another, measured after the first `skip` bytes.
 
-    TCP's payload is compared with what a bucket counts: of each frame of 1514 bytes, 1448 are payload.
+    Headers are included: of each frame of 1514 bytes, 1448 bytes are payload.
     """
-    patience = 10.0 + 100 * SECONDS
+    timeout_s = 10.0 + 100 * SAMPLE_S
     listener = receiver.call(lambda: socket.create_server((receiver.address, 0), backlog=1))
     with listener:
-        listener.settimeout(patience)
+        listener.settimeout(timeout_s)
         port = int(listener.getsockname()[1])
         try:
-            out = sender.call(lambda: socket.create_connection((receiver.address, port), timeout=patience))
+            out = sender.call(lambda: socket.create_connection((receiver.address, port), timeout=timeout_s))
             with out, listener.accept()[0] as into:
-                into.settimeout(patience)
-                feeder = threading.Thread(target=_feed, args=(out, skip + nbytes), name="syncline-echo", daemon=True)
+                into.settimeout(timeout_s)
+                feeder = threading.Thread(
+                    target=_send, args=(out, skip + nbytes), name="syncline-lab-send", daemon=True
+                )
                 feeder.start()
-                seconds, counted = _drain(into, skip, nbytes)
-                feeder.join(patience)
+                seconds, counted = _receive(into, skip, nbytes)
+                feeder.join(timeout_s)
         except OSError as error:
             raise WorldError(
                 f"the lab's echo of {nbytes} bytes from {sender.name} to {receiver.name} failed within "
-                f"{patience:.0f} s ({error}): its links carry nothing; look whether this machine filters "
+                f"{timeout_s:.0f} s ({error}): its links carry nothing; look whether this machine filters "
                 "bridged traffic (net.bridge.bridge-nf-call-iptables)"
             ) from None
-    return counted * 8 / seconds * FRAME / PAYLOAD
+    return counted * 8 / seconds * FRAME_BYTES / FRAME_PAYLOAD_BYTES
 
 
-def _feed(out: socket.socket, left: int) -> None:
-    block = bytes(CHUNK)
+def _send(out: socket.socket, left: int) -> None:
+    block = bytes(READ_BYTES)
     try:
         while left:
             left -= out.send(memoryview(block)[:left])
     except OSError:
-        out.close()  # the receiver sees the end and says so
+        out.close()  # the receiver reports the closed connection
 
 
-def _drain(into: socket.socket, skip: int, nbytes: int) -> tuple[float, int]:
-    """Seconds from the first bytes past `skip` to the last, and how many came between."""
-    block = memoryview(bytearray(CHUNK))
+def _receive(into: socket.socket, skip: int, nbytes: int) -> tuple[float, int]:
+    """Receive all bytes; return the seconds after the first `skip` bytes, and the number of bytes in that time."""
+    block = memoryview(bytearray(READ_BYTES))
     got, began, since = 0, 0.0, 0
     while got < skip + nbytes:
         count = into.recv_into(block)
@@ -267,9 +276,9 @@ def _drain(into: socket.socket, skip: int, nbytes: int) -> tuple[float, int]:
     return max(time.perf_counter() - began, 1e-9), got - since
 
 
-def _spoken(bits: float) -> str:
+def format_rate(bits: float) -> str:
     """
-    >>> _spoken(97.26e6), _spoken(2.5e9)
+    >>> format_rate(97.26e6), format_rate(2.5e9)
     ('97.3 Mbit/s', '2.5 Gbit/s')
     """
     for size, name in ((1e9, "Gbit/s"), (1e6, "Mbit/s")):
@@ -279,32 +288,32 @@ def _spoken(bits: float) -> str:
 
 
 class NamespaceShell:
-    """A script that is called as ssh is, `PATH -x HOST COMMAND…`, and runs the command inside that host.
+    """A script that is called like ssh, `PATH -x HOST COMMAND…`, and runs the command on that host of the lab.
 
-    It lies in memory, and its path leads to a descriptor of this process: like the hosts, nothing of it outlives us.
+    mpiexec uses it to reach the hosts. The file is in memory, behind a descriptor of this process, and ends with it.
     """
 
-    def __init__(self, ways: Mapping[str, Sequence[str]]) -> None:
+    def __init__(self, commands: Mapping[str, Sequence[str]]) -> None:
         self._owner = os.getpid()
-        self._fd = _keep(_script(ways))
+        self._fd = _memory_file(_script(commands))
 
     @property
     def path(self) -> str:
-        """Where other processes find it, while this one lives."""
+        """The path for other processes, valid while this process lives."""
         return f"/proc/{self._owner}/fd/{self._fd}"
 
     def close(self) -> None:
-        """Let go of it."""
+        """Remove the script."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
-def _script(ways: Mapping[str, Sequence[str]]) -> str:
-    """As ssh does, it joins the words and lets a shell take them apart again.
+def _script(commands: Mapping[str, Sequence[str]]) -> str:
+    """The text of the script. Like ssh, it joins its arguments and lets a shell split them.
 
-    The command ends with whoever called: when all of a host's processes are killed at once, the kernel may take its
-    network away before the others hear of it.
+    The command ends with its caller. When all processes of a host are killed at once, the kernel may remove the network
+    before the other hosts notice.
 
     >>> print(_script({"10.0.0.2": ["nsenter", "--net=/proc/7/fd/5"]}))
     #!/bin/sh
@@ -318,7 +327,7 @@ def _script(ways: Mapping[str, Sequence[str]]) -> str:
     <BLANKLINE>
     """
     inside = 'setpriv --pdeathsig KILL sh -c "exec $*"'
-    cases = [f"{shlex.quote(host)}) exec {shlex.join(way)} {inside};;" for host, way in ways.items()]
+    cases = [f"{shlex.quote(host)}) exec {shlex.join(enter)} {inside};;" for host, enter in commands.items()]
     lines = (
         "#!/bin/sh",
         "while case $1 in -*) true;; *) false;; esac; do shift; done",
@@ -333,18 +342,18 @@ def _script(ways: Mapping[str, Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def _keep(text: str) -> int:
-    """A descriptor of an executable file in memory that holds this text, and that nobody can write any more."""
+def _memory_file(text: str) -> int:
+    """The descriptor of an executable file in memory with this text, which cannot be written any more."""
     writing = -1
     try:
-        writing = os.memfd_create("syncline-door")
+        writing = os.memfd_create("syncline-shell")
         os.write(writing, text.encode())
         os.fchmod(writing, 0o700)
-        # The kernel runs no file that somebody may still write to.
+        # The kernel does not execute a file that is open for writing.
         return os.open(f"/proc/self/fd/{writing}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise WorldError(
-            f"cannot make a way into the lab's hosts for mpiexec: {error}; /proc/sys/vm/memfd_noexec must be 0"
+            f"cannot create the lab's remote shell for mpiexec: {error}; /proc/sys/vm/memfd_noexec must be 0"
         ) from None
     finally:
         if writing >= 0:

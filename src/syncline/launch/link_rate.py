@@ -1,18 +1,18 @@
-"""What a rate means for a link: the token bucket, and how TCP is kept from piling up in front of it.
+"""The rate of a link in the lab: its token buckets, and TCP settings that keep queues short.
 
-Every link has a bucket at each end (tbf on the host's side and on the switch's), so it holds the rate both ways:
+Every link has a token bucket (tbf) at each end, on the host's side and on the switch's, so it limits both directions:
 
     host e0 ──tbf──►  p0 ┐          ┌ p1 ──tbf──► e0 host
                          br0 (switch)
     host e0 ◄──tbf──  p0 ┘          └ p1 ◄──tbf── e0 host
 
-Three things keep messages near the time that latency and bandwidth predict, where many of them meet at one port:
+Three settings keep the times of messages near the prediction from latency and bandwidth, if many meet at one port:
 
-- queues never drop (`QUEUE`): at a port with room for 128 kB, three senders at once took up to 1.6 times as long;
-- a host's own queue stays near a millisecond (`piece`, TCP's limit of unsent bytes): acknowledgements wait behind the
-  data that the host sends, and with the kernel's 64 kB pieces a ring of 8 took 1.2 to 2 times as long;
-- a link starts at full speed (`SYSCTLS`, the initial window): a cluster's connections are warm, and the kernel forgets
-  a window that has been idle for 0.2 s. (The effect of this one was not measured apart from the others.)
+- queues never drop (`QUEUE_BYTES`): with a queue of 128 kB, three senders at once took up to 1.6 times as long;
+- the queue of a host stays near a millisecond (`segment`, TCP's limit of unsent bytes): acknowledgements wait behind
+  the data that the host sends, and with the kernel's segments of 64 kB a ring of 8 took 1.2 to 2 times as long;
+- a link starts at full speed (`SYSCTLS`, the initial window): connections of a cluster are warm, and the kernel resets
+  a window that was idle for 0.2 s. (The effect of this setting was not measured alone.)
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ __all__ = ["OPEN", "SYSCTLS", "LinkShape", "parse_rate"]
 OPEN = "open"
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-SLOWEST, FASTEST = 256e3, 100e9
+MIN_RATE_BITS_S, MAX_RATE_BITS_S = 256e3, 100e9
 
-BURST_SECONDS = 1.3e-3
-"""A bucket holds this much of the rate. With a tenth of it timers are too late to keep 1 Gbit/s; with twenty times as
-much a compressed gradient would pass unshaped."""
+BURST_S = 1.3e-3
+"""Size of a bucket, in seconds of the rate. With a tenth of it, timers are too slow for 1 Gbit/s; with twenty times as
+much, a compressed gradient would pass without a limit."""
 
-FRAME = 1514
-"""Bytes that a bucket counts for a full packet: 1500 and the Ethernet header."""
+FRAME_BYTES = 1514
+"""Bytes of a full frame, as a bucket counts them: 1500 and the Ethernet header."""
 
-PAYLOAD = 1448
-"""Bytes of a full packet that are the user's: less IP (20), TCP (20) and its timestamps (12)."""
+FRAME_PAYLOAD_BYTES = 1448
+"""Payload bytes of a full frame: without IP (20), TCP (20) and its timestamps (12)."""
 
-QUEUE = 64 << 20
-"""Bytes that may wait at one end of a link. More than the windows of 64 hosts at once, so that nothing is dropped."""
+QUEUE_BYTES = 64 << 20
+"""Queue at each end of a link. It is larger than the windows of 64 hosts together, so that nothing is dropped."""
 
-WINDOW = 64
-"""Packets that a new connection may have on its way, where the kernel starts with 10."""
+INITIAL_WINDOW_PACKETS = 64
+"""Packets that a new connection may have in flight; the kernel's default is 10."""
 
-BUFFER_SECONDS = 25e-3
-"""A connection has at most this much of the rate on its way, so that 7 senders' queue at one port stays below the 0.2 s
-after which TCP believes a packet lost: with the kernel's 4 MB, five runs of 7 × 4 MB had 100 false alarms."""
+SEND_BUFFER_S = 25e-3
+"""Send buffer of a connection, in seconds of the rate. The queue of 7 senders at one port then stays below the 0.2 s
+after which TCP retransmits: with the kernel's 4 MB, five runs of 7 × 4 MB had 100 retransmissions without a loss."""
 
-SMALLEST_BUFFER = 131072
+MIN_SEND_BUFFER_BYTES = 131072
 
 SYSCTLS = {
-    # All labs must have the same one, and kernels come with different ones. A ring of 8 took 1.05 times its prediction
-    # with reno, 1.10 with cubic and with BBR.
+    # Kernels have different defaults, and all labs must be alike. A ring of 8 took 1.05 times its prediction with reno,
+    # 1.10 with cubic and with BBR.
     "net/ipv4/tcp_congestion_control": "reno",
     "net/ipv4/tcp_slow_start_after_idle": "0",
 }
@@ -61,9 +61,9 @@ SYSCTLS = {
 
 @dataclass(frozen=True)
 class LinkShape:
-    """A rate in bits a second, and what follows from it.
+    """A rate in bits per second, and the settings that follow from it.
 
-    >>> LinkShape(100e6).burst, LinkShape(100e6).piece
+    >>> LinkShape(100e6).burst, LinkShape(100e6).segment
     (16250, 8125)
     """
 
@@ -71,33 +71,33 @@ class LinkShape:
 
     @property
     def burst(self) -> int:
-        """Bytes in the bucket; never less than two packets, which it could not pass."""
-        return max(2 * FRAME, int(self.rate / 8 * BURST_SECONDS))
+        """Bytes of the bucket; at least two frames."""
+        return max(2 * FRAME_BYTES, int(self.rate / 8 * BURST_S))
 
     @property
-    def piece(self) -> int:
-        """Bytes that TCP hands over at once: half a bucket, so that the bucket need not cut it into packets."""
+    def segment(self) -> int:
+        """Maximum bytes of a TCP segment: half a bucket, so that the bucket does not split it."""
         return min(65536, max(4096, self.burst // 2))
 
     def links(self, device: str) -> list[str]:
-        """Lines for `ip` that bound what the device takes at once."""
-        return [f"link set {device} gso_max_size {self.piece}"]
+        """Lines for `ip` that limit the segments of a device."""
+        return [f"link set {device} gso_max_size {self.segment}"]
 
     def buckets(self, device: str) -> list[str]:
-        """Lines for `tc` that shape what leaves the device."""
-        return [f"qdisc add dev {device} root tbf rate {self.rate:.0f}bit burst {self.burst} limit {QUEUE}"]
+        """Lines for `tc` that limit the rate of a device."""
+        return [f"qdisc add dev {device} root tbf rate {self.rate:.0f}bit burst {self.burst} limit {QUEUE_BYTES}"]
 
     def sysctls(self) -> dict[str, str]:
-        """Settings of the host's TCP that go with the rate."""
-        window = max(SMALLEST_BUFFER, int(self.rate / 8 * BUFFER_SECONDS))
+        """Settings of the host's TCP for this rate."""
+        window = max(MIN_SEND_BUFFER_BYTES, int(self.rate / 8 * SEND_BUFFER_S))
         return {
-            "net/ipv4/tcp_limit_output_bytes": str(2 * self.piece),
+            "net/ipv4/tcp_limit_output_bytes": str(2 * self.segment),
             "net/ipv4/tcp_wmem": f"4096 16384 {window}",
         }
 
 
 def parse_rate(text: str) -> LinkShape | None:
-    """Read a rate in tc's notation; None stands for "open", a link without a bucket.
+    """Parse a rate in tc's notation; None for "open", a link without a limit.
 
     >>> parse_rate("2.5gbit").rate
     2500000000.0
@@ -111,6 +111,6 @@ def parse_rate(text: str) -> LinkShape | None:
             f"for links without a limit, not {text!r}"
         )
     rate = float(found[1]) * UNITS[found[2]]
-    if not SLOWEST <= rate <= FASTEST:
+    if not MIN_RATE_BITS_S <= rate <= MAX_RATE_BITS_S:
         raise SpecError(f"a lab's rate lies between 256kbit and 100gbit (rate: {text!r})")
     return LinkShape(rate)

@@ -65,11 +65,11 @@ class LocalProcesses:
         self._programs = programs
         self._output = output
         self._running: list[_Process] = []
-        self._sweeper: CleanupProcess | None = None
+        self._cleanup: CleanupProcess | None = None
 
     def start(self, give_up: Callable[[], bool] = lambda: False) -> None:
         folder = tempfile.mkdtemp(prefix="syncline-run-")
-        self._sweeper = CleanupProcess(folder, mpi=any(program.name == MPIEXEC for program in self._programs))
+        self._cleanup = CleanupProcess(folder, mpi=any(program.name == MPIEXEC for program in self._programs))
         for number, program in enumerate(self._programs):
             if give_up():
                 return
@@ -81,7 +81,7 @@ class LocalProcesses:
             if process is None:
                 return
             self._running.append(process)
-            self._sweeper.begun(process.pid)
+            self._cleanup.add_group(process.pid)
 
     def _start(self, program: Program, folder: str, give_up: Callable[[], bool]) -> _Process | None:
         os.mkdir(folder)
@@ -116,8 +116,8 @@ class LocalProcesses:
     def _reap(self, process: _Process) -> ProcessExit:
         # Before it is reaped: until then the system does not reuse its process id, which is also its group id.
         _signal_group(process.pid, signal.SIGKILL)
-        if self._sweeper is not None:
-            self._sweeper.over(process.pid)
+        if self._cleanup is not None:
+            self._cleanup.remove_group(process.pid)
         report = read_error_report(process.error_file)
         code = process.reap()
         if process.program.prefix is not None:
@@ -151,8 +151,8 @@ class LocalProcesses:
         while self._running and time.monotonic() < until:
             if not self.poll():
                 time.sleep(0.005)
-        if self._sweeper is not None:
-            self._sweeper.close()
+        if self._cleanup is not None:
+            self._cleanup.close()
 
 
 def _start_new(program: Program, variables: dict[str, str], streams: Sequence[int]) -> subprocess.Popen[bytes]:

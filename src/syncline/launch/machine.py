@@ -1,4 +1,4 @@
-"""What this machine bears: processors and memory, as the control group allows them."""
+"""The processors and the memory of this machine, within the limits of its control group."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["available_memory", "cores", "cpu_quota", "memory_limit", "total_memo
 logger = logging.getLogger("syncline")
 
 WORKER_BYTES = 300 << 20
-"""What a worker takes that has imported torch and holds a small model."""
+"""Memory of a worker that has imported torch and has a small model."""
 CGROUP = Path("/sys/fs/cgroup")
 
 
 def cores() -> int:
-    """Processors that this process may use."""
+    """Number of processors that this process may use."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota()
     return usable if quota is None else max(1, min(usable, math.ceil(quota)))
 
 
 def cpu_quota() -> float | None:
-    """Processors that the control group grants, or None where it sets no limit."""
+    """Number of processors that the control group allows; None without a limit."""
     text = _read(CGROUP / "cpu.max")
     if text is not None:
         quota, _, period = text.partition(" ")
@@ -35,7 +35,7 @@ def cpu_quota() -> float | None:
 
 
 def memory_limit() -> int | None:
-    """Bytes that the control group grants, or None where it sets no limit."""
+    """Bytes of memory that the control group allows; None without a limit."""
     text = _read(CGROUP / "memory.max") or _read(CGROUP / "memory/memory.limit_in_bytes")
     if text is None or text == "max":
         return None
@@ -44,19 +44,19 @@ def memory_limit() -> int | None:
 
 
 def total_memory() -> int:
-    """Bytes of memory that the machine has."""
+    """Bytes of memory of the machine."""
     return _meminfo("MemTotal")
 
 
 def available_memory() -> int:
-    """Bytes that new processes may take, by the kernel's estimate and the control group's limit."""
+    """Bytes of memory for new processes, by the kernel's estimate and the control group's limit."""
     limit = memory_limit()
     free = _meminfo("MemAvailable")
     return free if limit is None else min(free, limit)
 
 
 def warn_if_oversubscribed(workers: int) -> None:
-    """Say so when so many workers are more than this machine is made for. It may still be what the user wants."""
+    """Warn if this machine has fewer processors or less memory than these workers need."""
     have = cores()
     if workers > have:
         logger.warning("%d workers share %d core%s: they take turns", workers, have, "s" * (have > 1))

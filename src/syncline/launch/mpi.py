@@ -1,14 +1,12 @@
-"""Handing a run over to mpiexec: ranks, output and exit code are its own.
-
-mpiexec as a program of a supervised run: here, or on the hosts of the lab.
+"""mpiexec: its command line, and mpiexec as a program of a supervised run, here or on the hosts of the lab.
 
 ```text
 supervisor ─ mpiexec, in the network of host 0 ─┬─ proxy ─ ranks of host 0
-                                                ├─ door 10.77.0.2 ─ proxy ─ ranks of host 1
+                                                ├─ remote shell 10.77.0.2 ─ proxy ─ ranks of host 1
                                                 └─ …
 ```
 
-MPICH's mpiexec reaches other hosts by ssh, or by any program that is called like it: the lab's door (`Lab.door`).
+MPICH's mpiexec reaches other hosts by ssh, or by any program that is called like ssh: `Lab.remote_shell`.
 """
 
 from __future__ import annotations
@@ -49,9 +47,9 @@ def mpi_command(
     server: Sequence[str] = (),
     options: Sequence[str] = (),
 ) -> list[str]:
-    """The whole command line: `mpiexec -n 4 worker`, and with servers ` : -n 2 server` after it.
+    """The command line: `mpiexec -n 4 worker`, and with servers ` : -n 2 server` after it.
 
-    `options` are for this mpiexec, whatever it is.
+    `options` are additional options for mpiexec.
     """
     reason, mpiexec = why_no_mpi(), find_mpiexec()
     if reason is not None or mpiexec is None:
@@ -59,17 +57,17 @@ def mpi_command(
     flavour = flavour_of(mpiexec_version(mpiexec))
     if servers and flavour == "unknown":
         raise UnsupportedError(
-            f"--servers {servers}: {mpiexec} is of an MPI that is not known here, which may not take two programs at "
+            f"--servers {servers}: {mpiexec} belongs to an unknown MPI, which may not start two programs at "
             "once; use MPICH, Open MPI or Intel MPI, or leave --mpi out"
         )
     python = [sys.executable, str(WORKER)]
-    own = _options(flavour, ranks + servers, hosts, environ)
-    command = [mpiexec, *options, "-n", str(ranks), *own, *python, *target]
+    placement = _options(flavour, ranks + servers, hosts, environ)
+    command = [mpiexec, *options, "-n", str(ranks), *placement, *python, *target]
     return command + ([":", "-n", str(servers), *python, *server] if servers else [])
 
 
 def why_no_mpi(lab: bool = False) -> str | None:
-    """What keeps mpiexec from starting ranks here, or in the lab, and what to do about it; None where it can."""
+    """The reason why mpiexec cannot start ranks here, or in the lab, and what to do; None if it can."""
     together = installed_mpis()
     if len(together) > 1:
         return (
@@ -87,18 +85,18 @@ def why_no_mpi(lab: bool = False) -> str | None:
 
 
 def find_mpiexec() -> str | None:
-    """mpiexec of this environment, else of the machine."""
+    """The path of mpiexec in this Python environment, else on PATH."""
     beside = Path(sys.executable).with_name("mpiexec")
     return str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
 
 
 def installed_mpis() -> list[str]:
-    """The MPIs that are installed as Python packages."""
+    """The MPI libraries that are installed as Python packages."""
     return [name for name in WHEELS if _has(name)]
 
 
 def flavour_of(version: str) -> str:
-    """Whose mpiexec it is, by what `mpiexec --version` says.
+    """The MPI library of an mpiexec, by the output of `mpiexec --version`.
 
     >>> flavour_of("mpiexec (Open MPI) 5.0.6"), flavour_of("HYDRA build details:")
     ('Open MPI', 'MPICH')
@@ -126,7 +124,7 @@ def _options(flavour: str, ranks: int, hosts: Sequence[Host], environ: Mapping[s
         ]
         forwarded_variables += [
             name for name in environ if name == "SYNCLINE_KEY"
-        ]  # its name alone: mpiexec looks the value up
+        ]  # the name only: mpiexec reads the value itself
         return crowded + (
             ["--host", names, *(part for name in forwarded_variables for part in ("-x", name))] if hosts else []
         )
@@ -142,7 +140,7 @@ def _options(flavour: str, ranks: int, hosts: Sequence[Host], environ: Mapping[s
 
 
 def mpiexec_version(mpiexec: str) -> str:
-    """What `mpiexec --version` says."""
+    """The output of `mpiexec --version`."""
     try:
         done = subprocess.run([mpiexec, "--version"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -159,19 +157,19 @@ def _has(distribution: str) -> bool:
 
 
 TCP = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
-"""All bytes through sockets. MPICH's other way, UCX, finds out that the hosts are one machine and shares its memory;
-told to use TCP alone, it looks for the interface outside of the lab."""
+"""Use sockets only. UCX, the alternative, detects that the hosts are one machine and uses its memory; restricted to
+TCP, it searches the interface outside of the lab."""
 PROGRESS = {
     "MPIR_CVAR_ASYNC_PROGRESS": "1",
     "MPIR_CVAR_CH4_PROGRESS_THROTTLE": "1",
     "MPIR_CVAR_CH4_PROGRESS_THROTTLE_NO_PROGRESS_COUNT": "10",
 }
-"""Over TCP a put lands only while its target is inside MPI, so a thread of MPICH always is. It spins, and takes as much
-of a processor as the worker itself; throttled, it naps when there is nothing to do."""
+"""Over TCP, a put completes only while its target is inside MPI, so a thread of MPICH stays there. It polls, and uses
+as much of a processor as the worker itself; throttled, it sleeps when there is nothing to do."""
 
 
 def mpiexec_programs(
-    places: Sequence[LaunchHost],
+    hosts: Sequence[LaunchHost],
     target: Iterable[str],
     common: Mapping[str, str],
     servers: int = 0,
@@ -179,20 +177,19 @@ def mpiexec_programs(
     *,
     plain: bool = True,
 ) -> list[list[Program]]:
-    """mpiexec at the first place; it starts the ranks of all of them, and the servers after them.
+    """mpiexec on the first host; it starts the ranks of all hosts, and the servers after them.
 
-    `plain`: what the ranks print goes to our own streams as it is; else each line begins with its rank, where this
-    mpiexec can do that.
+    With `plain`, the output of the ranks is unchanged; else each line begins with its rank, if mpiexec supports that.
     """
-    first = places[0]
+    first = hosts[0]
     own = {"SYNCLINE_TRANSPORT": "mpi", "SYNCLINE_MPIEXEC": "1", "PYTHONUNBUFFERED": "1"}
     variables = {**first.variables, **common, **own}
-    options = [] if plain else _prefixed()
-    if first.door:
-        options += _across(places)
+    options = [] if plain else _prefix_options()
+    if first.remote_shell:
+        options += _host_options(hosts)
         variables |= TCP | {"FI_TCP_IFACE": first.interface}
         variables |= {name: os.environ.get(name, value) for name, value in PROGRESS.items()}
-    ranks = sum(place.slots for place in places)
+    ranks = sum(host.slots for host in hosts)
     environ = {**os.environ, **variables}
     command = mpi_command(tuple(target), ranks, (), environ, servers, server, options)
     program = Program(
@@ -203,20 +200,20 @@ def mpiexec_programs(
         prefix=None if plain else "",
         enter=first.enter,
     )
-    return [[program], *([] for _ in places[1:])]
+    return [[program], *([] for _ in hosts[1:])]
 
 
-def _prefixed() -> list[str]:
+def _prefix_options() -> list[str]:
     mpiexec = find_mpiexec()
     known = mpiexec is not None and flavour_of(mpiexec_version(mpiexec)) in ("MPICH", "Intel MPI")
     return ["-prepend-rank"] if known else []
 
 
-def _across(places: Sequence[LaunchHost]) -> list[str]:
-    """The hosts, and the way to them."""
+def _host_options(hosts: Sequence[LaunchHost]) -> list[str]:
+    """Options that name the hosts of the lab and its remote shell."""
     reason = why_no_mpi(lab=True)
     if reason is not None:
         raise UnsupportedError(f"--mpi with --lab: {reason}")
-    first = places[0]
-    hosts = ",".join(f"{place.address}:{place.slots}" for place in places)
-    return ["-launcher", "ssh", "-launcher-exec", first.door, "-iface", first.interface, "-hosts", hosts]
+    first = hosts[0]
+    names = ",".join(f"{host.address}:{host.slots}" for host in hosts)
+    return ["-launcher", "ssh", "-launcher-exec", first.remote_shell, "-iface", first.interface, "-hosts", names]

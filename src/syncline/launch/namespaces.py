@@ -1,8 +1,8 @@
-"""Anonymous network namespaces: hosts that the kernel removes by itself when nobody holds them any more.
+"""Anonymous network namespaces, which the kernel removes when no process uses them any more.
 
-A named namespace (`ip netns add`) is a mount that outlives the process that made it. These here have no name: a thread
-leaves for a new namespace, the process keeps a file descriptor of it, and the thread ends. When the last descriptor and
-the last process inside are gone, kill -9 included, the kernel takes the namespace and its links away.
+A named namespace (`ip netns add`) is a mount that outlives the process that created it. These have no name: a thread
+enters a new namespace, the process keeps a file descriptor of it, and the thread ends. When the last descriptor is
+closed and the last process inside has ended, kill -9 included, the kernel removes the namespace and its links.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ T = TypeVar("T")
 
 CLONE_NEWUTS = 0x04000000
 CLONE_NEWNET = 0x40000000
-PATIENCE = 30.0
-"""Seconds that one `ip` or `tc` may take on a busy machine."""
+COMMAND_TIMEOUT_S = 30.0
+"""Timeout of one `ip` or `tc` command on a busy machine."""
 
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
 
 
 def require_tools() -> None:
-    """Refuse, with what to install, when a command that the lab runs is missing."""
+    """Raise, with the packages to install, if a command that the lab needs is missing."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         packages = " ".join(sorted({TOOLS[tool] for tool in missing}))
@@ -39,21 +39,21 @@ def require_tools() -> None:
 
 
 class Namespace:
-    """A network and a host name of its own, as long as this object (or a process inside) keeps it."""
+    """A network namespace with its own host name. It exists while this object is open or a process runs inside."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._owner = os.getpid()
-        self._net, self._uts = _in_thread(lambda: _leave(name))
+        self._net, self._uts = _in_thread(lambda: _create(name))
 
     @property
     def net(self) -> str:
-        """A path at which another process finds the network, while this one lives."""
+        """The path of the network namespace for other processes, valid while this process lives."""
         return f"/proc/{self._owner}/fd/{self._net}"
 
     @property
     def enter(self) -> tuple[str, ...]:
-        """What to put before a command to run it inside."""
+        """The command that runs another command inside."""
         return ("nsenter", f"--net={self.net}", f"--uts=/proc/{self._owner}/fd/{self._uts}")
 
     @property
@@ -61,8 +61,8 @@ class Namespace:
         return self._net < 0
 
     def call(self, fn: Callable[[], T]) -> T:
-        """What `fn` returns in a thread that has entered; its sockets stay inside after the thread has ended."""
-        # A closed number may meanwhile be somebody else's file, so it is never handed to setns.
+        """Call `fn` in a thread inside, and return its result. Its sockets stay inside after the end of the thread."""
+        # The system may reuse the number of a closed descriptor, so it is never passed to setns.
         if self.closed:
             raise WorldError(f"the lab of host {self.name} is closed: use its hosts inside the with block")
         net, uts = self._net, self._uts
@@ -75,19 +75,24 @@ class Namespace:
         return _in_thread(inside)
 
     def batch(self, tool: str, lines: Sequence[str]) -> None:
-        """Give `ip` or `tc` many lines at once, inside: one process however many lines."""
+        """Run `ip` or `tc` once, inside, with all lines as input."""
         if not lines:
             return
         script = "\n".join(lines) + "\n"
-        # A child starts in the namespaces of the thread that forks it: no nsenter between.
+        # A child starts in the namespaces of the thread that forks it, so nsenter is not needed.
         try:
             done = self.call(
                 lambda: subprocess.run(
-                    [tool, "-batch", "-"], input=script, capture_output=True, text=True, timeout=PATIENCE, check=False
+                    [tool, "-batch", "-"],
+                    input=script,
+                    capture_output=True,
+                    text=True,
+                    timeout=COMMAND_TIMEOUT_S,
+                    check=False,
                 )
             )
         except subprocess.TimeoutExpired:
-            raise WorldError(f"{tool} did not set up {self.name} of the lab within {PATIENCE:.0f} s") from None
+            raise WorldError(f"{tool} did not set up {self.name} of the lab within {COMMAND_TIMEOUT_S:.0f} s") from None
         if done.returncode:
             said = " ".join(done.stderr.split())
             raise WorldError(
@@ -96,7 +101,7 @@ class Namespace:
             )
 
     def close(self) -> None:
-        """Let go; the kernel removes it once nobody is inside."""
+        """Close it. The kernel removes it when no process is inside."""
         if self.closed:
             return
         for fd in (self._net, self._uts):
@@ -104,8 +109,8 @@ class Namespace:
         self._net = self._uts = -1
 
 
-def _leave(name: str) -> tuple[int, int]:
-    """In a thread about to end: leave for new namespaces, and keep a descriptor of each."""
+def _create(name: str) -> tuple[int, int]:
+    """Move the calling thread to new namespaces, and return a descriptor of each."""
     try:
         _kernel("unshare", CLONE_NEWNET | CLONE_NEWUTS)
     except PermissionError:
@@ -116,7 +121,7 @@ def _leave(name: str) -> tuple[int, int]:
     except OSError as error:
         raise WorldError(
             f"the kernel does not make a network namespace for the lab's host {name}: {error.strerror}; it needs "
-            "CONFIG_NET_NS and CONFIG_UTS_NS, and room in /proc/sys/user/max_net_namespaces"
+            "CONFIG_NET_NS and CONFIG_UTS_NS, and a large enough /proc/sys/user/max_net_namespaces"
         ) from None
     encoded = name.encode()
     _kernel("sethostname", encoded, len(encoded))
@@ -129,14 +134,14 @@ def _leave(name: str) -> tuple[int, int]:
 
 
 def _kernel(function: str, *arguments: int | bytes) -> None:
-    """A call of the C library that Python 3.10 does not offer."""
+    """Call a function of the C library that Python 3.10 does not have."""
     if getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
 
 
 def _in_thread(fn: Callable[[], T]) -> T:
-    """Run in a thread of its own: what it has entered ends with it, and never changes the caller's namespaces."""
+    """Run `fn` in a new thread, so that the namespaces of the calling thread do not change."""
     results: list[T] = []
     errors: list[BaseException] = []
     context = contextvars.copy_context()

@@ -1,4 +1,4 @@
-"""How processes are started and watched: the contract, and how a process ended."""
+"""The contract of classes that start and watch processes, and the record of how a process ended."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ ProcessState = Literal["stopped", "busy"]
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorReport:
-    """What a worker said of its uncaught exception."""
+    """The uncaught exception of a worker."""
 
     summary: str
     traceback: str = ""
     time: float = 0.0
     consequence: bool = False
-    """The error says that somebody else is gone."""
+    """True if the error says that another process is gone."""
     shown: bool = False
-    """The script has shown its traceback itself."""
+    """True if the script has printed its traceback itself."""
     rank: int | None = None
-    """Who says it, where that cannot be told from the program: mpiexec stands for all of its ranks."""
+    """The rank that failed. It is needed only for mpiexec, one program that represents all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessExit:
-    """A program that has ended. `code` is negative where a signal ended it."""
+    """How a process ended. `code` is negative if a signal ended it."""
 
     name: str
     rank: int | None
@@ -60,7 +60,7 @@ class ProcessExit:
 
     @property
     def exit_code(self) -> int:
-        """As a shell would give it: 128 and the signal.
+        """The exit code as a shell reports it: 128 plus the number of the signal.
 
         >>> ProcessExit(name="rank 2", rank=2, code=-9).exit_code
         137
@@ -68,7 +68,7 @@ class ProcessExit:
         return self.code if self.code >= 0 else 128 - self.code
 
     def reason(self, who: str = "it") -> str:
-        """What happened, in words.
+        """A sentence that says how it ended.
 
         >>> ProcessExit(name="rank 2", rank=2, code=-9).reason("rank 2")
         'rank 2 was killed by signal 9 (SIGKILL)'
@@ -80,14 +80,13 @@ class ProcessExit:
         return f"{who} failed (exit code {self.code})"
 
     def same_cause(self, other: ProcessExit) -> bool:
-        """Whether both failed with the same exit code and the same error, if they reported one."""
-        told, too = self.report, other.report
-        if told is None or too is None:
-            return self.code == other.code and told is too
-        return self.code == other.code and told.summary == too.summary
+        """Whether both failed with the same exit code and the same error."""
+        mine = None if self.report is None else self.report.summary
+        theirs = None if other.report is None else other.report.summary
+        return self.code == other.code and mine == theirs
 
     def consequence(self) -> bool:
-        """Whether it most likely failed because another did."""
+        """Whether it most likely failed because another process failed."""
         return self.report is not None and self.report.consequence
 
     def to_json(self) -> str:
@@ -109,14 +108,14 @@ class ProcessExit:
 
 
 def first_failure(failures: Sequence[ProcessExit]) -> ProcessExit:
-    """Who failed first, as far as one can tell: killed, then failed by itself, then aborted, then left alone.
+    """The most likely first failure: a killed process, else an exception, else an abort, else a consequence.
 
-    An abort comes after an exception: gloo aborts a process whose peer is gone.
+    An abort is less likely than an exception, because gloo aborts a process whose peer is gone.
 
     >>> lost = ErrorReport(summary="PeerLostError: rank 1 is gone", consequence=True, time=1.0)
     >>> own = ErrorReport(summary="ValueError: boom", time=2.0)
-    >>> left_alone = ProcessExit(name="rank 0", rank=0, code=1, report=lost)
-    >>> first_failure([left_alone, ProcessExit(name="rank 1", rank=1, code=1, report=own)]).rank
+    >>> consequence = ProcessExit(name="rank 0", rank=0, code=1, report=lost)
+    >>> first_failure([consequence, ProcessExit(name="rank 1", rank=1, code=1, report=own)]).rank
     1
     """
 
@@ -130,7 +129,7 @@ def first_failure(failures: Sequence[ProcessExit]) -> ProcessExit:
 
 
 def format_names(names: Sequence[str]) -> str:
-    """Names of programs for a message: ranks first, as ranges.
+    """Format names of programs for a message: ranks first, as ranges.
 
     >>> format_names(["rank 0", "rank 1", "rank 2", "rank 3", "rank 5"])
     'ranks 0-3 and 5'
@@ -148,7 +147,7 @@ def _joined(parts: Sequence[str]) -> str:
 
 
 def read_error_report(path: str) -> ErrorReport | None:
-    """The report that a worker left, or None."""
+    """Read the report that a worker has written; None if there is none."""
     try:
         found = json.loads(Path(path).read_bytes())
     except (OSError, ValueError):
@@ -157,7 +156,7 @@ def read_error_report(path: str) -> ErrorReport | None:
 
 
 def _report(found: Mapping[str, Any]) -> ErrorReport:
-    """A report from JSON, ours or what torch's own `record` wrote."""
+    """Decode a report, written by `worker.py` or by torch's `record`."""
     message = found.get("traceback", found.get("message", ""))
     text = str(message.get("message", "")) if isinstance(message, dict) else str(message)
     lines = text.strip().splitlines()
@@ -180,63 +179,63 @@ def _signal_name(number: int) -> str:
 
 
 class Processes(Protocol):
-    """Programs on this machine or elsewhere, watched without a policy: that is the supervisor's."""
+    """A group of processes, on this machine or elsewhere. The supervisor decides what to do with them."""
 
     def start(self, give_up: Callable[[], bool]) -> None:
-        """Start them all, but no more as soon as `give_up` says so."""
+        """Start all processes; stop as soon as `give_up()` is true."""
 
     def poll(self) -> list[ProcessExit]:
-        """Those that have ended since the last call. Does not wait."""
+        """The processes that have ended since the last call. Does not wait."""
 
     def raised(self) -> list[ProcessExit]:
-        """Those that have left a report of an exception but have not ended yet."""
+        """The processes that have reported an exception but have not ended yet."""
 
     def running(self) -> list[str]:
-        """The names of those that have not ended."""
+        """The names of the processes that have not ended."""
 
     def states(self) -> dict[str, ProcessState]:
-        """The states, by name, of programs that a signal has stopped or that compute, as far as they are known here."""
+        """The states, by name, of processes that are stopped or busy, as far as they are known here."""
 
     def signal(self, number: int, ranks_only: bool = False) -> None:
-        """Send a signal to the running programs, or only to the ranks, and to all processes that they have started."""
+        """Send a signal to the running processes, or only to the ranks, and to their child processes."""
 
     def kill(self, name: str) -> None:
-        """Kill one program and all processes that it has started. Does not wait."""
+        """Kill one process and its child processes. Does not wait."""
 
     def close(self) -> None:
-        """End what is left, at once; nothing remains."""
+        """Kill all processes that are left, and wait for their end."""
 
 
 class CombinedProcesses:
-    """Crews on several machines as one."""
+    """The processes of several machines as one group."""
 
-    def __init__(self, crews: Sequence[Processes]) -> None:
-        self.crews = crews
+    def __init__(self, parts: Sequence[Processes]) -> None:
+        self._parts = parts
 
     def start(self, give_up: Callable[[], bool]) -> None:
-        for crew in self.crews:
-            crew.start(give_up)
+        for part in self._parts:
+            part.start(give_up)
 
     def poll(self) -> list[ProcessExit]:
-        return [ended for crew in self.crews for ended in crew.poll()]
+        return [ended for part in self._parts for ended in part.poll()]
 
     def raised(self) -> list[ProcessExit]:
-        return [ended for crew in self.crews for ended in crew.raised()]
+        return [ended for part in self._parts for ended in part.raised()]
 
     def running(self) -> list[str]:
-        return [name for crew in self.crews for name in crew.running()]
+        return [name for part in self._parts for name in part.running()]
 
     def states(self) -> dict[str, ProcessState]:
-        return {name: state for crew in self.crews for name, state in crew.states().items()}
+        return {name: state for part in self._parts for name, state in part.states().items()}
 
     def signal(self, number: int, ranks_only: bool = False) -> None:
-        for crew in self.crews:
-            crew.signal(number, ranks_only)
+        for part in self._parts:
+            part.signal(number, ranks_only)
 
     def kill(self, name: str) -> None:
-        for crew in self.crews:
-            crew.kill(name)
+        for part in self._parts:
+            part.kill(name)
 
     def close(self) -> None:
-        for crew in self.crews:
-            crew.close()
+        for part in self._parts:
+            part.close()

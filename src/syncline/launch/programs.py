@@ -1,4 +1,4 @@
-"""What is started where: one program for each rank, each server, and the evaluator."""
+"""The programs of a run: one for each rank, each server and the evaluator, their hosts and environment variables."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ __all__ = [
 ]
 
 LOCALHOST = "localhost"
-"""The one name that is started without ssh."""
+"""The one host name on which programs are started without ssh."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host by the name that ssh knows it by."""
+    """A host of `--hosts a:2,b:2`: its name for ssh, and its number of ranks."""
 
     name: str
     slots: int
 
 
 def parse_hosts(text: str, ranks: int | None = None) -> tuple[Host, ...]:
-    """The hosts of a list; where it gives no counts, `ranks` are dealt out evenly, or each host takes one.
+    """Parse a list of hosts. Without counts, `ranks` are divided evenly, or each host takes one rank.
 
     >>> parse_hosts("a:2,ada@b:1")
     (Host(name='a', slots=2), Host(name='ada@b', slots=1))
@@ -67,7 +67,7 @@ def parse_hosts(text: str, ranks: int | None = None) -> tuple[Host, ...]:
 
 
 def _parse_host(part: str, text: str) -> tuple[str, int | None]:
-    # A name may not begin with a dash: ssh would take it for an option.
+    # A name must not begin with a dash: ssh would read it as an option.
     match = re.fullmatch(r"([A-Za-z0-9_][A-Za-z0-9_.@-]*)(?::(\d+))?", part)
     if match is None:
         raise SpecError(f"--hosts {text}: {part!r} is not a host; write a:2,b:2 (name:ranks, separated by commas)")
@@ -85,31 +85,31 @@ def _check_count(text: str, hosts: Sequence[Host], ranks: int | None) -> None:
 
 EVALUATOR = "evaluator"
 MPIEXEC = "mpiexec"
-"""The name of the one program that represents all ranks where mpiexec starts them."""
+"""The name of the program that represents all ranks if mpiexec starts them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A process to start and to watch."""
+    """A program to start and to watch."""
 
     name: str
     target: tuple[str, ...]
-    """What `launch/worker.py` is given: a script and its arguments, `-m` and a module, `--exec` and a command."""
+    """The arguments of `worker.py`: a script with its arguments, `-m` and a module, or `--exec` and a command."""
     variables: Mapping[str, str]
     rank: int | None = None
-    """None for a server and an evaluator: they end when all ranks have ended."""
+    """None for a server or an evaluator, which are ended after all ranks."""
     prefix: str | None = None
-    """Before each line of its output; None: it writes to our own streams itself."""
+    """Text before each line of its output; None if it writes to the launcher's own streams."""
     enter: tuple[str, ...] = ()
-    """A command before the command: how to get into its network."""
+    """The command that runs another command in the host's network namespace; empty outside of a lab."""
 
     def to_json(self) -> dict[str, Any]:
-        """As an agent reads it."""
+        """As JSON, for an agent on another host."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Program:
-        """What `to_json` gave."""
+        """Decode `to_json()`."""
         rank, prefix = found["rank"], found["prefix"]
         return cls(
             name=str(found["name"]),
@@ -123,7 +123,7 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchHost:
-    """A host, and how many ranks it takes."""
+    """A host as the launcher uses it: its number of ranks, and how programs run there."""
 
     name: str
     slots: int
@@ -131,14 +131,14 @@ class LaunchHost:
     variables: Mapping[str, str] = field(default_factory=dict)
     address: str = ""
     interface: str = ""
-    door: str = ""
-    """A program that is called as ssh is and runs a command at that address; for mpiexec in the lab."""
+    remote_shell: str = ""
+    """The path of a program that is called like ssh and runs a command on a host of the lab; mpiexec uses it."""
 
 
 def rank_programs(
-    places: Sequence[LaunchHost], target: Iterable[str], common: Mapping[str, str], plain_rank: int | None = 0
+    hosts: Sequence[LaunchHost], target: Iterable[str], common: Mapping[str, str], plain_rank: int | None = 0
 ) -> list[list[Program]]:
-    """The ranks of each place, counted through place by place.
+    """The programs of the ranks, by host. Ranks are numbered host by host.
 
     >>> found = rank_programs([LaunchHost(name="a", slots=2), LaunchHost(name="b", slots=1)], ["train.py"], {})
     >>> [[program.name for program in programs] for programs in found]
@@ -146,108 +146,85 @@ def rank_programs(
     >>> found[1][0].variables["GROUP_RANK"], found[1][0].prefix
     ('1', '[2] ')
     """
-    size = sum(place.slots for place in places)
-    arguments = tuple(target)
-    laid: list[list[Program]] = []
-    rank = 0
-    for number, place in enumerate(places):
-        here = []
-        for local in range(place.slots):
+    size = sum(host.slots for host in hosts)
+    found: list[list[Program]] = []
+    for number, host in enumerate(hosts):
+        first = sum(before.slots for before in hosts[:number])
+        programs = []
+        for local in range(host.slots):
+            name = f"rank {first + local}"
             variables = {
-                "RANK": str(rank),
+                "RANK": str(first + local),
                 "WORLD_SIZE": str(size),
                 "LOCAL_RANK": str(local),
-                "LOCAL_WORLD_SIZE": str(place.slots),
+                "LOCAL_WORLD_SIZE": str(host.slots),
                 "GROUP_RANK": str(number),
-                "SYNCLINE_PROGRAM": f"rank {rank}",
             }
-            here.append(
-                Program(
-                    name=f"rank {rank}",
-                    target=arguments,
-                    variables={**place.variables, **common, **variables},
-                    rank=rank,
-                    prefix=None if rank == plain_rank else f"[{rank}] ",
-                    enter=place.enter,
-                )
-            )
-            rank += 1
-        laid.append(here)
-    return laid
+            prefix = None if first + local == plain_rank else f"[{first + local}] "
+            programs.append(_program(host, name, target, {**common, **variables}, prefix, rank=first + local))
+        found.append(programs)
+    return found
 
 
 def server_programs(
-    places: Sequence[LaunchHost], target: Iterable[str], common: Mapping[str, str], count: int
+    hosts: Sequence[LaunchHost], target: Iterable[str], common: Mapping[str, str], count: int
 ) -> list[list[Program]]:
-    """Servers beside the ranks, dealt to the places in turn.
+    """The programs of the servers, by host. Hosts take servers in turn.
 
     >>> [len(programs) for programs in server_programs([LaunchHost(name="a", slots=1)] * 2, ["-m", "server"], {}, 3)]
     [2, 1]
     """
-    arguments = tuple(target)
-    laid: list[list[Program]] = [[] for _ in places]
+    found: list[list[Program]] = [[] for _ in hosts]
     for server in range(count):
-        place = places[server % len(places)]
-        role = {"SYNCLINE_ROLE": "server", "SYNCLINE_SERVER": str(server), "SYNCLINE_PROGRAM": f"server {server}"}
-        laid[server % len(places)].append(
-            Program(
-                name=f"server {server}",
-                target=arguments,
-                variables={**place.variables, **common, **role},
-                prefix=f"[server {server}] ",
-                enter=place.enter,
-            )
-        )
-    return laid
+        number, name = server % len(hosts), f"server {server}"
+        variables = {**common, "SYNCLINE_ROLE": "server", "SYNCLINE_SERVER": str(server)}
+        found[number].append(_program(hosts[number], name, target, variables, f"[{name}] "))
+    return found
 
 
 def evaluator_programs(
-    places: Sequence[LaunchHost], target: Iterable[str], common: Mapping[str, str]
+    hosts: Sequence[LaunchHost], target: Iterable[str], common: Mapping[str, str]
 ) -> list[list[Program]]:
     """The evaluator, on the last host. It is not a rank and has no variables of a rank.
 
     >>> [[program.name for program in each] for each in evaluator_programs([LaunchHost(name="a", slots=1)], [], {})]
     [['evaluator']]
     """
-    last = places[-1]
-    evaluator = Program(
-        name=EVALUATOR,
-        target=tuple(target),
-        variables={**last.variables, **common, "SYNCLINE_ROLE": EVALUATOR, "SYNCLINE_PROGRAM": EVALUATOR},
-        prefix=f"[{EVALUATOR}] ",
-        enter=last.enter,
-    )
-    return [[] for _ in places[:-1]] + [[evaluator]]
+    variables = {**common, "SYNCLINE_ROLE": EVALUATOR}
+    return [[] for _ in hosts[:-1]] + [[_program(hosts[-1], EVALUATOR, target, variables, f"[{EVALUATOR}] ")]]
+
+
+def _program(
+    host: LaunchHost,
+    name: str,
+    target: Iterable[str],
+    variables: Mapping[str, str],
+    prefix: str | None,
+    rank: int | None = None,
+) -> Program:
+    environment = {**host.variables, **variables, "SYNCLINE_PROGRAM": name}
+    return Program(name=name, target=tuple(target), variables=environment, rank=rank, prefix=prefix, enter=host.enter)
 
 
 FORWARDED_PREFIXES = (
-    "OMP_",
-    "MKL_",
-    "NCCL_",
-    "GLOO_",
-    "TP_",
-    "TORCH_",
-    "CUDA_",
-    "UCX_",
-    "PYTHON",
-    "SYNCLINE_",
-    "HOROVOD_",
+    *("OMP_", "MKL_", "NCCL_", "GLOO_", "TP_", "TORCH_", "CUDA_", "UCX_", "PYTHON"),
+    *("SYNCLINE_", "HOROVOD_"),
 )
-"""What goes along to other hosts, by the beginning of its name: their own environment has the rest."""
+"""Prefixes of the environment variables that are forwarded to other hosts."""
 NOT_FORWARDED = (
     *("SYNCLINE_SSH", "SYNCLINE_SUPERVISOR", "SYNCLINE_KEY", "SYNCLINE_PROGRAM"),
-    # Of a run that this one may be started in.
+    # They belong to an outer run, inside which this one may be started.
     *("HOROVOD_RANK", "HOROVOD_LOCAL_RANK", "HOROVOD_CROSS_RANK"),
     *("HOROVOD_SIZE", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_SIZE"),
 )
 
 
 def rendezvous_variables(address: str, port: int) -> dict[str, str]:
-    """What all processes of a run are told: where they meet."""
+    """The variables that tell all processes of a run the address of its store."""
     return {
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is served by us, not by rank 0
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the launcher serves the store, not rank 0
         "TORCHELASTIC_RESTART_COUNT": "0",
         "SYNCLINE_RUN_ID": secrets.token_hex(8),
     }
@@ -259,7 +236,6 @@ def role_environment(
     """The variables that tell a process how many workers, servers, evaluators and hosts a run has.
 
     They are set even if there is no server, because a run may be started inside another run.
-
 
     >>> role_environment(4, servers=2)["SYNCLINE_SERVERS"]
     '2'
@@ -275,7 +251,7 @@ def role_environment(
 
 
 def thread_variables(workers: int, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """A fair share of the cores for each worker's arithmetic, unless the user has said otherwise.
+    """The number of threads of each worker: an equal share of the cores, unless the user has set it.
 
     >>> thread_variables(4, {"OMP_NUM_THREADS": "3"})
     {'OMP_NUM_THREADS': '3'}
@@ -285,7 +261,7 @@ def thread_variables(workers: int, environ: Mapping[str, str] | None = None) -> 
 
 
 def network_key(environ: Mapping[str, str] | None = None) -> str:
-    """A secret that admits to the run's network, where others may be on the wire: the user's own, or a fresh one.
+    """The secret key of the run's network: the user's own, or a new one.
 
     >>> network_key({"SYNCLINE_KEY": "none"}), len(network_key({}))
     ('none', 40)
@@ -297,7 +273,7 @@ def network_key(environ: Mapping[str, str] | None = None) -> str:
 
 
 def forwarded_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The user's variables that go along to other hosts.
+    """The user's environment variables that are forwarded to other hosts.
 
     >>> forwarded_variables({"NCCL_DEBUG": "INFO", "HOME": "/home/user", "SYNCLINE_SSH": "ssh -v"})
     {'NCCL_DEBUG': 'INFO'}
@@ -310,10 +286,10 @@ def forwarded_variables(environ: Mapping[str, str] | None = None) -> dict[str, s
     }
 
 
-def add_horovod_variables(places: Sequence[Sequence[Program]]) -> list[list[Program]]:
-    """The ranks of each place, told who they are in Horovod's words too.
+def add_horovod_variables(hosts: Sequence[Sequence[Program]]) -> list[list[Program]]:
+    """Add HOROVOD_RANK, HOROVOD_SIZE and the other variables of Horovod to the programs of ranks.
 
-    The cross rank counts the places that have a rank with the same local rank.
+    The cross rank counts the hosts that have a rank with the same local rank.
 
     >>> hosts = [LaunchHost(name="a", slots=2), LaunchHost(name="b", slots=1)]
     >>> found = add_horovod_variables(rank_programs(hosts, ["train.py"], {}))
@@ -322,19 +298,20 @@ def add_horovod_variables(places: Sequence[Sequence[Program]]) -> list[list[Prog
     >>> [program.variables["HOROVOD_CROSS_SIZE"] for programs in found for program in programs]
     ['2', '1', '2']
     """
-    sizes = [len(place) for place in places]
-    told = []
-    for number, place in enumerate(places):
-        here = []
-        for local, program in enumerate(place):
-            variables = {
-                "HOROVOD_RANK": str(program.rank),
-                "HOROVOD_SIZE": str(sum(sizes)),
-                "HOROVOD_LOCAL_RANK": str(local),
-                "HOROVOD_LOCAL_SIZE": str(len(place)),
-                "HOROVOD_CROSS_RANK": str(sum(size > local for size in sizes[:number])),
-                "HOROVOD_CROSS_SIZE": str(sum(size > local for size in sizes)),
-            }
-            here.append(replace(program, variables={**program.variables, **variables}))
-        told.append(here)
-    return told
+    sizes = [len(programs) for programs in hosts]
+
+    def extended(program: Program, number: int, local: int) -> Program:
+        variables = {
+            "HOROVOD_RANK": str(program.rank),
+            "HOROVOD_SIZE": str(sum(sizes)),
+            "HOROVOD_LOCAL_RANK": str(local),
+            "HOROVOD_LOCAL_SIZE": str(sizes[number]),
+            "HOROVOD_CROSS_RANK": str(sum(size > local for size in sizes[:number])),
+            "HOROVOD_CROSS_SIZE": str(sum(size > local for size in sizes)),
+        }
+        return replace(program, variables={**program.variables, **variables})
+
+    return [
+        [extended(program, number, local) for local, program in enumerate(programs)]
+        for number, programs in enumerate(hosts)
+    ]

@@ -22,7 +22,7 @@ from syncline.launch.programs import LOCALHOST, Host, Program
 from syncline.launch.store import ProcessEvents
 
 __all__ = [
-    "CONNECT_TIMEOUT",
+    "CONNECT_TIMEOUT_S",
     "NO_STORE",
     "AgentConnection",
     "HostPrograms",
@@ -31,27 +31,28 @@ __all__ = [
     "ssh_command",
 ]
 
-CONNECT_TIMEOUT = 10
-"""Seconds to reach a host, and from there the launcher."""
-ALIVE = ("ServerAliveInterval=10", "ServerAliveCountMax=3")
-"""A host that is cut off says nothing: without asking, ssh waits for it for good."""
-START_TIMEOUT = 90.0
-"""Seconds from ssh to an agent at work: reaching the host, importing torch, reaching the store."""
+CONNECT_TIMEOUT_S = 10
+"""Timeout of the connection to a host, and from there to the launcher."""
+KEEPALIVE_OPTIONS = ("ServerAliveInterval=10", "ServerAliveCountMax=3")
+"""Without these, ssh waits forever for a host that is cut off."""
+START_TIMEOUT_S = 90.0
+"""Timeout of the start of an agent: the connection, the import of torch, and the connection to the store."""
 NO_STORE, NO_FOLDER, NO_PYTHON, NO_SYNCLINE = 96, 97, 98, 99
 SSH_FAILED = 255
-PATIENCE = 10.0
-LAST_WORDS = 1 << 16
-HANG_UP = 0.5
-"""Seconds to wait for an agent that has not begun: without us it finds no store and ends."""
+EXIT_TIMEOUT_S = 10.0
+"""Timeout of the end of an agent, and of `ssh -G`."""
+EARLY_EXIT_TIMEOUT_S = 0.5
+"""The same for an agent that has not started its programs: it ends when it does not find the store."""
+LAST_ERROR_BYTES = 1 << 16
 
 
 def ssh_command() -> list[str]:
-    """How to call ssh: SYNCLINE_SSH where it is set (as in `ssh -F config -l ada`)."""
+    """The command that calls ssh: the variable SYNCLINE_SSH (such as `ssh -F config -l ada`), or `ssh`."""
     return shlex.split(os.environ.get("SYNCLINE_SSH", "")) or ["ssh"]
 
 
 class AgentConnection:
-    """ssh to a host. The agent there ends when our end of its standard input does."""
+    """The ssh connection to the agent of one host. The agent ends when its stdin is closed."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -62,64 +63,64 @@ class AgentConnection:
         self._until = 0.0
 
     def start(self, job: Mapping[str, object]) -> None:
-        """Call the host and hand its agent the job."""
-        options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_TIMEOUT}", *ALIVE]
+        """Connect to the host, and send the job to its agent."""
+        options = ["BatchMode=yes", f"ConnectTimeout={CONNECT_TIMEOUT_S}", *KEEPALIVE_OPTIONS]
         command = [*ssh_command(), *(part for option in options for part in ("-o", option)), self.host.name]
         self._since = time.monotonic()
         try:
-            # A session of its own: the terminal's Ctrl-C is ours to pass on.
+            # In a session of its own, because the launcher forwards Ctrl-C itself.
             self._ssh = subprocess.Popen(
                 [*command, _remote_command()], stdin=subprocess.PIPE, stderr=self._errors, start_new_session=True
             )
         except OSError as error:
             raise WorldError(f"cannot run {command[0]!r}: {error.strerror}; install ssh or set SYNCLINE_SSH") from error
-        self.tell(job)
+        self.send(job)
 
-    def tell(self, what: Mapping[str, object]) -> None:
+    def send(self, message: Mapping[str, object]) -> None:
         """Send the agent a line."""
         if self._ssh is not None and self._ssh.stdin is not None:
-            with contextlib.suppress(OSError):  # ssh has ended, which code() tells
-                self._ssh.stdin.write(json.dumps(what).encode() + b"\n")
+            with contextlib.suppress(OSError):  # ssh has ended, which code() reports
+                self._ssh.stdin.write(json.dumps(message).encode() + b"\n")
                 self._ssh.stdin.flush()
 
     def code(self) -> int | None:
         """The exit code of ssh, or None while it runs."""
         return None if self._ssh is None else self._ssh.poll()
 
-    def agent_is_ready(self, output: OutputForwarder) -> None:
-        """From now on what comes over ssh's standard error is the workers'."""
+    def forward_errors(self, output: OutputForwarder) -> None:
+        """Forward the stderr of ssh from now on: it is the output of the workers."""
         self.ready = True
         output.follow(f"/proc/self/fd/{self._errors.fileno()}", output.err, None)
 
     def check_start(self, code: int | None, place: str) -> None:
-        """Raise if the agent will not come."""
+        """Raise if the agent has failed to start."""
         if code is not None:
-            raise WorldError(self._why(code, place))
-        if time.monotonic() - self._since > START_TIMEOUT:
+            raise WorldError(self._explain(code, place))
+        if time.monotonic() - self._since > START_TIMEOUT_S:
             raise WorldError(
-                f"host {self.host.name} did not start its agent within {START_TIMEOUT:.0f} s"
-                f"{self.last_words()}; try: {self._trial()}"
+                f"host {self.host.name} did not start its agent within {START_TIMEOUT_S:.0f} s"
+                f"{self.last_error()}; try: {self._test_command()}"
             )
 
-    def last_words(self) -> str:
-        """The last line that ssh wrote to standard error, in brackets."""
+    def last_error(self) -> str:
+        """The last line that ssh wrote to stderr, in brackets."""
         size = os.fstat(self._errors.fileno()).st_size
         # pread: ssh writes at the same file offset
-        data = os.pread(self._errors.fileno(), LAST_WORDS, max(0, size - LAST_WORDS))
+        data = os.pread(self._errors.fileno(), LAST_ERROR_BYTES, max(0, size - LAST_ERROR_BYTES))
         lines = data.decode(errors="replace").strip().splitlines()
         return f" ({lines[-1].strip()})" if lines else ""
 
-    def hang_up(self) -> None:
-        """Tell the agent that it is over. Does not wait."""
+    def request_end(self) -> None:
+        """End the agent. Does not wait."""
         if self._ssh is not None and self._ssh.stdin is not None and not self._ssh.stdin.closed:
-            self.tell({"signal": int(signal.SIGKILL)})
+            self.send({"signal": int(signal.SIGKILL)})
             with contextlib.suppress(OSError):
                 self._ssh.stdin.close()
-            self._until = time.monotonic() + (PATIENCE if self.ready else HANG_UP)
+            self._until = time.monotonic() + (EXIT_TIMEOUT_S if self.ready else EARLY_EXIT_TIMEOUT_S)
 
     def close(self) -> None:
-        """Hang up, and see the agent's processes gone."""
-        self.hang_up()
+        """End the agent, and wait for it."""
+        self.request_end()
         if self._ssh is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._ssh.wait(max(0.0, self._until - time.monotonic()))
@@ -127,13 +128,13 @@ class AgentConnection:
             self._ssh.wait()
         self._errors.close()
 
-    def _trial(self) -> str:
+    def _test_command(self) -> str:
         return shlex.join([*ssh_command(), "-o", "BatchMode=yes", self.host.name, "true"])
 
-    def _why(self, code: int, place: str) -> str:
+    def _explain(self, code: int, place: str) -> str:
         name, python = self.host.name, sys.executable
         if code == SSH_FAILED:
-            return f"host {name} cannot be reached by ssh{self.last_words()}; this must work: {self._trial()}"
+            return f"host {name} cannot be reached by ssh{self.last_error()}; this must work: {self._test_command()}"
         if code == NO_FOLDER:
             return f"host {name} has no folder {os.getcwd()}: every host needs the working folder at the same path"
         if code == NO_PYTHON:
@@ -145,7 +146,7 @@ class AgentConnection:
                 f"host {name} cannot reach the store at {place} of this machine: open the port, or name an address "
                 f"that {name} can reach with --address"
             )
-        return f"host {name}: the agent ended with exit code {code}{self.last_words()}"
+        return f"host {name}: the agent ended with exit code {code}{self.last_error()}"
 
 
 def _remote_command() -> str:
@@ -158,67 +159,67 @@ def _remote_command() -> str:
 
 
 def address_towards(hosts: Sequence[Host]) -> str:
-    """This machine's address on the way to the first of the hosts that is elsewhere."""
+    """The address of this machine that the first remote host can reach."""
     others = [host.name for host in hosts if host.name != LOCALHOST]
     if not others:
         return "127.0.0.1"
     try:
         found = socket.getaddrinfo(_real_name(others[0]), 9, type=socket.SOCK_DGRAM)
-        # Workers listen on IPv4 alone, and many clusters give their hosts both.
+        # Workers listen on IPv4 only, and many hosts have both kinds of addresses.
         places = [place for family, _, _, _, place in found if family == socket.AF_INET]
         if not places:
             raise WorldError(
-                f"host {others[0]} has only IPv6 addresses ({found[0][4][0]}), and workers listen on IPv4 alone; "
+                f"host {others[0]} has only IPv6 addresses ({found[0][4][0]}), but workers listen on IPv4 only; "
                 "use a name with an IPv4 address, or name an IPv4 address of this machine with --address"
             )
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(places[0])  # UDP: nothing is sent, the kernel only chooses the way
+            probe.connect(places[0])  # UDP: nothing is sent, the kernel only chooses the route
             return str(probe.getsockname()[0])
     except OSError as error:
         raise WorldError(
-            f"cannot tell which address of this machine host {others[0]} can reach ({error}); name it with --address"
+            f"cannot find the address of this machine that host {others[0]} can reach ({error}); give it with --address"
         ) from error
 
 
 def _real_name(name: str) -> str:
-    """What ssh's configuration makes of a name: people use aliases."""
+    """The host name behind an alias of the ssh configuration."""
     try:
-        told = subprocess.run(
-            [*ssh_command(), "-G", name], capture_output=True, text=True, timeout=PATIENCE, check=False
+        output = subprocess.run(
+            [*ssh_command(), "-G", name], capture_output=True, text=True, timeout=EXIT_TIMEOUT_S, check=False
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
-        told = ""
-    names = [line.split(None, 1)[1] for line in told.splitlines() if line.startswith("hostname ")]
+        output = ""
+    names = [line.split(None, 1)[1] for line in output.splitlines() if line.startswith("hostname ")]
     return names[0] if names else name.rpartition("@")[2]
 
 
 @dataclass(eq=False)
 class HostPrograms:
-    """What one host runs."""
+    """The programs of one remote host."""
 
     number: int
     host: Host
     programs: Sequence[Program]
-    left: dict[str, Program] = field(default_factory=dict)
-    sent: set[int] = field(default_factory=set)
+    running: dict[str, Program] = field(default_factory=dict)
+    signals: set[int] = field(default_factory=set)
 
 
 class RemoteProcesses:
-    """Programs on other hosts."""
+    """The processes on other hosts."""
 
     def __init__(
-        self, shares: Sequence[HostPrograms], address: str, port: int, board: ProcessEvents, output: OutputForwarder
+        self, shares: Sequence[HostPrograms], address: str, port: int, events: ProcessEvents, output: OutputForwarder
     ) -> None:
         self._links = [(share, AgentConnection(share.host)) for share in shares]
         self._address = address
         self._port = port
-        self._board = board
+        self._events = events
         self._output = output
         self._raised: dict[str, ProcessExit] = {}
 
     def start(self, give_up: Callable[[], bool]) -> None:
         for share, link in self._links:
-            share.left = {program.name: program for program in share.programs}
+            share.running = {program.name: program for program in share.programs}
             link.start(
                 {
                     "host": share.number,
@@ -229,49 +230,49 @@ class RemoteProcesses:
             )
 
     def poll(self) -> list[ProcessExit]:
-        # ssh first, the store after it: what an agent has to say it says before it ends.
+        # The exit codes first, the store after them: an agent posts its events before it ends.
         codes = [link.code() for _, link in self._links]
-        found = [ended for ended in self._board.read_ended() if self._strike_off(ended)]
+        found = [ended for ended in self._events.read_ended() if self._remove(ended)]
         for (share, link), code in zip(self._links, codes, strict=True):
-            if not link.ready and self._board.is_ready(share.number):
-                link.agent_is_ready(self._output)
+            if not link.ready and self._events.is_ready(share.number):
+                link.forward_errors(self._output)
             if not link.ready:
                 link.check_start(code, f"{self._address}:{self._port}")
-            elif code is not None and share.left:
-                summary = f"host {share.host.name} is lost: ssh ended with exit code {code}{link.last_words()}"
+            elif code is not None and share.running:
+                summary = f"host {share.host.name} is lost: ssh ended with exit code {code}{link.last_error()}"
                 found += [
                     ProcessExit(name=one.name, rank=one.rank, code=code or 1, report=ErrorReport(summary=summary))
-                    for one in share.left.values()
+                    for one in share.running.values()
                 ]
-                share.left.clear()
+                share.running.clear()
         return found
 
-    def _strike_off(self, ended: ProcessExit) -> bool:
-        return any(share.left.pop(ended.name, None) is not None for share, _ in self._links)
+    def _remove(self, ended: ProcessExit) -> bool:
+        return any(share.running.pop(ended.name, None) is not None for share, _ in self._links)
 
     def raised(self) -> list[ProcessExit]:
-        self._raised |= {one.name: one for one in self._board.read_raised()}
+        self._raised |= {one.name: one for one in self._events.read_raised()}
         return [self._raised[name] for name in self.running() if name in self._raised]
 
     def running(self) -> list[str]:
-        return [name for share, _ in self._links for name in share.left]
+        return [name for share, _ in self._links for name in share.running]
 
     def signal(self, number: int, ranks_only: bool = False) -> None:
         for share, link in self._links:
-            if share.left and number not in share.sent:  # a line more each time would fill a pipe that nobody reads
-                share.sent.add(number)
-                link.tell({"signal": int(number), **({"ranks_only": True} if ranks_only else {})})
+            if share.running and number not in share.signals:  # repeated lines would fill a pipe that nobody reads
+                share.signals.add(number)
+                link.send({"signal": int(number), **({"ranks_only": True} if ranks_only else {})})
 
     def states(self) -> dict[str, ProcessState]:
         return {}
 
     def kill(self, name: str) -> None:
         for share, link in self._links:
-            if name in share.left:
-                link.tell({"signal": int(signal.SIGKILL), "name": name})
+            if name in share.running:
+                link.send({"signal": int(signal.SIGKILL), "name": name})
 
     def close(self) -> None:
         for _, link in self._links:
-            link.hang_up()  # all of them first, so that they end together
+            link.request_end()  # all connections first, so that the agents end together
         for _, link in self._links:
             link.close()

@@ -1,4 +1,4 @@
-"""The ways to start a run: here, on hosts, in the lab, or handed over to mpiexec and srun."""
+"""Starts a run: on this machine, on hosts over ssh, in a lab, or with mpiexec or srun."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ __all__ = [
     "Job",
     "JobExit",
     "become_launcher",
-    "local_place",
-    "places_in_lab",
+    "hosts_in_lab",
+    "local_host",
     "run_by_mpiexec",
     "run_by_srun",
     "run_here",
     "run_in_lab",
     "run_logged",
     "run_on_hosts",
-    "run_on_places",
+    "run_supervised",
     "srun_command",
 ]
 
@@ -68,7 +68,7 @@ SERVER = ("-m", "syncline.server")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to run, whatever the place."""
+    """What to run, independent of the place."""
 
     target: tuple[str, ...]
     policy: FailurePolicy = "stop"
@@ -76,107 +76,99 @@ class Job:
     servers: int = 0
     server: tuple[str, ...] = SERVER
     evaluators: int = 0
-    """1: the target is started once more, to evaluate beside the ranks (SYNCLINE_ROLE=evaluator)."""
+    """1 to start the target once more as an evaluator beside the ranks (SYNCLINE_ROLE=evaluator)."""
     handlers: str = ""
     """Modules, separated by commas, that register handlers for the servers."""
     mpi: bool = False
-    """Whether mpiexec starts the ranks, here or in the lab, and MPI carries their bytes."""
+    """Whether mpiexec starts the ranks, here or in the lab, and they communicate over MPI."""
     plain_rank: int | None = 0
-    """The rank whose output is passed on untouched; None: every line has its rank."""
+    """The rank whose output has no prefix; None: every line has its rank."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """What every process is told beside where and who it is."""
+    """More environment variables for every process."""
     saves: bool = False
-    """Whether its ranks save and end by themselves on Ctrl-C or SIGTERM; servers and evaluator end after them. All have
-    `SAVES` in their environment. mpiexec ends its ranks in its own way."""
+    """Whether its ranks save and end after Ctrl-C or SIGTERM; servers and evaluator end after them. All processes have
+    `SAVES` in their environment. It has no effect with mpiexec, which ends the ranks itself."""
     announce: bool = False
-    """Whether to print what is started even if standard error is no terminal."""
+    """Whether to print what is started even if stderr is not a terminal."""
     horovod: bool = False
-    """Whether the ranks are told who they are in Horovod's words too."""
+    """Whether the ranks also get Horovod's variables, HOROVOD_RANK and others."""
     lost_after: str | None = None
     """Seconds without a heartbeat after which a program counts as lost, "0" for no limit; None for the default."""
 
 
 def run_here(job: Job, ranks: int) -> int:
-    """Run on this machine; the exit code."""
-    address, place = job.address or LOOPBACK, local_place(ranks)
-    _start_prefork(job, place)
-    return run_on_places(job, [place], serve_store(address, ranks), address)
+    """Run on this machine; return the exit code."""
+    address, host = job.address or LOOPBACK, local_host(ranks)
+    _start_prefork(job, host)
+    return run_supervised(job, [host], serve_store(address, ranks), address)
 
 
-def local_place(ranks: int) -> LaunchHost:
-    """This machine, its cores shared among so many ranks."""
+def local_host(ranks: int) -> LaunchHost:
+    """This machine, with its cores divided among the ranks."""
     return LaunchHost(name=LOCALHOST, slots=ranks, variables=thread_variables(ranks))
 
 
-def _start_prefork(job: Job, place: LaunchHost) -> None:
+def _start_prefork(job: Job, host: LaunchHost) -> None:
     """Start the prefork process early, so that it imports torch while this process imports torch for the store."""
     if not job.mpi:
-        start_prefork(job.target, {**os.environ, **place.variables, **job.variables})
+        start_prefork(job.target, {**os.environ, **host.variables, **job.variables})
 
 
-def run_on_places(job: Job, places: Sequence[LaunchHost], store: TCPStore, address: str) -> int:
-    """Run at places that are all on this machine; the exit code."""
+def run_supervised(job: Job, hosts: Sequence[LaunchHost], store: TCPStore, address: str) -> int:
+    """Run on hosts that are all on this machine (a lab, or the machine itself); return the exit code."""
     common = rendezvous_variables(address, store.port)
-    programs = [program for programs in _programs(job, places, common) for program in programs]
+    programs = [program for programs in _programs(job, hosts, common) for program in programs]
     with _output() as output:
-        return _supervise(job, LocalProcesses(programs, output), ProcessEvents(store), places, output)
+        return _supervise(job, LocalProcesses(programs, output), ProcessEvents(store), hosts, output)
 
 
 @dataclass(frozen=True)
 class JobExit:
-    """How a run ended that somebody else tells of."""
+    """How a run ended, for a caller that reports it."""
 
     code: int
     failure: ProcessExit | None
-    """Who failed first."""
+    """The first failure."""
     early: str | None
-    """Why it was ended early."""
+    """The reason why `tick` ended it."""
 
 
 def run_logged(
-    job: Job, places: Sequence[LaunchHost], store: TCPStore, address: str, log: BinaryIO, tick: Tick
+    job: Job, hosts: Sequence[LaunchHost], store: TCPStore, address: str, log: BinaryIO, tick: Tick
 ) -> JobExit:
-    """Run at places that are all on this machine; what is printed goes to `log`."""
+    """Run on hosts that are all on this machine, with all output in `log`."""
     common = rendezvous_variables(address, store.port)
-    programs = [program for programs in _programs(job, places, common) for program in programs]
+    programs = [program for programs in _programs(job, hosts, common) for program in programs]
     with OutputForwarder(log, log) as output:
-        told = _supervisor(job, LocalProcesses(programs, output), ProcessEvents(store), places, output.say, tick)
-        code = told.run()
-    return JobExit(code, told.failure, told.ended_early)
+        supervisor = _supervisor(job, LocalProcesses(programs, output), ProcessEvents(store), hosts, output.say, tick)
+        code = supervisor.run()
+    return JobExit(code, supervisor.failure, supervisor.ended_early)
 
 
 def run_on_hosts(job: Job, hosts: Sequence[Host]) -> int:
-    """Run on hosts, over ssh where they are not this machine; the exit code."""
+    """Run on hosts, over ssh except on this machine; return the exit code."""
     address = job.address or address_towards(hosts)
     for host in hosts:
         if host.name == LOCALHOST:
-            _start_prefork(job, local_place(host.slots))
+            _start_prefork(job, local_host(host.slots))
     store = serve_store(address, sum(host.slots for host in hosts))
     common = rendezvous_variables(address, store.port)
     if any(host.name != LOCALHOST for host in hosts):
         common["SYNCLINE_KEY"] = network_key()
-    places = [
-        LaunchHost(
-            name=host.name,
-            slots=host.slots,
-            variables=thread_variables(host.slots) if host.name == LOCALHOST else forwarded_variables(),
-        )
+    launch_hosts = [
+        local_host(host.slots)
+        if host.name == LOCALHOST
+        else LaunchHost(name=host.name, slots=host.slots, variables=forwarded_variables())
         for host in hosts
     ]
-    laid = _programs(job, places, common)
-    board = ProcessEvents(store)
+    events = ProcessEvents(store)
+    numbered = list(enumerate(zip(hosts, _programs(job, launch_hosts, common), strict=True)))
+    here = [program for _, (host, programs) in numbered if host.name == LOCALHOST for program in programs]
+    remote = [HostPrograms(number, host, programs) for number, (host, programs) in numbered if host.name != LOCALHOST]
     with _output() as output:
-        crews: list[Processes] = []
-        numbered = list(enumerate(zip(hosts, laid, strict=True)))
-        here = [program for _, (host, programs) in numbered if host.name == LOCALHOST for program in programs]
-        shares = [
-            HostPrograms(number, host, programs) for number, (host, programs) in numbered if host.name != LOCALHOST
-        ]
-        if here:
-            crews.append(LocalProcesses(here, output))
-        if shares:
-            crews.append(RemoteProcesses(shares, address, store.port, board, output))
-        return _supervise(job, CombinedProcesses(crews), board, places, output)
+        parts: list[Processes] = [LocalProcesses(here, output)] if here else []
+        parts += [RemoteProcesses(remote, address, store.port, events, output)] if remote else []
+        return _supervise(job, CombinedProcesses(parts), events, launch_hosts, output)
 
 
 def run_by_mpiexec(
@@ -204,7 +196,7 @@ def run_by_srun(job: Job, ranks: int) -> int:
 
 
 def become_launcher(command: Sequence[str], variables: Mapping[str, str], mpi: bool = False) -> int:
-    """Become another launcher: signals, output and exit code are then its own. `mpi` says that it is mpiexec."""
+    """Replace this process by another launcher, which handles signals, output and exit code. `mpi`: it is mpiexec."""
     if mpi:
         clean_up_after_mpiexec()
     sys.stdout.flush()
@@ -212,68 +204,68 @@ def become_launcher(command: Sequence[str], variables: Mapping[str, str], mpi: b
     os.execve(command[0], list(command), {**os.environ, **variables})
 
 
-def _programs(job: Job, places: Sequence[LaunchHost], common: Mapping[str, str]) -> list[list[Program]]:
-    workers = sum(place.slots for place in places)
-    # Nobody beside the ranks and the servers joins MPI's world: there rank 0 evaluates.
+def _programs(job: Job, hosts: Sequence[LaunchHost], common: Mapping[str, str]) -> list[list[Program]]:
+    workers = sum(host.slots for host in hosts)
+    # With MPI there is no evaluator: only ranks and servers join its world, and rank 0 evaluates.
     evaluators = 0 if job.mpi else job.evaluators
-    told = role_environment(
-        workers, servers=job.servers, evaluators=evaluators, hosts=len(places), handlers=job.handlers
+    variables = role_environment(
+        workers, servers=job.servers, evaluators=evaluators, hosts=len(hosts), handlers=job.handlers
     )
     limit = {} if job.lost_after is None else {LOST_AFTER_VARIABLE: job.lost_after}
     saves = {SAVES: "1"} if job.saves and not job.mpi else {}
-    told = {**told, **limit, **saves, **job.variables, **common}
+    variables = {**variables, **limit, **saves, **job.variables, **common}
     if job.mpi:
-        return mpiexec_programs(places, job.target, told, job.servers, job.server, plain=job.plain_rank is not None)
-    ranks = rank_programs(places, job.target, told, job.plain_rank)
+        return mpiexec_programs(hosts, job.target, variables, job.servers, job.server, plain=job.plain_rank is not None)
+    ranks = rank_programs(hosts, job.target, variables, job.plain_rank)
     parts = [
-        server_programs(places, job.server, told, job.servers),
+        server_programs(hosts, job.server, variables, job.servers),
         add_horovod_variables(ranks) if job.horovod else ranks,
     ]
     if evaluators:
-        parts.append(evaluator_programs(places, job.target, told))
-    return [[program for programs in place for program in programs] for place in zip(*parts, strict=True)]
+        parts.append(evaluator_programs(hosts, job.target, variables))
+    return [[program for programs in each for program in programs] for each in zip(*parts, strict=True)]
 
 
 def _supervise(
-    job: Job, crew: Processes, board: ProcessEvents, places: Sequence[LaunchHost], output: OutputForwarder
+    job: Job, processes: Processes, events: ProcessEvents, hosts: Sequence[LaunchHost], output: OutputForwarder
 ) -> int:
     def say(text: str) -> None:
         output.say(f"syncline: {text}")
 
     if job.announce or sys.stderr.isatty():
-        say(f"starting {_describe_programs(job, places)}")
-    return _supervisor(job, crew, board, places, say).run()
+        say(f"starting {_describe_programs(job, hosts)}")
+    return _supervisor(job, processes, events, hosts, say).run()
 
 
-def _describe_programs(job: Job, places: Sequence[LaunchHost]) -> str:
+def _describe_programs(job: Job, hosts: Sequence[LaunchHost]) -> str:
     """The programs that are started, for a message.
 
     >>> _describe_programs(Job(target=(), servers=2, evaluators=1), [LaunchHost(name="here", slots=4)])
     '4 workers, 2 servers and an evaluator'
     """
-    workers = sum(place.slots for place in places)
+    workers = sum(host.slots for host in hosts)
     parts = [f"{workers} worker{'s' * (workers > 1)}"]
     parts += [f"{job.servers} server{'s' * (job.servers > 1)}"] if job.servers else []
     parts += ["an evaluator"] if job.evaluators and not job.mpi else []
     whole = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
-    return f"{whole}{' by mpiexec' if job.mpi else ''}{f' on {len(places)} hosts' if len(places) > 1 else ''}"
+    return f"{whole}{' by mpiexec' if job.mpi else ''}{f' on {len(hosts)} hosts' if len(hosts) > 1 else ''}"
 
 
 def _supervisor(
     job: Job,
-    crew: Processes,
-    board: ProcessEvents,
-    places: Sequence[LaunchHost],
+    processes: Processes,
+    events: ProcessEvents,
+    hosts: Sequence[LaunchHost],
     say: Callable[[str], None],
     tick: Tick | None = None,
 ) -> Supervisor:
-    ranks = 1 if job.mpi else sum(place.slots for place in places)  # mpiexec stands for all of them
+    ranks = 1 if job.mpi else sum(host.slots for host in hosts)  # mpiexec represents all ranks
     finishing = (EVALUATOR,) if job.evaluators else ()
     given = job.lost_after
     limit = lost_after() if given is None else read_lost_after(given, f"--lost-after {given}")
     return Supervisor(
-        crew,
-        board,
+        processes,
+        events,
         ranks,
         policy=job.policy,
         say=say,
@@ -293,10 +285,12 @@ def _output() -> Iterator[OutputForwarder]:
 
 
 def run_in_lab(job: Job, hosts: int, rate: str, ranks: int | None = None) -> int:
-    """Make a lab, run in it, take it down; the exit code."""
+    """Create a lab, run in it, and remove it; return the exit code."""
     ranks = hosts if ranks is None else ranks
     if ranks % hosts:
-        raise SpecError(f"-n {ranks} is not a multiple of the {hosts} hosts of the lab: every host takes as many ranks")
+        raise SpecError(
+            f"-n {ranks} is not a multiple of the {hosts} hosts of the lab: every host takes the same number"
+        )
     warn_if_oversubscribed(ranks)
     with Lab(hosts, rate) as lab:
         print(
@@ -304,31 +298,31 @@ def run_in_lab(job: Job, hosts: int, rate: str, ranks: int | None = None) -> int
             file=sys.stderr,
             flush=True,
         )
-        places, store, address = places_in_lab(lab, ranks, job.address, mpi=job.mpi)
-        return run_on_places(job, places, store, address)
+        launch_hosts, store, address = hosts_in_lab(lab, ranks, job.address, mpi=job.mpi)
+        return run_supervised(job, launch_hosts, store, address)
 
 
-def places_in_lab(
+def hosts_in_lab(
     lab: Lab, ranks: int, address: str | None = None, *, mpi: bool = False
 ) -> tuple[list[LaunchHost], TCPStore, str]:
-    """Places for so many ranks, a fresh store for them, and its address. With fewer ranks than hosts the first ones.
+    """The hosts of a lab for this number of ranks, a new store for them, and its address.
 
-    `mpi`: places that mpiexec can reach too.
+    With fewer ranks than hosts, the first hosts are used. With `mpi`, mpiexec can reach the hosts too.
     """
     hosts = lab.hosts[:ranks]
     first = hosts[0]
-    meeting = address or first.address
-    # A socket stays in the network it was made in, whichever thread uses it later.
-    with _unresolved_names():
-        store = first.call(lambda: serve_store(meeting, ranks))
+    store_address = address or first.address
+    # A socket stays in the network namespace in which it was created, whichever thread uses it later.
+    with _hidden_stderr():
+        store = first.call(lambda: serve_store(store_address, ranks))
     common = {"SYNCLINE_LAB": f"{len(lab.hosts)}@{lab.rate}", "SYNCLINE_KEY": network_key()}
-    door = lab.door if mpi else ""
-    return [_place(host, ranks // len(hosts), common, door) for host in hosts], store, meeting
+    remote_shell = lab.remote_shell if mpi else ""
+    return [_lab_host(host, ranks // len(hosts), common, remote_shell) for host in hosts], store, store_address
 
 
 @contextlib.contextmanager
-def _unresolved_names() -> Iterator[None]:
-    """Keep c10d's warning that the lab has no names off the terminal; it writes to the descriptor itself."""
+def _hidden_stderr() -> Iterator[None]:
+    """Hide c10d's warning that the lab has no host names. c10d writes to the file descriptor itself."""
     sys.stderr.flush()
     kept = os.dup(2)
     nothing = os.open(os.devnull, os.O_WRONLY)
@@ -345,12 +339,12 @@ def _measured(lab: Lab) -> str:
     return "not measured" if lab.measured is None else f"measured {lab.measured / 1e6:.1f} Mbit/s"
 
 
-def _place(host: LabHost, slots: int, common: Mapping[str, str], door: str) -> LaunchHost:
+def _lab_host(host: LabHost, slots: int, common: Mapping[str, str], remote_shell: str) -> LaunchHost:
     names = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     variables = {**dict.fromkeys(names, host.interface), **common}
-    # All hosts share this machine's cores: more threads would only make them wait for each other.
+    # All hosts share the cores of this machine, so more threads would only wait for each other.
     variables["OMP_NUM_THREADS"] = "1"
-    # Nobody answers for names in the lab, and c10d warns of each address that it cannot name.
+    # The lab has no DNS, and c10d warns about each address that it cannot resolve.
     variables["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
     return LaunchHost(
         name=host.name,
@@ -359,12 +353,12 @@ def _place(host: LabHost, slots: int, common: Mapping[str, str], door: str) -> L
         variables=variables,
         address=host.address,
         interface=host.interface,
-        door=door,
+        remote_shell=remote_shell,
     )
 
 
 def srun_command(target: Sequence[str], ranks: int, environ: Mapping[str, str]) -> list[str]:
-    """The whole command line."""
+    """The command line of srun. `environ` is that of a Slurm job."""
     if "SLURM_JOB_ID" not in environ:
         raise UnsupportedError("--hosts slurm needs a Slurm job around it (SLURM_JOB_ID is not set): salloc -N 2")
     srun = shutil.which("srun")
@@ -376,6 +370,6 @@ def srun_command(target: Sequence[str], ranks: int, environ: Mapping[str, str]) 
         raise SpecError(f"SLURM_JOB_NUM_NODES={environ.get('SLURM_JOB_NUM_NODES')!r} is not a number") from error
     each, odd = divmod(ranks, nodes)
     if odd or not each:
-        raise SpecError(f"-n {ranks} cannot be dealt evenly to the {nodes} nodes of this Slurm job")
+        raise SpecError(f"-n {ranks} cannot be divided evenly among the {nodes} nodes of this Slurm job")
     count = [f"--ntasks={ranks}", f"--ntasks-per-node={each}", "--kill-on-bad-exit=1"]
     return [srun, *count, sys.executable, str(WORKER), *target]

@@ -1,4 +1,4 @@
-"""The store where the ranks meet, served by the launcher, and what the launcher posts there."""
+"""The TCP store of a run, served by the launcher, and the events that are posted there."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 __all__ = ["ENDED", "ProcessEvents", "join_store", "serve_store"]
 
-PATIENCE = 20.0
+STORE_TIMEOUT_S = 20.0
 ENDED = "run/ended"
 RAISED = "run/raised"
 READY = "run/agent"
 
 
 def serve_store(address: str, ranks: int = 1) -> TCPStore:
-    """A store that listens at `address` alone, at a free port: torch by itself would listen on every interface."""
+    """Serve a store that listens at `address` only, at a free port. torch would listen on every interface."""
     from torch._C._distributed_c10d import TCPStore
 
     listener = _listen(address, max(128, ranks))
@@ -33,7 +33,7 @@ def serve_store(address: str, ranks: int = 1) -> TCPStore:
         address,
         port,
         is_master=True,
-        timeout=timedelta(seconds=PATIENCE),
+        timeout=timedelta(seconds=STORE_TIMEOUT_S),
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
@@ -56,44 +56,44 @@ def _listen(address: str, backlog: int) -> socket.socket:
 
 
 def join_store(address: str, port: int) -> TCPStore:
-    """The store that another process serves."""
+    """Connect to the store that another process serves."""
     from torch._C._distributed_c10d import TCPStore
 
-    return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=PATIENCE), wait_for_workers=False)
+    return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=STORE_TIMEOUT_S), wait_for_workers=False)
 
 
 class ProcessEvents:
-    """What the launcher tells the ranks, and the agents the launcher."""
+    """Events in the store: failures for the ranks, and reports of agents for the launcher."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self._read = {ENDED: 0, RAISED: 0}
 
     def post_dead(self, ended: ProcessExit) -> None:
-        """Tell the ranks that a rank, server or evaluator has failed."""
+        """Report to the ranks that a rank, server or evaluator has failed."""
         who = ended.name if ended.rank is None else ended.rank
         self.store.set(f"{DEAD}/{who}", json.dumps({"rank": ended.rank, "reason": ended.reason()}))
         self.store.add(DEAD, 1)
 
-    def read_signs(self, names: Iterable[str]) -> dict[str, str]:
-        """The latest heartbeat of each program; "" for one that has sent none."""
+    def read_heartbeats(self, names: Iterable[str]) -> dict[str, str]:
+        """The latest heartbeat of each program; "" for a program that has sent none."""
         keys = {name: f"{ALIVE}/{name}" for name in names}
         return {name: self.store.get(key).decode() if self.store.check([key]) else "" for name, key in keys.items()}
 
     def post_ended(self, ended: ProcessExit) -> None:
-        """Tell the launcher that a program of this host has ended."""
+        """Report to the launcher that a program of this host has ended."""
         self._post(ENDED, ended)
 
     def post_raised(self, raised: ProcessExit) -> None:
-        """Tell the launcher that a program of this host has left a report, and not ended yet."""
+        """Report to the launcher that a program of this host has raised an exception and not ended yet."""
         self._post(RAISED, raised)
 
     def read_ended(self) -> list[ProcessExit]:
-        """What agents have posted of programs that ended since the last call."""
+        """The programs on other hosts that have ended since the last call."""
         return self._read_new(ENDED)
 
     def read_raised(self) -> list[ProcessExit]:
-        """What agents have posted of programs that raised since the last call."""
+        """The programs on other hosts that have raised an exception since the last call."""
         return self._read_new(RAISED)
 
     def _post(self, kind: str, what: ProcessExit) -> None:
@@ -104,7 +104,7 @@ class ProcessEvents:
     def _read_new(self, kind: str) -> list[ProcessExit]:
         found = []
         count = self.store.add(kind, 0)
-        # Numbers are drawn before they are filled: one may be counted while a lower one is still on its way.
+        # A writer takes a number before it writes the value, so a lower number may still be missing.
         while self._read[kind] < count and self.store.check([f"{kind}/{self._read[kind] + 1}"]):
             self._read[kind] += 1
             found.append(self._read_one(f"{kind}/{self._read[kind]}"))
@@ -116,13 +116,13 @@ class ProcessEvents:
             return ProcessExit.from_json(text)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ProtocolError(
-                f"{key} in the store is no agent's report: {text[:80]!r}; who else writes there?"
+                f"{key} in the store is not a report of an agent: {text[:80]!r}; does another program write there?"
             ) from error
 
     def post_ready(self, host: int) -> None:
-        """Tell the launcher that the agent of a host is at work."""
+        """Report to the launcher that the agent of a host has started its programs."""
         self.store.set(f"{READY}/{host}", "1")
 
     def is_ready(self, host: int) -> bool:
-        """Whether the agent of a host is at work."""
+        """Whether the agent of a host has started its programs."""
         return bool(self.store.check([f"{READY}/{host}"]))

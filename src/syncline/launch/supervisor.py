@@ -1,4 +1,4 @@
-"""What happens when a program fails, when the user has had enough, and when all is done."""
+"""Supervises the processes of a run: what happens after a failure, after Ctrl-C, and at the end."""
 
 from __future__ import annotations
 
@@ -26,81 +26,81 @@ class HeartbeatMonitor:
     A program that has no world yet, or has left its world, sends none. It counts as alive unless a signal has stopped
     it. So does one that computes: compiled code may keep the thread that sends the heartbeats from running.
 
-    >>> watch = HeartbeatMonitor(lost_after=3.0)
-    >>> [watch.look(now, {"rank 0": "7", "rank 1": str(now)}, dict) for now in (0.0, 2.0, 4.0)]
+    >>> monitor = HeartbeatMonitor(lost_after=3.0)
+    >>> [monitor.check(now, {"rank 0": "7", "rank 1": str(now)}, dict) for now in (0.0, 2.0, 4.0)]
     [{}, {}, {'rank 0': 4.0}]
     """
 
     def __init__(self, lost_after: float) -> None:
         self._lost_after = lost_after
-        self._looked: float | None = None
-        self._signs: dict[str, str] = {}
+        self._checked: float | None = None
+        self._last: dict[str, str] = {}
         self._silent: dict[str, float] = {}
 
-    def look(
-        self, now: float, signs: Mapping[str, str], states: Callable[[], Mapping[str, ProcessState]]
+    def check(
+        self, now: float, beats: Mapping[str, str], states: Callable[[], Mapping[str, ProcessState]]
     ) -> dict[str, float]:
-        """Check the latest heartbeat of each running program, "" for none. Returns the programs that were silent for
-        too long, with the seconds.
+        """Check the latest heartbeat of each running program ("" for none).
 
-        `states` is called only if a heartbeat is the same as before.
+        Returns the programs that were silent for too long, with the seconds. `states` is called only if a heartbeat is
+        the same as before.
         """
-        gap = 0.0 if self._looked is None else min(now - self._looked, MAX_GAP_S)
-        self._looked = now
-        same = [name for name, sign in signs.items() if self._signs.get(name) == sign]
+        gap = 0.0 if self._checked is None else min(now - self._checked, MAX_GAP_S)
+        self._checked = now
+        same = [name for name, beat in beats.items() if self._last.get(name) == beat]
         found = states() if same else {}
-        for name, sign in signs.items():
-            owes = sign not in ("", LEFT) or found.get(name) == "stopped"
-            silent = name in same and owes and found.get(name) != "busy"
+        for name, beat in beats.items():
+            expected = beat not in ("", LEFT) or found.get(name) == "stopped"
+            silent = name in same and expected and found.get(name) != "busy"
             self._silent[name] = self._silent.get(name, 0.0) + gap if silent else 0.0
-            self._signs[name] = sign
-        return {name: self._silent[name] for name in signs if self._silent[name] > self._lost_after}
+            self._last[name] = beat
+        return {name: self._silent[name] for name in beats if self._silent[name] > self._lost_after}
 
 
 FailurePolicy = Literal["stop", "continue"]
 Tick = Callable[[], str | None]
-"""Called again and again while programs run; a reason to end them, or None."""
+"""Called regularly while programs run. It returns a reason to end them, or None."""
 ENDED_EARLY = 124
-"""The exit code where `tick` has ended a run, as timeout(1) has it."""
+"""The exit code if `tick` has ended a run; timeout(1) uses the same."""
 
-PERIOD = 0.03
+POLL_EVERY_S = 0.03
 EXIT_TIMEOUT_S = 5.0
-"""Seconds between asking programs to end and killing them."""
+"""Seconds between the request to end and the kill."""
 SAVE_TIMEOUT_S = 20.0
-"""The same in seconds where ranks save before they end. Slurm and Kubernetes kill after 30."""
+"""The same for ranks that save before they end. Slurm and Kubernetes kill after 30 s."""
 STOPPED = 128 + signal.SIGINT
-"""The exit code of a rank that has stopped as it was asked to."""
+"""The exit code of a rank that has ended after SIGINT."""
 KILL_TIMEOUT_S = 5.0
-"""Seconds between killing programs and going without them: a host that is cut off does not answer."""
+"""Seconds that the supervisor waits for killed programs: a host that is cut off does not answer."""
 BLAME_WAIT_S = 1.0
-"""Seconds to look for the one who failed, when all that is known are ranks that were left alone."""
+"""Seconds to wait for the first failure if all known failures are consequences."""
 EVALUATOR_TIMEOUT_S = 60.0
-"""Seconds that an evaluator has for its last work when all ranks have ended well."""
+"""Seconds that an evaluator has to finish after all ranks have ended well."""
 CHECK_EVERY_S = 1.0
-"""Seconds between looks at what is not urgent, and before the user is told for whom we wait."""
+"""Seconds between checks that are not urgent, and before the user is told which programs are still running."""
 SAME_SIGNAL_S = 0.2
-"""A second signal within so many seconds is the first one again: wrappers like `uv run` forward Ctrl-C once more."""
+"""A second signal within these seconds counts as the first: wrappers like `uv run` forward Ctrl-C once more."""
 FORWARDED = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
 
 
 class Supervisor:
-    """Watches a crew until nothing of it is left.
+    """Watches processes until all have ended.
 
     ```text
-    running ──a rank fails (stop)───────────┐   a rank that sends no heartbeat is killed, and has failed
-       │  ──Ctrl-C, SIGTERM, SIGHUP─────────┤──► asked to end ──grace, or Ctrl-C again──► killed ──no answer──► left
+    running ──a rank fails (stop)───────────┐   a rank that sends no heartbeat is killed and counts as failed
+       │  ──Ctrl-C, SIGTERM, SIGHUP─────────┤──► ending ──timeout, or Ctrl-C again──► killed ──no answer──► given up
        └──all ranks have ended (servers)────┘   an evaluator may finish first
     ```
 
-    Where a job `saves`, each of the three signals means "save and end" to its ranks. They go to the ranks only, as
-    Ctrl-C; servers and evaluator are ended after the ranks. Programs that must end for another reason are killed at
-    once, because SIGTERM would make them save.
+    With `saves`, each of the three signals means "save and end" to the ranks. Only the ranks receive it, as SIGINT;
+    servers and evaluator are ended after the ranks. Programs that must end for another reason are killed at once,
+    because SIGTERM would make them save.
     """
 
     def __init__(
         self,
-        crew: Processes,
-        board: ProcessEvents,
+        processes: Processes,
+        events: ProcessEvents,
         ranks: int,
         *,
         policy: FailurePolicy,
@@ -110,13 +110,13 @@ class Supervisor:
         saves: bool = False,
         lost_after: float = math.inf,
     ) -> None:
-        self._crew = crew
-        self._board = board
+        self._processes = processes
+        self._events = events
         self._policy = policy
         self._say = say
         self._tick = tick
         self._finishing = finishing
-        """Names of those who may finish what they are at when all ranks have ended."""
+        """Names of programs that may finish their work after all ranks have ended."""
         self._saves = saves
         self._end_signal = signal.SIGKILL if saves else signal.SIGTERM
         self._grace = EXIT_TIMEOUT_S
@@ -124,59 +124,59 @@ class Supervisor:
         """Whether ranks have stopped, by their exit code, at a signal that did not come from this launcher."""
         self._ranks_ended: float | None = None
         self.ended_early: str | None = None
-        """Why `tick` wanted an end."""
+        """The reason that `tick` returned."""
         self._ranks = self._ranks_left = ranks
         self._failures: dict[str, ProcessExit] = {}
         self._signals: list[tuple[int, float]] = []
-        self._asked: float | None = None
+        self._ending_since: float | None = None
         self._first_failure = 0.0
-        self._looked = time.monotonic()
+        self._hang_checked = time.monotonic()
         self._raised: dict[str, float] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._lost_after = lost_after
-        self._silence = HeartbeatMonitor(lost_after)
-        self._listened = time.monotonic()
+        self._heartbeats = HeartbeatMonitor(lost_after)
+        self._heartbeats_checked = time.monotonic()
         self._lost: set[str] = set()
         """Programs that were killed because they sent no heartbeat. Their end is not waited for."""
 
     def run(self) -> int:
-        """Start the crew, see it through; the exit code."""
-        with self._listening():
+        """Start the processes, wait for their end, and return the exit code."""
+        with self._signal_handlers():
             try:
-                self._crew.start(lambda: bool(self._signals))
+                self._processes.start(lambda: bool(self._signals))
                 while True:
-                    self._take_note(self._crew.poll())
-                    if not self._crew.running() or self._gives_up():
+                    self._record_exits(self._processes.poll())
+                    if not self._processes.running() or self._gives_up():
                         break
                     self._act()
-                    time.sleep(PERIOD)
+                    time.sleep(POLL_EVERY_S)
             finally:
-                self._crew.close()
+                self._processes.close()
         return self._conclude()
 
     @property
     def failure(self) -> ProcessExit | None:
-        """Who failed first, as far as one can tell; None where nobody has."""
+        """The most likely first failure; None if there is none."""
         return first_failure(list(self._failures.values())) if self._failures else None
 
     def _gives_up(self) -> bool:
-        """Whether those who are left do not even answer to being killed; closing hangs up on them."""
-        if self._asked is None or time.monotonic() - self._asked <= self._grace + KILL_TIMEOUT_S:
+        """Whether the remaining programs did not end after they were killed."""
+        if self._ending_since is None or time.monotonic() - self._ending_since <= self._grace + KILL_TIMEOUT_S:
             return False
-        names = ", ".join(self._crew.running())
+        names = ", ".join(self._processes.running())
         self._say(
             f"{names} did not end within {KILL_TIMEOUT_S:.0f} s of being killed; check whether the host can be reached"
         )
         return True
 
-    def _take_note(self, ended: list[ProcessExit]) -> None:
+    def _record_exits(self, ended: list[ProcessExit]) -> None:
         for one in ended:
             if one.name in self._lost:
                 continue
             self._ranks_left -= one.rank is not None
             if self._saves and one.rank is not None and one.code == STOPPED:
                 self._stopped = True
-            elif one.failed and self._asked is None:
+            elif one.failed and self._ending_since is None:
                 self._fail(one)
 
     def _fail(self, ended: ProcessExit) -> None:
@@ -184,7 +184,7 @@ class Supervisor:
             return
         self._first_failure = self._first_failure or time.monotonic()
         self._failures[ended.name] = ended
-        self._board.post_dead(ended)
+        self._events.post_dead(ended)
         if self._policy == "continue":
             first = next(one for one in self._failures.values() if one.same_cause(ended))
             if first is not ended and ended.report is not None:
@@ -197,73 +197,75 @@ class Supervisor:
         if self._signals:
             first, since = self._signals[0]
             again = self._signals[-1][1] - since > SAME_SIGNAL_S
-            self._grace = SAVE_TIMEOUT_S if self._saves and self._asked is None else self._grace
-            self._ask(signal.SIGINT if self._saves else FORWARDED[signal.Signals(first)], now, self._saves)
+            self._grace = SAVE_TIMEOUT_S if self._saves and self._ending_since is None else self._grace
+            self._request_end(signal.SIGINT if self._saves else FORWARDED[signal.Signals(first)], now, self._saves)
             if again:
-                self._crew.signal(signal.SIGKILL)
-        if self._asked is None and now - self._listened >= CHECK_EVERY_S:
-            self._listened = now
+                self._processes.signal(signal.SIGKILL)
+        if self._ending_since is None and now - self._heartbeats_checked >= CHECK_EVERY_S:
+            self._heartbeats_checked = now
             self._kill_silent(now)
-        if self._tick is not None and self._asked is None:
+        if self._tick is not None and self._ending_since is None:
             self.ended_early = self._tick()
             if self.ended_early is not None:
-                self._ask(self._end_signal, now)
-        if self._asked is not None:
+                self._request_end(self._end_signal, now)
+        if self._ending_since is not None:
             if self._saves and self._ranks_left == 0:
-                self._crew.signal(signal.SIGKILL)
-            self._wait_for_the_end(now - self._asked)
+                self._processes.signal(signal.SIGKILL)
+            self._wait_for_end(now - self._ending_since)
         elif self._ranks_left == 0:
-            self._end_the_rest(now)
+            self._end_servers(now)
         elif self._failures and self._policy == "stop":
-            for one in self._crew.raised():
+            for one in self._processes.raised():
                 self._fail(one)
             own = [one for one in self._failures.values() if not one.consequence()]
             if own or now - self._first_failure > BLAME_WAIT_S:
-                self._ask(self._end_signal, now)
-        elif now - self._looked > CHECK_EVERY_S:
-            self._looked = now
-            self._notice_those_who_do_not_end(now)
+                self._request_end(self._end_signal, now)
+        elif now - self._hang_checked > CHECK_EVERY_S:
+            self._hang_checked = now
+            self._report_hanging_exits(now)
 
     def _kill_silent(self, now: float) -> None:
         """Kill programs that have sent no heartbeat for too long. They count as failed at once."""
         if self._lost_after == math.inf:
             return
-        names = [name for name in self._crew.running() if name not in self._lost]
-        for name, seconds in self._silence.look(now, self._board.read_signs(names), self._crew.states).items():
+        names = [name for name in self._processes.running() if name not in self._lost]
+        for name, seconds in self._heartbeats.check(
+            now, self._events.read_heartbeats(names), self._processes.states
+        ).items():
             kind, _, number = name.partition(" ")
             rank = int(number) if kind == "rank" else None
             self._lost.add(name)
             self._ranks_left -= rank is not None
-            self._crew.kill(name)
+            self._processes.kill(name)
             self._fail(ProcessExit(name=name, rank=rank, code=-signal.SIGKILL, silent=seconds))
 
-    def _end_the_rest(self, now: float) -> None:
-        """All ranks have ended: servers are asked to end too, after an evaluator has had time to finish."""
+    def _end_servers(self, now: float) -> None:
+        """After the end of all ranks: end the servers, as soon as an evaluator has finished."""
         self._ranks_ended = now if self._ranks_ended is None else self._ranks_ended
-        at_work = [name for name in self._crew.running() if name in self._finishing]
+        at_work = [name for name in self._processes.running() if name in self._finishing]
         failed = self._failures and self._policy == "stop"
         if failed or not at_work or now - self._ranks_ended > EVALUATOR_TIMEOUT_S:
-            self._ask(self._end_signal, now)
-        elif now - self._ranks_ended > CHECK_EVERY_S and at_work[0] not in self._told:
-            self._told.add(at_work[0])
-            self._say(f"{', '.join(at_work)} is still at work, and has {EVALUATOR_TIMEOUT_S:.0f} s; Ctrl-C: no longer")
+            self._request_end(self._end_signal, now)
+        elif now - self._ranks_ended > CHECK_EVERY_S and at_work[0] not in self._reported:
+            self._reported.add(at_work[0])
+            self._say(f"{', '.join(at_work)} is still at work and has {EVALUATOR_TIMEOUT_S:.0f} s; Ctrl-C ends it")
 
-    def _wait_for_the_end(self, seconds: float) -> None:
+    def _wait_for_end(self, seconds: float) -> None:
         if seconds > self._grace:
-            self._crew.signal(signal.SIGKILL)
-        elif seconds > CHECK_EVERY_S and "" not in self._told:
-            self._told.add("")
-            names = ", ".join(self._crew.running())
+            self._processes.signal(signal.SIGKILL)
+        elif seconds > CHECK_EVERY_S and "" not in self._reported:
+            self._reported.add("")
+            names = ", ".join(self._processes.running())
             left = self._grace - CHECK_EVERY_S
             self._say(
                 f"{names} may take {left:.0f} s more to end, then a signal ends them; press Ctrl-C to end them at once"
             )
 
-    def _notice_those_who_do_not_end(self, now: float) -> None:
-        for one in self._crew.raised():
+    def _report_hanging_exits(self, now: float) -> None:
+        for one in self._processes.raised():
             since = self._raised.setdefault(one.name, now)
-            if now - since >= EXIT_TIMEOUT_S and one.name not in self._told and one.report is not None:
-                self._told.add(one.name)
+            if now - since >= EXIT_TIMEOUT_S and one.name not in self._reported and one.report is not None:
+                self._reported.add(one.name)
                 stops = self._policy == "stop"
                 self._say(
                     f"{one.name} has raised {one.report.summary} but does not end: "
@@ -273,10 +275,10 @@ class Supervisor:
                 if stops:
                     self._fail(one)
 
-    def _ask(self, number: int, now: float, ranks_only: bool = False) -> None:
-        if self._asked is None:
-            self._asked = now
-            self._crew.signal(number, ranks_only)
+    def _request_end(self, number: int, now: float, ranks_only: bool = False) -> None:
+        if self._ending_since is None:
+            self._ending_since = now
+            self._processes.signal(number, ranks_only)
 
     def _conclude(self) -> int:
         if self._signals:
@@ -292,24 +294,24 @@ class Supervisor:
             self._say(
                 f"all {self._ranks} workers failed" if all_failed else f"{format_names([*self._failures])} {rest}"
             )
-            # The ranks have done the work of one that was to finish beside them, or have failed themselves.
+            # A failed evaluator does not count: a rank does its work instead, or has failed itself.
             return next((one.exit_code for one in failures if one.name not in self._finishing), 0)
-        guilty = first_failure(failures)
-        others = [one for one in failures if not one.consequence() and not one.same_cause(guilty)]
+        first = first_failure(failures)
+        others = [one for one in failures if not one.consequence() and not one.same_cause(first)]
         while others:
             alike = [one for one in others if one.same_cause(others[0])]
             others = [one for one in others if one not in alike]
             summary = f": {alike[0].report.summary}" if alike[0].report is not None else ""
             self._say(f"{_reason(alike)}{summary}")
-        self._say(f"{_reason([one for one in failures if one.same_cause(guilty)])}{_details(guilty)}")
-        return guilty.exit_code
+        self._say(f"{_reason([one for one in failures if one.same_cause(first)])}{_details(first)}")
+        return first.exit_code
 
     @contextlib.contextmanager
-    def _listening(self) -> Iterator[None]:
+    def _signal_handlers(self) -> Iterator[None]:
         def note(number: int, frame: FrameType | None) -> None:
             self._signals.append((number, time.monotonic()))
 
-        # One that is ignored stays so: nohup, or a shell's background job.
+        # An ignored signal stays ignored: nohup, or a background job of a shell.
         before = {number: signal.getsignal(number) for number in FORWARDED}
         handled = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
         for number in handled:
@@ -322,7 +324,7 @@ class Supervisor:
 
 
 def _reason(alike: Sequence[ProcessExit]) -> str:
-    """A sentence about programs that failed in the same way."""
+    """A sentence about programs that failed with the same cause."""
     first = alike[0]
     if len(alike) == 1:
         return first.reason(first.name)

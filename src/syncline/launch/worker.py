@@ -1,11 +1,11 @@
-"""What every worker runs in: it ends with its supervisor, and leaves its traceback where the supervisor finds it.
+"""The program that runs in every rank: it runs the user's script, and reports its traceback to the supervisor.
 
     python worker.py script.py args…      as `python script.py args…`
     python worker.py -m module args…      as `python -m module args…`
-    python worker.py --exec command…      any command; it only ends with its supervisor
+    python worker.py --exec command…      any command; it ends with its supervisor
 
-A new process starts it by its path, and it imports the standard library alone: a script that needs no torch waits for
-none. The prefork process calls `main()` in a process that it has forked, where torch is imported already.
+A new process runs this file by its path, and it imports only the standard library, because a script may not need torch.
+The prefork process calls `main()` in a forked process, which has imported torch already.
 """
 
 from __future__ import annotations
@@ -30,61 +30,61 @@ from collections.abc import Iterator, Sequence
 from types import CodeType, ModuleType
 
 PR_SET_PDEATHSIG = 1
-OUTPUT = 1.0
-"""Seconds that mpiexec is given to pass on what was printed: MPICH's drops what it still holds when a rank aborts."""
-RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-"""What engines say in a plain RuntimeError when it was somebody else who failed."""
+MPIEXEC_OUTPUT_S = 1.0
+"""Seconds that mpiexec has to forward the output: MPICH drops what it has buffered when a rank aborts."""
+RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+LOST_PEER_MESSAGES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+"""Messages of a plain RuntimeError that backends raise when another process has failed."""
 
 
 def main() -> None:
-    """Run what the command line names, as Python itself would."""
-    end_with_the_supervisor()
+    """Run the script or module of the command line, as Python itself would."""
+    end_with_supervisor()
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     arguments = sys.argv[1:]
     if arguments[0] == "--exec":
         _become(arguments[1:])
     end_with_mpiexec()
-    ours = sys.modules["__main__"]  # held until the end: this code is in it
+    ours = sys.modules["__main__"]  # kept until the end: this code belongs to it
     try:
         module, code = load(arguments)
         sys.modules["__main__"] = module
         exec(code, module.__dict__)  # noqa: S102 - the user's own script is what we are here to run
     except SystemExit as end:
         if end.code not in (None, 0):
-            _remember(end)
+            _set_last_error(end)
         raise
     except KeyboardInterrupt as error:
-        _remember(error)
+        _set_last_error(error)
         sys.exit(130)
     except BaseException as error:
-        _remember(error)
+        _set_last_error(error)
         report(error, error_file)
         sys.exit(1)
     del ours
 
 
-def _remember(error: BaseException) -> None:
-    """Let exit handlers know that an error ends the process, as Python does for one that nobody caught.
+def _set_last_error(error: BaseException) -> None:
+    """Record the error for exit handlers, as Python does for an uncaught exception.
 
-    One that ends well waits at its exit for the ranks that still need it. One that fails must not.
+    At exit, a rank waits for the ranks that still need it; a rank that has failed must not wait.
     """
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
 
 
-def end_with_the_supervisor() -> None:
-    """Ask the kernel to end this process when its supervisor ends, however that comes about."""
+def end_with_supervisor() -> None:
+    """Ask the kernel to end this process when its supervisor ends for any reason."""
     supervisor = os.environ.pop("SYNCLINE_SUPERVISOR", "")
     if supervisor and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != int(supervisor):  # it ended before we asked
+        if os.getppid() != int(supervisor):  # it ended before this call
             os._exit(1)
 
 
 def end_with_mpiexec() -> None:
-    """Ask the same for the process manager that has started this rank, where a supervisor watches mpiexec.
+    """The same for the process manager of mpiexec that has started this rank, if a supervisor watches mpiexec.
 
-    Only that one hears of mpiexec's end; a rank that computes does not hear of its.
+    Only the process manager notices the end of mpiexec; a rank that computes does not.
     """
     if os.environ.pop("SYNCLINE_MPIEXEC", "") and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -101,9 +101,9 @@ def _become(command: Sequence[str]) -> None:
 
 
 def load(arguments: Sequence[str]) -> tuple[ModuleType, CodeType]:
-    """The module `__main__` and its code, with sys.argv and sys.path as Python would have set them.
+    """Load the module `__main__` and its code, and set sys.argv and sys.path as Python would.
 
-    runpy puts the old `__main__` back when the code is done; threads and exit handlers would find the wrong one.
+    runpy is not used: it restores the old `__main__` at the end, and threads and exit handlers would see the wrong one.
     """
     first = arguments[0]
     if first == "-m":
@@ -151,44 +151,44 @@ def _load_spec(spec: importlib.machinery.ModuleSpec) -> tuple[ModuleType, CodeTy
 
 
 def _first_on_path(folder: str) -> None:
-    if not getattr(sys.flags, "safe_path", False):  # otherwise Python has put no folder first
+    if not getattr(sys.flags, "safe_path", False):  # with safe_path, Python adds no folder
         sys.path[0] = folder
 
 
 def report(error: BaseException, error_file: str) -> None:
-    """Leave the traceback for the supervisor, which shows it once; without one, show it here."""
+    """Write the traceback for the supervisor, which prints it once; without a supervisor, print it here."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     text = "".join(traceback.format_exception(type(error), error, trace))
-    # torch.distributed puts a hook there that only adds the rank, which the supervisor tells too.
+    # torch.distributed sets a hook that only adds the rank, which the supervisor prints too.
     shown = sys.excepthook is not sys.__excepthook__ and not sys.excepthook.__module__.startswith("torch.")
-    if shown:  # the script shows its errors in its own way
+    if shown:  # the script prints its errors itself
         sys.excepthook(type(error), error, trace)
     written = bool(error_file) and _write(error_file, error, text, shown)
-    with _first_to_tell(text) as first:
+    with _claim_message(text) as first:
         if not (written or shown):
             _show(text, first)
         _abort_mpi()
 
 
 def _show(text: str, first: bool) -> None:
-    """Print a traceback, or one line where another rank of this host prints the same one."""
+    """Print a traceback, or one line if another rank of this host prints the same traceback."""
     rank = _rank()
     if rank is None:
-        told = text
+        message = text
     elif first:
-        told = f"rank {rank} failed:\n{text}"
+        message = f"rank {rank} failed:\n{text}"
     else:
-        told = f"rank {rank} failed with the same error: {text.rstrip().splitlines()[-1]}\n"
-    print(told, end="", file=sys.stderr, flush=True)
+        message = f"rank {rank} failed with the same error: {text.rstrip().splitlines()[-1]}\n"
+    print(message, end="", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
-def _first_to_tell(text: str) -> Iterator[bool]:
-    """Whether no other process of the same parent prints this now: mpiexec's ranks often fail with the same error.
+def _claim_message(text: str) -> Iterator[bool]:
+    """Whether this process is the first child of its parent that prints this: ranks often fail with the same error.
 
-    An address in the kernel's abstract namespace decides. It is released when its process ends, whatever ends it.
+    An address in the kernel's abstract namespace decides. The kernel releases it when the process ends.
     """
     name = f"\0syncline {os.getppid()} {hashlib.sha256(text.encode()).hexdigest()}"
     with socket.socket(socket.AF_UNIX) as claim:
@@ -204,14 +204,14 @@ def _first_to_tell(text: str) -> Iterator[bool]:
 def _write(error_file: str, error: BaseException, text: str, shown: bool) -> bool:
     summary = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()
     content = {
-        "message": text,  # elastic reads these two
+        "message": text,  # torch elastic reads these two
         "timestamp": int(time.time()),
         "time": time.time(),
         "summary": summary[-1] if summary else type(error).__name__,
         "consequence": is_consequence(error),
         "shown": shown,
     }
-    # All ranks of a supervised mpiexec have one file. The first of them is told of; the others may be its victims.
+    # All ranks of a supervised mpiexec share one file. Only the first is reported; the others may be consequences.
     shared = "RANK" not in os.environ and os.environ.get("SYNCLINE_TRANSPORT") == "mpi"
     part = f"{error_file}.part{os.getpid()}"
     try:
@@ -229,11 +229,11 @@ def _write(error_file: str, error: BaseException, text: str, shown: bool) -> boo
 
 
 def _rank() -> str | None:
-    return next((os.environ[name] for name in RANKS if name in os.environ), None)
+    return next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), None)
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether an error says that somebody else is gone.
+    """Whether an error says that another process is gone.
 
     >>> is_consequence(ConnectionResetError()), is_consequence(ValueError("no such shape"))
     (True, False)
@@ -242,14 +242,14 @@ def is_consequence(error: BaseException) -> bool:
         return True
     if any(kind.__name__ in ("DistNetworkError", "DistBackendError") for kind in type(error).__mro__):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in LOST_PEER)
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in LOST_PEER_MESSAGES)
 
 
 def _abort_mpi() -> None:
-    """MPI waits at exit for ranks that wait for this one: an error has to end them all."""
+    """End all ranks of MPI: at exit, MPI would wait for ranks that wait for this one."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        time.sleep(OUTPUT)
+        time.sleep(MPIEXEC_OUTPUT_S)
         mpi.COMM_WORLD.Abort(1)
 
 

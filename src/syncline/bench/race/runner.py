@@ -22,7 +22,7 @@ from syncline.bench.runlog import PLAN, REGISTRY, SYSTEM, read_race
 from syncline.errors import DivergedError, IncompatibleError, ProtocolError, SpecError, SynclineError
 from syncline.launch.lab import Lab
 from syncline.launch.link_rate import parse_rate
-from syncline.launch.start import LOOPBACK, Job, JobExit, local_place, places_in_lab, run_logged
+from syncline.launch.start import LOOPBACK, Job, JobExit, local_host, hosts_in_lab, run_logged
 from syncline.launch.store import serve_store
 from syncline.specs import Registry
 from syncline.training.evaluator import wants_evaluator
@@ -91,10 +91,10 @@ class ProcessRunner:
         evaluators = int(wants_evaluator(build_race_strategy(plan.settings.strategy)))
         job = Job(target=target, plain_rank=None, evaluators=evaluators, mpi=plan.engine == "mpi")
         if self._lab is None:
-            places, address = [local_place(workers)], LOOPBACK
+            places, address = [local_host(workers)], LOOPBACK
             store = serve_store(address, workers)
         else:
-            places, store, address = places_in_lab(self._lab, workers, mpi=job.mpi)
+            places, store, address = hosts_in_lab(self._lab, workers, mpi=job.mpi)
         with open(Path(plan.folder, "output.txt"), "wb") as log:
             return _result(run_logged(job, places, store, address, log, tick))
 

@@ -99,7 +99,7 @@ def test_options_of_each_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     said["text"] = "something else"
     with pytest.raises(UnsupportedError, match="neither MPICH, Open MPI nor Intel MPI"):
         mpi.mpi_command(["train.py"], 4, HOSTS, {})
-    with pytest.raises(UnsupportedError, match="--servers 1: /opt/mpiexec is of an MPI that is not known here"):
+    with pytest.raises(UnsupportedError, match="--servers 1: /opt/mpiexec belongs to an unknown MPI"):
         mpi.mpi_command(["train.py"], 4, (), {}, 1, SERVER)
 
 
@@ -126,7 +126,7 @@ def test_srun_is_told_how_many_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     srun = tmp_path / "srun"
     srun.write_text("#!/bin/sh\n")
     srun.chmod(0o755)
-    with pytest.raises(SpecError, match="-n 3 cannot be dealt evenly to the 2 nodes"):
+    with pytest.raises(SpecError, match="-n 3 cannot be divided evenly among the 2 nodes"):
         srun_command(["train.py"], 3, job)
     assert srun_command(["train.py", "--x"], 4, job) == [
         str(srun),

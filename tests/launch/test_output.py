@@ -123,7 +123,7 @@ def test_at_the_end_a_reader_who_takes_nothing_is_left(
         output.say("rank 1 failed")
     assert blocked.getvalue() == b""
     assert err.getvalue() == (
-        b"rank 1 failed\nsyncline: nobody has read the output for 0 s: the rest is dropped; keep it with > file\n"
+        b"rank 1 failed\nsyncline: nobody has read the output for 0 s: the rest is dropped; use > file\n"
     )
 
 

@@ -32,17 +32,7 @@ from syncline.compat.horovod.objects import (
 )
 from syncline.errors import SpecError, SynclineError
 
-__all__ = [
-    "ADDED",
-    "REMOVED",
-    "ElasticSampler",
-    "ObjectState",
-    "State",
-    "StateHandler",
-    "TorchState",
-    "handler_for",
-    "run",
-]
+__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 
 REMOVED, ADDED = 1, 2
 """What may have become of hosts, as Horovod tells it: bits."""

@@ -18,7 +18,7 @@ from syncline.bench.baselines import build_baseline, process_group
 from syncline.bench.contenders import agree
 from syncline.environment import detect
 from syncline.errors import IncompatibleError
-from syncline.strategies import Run, Strategy
+from syncline.strategies import Run, Strategy, strategy_run
 from syncline.training.distribute import distribute
 from syncline.transports.store import find_place, meet
 from syncline.workloads.base import batches as cut
@@ -47,7 +47,7 @@ def batches(world: World, steps: int = STEPS) -> list[Batch]:
 
 def step(run: Run, batch: Batch) -> None:
     run.optimizer.zero_grad()
-    F.cross_entropy(run.replica(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
+    F.cross_entropy(strategy_run(run).replica(batch[0]), batch[1]).backward()  # type: ignore[no-untyped-call]
     run.optimizer.step()
 
 
@@ -127,9 +127,9 @@ def accumulate(world: World) -> dict[str, Any]:
     one, other = batches(world, 2)
     with run:
         with run.no_sync():
-            F.cross_entropy(run.replica(one[0]), one[1]).backward()  # type: ignore[no-untyped-call]
+            F.cross_entropy(strategy_run(run).replica(one[0]), one[1]).backward()  # type: ignore[no-untyped-call]
         parted = run.stats.bytes_wire
-        F.cross_entropy(run.replica(other[0]), other[1]).backward()  # type: ignore[no-untyped-call]
+        F.cross_entropy(strategy_run(run).replica(other[0]), other[1]).backward()  # type: ignore[no-untyped-call]
         run.optimizer.step()
         return {"parted": parted, "wire": run.stats.bytes_wire, "same": same(world, model)}
 
@@ -145,7 +145,7 @@ def uneven(world: World) -> dict[str, Any]:
         for _ in range(2):
             for x, y in run.shard(loader, name="nine"):
                 run.optimizer.zero_grad()
-                F.mse_loss(run.replica(x), y).backward()  # type: ignore[no-untyped-call]
+                F.mse_loss(strategy_run(run).replica(x), y).backward()  # type: ignore[no-untyped-call]
                 run.optimizer.step()
         found = {"same": same(world, model), "steps": run.stats.steps, "weight": model.weight.item()}
     weight = 0.0

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
+from syncline.strategies import strategy_run
 from syncline.strategies.control import SharedMemoryChannel
 from syncline.testing.functional import world_on
 from syncline.transports import Transport
@@ -48,7 +49,7 @@ def learn_digits(transport: Transport, epochs: int) -> tuple[float, float, list[
             optimizer.step()
     world.barrier()  # all have ended: everybody sees the same
     after = workload.evaluate(model, workload.splits().validation)["accuracy"]
-    board = run.control_channel()
+    board = strategy_run(run).control_channel()
     assert isinstance(board, SharedMemoryChannel)
     steps, sent = board.steps(), run.stats.bytes_wire
     run.close()

@@ -13,6 +13,7 @@ import torch
 
 import syncline as sl
 from syncline.errors import SpecError
+from syncline.strategies import strategy_run
 from syncline.strategies.adacomm import AdaComm, next_period
 from syncline.training.loop import train as train_loop
 from syncline.training.settings import Settings
@@ -154,7 +155,7 @@ def test_one_worker_is_asked_for_nothing() -> None:
     def work(world: sl.World) -> bool:
         model = Scale()
         run = sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), AdaComm())
-        wanted = run.wants_loss
+        wanted = strategy_run(run).wants_loss
         run.close()
         return wanted
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import syncline as sl
+from syncline.strategies import strategy_run
 from syncline.testing import Pool
 from tests.strategies.cases import OPTIMIZERS, backward, flat, mlp, on_gloo, train
 
@@ -79,13 +80,13 @@ def test_small_buckets_leave_while_backward_goes_on() -> None:
         model = mlp()
         run, _ = run_of(model, bucket_bytes=1)
         sent: list[str] = []
-        start = run.exchange.start
+        start = strategy_run(run).exchange.start
 
         def noted(flat: Tensor, what: str, here: bool = False) -> Any:
             sent.append(what)
             return start(flat, what, here)
 
-        run.exchange.start = noted  # type: ignore[method-assign]
+        strategy_run(run).exchange.start = noted  # type: ignore[method-assign]
         seen_at_input: list[int] = []
         x = torch.ones(2, 6, requires_grad=True)
         x.register_hook(  # type: ignore[no-untyped-call]
@@ -349,7 +350,7 @@ def test_two_models_on_their_own_teams() -> None:
                 parameter.fill_(0.1)
         make_run, make_step = run_of(maker, bucket_bytes=1)
         judge_run, judge_step = run_of(judge)
-        assert make_run.exchange.team is not judge_run.exchange.team
+        assert strategy_run(make_run).exchange.team is not strategy_run(judge_run).exchange.team
         for step in range(4):
             x = seeded(10 * step + world.rank, 4, 6)
             judge_step.zero_grad()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncline as sl
+from syncline.strategies import strategy_run
 from syncline.testing import Pool
 from tests.strategies.cases import backward, data, flat, mlp, on_gloo, train
 
@@ -152,7 +153,7 @@ def _accounts(world: sl.World, codec: str, way: str, steps: int = 30) -> tuple[T
 
 def left_of(run: sl.Run) -> Tensor:
     """What a run's state has left unsent on this rank, of all parameters in a row."""
-    state = run.state_dict()["local"]["strategy"]
+    state = strategy_run(run).state_dict()["local"]["strategy"]
     rows = {name: torch.zeros(parameter.numel()) for name, parameter in run.model.named_parameters()}
     for name, left in state["residuals"].items():
         rows[name] += left

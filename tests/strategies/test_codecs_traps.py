@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncline as sl
+from syncline.strategies import strategy_run
 from syncline.testing import Pool
 from tests.strategies.cases import backward, flat, mlp, on_gloo, train
 from tests.strategies.test_codecs import left_of
@@ -42,7 +43,7 @@ def test_with_a_delay_every_gradient_counts_once(codec: str, shape: tuple[int, .
             optimizer.zero_grad()
             backward(model[0].sum())
             applied += 0 if model[0].grad is None else model[0].grad
-        run.state_dict()  # waits for what is under way
+        strategy_run(run).state_dict()  # waits for what is under way
         return applied, left_of(run).view(shape)
 
     applied, left = sl.simulate(case, ranks=2).results[0]
@@ -119,7 +120,7 @@ def test_a_residual_that_overflows_is_told_to_all(codec: str, way: str, check: b
                 said.append("finite" if bool(torch.isfinite(model.weight.grad).all()) else "not finite")
             except sl.DivergedError as error:
                 said.append(type(error).__name__)
-            state = run.state_dict()["local"]["strategy"]
+            state = strategy_run(run).state_dict()["local"]["strategy"]
             kept = [left_of(run), *(row for memory in state["memories"].values() for row in memory.values())]
             assert all(bool(torch.isfinite(row).all()) for row in kept)
         return said
@@ -141,7 +142,7 @@ def test_what_owners_had_left_is_applied_when_the_way_changes(tmp_path: Path) ->
             optimizer.step()
         if not resume:
             sl.save(tmp_path, step=steps, run=run)
-        owned = run.state_dict()["local"]["strategy"]["owned"]
+        owned = strategy_run(run).state_dict()["local"]["strategy"]["owned"]
         return float(sum(piece["left"].abs().sum() for piece in owned))
 
     before = sl.simulate(lambda world: case(world, "split", 3, resume=False), ranks=4).results
@@ -159,7 +160,7 @@ def test_a_warm_start_is_the_same_everywhere_after_nan_and_without_data() -> Non
             optimizer.zero_grad()
             bad = float("nan") if world.rank == 1 and number == 1 else 1.0
             backward((model(torch.ones(2, 6) + world.rank) * bad).sum())
-        warm: dict[str, Tensor] = run.state_dict()["shared"]["state"]["coding"]["warm"]
+        warm: dict[str, Tensor] = strategy_run(run).state_dict()["shared"]["state"]["coding"]["warm"]
         return warm
 
     first, second = sl.simulate(case, ranks=2).results
@@ -261,7 +262,7 @@ def test_one_nan_reaches_all_ranks_and_no_residual(codec: str, bad: float) -> No
 
 def _state_bits(run: sl.Run) -> list[tuple[str, list[float]]]:
     """What this rank alone remembers of its gradients."""
-    state = run.state_dict()["local"]["strategy"]
+    state = strategy_run(run).state_dict()["local"]["strategy"]
     rows = {**state["residuals"], **{f"{name}'s": memory["velocity"] for name, memory in state["memories"].items()}}
     return [(name, row.tolist()) for name, row in sorted(rows.items())]
 
@@ -353,7 +354,7 @@ def test_powersgd_recovers_after_nan(bad_ranks: tuple[int, ...], codec: str) -> 
             bad = float("nan") if number == 1 and world.rank in bad_ranks else 1.0
             backward((model[0] * torch.outer(left, right) * (1 + world.rank) * bad).sum())
         assert model[0].grad is not None
-        warm: dict[str, Tensor] = run.state_dict()["shared"]["state"]["coding"]["warm"]
+        warm: dict[str, Tensor] = strategy_run(run).state_dict()["shared"]["state"]["coding"]["warm"]
         return model[0].grad.clone(), warm
 
     (first, warm), (second, warm_too) = sl.simulate(case, ranks=2).results

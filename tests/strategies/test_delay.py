@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import syncline as sl
+from syncline.strategies import strategy_run
 from tests.strategies.cases import backward, flat, mlp
 
 
@@ -104,11 +105,15 @@ def test_gradients_on_their_way_are_part_of_the_state() -> None:
         model, optimizer, run = fresh()
         steps(model, optimizer, world.rank, range(5))
         if interrupted:
-            state, weights, kept = run.state_dict(), model.state_dict(), optimizer.state_dict()
+            state, weights, kept = (
+                strategy_run(run).state_dict(),
+                model.state_dict(),
+                optimizer.state_dict(),
+            )
             model, optimizer, run = fresh()
             model.load_state_dict(weights)
             optimizer.load_state_dict(kept)
-            run.load_state_dict(state)
+            strategy_run(run).load_state_dict(state)
         steps(model, optimizer, world.rank, range(5, 10))
         return flat(model)
 

@@ -14,7 +14,7 @@ from torch import nn
 import syncline as sl
 from syncline.reduction import Communicator
 from syncline.runtime import RealRuntime
-from syncline.strategies import RunSettings
+from syncline.strategies import RunSettings, strategy_run
 from syncline.strategies.control import MAX_POST_VALUES, MAX_POSTS, SharedMemoryChannel
 from syncline.testing import Pool, hunt
 from syncline.transports.faults import Kill, Slow
@@ -31,7 +31,7 @@ def begin(
 ) -> tuple[torch.optim.Optimizer, Any, SharedMemoryChannel]:
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     run = sl.distribute(model, optimizer, strategy="hogwild", collective="ring", **options)
-    board = run.control_channel()
+    board = strategy_run(run).control_channel()
     assert isinstance(board, SharedMemoryChannel)
     return optimizer, run, board
 
@@ -112,7 +112,7 @@ def test_a_world_of_one_trains_as_plain_torch() -> None:
             backward(nn.functional.cross_entropy(model(x), y))
             optimizer.step()
         if run is not None:
-            assert run.asynchronous
+            assert strategy_run(run).asynchronous
             run.close()
         return flat(model)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import syncline as sl
 from syncline.errors import IncompatibleError, PeerLostError, SpecError
 from syncline.server import network_of
-from syncline.strategies import Master
+from syncline.strategies import Master, strategy_run
 from syncline.strategies.master import MasterRun, momentum_left
 from syncline.testing import hunt
 from syncline.transports import Transport
@@ -228,18 +228,18 @@ def test_a_resumed_run_equals_one_that_went_on(strategy: str) -> None:
         for step in range(6):
             if step == stop:
                 world.barrier()
-                state = run.state_dict()
+                state = strategy_run(run).state_dict()
                 assert state["shared"]["state"]["clocks"] == [step] * world.size
                 run.close()
                 model = mlp(seed=7)
                 optimizer = OPTIMIZERS["momentum"](model.parameters())
                 run = sl.distribute(model, optimizer, strategy=strategy, collective="ring")
-                run.load_state_dict(state)
+                strategy_run(run).load_state_dict(state)
             optimizer.zero_grad()
             backward(loss_of(model, world.rank, step))
             optimizer.step()
         world.barrier()
-        board = run.control_channel()
+        board = strategy_run(run).control_channel()
         assert board is not None
         assert board.steps() == [6] * world.size
         world.barrier()
@@ -279,7 +279,7 @@ def test_buffers_come_to_the_root() -> None:
             optimizer.zero_grad()
             backward(model(torch.randn(4, 3) + world.rank).sum())
             optimizer.step()
-        board = run.control_channel()
+        board = strategy_run(run).control_channel()
         assert board is not None
         board.finish()
         world.barrier()
@@ -319,7 +319,7 @@ def test_an_evaluator_watches_the_root_of_a_tree() -> None:
                 optimizer.zero_grad()
                 backward(loss_of(model, world.rank, step))
                 optimizer.step()
-            weights, board = flat(model), run.control_channel()
+            weights, board = flat(model), strategy_run(run).control_channel()
             assert board is not None
             while not board.stop_requested():  # any answer of the root tells
                 board.steps()

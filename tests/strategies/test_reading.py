@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import syncline as sl
+from syncline.strategies import strategy_run
 from tests.strategies.cases import backward
 
 EPOCHS = 4
@@ -47,7 +48,7 @@ class Trainer:
         self.seen += [int(sample) for sample in batch.view(-1)]
 
     def end(self, world: sl.World) -> None:
-        board = self.run.control_channel()
+        board = strategy_run(self.run).control_channel()
         if board is not None:
             board.finish()
             world.barrier()  # a server lives with its worker
@@ -200,16 +201,16 @@ def test_resumed_anywhere_it_does_what_the_uninterrupted_run_does(
         trainer = Trainer()
         shard = trainer.run.shard(DataLoader(Numbers(12), batch_size=4, shuffle=True))
         if saved is not None:
-            trainer.run.load_state_dict(saved)
+            strategy_run(trainer.run).load_state_dict(saved)
         if saved is None or stop % 4 != 3:  # else there is nothing to look at: the epoch's last batch was handed out
             next(iter(shard))
         for epoch in range(shard.epoch, 3):
             for batch in loop(shard):
                 trainer.step(batch)
                 log.append((epoch, batch.view(-1).tolist()))
-                states[len(log)] = trainer.run.state_dict()
+                states[len(log)] = strategy_run(trainer.run).state_dict()
             log.append(f"end of epoch {epoch}")
-            states[len(log)] = trainer.run.state_dict()
+            states[len(log)] = strategy_run(trainer.run).state_dict()
         trainer.run.close()
 
     with sl.init():
@@ -235,7 +236,7 @@ def evaluation(trainer: Trainer, world: sl.World) -> None:
 
 
 def saving(trainer: Trainer, world: sl.World) -> None:
-    trainer.run.state_dict()
+    strategy_run(trainer.run).state_dict()
 
 
 @pytest.mark.parametrize("then", [metrics, evaluation, saving, None])
@@ -271,7 +272,7 @@ def test_leaving_an_epoch_while_all_have_data_is_no_meeting() -> None:
         trainer = Trainer("local(period=100)")
         for batch in islice(trainer.run.shard(DataLoader(Numbers(5), batch_size=1)), limit):
             trainer.step(batch)
-        trainer.run.state_dict()
+        strategy_run(trainer.run).state_dict()
         return float(trainer.model.weight.detach())
 
     def weights(limit: int) -> set[float]:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import syncline as sl
+from syncline.strategies import strategy_run
 from tests.strategies.cases import backward
 
 
@@ -20,7 +21,7 @@ def test_the_configuration_is_there_after_close(strategy: str) -> None:
         model = nn.Linear(2, 1)
         run = sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy)
         before = run.config
-        board = run.control_channel()
+        board = strategy_run(run).control_channel()
         if board is not None:
             board.finish()
             world.barrier()  # a server lives with its worker
@@ -47,10 +48,10 @@ def test_runs_and_counts_are_readable() -> None:
             f"Run(allreduce, codec cast('fp16'), collective ring, rank {world.rank} of 2, 1010 parameters, 1 step)"
         )
         assert "1 step, 2.05 kB of 4.04 kB sent" in repr(run.stats)
-        for shown in (run._repr_html_(), run.stats._repr_html_()):
+        for shown in (strategy_run(run)._repr_html_(), run.stats._repr_html_()):
             assert shown.startswith("<table>")
             assert "2.05 kB" in shown
-        assert "cast(" in run._repr_html_()
+        assert "cast(" in strategy_run(run)._repr_html_()
         run.close()
         assert repr(run).endswith("1 step, closed)")
 

@@ -11,6 +11,7 @@ import torch
 
 import syncline as sl
 from syncline.errors import PeerLostError, SpecError
+from syncline.strategies import strategy_run
 from syncline.testing import hunt
 from syncline.transports.faults import Kill, Slow
 from tests.strategies.served_cases import Tags, apart, results, servers, step_tag
@@ -83,7 +84,7 @@ def test_a_fast_worker_finishes_slack_and_one_steps_then_waits(slack: int) -> No
         model = Tags(world.size, 10)
         optimizer = torch.optim.SGD(model.parameters(), lr=world.size)
         run = sl.distribute(model, optimizer, strategy=f"ssp(slack={slack})", collective="ring")
-        board = run.control_channel()
+        board = strategy_run(run).control_channel()
         assert board is not None
         seen = None
         if world.rank == 1:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import syncline as sl
+from syncline.strategies import strategy_run
 from tests.strategies.cases import backward, mlp
 
 
@@ -109,7 +110,7 @@ def test_state_of_gradients_on_their_way_leaves_the_model_alone() -> None:
             optimizer.zero_grad()
             backward(model(torch.tensor([step])).sum())
         before = model.weight.grad
-        run.state_dict()
+        strategy_run(run).state_dict()
         return model.weight.grad is before
 
     assert sl.simulate(case, ranks=2).results == (True, True)
@@ -132,9 +133,9 @@ def test_a_compiled_model_takes_the_state_of_a_plain_one() -> None:
         for _ in range(2):
             plain.zero_grad()
             backward(plain(torch.ones(2, 6)).sum())
-        second.load_state_dict(first.state_dict())
-        found = second.state_dict()["shared"]["state"]
-        kept = first.state_dict()["shared"]["state"]
+        strategy_run(second).load_state_dict(strategy_run(first).state_dict())
+        found = strategy_run(second).state_dict()["shared"]["state"]
+        kept = strategy_run(first).state_dict()["shared"]["state"]
         return list(found["waiting"][0]) == list(kept["waiting"][0]) != []
 
     assert sl.simulate(case, ranks=2).results == (True, True)

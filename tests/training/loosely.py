@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.reduction import Communicator
-from syncline.strategies import RunSettings, Strategy, StrategyRun
+from syncline.strategies import AsynchronousRun, RunSettings, Strategy, StrategyRun
 from syncline.strategies.control import Post
 from syncline.world import World
 
@@ -99,7 +99,7 @@ class Loosely(Strategy):
         return LooseRun(self, model, optimizer, exchange, settings)
 
 
-class LooseRun(StrategyRun):
+class LooseRun(AsynchronousRun):
     strategy: Loosely
 
     def __init__(
@@ -112,7 +112,7 @@ class LooseRun(StrategyRun):
         self._seen = 0
         if exchange.rank == 0:
             self._give()
-        self._hooks = [
+        self.hooks += [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
         ]
@@ -146,9 +146,6 @@ class LooseRun(StrategyRun):
         self.common.steps[self.exchange.rank] += 1
         self._seen = sum(self.common.steps)
 
-    def set_weight(self, weight: float, uneven: bool = False) -> None:
-        return
-
     def join_idle(self) -> bool:
         raise AssertionError("a loose run has no rounds of all")
 
@@ -159,7 +156,3 @@ class LooseRun(StrategyRun):
         for name, tensor in state["weights"].items():
             self.common.weights[name] = tensor.clone()
         self.common.steps[self.exchange.rank] = self.stats.steps
-
-    def detach(self) -> None:
-        for hook in self._hooks:
-            hook.remove()

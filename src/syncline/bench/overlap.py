@@ -19,7 +19,7 @@ from typing import Any
 
 from syncline.bench.stats import summarize
 from syncline.events import Event
-from syncline.strategies import Run
+from syncline.strategies import Run, strategy_run
 from syncline.world import World
 
 __all__ = ["Overlap", "inside"]
@@ -42,7 +42,7 @@ class Overlap:
         found: dict[str, list[float]] = {}
         for _ in range(ALONE):
             with _spans(world) as sink:
-                run.join_idle()
+                strategy_run(run).join_idle()
             until = float("-inf")
             for what, (start, stop) in sorted(sink.reductions.items(), key=lambda item: item[1]):
                 found.setdefault(what, []).append(max(0.0, stop - max(start, until)))

@@ -8,8 +8,8 @@ from typing import Any
 from syncline.specs import Registry
 from syncline.strategies.adacomm import AdaComm
 from syncline.strategies.allreduce import AllReduce
-from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun
-from syncline.strategies.base import StrategyRun as Run
+from syncline.strategies.asynchronous import AsynchronousRun
+from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun, strategy_run
 from syncline.strategies.bsp import BSP
 from syncline.strategies.diloco import DiLoCo
 from syncline.strategies.downpour import Downpour
@@ -20,7 +20,7 @@ from syncline.strategies.hogwild import Hogwild
 from syncline.strategies.local import Local
 from syncline.strategies.master import Master
 from syncline.strategies.onesided import OneSided
-from syncline.strategies.reading import Shard, Step, Steps
+from syncline.strategies.run import Run, Shard, Step, Steps
 from syncline.strategies.ssp import SSP
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "SSP",
     "AdaComm",
     "AllReduce",
+    "AsynchronousRun",
     "Average",
     "DiLoCo",
     "Downpour",
@@ -49,6 +50,7 @@ __all__ = [
     "build_strategy",
     "default_presets",
     "strategy_names",
+    "strategy_run",
 ]
 
 STRATEGIES: tuple[type[Strategy], ...] = (

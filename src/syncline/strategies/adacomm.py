@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 from syncline.errors import SpecError
 from syncline.reduction import Communicator
 from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun
-from syncline.strategies.local import KEPT, LocalRun, check_count
+from syncline.strategies.local import STATE_MODES, LocalRun
+from syncline.strategies.local_weights import check_count
 from syncline.world import allreduce
 
 __all__ = ["AdaComm", "next_period"]
@@ -70,8 +71,8 @@ class AdaComm(Strategy):
                 raise SpecError(f"adacomm(seconds={self.seconds!r}): a number of seconds above 0")
             if self.interval is not None:
                 raise SpecError(f"{self!r}: an interval is told in steps or in seconds; leave one of them out")
-        if self.state not in KEPT:
-            raise SpecError(f"adacomm(state={self.state!r}): one of {', '.join(KEPT)}")
+        if self.state not in STATE_MODES:
+            raise SpecError(f"adacomm(state={self.state!r}): one of {', '.join(STATE_MODES)}")
 
     def attach(
         self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
@@ -137,7 +138,7 @@ class _AdaCommRun(LocalRun):
         self._sum = self._sum + loss
         self._count += 1
 
-    def after_sync(self, agreed: Sequence[Tensor]) -> None:
+    def after_sync(self) -> None:
         self._steps += self.period
         if (self._first is not None or self._warned) and not self._due():
             return

@@ -101,7 +101,7 @@ class _AllReduceRun(StrategyRun):
         self.total_steps = strategy.steps
         self._rounds = 0
         self._waiting: deque[_Gradients] = deque()
-        self._known = {id(parameter) for parameter in model.parameters()}  # frozen ones may be trained later
+        self.synchronised = {id(parameter) for parameter in model.parameters()}  # frozen ones may be trained later
         self._gradients = GradientReducer(
             dict(model.named_parameters()),
             exchange,
@@ -119,7 +119,7 @@ class _AllReduceRun(StrategyRun):
         """How many gradients a pass had, for each number that has occurred."""
         self._stepped_at = 0
         """The number of rounds at the latest step."""
-        self._hooks = [
+        self.hooks += [
             *(each.register_step_pre_hook(self._check_step) for each in self.optimizers),
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -153,10 +153,8 @@ class _AllReduceRun(StrategyRun):
         return anybody
 
     def detach(self) -> None:
+        super().detach()
         self._gradients.close()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
         for each in self._marked:
             delattr(each, AMP_SCALING)
         self._marked = []
@@ -198,7 +196,9 @@ class _AllReduceRun(StrategyRun):
     # Within.
 
     def _after_backward(self, found: ReductionPass) -> None:
-        self.note_rates()
+        self.reductions += 1
+        if self.uneven.rates is not None:
+            self.uneven.note_rates()
         self._finish(found)
         if len(found.arrivals) not in self._arrivals and self.exchange.size > 1:
             self._arrivals.add(len(found.arrivals))
@@ -286,7 +286,7 @@ class _AllReduceRun(StrategyRun):
 
     def _check_parameters(self) -> None:
         """Gradients have not come, or not those that came before: refuse parameters that nobody averages any more."""
-        self._watch.check_replaced()
+        self.watch.check_replaced()
         self._gradients.check_attached()
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -12,15 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncline.reduction import Communicator, GradientReducer, ReductionPass, plain_name
-from syncline.strategies.base import RunSettings, wide_dtype
+from syncline.reduction import Communicator, GradientReducer, ReductionPass
+from syncline.strategies.base import RunSettings, trained, wide_dtype
 
-__all__ = ["DeltaReducer", "coding_here", "coding_of_all", "load_coding_of_all", "trained"]
-
-
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that training changes, by name."""
-    return {plain_name(name): each for name, each in model.named_parameters() if each.requires_grad}
+__all__ = ["DeltaReducer", "coding_here", "coding_of_all", "load_coding_of_all"]
 
 
 def coding_of_all(gradients: GradientReducer) -> dict[str, Any]:

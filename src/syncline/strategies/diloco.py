@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 from syncline.errors import SpecError
 from syncline.reduction import Communicator, ReductionPass
 from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun, mean_of_all, wide_dtype
-from syncline.strategies.local import LOOKS, check_count
-from syncline.strategies.local_weights import AveragingRun
+from syncline.strategies.local import CONSENSUS_EVERY_ROUNDS
+from syncline.strategies.local_weights import AveragingRun, check_count
 
 __all__ = ["DiLoCo", "nesterov"]
 
@@ -154,12 +154,12 @@ class _DiLoCoRun(AveragingRun):
     def _land(self) -> int:
         """Take the outer step; how many workers had data when its mean was asked for."""
         moved = self._arrive()
-        if self.rounds % LOOKS == 0:
+        if self.rounds % CONSENSUS_EVERY_ROUNDS == 0:
             mean = [outer - each for outer, each in zip(self._outer, moved, strict=True)]
             apart = sum(float((a - b).double().square().sum()) for a, b in zip(self._sent, mean, strict=True))
             self.stats.consensus = self.exchange.mean(apart) ** 0.5
         stepped = self._stepped(moved)
-        self.take_over(self._with_own_steps([outer for outer, _ in stepped]))
+        self.set_weights(self._with_own_steps([outer for outer, _ in stepped]))
         self._outer, self._velocity = [outer for outer, _ in stepped], [velocity for _, velocity in stepped]
         self._sent, self._moved = [], None
         self.rounds += 1
@@ -220,7 +220,7 @@ class _DiLoCoRun(AveragingRun):
         self._outer, self._velocity = self._taken(outer, self._outer), self._taken(velocity, self._outer)
         moved = state.get("moved")
         self._flight, self._moved = None, self._taken(moved, self.weights) if moved else None
-        if self._moved is not None and not self.as_many:
+        if self._moved is not None and not self.same_size:
             # All begin with the model of all then, and that has this outer step in it.
             stepped = self._stepped(self._moved)
             self._outer, self._velocity = [outer for outer, _ in stepped], [velocity for _, velocity in stepped]

@@ -109,7 +109,7 @@ class _DownpourRun(ParameterServerRun):
         self._pushed: list[Future] = []
         self._asked: Future | None = None
         if strategy.warmup and exchange.rank > 0:
-            self._hooks.append(model.register_forward_pre_hook(ModuleHook(self._await_warmth)))
+            self.hooks.append(model.register_forward_pre_hook(ModuleHook(self._await_warmth)))
 
     def scale(self) -> float:
         """Each gradient counts whole."""
@@ -222,7 +222,7 @@ class _DownpourRun(ParameterServerRun):
         """Before the first forward that trains: worker 0 has taken its steps, or takes no more."""
         if not (module.training and torch.is_grad_enabled()):
             return
-        self._hooks.pop().remove()
+        self.hooks.pop().remove()
         network, runtime = self.client.network, self.world.runtime
         first, patience = network.transport.members[network.workers[0]], network.transport.timeout
         gap, before, since = SHORTEST, -1, runtime.now()

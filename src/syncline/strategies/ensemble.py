@@ -29,8 +29,7 @@ from torch.optim import Optimizer
 from syncline.errors import IncompatibleError, SpecError
 from syncline.reduction import Communicator, plain_name
 from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun
-from syncline.strategies.local import check_count
-from syncline.strategies.local_weights import LocalWeightsRun
+from syncline.strategies.local_weights import LocalWeightsRun, check_count
 from syncline.world import allgather
 from syncline.world.hooks import ModuleHook
 
@@ -111,7 +110,9 @@ def mean_prediction(outputs: Sequence[Tensor], mean: str = "probabilities") -> T
 
 
 class _AloneRun(LocalWeightsRun):
-    """Steps, and nothing else; the model of all is the mean of weights."""
+    """A run without communication in training. The model of all workers is the mean of their weights."""
+
+    needs_every_step = False
 
     @property
     def first_exchange(self) -> int | None:
@@ -145,7 +146,7 @@ class _EnsembleRun(_AloneRun):
 
         Every worker enters it and gets all of them: p models in memory.
         """
-        if self._own is not None or self.exchange.size == 1:
+        if self.inside_agreed or self.exchange.size == 1:
             yield
             return
         with super().agreed():
@@ -178,13 +179,13 @@ class _EnsembleRun(_AloneRun):
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Members go on as they were; those that nobody takes over are gone."""
-        if not self.as_many and self.exchange.rank == 0:
+        if not self.same_size and self.exchange.rank == 0:
             logger.warning(
                 "the checkpoint is of another number of workers than these %d: members without a worker are left out, "
                 "and workers without a member begin with a copy of the first",
                 self.exchange.size,
             )
-        self.as_many = True
+        self.same_size = True
         super().load_local_states(states)
 
     # Within.

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError
 from syncline.reduction import Communicator, check_same, plain_name
+from syncline.strategies.asynchronous import AsynchronousRun
 from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun, check_gradients
 from syncline.strategies.control import SharedMemoryChannel
 from syncline.world import World, barrier
@@ -68,12 +69,12 @@ class Hogwild(Strategy):
         return _HogwildRun(self, model, optimizer, exchange, settings)
 
 
-class _HogwildRun(StrategyRun):
+class _HogwildRun(AsynchronousRun):
     def __init__(
         self, strategy: Hogwild, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
-        self._known = {id(parameter) for parameter in model.parameters()}  # frozen ones are shared too
+        self.synchronised = {id(parameter) for parameter in model.parameters()}  # frozen ones are shared too
         self._buffer_homes = _buffer_homes(model)
         own = {
             plain_name(name): tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -93,18 +94,12 @@ class _HogwildRun(StrategyRun):
         )
         self._total: int | None = 0
         """Steps of all workers when this one's latest ended."""
-        self._hooks = [optimizer.register_step_post_hook(self._after_step)]
+        self.hooks = [optimizer.register_step_post_hook(self._after_step)]
         if settings.check_finite:
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self.hooks.append(optimizer.register_step_pre_hook(self._before_step))
 
     def control_channel(self) -> SharedMemoryChannel:
         return self._channel
-
-    def set_weight(self, weight: float, uneven: bool = False) -> None:
-        """Nothing: a worker's step is that of its own batch, whatever its size."""
-
-    def join_idle(self) -> bool:
-        return False
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -125,7 +120,7 @@ class _HogwildRun(StrategyRun):
 
     def shown_tensors(self) -> dict[str, Tensor]:
         """No weights: they are shared, and `agreed()` saves them itself."""
-        return {name: buffer.detach() for name, buffer in self._buffers().items()}
+        return {name: buffer.detach() for name, buffer in self.buffers().items()}
 
     def finish(self) -> None:
         self._publish_buffers()
@@ -136,7 +131,7 @@ class _HogwildRun(StrategyRun):
 
     def _take_shared(self) -> None:
         """Copy the shared weights into this worker's own memory."""
-        for name, buffer in self._buffers().items():
+        for name, buffer in self.buffers().items():
             buffer.detach().copy_(self._shared[name])
         for parameter in self.model.parameters():
             parameter.data = parameter.data.clone()
@@ -151,9 +146,7 @@ class _HogwildRun(StrategyRun):
 
     def detach(self) -> None:
         self._channel.finish()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        super().detach()
         for parameter in self.model.parameters():
             parameter.data = parameter.data.clone()  # after an error the others may still train
 

@@ -1,10 +1,10 @@
-"""Workers step alone, and average their weights every so many steps.
+"""Local SGD: workers train alone, and average their weights every `period` steps.
 
 w_i ← w_i − η · g_i(w_i), and after every τ steps w_i ← (1/p) Σ w_j::
 
     step       1    2    3    4    5    6    …         period=2, after=2
-    all        ●    ●                                  the first two average gradients: synchronous
-    each                 ·    ●    ·    ●              then weights, every second step
+    gradients  ●    ●                                  the first two steps average gradients: synchronous
+    weights              ·    ●    ·    ●              then every second step averages weights
 
 Local SGD: Stich, Local SGD converges fast and communicates little (2019); post-local: Lin et al., Don't use large
 mini-batches, use local SGD (2020); with a random part of the workers in each round: McMahan et al., Communication-
@@ -26,25 +26,25 @@ from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SpecError
 from syncline.reduction import Communicator, GradientReducer, ReductionPass
-from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun, mean_of_all, wide_dtype
+from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun, wide_dtype
 from syncline.strategies.delta_reducer import coding_here, coding_of_all, load_coding_of_all
-from syncline.strategies.local_weights import AveragingRun
+from syncline.strategies.local_weights import AveragingRun, check_count
 from syncline.world import allreduce
 
 __all__ = ["Local", "LocalRun"]
 
-KEPT = ("keep", "average", "reset")
-LOOKS = 8
-"""Every so many rounds the workers tell how far apart they were: it takes a small message of its own."""
+STATE_MODES = ("keep", "average", "reset")
+CONSENSUS_EVERY_ROUNDS = 8
+"""Interval in rounds at which the workers' distance from their mean is measured. It takes a small message."""
 
 
 @dataclass(frozen=True, repr=False)
 class Local(Strategy):
     """Local SGD with a fixed period.
 
-    `after` steps are synchronous first. `state` says what a round does to the optimizer's memory of each parameter:
-    "keep" leaves each worker its own, "average" averages it with the weights, "reset" forgets it. With `fraction` a
-    random part of the workers counts in each round, drawn from `seed`; all take its mean over.
+    The first `after` steps are synchronous. `state` defines what a round does to the optimizer's state of each
+    parameter: "keep" leaves each worker its own, "average" averages it with the weights, "reset" clears it. With
+    `fraction` a random part of the workers counts in each round, drawn from `seed`; all workers load its mean.
 
     >>> Local(period=16)
     local(period=16)
@@ -63,8 +63,8 @@ class Local(Strategy):
         check_count(self.name, "period", self.period, least=1)
         check_count(self.name, "after", self.after)
         check_count(self.name, "seed", self.seed)
-        if self.state not in KEPT:
-            raise SpecError(f"local(state={self.state!r}): one of {', '.join(KEPT)}")
+        if self.state not in STATE_MODES:
+            raise SpecError(f"local(state={self.state!r}): one of {', '.join(STATE_MODES)}")
         number = isinstance(self.fraction, (int, float)) and not isinstance(self.fraction, bool)
         if not number or not 0.0 < self.fraction <= 1.0:
             raise SpecError(f"local(fraction={self.fraction!r}): a part of the workers, above 0 and at most 1")
@@ -78,8 +78,8 @@ class Local(Strategy):
 class LocalRun(AveragingRun):
     """Averages weights; `period` may change from round to round.
 
-    With a codec or in half precision the workers average differences to the weights after the last round: the mean of
-    the weights themselves would be rounded in every round.
+    With a codec or in half precision the workers average differences from the weights after the last round, because the
+    mean of the weights themselves would be rounded in every round.
     """
 
     def __init__(
@@ -100,18 +100,18 @@ class LocalRun(AveragingRun):
         self._state = str(getattr(strategy, "state", "keep"))
         self._fraction = float(getattr(strategy, "fraction", 1.0))
         self._seed = int(getattr(strategy, "seed", 0))
-        self._agreed: list[Tensor] | None = None
+        self._base: list[Tensor] | None = None
         """The weights after the last round, if rounds average differences."""
         halves = any(wide_dtype(weight.dtype) != weight.dtype for weight in self.weights)
         if (exchange.codec is not None or halves) and exchange.size > 1:
-            self._agreed = [weight.clone() for weight in self.weights]
+            self._base = [weight.clone() for weight in self.weights]
         self._reducer: GradientReducer | None = None
-        """Reduces the gradients of the first steps."""
+        """Reduces the gradients of the synchronous steps."""
         if self._synchronous_for and exchange.size > 1:
-            self._reducer = self._make_gradients()
+            self._reducer = self._make_reducer()
         self.deltas.prepare()
 
-    def _make_gradients(self) -> GradientReducer:
+    def _make_reducer(self) -> GradientReducer:
         settings = self.settings
         return GradientReducer(
             dict(self.model.named_parameters()),
@@ -122,7 +122,7 @@ class LocalRun(AveragingRun):
             codec=self.exchange.codec,
             seed=settings.seed,
             diagnose=settings.diagnose,
-            find_unused_parameters=True,  # as the later steps, whose averages ask nobody what a worker has used
+            find_unused_parameters=True,  # like the later rounds, which do not compare which parameters were used
         )
 
     # Steps.
@@ -137,7 +137,7 @@ class LocalRun(AveragingRun):
 
     @property
     def synchronous(self) -> bool:
-        """Whether the step that begins averages gradients."""
+        """Whether the next step averages gradients."""
         return self.stats.steps < self._synchronous_for
 
     def set_weight(self, weight: float, uneven: bool = False) -> None:
@@ -148,14 +148,14 @@ class LocalRun(AveragingRun):
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext() if self._reducer is None else self._reducer.paused()
 
-    def _reduced(self, found: ReductionPass) -> None:
-        """A backward pass of the first `after` steps is over, and its gradients are the mean."""
+    def _reduced(self, reduction: ReductionPass) -> None:
+        """A backward pass of the first `after` steps has ended, and its gradients are the mean."""
         assert self._reducer is not None, "the reducer calls this"
-        found.complete()
-        self._reducer.done(found)
+        reduction.complete()
+        self._reducer.done(reduction)
 
     def check_closure(self, closure: Any) -> None:
-        if self.synchronous and closure is not None:
+        if closure is not None and self.synchronous:
             raise IncompatibleError(
                 f"{self.strategy!r} averages gradients in its first {self._synchronous_for} steps, and there a "
                 "closure's loss would be this worker's alone: call backward() and then step(), or leave `after` out"
@@ -179,8 +179,8 @@ class LocalRun(AveragingRun):
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
-        if self._agreed is not None:
-            self._agreed = [weight.clone() for weight in self.weights]
+        if self._base is not None:
+            self._base = [weight.clone() for weight in self.weights]
 
     def check_uneven(self) -> None:
         if self.synchronous:
@@ -194,59 +194,53 @@ class LocalRun(AveragingRun):
     # Rounds.
 
     def sync(self, active: bool = True) -> int:
-        chosen = self._takes_part()
-        if self._agreed is None:
-            means, alive = self._wait([weight.clone() for weight in self.weights], chosen, active)
+        weight = 1.0 if self._fraction == 1.0 or self._counts() else 0.0
+        if self._base is None:
+            reduction = self.deltas.begin([each.clone() for each in self.weights], weight, active)
+            means, alive = self.deltas.finish(reduction)
         else:
-            given = [weight - before for weight, before in zip(self.weights, self._agreed, strict=True)]
-            moved, alive = self._wait(given, chosen, active)
-            means = [before.add_(mean) for before, mean in zip(self._agreed, moved, strict=True)]
-        if self.rounds % LOOKS == 0:
+            changes = [each - before for each, before in zip(self.weights, self._base, strict=True)]
+            mean_changes, alive = self.deltas.finish(self.deltas.begin(changes, weight, active))
+            means = [before.add_(change) for before, change in zip(self._base, mean_changes, strict=True)]
+        if self.rounds % CONSENSUS_EVERY_ROUNDS == 0:
             self.note_consensus(means)
-        self.take_over(means)
-        self.sync_optimizer_state()
+        self.set_weights(means)
+        if self._state != "keep":
+            self.sync_optimizer_state()
         self.rounds += 1
         self._since = 0
         self.stats.staleness = 0
-        self.after_sync(means)
+        self.after_sync()
         return alive
 
-    def after_sync(self, agreed: Sequence[Tensor]) -> None:
-        """A round is over, and all have these weights."""
+    def after_sync(self) -> None:
+        """Called at the end of a round, when all workers have the same weights."""
 
-    def _wait(self, given: list[Tensor], chosen: bool = True, active: bool = True) -> tuple[list[Tensor], int]:
-        begun = self.deltas.begin(given, 1.0 if chosen else 0.0, active)
-        return self.deltas.finish(begun)
-
-    def _takes_part(self) -> bool:
-        """Whether this worker counts in the round: the same draw everywhere."""
-        if self._fraction == 1.0:
-            return True
+    def _counts(self) -> bool:
+        """Whether this worker counts in the round. Every worker makes the same draw."""
         size = self.exchange.size
         count = max(1, math.ceil(self._fraction * size - 1e-9))
         return self.exchange.rank in random.Random(f"{self._seed}/{self.rounds}").sample(range(size), count)
 
     def sync_optimizer_state(self) -> None:
-        if self._state == "keep":
-            return
-        remembered = [self.optimizer.state.get(parameter, {}) for parameter in self._names.values()]
+        """Average or clear the optimizer's state of each parameter."""
+        states = [self.optimizer.state.get(parameter, {}) for parameter in self._names.values()]
         if self._state == "reset":
-            for memory in remembered:
-                memory.clear()
+            for state in states:
+                state.clear()
             return
-        rows = [
-            memory[key]
-            for parameter, memory in zip(self._names.values(), remembered, strict=True)
-            for key in sorted(memory)
-            if _is_row(memory[key], parameter)
+        tensors = [
+            state[key]
+            for parameter, state in zip(self._names.values(), states, strict=True)
+            for key in sorted(state)
+            if _has_shape_of(state[key], parameter)
         ]
-        counts = allreduce(torch.tensor([len(rows), -len(rows)]), op="max", group=self.exchange.team)
-        if int(counts.sum()) != 0 or not rows:  # a worker that has had no data yet remembers nothing
+        counts = allreduce(torch.tensor([len(tensors), -len(tensors)]), op="max", group=self.exchange.team)
+        if int(counts.sum()) != 0 or not tensors:  # a worker that has had no data yet has no state
             return
-        nbytes = sum(row.nbytes for row in rows)
+        nbytes = sum(tensor.nbytes for tensor in tensors)
         self.stats.sent(nbytes, nbytes)
-        for row, mean in zip(rows, mean_of_all(self.exchange, rows), strict=True):
-            row.copy_(mean)
+        self.average(tensors)
 
     def detach(self) -> None:
         super().detach()
@@ -259,22 +253,22 @@ class LocalRun(AveragingRun):
         super().restart()
         self._since = 0
         self._choose_phase()
-        if self._agreed is not None:
-            self._agreed = [weight.clone() for weight in self.weights]
+        if self._base is not None:
+            self._base = [weight.clone() for weight in self.weights]
         if self._reducer is not None and self._reducer.coding is not None:
             self._reducer.coding.load([])
 
     def _choose_phase(self) -> None:
-        """After a load: the number of steps may be beyond the first `after` steps, or before their end again."""
+        """After a load: the number of steps may be beyond the synchronous steps, or before their end again."""
         if not self.synchronous and self._reducer is not None:
             self._end_synchronous()
         elif self.synchronous and self._reducer is None and self.exchange.size > 1:
-            self._reducer = self._make_gradients()
+            self._reducer = self._make_reducer()
 
     def shared_state(self) -> dict[str, Any]:
-        agreed = {} if self._agreed is None else dict(zip(self._names, self._agreed, strict=True))
+        base = {} if self._base is None else dict(zip(self._names, self._base, strict=True))
         first = {} if self._reducer is None else {"first": coding_of_all(self._reducer)}
-        return super().shared_state() | {"period": self.period, "since": self._since, "agreed": agreed, **first}
+        return super().shared_state() | {"period": self.period, "since": self._since, "agreed": base, **first}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         super().load_shared_state(state)
@@ -282,9 +276,9 @@ class LocalRun(AveragingRun):
         self._choose_phase()
         if self._reducer is not None:
             load_coding_of_all(self._reducer, state.get("first", {}))
-        if self._agreed is not None:
+        if self._base is not None:
             saved = state.get("agreed") or dict(zip(self._names, self.weights, strict=True))
-            for before, name in zip(self._agreed, self._names, strict=True):
+            for before, name in zip(self._base, self._names, strict=True):
                 before.copy_(saved[name])
 
     def local_state(self) -> dict[str, Any]:
@@ -298,12 +292,6 @@ class LocalRun(AveragingRun):
                 self.deltas.forget()
 
 
-def check_count(name: str, key: str, value: Any, least: int = 0) -> None:
-    """Refuse what is no whole number of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise SpecError(f"{name}({key}={value!r}): a whole number, at least {least}")
-
-
-def _is_row(value: Any, parameter: Tensor) -> bool:
-    """Whether it remembers one number for each of the parameter's."""
+def _has_shape_of(value: Any, parameter: Tensor) -> bool:
+    """Whether a state value has one number for each element of the parameter."""
     return isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()

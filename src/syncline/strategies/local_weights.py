@@ -1,40 +1,45 @@
-"""Each worker steps on weights of its own, and all meet now and then: what such strategies have in common.
+"""Strategies in which each worker keeps its own weights, and all workers synchronise now and then.
 
     worker 0   w0 ─ step ─ step ─┐            ┌─ step ─ step ─┐
-    worker 1   w1 ─ step ─ step ─┼─ a round ──┼─ step ─ step ─┼─ …
+    worker 1   w1 ─ step ─ step ─┼─ sync() ───┼─ step ─ step ─┼─ …
     worker 2   w2 ─ step ─ step ─┘            └─ step ─ step ─┘
 
-*The* model is what `model_of_all` says, by default the mean of the workers' weights; `agreed()` shows it, a checkpoint
-holds it beside each worker's own weights and optimizer state, and `close()` leaves it on every worker.
+*The* model is `model_of_all()`, by default the mean of the workers' weights. `agreed()` shows it, a checkpoint holds it
+beside each worker's own weights and optimizer state, and `close()` leaves it on every worker.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.errors import IncompatibleError
-from syncline.reduction import Communicator, broadcast_tensors, broadcast_tree, plain_name
-from syncline.strategies.base import RunSettings, Strategy, StrategyRun, check_gradients, mean_of_all
-from syncline.strategies.delta_reducer import DeltaReducer, trained
-from syncline.strategies.scaler import refuse_skipped_steps
-from syncline.world import allgather
+from syncline.errors import IncompatibleError, SpecError
+from syncline.reduction import Communicator, broadcast_tensors, plain_name
+from syncline.strategies.base import RunSettings, Strategy, StrategyRun, check_gradients, mean_of_all, trained
+from syncline.strategies.delta_reducer import DeltaReducer
 
-__all__ = ["AveragingRun", "LocalWeightsRun", "put_state", "state_of"]
+__all__ = ["AveragingRun", "LocalWeightsRun", "check_count", "load_optimizer_state", "optimizer_state"]
+
+MAX_CALLER_FRAMES = 8
+"""Largest number of stack frames above a step hook that are searched: torch's wrappers of `step` come first."""
 
 
 class LocalWeightsRun(StrategyRun):
     """A synchronous run whose workers' weights differ between rounds.
 
-    A strategy says what happens after a step (`after_step`), and what a round does (`sync`); it may look at the
-    gradients before the optimizer does (`before_step`).
+    A strategy defines what happens after a step (`after_step`) and in a round (`sync`). It may use the gradients before
+    the optimizer does (`before_step`).
     """
+
+    needs_every_step: ClassVar[bool] = True
+    """Whether workers must count the same steps, so that a GradScaler may not skip one without notice."""
 
     def __init__(
         self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
@@ -42,109 +47,76 @@ class LocalWeightsRun(StrategyRun):
         super().__init__(strategy, model, optimizer, exchange, settings)
         self._names = trained(model)
         self.rounds = 0
-        """Meetings of all workers so far."""
-        self.as_many = True
-        """Whether the checkpoint that was loaded is of as many workers."""
-        self._hooks = [
+        """Rounds of all workers so far."""
+        self.same_size = True
+        """Whether the loaded checkpoint is of as many workers."""
+        self._alone = exchange.size == 1
+        self.hooks += [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
         ]
 
-    # What a strategy says.
+    # Contract.
 
     def check_closure(self, closure: Any) -> None:
         """Refuse a closure given to `optimizer.step()` if the strategy does not support it. None means no closure."""
 
     def before_step(self) -> None:
-        """The gradients are there, and nothing is applied yet."""
+        """Called when the gradients are complete and before the optimizer applies them."""
 
     @abstractmethod
     def after_step(self) -> None:
-        """The optimizer has stepped, and the step is counted."""
+        """Called after the optimizer's step, which is counted already."""
 
     @abstractmethod
     def sync(self, active: bool = True) -> int:
-        """A round of all workers; how many of them still have data. `active`: whether this one has."""
+        """A round of all workers. `active`: whether this one has data. Returns how many workers have data."""
 
     def model_of_all(self) -> list[Tensor]:
-        """*The* model's parameters, in the order of `weights`; every worker calls it."""
+        """*The* model's parameters, in the order of `weights`. Every worker calls it."""
         return mean_of_all(self.exchange, self.weights)
 
     def own_state(self) -> dict[str, Any]:
-        """More that a checkpoint keeps of this worker alone: tensors and plain values."""
+        """More state of this worker for checkpoints: tensors and plain values."""
         return {}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Take it back."""
+        """Restore `own_state`."""
 
-    # What it finds.
+    # Services for strategies.
 
     @property
     def weights(self) -> list[Tensor]:
-        """This worker's own, to be changed in place."""
+        """This worker's own weights. They may be changed in place."""
         return [parameter.detach() for parameter in self._names.values()]
 
-    @property
-    def gradients(self) -> list[Tensor | None]:
-        """Those of the step that begins."""
-        return [parameter.grad for parameter in self._names.values()]
+    def note_consensus(self, agreed: Sequence[Tensor], own: Sequence[Tensor] | None = None) -> None:
+        """Record the root mean square distance of the workers from `agreed`. Every worker calls it."""
+        own = self.weights if own is None else own
+        self.stats.consensus = math.sqrt(self.exchange.mean(squared_distance(own, agreed)))
 
-    def note_consensus(self, agreed: Sequence[Tensor]) -> None:
-        """Tell the stats how far the workers are from what they agree on; every worker calls it."""
-        apart = sum(float((own - all_).double().square().sum()) for own, all_ in zip(self.weights, agreed, strict=True))
-        self.stats.consensus = math.sqrt(self.exchange.mean(apart))
+    def set_weights(self, values: Sequence[Tensor]) -> None:
+        """Replace this worker's weights."""
+        for weight, value in zip(self.weights, values, strict=True):
+            weight.copy_(value)
 
-    # The contract.
-
-    def set_weight(self, weight: float, uneven: bool = False) -> None:
-        """Nothing: a worker's step is that of its own batch, whatever its size."""
+    # The contract of `StrategyRun`.
 
     def join_idle(self) -> bool:
         return self.sync(active=False) > 0
 
     def settle_uneven(self) -> None:
-        """This worker has run out of data: meet the others until all have, then count as they do."""
-        while self.join_idle():
-            pass
-        table = allgather(torch.tensor([self.stats.steps]), group=self.exchange.team).tolist()
-        self._check_rates(self.stats.steps - min(table))
-        root = table.index(max(table))
-        if min(table) == max(table):
-            return
-        groups = self.optimizer.param_groups
-        told = {
-            "rates": [[float(group["lr"])] for group in groups if "lr" in group],
-            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers.known],
-        }
-        found = broadcast_tree(self.exchange, told, root)
-        if self.stats.steps < table[root]:
-            for group, (rate,) in zip([each for each in groups if "lr" in each], found["rates"], strict=True):
-                group["lr"] = rate
-            for scheduler, state in zip(self.schedulers.known, found["schedulers"], strict=True):
-                scheduler.load_state_dict(state)
-            self.stats.steps = table[root]
+        self.uneven.settle_local_weights()
 
     def shown_tensors(self) -> dict[str, Tensor]:
         return {**super().shown_tensors(), **{name: each.detach() for name, each in self._names.items()}}
 
     def show_agreed(self) -> None:
-        self.take_over(self.model_of_all())
+        self.set_weights(self.model_of_all())
         super().show_agreed()
 
-    def take_over(self, values: Sequence[Tensor]) -> None:
-        """Make these the worker's weights."""
-        for weight, value in zip(self.weights, values, strict=True):
-            weight.copy_(value)
-
-    def detach(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    # State.
-
     def restart(self) -> None:
-        self.rounds, self.as_many = 0, True
+        self.rounds, self.same_size = 0, True
         broadcast_tensors(self.exchange, self.weights)
 
     def shared_state(self) -> dict[str, Any]:
@@ -152,49 +124,61 @@ class LocalWeightsRun(StrategyRun):
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         self.rounds = int(state.get("rounds", 0))
-        self.as_many = int(state.get("workers", 0)) == self.exchange.size
+        self.same_size = int(state.get("workers", 0)) == self.exchange.size
 
     def local_state(self) -> dict[str, Any]:
-        if self._own is not None:
-            raise IncompatibleError("save a run outside agreed(): inside, a worker's own weights are put aside")
+        refuse_inside_agreed(self)
         return {
             "weights": {name: each.detach().clone() for name, each in self._names.items()},
-            "optimizer": state_of(self.optimizer, self._names),
+            "optimizer": optimizer_state(self.optimizer, self._names),
             "own": self.own_state(),
         }
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """A worker that the checkpoint does not know begins with the model of all, and what all agree on.
+        """A worker that the checkpoint does not know begins with the model of all workers.
 
-        Where there are more or fewer workers than before, everybody does: the mean of those that are left is another.
+        If the number of workers has changed, every worker does, because the mean of the remaining ones is different.
         """
         if not states:
             return
         own = states[0]
-        put_state(self.optimizer, self._names, own["optimizer"])
-        if self.as_many:
+        load_optimizer_state(self.optimizer, self._names, own["optimizer"])
+        if self.same_size:
             parameters = {plain_name(name): each.detach() for name, each in self.model.named_parameters()}
             for name, value in own["weights"].items():
                 parameters[name].copy_(value)
             self.load_own_state(own["own"])
 
-    # Within.
-
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.settings.check_finite:
             check_gradients(self)
-        if self.exchange.size > 1:
-            if self.first_exchange is not None:
-                refuse_skipped_steps(self.strategy, optimizer)
-            self.check_closure(kwargs.get("closure", args[1] if len(args) > 1 else None))  # the optimizer comes first
-            self.before_step()
+        if self._alone:
+            return
+        if self.needs_every_step and not hasattr(optimizer, "found_inf"):  # a fused optimizer reports skipped steps
+            frame = inspect.currentframe()
+            for _ in range(MAX_CALLER_FRAMES):
+                frame = None if frame is None else frame.f_back
+                if frame is not None and frame.f_globals.get("__name__") == "torch.amp.grad_scaler":
+                    raise _skipped_steps(self.strategy)
+        self.check_closure(kwargs.get("closure", args[1] if len(args) > 1 else None))  # the optimizer comes first
+        self.before_step()
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.stats.steps += 1
-        self.note_rates()
-        if self.exchange.size > 1:
+        self.reductions += 1
+        if self.uneven.rates is not None:
+            self.uneven.note_rates()
+        if not self._alone:
             with torch.no_grad():
                 self.after_step()
+
+
+def _skipped_steps(strategy: Strategy) -> IncompatibleError:
+    return IncompatibleError(
+        f"{strategy!r} with a GradScaler: the scaler may skip a step on one worker only, and the workers would no "
+        "longer be in the same round; give the optimizer fused=True, which counts such steps too, train in bfloat16 "
+        "without a scaler, or take strategy allreduce"
+    )
 
 
 class AveragingRun(LocalWeightsRun):
@@ -229,8 +213,19 @@ class AveragingRun(LocalWeightsRun):
         self.deltas.load_local_states([state["deltas"] for state in states])
 
 
-def state_of(optimizer: Optimizer, names: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Any]]:
-    """What an optimizer remembers of each parameter, by its name."""
+def squared_distance(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    """‖one − other‖², in double precision."""
+    return sum(float((left - right).double().square().sum()) for left, right in zip(one, other, strict=True))
+
+
+def refuse_inside_agreed(run: StrategyRun) -> None:
+    """Refuse to save a worker's own weights inside `agreed()`, where the model holds others."""
+    if run.inside_agreed:
+        raise IncompatibleError("save a run outside agreed(): inside, a worker's own weights are put aside")
+
+
+def optimizer_state(optimizer: Optimizer, names: Mapping[str, nn.Parameter]) -> dict[str, dict[str, Any]]:
+    """A copy of the optimizer's state of each parameter, by the parameter's name."""
     return {
         name: {
             key: value.clone() if isinstance(value, Tensor) else value for key, value in optimizer.state[each].items()
@@ -240,8 +235,10 @@ def state_of(optimizer: Optimizer, names: Mapping[str, nn.Parameter]) -> dict[st
     }
 
 
-def put_state(optimizer: Optimizer, names: Mapping[str, nn.Parameter], saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Take it back; what was not remembered then is not now."""
+def load_optimizer_state(
+    optimizer: Optimizer, names: Mapping[str, nn.Parameter], saved: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Restore `optimizer_state`. The state of a parameter that was not saved is removed."""
     for name, each in names.items():
         optimizer.state.pop(each, None)
         if name in saved:
@@ -251,3 +248,9 @@ def put_state(optimizer: Optimizer, names: Mapping[str, nn.Parameter], saved: Ma
                 else value
                 for key, value in saved[name].items()
             }
+
+
+def check_count(strategy: str, key: str, value: Any, least: int = 0) -> None:
+    """Refuse an argument that is not a whole number of at least `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SpecError(f"{strategy}({key}={value!r}): a whole number, at least {least}")

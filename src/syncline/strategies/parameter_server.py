@@ -36,11 +36,11 @@ from syncline.server.rules import HandlerRule, Sgd, UpdateRule, build_rule, rule
 from syncline.server.shard import FOREVER
 from syncline.server.space import spans
 from syncline.specs import parse
-from syncline.strategies.base import RunSettings, Strategy, StrategyRun, check_gradients
+from syncline.strategies.asynchronous import AsynchronousRun
+from syncline.strategies.base import RunSettings, Strategy, check_gradients, loss_scale
 from syncline.strategies.control import POLL_SECONDS, ControlChannel, Post
 from syncline.strategies.gradient_pusher import GradientPusher, borders, check_filters, client_filter
 from syncline.strategies.key_map import KeyMap, dense_rows, read_optimizer, settings_of, write_optimizer
-from syncline.strategies.scaler import scale_of_gradients
 
 __all__ = ["ParameterServerRun", "ParameterServerStrategy", "ServedBoard", "ServerOptions", "post_order", "watch_board"]
 
@@ -98,7 +98,7 @@ class ParameterServerStrategy(Strategy):
             build(spec)
 
 
-class ParameterServerRun(StrategyRun):
+class ParameterServerRun(AsynchronousRun):
     """One worker's part. Strategies say what a read waits for, or replace `before_step` and `after_step`."""
 
     def __init__(
@@ -121,7 +121,7 @@ class ParameterServerRun(StrategyRun):
         check_filters(filters, plan.factors, self.rules)
         check_codec(exchange.codec)
         self.parameters = self.keys.trains(model)
-        self._known = {id(parameter) for parameter in self.parameters}
+        self.synchronised = {id(parameter) for parameter in self.parameters}
         self.absent: list[int] = []
         """Indices of the parameters without a gradient in this step."""
         self.gradients = torch.zeros(self.keys.trained, dtype=torch.float32)
@@ -142,7 +142,7 @@ class ParameterServerRun(StrategyRun):
         self._board = ServedBoard(self.client, self.keys, stride=plan.stride, ending=self.ending)
         self._optimizer_loaded = False
         """Whether a state was loaded into the optimizer since the latest step."""
-        self._hooks = [
+        self.hooks += [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
             optimizer.register_load_state_dict_post_hook(self._note_load),
@@ -330,9 +330,6 @@ class ParameterServerRun(StrategyRun):
     def set_weight(self, weight: float, uneven: bool = False) -> None:
         self.weight = weight
 
-    def join_idle(self) -> bool:
-        return False
-
     # The agreed model.
 
     def show_agreed(self) -> None:
@@ -461,9 +458,7 @@ class ParameterServerRun(StrategyRun):
             self.client.close()
 
     def detach(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        super().detach()
         self.pusher.close()
 
     # Within.
@@ -504,7 +499,7 @@ class ParameterServerRun(StrategyRun):
             )
         if self.settings.check_finite:
             check_gradients(self)
-        scale = scale_of_gradients(optimizer)
+        scale = loss_scale(optimizer)
         self.absent = dense_rows(self.parameters, self._gradient_views)
         if scale is None:  # a GradScaler has found a gradient that is not finite
             self.absent = list(range(len(self.parameters)))

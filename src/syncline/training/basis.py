@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 from torch.utils.data import DataLoader
 
 from syncline.errors import IncompatibleError
-from syncline.strategies import Run, Shard, Step, Steps
+from syncline.strategies import Shard, Step, Steps, StrategyRun
 from syncline.training.checkpoint import load, save
 from syncline.training.config import describe_run
 from syncline.training.folder import RunFolder
@@ -35,7 +35,7 @@ __all__ = ["Basis", "Schedule"]
 Schedule = LRScheduler | ChainedScheduler
 
 
-def _reader(run: Run, workload: Workload, settings: Settings) -> Shard | Steps:
+def _reader(run: StrategyRun, workload: Workload, settings: Settings) -> Shard | Steps:
     loader: DataLoader[Any] = DataLoader(workload.splits().train, batch_size=settings.batch, shuffle=True)
     if settings.global_batch is None:
         return run.shard(loader, seed=settings.seed)
@@ -49,7 +49,7 @@ class Basis:
         self,
         workload: Workload,
         settings: Settings,
-        run: Run,
+        run: StrategyRun,
         scheduler: Schedule | None,
         place: RunFolder | None,
     ) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from syncline.strategies import Run
+from syncline.strategies import StrategyRun
 from syncline.training.settings import Settings
 from syncline.training.system import code_digest, code_version
 from syncline.workloads.base import Workload
@@ -19,7 +19,7 @@ __all__ = ["describe_run"]
 
 
 def describe_run(
-    workload: Workload, settings: Settings, run: Run, predicted: Mapping[str, float] | None
+    workload: Workload, settings: Settings, run: StrategyRun, predicted: Mapping[str, float] | None
 ) -> dict[str, Any]:
     """The whole document."""
     workers = run.world.size

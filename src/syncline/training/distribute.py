@@ -17,7 +17,7 @@ from syncline.codecs import Codec, build_codec, check_optimizer_momentum
 from syncline.errors import IncompatibleError, SpecError
 from syncline.reduction import BUCKET_BYTES, Communicator, broadcast_tensors, check_same
 from syncline.strategies import Run, RunSettings, Strategy, build_strategy
-from syncline.strategies.wrappers import refuse_wrapped, refuse_wrapper_around
+from syncline.strategies.model_watch import refuse_wrapped, refuse_wrapper_around
 from syncline.world import World, current_world
 
 __all__ = ["distribute", "momentum_of"]

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 
 from syncline.errors import DivergedError
 from syncline.reduction import check_same
-from syncline.strategies import Run, Strategy
+from syncline.strategies import Strategy, StrategyRun, strategy_run
 from syncline.training.basis import Basis, Schedule
 from syncline.training.distribute import distribute
 from syncline.training.folder import RunFolder
@@ -111,7 +111,7 @@ def train(
 
 def _distributed(
     workload: Workload, settings: Settings, strategy: Strategy | None, world: World
-) -> tuple[Run, Schedule | None]:
+) -> tuple[StrategyRun, Schedule | None]:
     """Model, optimizer and schedule, kept together on all workers."""
     seed_everything(settings.seed, world.rank)
     model = workload.model(settings.seed).to(world.device)
@@ -130,7 +130,7 @@ def _distributed(
         seed=settings.seed,
         diagnose=settings.diagnose,
     )
-    return run, scheduler
+    return strategy_run(run), scheduler
 
 
 class _Loop(Basis):
@@ -140,7 +140,7 @@ class _Loop(Basis):
         self,
         workload: Workload,
         settings: Settings,
-        run: Run,
+        run: StrategyRun,
         scheduler: Schedule | None,
         place: RunFolder | None,
     ) -> None:

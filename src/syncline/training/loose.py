@@ -21,9 +21,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
-from syncline.errors import DivergedError, IncompatibleError, PeerLostError
+from syncline.errors import DivergedError, PeerLostError
 from syncline.runtime import Task
-from syncline.strategies import Run
+from syncline.strategies import AsynchronousRun, StrategyRun
 from syncline.strategies.control import ControlChannel
 from syncline.training.basis import Basis, Schedule
 from syncline.training.evaluator import Evaluator
@@ -59,16 +59,15 @@ class LooseLoop(Basis):
         self,
         workload: Workload,
         settings: Settings,
-        run: Run,
+        run: StrategyRun,
         scheduler: Schedule | None,
         place: RunFolder | None,
     ) -> None:
         super().__init__(workload, settings, run, scheduler, place)
-        board = run.control_channel()
-        if board is None:
-            raise IncompatibleError(f"{run.strategy!r} lets its workers go at their own pace and has no board for them")
-        self.board: ControlChannel = board
-        self.notes = Notes(board)
+        assert isinstance(run, AsynchronousRun), "an asynchronous strategy has such a run"
+        self.asynchronous_run = run
+        self.board: ControlChannel = run.control_channel()
+        self.notes = Notes(self.board)
         self.tally = Tally(self.length, self.batch, self.world.size)
         self.evaluator: Task | None = None
         """This worker's evaluator, if it evaluates."""
@@ -340,7 +339,7 @@ class LooseLoop(Basis):
     def _save(self, step: int) -> None:
         """All workers that are not lost are here. If they cannot save, a warning says so and the run continues."""
         assert self.place is not None, "nobody saves nowhere"
-        self.attached.kept = asdict(self.at)
+        self.asynchronous_run.loop_state = asdict(self.at)
         try:
             self.save_as(self.place, step)
         except PeerLostError as error:
@@ -348,8 +347,8 @@ class LooseLoop(Basis):
 
     def load(self, source: Path, needed: bool) -> None:
         super().load(source, needed)
-        if self.attached.kept:  # this worker's own place; the rest is what rank 0 knew
-            own = self.attached.kept
+        if self.asynchronous_run.loop_state:  # this worker's own place; the rest is what rank 0 knew
+            own = self.asynchronous_run.loop_state
             self.at = At(**{**asdict(self.at), **{key: own[key] for key in ("epoch", "step", "samples", "position")}})
             self.first = self.saved = self.at.step
 

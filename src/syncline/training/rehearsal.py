@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncline.strategies import Strategy
+from syncline.strategies import Strategy, strategy_run
 from syncline.training.distribute import distribute
 from syncline.training.settings import Settings
 from syncline.workloads.base import Workload, batches
@@ -26,5 +26,5 @@ def rehearse(workload: Workload, settings: Settings, strategy: Strategy | None, 
         batch = next(batches(workload.splits().train, settings.batch or 1))
         for _ in range(STEPS):
             optimizer.zero_grad()
-            workload.loss(run.replica, batch).backward()  # type: ignore[no-untyped-call]
+            workload.loss(strategy_run(run).replica, batch).backward()  # type: ignore[no-untyped-call]
             optimizer.step()

@@ -33,14 +33,14 @@ def test_the_hunt_sees_a_worker_that_forgets_its_own_steps() -> None:
 @pytest.mark.hunt
 def test_the_hunt_sees_a_worker_that_keeps_its_own_weights() -> None:
     """Another: rank 0 does not take over what a round has found."""
-    take_over = LocalWeightsRun.take_over
+    set_weights = LocalWeightsRun.set_weights
 
     def plant(run: LocalWeightsRun, values: object) -> None:
         if run.exchange.rank or run._closed:
-            take_over(run, values)  # type: ignore[arg-type]
+            set_weights(run, values)  # type: ignore[arg-type]
 
     with (
-        mock.patch.object(LocalWeightsRun, "take_over", plant),
+        mock.patch.object(LocalWeightsRun, "set_weights", plant),
         pytest.raises(AssertionError, match=r"seed \d+ breaks it"),
     ):
         hunted(check_averaging, range(8), "local")

@@ -84,7 +84,7 @@ class ForeignRun(StrategyRun):
         super().__init__(strategy, model, optimizer, exchange, settings)
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.gradient_bytes = sum(parameter.numel() * parameter.element_size() for parameter in self.trained)
-        self._hooks: list[Any] = [optimizer.register_step_post_hook(self._after_step)]
+        self.hooks.append(optimizer.register_step_post_hook(self._after_step))
         self.now = exchange.world.runtime.now
 
     @property
@@ -115,14 +115,14 @@ class ForeignRun(StrategyRun):
         if not self.parts:
             return
         own = [parameter.detach().clone() for parameter in self.trained]
-        self._average([parameter.detach() for parameter in self.trained])
+        self.average([parameter.detach() for parameter in self.trained])
         pairs = zip(self.trained, own, strict=True)
         apart = sum(float((mean.detach() - before).double().square().sum()) for mean, before in pairs)
         self.stats.consensus = math.sqrt(self.exchange.mean(apart))
 
     def check_uneven(self) -> None:
         """Refuse an epoch in which a rank may run out of data, with a batch that would do."""
-        hints = [_better_batch(data, self.exchange.size) for data, _ in self._readers.values()]
+        hints = [_better_batch(data, self.exchange.size) for data in self.readers.sources]
         hint = next((hint for hint in hints if hint), "take data that the workers divide, or drop_last=True")
         raise IncompatibleError(
             f"{self.strategy!r} needs data for every rank in every step, and some would have none: {hint}"
@@ -131,11 +131,6 @@ class ForeignRun(StrategyRun):
     def begin_together(self) -> None:
         """Return when every rank is ready: one that imported longer is not waited for in the first step."""
         self.exchange.mean(0.0)
-
-    def detach(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.stats.steps += 1

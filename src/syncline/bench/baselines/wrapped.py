@@ -46,9 +46,9 @@ class WrappedRun(ForeignRun):
         try:
             self._wrapped = self._wrap()
         except BaseException:
-            self._release()
+            self.release()
             raise
-        self._hooks += [
+        self.hooks += [
             parameter.register_post_accumulate_grad_hook(self._gradient_ready)  # type: ignore[no-untyped-call]
             for parameter in self.trained
         ]
@@ -97,7 +97,7 @@ class WrappedRun(ForeignRun):
         if self._wrapped is not None and self._wrapped.require_backward_grad_sync:
             self._expose()
             self._count()
-            self.note_rates()
+            self.note_reduction()
 
     def _expose(self) -> None:
         """Tell how long the rank has waited, at the end of a backward that reduced."""

@@ -34,7 +34,7 @@ from syncline.compat.horovod.pending import CollectiveCounter
 from syncline.errors import IncompatibleError, PeerLostError, SynclineError
 from syncline.reduction import BUCKET_BYTES, Communicator, GradientReducer, ReductionPass, check_same
 from syncline.reduction.rounds import Scaling
-from syncline.strategies import Run, Strategy
+from syncline.strategies import Strategy, StrategyRun, strategy_run
 from syncline.training.distribute import distribute
 
 __all__ = [
@@ -462,7 +462,8 @@ class StrategySync:
         ]
         first = broadcast_object(list(named))  # rank 0's order; names that differ are refused by what follows
         ordered = {name: named[name] for name in (first if set(first) == set(named) else named)}
-        self.run: Run = distribute(ParameterModule(ordered), optimizer, strategy=strategy, codec=codec)
+        model = ParameterModule(ordered)
+        self.run: StrategyRun = strategy_run(distribute(model, optimizer, strategy=strategy, codec=codec))
         held.optimizers.append(self)
 
     def synchronize(self) -> None:

@@ -124,9 +124,9 @@ class ElasticRun(AveragingRun):
         """
         super().load_shared_state(state)
         self.centre.load_shared_state(state)
-        if int(state.get("workers", 0)) == 1 or (self.rounds < self._first_round and not self.as_many):
+        if int(state.get("workers", 0)) == 1 or (self.rounds < self._first_round and not self.same_size):
             self.centre.start(self.weights)
-        self.take_over(self.centre.root)
+        self.set_weights(self.centre.root)
         if self.ahead is not None:
             self.ahead.rest(self.weights)
 

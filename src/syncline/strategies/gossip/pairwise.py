@@ -27,12 +27,12 @@ from syncline.errors import IncompatibleError, PeerLostError
 from syncline.reduction import Communicator
 from syncline.runtime import Task
 from syncline.server import server_network
-from syncline.strategies.base import RunSettings, Strategy, StrategyRun, check_gradients
-from syncline.strategies.delta_reducer import trained
+from syncline.strategies.asynchronous import AsynchronousRun
+from syncline.strategies.base import RunSettings, Strategy, check_gradients, trained
 from syncline.strategies.gossip.graphs import Graph
 from syncline.strategies.gossip.pair_channel import PairwiseChannel, open_channel
 from syncline.strategies.gossip.partners import Partners, comes_before, mean_of
-from syncline.strategies.local_weights import put_state, state_of
+from syncline.strategies.local_weights import load_optimizer_state, optimizer_state, refuse_inside_agreed
 from syncline.transports import Transport
 from syncline.world.hooks import ModuleHook
 
@@ -41,7 +41,7 @@ __all__ = ["PairwiseRun"]
 TORCH = "torch.distributed"
 
 
-class PairwiseRun(StrategyRun):
+class PairwiseRun(AsynchronousRun):
     """One worker. Its real weights are `partners.weights`; the model holds a snapshot of them."""
 
     def __init__(
@@ -76,7 +76,7 @@ class PairwiseRun(StrategyRun):
             self.partners = Partners(_channel(exchange), state, self._snapshot.numel(), exchange.stats)
         self._now = torch.empty_like(self._snapshot)
         self._channel = open_channel(exchange.world, strategy.name, self._load_weights)
-        self._hooks = [
+        self.hooks += [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
             model.register_forward_pre_hook(ModuleHook(self._forward)),
@@ -84,12 +84,6 @@ class PairwiseRun(StrategyRun):
 
     def control_channel(self) -> PairwiseChannel:
         return self._channel
-
-    def set_weight(self, weight: float, uneven: bool = False) -> None:
-        """Nothing: a worker's step is that of its own batch, whatever its size."""
-
-    def join_idle(self) -> bool:
-        return False
 
     @property
     def config(self) -> dict[str, Any]:
@@ -103,7 +97,7 @@ class PairwiseRun(StrategyRun):
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """The average goes on beside forward and backward."""
-        if self._exchange_task is None and module.training and torch.is_grad_enabled() and self._own is None:
+        if self._exchange_task is None and module.training and torch.is_grad_enabled() and not self.inside_agreed:
             self._begin()
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -188,8 +182,8 @@ class PairwiseRun(StrategyRun):
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        if self._own is None:
-            self._watch.take_loaded()
+        if not self.inside_agreed:
+            self.watch.apply_load()
             self._settle()
         with super().agreed():
             yield
@@ -258,9 +252,7 @@ class PairwiseRun(StrategyRun):
         self._channel.client.close()
 
     def detach(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        super().detach()
         if self.partners is not None:
             self.partners.close()
 
@@ -279,12 +271,11 @@ class PairwiseRun(StrategyRun):
         return {"clocks": clocks, "workers": self.exchange.size}
 
     def local_state(self) -> dict[str, Any]:
-        if self._own is not None:
-            raise IncompatibleError("save a run outside agreed(): inside, a worker's own weights are put aside")
+        refuse_inside_agreed(self)
         tensors = self._names if self.partners is None else dict(self._named(self._kept))
         return {
             "weights": {name: each.detach().clone() for name, each in tensors.items()},
-            "optimizer": state_of(self.optimizer, self._names),
+            "optimizer": optimizer_state(self.optimizer, self._names),
             "drawn": self._drawn,
         }
 
@@ -305,7 +296,7 @@ class PairwiseRun(StrategyRun):
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         self._settle()
-        self._as_many = int(state["workers"]) == self.exchange.size
+        self._same_size = int(state["workers"]) == self.exchange.size
         clocks = [int(clock) for clock in state["clocks"]]
         if len(clocks) != self.exchange.size:
             clocks = [max(clocks, default=self.stats.steps)] * self.exchange.size
@@ -314,9 +305,9 @@ class PairwiseRun(StrategyRun):
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         if states:
             own = states[0]
-            put_state(self.optimizer, self._names, own["optimizer"])
+            load_optimizer_state(self.optimizer, self._names, own["optimizer"])
             self._drawn = int(own["drawn"])
-            if self._as_many:
+            if self._same_size:
                 for name, value in own["weights"].items():
                     self._names[name].detach().copy_(value)
         self._take_model()

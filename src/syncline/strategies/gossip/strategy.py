@@ -21,7 +21,7 @@ from syncline.strategies.gossip.graphs import build_graph, check_graph
 from syncline.strategies.gossip.matrices import Matrix
 from syncline.strategies.gossip.pairwise import PairwiseRun
 from syncline.strategies.gossip.synchronous import GossipRun
-from syncline.strategies.local import check_count
+from syncline.strategies.local_weights import check_count
 
 __all__ = ["Gossip"]
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.errors import IncompatibleError, PeerLostError
-from syncline.reduction import Communicator, plain_name
-from syncline.strategies.base import RunSettings, StrategyRun, check_gradients
+from syncline.errors import PeerLostError
+from syncline.reduction import Communicator
+from syncline.strategies.asynchronous import AsynchronousRun
+from syncline.strategies.base import RunSettings, check_gradients, trained
 from syncline.strategies.key_map import KeyMap
-from syncline.strategies.local_weights import put_state, state_of
+from syncline.strategies.local_weights import load_optimizer_state, optimizer_state, refuse_inside_agreed
 from syncline.strategies.onesided.core import is_near
 from syncline.strategies.onesided.mailslots import HEADER, Mailslots
 from syncline.strategies.onesided.step import Array, step
@@ -30,7 +31,7 @@ SHORTEST, LONGEST = 1e-3, 0.25
 """Seconds between two looks at who has finished."""
 
 
-class OneSidedRun(StrategyRun):
+class OneSidedRun(AsynchronousRun):
     """Its weights are in the model; a copy of them is in a window, where those who want the mean read it."""
 
     strategy: OneSided
@@ -41,7 +42,7 @@ class OneSidedRun(StrategyRun):
         super().__init__(strategy, model, optimizer, exchange, settings)
         world = exchange.world
         self.keys = KeyMap.of(model, optimizer)
-        self._known = {id(parameter) for parameter in self.keys.trains(model)}
+        self.synchronised = {id(parameter) for parameter in self.keys.trains(model)}
         self.slots = Mailslots(world.transport, self.keys.trained, np.float32, strategy.buffers, near=is_near(world))
         self._window = world.transport.memory.window(self.keys.numel, torch.float32)
         self._channel = WindowChannel(world, self._load_weights)
@@ -50,23 +51,17 @@ class OneSidedRun(StrategyRun):
         self.accepted = self.rejected = 0
         self._base = 0
         """Steps before the latest load: the numbers of messages begin anew."""
-        self._as_many = True
+        self._same_size = True
         self._publish()
         if exchange.size > 1:
             world.barrier()  # nobody reads what is not there yet
-        self._hooks = [
+        self.hooks += [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
 
     def control_channel(self) -> WindowChannel:
         return self._channel
-
-    def set_weight(self, weight: float, uneven: bool = False) -> None:
-        """Nothing: a worker's step is that of its own batch, whatever its size."""
-
-    def join_idle(self) -> bool:
-        return False
 
     # Steps.
 
@@ -166,11 +161,6 @@ class OneSidedRun(StrategyRun):
             self._channel.release()
             self._window.close()
 
-    def detach(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
     # State.
 
     @property
@@ -196,16 +186,15 @@ class OneSidedRun(StrategyRun):
         return {"workers": self.exchange.size}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        self._as_many = int(state.get("workers", 0)) == self.exchange.size
+        self._same_size = int(state.get("workers", 0)) == self.exchange.size
         self.resume_steps()
 
     def local_state(self) -> dict[str, Any]:
         """This worker's weights, and what its optimizer remembers. States that are on their way are not kept."""
-        if self._own is not None:
-            raise IncompatibleError("save a run outside agreed(): inside, a worker's own weights are put aside")
+        refuse_inside_agreed(self)
         return {
             "weights": self.keys.named(self._read()),
-            "optimizer": state_of(self.optimizer, self._names()),
+            "optimizer": optimizer_state(self.optimizer, trained(self.model)),
             "accepted": self.accepted,
             "rejected": self.rejected,
         }
@@ -213,11 +202,8 @@ class OneSidedRun(StrategyRun):
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         if states and "weights" in states[0]:
             own = states[0]
-            put_state(self.optimizer, self._names(), own["optimizer"])
+            load_optimizer_state(self.optimizer, trained(self.model), own["optimizer"])
             self.accepted, self.rejected = int(own.get("accepted", 0)), int(own.get("rejected", 0))
-            if self._as_many:
+            if self._same_size:
                 self.keys.write(self.model, self.keys.joined(dict(own["weights"]), self._read()))
         self._publish()
-
-    def _names(self) -> dict[str, nn.Parameter]:
-        return {plain_name(name): each for name, each in self.model.named_parameters() if each.requires_grad}

@@ -13,7 +13,7 @@ import syncline.errors
 from syncline.environment import detect
 from syncline.errors import IncompatibleError, PeerLostError, SynclineError, WorldError
 from syncline.runtime import Task
-from syncline.strategies import Run
+from syncline.strategies import AsynchronousRun
 from syncline.training.checkpoint.folder import Resumed
 from syncline.training.checkpoint.objects import RunLike
 from syncline.training.checkpoint.survivors import Survivors
@@ -43,7 +43,7 @@ class Meeting:
         self.ranks = tuple(range(self.size))
         self.team = None if world is None else world.everyone
         self._survivors: Survivors | None = None
-        self._loose: list[Run] = []
+        self._loose: list[AsynchronousRun] = []
         self._task: Task | None = None
         self.resumed = {} if world is None else world.keep(RESUMED, Resumed).steps
         """By folder: the step from which this process resumed training."""
@@ -74,11 +74,10 @@ class Meeting:
         world = meeting.world
         if world is None or world.size == 1:
             return meeting
-        meeting._loose = [value for value in objects.values() if isinstance(value, Run) and value.asynchronous]
-        board = next((board for run in meeting._loose if (board := run.control_channel()) is not None), None)
-        if board is not None:
-            found = board
-            meeting._survivors = world.keep(("checkpoints", found), lambda: Survivors(world, found))
+        meeting._loose = [value for value in objects.values() if isinstance(value, AsynchronousRun)]
+        if meeting._loose:
+            channel = meeting._loose[0].control_channel()
+            meeting._survivors = world.keep(("checkpoints", channel), lambda: Survivors(world, channel))
         return meeting
 
     @property

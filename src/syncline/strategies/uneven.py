@@ -1,0 +1,197 @@
+"""Epochs in which workers run out of data at different times, and the schedulers that then miss steps.
+
+```text
+worker 0   step  step  step  step │ settle: both have the same weights, learning rates, scheduler states and step count
+worker 1   step  step  idle  idle │
+```
+
+`idle` is a round in which a worker without data takes part (`join_idle`).
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from syncline.errors import IncompatibleError
+from syncline.reduction import broadcast_tensors, broadcast_tree, check_same
+from syncline.world import allgather
+
+if TYPE_CHECKING:
+    from syncline.strategies.base import StrategyRun
+
+__all__ = ["Schedulers", "UnevenData"]
+
+
+class UnevenData:
+    """One run's bookkeeping for epochs that may end earlier on some workers."""
+
+    def __init__(self, run: StrategyRun) -> None:
+        self._run = run
+        self.schedulers = Schedulers(run.optimizer, run.settings.schedulers)
+        self.weight = (1.0, False)
+        """The latest arguments of `set_weight`."""
+        self.rates: list[list[float]] | None = None
+        """The learning rates at each reduction of an uneven epoch; None outside such an epoch."""
+
+    def begin(self) -> None:
+        """Before an uneven epoch: refuse a world in which workers would wait in another run."""
+        self.schedulers.begin_epoch()
+        runs = len(self._run.world.runs)
+        if runs > 1:
+            raise IncompatibleError(
+                f"{runs} runs train in this world, and this data may end earlier on some workers than on others, who "
+                "would wait in the other runs: close a run that is no longer needed (run.close()), or give the loader "
+                "drop_last=True or a length that the workers divide"
+            )
+        self.rates = [] if self.rates is None else self.rates
+
+    def leave(self, somebody_ran_out: bool) -> None:
+        """The loop has left an uneven epoch before its end.
+
+        Workers that have run out of data wait for this one. It joins them before the next collective call, not here.
+        """
+        run = self._run
+        if somebody_ran_out and not run.asynchronous:
+            run.world.left.append(run.settle_uneven)
+        else:  # all workers have left it after the same step
+            self.rates = None
+
+    def note_rates(self) -> None:
+        """Record the learning rates of a reduction."""
+        if self.rates is not None:
+            groups = [group for optimizer in self._run.optimizers for group in optimizer.param_groups]
+            self.rates.append([float(group["lr"]) for group in groups if "lr" in group])
+
+    def settle_shared_weights(self) -> None:
+        """Join the others' rounds until all have run out, then copy weights, optimizers and schedulers of one worker.
+
+        For strategies in which all workers have the same weights. The source took part in every step with data.
+        """
+        run, missed = self._run, 0
+        while run.join_idle():
+            missed += 1
+        table = allgather(torch.tensor([missed]), group=run.exchange.team).tolist()
+        if not any(table):
+            self._check_rates(0)
+            return
+        root = table.index(min(table))
+        self._check_rates(max(table) - missed)
+        broadcast_tensors(run.exchange, [parameter.detach() for parameter in run.model.parameters()], root)
+        for holder in (*run.optimizers, *self.schedulers.known):
+            state = broadcast_tree(run.exchange, holder.state_dict(), root)
+            if missed > table[root]:
+                holder.load_state_dict(state)
+        if missed > table[root]:
+            run.stats.steps += missed
+
+    def settle_local_weights(self) -> None:
+        """Join the others' rounds until all have run out, then copy learning rates, schedulers and the step count.
+
+        For strategies in which each worker keeps its own weights.
+        """
+        run = self._run
+        while run.join_idle():
+            pass
+        steps = allgather(torch.tensor([run.stats.steps]), group=run.exchange.team).tolist()
+        self._check_rates(run.stats.steps - min(steps))
+        root = steps.index(max(steps))
+        if min(steps) == max(steps):
+            return
+        groups = [group for group in run.optimizer.param_groups if "lr" in group]
+        state = {
+            "rates": [[float(group["lr"])] for group in groups],
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers.known],
+        }
+        state = broadcast_tree(run.exchange, state, root)
+        if run.stats.steps < steps[root]:
+            for group, (rate,) in zip(groups, state["rates"], strict=True):
+                group["lr"] = rate
+            for scheduler, saved in zip(self.schedulers.known, state["schedulers"], strict=True):
+                scheduler.load_state_dict(saved)
+            run.stats.steps = steps[root]
+
+    def _check_rates(self, later: int) -> None:
+        """Compare the learning rates of the last reduction with all workers, `later` reductions before the last."""
+        rates, self.rates = self.rates or [], None
+        last = rates[len(rates) - 1 - later] if len(rates) > later else []
+        what = (
+            "learning rates (a schedule that is none of PyTorch's and is stepped after every batch must be named in "
+            "distribute(schedulers=[…]), with state_dict() and load_state_dict(), as a GradScaler must: a worker that "
+            "runs out of data misses its steps)"
+        )
+        check_same(self._run.exchange, what, {f"group {number}": repr(rate) for number, rate in enumerate(last)})
+
+
+class Schedulers:
+    """The schedulers named in `distribute`, and PyTorch's own that are attached to the optimizer.
+
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    >>> scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    >>> schedulers = Schedulers(optimizer, named=())
+    >>> schedulers.begin_epoch()
+    >>> schedulers.known == [scheduler]
+    True
+    """
+
+    def __init__(self, optimizer: Optimizer, named: Sequence[Any]) -> None:
+        self._optimizer = optimizer
+        self._named = list(named)
+        self._attached: list[weakref.ref[LRScheduler]] = []
+        self._counts: list[tuple[LRScheduler, int]] = []
+        """Schedulers that may be stepped after every batch, with their step count at the start of the epoch."""
+
+    @property
+    def known(self) -> list[Any]:
+        """All of them, in the same order on every rank."""
+        return [*self._named, *(each for each in (one() for one in self._attached) if each is not None)]
+
+    def begin_epoch(self) -> None:
+        """Before an epoch in which some ranks may miss steps: find schedulers that were not named."""
+        named = any(getattr(each, "optimizer", None) is self._optimizer for each in self._named)
+        scheduled = any("initial_lr" in group for group in self._optimizer.param_groups)
+        if scheduled and not named and not (self._attached and all(one() is not None for one in self._attached)):
+            self._attached = [weakref.ref(each) for each in _find_schedulers(self._optimizer)]
+        stepped = (each for each in self.known if isinstance(each, LRScheduler))
+        self._counts = [(each, _steps(each)) for each in stepped if not isinstance(each, ReduceLROnPlateau)]
+
+    def step_missed(self, taken: int, missed: int) -> None:
+        """Catch up with ranks that took `missed` more steps, for schedulers that are stepped after every batch."""
+        for scheduler, before in self._counts:
+            if taken and _steps(scheduler) - before == taken:
+                for _ in range(missed):
+                    scheduler.step()
+
+
+def _steps(scheduler: Any) -> int:
+    """How often it was stepped. A chain of schedulers counts as its first one."""
+    inner = getattr(scheduler, "_schedulers", None)
+    return int(scheduler.last_epoch) if hasattr(scheduler, "last_epoch") or not inner else _steps(inner[0])
+
+
+def _find_schedulers(optimizer: Optimizer) -> list[LRScheduler]:
+    """The schedulers that refer to this optimizer. A part of another scheduler, such as SequentialLR, is left out."""
+    found: list[LRScheduler] = []
+    for holder in gc.get_referrers(optimizer):
+        inside = type(holder) is dict and holder.get("optimizer") is optimizer
+        owners = gc.get_referrers(holder) if inside else [holder]
+        found += [each for each in owners if issubclass(type(each), LRScheduler) and each.optimizer is optimizer]
+    inner = {id(each) for one in found for each in getattr(one, "_schedulers", ())}
+    outer = {id(each): each for each in found if id(each) not in inner}
+    kinds = sorted(outer.values(), key=lambda each: type(each).__qualname__)
+    names = [type(each).__qualname__ for each in kinds]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise IncompatibleError(
+            f"{names.count(twice)} schedulers of the kind {twice} are attached to the optimizer, and this data may end "
+            "earlier on some workers than on others, who then take over the schedulers' state: name all of them in "
+            "distribute(schedulers=[…]), in the same order on every worker"
+        )
+    return kinds

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -115,12 +116,12 @@ def test_a_forgotten_close_does_not_hang_the_exit() -> None:
 
 
 LATE = """
-import logging, sys, torch, syncline as sl
+import logging, os, torch, syncline as sl
 logging.basicConfig(format="%(message)s")
-world = sl.init(timeout=4)
+world = sl.init(timeout=6)
 world.transport.liveness.warn_after = 1.0
 if world.rank == 1:
-    sys.stdin.readline()                            # alive, but not there
+    open(os.environ["PIPE"]).read()                 # alive, but not there: until the test opens the other end
 else:
     try:
         sl.allreduce(torch.zeros(3), op="mean")
@@ -129,18 +130,13 @@ else:
 """
 
 
-def test_a_long_wait_says_for_whom_and_ends_at_the_timeout() -> None:
-    variables = torch_variables(2)
-    holder = socket.socketpair()
-    first = start(["-c", LATE], variables[0])
-    second = subprocess.Popen(
-        [sys.executable, "-c", LATE], env={**os.environ, **variables[1]}, stdin=holder[0].fileno(), text=True
-    )
-    (ended,) = finish([first])
-    holder[1].close()
-    second.kill()
-    second.wait(60)
-    holder[0].close()
+def test_a_long_wait_says_for_whom_and_ends_at_the_timeout(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    processes = [start(["-c", LATE], {**each, "PIPE": str(pipe)}) for each in torch_variables(2)]
+    (ended,) = finish(processes[:1])
+    os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))  # refused if nobody reads: rank 1 is no more
+    finish(processes[1:])
     assert "rank 0 has waited" in ended.err
     assert "not there yet: rank 1" in ended.err
     assert "LOST 1 rank 0 lost rank 1" in ended.out

@@ -58,7 +58,7 @@ def measure(plan: NegotiationPlan) -> None:
         def named() -> None:
             watch.begin()
             handles = [hvd.allreduce_async_(t, name=name) for t, name in zip(tensors, names, strict=True)]
-            watch.asked()
+            watch.requested()
             for handle in handles:
                 hvd.synchronize(handle)
 
@@ -72,9 +72,9 @@ def measure(plan: NegotiationPlan) -> None:
         times |= {name: own[WARM_UP:] for name, own in watch.times.items()}
         table = torch.tensor(list(times.values()), dtype=torch.float64)
         allreduce(signals.channel, table, "max", build("allreduce", "recursive_doubling"))
-        named_times, bare_times, _, asked, ran = table.tolist()
+        named_times, bare_times, _, requested, ran = table.tolist()
         difference = [a - b for a, b in zip(named_times, bare_times, strict=True)]
-        negotiation = [b - a for a, b in zip(asked, ran, strict=True)]
+        negotiation = [b - a for a, b in zip(requested, ran, strict=True)]
         result = {
             "kind": "negotiation",
             "ranks": world.size,
@@ -90,22 +90,22 @@ def measure(plan: NegotiationPlan) -> None:
 
 
 class _Watch:
-    """When this rank began to ask, had asked for all, and began to run the first: told as a timeline is."""
+    """When this rank began to request, had requested for all, and began to run the first: told as a timeline is."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._start = 0.0
-        self.times: dict[str, list[float]] = {"asking": [], "asked": [], "ran": []}
+        self.times: dict[str, list[float]] = {"asking": [], "requested": [], "ran": []}
 
     def begin(self) -> None:
         self._start = self._now()
 
-    def asked(self) -> None:
+    def requested(self) -> None:
         self.times["asking"].append(self._now() - self._start)
-        self.times["asked"].append(self._now())
+        self.times["requested"].append(self._now())
 
     def negotiating(self, name: str, kind: str, start: float, stop: float) -> None:
-        if len(self.times["ran"]) < len(self.times["asked"]):
+        if len(self.times["ran"]) < len(self.times["requested"]):
             self.times["ran"].append(stop)
 
     def running(self, name: str, kind: str, activity: str, start: float, stop: float) -> None:

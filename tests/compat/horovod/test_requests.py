@@ -75,7 +75,7 @@ def test_what_is_cut_or_changed_is_refused_or_read_but_never_breaks(
 
 
 def test_a_length_that_lies_is_refused_before_anything_is_made_of_it() -> None:
-    with pytest.raises(ProtocolError, match="rank 5 sent what cannot be read"):
+    with pytest.raises(ProtocolError, match="rank 5 sent an invalid message"):
         MessageReader(b"\x01\x02", peer=5).numbers(1 << 40)
 
 

@@ -113,7 +113,7 @@ def test_only_rank_0_writes_unless_the_path_tells_ranks_apart(tmp_path: Path) ->
 def test_a_file_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="syncline"):
         timeline = Timeline(tmp_path / "nowhere" / "timeline.json", rank=0, now=lambda: 0.0)
-    assert "No such file or directory; training goes on without" in caplog.text
+    assert "No such file or directory; training continues without" in caplog.text
     assert not timeline.active
     timeline.negotiating("grad", "allreduce", 0.0, 1.0)
     timeline.close()

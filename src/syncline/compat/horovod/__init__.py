@@ -1,12 +1,16 @@
-"""The door for Horovod's scripts: `import syncline.compat.horovod.torch as hvd`.
+"""Horovod's API: `import syncline.compat.horovod.torch as hvd`.
 
 ```text
-ops          what the script calls
-  └─ engine      one for each process set: takes requests by name, runs what all ranks have asked for
-       ├─ negotiation   the coordinator's table: who has asked for what; a pure state machine
-       ├─ requests      what is told about an operation, as bytes
-       ├─ operations    how each kind is carried out, many small ones in one buffer
-       └─ lockstep      counts completed collectives, and ends waits for a rank that has left
-optimizer    DistributedOptimizer, on the machinery of `sl.distribute`
+ops               the operations that the script calls
+  └─ engine           one for each process set: takes requests by name, executes what all ranks have requested
+       ├─ negotiation    the coordinator's table of requests; a pure state machine
+       ├─ messages       requests and answers as bytes
+       ├─ pending        operations in flight, and the end of waits for a rank that has left
+       └─ execution      runs each kind of operation, many small ones in one buffer
+optimizer         DistributedOptimizer
+  └─ optimizer_sync   reduces its gradients, with the reducer of `sl.distribute` or with a strategy
+context           hvd.init(), ranks and process sets
+objects           broadcast and allgather of parameters, optimizer states and objects
+elastic           hvd.elastic: state that is committed and restored
 ```
 """

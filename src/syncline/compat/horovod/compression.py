@@ -1,4 +1,4 @@
-"""What travels in place of a tensor: `Compression.none`, `Compression.fp16`, and any codec of ours."""
+"""`Compression.none`, `Compression.fp16`, and any codec of Syncline."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ __all__ = ["CodecCompression", "Compression", "Compressor", "FP16Compressor", "N
 
 
 class Compressor:
-    """A pair of functions: what travels, and what is made of it on arrival.
+    """A pair of functions that compress a tensor and decompress it.
 
-    `codec` is the way that `DistributedOptimizer` goes instead: by the codec of ours that does the same.
+    `codec` names the equivalent codec of Syncline, which `DistributedOptimizer` uses instead.
     """
 
     codec: ClassVar[str | None] = None
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """What travels, and what `decompress` must know."""
+        """The compressed tensor, and the context for `decompress`."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """What arrived, as it was before."""
+        """The tensor in its original dtype."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """Tensors travel as they are.
+    """Sends tensors unchanged.
 
     >>> NoneCompressor.compress(torch.ones(1))
     (tensor([1.]), None)
@@ -49,7 +49,7 @@ class NoneCompressor(Compressor):
 
 
 class FP16Compressor(Compressor):
-    """Floating-point tensors travel in half precision; others as they are.
+    """Sends floating-point tensors in half precision, and others unchanged.
 
     >>> FP16Compressor.compress(torch.ones(1))
     (tensor([1.], dtype=torch.float16), torch.float32)
@@ -67,7 +67,7 @@ class FP16Compressor(Compressor):
 
 
 class CodecCompression:
-    """A codec of ours, for `DistributedOptimizer`: it sums what the ranks send in its own way.
+    """A codec of Syncline, for `DistributedOptimizer`, which sums payloads with the codec.
 
     >>> CodecCompression("topk(0.01)|quantize(4)")
     Compression.codec('topk(0.01)|quantize(4)')
@@ -77,7 +77,7 @@ class CodecCompression:
         self.codec = build_codec(spec)
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """Refused: what a codec sends does not add up by an all-reduce of tensors."""
+        """Refused: an allreduce of tensors cannot sum the payloads of a codec."""
         raise UnsupportedError(
             f"{self!r} is for DistributedOptimizer(compression=…), where payloads are summed by their codec; a single "
             "operation takes Compression.none or Compression.fp16"
@@ -92,7 +92,7 @@ class CodecCompression:
 
 
 class Compression:
-    """The ways to compress: `none`, `fp16`, and `codec(spec)` for `DistributedOptimizer`.
+    """The compressors: `none`, `fp16`, and `codec(spec)` for `DistributedOptimizer`.
 
     >>> Compression.codec("quantize(4)").codec
     quantize(4)
@@ -103,12 +103,12 @@ class Compression:
 
     @staticmethod
     def codec(spec: str | Codec) -> CodecCompression:
-        """Any codec of ours, as a spec or an object."""
+        """Any codec of Syncline, as a spec or an object."""
         return CodecCompression(spec)
 
 
 def codec_of(compression: Any) -> Codec | None:
-    """The codec that `DistributedOptimizer` sends gradients by; None: as they are.
+    """The codec with which `DistributedOptimizer` sends gradients; None if they are not compressed.
 
     >>> codec_of(Compression.fp16), codec_of("quantize(4)"), codec_of(Compression.none)
     (cast('fp16'), quantize(4), None)
@@ -124,7 +124,7 @@ def codec_of(compression: Any) -> Codec | None:
     ):
         return build_codec(known.codec)
     raise IncompatibleError(
-        f"compression={compression!r}: gradients travel in buckets here, so a compressor's compress() and decompress() "
-        "of single tensors are not called. Use Compression.none, Compression.fp16 or a codec, as "
+        f"compression={compression!r}: gradients are sent in buckets, so compress() and decompress() of single "
+        "tensors are not called. Use Compression.none, Compression.fp16 or a codec, as "
         'Compression.codec("topk(0.01)|quantize(4)")'
     )

@@ -1,4 +1,4 @@
-"""What `hvd.init()` makes: the process sets of one rank, each with its engine, and the handles that the user holds."""
+"""`hvd.init()`: the context of one rank with its process sets and handles, and the questions about ranks and builds."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ __all__ = [
 
 
 class ProcessSet:
-    """Some of the ranks; `hvd.init(process_sets=[…])` or `hvd.add_process_set` makes it usable.
+    """A set of ranks. `hvd.init(process_sets=[…])` or `hvd.add_process_set` makes it usable.
 
     >>> ProcessSet([2, 0]).ranks
     [0, 2]
@@ -88,11 +88,11 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int]:
-        """Its members."""
+        """The ranks of the set."""
         return self._ranks
 
     def invalidate(self) -> None:
-        """It was removed."""
+        """Mark the set as removed."""
         self.process_set_id = None
 
     def included(self) -> bool:
@@ -100,15 +100,15 @@ class ProcessSet:
         return context().world.rank in self.ranks
 
     def rank(self) -> int:
-        """This rank's place among the members; None where the set was not added. An error on other ranks."""
+        """This rank's number in the set; None if the set was not added. Raises on a rank that is not a member."""
         if self.process_set_id is None:
-            return None  # type: ignore[return-value]  # as Horovod does; a set that is in use has a rank
+            return None  # type: ignore[return-value]  # as in Horovod; a set in use has a rank
         return context().engine(self).team.rank
 
     def size(self) -> int:
-        """How many members there are; None where the set was not added."""
+        """The number of ranks in the set; None if the set was not added."""
         if self.process_set_id is None:
-            return None  # type: ignore[return-value]  # as Horovod does; a set that is in use has a size
+            return None  # type: ignore[return-value]  # as in Horovod; a set in use has a size
         context().check_set(self)
         return len(self.ranks)
 
@@ -117,7 +117,7 @@ class ProcessSet:
 
 
 class _GlobalSet(ProcessSet):
-    """All ranks, whatever world this is asked in."""
+    """All ranks of the current world."""
 
     def __init__(self) -> None:
         super().__init__([])
@@ -128,14 +128,14 @@ class _GlobalSet(ProcessSet):
         return list(range(context().world.size)) if is_initialized() else []
 
     def invalidate(self) -> None:
-        raise AssertionError("the global process set stays")
+        raise AssertionError("the global process set cannot be removed")
 
 
 global_process_set = _GlobalSet()
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Make a set usable after `init()`. Every rank calls it with the same ranks, members or not.
+    """Make a set usable after `init()`. Every rank calls it with the same ranks, also a rank that is not a member.
 
     >>> import torch, syncline as sl
     >>> import syncline.compat.horovod.torch as hvd
@@ -167,14 +167,14 @@ UNUSED = "is not usable: name it in hvd.init(process_sets=[…]), or call hvd.ad
 
 
 class Joinable(Protocol):
-    """What goes on reducing after this rank has joined."""
+    """A participant of reductions that continue after this rank has joined."""
 
     def join_rounds(self) -> None:
-        """Take part in the others' reductions with zeros until every rank has joined."""
+        """Contribute zeros to the reductions of other ranks until every rank has joined."""
         ...
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         ...
 
 
@@ -188,23 +188,23 @@ class HorovodContext:
         self.timeline: TimelineObserver | None = None
         self.handles = HandleTable(world.runtime.lock())
         first = world.group()
-        self.settings = _agreed(settings, first)
+        self.settings = _settings_of_rank_0(settings, first)
         self._engines: dict[int, ProcessSetEngine | None] = {}
         self._sets: dict[int, ProcessSet] = {0: global_process_set}
         self._next = 0
-        self._adopt(first)
+        self._add_engine(first)
         if settings.timeline is not None:
             self.start_timeline(settings.timeline, settings.mark_cycles)
 
     def engine_of(self, process_set: ProcessSet) -> ProcessSetEngine | None:
-        """What runs a set's operations here; None where this rank is no member."""
+        """The engine of a process set on this rank; None if this rank is not a member."""
         number = process_set.process_set_id
-        if number is not None and self._sets.get(number) is process_set:  # as a rule
+        if number is not None and self._sets.get(number) is process_set:  # the usual case
             return self._engines[number]
         return self._engines[self.check_set(process_set)]
 
     def check_set(self, process_set: ProcessSet) -> int:
-        """The number of a registered set. A set of an earlier init() may carry a number that another set has now."""
+        """The number of a registered set. The number of a set of an earlier init() may now belong to another set."""
         number = process_set.process_set_id
         known = self._sets.get(number) if number is not None else None
         if number is None or known is None or (known is not process_set and known.ranks != process_set.ranks):
@@ -212,34 +212,34 @@ class HorovodContext:
         return number
 
     def engine(self, process_set: ProcessSet) -> ProcessSetEngine:
-        """What runs a set's operations here; an error where this rank is no member."""
+        """The engine of a process set on this rank. Raises if this rank is not a member."""
         engine = self.engine_of(process_set)
         if engine is None:
             raise IncompatibleError(f"rank {self.world.rank} is not a member of the process set {process_set.ranks}")
         return engine
 
     def add(self, process_set: ProcessSet) -> ProcessSet:
-        """Make a set usable, on every rank alike and in the same order."""
+        """Make a set usable. Every rank calls it, in the same order."""
         if not self.settings.dynamic_process_sets:
             raise IncompatibleError(
                 "HOROVOD_DYNAMIC_PROCESS_SETS=0 forbids sets after init(): name them in hvd.init(process_sets=[…])"
             )
         ranks = self._checked(process_set)
-        self._together("add", ranks, lambda plan: self._make(ranks, process_set))
+        self._run_on_all_ranks("add", ranks, lambda plan: self._create_set(ranks, process_set))
         return process_set
 
     def remove(self, process_set: ProcessSet) -> bool:
-        """Give a set up, on every rank alike."""
+        """Remove a set. Every rank calls it."""
         number = self.check_set(process_set)
-        self._together("remove", process_set.ranks, lambda plan: self._drop(number))
+        self._run_on_all_ranks("remove", process_set.ranks, lambda plan: self._remove_set(number))
         return True
 
     def sets(self) -> list[ProcessSet]:
-        """All that can be used, the global one first."""
+        """All usable sets, the global set first."""
         return [self._sets[number] for number in sorted(self._sets)]
 
     def data_team(self, process_set: ProcessSet) -> tuple[Group, CollectiveCounter]:
-        """A channel for the members of a set, and the counter of its collectives. Every member calls it."""
+        """A new team of the members of a set, and the counter of its collectives. Every member calls it."""
         engine = self.engine(process_set)
 
         def make(plan: OperationPlan) -> tuple[Group, CollectiveCounter]:
@@ -252,7 +252,7 @@ class HorovodContext:
             engine.channels.append(CollectiveCounter(self.world.runtime, give_up))
             return team, engine.channels[-1]
 
-        return self._ask(engine, "team", (), make)  # type: ignore[no-any-return]
+        return self._request(engine, "team", (), make)  # type: ignore[no-any-return]
 
     def leave(self, reason: str) -> None:
         """Tell the other ranks at once that an operation failed here; closing may take longer."""
@@ -261,7 +261,7 @@ class HorovodContext:
                 engine.leave(reason)
 
     def start_timeline(self, path: str, mark_cycles: bool = False) -> None:
-        """Begin to write a timeline; one that is open already is closed."""
+        """Start a timeline; an open timeline is closed first."""
         self.stop_timeline()
         runtime = self.world.runtime
         self.timeline = Timeline(
@@ -269,13 +269,13 @@ class HorovodContext:
         )
 
     def stop_timeline(self) -> None:
-        """Close the timeline, if there is one."""
+        """Close the timeline if there is one."""
         timeline, self.timeline = self.timeline, None
         if timeline is not None:
             timeline.close()
 
     def close(self) -> None:
-        """Leave all sets; the last made first."""
+        """Leave all sets, the newest first."""
         self.leave("")  # first: ranks that wait for this rank's gradients stop waiting
         for optimizer in list(self.optimizers):
             optimizer.close()
@@ -286,30 +286,28 @@ class HorovodContext:
                 engine.team.close()
         self.stop_timeline()
 
-    # Within.
-
     def make_static(self, sets: Sequence[ProcessSet]) -> None:
-        """The sets that `init` names, in their order."""
+        """Create the sets that `init` was called with, in their order."""
         for process_set in sets:
-            self._make(self._checked(process_set), process_set)
+            self._create_set(self._checked(process_set), process_set)
 
     def _checked(self, process_set: ProcessSet) -> tuple[int, ...]:
         ranks = tuple(process_set.ranks)
-        strangers = [rank for rank in ranks if not 0 <= rank < self.world.size]
-        if not ranks or strangers:
-            wrong = f"ranks {strangers} are not among 0 to {self.world.size - 1}" if strangers else "it is empty"
-            raise IncompatibleError(f"{process_set!r} cannot be: {wrong}")
+        unknown = [rank for rank in ranks if not 0 <= rank < self.world.size]
+        if not ranks or unknown:
+            wrong = f"ranks {unknown} are not among 0 to {self.world.size - 1}" if unknown else "it is empty"
+            raise IncompatibleError(f"{process_set!r} is not possible: {wrong}")
         for number, found in self._sets.items():
             if tuple(found.ranks) == ranks:
                 raise IncompatibleError(f"there is a process set of ranks {list(ranks)} already, with id {number}")
         return ranks
 
-    def _make(self, ranks: tuple[int, ...], process_set: ProcessSet) -> None:
-        number = self._adopt(self.world.group(ranks))
+    def _create_set(self, ranks: tuple[int, ...], process_set: ProcessSet) -> None:
+        number = self._add_engine(self.world.group(ranks))
         process_set.process_set_id = number
         self._sets[number] = process_set
 
-    def _adopt(self, team: Group) -> int:
+    def _add_engine(self, team: Group) -> int:
         number, self._next = self._next, self._next + 1
         engine = None
         if team.member:
@@ -318,17 +316,17 @@ class HorovodContext:
         self._engines[number] = engine
         return number
 
-    def _drop(self, number: int) -> None:
+    def _remove_set(self, number: int) -> None:
         engine = self._engines.pop(number)
         self._sets.pop(number).invalidate()
         if engine is not None:
             engine.close()
             engine.team.close()
 
-    def _together(self, kind: str, ranks: Sequence[int], action: Callable[[OperationPlan], Any]) -> None:
-        self._ask(self.engine(global_process_set), kind, tuple(ranks), action)
+    def _run_on_all_ranks(self, kind: str, ranks: Sequence[int], action: Callable[[OperationPlan], Any]) -> None:
+        self._request(self.engine(global_process_set), kind, tuple(ranks), action)
 
-    def _ask(
+    def _request(
         self, engine: ProcessSetEngine, kind: str, numbers: tuple[int, ...], action: Callable[[OperationPlan], Any]
     ) -> Any:
         request = OperationRequest(kind, engine.unnamed(kind), splits=numbers)
@@ -339,7 +337,7 @@ class HorovodContext:
 
 
 class _ContextSlot:
-    """What the world keeps: the context, from an init to a shutdown."""
+    """Attached to the world: the context between `init` and `shutdown`."""
 
     def __init__(self) -> None:
         self.context: HorovodContext | None = None
@@ -358,24 +356,24 @@ def _context_slot() -> _ContextSlot | None:
 
 
 def context(operation: bool = False) -> HorovodContext:
-    """The context of the current world. Without one it raises Horovod's error, which differs for an operation."""
-    door = _context_slot()
-    if door is None or door.context is None:
+    """The context of the current world. Without one, it raises Horovod's error, which differs for an `operation`."""
+    slot = _context_slot()
+    if slot is None or slot.context is None:
         raise UninitializedOperationError if operation else NotInitializedError
-    return door.context
+    return slot.context
 
 
 def is_initialized() -> bool:
-    """Whether `init()` was called, and `shutdown()` not since."""
-    door = _context_slot()
-    return door is not None and door.context is not None
+    """Whether `init()` was called and `shutdown()` was not called since."""
+    slot = _context_slot()
+    return slot is not None and slot.context is not None
 
 
 def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Join the others; a second call does nothing. A world that `sl.init()` has made already is used.
+    """Join the world, or use the world that `sl.init()` has joined. A second call does nothing.
 
-    `process_sets` are sets to make now; "dynamic" stands for none, as they may be added at any time here. `comm` may
-    only name all ranks: for some of them there are process sets.
+    `process_sets` are sets to create now; "dynamic" means none, because sets can always be added later. `comm` must
+    name all ranks: use process sets for some of them.
 
     >>> import syncline.compat.horovod.torch as hvd
     >>> hvd.init()
@@ -398,19 +396,19 @@ def init(comm: Sequence[int] | None = None, process_sets: Sequence[ProcessSet] |
     if idle and world.rank == 0:
         logger.warning("these variables of Horovod have no effect here: %s", ", ".join(idle))
     made = HorovodContext(world, settings, owns)
-    door = _context_slot()
-    assert door is not None, "there is a world"
-    door.context = made
+    slot = _context_slot()
+    assert slot is not None, "there is a world"
+    slot.context = made
     made.make_static(static)
 
 
 def shutdown() -> None:
-    """Leave; operations that are still asked for fail. A second call does nothing."""
-    door = _context_slot()
-    if door is None or door.context is None:
+    """Leave the world; pending operations fail. A second call does nothing."""
+    slot = _context_slot()
+    if slot is None or slot.context is None:
         return
-    left = door.context
-    door.close()
+    left = slot.context
+    slot.close()
     if left.owns:
         left.world.close()
 
@@ -432,14 +430,14 @@ def _check_comm(comm: Sequence[int] | None, world: World) -> None:
         return
     ranks = list(comm) if isinstance(comm, (list, tuple, range)) else None
     if ranks != list(range(world.size)):
-        told = f"ranks {ranks}" if ranks is not None else f"a {type(comm).__name__}"
+        given = f"ranks {ranks}" if ranks is not None else f"a {type(comm).__name__}"
         raise IncompatibleError(
-            f"comm={told}: here Horovod always has all {world.size} ranks; for some of them use process sets"
+            f"comm={given}: Horovod always has all {world.size} ranks; for some of them use process sets"
         )
 
 
-def _agreed(settings: HorovodSettings, team: Group) -> HorovodSettings:
-    """What decides on the order of operations is rank 0's, whatever the others' variables say."""
+def _settings_of_rank_0(settings: HorovodSettings, team: Group) -> HorovodSettings:
+    """Take the settings that decide the order of operations from rank 0."""
     if team.size == 1:
         return settings
     mine = [settings.fusion_bytes, settings.cache_capacity, int(settings.hierarchical_allreduce)]
@@ -448,7 +446,7 @@ def _agreed(settings: HorovodSettings, team: Group) -> HorovodSettings:
 
 
 class ReduceOp(IntEnum):
-    """How tensors are combined, with Horovod's numbers."""
+    """The reduction operations, with Horovod's numbers."""
 
     Average = 0
     Sum = 1
@@ -467,33 +465,33 @@ Product = ReduceOp.Product
 
 
 def rank() -> int:
-    """This process among all."""
+    """The rank of this process."""
     return context().world.rank
 
 
 def size() -> int:
-    """How many processes there are."""
+    """The number of processes."""
     return context().world.size
 
 
 def local_rank() -> int:
-    """This process among those of its host."""
+    """The rank of this process on its host."""
     return context().world.local_rank
 
 
 def local_size() -> int:
-    """How many processes this host has."""
+    """The number of processes of this host."""
     return context().world.local_size
 
 
 def cross_rank() -> int:
-    """This host among those that have a process with this local rank."""
+    """The number of this host among the hosts that have a process with this local rank."""
     hosts = _hosts_of(local_rank())
     return hosts.index(context().world.hosts[rank()])
 
 
 def cross_size() -> int:
-    """How many hosts have a process with this local rank."""
+    """The number of hosts that have a process with this local rank."""
     return len(_hosts_of(local_rank()))
 
 
@@ -509,52 +507,52 @@ def _hosts_of(number: int) -> list[str]:
 
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """All process sets that can be used."""
+    """The ranks of all usable process sets, by their ids."""
     found: list[ProcessSet] = context().sets()
     return {number: list(each.ranks) for each in found if (number := each.process_set_id) is not None}
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Write what happens to each tensor to a file that chrome://tracing shows, until `stop_timeline`."""
+    """Write the times of all operations to a file for chrome://tracing, until `stop_timeline`."""
     context().start_timeline(file_path, mark_cycles)
 
 
 def stop_timeline() -> None:
-    """End the timeline."""
+    """Close the timeline."""
     context().stop_timeline()
 
 
 def mpi_threads_supported() -> bool:
-    """Whether MPI may be called by several threads; true where it carries the bytes, for it is asked for so."""
+    """Whether MPI may be called from several threads. It is always requested so; raises if MPI is not in use."""
     if not mpi_enabled():
         raise IncompatibleError(
-            "Horovod MPI is not enabled: MPI does not carry the bytes of this run; start it with `syncline run --mpi`"
+            "Horovod MPI is not enabled: this run does not communicate over MPI; start it with `syncline run --mpi`"
         )
     return True
 
 
 def mpi_enabled() -> bool:
-    """Whether MPI carries the bytes of this run; False before `init()`."""
+    """Whether this run communicates over MPI; False before `init()`."""
     return is_initialized() and context().world.transport.name.lower().startswith("mpi")
 
 
 def mpi_built() -> bool:
-    """Whether MPI could: mpi4py is installed."""
+    """Whether mpi4py is installed."""
     return importlib.util.find_spec("mpi4py") is not None
 
 
 def gloo_enabled() -> bool:
-    """Whether gloo carries the bytes of this run; False before `init()`."""
+    """Whether this run communicates over gloo; False before `init()`."""
     return is_initialized() and context().world.transport.name == "torch.distributed"
 
 
 def gloo_built() -> bool:
-    """Always: it comes with PyTorch."""
+    """Always true: PyTorch includes gloo."""
     return True
 
 
 def nccl_built() -> int:
-    """NCCL's version as one number, 0 without it."""
+    """The version of NCCL as one number; 0 without NCCL."""
     if not torch.cuda.is_available():
         return 0
     major, minor, patch = (*torch.cuda.nccl.version(), 0, 0)[:3]  # type: ignore[no-untyped-call]
@@ -562,12 +560,12 @@ def nccl_built() -> int:
 
 
 def ddl_built() -> bool:
-    """Never: IBM's library is not used."""
+    """Always false: IBM's DDL is not used."""
     return False
 
 
 def ccl_built() -> bool:
-    """Never: oneCCL is not used."""
+    """Always false: oneCCL is not used."""
     return False
 
 

@@ -1,11 +1,11 @@
-"""Horovod's elastic training, as far as a launcher without restarts allows: state that is committed and restored.
+"""Horovod's elastic training: state that is committed and restored. Lost workers are not replaced.
 
 ```text
 hvd.elastic.run(train)(state)
    sync ──► train(state) ──► its result
     ▲          ├─ HorovodInternalError: restore the last commit ─┐
-    │          └─ HostsUpdatedInterrupt: keep what there is ─────┤
-    └── reset callbacks ◄── shutdown and init, all ranks meet ◄──┘   a rank is gone: nobody comes in its place, it ends
+    │          └─ HostsUpdatedInterrupt: keep the current state ─┤
+    └── reset callbacks ◄── shutdown and init on all ranks ◄─────┘   if a rank is lost, training ends
 ```
 """
 
@@ -35,13 +35,13 @@ from syncline.errors import SpecError, SynclineError
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 
 REMOVED, ADDED = 1, 2
-"""What may have become of hosts, as Horovod tells it: bits."""
+"""Horovod's bits for changes of hosts."""
 
 
 class State:
-    """What a training holds in memory. Made for inheriting: `save`, `restore` and `sync` are the subclass's.
+    """The state of a training in memory. A subclass defines `save`, `restore` and `sync`.
 
-    `bcast_object` gives every rank what rank 0 has, and `get_rank` tells who this one is.
+    `bcast_object` broadcasts an object from rank 0, and `get_rank` returns the rank of this process.
 
     >>> class Counter(State):
     ...     def save(self): self.saved = self.steps
@@ -65,28 +65,28 @@ class State:
         self._commits = 0
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
-        """Call these after each reset, in this order: to set anew what depends on the number of workers."""
+        """Call these functions after each reset, in this order, for values that depend on the number of workers."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """All ranks have met again."""
+        """Called after all ranks have joined again."""
         self._messages.clear()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int = ADDED) -> None:
-        """Note that hosts have changed. Nothing here calls it: the hosts of a run are fixed when it is started."""
+        """Record a change of hosts. Syncline never calls it, because the hosts of a run are fixed."""
         self._messages.append((timestamp, update_res))
 
     def commit(self) -> None:
-        """Save, then look whether hosts have changed. Every rank calls it at the same step."""
+        """Save, then check for changes of hosts. Every rank calls it at the same step."""
         self.save()
         self._commits += 1
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Raise `HostsUpdatedInterrupt` on every rank where rank 0 has been told of other hosts. All ranks call it."""
+        """Raise `HostsUpdatedInterrupt` on every rank if rank 0 has a record of changed hosts. All ranks call it."""
         before, latest, what = self._updated, self._updated, 0
         while self._messages:
             timestamp, update = self._messages.popleft()
@@ -97,23 +97,23 @@ class State:
             raise HostsUpdatedInterrupt(skip_sync=what == REMOVED)
 
     def save(self) -> None:
-        """Keep a copy of what is there."""
-        raise NotImplementedError(f"{type(self).__name__} has to say what is saved: define save()")
+        """Save a copy of the current state."""
+        raise NotImplementedError(f"{type(self).__name__} must define save()")
 
     def restore(self) -> None:
-        """Go back to the copy that was saved last."""
-        raise NotImplementedError(f"{type(self).__name__} has to say what is restored: define restore()")
+        """Restore the copy that was saved last."""
+        raise NotImplementedError(f"{type(self).__name__} must define restore()")
 
     def sync(self) -> None:
-        """Give every rank what rank 0 has."""
-        raise NotImplementedError(f"{type(self).__name__} has to say what is sent to all: define sync()")
+        """Broadcast the state of rank 0 to every rank."""
+        raise NotImplementedError(f"{type(self).__name__} must define sync()")
 
     def reset(self) -> None:
-        """Set anew what depends on who is there; called before the callbacks."""
+        """Update values that depend on the ranks. Called before the callbacks."""
 
 
 class ObjectState(State):
-    """Plain values as attributes, each given as a keyword.
+    """Plain values as attributes, one for each keyword argument.
 
     >>> state = ObjectState(bcast_object=lambda value: value, get_rank=lambda: 0, epoch=0, losses=[])
     >>> state.losses.append(0.5)
@@ -135,33 +135,33 @@ class ObjectState(State):
         self.__dict__.update(kwargs)
 
     def save(self) -> None:
-        # Copies: a list that is appended to would else change in the commit too.
+        # Copies, because a later append to a list would change the commit too.
         self._saved = {name: copy.deepcopy(getattr(self, name)) for name in self._saved}
 
     def restore(self) -> None:
         self.__dict__.update(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        # What is there now, not the last commit: after an interrupt nothing is to be lost, and after an error
-        # the two are the same.
+        # The current values, not the last commit: after an interrupt nothing may be lost, and after an error both are
+        # equal.
         if self._saved:
             self._saved = self._bcast_object({name: getattr(self, name) for name in self._saved})
             self.restore()
 
 
 def refuse_taken(state: State, name: str) -> None:
-    """Refuse a value whose name is a method's: it would hide the method."""
+    """Raise for a value whose name is the name of a method."""
     if hasattr(type(state), name):
         raise SpecError(f"{name}=…: {type(state).__name__} has a method {name}(); give the value another name")
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Gives each rank its share of a dataset's indices; what was recorded as done is not dealt again this epoch.
+    """Divides the indices of a dataset among ranks. Samples that were recorded as done do not come again in the epoch.
 
-    Record each batch with `record_batch` (every rank does, with the same size), or the samples themselves with
+    Record each batch with `record_batch` (every rank does, with the same size), or the samples with
     `record_indices`; call `set_epoch` at the end of an epoch, not at its beginning. As part of a `TorchState` its
     progress is committed and restored with the rest. All ranks get the same number of samples: a few come twice
-    where the rest cannot be dealt evenly.
+    if the samples do not divide evenly.
 
     >>> import syncline as sl, syncline.compat.horovod.torch as hvd
     >>> def shares(world):
@@ -180,24 +180,24 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.seed = seed
         self.epoch = 0
         self.processed_num = 0
-        """Samples of all ranks that `record_batch` has counted, from the beginning of what was dealt."""
+        """Samples of all ranks that `record_batch` has counted."""
         self.processed_indices: set[int] = set()
-        """Samples that `record_indices` has named, on this rank."""
+        """Samples of this rank that `record_indices` has recorded."""
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: another order, and nothing done yet."""
+        """Start an epoch: a new order, and no sample is done."""
         self.epoch = epoch
         self.processed_num = 0
         self.processed_indices = set()
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """A batch of so many samples is done, on this rank and on all others."""
+        """Record that a batch of this size is done on every rank."""
         self.processed_num += batch_size * self.num_replicas
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """These samples are done, on this rank."""
+        """Record that these samples are done on this rank."""
         self.processed_indices.update(int(index) for index in indices)
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
@@ -205,7 +205,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return self._mine()[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank is; plain values, for a checkpoint."""
+        """The progress of this rank as plain values, for a checkpoint."""
         return {
             "epoch": self.epoch,
             "processed_num": self.processed_num,
@@ -213,20 +213,20 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there. What only Horovod's older or newer releases have written is read too."""
+        """Continue from a state. States of older and newer releases of Horovod are read too."""
         self.epoch = int(state_dict["epoch"])
         self.processed_num = int(state_dict.get("processed_num", 0))
         self.processed_indices = {int(index) for index in state_dict.get("processed_indices", ())}
         self.reset()
 
     def reset(self) -> None:
-        """Deal what is left to the ranks that are there now."""
+        """Divide the remaining samples among the current ranks."""
         world = context().world
         self.rank, self.num_replicas = world.rank, world.size
         order = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)
-        # First those that are known by name, then the count: it counts along what was dealt, which left them out.
+        # First remove recorded indices, then the count, which refers to what is left.
         left = [index for index in order if index not in self.processed_indices]
         self.remaining_indices = left[self.processed_num :]
         self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
@@ -247,33 +247,33 @@ T = TypeVar("T")
 
 
 class StateHandler(Generic[T]):
-    """How one kind of object is saved, restored and sent to all: here by its state dict."""
+    """Saves, restores and broadcasts one object by its state dict."""
 
     def __init__(self, value: T) -> None:
         self.value = value
-        self.saved = self.taken()
+        self.saved = self.copy_state()
 
-    def taken(self) -> Any:
-        """A copy of its state, which no later step changes."""
+    def copy_state(self) -> Any:
+        """A copy of its state, which later steps do not change."""
         return copy.deepcopy(self.value.state_dict())  # type: ignore[attr-defined]
 
     def save(self) -> None:
-        self.saved = self.taken()
+        self.saved = self.copy_state()
 
     def restore(self) -> None:
-        # A copy again: optimizers go on to work on the very tensors that they are given.
+        # A copy again, because optimizers modify the tensors that they load.
         self.value.load_state_dict(copy.deepcopy(self.saved))  # type: ignore[attr-defined]
 
     def send(self) -> None:
-        """Give every rank what rank 0 has."""
+        """Broadcast the state of rank 0 to every rank."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict(), root_rank=0))  # type: ignore[attr-defined]
 
     def sync(self) -> None:
         self.send()
-        self.saved = self.taken()
+        self.saved = self.copy_state()
 
     def reset(self) -> None:
-        """All ranks have met again, in a new world."""
+        """Called after all ranks have joined a new world."""
 
 
 class ModelHandler(StateHandler[torch.nn.Module]):
@@ -290,20 +290,20 @@ class OptimizerHandler(StateHandler[torch.optim.Optimizer]):
         broadcast_optimizer_state(self.value, root_rank=0)
 
     def reset(self) -> None:
-        # A distributed one joins the new world at its first call there, with all ranks: here, where they all are.
+        # A distributed optimizer joins the new world at its first call, on all ranks at once: here.
         passes = getattr(self.value, "backward_passes_per_step", None)
         if passes is not None:
             self.value.set_backward_passes_per_step(passes)  # type: ignore[attr-defined]
 
 
 class SamplerHandler(StateHandler[ElasticSampler]):
-    """A sampler: each rank knows of its own samples only."""
+    """A sampler. Each rank knows only its own samples."""
 
     def save(self) -> None:
         self.saved = self._gathered()
 
     def send(self) -> None:
-        # First what all of them have done: after an interrupt it must not be lost.
+        # First gather the progress of all ranks, which must not be lost after an interrupt.
         state = broadcast_object(self._gathered(), root_rank=0)
         self.value.load_state_dict(state)
 
@@ -317,7 +317,7 @@ class SamplerHandler(StateHandler[ElasticSampler]):
 
 
 def handler_for(value: object) -> StateHandler[Any] | None:
-    """The one that knows how to treat `value`; None for a plain value."""
+    """The handler for an object; None for a plain value."""
     if isinstance(value, torch.nn.Module):
         return ModelHandler(value)
     if isinstance(value, torch.optim.Optimizer):
@@ -330,7 +330,7 @@ def handler_for(value: object) -> StateHandler[Any] | None:
 
 
 class TorchState(ObjectState):
-    """The state of a training: a model, an optimizer, and whatever else is given as a keyword, as attributes.
+    """The state of a training: a model, an optimizer and other keyword arguments, as attributes.
 
     Models, optimizers, schedulers and `ElasticSampler`s are saved by their state dicts; anything else as a plain value.
 
@@ -377,7 +377,7 @@ class TorchState(ObjectState):
             handler.reset()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A new model in the place of the old one is what is saved from now on.
+        # A new model replaces the old one and is saved from now on.
         if name in self.__dict__.get("_handlers", {}):
             handler = handler_for(value)
             if handler is None:
@@ -392,22 +392,22 @@ P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S", bound=State)
 
-SETTLE = 2.0
-"""Seconds in which the launcher has told all ranks of a loss; beats tell of it twice a second."""
-PERIOD = 0.05
-ALIVE = ("it has closed its world", "it is alive")
-"""How the transport tells of ranks that others had to go without, and that may come back."""
-TRIES = 3
-"""Failures in a row without a commit between them: what fails again and again is no accident."""
+LOSS_WAIT_S = 2.0
+"""Seconds within which all ranks know of a lost rank; heartbeats report it twice a second."""
+POLL_EVERY_S = 0.05
+ALIVE_REASONS = ("it has closed its world", "it is alive")
+"""The beginning of the transport's reasons for ranks that are alive and may come back."""
+MAX_FAILURES = 3
+"""Failures in a row without a commit, after which training does not continue."""
 
 
 def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Make a training `func(state, …)` that goes on after a failed operation, from the last commit.
+    """Make a training `func(state, …)` that continues from the last commit after a failed operation.
 
-    At a `HorovodInternalError` the state is restored, all ranks meet again (shutdown and init), the state's reset
-    callbacks are called, rank 0's state is sent to all, and `func` is called again; at a `HostsUpdatedInterrupt` the
-    same without restoring. It works while all ranks are alive. Nothing starts a worker in the place of a lost one: then
-    the state is left as it was last committed, and the error is raised.
+    After a `HorovodInternalError`, the state is restored, all ranks call shutdown and init, the reset callbacks run,
+    rank 0's state is broadcast, and `func` is called again. After a `HostsUpdatedInterrupt` it is the same without the
+    restore. It works while all ranks are alive. A lost worker is not replaced: then the state is that of the last
+    commit, and the error is raised.
 
     >>> import syncline as sl, syncline.compat.horovod.torch as hvd
     >>> def main(world):
@@ -437,57 +437,57 @@ def run(func: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
                 return func(state, *args, **kwargs)
             except HorovodInternalError as error:
                 if is_initialized():
-                    context().leave(str(error))  # at once: the others may wait for this rank
+                    context().leave(str(error))  # at once, because other ranks may wait for this one
                 state.restore()
                 failures = failures + 1 if state._commits == commits else 1
                 commits = state._commits
-                _check_that_it_can_go_on(error, failures)
-                logger.warning("an operation failed, and training goes on from the last commit: %s", error)
-                _meet_again(error)
+                _check_can_continue(error, failures)
+                logger.warning("an operation failed, training continues from the last commit: %s", error)
+                _rejoin(error)
                 skip_sync = False
             except HostsUpdatedInterrupt as interrupt:
-                _meet_again(interrupt)
+                _rejoin(interrupt)
                 skip_sync = interrupt.skip_sync
             state.on_reset()
 
     return wrapper  # type: ignore[return-value]  # it takes `state` by name too, as Horovod's does
 
 
-def _check_that_it_can_go_on(error: HorovodInternalError, failures: int) -> None:
-    gone = _gone()
+def _check_can_continue(error: HorovodInternalError, failures: int) -> None:
+    gone = _lost_ranks()
     if gone:
         logger.error("%s; %s", "; ".join(f"rank {rank} is gone ({why})" for rank, why in gone.items()), _ADVICE)
         raise error
-    if failures >= TRIES:
+    if failures >= MAX_FAILURES:
         logger.error("%d failures without a commit between them: training does not try again", failures)
         raise error
 
 
 _ADVICE = (
-    "no worker is started in its place, so training ends here. The state of this rank is as it was last committed; "
-    "save checkpoints to a file beside commits, and start the run again from the last one"
+    "it is not replaced, so training ends here. The state of this rank is that of the last commit; save checkpoints to "
+    "files besides commits, and start the run again from the last one"
 )
 
 
-def _gone() -> dict[int, str]:
-    """Ranks that are lost, and how. A loss is known to one rank before the others: it is given time to be told."""
+def _lost_ranks() -> dict[int, str]:
+    """The lost ranks with the reasons. Ranks learn of a loss at different times, so this waits for a while."""
     if not is_initialized():
         return {}
     world = context().world
-    until = world.runtime.now() + SETTLE
+    until = world.runtime.now() + LOSS_WAIT_S
     while True:
-        gone = {rank: why for rank, why in world.lost.items() if not why.startswith(ALIVE)}
+        gone = {rank: why for rank, why in world.lost.items() if not why.startswith(ALIVE_REASONS)}
         if gone or world.runtime.now() >= until:
             return gone
-        world.runtime.sleep(PERIOD)
+        world.runtime.sleep(POLL_EVERY_S)
 
 
-def _meet_again(why: Exception) -> None:
-    """Leave the world and join it again, with all ranks. The wait for them ends at the world's timeout."""
+def _rejoin(why: Exception) -> None:
+    """Leave the world and join it again, on all ranks, within the world's timeout."""
     try:
         if is_initialized():
             shutdown()
         init()
     except SynclineError as error:
-        logger.error("the ranks did not meet again after %s: %s; %s", type(why).__name__, error, _ADVICE)
+        logger.error("the ranks did not join again after %s: %s; %s", type(why).__name__, error, _ADVICE)
         raise why from error

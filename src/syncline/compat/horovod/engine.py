@@ -1,16 +1,16 @@
-"""One process set on one rank: takes requests by name, tells the coordinator, runs what all ranks have asked for.
+"""The engine of one process set on one rank: sends requests to the coordinator, executes what all have requested.
 
 ```text
-threads of the user    submit ─┐                                       ┌─► handle is done
-                               ▼                                       │
-this rank              what is to be told ── one message ──►  coordinator (rank 0 of the set): a table
-                                                                       │
-executor task          runs, in the order of the answers  ◄── one ─────┘
+threads of the user    submit ─┐                                    ┌─► handle is done
+                               ▼                                    │
+this rank              unsent requests ── one message ──►  coordinator (rank 0 of the set): a table
+                                                                    │
+executor task          runs in the order of the answers  ◄── one ───┘
 ```
 
-A message goes when somebody waits, or a cycle after the first request of it. It is short: a bit for each operation
-that was carried out like this before, and in full what is new. Departures of ranks are sent under a tag of their own,
-because the executor may be in the middle of an operation.
+A message is sent when a thread waits, or one cycle after its first request. It has one bit for each operation that was
+executed with the same request before, and the full request for others. Departures of ranks have a separate tag, because
+the executor may be inside an operation.
 """
 
 from __future__ import annotations
@@ -54,26 +54,26 @@ __all__ = ["ProcessSetEngine"]
 logger = logging.getLogger("syncline")
 
 HEADER = struct.Struct("<II")
-"""How many bytes follow in a message of their own, and what kind of message it is."""
-NEWS, FAREWELL = 0, 1
+"""Bytes of the second part of a message, and its kind."""
+REQUESTS, GOODBYE = 0, 1
 SHUT_DOWN = "Horovod has been shut down"
-MOST = 64 << 20
-"""Bytes of requests in full that one message may have."""
+MAX_MESSAGE_BYTES = 64 << 20
 TAG, DEPARTURE_TAG = 1, 2
-LINE = 1 << 16
-GROUPINGS = 256
-"""Answers whose groups and buffers are kept for the next time."""
-LEAVING = 5.0
-"""Seconds that the tasks may take to end."""
-AT_EASE = 16
-EASE = 0.02
-"""Seconds after which what was not sent is looked for, where nobody is woken for it."""
-ROOM = 64 << 20
-"""Bytes of buffers that are kept with the groupings."""
+MAX_QUEUED_ANSWERS = 1 << 16
+MAX_CACHED_GROUPINGS = 256
+"""Answers whose fusion groups and buffers are cached."""
+MAX_CACHED_BYTES = 64 << 20
+"""Bytes of these buffers."""
+CLOSE_TIMEOUT_S = 5.0
+"""Timeout of the end of each task."""
+POLLING_AFTER_FLUSHES = 16
+"""After so many flushes in a row by waiting threads, a request no longer wakes the cycle task."""
+POLL_EVERY_S = 0.02
+"""Seconds between two checks of the cycle task for unsent requests, if requests do not wake it."""
 
 
 class ProcessSetEngine:
-    """Negotiates and carries out the operations of one process set."""
+    """Negotiates and executes the operations of one process set."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class ProcessSetEngine:
     ) -> None:
         self.team = team
         self.channels: list[CollectiveCounter] = []
-        """Of optimizers, in the order in which all ranks have made them."""
+        """The channels of optimizers, in the order in which all ranks have created them."""
         self._control = control
         self._settings = settings
         self._timeline = timeline
@@ -95,95 +95,95 @@ class ProcessSetEngine:
         self._lock = runtime.lock()
         self._sending = runtime.lock()
         self._tabling = runtime.lock()
-        self._telling = runtime.lock()
+        self._message_lock = runtime.lock()
         self._dirty = runtime.event()
-        self._mine: dict[str, PendingOperation] = {}
+        self._pending: dict[str, PendingOperation] = {}
         self._known: dict[str, tuple[int, OperationRequest]] = {}
         self._plans: dict[int, OperationPlan] = {}
         self._mask = 0
         self._requests: list[OperationRequest] = []
         self._refused: dict[str, str] = {}
-        """What has failed before this rank asked for it."""
+        """Operations that have failed before this rank requested them."""
         self._groupings: dict[int, list[FusionGroup]] = {}
         self._held_bytes = 0
         self._over = ""
         self._left = False
-        self._deserted = False
+        self._coordinator_left = False
         """Whether the coordinator has left."""
-        self._parted: set[int] = set()
-        """To whom this rank has said farewell."""
+        self._goodbyes_sent: set[int] = set()
+        """The ranks to which this rank has sent its goodbye message."""
         self._reason = ""
-        """Why this rank has stopped; empty after a plain shutdown."""
-        self._unwatched = 0
-        """How often in a row those who wait have sent everything: then nobody need be woken at every request."""
+        """The error that has stopped this rank; empty after a plain shutdown."""
+        self._flushes_by_waiters = 0
+        """Number of flushes in a row by waiting threads; see `POLLING_AFTER_FLUSHES`."""
         self._counts: dict[str, int] = {}
         self._idle = True
-        self._rank = team.rank  # a closed world does not answer any more
+        self._rank = team.rank  # a closed world has no rank
         self._mask_bytes = (settings.cache_capacity + 7) // 8
         self._table = NegotiationTable(team.size, settings.cache_capacity, team.ranks) if team.rank == 0 else None
-        self._answers: Queue[CoordinatorAnswer | None] = runtime.queue(LINE)
+        self._answers: Queue[CoordinatorAnswer | None] = runtime.queue(MAX_QUEUED_ANSWERS)
         self._tasks: list[Task] = []
         self._listeners: list[Task] = []
         if control is not None:
-            executor = runtime.spawn(self._serve, name="hvd-executor")
-            hearers = [
-                runtime.spawn(self._hear, source, name=f"hvd-hears-{source}")
+            executor = runtime.spawn(self._execute_answers, name="hvd-executor")
+            listeners = [
+                runtime.spawn(self._receive_requests, source, name=f"hvd-requests-{source}")
                 for source in (range(1, team.size) if team.rank == 0 else ())
             ]
-            if not hearers:
-                hearers = [executor, runtime.spawn(self._receive_departures, name="hvd-alarm")]
-            self._tasks = [executor, runtime.spawn(self._tend, name="hvd-cycle"), *hearers]
-            self._listeners = hearers
+            if not listeners:
+                listeners = [executor, runtime.spawn(self._receive_departures, name="hvd-departures")]
+            self._tasks = [executor, runtime.spawn(self._run_cycles, name="hvd-cycle"), *listeners]
+            self._listeners = listeners
 
     @property
-    def patience(self) -> float:
-        """Seconds after which an operation that not all have asked for is given up."""
+    def stall_timeout_s(self) -> float:
+        """Seconds after which an operation fails that not all ranks have requested."""
         return self._settings.stall_shutdown or self.team.world.transport.timeout
 
-    # What the user's threads call.
+    # Called by the threads of the user.
 
     def unnamed(self, kind: str) -> str:
-        """The name of an operation that was given none: they are matched in the order in which they are asked for."""
+        """The name of an operation without a name. Such operations are matched in the order of their requests."""
         with self._lock:
             number = self._counts.get(kind, 0)
             self._counts[kind] = number + 1
         return f"{kind}.noname.{number}"
 
     def known(self, name: str) -> OperationRequest | None:
-        """How this rank asked for an operation the last time, where it has a number."""
+        """The last request of this rank for a numbered operation; None if it has no number."""
         found = self._known.get(name)
         return None if found is None else found[1]
 
     def submit(self, pending: PendingOperation) -> None:
-        """Ask for an operation; its end is told by `pending`."""
+        """Request an operation. `pending` receives the result."""
         request = pending.request
         name = request.name
         if self._timeline() is not None:
-            pending.asked_at = self._runtime.now()
+            pending.requested_at = self._runtime.now()
         with self._lock:
             if self._over:
                 raise HorovodInternalError(self._over)
             if name in self._refused:
                 raise HorovodInternalError(f"{request.kind} '{request.label}' has failed: {self._refused.pop(name)}")
-            if name in self._mine:
+            if name in self._pending:
                 raise IncompatibleError(
                     f"Duplicate tensor name {request.label}: requested to {request.kind} a tensor with the same name "
                     "as another tensor that is currently being processed (it is in flight). If you want to request "
                     "another tensor, use a different tensor name, or wait for the first with synchronize()"
                 )
-            self._mine[name] = pending
+            self._pending[name] = pending
             known = self._known.get(name)
             if known is not None and (known[1] is request or known[1] == request):
                 self._mask |= 1 << known[0]
             else:
                 self._requests.append(request)
         if self._control is None:
-            self._alone()
-        elif self._unwatched < AT_EASE and not self._dirty.is_set():
+            self._execute_alone()
+        elif self._flushes_by_waiters < POLLING_AFTER_FLUSHES and not self._dirty.is_set():
             self._dirty.set()
 
     def refuse(self, request: OperationRequest) -> None:
-        """Tell the other ranks that this rank has refused a call, so that they do not wait for it."""
+        """Report to the other ranks that this rank has refused a call, so that they do not wait for it."""
         if self._control is None:
             return
         with self._lock:
@@ -193,30 +193,30 @@ class ProcessSetEngine:
         self.flush(waited=False)
 
     def wait(self, pending: PendingOperation) -> Any:
-        """What came of an operation; whatever this rank has not told yet is told first."""
+        """Wait for the result of an operation. Unsent requests are sent first."""
         if not pending.done():
             self.flush()
-        return pending.wait(2 * self.patience + LEAVING)
+        return pending.wait(2 * self.stall_timeout_s + CLOSE_TIMEOUT_S)
 
     def flush(self, waited: bool = True) -> None:
-        """Tell the coordinator what was asked for since the last time; `waited`: because somebody waits for it."""
+        """Send the requests since the last flush to the coordinator. `waited`: a thread waits for one of them."""
         with self._sending:
             with self._lock:
                 mask, requests = self._mask, self._requests
                 self._mask, self._requests = 0, []
             if not mask and not requests:
                 return
-            self._unwatched = self._unwatched + 1 if waited else 0
+            self._flushes_by_waiters = self._flushes_by_waiters + 1 if waited else 0
             try:
                 if self._table is not None:
-                    self._enter(0, mask, requests)
+                    self._add_requests(0, mask, requests)
                 else:
-                    self._tell((0,), NEWS, mask, pack_requests(requests))
+                    self._send((0,), REQUESTS, mask, pack_requests(requests))
             except SynclineError as error:
-                self._break(f"the coordinator cannot be told: {error}", error)
+                self._break(f"the coordinator cannot be reached: {error}", error)
 
     def leave(self, reason: str = "") -> None:
-        """Stop taking part and tell the other ranks; `reason` is empty for a plain shutdown. Later calls do nothing."""
+        """Stop, and report that to the other ranks. `reason` is empty for a plain shutdown. Later calls do nothing."""
         with self._lock:
             self._over = self._over or SHUT_DOWN
             self._reason = self._reason or reason
@@ -225,29 +225,29 @@ class ProcessSetEngine:
                 self._send_departure(rank)
 
     def close(self) -> None:
-        """Leave: what was asked for and not answered fails. Others may go on with what does not need this rank."""
+        """Leave: pending operations fail. Other ranks may continue with operations that do not need this rank."""
         self.leave()
         with self._lock:
             first, self._left = not self._left, True
         if self._control is None or not first:
             return
-        for task in self._listeners:  # until the others have answered: then nobody waits on this channel any more
-            task.join(LEAVING)
+        for task in self._listeners:  # until the other ranks have answered: then no rank waits on this channel
+            task.join(CLOSE_TIMEOUT_S)
         self._dirty.set()
         self._answers.put(None)
         self._control.close()
         self._fail_all(HorovodInternalError(SHUT_DOWN))
         for task in self._tasks:
-            task.join(LEAVING)
+            task.join(CLOSE_TIMEOUT_S)
 
-    # The coordinator.
+    # On the coordinator.
 
-    def _enter(self, rank: int, mask: int, requests: Sequence[OperationRequest]) -> None:
-        """Put requests on the table, and tell all what has become possible."""
+    def _add_requests(self, rank: int, mask: int, requests: Sequence[OperationRequest]) -> None:
+        """Add requests to the table, and announce the operations that can be executed."""
         table = self._table
         assert table is not None, "this is the coordinator"
         with self._tabling:
-            table.ask(rank, mask, requests, self._runtime.now())
+            table.request(rank, mask, requests, self._runtime.now())
             self._announce(table.settle())
             if table.waiting and self._idle:
                 self._idle = False
@@ -256,23 +256,23 @@ class ProcessSetEngine:
     def _announce(self, answer: CoordinatorAnswer) -> None:
         if not answer:
             return
-        self._tell(self._others(), NEWS, answer.mask, pack_answer(answer))
+        self._send(self._others(), REQUESTS, answer.mask, pack_answer(answer))
         self._answers.put(answer)
 
-    def _hear(self, source: int) -> None:
-        """Take the requests of one rank until it leaves."""
+    def _receive_requests(self, source: int) -> None:
+        """Receive the requests of one rank until it leaves."""
         table = self._table
         assert table is not None, "this is the coordinator"
         try:
             while True:
-                kind, mask, body = self._take(source)
-                if kind == FAREWELL:
+                kind, mask, body = self._receive(source)
+                if kind == GOODBYE:
                     departure = self._departure(body, source)
                     self._send_departure(source, answering=True)
                     break
                 if not table.known(mask):
-                    raise ProtocolError(f"rank {source} asks for operations without a number", peer=source)
-                self._enter(source, mask, read_requests(body, source))
+                    raise ProtocolError(f"rank {source} requests operations by unknown numbers", peer=source)
+                self._add_requests(source, mask, read_requests(body, source))
         except SynclineError as error:
             if self._over:
                 return
@@ -280,21 +280,23 @@ class ProcessSetEngine:
         with self._tabling:
             table.leave(source, departure.why)
             self._announce(table.settle())
-            self._tell(self._others(), NEWS, 0, pack_departure(departure), DEPARTURE_TAG)
+            self._send(self._others(), REQUESTS, 0, pack_departure(departure), DEPARTURE_TAG)
         self._departed(departure)
 
-    def _tend(self) -> None:
-        """Send what nobody has sent for a cycle; on the coordinator, look after what stalls."""
-        patience: float | None = None
+    def _run_cycles(self) -> None:
+        """Send requests that are one cycle old; on the coordinator, check for stalled operations."""
+        timeout: float | None = None
         warned: set[str] = set()
         while not self._over:
-            before = self._unwatched
-            if not self._dirty.wait(EASE if before >= AT_EASE else patience):
-                if before >= AT_EASE and (before == self._unwatched or self._mask or self._requests):
-                    self._unwatched = 0  # from now on each request wakes this task again
+            before = self._flushes_by_waiters
+            if not self._dirty.wait(POLL_EVERY_S if before >= POLLING_AFTER_FLUSHES else timeout):
+                if before >= POLLING_AFTER_FLUSHES and (
+                    before == self._flushes_by_waiters or self._mask or self._requests
+                ):
+                    self._flushes_by_waiters = 0  # from now on each request wakes this task again
                     self.flush(waited=False)
                 if self._table is not None:
-                    patience = self._look_for_stalls(warned)
+                    timeout = self._check_stalls(warned)
                 continue
             self._dirty.clear()
             if self._over:
@@ -305,11 +307,11 @@ class ProcessSetEngine:
                 if timeline is not None:
                     timeline.cycle(self._runtime.now())
                 self.flush(waited=False)
-            if self._table is not None and patience is None and not self._idle:
-                patience = self._between_looks()
+            if self._table is not None and timeout is None and not self._idle:
+                timeout = self._stall_check_interval()
 
-    def _look_for_stalls(self, warned: set[str]) -> float | None:
-        """Warn of what waits long, give up what waits too long; how long to sleep until the next look."""
+    def _check_stalls(self, warned: set[str]) -> float | None:
+        """Warn about stalled operations, fail those that are too old; return the seconds until the next check."""
         table, settings = self._table, self._settings
         assert table is not None, "this is the coordinator"
         limit = settings.stall_warning if settings.stall_check else math.inf
@@ -319,33 +321,33 @@ class ProcessSetEngine:
                 warned.clear()
                 return None
             now = self._runtime.now()
-            stalled = table.stalled(now, min(limit, self.patience))
-            late = [found for found in stalled if found.seconds >= self.patience]
+            stalled = table.stalled(now, min(limit, self.stall_timeout_s))
+            late = [found for found in stalled if found.seconds >= self.stall_timeout_s]
             self._announce(CoordinatorAnswer(failures=[table.give_up(found) for found in late]))
-        news = [found for found in stalled if found.seconds >= limit and found.name not in warned]
-        if news:
-            warned.update(found.name for found in news)
-            called = self.team.ranks
-            told = "; ".join(f"{each.name} ({_ranks([called[r] for r in each.missing])} missing)" for each in news)
+        new = [found for found in stalled if found.seconds >= limit and found.name not in warned]
+        if new:
+            warned.update(found.name for found in new)
+            ranks = self.team.ranks
+            names = "; ".join(f"{each.name} ({_ranks([ranks[r] for r in each.missing])} missing)" for each in new)
             logger.warning(
                 "stalled for %.3g s or more: one or more tensors were submitted by some ranks only: %s",
-                min(found.seconds for found in news),
-                told,
+                min(found.seconds for found in new),
+                names,
             )
-        return self._between_looks()
+        return self._stall_check_interval()
 
-    def _between_looks(self) -> float:
+    def _stall_check_interval(self) -> float:
         warning = self._settings.stall_warning if self._settings.stall_check else math.inf
-        return max(0.01, min(warning, self.patience) / 4)
+        return max(0.01, min(warning, self.stall_timeout_s) / 4)
 
-    # What all ranks run.
+    # On all ranks.
 
-    def _serve(self) -> None:
-        """Carry out the answers as they come."""
+    def _execute_answers(self) -> None:
+        """Execute the answers in their order."""
         try:
             with torch.no_grad():  # for this task alone
                 while (answer := self._next_answer()) is not None:
-                    self._carry_out(answer)
+                    self._execute(answer)
         except SynclineError as error:
             if not self._over:
                 self._stop_after_error(str(error), error)
@@ -363,7 +365,7 @@ class ProcessSetEngine:
         """Receive the departures of ranks from the coordinator, until this rank or the coordinator leaves."""
         try:
             while True:
-                _, _, body = self._take(0, DEPARTURE_TAG)
+                _, _, body = self._receive(0, DEPARTURE_TAG)
                 if not body:
                     return
                 departure = read_departure(body, 0)
@@ -388,61 +390,61 @@ class ProcessSetEngine:
         return Departure(rank, f"rank {found} is lost: {error}")
 
     def _abort(self) -> None:
-        """Break the waits of an operation. The process set's channel cannot be used afterwards."""
+        """End the waits of the current operation. The channel of the process set cannot be used afterwards."""
         with suppress(SynclineError):  # closed meanwhile
             self.team.transport.abort()
 
     def _next_answer(self) -> CoordinatorAnswer | None:
         if self._table is not None:
             return self._answers.get()
-        kind, mask, body = self._take(0)
-        if kind == FAREWELL:
-            departure, self._deserted = self._departure(body, 0), True
+        kind, mask, body = self._receive(0)
+        if kind == GOODBYE:
+            departure, self._coordinator_left = self._departure(body, 0), True
             self._send_departure(0, answering=True)
             self._break(departure.why, None)
             return None
         return read_answer(mask, body)
 
-    def _alone(self) -> None:
-        """A world of one has nobody to ask."""
+    def _execute_alone(self) -> None:
+        """Execute the requests at once, in a set of one rank."""
         table = self._table
         assert table is not None, "the only rank is the coordinator"
         with self._lock:
             mask, requests = self._mask, self._requests
             self._mask, self._requests = 0, []
         with self._tabling:
-            table.ask(0, mask, requests, 0.0)
+            table.request(0, mask, requests, 0.0)
             answer = table.settle()
-        with torch.no_grad(), suppress(Exception):  # the ranks that wait for it get the error
-            self._carry_out(answer)
+        with torch.no_grad(), suppress(Exception):  # the pending operation has the error
+            self._execute(answer)
 
-    def _carry_out(self, answer: CoordinatorAnswer) -> None:
+    def _execute(self, answer: CoordinatorAnswer) -> None:
         for failure in answer.failures:
             self._fail(failure)
-        groups = self._groups_of(answer)
+        groups = self._fusion_groups(answer)
         for group in groups:
-            asked = self._claim(group)
+            requested = self._claim(group)
             start = self._runtime.now()
             try:
                 with self._steps.waiting():
-                    results = execute(self.team, group, asked, self._settings.hierarchical_allreduce)
+                    results = execute(self.team, group, requested, self._settings.hierarchical_allreduce)
             except Exception as error:
                 problem = HorovodInternalError(f"{group.plans[0].request.name}: {self._steps.why or error}")
                 problem.__cause__ = error
-                for pending in asked:
+                for pending in requested:
                     if pending is not None:
                         pending.settle(error=problem)
                 raise
-            self._note(group, asked, start)
-            if group.plans[0].request.kind == "join":  # until now some ranks have asked for more than others
+            self._note(group, requested, start)
+            if group.plans[0].request.kind == "join":  # until now some ranks have requested more than others
                 with self._lock:
                     self._counts.clear()
-            for pending, result in zip(asked, results, strict=True):
+            for pending, result in zip(requested, results, strict=True):
                 if pending is not None:
                     pending.settle(result)
 
-    def _groups_of(self, answer: CoordinatorAnswer) -> list[FusionGroup]:
-        """The groups in which an answer is carried out; those of known operations are kept, with their buffers."""
+    def _fusion_groups(self, answer: CoordinatorAnswer) -> list[FusionGroup]:
+        """The fusion groups of an answer. Those of known operations are cached, with their buffers."""
         fresh = [plan for plan in answer.plans if plan.number >= 0]
         if fresh:
             self._groupings.clear()
@@ -453,42 +455,42 @@ class ProcessSetEngine:
         if known is None:
             known = fuse_plans([self._plans[number] for number in bits(answer.mask)], most)
             size = sum(group.nbytes for group in known)
-            if len(self._groupings) < GROUPINGS and self._held_bytes + size <= ROOM:
+            if len(self._groupings) < MAX_CACHED_GROUPINGS and self._held_bytes + size <= MAX_CACHED_BYTES:
                 self._groupings[answer.mask] = known
                 self._held_bytes += size
         return [*known, *fuse_plans(answer.plans, most)]
 
     def _claim(self, group: FusionGroup) -> list[PendingOperation | None]:
-        """This rank's part of a group; from now on the names may be used again."""
-        asked = []
+        """This rank's operations of a group. From now on their names can be used again."""
+        requested = []
         with self._lock:
             for plan in group.plans:
                 name = plan.request.name
-                pending = self._mine.pop(name, None)
-                asked.append(pending)
+                pending = self._pending.pop(name, None)
+                requested.append(pending)
                 if plan.number < 0 or pending is None:
                     continue
                 known = self._known.get(name)
                 if known is None or known[1] is not pending.request:
                     self._known[name] = (plan.number, pending.request)
-        return asked
+        return requested
 
-    def _note(self, group: FusionGroup, asked: Sequence[PendingOperation | None], start: float) -> None:
+    def _note(self, group: FusionGroup, requested: Sequence[PendingOperation | None], start: float) -> None:
         timeline = self._timeline()
         if timeline is None:
             return
         stop = self._runtime.now()
-        for plan, pending in zip(group.plans, asked, strict=True):
+        for plan, pending in zip(group.plans, requested, strict=True):
             request = plan.request
             if pending is not None:
-                timeline.negotiating(request.name, request.kind, pending.asked_at, start)
+                timeline.negotiating(request.name, request.kind, pending.requested_at, start)
             timeline.running(request.name, request.kind, self.team.transport.name, start, stop)
 
     def _fail(self, failure: OperationFailure) -> None:
         if failure.only and self.team.rank not in failure.only:
             return
         with self._lock:
-            pending = self._mine.pop(failure.name, None)
+            pending = self._pending.pop(failure.name, None)
             if pending is None:
                 if self.team.rank in failure.late:
                     self._refused[failure.name] = failure.why
@@ -497,7 +499,7 @@ class ProcessSetEngine:
         pending.settle(error=HorovodInternalError(f"{request.kind} '{request.label}': {failure.why}"))
 
     def _break(self, why: str, cause: BaseException | None) -> None:
-        """Nothing can be carried out any more."""
+        """Fail all pending operations and all later ones."""
         with self._lock:
             self._over = self._over or why
         problem = HorovodInternalError(why)
@@ -507,22 +509,22 @@ class ProcessSetEngine:
 
     def _fail_all(self, problem: HorovodInternalError) -> None:
         with self._lock:
-            left, self._mine = list(self._mine.values()), {}
+            left, self._pending = list(self._pending.values()), {}
         for pending in left:
             pending.settle(error=problem)
 
     def _others(self) -> list[int]:
-        """Whom this rank tells things: the coordinator, or all who have not left it."""
+        """The ranks that this rank sends to: the coordinator, or on the coordinator all ranks that have not left."""
         if self._table is None:
-            return [] if self._deserted else [0]
+            return [] if self._coordinator_left else [0]
         return [rank for rank in range(1, self.team.size) if rank not in self._table.gone]
 
     def _send_departure(self, rank: int, answering: bool = False) -> None:
         """Send the goodbye message, once. The other rank answers it with one of its own."""
         mine = self.team.ranks[self._rank]
         with self._lock:
-            said = rank in self._parted
-            self._parted.add(rank)
+            said = rank in self._goodbyes_sent
+            self._goodbyes_sent.add(rank)
         if said:
             return
         why = f"{SHUT_DOWN} on rank {mine}" + (f": {self._reason}" if self._reason else "")
@@ -530,9 +532,9 @@ class ProcessSetEngine:
         rounds = tuple((number, channel.completed) for number, channel in enumerate(self.channels))
         body = b"" if answering else pack_departure(Departure(mine, why, True, carried, rounds))
         with self._sending:
-            self._tell([rank], FAREWELL, 0, body)
+            self._send([rank], GOODBYE, 0, body)
             if self._table is not None:
-                self._tell([rank], FAREWELL, 0, body, DEPARTURE_TAG)
+                self._send([rank], GOODBYE, 0, body, DEPARTURE_TAG)
 
     def _departure(self, body: bytes, source: int) -> Departure:
         if body:
@@ -541,31 +543,31 @@ class ProcessSetEngine:
 
     # Messages.
 
-    def _tell(self, to: Sequence[int], kind: int, mask: int, body: bytes | bytearray, tag: int = TAG) -> None:
-        """Send one message to each; who has gone himself need not hear a farewell."""
-        assert self._control is not None, "there is somebody to tell"
-        leaving = kind == FAREWELL
+    def _send(self, to: Sequence[int], kind: int, mask: int, body: bytes | bytearray, tag: int = TAG) -> None:
+        """Send one message to each rank. A goodbye message may be lost if the rank has left itself."""
+        assert self._control is not None, "there are other ranks"
+        leaving = kind == GOODBYE
         parts = [as_tensor(HEADER.pack(len(body), kind) + mask.to_bytes(self._mask_bytes, "little"))]
         if body:
             parts.append(as_tensor(body))
         for rank in to:
             try:
-                with self._telling:  # another task's message must not come between the parts
+                with self._message_lock:  # another task's message must not come between the parts
                     for part in parts:
                         self._control.send(part, rank, tag, exact=True, lossy=leaving)
             except SynclineError as error:
                 if self._table is None and not leaving:
                     raise
-                logger.debug("rank %d cannot be told: %s", rank, error)
+                logger.debug("rank %d cannot be reached: %s", rank, error)
 
-    def _take(self, source: int, tag: int = TAG) -> tuple[int, int, bytes]:
-        """The next message of a rank."""
-        assert self._control is not None, "there is somebody to hear"
+    def _receive(self, source: int, tag: int = TAG) -> tuple[int, int, bytes]:
+        """Receive the next message of a rank."""
+        assert self._control is not None, "there are other ranks"
         head = torch.empty(HEADER.size + self._mask_bytes, dtype=torch.uint8)
         self._control.recv(head, source, tag, exact=True).wait(math.inf)
         raw = head.numpy().tobytes()
         length, kind = HEADER.unpack_from(raw)
-        if length > MOST or kind > FAREWELL:
+        if length > MAX_MESSAGE_BYTES or kind > GOODBYE:
             raise ProtocolError(f"rank {source} announces {length} bytes of kind {kind}", peer=source)
         mask = int.from_bytes(raw[HEADER.size :], "little")
         if not length:

@@ -1,7 +1,7 @@
-"""What goes wrong, in the vocabulary of Horovod.
+"""The exceptions of Horovod's API.
 
 SynclineError
-├── HorovodInternalError          an operation failed on this rank (also a RuntimeError); elastic jobs go on after it
+├── HorovodInternalError          an operation failed on this rank (also a RuntimeError); elastic jobs continue after it
 │   └── UnsupportedReductionError an op that reducescatter does not have (also a ValueError)
 ├── HostsUpdatedInterrupt         the hosts of an elastic job have changed (also a RuntimeError)
 ├── NotInitializedError           a call before init() or after shutdown() (also a ValueError)
@@ -24,7 +24,7 @@ __all__ = [
 
 
 class HorovodInternalError(SynclineError, RuntimeError):
-    """An operation that was asked for could not be carried out; elastic jobs restore their state at it.
+    """An operation could not be executed. Elastic jobs then restore their state.
 
     >>> issubclass(HorovodInternalError, RuntimeError)
     True
@@ -40,7 +40,7 @@ class UnsupportedReductionError(HorovodInternalError, IncompatibleError):
 
 
 class UnsupportedAdasumError(IncompatibleError, UnsupportedError, NotImplementedError):
-    """Adasum on a number of ranks that is no power of two, or an optimizer with it on some ranks only.
+    """Adasum on a number of ranks that is not a power of two, or an optimizer with Adasum on some ranks only.
 
     >>> issubclass(UnsupportedAdasumError, NotImplementedError)
     True
@@ -48,7 +48,7 @@ class UnsupportedAdasumError(IncompatibleError, UnsupportedError, NotImplemented
 
 
 class HostsUpdatedInterrupt(SynclineError, RuntimeError):  # noqa: N818 (Horovod's name)
-    """The hosts of an elastic job have changed; `skip_sync` where the state need not be sent again.
+    """The hosts of an elastic job have changed. `skip_sync`: the state need not be sent again.
 
     >>> HostsUpdatedInterrupt(skip_sync=True).skip_sync
     True
@@ -71,7 +71,7 @@ class NotInitializedError(SynclineError, ValueError):
 
 
 class UninitializedOperationError(NotInitializedError, HorovodInternalError):
-    """An operation before `hvd.init()` or after `hvd.shutdown()`; elastic jobs initialize again at it.
+    """An operation before `hvd.init()` or after `hvd.shutdown()`. Elastic jobs then call init again.
 
     >>> issubclass(UninitializedOperationError, HorovodInternalError)
     True

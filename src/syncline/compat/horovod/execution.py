@@ -1,9 +1,9 @@
-"""How operations are carried out once all ranks have asked for them: in one order, many small ones as one.
+"""Executes operations that all ranks have requested, in the same order; small ones share one buffer.
 
 ```text
-what all have asked for   sum a │ max b │ broadcast c │ sum d
-in groups                 sum (a d) │ max (b) │ broadcast (c)
-one buffer a group        [ a │ d ]  →  reduced  →  a, d
+requested by all ranks    sum a │ max b │ broadcast c │ sum d
+fusion groups             sum (a d) │ max (b) │ broadcast (c)
+one buffer per group      [ a │ d ]  →  reduced  →  a, d
 ```
 """
 
@@ -31,23 +31,23 @@ WIRE_OPS = {"average": "sum", "sum": "sum", "min": "min", "max": "max", "product
 
 @dataclass
 class FusionGroup:
-    """Plans that are carried out as one."""
+    """Plans that are executed as one collective."""
 
     plans: list[OperationPlan]
     key: tuple[Any, ...]
     nbytes: int = 0
     views: list[Tensor] = field(default_factory=list)
     flat: Tensor | None = None
-    """The buffer that all parts lie in, kept for the next time."""
+    """The buffer of all tensors, kept for the next time."""
 
 
 def fuse_plans(plans: Sequence[OperationPlan], most: int) -> list[FusionGroup]:
-    """Plans of one kind together, up to `most` bytes; the same on every rank, for it depends on the plans alone."""
+    """Group plans of one kind, up to `most` bytes. The result depends only on the plans: it is equal on all ranks."""
     groups: list[FusionGroup] = []
     open_groups: dict[tuple[Any, ...], FusionGroup] = {}
     for plan in plans:
         request = plan.request
-        key = _key(request)
+        key = _group_key(request)
         nbytes = sum(_numel(part.shape) * part.dtype.itemsize for part in request.parts)
         found = open_groups.get(key) if key else None
         if found is None or found.nbytes + nbytes > most:
@@ -63,33 +63,33 @@ def fuse_plans(plans: Sequence[OperationPlan], most: int) -> list[FusionGroup]:
 def execute(
     team: Group, group: FusionGroup, pending: Sequence[PendingOperation | None], hierarchical: bool
 ) -> list[Any]:
-    """Do it, and give what each of the plans results in; None where this rank takes part in another's alone.
+    """Execute a group; return the result of each plan, or None if this rank has only contributed zeros.
 
-    No gradients are tracked: who calls this has switched that off.
+    The caller has switched autograd off.
     """
     request = group.plans[0].request
     if request.kind == "allreduce":
         if request.op == "adasum":
-            return [_combined(team, plan, asked) for plan, asked in zip(group.plans, pending, strict=True)]
-        return _reduced(team, group, pending, hierarchical)
+            return [_adasum(team, plan, requested) for plan, requested in zip(group.plans, pending, strict=True)]
+        return _allreduce(team, group, pending, hierarchical)
     if request.kind == "broadcast":
-        return _spread(team, group, pending)
-    (asked,) = pending
-    assert asked is not None, "only sums go without some ranks"
+        return _broadcast(team, group, pending)
+    (requested,) = pending
+    assert requested is not None, "only sums are computed without some ranks"
     (plan,) = group.plans
     if request.kind == "allgather":
-        return [_gathered(team, plan, asked)]
+        return [_allgather(team, plan, requested)]
     if request.kind == "alltoall":
-        return [_traded(team, plan, asked)]
+        return [_alltoall(team, plan, requested)]
     if request.kind == "reducescatter":
-        return [_scattered(team, plan, asked)]
+        return [_reduce_scatter(team, plan, requested)]
     if request.kind == "barrier":
         run.meet(team.channel)
-    return [None if asked.action is None else asked.action(plan)]
+    return [None if requested.action is None else requested.action(plan)]
 
 
 def scale(tensor: Tensor, factor: float) -> None:
-    """Multiply in place as Horovod does on a CPU: whole numbers by way of doubles, cut off towards zero."""
+    """Multiply in place as Horovod does on a CPU: integers are converted to double, and rounded towards zero."""
     if factor == 1.0:
         return
     if tensor.dtype.is_floating_point:
@@ -102,7 +102,7 @@ def scale(tensor: Tensor, factor: float) -> None:
 
 
 def row_offsets(rows: int, size: int) -> list[int]:
-    """Where each rank's rows of a reduce-scatter begin: the first ranks have one more where they do not divide.
+    """The offsets of the ranks' rows in a reduce-scatter. The first ranks have one row more if rows do not divide.
 
     >>> row_offsets(7, 3)
     [0, 3, 5, 7]
@@ -110,8 +110,8 @@ def row_offsets(rows: int, size: int) -> list[int]:
     return [0, *accumulate(rows // size + (rank < rows % size) for rank in range(size))]
 
 
-def _key(request: OperationRequest) -> tuple[Any, ...]:
-    """What requests must share to go together; empty: each goes alone."""
+def _group_key(request: OperationRequest) -> tuple[Any, ...]:
+    """The key that requests of one group share; empty if each runs alone."""
     dtypes = {part.dtype for part in request.parts}
     if request.kind == "allreduce" and request.op != "adasum" and len(dtypes) == 1:
         return ("allreduce", request.op, *dtypes, request.before, request.after, request.device)
@@ -127,28 +127,28 @@ def _numel(shape: Sequence[int]) -> int:
     return numel
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """Contiguous, strides included: a single element is contiguous with any stride, but then has no view as bytes."""
+def _contiguous(tensor: Tensor) -> Tensor:
+    """A contiguous tensor with plain strides: a single element with other strides has no byte view."""
     found = tensor.contiguous()
     return found if found.numel() > 1 else found.clone(memory_format=torch.contiguous_format)
 
 
-def _own(plan: OperationPlan, asked: PendingOperation | None, device: torch.device) -> list[Tensor]:
-    """This rank's tensors; zeros after it has joined."""
-    if asked is not None:
-        return asked.inputs
+def _input_tensors(plan: OperationPlan, requested: PendingOperation | None, device: torch.device) -> list[Tensor]:
+    """The tensors of this rank; zeros after it has joined."""
+    if requested is not None:
+        return requested.inputs
     return [torch.zeros(part.shape, dtype=part.dtype, device=device) for part in plan.request.parts]
 
 
-def _reduced(
+def _allreduce(
     team: Group, group: FusionGroup, pending: Sequence[PendingOperation | None], hierarchical: bool
 ) -> list[Any]:
     request = group.plans[0].request
     device = team.world.device if request.device == "cuda" else torch.device("cpu")
-    owned = [_own(plan, asked, device) for plan, asked in zip(group.plans, pending, strict=True)]
+    owned = [_input_tensors(plan, requested, device) for plan, requested in zip(group.plans, pending, strict=True)]
     inputs = [tensor for tensors in owned for tensor in tensors]
     if len(inputs) == 1 and pending[0] is not None and pending[0].outputs[0].is_contiguous():
-        return _reduced_in_place(team, request, pending[0], hierarchical)
+        return _allreduce_in_place(team, request, pending[0], hierarchical)
     if group.flat is None:
         total = sum(tensor.numel() for tensor in inputs)
         group.flat = torch.empty(total, dtype=inputs[0].dtype, device=device)
@@ -157,19 +157,21 @@ def _reduced(
         group.views = [piece.view(shape) for piece, shape in zip(torch.split(group.flat, sizes), shapes, strict=True)]
     torch._foreach_copy_(group.views, inputs)
     _reduce_flat(team, request, group.flat, hierarchical)
-    return _handed_out(group, pending)
+    return _copy_results(group, pending)
 
 
-def _reduced_in_place(team: Group, request: OperationRequest, asked: PendingOperation, hierarchical: bool) -> list[Any]:
-    """One tensor alone needs no buffer."""
-    (own,), (output,) = asked.inputs, asked.outputs
+def _allreduce_in_place(
+    team: Group, request: OperationRequest, requested: PendingOperation, hierarchical: bool
+) -> list[Any]:
+    """Reduce a single tensor without a buffer."""
+    (own,), (output,) = requested.inputs, requested.outputs
     flat = output.view(-1)
     if flat.numel() < 2:
-        flat = flat.as_strided(flat.shape, (1,))  # see _plain
+        flat = flat.as_strided(flat.shape, (1,))  # see _contiguous
     if own is not output:
         flat.copy_(own.reshape(-1))
     _reduce_flat(team, request, flat, hierarchical)
-    return [asked.outputs]
+    return [requested.outputs]
 
 
 def _reduce_flat(team: Group, request: OperationRequest, flat: Tensor, hierarchical: bool) -> None:
@@ -178,14 +180,14 @@ def _reduce_flat(team: Group, request: OperationRequest, flat: Tensor, hierarchi
     scale(flat, request.after / team.size if request.op == "average" else request.after)
 
 
-def _handed_out(group: FusionGroup, pending: Sequence[PendingOperation | None]) -> list[Any]:
+def _copy_results(group: FusionGroup, pending: Sequence[PendingOperation | None]) -> list[Any]:
     pieces: Iterator[Tensor] = iter(group.views)
     targets, sources, results = [], [], []
-    for plan, asked in zip(group.plans, pending, strict=True):
+    for plan, requested in zip(group.plans, pending, strict=True):
         mine = [next(pieces) for _ in plan.request.parts]
-        results.append(None if asked is None else asked.outputs)
-        if asked is not None:
-            targets += asked.outputs
+        results.append(None if requested is None else requested.outputs)
+        if requested is not None:
+            targets += requested.outputs
             sources += mine
     if targets:
         torch._foreach_copy_(targets, sources)
@@ -208,27 +210,27 @@ def sum_in_place(team: Group, flat: Tensor, op: Op, hierarchical: bool = False) 
     flat.copy_(narrow(wide).view(flat.shape))
 
 
-def _combined(team: Group, plan: OperationPlan, asked: PendingOperation | None) -> Any:
+def _adasum(team: Group, plan: OperationPlan, requested: PendingOperation | None) -> Any:
     request = plan.request
-    tensors = _own(plan, asked, torch.device("cpu"))
+    tensors = _input_tensors(plan, requested, torch.device("cpu"))
     copies = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
     for copy in copies:
         scale(copy, request.before)
     results = adasum(team, copies)
     for result in results:
         scale(result, request.after)
-    if asked is None:
+    if requested is None:
         return None
-    for output, result in zip(asked.outputs, results, strict=True):
+    for output, result in zip(requested.outputs, results, strict=True):
         output.copy_(result)
-    return asked.outputs
+    return requested.outputs
 
 
-def _spread(team: Group, group: FusionGroup, pending: Sequence[PendingOperation | None]) -> list[Any]:
+def _broadcast(team: Group, group: FusionGroup, pending: Sequence[PendingOperation | None]) -> list[Any]:
     root = group.plans[0].request.root
-    held = [asked for asked in pending if asked is not None]
-    inputs = [tensor for asked in held for tensor in asked.inputs]
-    pieces = [_plain(tensor).view(-1).view(torch.uint8) for tensor in inputs]
+    held = [requested for requested in pending if requested is not None]
+    inputs = [tensor for requested in held for tensor in requested.inputs]
+    pieces = [_contiguous(tensor).view(-1).view(torch.uint8) for tensor in inputs]
     flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
     native = team.transport.native
     if team.size > 1 and flat.numel():
@@ -237,23 +239,23 @@ def _spread(team: Group, group: FusionGroup, pending: Sequence[PendingOperation 
         else:
             run.broadcast(team.channel, flat, root, build("broadcast", NATIVE))
     landed = iter(torch.split(flat, [piece.numel() for piece in pieces]))
-    for asked in held:
-        for output in asked.outputs:
+    for requested in held:
+        for output in requested.outputs:
             output.copy_(next(landed).clone().view(output.dtype).view(output.shape))
-    return [None if asked is None else asked.outputs for asked in pending]
+    return [None if requested is None else requested.outputs for requested in pending]
 
 
-def _gathered(team: Group, plan: OperationPlan, asked: PendingOperation) -> list[Tensor]:
+def _allgather(team: Group, plan: OperationPlan, requested: PendingOperation) -> list[Tensor]:
     results = []
-    for index, tensor in enumerate(asked.inputs):
+    for index, tensor in enumerate(requested.inputs):
         rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
         lengths = [row[index] for row in plan.rows]
-        results.append(join_rows(team, _plain(rows), lengths))
+        results.append(join_rows(team, _contiguous(rows), lengths))
     return results
 
 
 def join_rows(team: Group, rows: Tensor, lengths: Sequence[int]) -> Tensor:
-    """All ranks' rows, whose numbers are known, one after the other."""
+    """Allgather of rows whose numbers are known."""
     output = rows.new_empty(sum(lengths), *rows.shape[1:])
     native = team.transport.native
     if native.available and len(set(lengths)) == 1 and team.size > 1:
@@ -267,8 +269,8 @@ def join_rows(team: Group, rows: Tensor, lengths: Sequence[int]) -> Tensor:
     return output
 
 
-def _traded(team: Group, plan: OperationPlan, asked: PendingOperation) -> tuple[Tensor, Tensor]:
-    (tensor,) = (_plain(tensor) for tensor in asked.inputs)
+def _alltoall(team: Group, plan: OperationPlan, requested: PendingOperation) -> tuple[Tensor, Tensor]:
+    (tensor,) = (_contiguous(tensor) for tensor in requested.inputs)
     rank, size = team.rank, team.size
     incoming = [row[rank] for row in plan.rows]
     received = torch.tensor(incoming, dtype=torch.int32)
@@ -284,10 +286,10 @@ def _traded(team: Group, plan: OperationPlan, asked: PendingOperation) -> tuple[
     return output, received
 
 
-def _scattered(team: Group, plan: OperationPlan, asked: PendingOperation) -> list[Tensor]:
+def _reduce_scatter(team: Group, plan: OperationPlan, requested: PendingOperation) -> list[Tensor]:
     request = plan.request
     results = []
-    for tensor in asked.inputs:
+    for tensor in requested.inputs:
         held = tensor.clone(memory_format=torch.contiguous_format)
         scale(held, request.before)
         edges = row_offsets(tensor.shape[0], team.size)
@@ -304,11 +306,15 @@ def _scattered(team: Group, plan: OperationPlan, asked: PendingOperation) -> lis
     return results
 
 
-TAG = 7
+ADASUM_TAG = 7
 
 
 def combine(first: Tensor, second: Tensor) -> Tensor:
-    """Of two tensors; the dot products are taken in double precision.
+    """Adasum of two tensors, with dot products in double precision.
+
+        adasum(a, b) = (1 − a·b / 2‖a‖²) a + (1 − a·b / 2‖b‖²) b
+
+    Maleki et al., Scaling Distributed Training with Adaptive Summation, MLSys 2021.
 
     >>> combine(torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0]))
     tensor([1., 1.])
@@ -323,7 +329,7 @@ def combine(first: Tensor, second: Tensor) -> Tensor:
 
 
 def adasum(team: Group, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Of all ranks, a power of two; the same bits on every rank, for both of a pair combine in the order of ranks.
+    """Adasum of each tensor over all ranks, a power of two. Both ranks of a pair combine in the same order: equal bits.
 
     ```text
     round 1   0─1   2─3   4─5   6─7
@@ -336,8 +342,8 @@ def adasum(team: Group, tensors: Sequence[Tensor]) -> list[Tensor]:
     while distance < team.size:
         partner = team.rank ^ distance
         theirs = [torch.empty_like(result) for result in results]
-        sent = [team.transport.send(result, partner, TAG) for result in results if result.numel()]
-        received = [team.transport.recv(other, partner, TAG) for other in theirs if other.numel()]
+        sent = [team.transport.send(result, partner, ADASUM_TAG) for result in results if result.numel()]
+        received = [team.transport.recv(other, partner, ADASUM_TAG) for other in theirs if other.numel()]
         for handle in (*received, *sent):
             handle.wait()
         pairs = zip(results, theirs, strict=True)

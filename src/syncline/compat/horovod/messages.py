@@ -1,4 +1,4 @@
-"""What a rank tells about an operation it asks for, and the bytes that say so.
+"""The messages between ranks and their coordinator: requests, plans, failures and departures, as bytes.
 
 ```text
 request   kind u8 │ op u8 │ device u8 │ parts u16 │ root i32 │ before f64 │ after f64 │ name │ refusal │ parts │ splits
@@ -7,7 +7,7 @@ part      dtype u8 │ dimensions u8 │ i64 each
 splits    u32 count, i64 each
 ```
 
-An answer is a plan: the request of one rank that all have agreed to, and how many rows each rank brings.
+A plan is the request of one rank that all ranks have agreed to, and the number of rows of each rank.
 """
 
 from __future__ import annotations
@@ -61,14 +61,13 @@ DTYPES = (
 )
 _NUMBER = {dtype: number for number, dtype in enumerate(DTYPES)}
 _HEAD = struct.Struct("<BBBHidd")
-MOST_DIMENSIONS = 64
-MOST_PARTS = 1 << 16
-MOST_NAME = 4096
+MAX_DIMENSIONS = 64
+MAX_TEXT_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of an operation."""
+    """Dtype and shape of one tensor of an operation."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -79,7 +78,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class OperationRequest:
-    """An operation as one rank asks for it. A group has several parts."""
+    """An operation as one rank requests it. A grouped operation has several tensors."""
 
     kind: str
     name: str
@@ -90,9 +89,9 @@ class OperationRequest:
     after: float = 1.0
     device: str = "cpu"
     splits: tuple[int, ...] = ()
-    """Of an all-to-all, the rows for each rank; of a process set that is added, its ranks."""
+    """The rows for each rank of an all-to-all; the ranks of a process set that is added or removed."""
     refusal: str = ""
-    """Why this rank has refused the call; the other ranks need not wait for it."""
+    """The error with which this rank has refused the call, so that the other ranks do not wait for it."""
 
     def pack(self, into: MessageWriter) -> None:
         into.put(
@@ -120,7 +119,7 @@ class OperationRequest:
         parts = []
         for _ in range(count):
             dtype, dimensions = source.take(_TWO)
-            if dtype >= len(DTYPES) or dimensions > MOST_DIMENSIONS:
+            if dtype >= len(DTYPES) or dimensions > MAX_DIMENSIONS:
                 raise source.wrong(f"a tensor of dtype number {dtype} with {dimensions} dimensions")
             parts.append(TensorInfo(DTYPES[dtype], source.numbers(dimensions)))
         (length,) = source.take(_LONG)
@@ -131,19 +130,19 @@ class OperationRequest:
 
     @property
     def label(self) -> str:
-        """The name as the user gave it."""
+        """The name as the user wrote it."""
         return self.name.split(".", 1)[-1]
 
 
 @dataclass(frozen=True)
 class OperationPlan:
-    """What all ranks carry out."""
+    """An operation that all ranks execute."""
 
     request: OperationRequest
     number: int = -1
-    """Under which it is known from now on; -1: it is not kept."""
+    """The number of the operation from now on; -1 if it is not cached."""
     rows: tuple[tuple[int, ...], ...] = ()
-    """Of each rank: the first dimension of each part, or the rows it sends to each rank."""
+    """For each rank: the first dimension of each tensor, or the rows that it sends to each rank."""
 
     def pack(self, into: MessageWriter) -> None:
         into.put(_NUMBERED, self.number, len(self.rows))
@@ -161,14 +160,14 @@ class OperationPlan:
 
 @dataclass(frozen=True)
 class OperationFailure:
-    """An operation that cannot be carried out, and why."""
+    """An operation that cannot be executed, and the reason."""
 
     name: str
     why: str
     late: tuple[int, ...] = ()
-    """Ranks that have not asked for it yet: they are told when they do."""
+    """Ranks that have not requested it yet; their request will fail."""
     only: tuple[int, ...] = ()
-    """The ranks that it concerns; empty for all."""
+    """The ranks on which it fails; empty for all."""
 
     def pack(self, into: MessageWriter) -> None:
         into.text(self.name)
@@ -186,16 +185,16 @@ class OperationFailure:
 
 @dataclass(frozen=True)
 class Departure:
-    """A rank that has left, and how many operations it completed: the others need not wait for later ones."""
+    """A rank that has left, and the number of operations that it completed: the others do not wait for later ones."""
 
     rank: int
     why: str
     known: bool = False
-    """Whether the numbers below are known; they are not for a lost rank."""
+    """Whether the numbers below are known. They are unknown for a lost rank."""
     carried: int = -1
-    """Operations that it has carried out; -1 for all that it was assigned."""
+    """Operations that it has executed; -1 for all that it was assigned."""
     rounds: tuple[tuple[int, int], ...] = ()
-    """Channels of optimizers, and the reductions of gradients that it has completed on each."""
+    """Numbers of optimizer channels, each with the number of gradient reductions completed there."""
 
     def pack(self, into: MessageWriter) -> None:
         into.put(_LEAVING, self.rank, self.known, self.carried)
@@ -213,7 +212,7 @@ class Departure:
 
 @dataclass
 class CoordinatorAnswer:
-    """What the ranks are told to do: known operations, then new ones; and what fails."""
+    """The coordinator's answer: known operations to execute, by bits, then new ones, and failures."""
 
     mask: int = 0
     plans: list[OperationPlan] = field(default_factory=list)
@@ -231,7 +230,7 @@ _LEAVING = struct.Struct("<I?q")
 
 
 class MessageWriter:
-    """Bytes that grow.
+    """Writes a message.
 
     >>> writer = MessageWriter()
     >>> OperationRequest("allreduce", "allreduce.w", (TensorInfo(torch.float32, (2, 3)),), op="sum").pack(writer)
@@ -246,7 +245,7 @@ class MessageWriter:
         self.data += layout.pack(*values)
 
     def text(self, text: str) -> None:
-        encoded = text.encode()[:MOST_NAME]
+        encoded = text.encode()[:MAX_TEXT_BYTES]
         self.data += _SHORT.pack(len(encoded)) + encoded
 
     def numbers(self, numbers: Sequence[int]) -> None:
@@ -254,7 +253,7 @@ class MessageWriter:
 
 
 class MessageReader:
-    """Takes bytes apart; what is short or strange is a `ProtocolError` that names the peer."""
+    """Reads a message. Raises a `ProtocolError` with the peer if the bytes are incomplete or invalid."""
 
     def __init__(self, data: bytes | bytearray | memoryview, peer: int) -> None:
         self._data = memoryview(data)
@@ -275,7 +274,7 @@ class MessageReader:
         return struct.unpack(f"<{count}q", self._cut(8 * count))
 
     def wrong(self, what: str) -> ProtocolError:
-        return ProtocolError(f"rank {self._peer} sent what cannot be read: {what}", peer=self._peer)
+        return ProtocolError(f"rank {self._peer} sent an invalid message: {what}", peer=self._peer)
 
     def _cut(self, nbytes: int) -> memoryview:
         if nbytes > self.left():
@@ -285,32 +284,32 @@ class MessageReader:
 
 
 def disagreement(requests: dict[int, OperationRequest], ranks: Sequence[int] | None = None) -> str:
-    """The first thing in which ranks differ that they must agree on; empty where they agree. `ranks`: a set's members.
+    """The first field in which the requests of ranks differ, as text; empty if they agree. `ranks`: a set's members.
 
     >>> one = OperationRequest("allreduce", "allreduce.w", (TensorInfo(torch.float32, (2,)),), op="sum")
     >>> disagreement({0: one, 1: OperationRequest("allreduce", "allreduce.w", one.parts, op="min")})
     'op: sum on rank 0, min on rank 1'
     """
     named = range(max(requests) + 1) if ranks is None else ranks
-    looks = {named[rank]: _essentials(request, named) for rank, request in requests.items()}
-    first = next(iter(looks))
-    for what in looks[first]:
+    fields_by_rank = {named[rank]: _common_fields(request, named) for rank, request in requests.items()}
+    first = next(iter(fields_by_rank))
+    for what in fields_by_rank[first]:
         groups: dict[str, list[int]] = {}
-        for rank, look in looks.items():
-            groups.setdefault(look[what], []).append(rank)
+        for rank, fields in fields_by_rank.items():
+            groups.setdefault(fields[what], []).append(rank)
         if len(groups) > 1:
-            told = (
+            values = (
                 f"{text} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for text, ranks in groups.items()
             )
-            return f"{what}: {', '.join(told)}"
+            return f"{what}: {', '.join(values)}"
     return ""
 
 
-def _essentials(request: OperationRequest, ranks: Sequence[int]) -> dict[str, str]:
-    """What must be the same everywhere, as people say it."""
+def _common_fields(request: OperationRequest, ranks: Sequence[int]) -> dict[str, str]:
+    """The fields that must be equal on all ranks, as text."""
     free = request.kind in ("allgather", "alltoall")
     shapes = [list(part.shape[1:]) if free else list(part.shape) for part in request.parts]
-    told = {
+    fields = {
         "kind": request.kind,
         "number of tensors": str(len(request.parts)),
         "dtype": ", ".join(str(part.dtype).removeprefix("torch.") for part in request.parts),
@@ -323,20 +322,20 @@ def _essentials(request: OperationRequest, ranks: Sequence[int]) -> dict[str, st
         "device": request.device,
     }
     if request.kind in ("add", "remove"):
-        told["ranks"] = str(list(request.splits))
-    return told
+        fields["ranks"] = str(list(request.splits))
+    return fields
 
 
 _COUNTS = struct.Struct("<II")
 
 
 def as_tensor(data: bytes | bytearray) -> Tensor:
-    """Bytes, as transports take them."""
+    """Bytes as a tensor, for transports."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def pack_requests(requests: Sequence[OperationRequest]) -> bytearray:
-    """Requests one after the other."""
+    """Encode requests."""
     writer = MessageWriter()
     for request in requests:
         request.pack(writer)
@@ -344,7 +343,7 @@ def pack_requests(requests: Sequence[OperationRequest]) -> bytearray:
 
 
 def read_requests(body: bytes, source: int) -> list[OperationRequest]:
-    """What a rank asks for in full."""
+    """Decode the requests of a rank."""
     reader, found = MessageReader(body, source), []
     while reader.left():
         found.append(OperationRequest.read(reader))
@@ -352,7 +351,7 @@ def read_requests(body: bytes, source: int) -> list[OperationRequest]:
 
 
 def pack_answer(answer: CoordinatorAnswer) -> bytearray:
-    """What is not said by bits; nothing where bits say it all."""
+    """Encode the new plans and the failures of an answer; empty if there are none."""
     writer = MessageWriter()
     if answer.plans or answer.failures:
         writer.put(_COUNTS, len(answer.plans), len(answer.failures))
@@ -364,7 +363,7 @@ def pack_answer(answer: CoordinatorAnswer) -> bytearray:
 
 
 def read_answer(mask: int, body: bytes) -> CoordinatorAnswer:
-    """What the coordinator has told."""
+    """Decode an answer of the coordinator."""
     answer = CoordinatorAnswer(mask)
     if body:
         reader = MessageReader(body, 0)

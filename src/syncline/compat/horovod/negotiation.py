@@ -1,15 +1,15 @@
-"""The coordinator's table: which rank has asked for what, and what all have asked for. It sends nothing itself.
+"""The coordinator's table of requests: which rank has requested what, and what all ranks have requested.
 
-An operation that was carried out once has a number, and a rank that asks for the very same again sets one bit:
+It sends nothing itself. An operation that was executed once has a number. A rank that repeats it sends only one bit:
 
 ```text
             number   0 1 2 3
-rank 0 asks          1 1 0 1
-rank 1 asks          1 0 1 1
-all have asked for   1 0 0 1      carried out in the order of the numbers
+rank 0 requests      1 1 0 1
+rank 1 requests      1 0 1 1
+all have requested   1 0 0 1      executed in the order of the numbers
 ```
 
-What is new, or looks different on some rank this time, is asked for in full, and compared.
+New operations, and those that differ from the last time on some rank, are requested in full and compared.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from syncline.compat.horovod.messages import (
 __all__ = ["NegotiationTable", "StalledOperation", "bits"]
 
 UNNAMED = "noname."
-"""Prefix of the labels of operations without a name of the user's. Each such label is used once."""
+"""Prefix of the labels of operations without a name. Each such label is used once."""
 
 
 def bits(mask: int) -> Iterator[int]:
-    """The numbers of the bits that are set, from the lowest.
+    """The numbers of the bits that are set, the lowest first.
 
     >>> list(bits(0b1001))
     [0, 3]
@@ -45,7 +45,7 @@ def bits(mask: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class StalledOperation:
-    """An operation that some ranks wait for."""
+    """An operation that some ranks have not requested for a long time."""
 
     name: str
     seconds: float
@@ -54,25 +54,25 @@ class StalledOperation:
 
 @dataclass
 class _KnownOperation:
-    """An operation that has a number: how each rank asked for it."""
+    """An operation that has a number: how each rank requested it."""
 
     requests: dict[int, OperationRequest]
     plan: OperationPlan
 
 
 class NegotiationTable:
-    """Who has asked for what, among `size` ranks; up to `capacity` operations are remembered by number.
+    """The requests of `size` ranks. Up to `capacity` operations get a number.
 
     >>> from syncline.compat.horovod.messages import OperationRequest
     >>> table = NegotiationTable(size=2, capacity=8)
-    >>> table.ask(0, 0, [OperationRequest("barrier", "barrier.b")], now=0.0)
+    >>> table.request(0, 0, [OperationRequest("barrier", "barrier.b")], now=0.0)
     >>> bool(table.settle())
     False
-    >>> table.ask(1, 0, [OperationRequest("barrier", "barrier.b")], now=0.1)
+    >>> table.request(1, 0, [OperationRequest("barrier", "barrier.b")], now=0.1)
     >>> table.settle().plans[0].number
     0
     >>> for rank in range(2):
-    ...     table.ask(rank, 0b1, [], now=0.2)
+    ...     table.request(rank, 0b1, [], now=0.2)
     >>> table.settle().mask
     1
     """
@@ -80,29 +80,29 @@ class NegotiationTable:
     def __init__(self, size: int, capacity: int, ranks: Sequence[int] | None = None) -> None:
         self.size = size
         self._ranks = range(size) if ranks is None else ranks
-        """How the members of a process set are called."""
+        """The world ranks of the members of a process set."""
         self._capacity = capacity
         self._masks = [0] * size
         self._entries: list[_KnownOperation] = []
         self._numbers: dict[str, int] = {}
-        self._asked: dict[str, dict[int, OperationRequest]] = {}
-        """In full, by name and rank."""
+        self._requested: dict[str, dict[int, OperationRequest]] = {}
+        """Requests in full, by name and rank."""
         self._postponed: dict[str, list[tuple[int, OperationRequest, float]]] = {}
-        """Requests of ranks that are ahead: an earlier operation with the same name is still open on other ranks."""
+        """Requests of ranks that are ahead: an earlier operation with the same name is still incomplete."""
         self._since: dict[str, float] = {}
         self._batches: list[tuple[float, int]] = []
-        """Since when the bits of a mask are set."""
+        """Masks of requested bits, each with the time of the first request."""
         self._touched: dict[str, None] = {}
         self._joined: dict[int, OperationRequest] = {}
         self.gone: dict[int, str] = {}
-        """Who has left, and how."""
+        """The ranks that have left, with the reason."""
 
-    def ask(self, rank: int, mask: int, requests: Sequence[OperationRequest], now: float) -> None:
-        """A rank asks for known operations by their bits, and for others in full."""
+    def request(self, rank: int, mask: int, requests: Sequence[OperationRequest], now: float) -> None:
+        """Add the requests of a rank: known operations by their bits, others in full."""
         if mask:
-            for number in bits(mask if self.gone else mask & self._in_full()) if self.gone or self._asked else ():
+            for number in bits(mask if self.gone else mask & self._in_full()) if self.gone or self._requested else ():
                 mask ^= 1 << number
-                self._ask_in_full(rank, self._entries[number].requests[rank], now)
+                self._request_in_full(rank, self._entries[number].requests[rank], now)
             fresh = mask
             for other in self._masks:
                 fresh &= ~other
@@ -110,26 +110,26 @@ class NegotiationTable:
                 self._batches.append((now, fresh))
             self._masks[rank] |= mask
         for request in requests:
-            self._ask_in_full(rank, request, now)
+            self._request_in_full(rank, request, now)
 
     def leave(self, rank: int, why: str) -> None:
-        """A rank has left. Operations that need it fail: at once on ranks that wait, on others when they request it."""
+        """A rank has left. Operations that need it fail: at once on waiting ranks, on others when they request them."""
         self.gone[rank] = why
         waiting = [(number, since) for since, mask in self._batches for number in bits(mask)]
-        for number, since in waiting:  # from now on each is decided on its own
+        for number, since in waiting:  # from now on each is decided separately
             for other in [other for other, mask in enumerate(self._masks) if mask >> number & 1]:
-                self._ask_in_full(other, self._entries[number].requests[other], since)
+                self._request_in_full(other, self._entries[number].requests[other], since)
 
     def known(self, mask: int) -> bool:
-        """Whether all bits of a mask have a meaning."""
+        """Whether all bits of a mask belong to known operations."""
         return mask >> len(self._entries) == 0
 
     def settle(self) -> CoordinatorAnswer:
-        """What can be carried out now, or never; it is taken off the table."""
+        """Remove and return the operations that can be executed now, and those that have failed."""
         answer = CoordinatorAnswer()
         self._settle_masks(answer)
         if self.gone or self._joined:
-            self._touched.update(dict.fromkeys(self._asked))
+            self._touched.update(dict.fromkeys(self._requested))
         while self._touched:
             name = next(iter(self._touched))
             del self._touched[name]
@@ -148,26 +148,26 @@ class NegotiationTable:
 
     @property
     def waiting(self) -> bool:
-        """Whether some rank has asked for something that others have not."""
-        return bool(self._asked or self._batches or self._joined)
+        """Whether some operation was not requested by all ranks yet."""
+        return bool(self._requested or self._batches or self._joined)
 
     def stalled(self, now: float, limit: float) -> list[StalledOperation]:
-        """What has been asked for at least `limit` seconds ago, and by whom not."""
+        """The operations that have waited for at least `limit` seconds, and the ranks that have not requested them."""
         found = []
-        for name, asked in self._asked.items():
-            idle = name not in self._postponed and any(request.refusal for request in asked.values())
-            if now - self._since[name] >= limit and not idle:  # nobody waits for what was refused
-                found.append(StalledOperation(name, now - self._since[name], self._without(asked)))
+        for name, requested in self._requested.items():
+            idle = name not in self._postponed and any(request.refusal for request in requested.values())
+            if now - self._since[name] >= limit and not idle:  # no rank waits for a refused operation
+                found.append(StalledOperation(name, now - self._since[name], self._without(requested)))
         for since, mask in self._batches:
             if now - since >= limit:
                 for number in bits(mask):
-                    asked_by = [rank for rank, other in enumerate(self._masks) if other >> number & 1]
+                    requested_by = [rank for rank, other in enumerate(self._masks) if other >> number & 1]
                     name = self._entries[number].plan.request.name
-                    found.append(StalledOperation(name, now - since, self._without(asked_by)))
+                    found.append(StalledOperation(name, now - since, self._without(requested_by)))
         return found
 
     def give_up(self, stalled: StalledOperation) -> OperationFailure:
-        """Remove an operation that cannot take place, and later requests with the same name."""
+        """Remove a stalled operation, and later requests with the same name."""
         self._postponed.pop(stalled.name, None)
         self._forget(stalled.name)
         missing = [self._ranks[rank] for rank in stalled.missing]
@@ -176,34 +176,32 @@ class NegotiationTable:
             stalled.name, f"stalled for {stalled.seconds:.3g} s: not submitted by {who}", stalled.missing
         )
 
-    # Within.
-
     def _in_full(self) -> int:
-        """The bits of operations that some rank has asked for in full."""
+        """The bits of known operations that some rank has requested in full."""
         mask = 0
-        for name in self._asked:
+        for name in self._requested:
             if name in self._numbers:
                 mask |= 1 << self._numbers[name]
         return mask
 
-    def _ask_in_full(self, rank: int, request: OperationRequest, now: float) -> None:
+    def _request_in_full(self, rank: int, request: OperationRequest, now: float) -> None:
         if request.kind == "join":
             self._joined[rank] = request
             return
         if request.refusal:
             request = replace(request, refusal=f"rank {self._ranks[rank]} refused it: {request.refusal}")
         name = request.name
-        asked = self._asked.setdefault(name, {})
+        requested = self._requested.setdefault(name, {})
         number = self._numbers.get(name)
-        if number is not None:  # who has set its bit has asked for what it was the last time
+        if number is not None:  # a set bit repeats the request of the last time
             for other, mask in enumerate(self._masks):
                 if mask >> number & 1:
-                    asked[other] = self._entries[number].requests[other]
+                    requested[other] = self._entries[number].requests[other]
             self._clear(1 << number)
-        if rank in asked:
+        if rank in requested:
             self._postponed.setdefault(name, []).append((rank, request, now))
         else:
-            asked[rank] = request
+            requested[rank] = request
         self._since.setdefault(name, now)
         self._touched[name] = None
 
@@ -220,7 +218,7 @@ class NegotiationTable:
             self._clear(ready)
 
     def _settle_without(self, answer: CoordinatorAnswer, ready: int) -> int:
-        """Known operations that joined ranks will not ask for: sums are computed without these ranks, others fail."""
+        """Known operations that joined ranks will not request: sums are computed without these ranks, others fail."""
         union = 0
         for mask in self._masks:
             union |= mask
@@ -240,61 +238,61 @@ class NegotiationTable:
         return sums
 
     def _settle_one(self, name: str, answer: CoordinatorAnswer) -> None:
-        asked = self._asked.get(name)
-        if asked is None:
+        requested = self._requested.get(name)
+        if requested is None:
             return
-        refused = next((rank for rank, request in asked.items() if request.refusal), None)
+        refused = next((rank for rank, request in requested.items() if request.refusal), None)
         if refused is not None:
             self._settle_refused(name, refused, answer)
             return
-        absent = [rank for rank in range(self.size) if rank not in asked]
+        absent = [rank for rank in range(self.size) if rank not in requested]
         gone = [self.gone[rank] for rank in absent if rank in self.gone]
         if gone:
             self._forget(name)
-            answer.failures.append(OperationFailure(name, "; ".join(gone), only=tuple(asked)))
+            answer.failures.append(OperationFailure(name, "; ".join(gone), only=tuple(requested)))
             return
         if any(rank not in self._joined for rank in absent):
             return
-        first = asked[min(asked)]
+        first = requested[min(requested)]
         self._forget(name)
-        why = disagreement(dict(sorted(asked.items())), self._ranks)
+        why = disagreement(dict(sorted(requested.items())), self._ranks)
         if not why and absent:
             why = self._why_not_joined(first)
         if why:
             answer.failures.append(OperationFailure(name, why if absent else f"the ranks differ in {why}"))
             return
-        answer.plans.append(self._remember(asked, first))
+        answer.plans.append(self._remember(requested, first))
 
     def _settle_refused(self, name: str, refused: int, answer: CoordinatorAnswer) -> None:
-        """Tell the ranks that wait for a call that one rank has refused it; the others are told when they ask."""
-        asked = self._asked[name]
-        waiting = tuple(rank for rank, request in asked.items() if not request.refusal)
+        """Fail an operation that one rank has refused: now on waiting ranks, on others when they request it."""
+        requested = self._requested[name]
+        waiting = tuple(rank for rank, request in requested.items() if not request.refusal)
         if waiting:
-            answer.failures.append(OperationFailure(name, asked[refused].refusal, only=waiting))
-            asked.update(dict.fromkeys(waiting, asked[refused]))  # they have been told
-        if all(rank in asked or rank in self._joined or rank in self.gone for rank in range(self.size)):
+            answer.failures.append(OperationFailure(name, requested[refused].refusal, only=waiting))
+            requested.update(dict.fromkeys(waiting, requested[refused]))  # their failure was reported
+        if all(rank in requested or rank in self._joined or rank in self.gone for rank in range(self.size)):
             self._forget(name)
 
     def _why_not_joined(self, request: OperationRequest) -> str:
-        """Why an operation cannot run without the joined ranks; empty where it can."""
+        """The reason why an operation cannot run without the joined ranks; empty if it can."""
         if request.kind != "allreduce" or request.op not in ("sum", "average", "adasum"):
             what = request.kind if request.kind != "allreduce" else f"{request.kind} with op {request.op}"
-            return f"{what} is not possible after ranks {sorted(self._joined)} have joined: they have nothing to give"
+            return f"{what} is not possible after ranks {sorted(self._joined)} have joined: they have no data"
         return ""
 
-    def _remember(self, asked: dict[int, OperationRequest], first: OperationRequest) -> OperationPlan:
+    def _remember(self, requested: dict[int, OperationRequest], first: OperationRequest) -> OperationPlan:
         name = first.name
         number = self._numbers.get(name, -1)
-        everybody = len(asked) == self.size
+        complete = len(requested) == self.size
         named = not first.label.startswith(UNNAMED)
-        if number < 0 and everybody and named and len(self._entries) < self._capacity:
+        if number < 0 and complete and named and len(self._entries) < self._capacity:
             number = self._numbers[name] = len(self._entries)
             self._entries.append(_KnownOperation({}, OperationPlan(first)))
-        if not everybody:
-            number = -1  # what those who have joined would ask for is not known
-        plan = OperationPlan(first, number, _rows(asked, self.size))
+        if not complete:
+            number = -1  # the requests of the joined ranks are unknown
+        plan = OperationPlan(first, number, _rows(requested, self.size))
         if number >= 0:
-            self._entries[number] = _KnownOperation(dict(asked), plan)
+            self._entries[number] = _KnownOperation(dict(requested), plan)
         return plan
 
     def _clear(self, mask: int) -> None:
@@ -302,23 +300,25 @@ class NegotiationTable:
         self._batches = [(since, rest) for since, old in self._batches if (rest := old & ~mask)]
 
     def _forget(self, name: str) -> None:
-        self._asked.pop(name, None)
+        self._requested.pop(name, None)
         self._since.pop(name, None)
         number = self._numbers.get(name)
         if number is not None:
             self._clear(1 << number)
         for postponed in self._postponed.pop(name, ()):
-            self._ask_in_full(*postponed)
+            self._request_in_full(*postponed)
 
-    def _without(self, asked: object) -> tuple[int, ...]:
-        return tuple(r for r in range(self.size) if r not in asked and r not in self._joined)  # type: ignore[operator]
+    def _without(self, requested: object) -> tuple[int, ...]:
+        return tuple(r for r in range(self.size) if r not in requested and r not in self._joined)  # type: ignore[operator]
 
 
-def _rows(asked: dict[int, OperationRequest], size: int) -> tuple[tuple[int, ...], ...]:
-    """What each rank brings, where ranks may bring different amounts."""
-    first = asked[min(asked)]
+def _rows(requested: dict[int, OperationRequest], size: int) -> tuple[tuple[int, ...], ...]:
+    """The rows of each rank, for operations in which they may differ."""
+    first = requested[min(requested)]
     if first.kind == "allgather":
-        return tuple(tuple(part.shape[0] if part.shape else 1 for part in asked[rank].parts) for rank in range(size))
+        return tuple(
+            tuple(part.shape[0] if part.shape else 1 for part in requested[rank].parts) for rank in range(size)
+        )
     if first.kind == "alltoall":
-        return tuple(asked[rank].splits for rank in range(size))
+        return tuple(requested[rank].splits for rank in range(size))
     return ()

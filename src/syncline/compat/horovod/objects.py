@@ -1,4 +1,4 @@
-"""Giving all ranks one rank's parameters, optimizer state or objects; gathering objects."""
+"""Broadcast of parameters, optimizer states and objects; allgather of objects."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ __all__ = [
 def broadcast_parameters(
     params: Mapping[str, Any] | Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Give every rank the root's values, in place.
+    """Broadcast the root's values to every rank, in place.
 
-    `params` is a state dict, `model.named_parameters()`, or a list of tensors, in the same order on every rank. What
-    a state dict holds beside tensors is left alone.
+    `params` is a state dict, `model.named_parameters()`, or a list of tensors, in the same order on every rank.
+    Other values of a state dict than tensors are ignored.
 
     >>> import syncline as sl
     >>> import syncline.compat.horovod.torch as hvd
@@ -68,7 +68,7 @@ def _pairs(params: Any) -> list[tuple[str | None, Any]]:
     pairs = [each if isinstance(each, tuple) else (None, each) for each in params]
     strange = next((pair for pair in pairs if len(pair) != 2 or not isinstance(pair[0], (str, type(None)))), None)
     if strange is not None:
-        raise IncompatibleError(f"broadcast_parameters: {strange!r:.80} is no pair of a name and a tensor")
+        raise IncompatibleError(f"broadcast_parameters: {strange!r:.80} is not a pair of a name and a tensor")
     return pairs
 
 
@@ -78,15 +78,14 @@ def broadcast_optimizer_state(
     model: nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Give every rank the root's optimizer state: learning rates and other options, momenta, counts.
+    """Broadcast the root's optimizer state: learning rates and other options, momenta, counts.
 
-    The other ranks' optimizers may hold any state or none; L-BFGS works too. No step is taken; Horovod takes one
-    with zero gradients to create the state. `model` tells Horovod which of those zeros must be
-    sparse; it is not needed here.
+    The optimizers of the other ranks may have any state or none; L-BFGS works too. No step is taken, unlike in Horovod,
+    which takes a step with zero gradients to create the state. `model` is ignored.
     """
-    meet = getattr(optimizer, "_current", None)  # a DistributedOptimizer's, which stands on this module
-    if meet is not None:
-        meet()  # after a new init() its ranks meet first: the root, which loads nothing, too
+    resume = getattr(optimizer, "_current", None)  # of a DistributedOptimizer, whose module imports this one
+    if resume is not None:
+        resume()  # after a new init(), all its ranks synchronise first, also the root, which loads nothing
     mine = context().world.rank == root_rank
     state = broadcast_object(optimizer.state_dict() if mine else None, root_rank, process_set=process_set)
     if not mine:
@@ -97,10 +96,10 @@ def broadcast_optimizer_state(
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The root's object, on every rank.
+    """Broadcast the root's object to every rank.
 
-    It is plain: None, numbers, str, bytes, lists, tuples, sets, dicts, tensors, NumPy arrays. Nothing is unpickled, so
-    that other objects are refused, on every rank. Tensors arrive on the CPU.
+    It may hold None, numbers, str, bytes, lists, tuples, sets, dicts, tensors and NumPy arrays. Other objects are
+    refused on every rank, because nothing is unpickled. Tensors arrive on the CPU.
 
     >>> import syncline as sl
     >>> import syncline.compat.horovod.torch as hvd
@@ -118,7 +117,7 @@ def broadcast_object(
         data = torch.empty(int(length), dtype=torch.uint8)
     synchronize(broadcast_async_(data, root_rank, _named(name, "object"), process_set))
     found = unpack(data.numpy().tobytes(), root_rank)
-    return obj if mine else found  # unpacked on the root too: what cannot be sent is refused there as well
+    return obj if mine else found  # unpacked on the root too, so that an unsupported object is refused there as well
 
 
 def broadcast_object_fn(
@@ -133,7 +132,7 @@ def broadcast_object_fn(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Every rank's object, in the order of ranks; plain ones, as for `broadcast_object`.
+    """Allgather of objects, in the order of ranks. The objects are as for `broadcast_object`.
 
     >>> import syncline as sl
     >>> import syncline.compat.horovod.torch as hvd
@@ -156,15 +155,15 @@ def _bytes(data: bytes) -> Tensor:
 
 
 def _named(name: str | None, what: str) -> str | None:
-    """Without a name it is one of the unnamed operations, which match in the order in which they are asked for."""
+    """The name of one part of an operation; None for an operation without a name."""
     return None if name is None else f"{name}.{what}"
 
 
 @contextmanager
 def loading_in_place(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, `load_state_dict` fills the existing groups and state in place, where torch creates new ones.
+    """Inside, `load_state_dict` changes the existing groups and state in place; torch would create new ones.
 
-    Schedulers of the wrapped optimizer hold references to these groups.
+    Schedulers of the wrapped optimizer refer to these groups.
     """
     groups, state = optimizer.param_groups, optimizer.state
     yield

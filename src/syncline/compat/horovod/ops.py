@@ -1,6 +1,7 @@
-"""The operations as Horovod names them. An asynchronous one gives a handle; `synchronize(handle)` its result.
+"""The operations of Horovod: synchronous, differentiable ones, and asynchronous ones with handles.
 
-The operations that wait, and how gradients flow through them."""
+`allreduce_async(tensor)` returns a handle, and `synchronize(handle)` its result.
+"""
 
 from __future__ import annotations
 
@@ -52,17 +53,17 @@ __all__ = [
     "synchronize",
 ]
 
-POLLING = 1e-4
-"""Seconds that a poll in vain gives to those who work."""
+POLL_SLEEP_S = 1e-4
+"""Seconds that `poll` sleeps if the operation is not done, so that other threads can work."""
 _OP_NAMES = {op: op.name.lower() for op in ReduceOp}
 AVERAGE = "average"
 GROUPED = "grouped_"
 AVERAGE_IS_OLD = "Parameter `average` has been replaced with `op` and will be removed in v1.0"
-"""Horovod's text: scripts filter the warning by it."""
+"""Horovod's text, by which scripts filter the warning."""
 
 
 def chosen_op(op: int | None, average: bool | None) -> ReduceOp:
-    """The reduction that the arguments ask for: `op`, or Horovod's old `average`; the average without either."""
+    """The reduction that the arguments name: `op`, or Horovod's old `average`; the average without either."""
     if average is not None:
         if op is not None:
             raise IncompatibleError(
@@ -85,9 +86,9 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to combine a tensor over all ranks; the tensor itself stays as it is."""
-    told = _Call("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set)
-    return told.reduce([tensor], None, single=True)
+    """Start an allreduce of a tensor. The tensor itself does not change."""
+    call = _Call("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set)
+    return call.reduce([tensor], None, single=True)
 
 
 def allreduce_async_(
@@ -103,14 +104,14 @@ def allreduce_async_(
     again = _again(tensor, name, op, prescale_factor, postscale_factor, process_set) if average is None else None
     if again is not None:
         return again
-    told = _Call("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set)
-    return told.reduce([tensor], [tensor], single=True)
+    call = _Call("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set)
+    return call.reduce([tensor], [tensor], single=True)
 
 
 def _again(
     tensor: Tensor, name: str | None, op: int | None, before: float, after: float, process_set: ProcessSet
 ) -> int | None:
-    """The short way for a sum in place that this rank asks for exactly as the last time; None where it does not."""
+    """Fast path for an allreduce in place that repeats the last request of this rank; None if it does not."""
     here = context(operation=True)
     engine = here.engine_of(process_set)
     known = None if engine is None or name is None else engine.known(f"allreduce.{name}")
@@ -144,9 +145,9 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to combine several tensors, all or none of them; the result is a tuple."""
-    told = _Call("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set, GROUPED)
-    return told.reduce(tensors, None)
+    """Start an allreduce of several tensors, all or none of them. The result is a tuple."""
+    call = _Call("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set, GROUPED)
+    return call.reduce(tensors, None)
 
 
 def grouped_allreduce_async_(
@@ -159,14 +160,14 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As `grouped_allreduce_async`, in place."""
-    told = _Call("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set, GROUPED)
-    return told.reduce(tensors, tensors)
+    call = _Call("allreduce", name, chosen_op(op, average), prescale_factor, postscale_factor, process_set, GROUPED)
+    return call.reduce(tensors, tensors)
 
 
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None = None, op: int | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Begin to combine a sparse tensor, by gathering what all ranks have; call what is returned for the result."""
+    """Start an allreduce of a sparse tensor, by an allgather. Call the returned function for the result."""
     chosen = chosen_op(op, None)
     if chosen not in (ReduceOp.Average, ReduceOp.Sum):
         raise IncompatibleError(f"sparse tensors are averaged or summed, not combined by {chosen.name}")
@@ -189,7 +190,7 @@ def sparse_allreduce_async(
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Begin to join all ranks' tensors along the first dimension, which may differ between them."""
+    """Start an allgather along the first dimension, which may differ between ranks."""
     return _Call("allgather", name, process_set=process_set).gather([tensor], single=True)
 
 
@@ -203,7 +204,7 @@ def grouped_allgather_async(
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begin to give all ranks the root's tensor; this rank's own stays as it is."""
+    """Start a broadcast of the root's tensor. The tensor itself does not change."""
     return _Call("broadcast", name, process_set=process_set).spread(tensor, None, root_rank)
 
 
@@ -220,7 +221,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to send rows to each rank: `splits` says how many, equal parts without it.
+    """Start an all-to-all: `splits` is the number of rows for each rank; without it the parts are equal.
 
     The result is a pair: the rows received from all ranks, and the number received from each.
     """
@@ -235,9 +236,9 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Begin to combine a tensor and leave each rank with its rows; the first ranks have one more if need be."""
-    told = _Call("reducescatter", name, chosen_op(op, None), prescale_factor, postscale_factor, process_set)
-    return told.scatter([tensor], single=True)
+    """Start a reduce-scatter. The first ranks have one row more if the rows do not divide evenly."""
+    call = _Call("reducescatter", name, chosen_op(op, None), prescale_factor, postscale_factor, process_set)
+    return call.scatter([tensor], single=True)
 
 
 def grouped_reducescatter_async(
@@ -249,8 +250,8 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """As `reducescatter_async` for several tensors, all or none of them."""
-    told = _Call("reducescatter", name, chosen_op(op, None), prescale_factor, postscale_factor, process_set, GROUPED)
-    return told.scatter(tensors)
+    call = _Call("reducescatter", name, chosen_op(op, None), prescale_factor, postscale_factor, process_set, GROUPED)
+    return call.scatter(tensors)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -259,7 +260,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:
-    """This rank has no more data: it takes part in the others' sums with zeros until all have joined.
+    """This rank has no more data: it contributes zeros to the sums of other ranks until all have joined.
 
     Returns the rank that joined last. Averages still divide by the number of all ranks. `device` has no effect.
     """
@@ -283,12 +284,12 @@ def poll(handle: int) -> bool:
     if pending.done():
         return True
     engine.flush()
-    here.world.runtime.sleep(POLLING)  # whoever polls in a loop must not starve those he waits for
+    here.world.runtime.sleep(POLL_SLEEP_S)
     return bool(pending.done())
 
 
 def synchronize(handle: int) -> Any:
-    """Wait for an operation; its result. None for a handle that was waited for already, as in Horovod."""
+    """Wait for an operation and return its result; None for a handle that was waited for before, as in Horovod."""
     found = context().handles.take(handle)
     if found is None:
         return None
@@ -305,7 +306,7 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 def several(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors of a group."""
+    """Check that a group is a list of at least one tensor."""
     found = list(tensors) if isinstance(tensors, (list, tuple)) else None
     if not found:
         raise IncompatibleError(f"a group is a list of tensors, at least one; not {tensors!r:.60}")
@@ -313,7 +314,7 @@ def several(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _together(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors of a group, checked by `several` and to be on one device."""
+    """Check that a group is a list of tensors on one device."""
     found = several(tensors)
     devices = {str(_dense(tensor).device) for tensor in found}
     if len(devices) > 1:
@@ -336,7 +337,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 class _Operands(NamedTuple):
-    """What an operation works on."""
+    """The tensors and arguments of an operation."""
 
     inputs: Sequence[Tensor] = ()
     outputs: Sequence[Tensor] = ()
@@ -346,7 +347,7 @@ class _Operands(NamedTuple):
 
 
 class _Call:
-    """What a call says beside its tensors."""
+    """The arguments of a call, without its tensors."""
 
     __slots__ = ("_after", "_before", "_family", "_kind", "_name", "_op", "_set")
 
@@ -361,7 +362,7 @@ class _Call:
         prefix: str = "",
     ) -> None:
         self._kind = kind
-        self._family = prefix + kind  # operations of different families may have the same name
+        self._family = prefix + kind  # operations of different families can have equal names
         self._name = name
         self._op = op
         self._before = before
@@ -428,7 +429,7 @@ class _Call:
         return self.submit(check)
 
     def submit(self, check: Callable[[], _Operands]) -> int:
-        """Request the operation with the operands that `check` returns. If `check` raises, the other ranks are told."""
+        """Request the operation with the operands that `check` returns. If `check` raises, other ranks are informed."""
         here = context(operation=True)
         engine: ProcessSetEngine = here.engine(self._set)
         kind = self._kind
@@ -461,14 +462,14 @@ class _Call:
 
 
 def check_adasum(process_set: ProcessSet) -> None:
-    """Refuse a number of ranks that is not a power of two."""
+    """Raise if the number of ranks is not a power of two."""
     size = process_set.size()
     if size & (size - 1):
         raise UnsupportedAdasumError(f"Adasum combines pairs of ranks: it needs a power of two of them, not {size}")
 
 
 def _own_memory(tensor: Tensor) -> Tensor:
-    """The tensor, if it can be written in place: its elements must not overlap in memory."""
+    """Check that a tensor can be written in place: its elements must not overlap in memory."""
     if torch._debug_has_internal_overlap(tensor) == 1:
         raise IncompatibleError(
             f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} cannot be changed in place: "
@@ -478,7 +479,7 @@ def _own_memory(tensor: Tensor) -> Tensor:
 
 
 def _checked_splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) -> tuple[int, ...]:
-    """The number of rows for each rank. Rows beyond their sum are not sent."""
+    """The number of rows for each rank. Rows beyond the sum are not sent."""
     if tensor.dim() == 0:
         raise IncompatibleError("alltoall needs a first dimension to share out; this tensor has none")
     rows = tensor.shape[0]
@@ -506,7 +507,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Combine a tensor over all ranks: the average, unless `op` says otherwise. Differentiable.
+    """Allreduce of a tensor: the average, or another `op`. Differentiable.
 
     >>> import syncline as sl
     >>> import syncline.compat.horovod.torch as hvd
@@ -517,10 +518,10 @@ def allreduce(
     (1.0, 1.0, 1.0)
     """
     chosen = chosen_op(op, average)
-    packed, way_back = compression.compress(tensor)
-    told = (name, chosen, prescale_factor, postscale_factor, process_set)
-    (combined,) = _Allreduce.apply(told, False, packed)  # type: ignore[no-untyped-call]
-    result: Tensor = compression.decompress(combined, way_back)
+    packed, meta = compression.compress(tensor)
+    call = (name, chosen, prescale_factor, postscale_factor, process_set)
+    (combined,) = _Allreduce.apply(call, False, packed)  # type: ignore[no-untyped-call]
+    result: Tensor = compression.decompress(combined, meta)
     return result
 
 
@@ -549,12 +550,12 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Combine several tensors, all or none of them. Differentiable."""
+    """Allreduce of several tensors, all or none of them. Differentiable."""
     chosen = chosen_op(op, average)
     packed = [compression.compress(tensor) for tensor in several(tensors)]
-    told = (name, chosen, prescale_factor, postscale_factor, process_set)
-    combined = _Allreduce.apply(told, True, *(tensor for tensor, _ in packed))  # type: ignore[no-untyped-call]
-    return [compression.decompress(tensor, way) for tensor, (_, way) in zip(combined, packed, strict=True)]
+    call = (name, chosen, prescale_factor, postscale_factor, process_set)
+    combined = _Allreduce.apply(call, True, *(tensor for tensor, _ in packed))  # type: ignore[no-untyped-call]
+    return [compression.decompress(tensor, meta) for tensor, (_, meta) in zip(combined, packed, strict=True)]
 
 
 def grouped_allreduce_(
@@ -573,7 +574,7 @@ def grouped_allreduce_(
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """Join all ranks' tensors along the first dimension, which may differ between them. Differentiable."""
+    """Allgather along the first dimension, which may differ between ranks. Differentiable."""
     (result,) = _Allgather.apply(name, process_set, False, tensor)  # type: ignore[no-untyped-call]
     return result  # type: ignore[no-any-return]
 
@@ -607,7 +608,7 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Send rows to each rank: `splits` says how many, equal parts without it. Differentiable.
+    """All-to-all: `splits` is the number of rows for each rank; without it the parts are equal. Differentiable.
 
     Returns the rows received from all ranks; with `splits` also the number of rows received from each. Rows beyond
     the sum of `splits` are not sent.
@@ -625,11 +626,11 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Combine a tensor and leave each rank with its rows; the first ranks have one more if need be. Differentiable."""
-    packed, way_back = compression.compress(tensor)
-    told = (name, chosen_op(op, None), process_set, prescale_factor, postscale_factor)
-    (part,) = _Reducescatter.apply(told, False, packed)  # type: ignore[no-untyped-call]
-    result: Tensor = compression.decompress(part, way_back)
+    """Reduce-scatter. The first ranks have one row more if the rows do not divide evenly. Differentiable."""
+    packed, meta = compression.compress(tensor)
+    call = (name, chosen_op(op, None), process_set, prescale_factor, postscale_factor)
+    (part,) = _Reducescatter.apply(call, False, packed)  # type: ignore[no-untyped-call]
+    result: Tensor = compression.decompress(part, meta)
     return result
 
 
@@ -644,21 +645,21 @@ def grouped_reducescatter(
 ) -> list[Tensor]:
     """As `reducescatter` for several tensors, all or none of them. Differentiable."""
     packed = [compression.compress(tensor) for tensor in several(tensors)]
-    told = (name, chosen_op(op, None), process_set, prescale_factor, postscale_factor)
-    parts = _Reducescatter.apply(told, True, *(tensor for tensor, _ in packed))  # type: ignore[no-untyped-call]
-    return [compression.decompress(part, way) for part, (_, way) in zip(parts, packed, strict=True)]
+    call = (name, chosen_op(op, None), process_set, prescale_factor, postscale_factor)
+    parts = _Reducescatter.apply(call, True, *(tensor for tensor, _ in packed))  # type: ignore[no-untyped-call]
+    return [compression.decompress(part, meta) for part, (_, meta) in zip(parts, packed, strict=True)]
 
 
-# Gradients are Horovod's. Each backward is made of the functions above, so that it can be differentiated in turn.
+# The gradients are those of Horovod. Each backward uses the functions above, so that it can be differentiated too.
 
 
 class _Allreduce(torch.autograd.Function):
-    """The gradient is combined as the tensors were."""
+    """The gradient is reduced as the tensors were."""
 
     @staticmethod
-    def forward(ctx: Any, told: Any, grouped: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.told, ctx.grouped = told, grouped
-        name, op, before, after, members = told
+    def forward(ctx: Any, call: Any, grouped: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call, ctx.grouped = call, grouped
+        name, op, before, after, members = call
         if grouped:
             handle = grouped_allreduce_async(tensors, None, name, op, before, after, members)
             return tuple(synchronize(handle))
@@ -666,8 +667,8 @@ class _Allreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        told = (None, *ctx.told[1:])
-        return None, None, *_Allreduce.apply(told, ctx.grouped, *gradients)  # type: ignore[no-untyped-call]
+        call = (None, *ctx.call[1:])
+        return None, None, *_Allreduce.apply(call, ctx.grouped, *gradients)  # type: ignore[no-untyped-call]
 
 
 class _Allgather(torch.autograd.Function):
@@ -736,16 +737,16 @@ class _Reducescatter(torch.autograd.Function):
     """Every rank gathers all parts of the gradient; after a sum they are multiplied by the number of ranks."""
 
     @staticmethod
-    def forward(ctx: Any, told: Any, grouped: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.told = told
-        name, op, members, before, after = told
+    def forward(ctx: Any, call: Any, grouped: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        name, op, members, before, after = call
         if grouped:
             return tuple(synchronize(grouped_reducescatter_async(tensors, name, op, members, before, after)))
         return (synchronize(reducescatter_async(tensors[0], name, op, members, before, after)),)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        _, op, members, before, after = ctx.told
+        _, op, members, before, after = ctx.call
         factor = before * after * (1 if op == Average else members.size())
         scaled = [gradient * factor for gradient in gradients]
         return None, None, *grouped_allgather(scaled, process_set=members)

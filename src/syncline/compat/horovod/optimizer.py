@@ -1,4 +1,8 @@
-"""`DistributedOptimizer`: the script's own optimizer, whose gradients are those of all ranks."""
+"""`DistributedOptimizer`: the optimizer of the script, which steps with the gradients of all ranks.
+
+With op=Adasum, every rank takes its own step Δ_i, and the steps are combined: w ← w + adasum(Δ_0, …, Δ_{p−1}). The
+gradients stay local, so the learning rate need not be scaled by the number of ranks. Maleki et al., MLSys 2021.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +57,10 @@ __all__ = ["AdasumOptimizerMixin", "DistributedOptimizer", "DistributedOptimizer
 
 
 class AdasumOptimizerMixin(Optimizer):
-    """What `DistributedOptimizer(op=Adasum)` puts before the class of the script's optimizer."""
+    """The methods that `DistributedOptimizer(op=Adasum)` adds to the class of the script's optimizer."""
 
     _deltas: _StepDeltas | None = None
-    """None in a copy: a plain optimizer."""
+    """None in a copy, which is a plain optimizer."""
     _origin: Optimizer
     _parameter_names: dict[Parameter, str]
     op = Adasum
@@ -64,7 +68,7 @@ class AdasumOptimizerMixin(Optimizer):
 
     @property
     def backward_passes_per_step(self) -> int:
-        """Passes whose gradients add up before a step."""
+        """Number of backward passes whose gradients are added before a step."""
         return 1 if self._deltas is None else self._deltas.passes
 
     @backward_passes_per_step.setter
@@ -72,16 +76,16 @@ class AdasumOptimizerMixin(Optimizer):
         self.set_backward_passes_per_step(passes)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """From the next step on, add up the gradients of so many passes."""
+        """Set the number of backward passes of a step, from the next step on."""
         if self._deltas is not None:
             self._deltas.passes = passes
 
     def synchronize(self) -> None:
-        """Nothing: gradients are not exchanged, steps are."""
+        """Does nothing: the steps are exchanged, not the gradients."""
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Refused: a step that is not exchanged would part the ranks."""
+        """Refused: without the exchange, the parameters of the ranks would differ."""
         raise PassesError(
             "Skipping synchronization is not supported when using Adasum optimizer: the steps are exchanged, and none "
             "can skip it; call optimizer.step() alone"
@@ -89,11 +93,11 @@ class AdasumOptimizerMixin(Optimizer):
         yield
 
     def step(self, closure: Any = None) -> Any:
-        """Step on this rank, and combine the step with those of the others."""
+        """Take a step on this rank, and combine it with the steps of the other ranks."""
         deltas = self._deltas
         if deltas is None:
             return super().step(closure)
-        self._origin._opt_called = True  # type: ignore[attr-defined]  # a scheduler may have been made for it
+        self._origin._opt_called = True  # type: ignore[attr-defined]  # a scheduler may belong to it
         starts = deltas.starts()
         deltas.stepping = True
         try:
@@ -103,28 +107,28 @@ class AdasumOptimizerMixin(Optimizer):
         deltas.combine(starts)
         return loss
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch: hooks around a step run in the class below
+    step.hooked = True  # type: ignore[attr-defined]  # torch then runs its step hooks in the base class
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients; refused between a backward pass and the step that it was for."""
+        """Clear the gradients. Raises between a backward pass and its step."""
         if self._deltas is not None:
             self._deltas.zero()
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """As the optimizer's."""
+        """As in the optimizer itself."""
         with loading_in_place(self):
             super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the optimizer's; refused once the ranks have agreed on the parameters."""
+        """As in the optimizer itself. Raises after the ranks have agreed on the parameters."""
         if self._deltas is not None:
             raise IncompatibleError(NO_NEW_GROUPS)
         super().add_param_group(param_group)
 
 
 class _StepDeltas:
-    """What each step of this rank adds to its parameters, and how the ranks' are combined."""
+    """The changes that a step of this rank makes to its parameters, and their combination over ranks."""
 
     def __init__(
         self, named: Mapping[str, Parameter], compressor: type[Compressor], passes: int, process_set: ProcessSet
@@ -141,25 +145,25 @@ class _StepDeltas:
         ]
 
     def starts(self) -> dict[str, Tensor]:
-        """The parameters before a step, without those that are frozen."""
+        """Copies of the parameters before a step, without frozen ones."""
         return {name: parameter.detach().clone() for name, parameter in self._named.items() if parameter.requires_grad}
 
     def combine(self, starts: Mapping[str, Tensor]) -> None:
-        """Make the parameters what they were, plus all ranks' steps. A rank that had no gradient adds zeros."""
+        """Set the parameters to their old values plus the combined steps. A rank without a gradient adds zeros."""
         self._counts.clear()
-        under_way = []
+        pending = []
         for name, start in starts.items():
             parameter = self._named[name]
             delta = parameter.detach() - start
             sent, kept = self._compressor.compress(delta)
             handle = allreduce_async_(sent, name=f"adasum.{name}", op=Adasum, process_set=self._set)
-            under_way.append((name, parameter, handle, kept))
-        for name, parameter, handle, kept in under_way:
+            pending.append((name, parameter, handle, kept))
+        for name, parameter, handle, kept in pending:
             delta = self._compressor.decompress(synchronize(handle), kept)
             parameter.detach().copy_(starts[name] + delta)
 
     def zero(self) -> None:
-        """The gradients are about to be dropped."""
+        """Called before the gradients are cleared."""
         if self._counts and not self.stepping:
             raise PassesError(f"{ZEROED_TOO_SOON}: it would drop gradients that no step has used")
         self._counts.clear()
@@ -176,7 +180,7 @@ class _StepDeltas:
 def adasum_optimizer(
     optimizer: Optimizer, named: Mapping[str, Parameter], compression: Any, passes: int, process_set: ProcessSet
 ) -> AdasumOptimizerMixin:
-    """The optimizer, as one whose steps are combined by Adasum."""
+    """Make an optimizer whose steps are combined by Adasum."""
     if process_set.process_set_id != 0:
         raise UnsupportedAdasumError(f"op=Adasum on {process_set!r}: it works on the global process set")
     compressor = _compressor(compression)
@@ -190,7 +194,7 @@ def adasum_optimizer(
 
 
 def _compressor(compression: Any) -> type[Compressor]:
-    """Adasum weighs whole tensors, so that a step must travel as one: as it is, or in half precision."""
+    """The compressor of Adasum, which needs whole tensors: none, or half precision."""
     for known in (NoneCompressor, FP16Compressor):
         if compression is known or (compression is None and known is NoneCompressor):
             return known
@@ -203,11 +207,11 @@ SYNCHRONIZED_BEFORE = (
     "cause training slowdown. You may want to consider using optimizer.skip_synchronize() context if you use "
     "optimizer.synchronize() in your code."
 )
-"""Horovod's text: scripts filter the warning by it. Here the gradients are not reduced a second time."""
+"""Horovod's text, by which scripts filter the warning. Gradients are not reduced a second time."""
 
 
 class OptimizerSync(Protocol):
-    """How an optimizer's ranks agree: a `GradientSync`, or the `StrategySync` of a strategy."""
+    """Synchronises the ranks of an optimizer: a `GradientSync`, or a `StrategySync` with a strategy."""
 
     context: HorovodContext
     passes: int
@@ -222,10 +226,10 @@ class OptimizerSync(Protocol):
 
 
 class DistributedOptimizerMixin(Optimizer):
-    """What `DistributedOptimizer` puts before the class of the script's optimizer."""
+    """The methods that `DistributedOptimizer` adds to the class of the script's optimizer."""
 
-    _way: OptimizerSync | None = None
-    """None in a copy: a plain optimizer."""
+    _sync: OptimizerSync | None = None
+    """None in a copy, which is a plain optimizer."""
     _make: Callable[[HorovodContext], OptimizerSync]
     _origin: Optimizer
     _parameter_names: dict[Parameter, str]
@@ -238,34 +242,34 @@ class DistributedOptimizerMixin(Optimizer):
 
     @property
     def run(self) -> Run | None:
-        """The run of the strategy, with `agreed()`, `stats` and `close()`; None without a strategy."""
-        return None if self._way is None else self._way.run
+        """The run of the strategy, as `sl.distribute` returns it; None without a strategy."""
+        return None if self._sync is None else self._sync.run
 
     @property
     def backward_passes_per_step(self) -> int:
-        """Passes whose gradients add up before they are reduced."""
-        return 1 if self._way is None else self._way.passes
+        """Number of backward passes whose gradients are added before they are reduced."""
+        return 1 if self._sync is None else self._sync.passes
 
     @backward_passes_per_step.setter
     def backward_passes_per_step(self, passes: int) -> None:
         self.set_backward_passes_per_step(passes)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """From the next step on, add up the gradients of so many passes."""
-        way = self._current()
-        if way is not None:
-            way.passes = _checked_passes(passes)
+        """Set the number of backward passes of a step, from the next step on."""
+        sync = self._current()
+        if sync is not None:
+            sync.passes = _checked_passes(passes)
 
     def synchronize(self) -> None:
-        """Have all gradients reduced now. Those of complete backward passes are already."""
-        way = self._current()
-        if way is not None:
-            way.synchronize()
+        """Reduce all gradients that no backward pass has reduced."""
+        sync = self._current()
+        if sync is not None:
+            sync.synchronize()
         self._synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within it, `step()` takes the gradients as they are: after `synchronize()` they are those of all ranks."""
+        """Inside, `step()` does not synchronise: after `synchronize()` the gradients are those of all ranks."""
         self._skipping = True
         try:
             yield
@@ -273,58 +277,58 @@ class DistributedOptimizerMixin(Optimizer):
             self._skipping = False
 
     def step(self, closure: Any = None) -> Any:
-        """Take the optimizer's step with the gradients of all ranks."""
-        way = self._current()
-        if way is None:
+        """Take a step of the optimizer with the gradients of all ranks."""
+        sync = self._current()
+        if sync is None:
             return super().step(closure)
         if self._synchronized and not self._skipping:
             warnings.warn(SYNCHRONIZED_BEFORE, stacklevel=2)
         if closure is None and not self._skipping:
-            way.synchronize()
+            sync.synchronize()
         self._synchronized = False
-        self._origin._opt_called = True  # type: ignore[attr-defined]  # a scheduler may have been made for it
-        way.stepping(True)
+        self._origin._opt_called = True  # type: ignore[attr-defined]  # a scheduler may belong to it
+        sync.stepping(True)
         try:
-            return super().step() if closure is None else super().step(way.closure(closure))
+            return super().step() if closure is None else super().step(sync.closure(closure))
         finally:
-            way.stepping(False)
-            way.stepped()
+            sync.stepping(False)
+            sync.stepped()
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch: hooks around a step run in the class below
+    step.hooked = True  # type: ignore[attr-defined]  # torch then runs its step hooks in the base class
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients; refused between a backward pass and the step that it was for."""
-        way = self._current()
-        if way is not None:
-            way.zero()
+        """Clear the gradients. Raises between a backward pass and its step."""
+        sync = self._current()
+        if sync is not None:
+            sync.zero()
         self._synchronized = False
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """As the optimizer's; what was under way is forgotten."""
-        way = self._current()
-        if way is not None:
-            way.stepped()
+        """As in the optimizer itself; gradients of unfinished steps are forgotten."""
+        sync = self._current()
+        if sync is not None:
+            sync.stepped()
         self._synchronized = False
         with loading_in_place(self):
             super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the optimizer's; refused once ranks agree on the parameters."""
-        if self._way is not None:
+        """As in the optimizer itself. Raises after the ranks have agreed on the parameters."""
+        if self._sync is not None:
             raise IncompatibleError(NO_NEW_GROUPS)
         super().add_param_group(param_group)
 
     def _current(self) -> OptimizerSync | None:
-        """The way in the world at hand: after shutdown() and init() a new one is made."""
-        way = self._way
-        if way is None:
+        """The synchronisation in the current world; a new one after shutdown() and init()."""
+        sync = self._sync
+        if sync is None:
             return None
         now = context()
-        if way.context is not now:
-            way.close()
-            way = self._way = self._make(now)
-        return way
+        if sync.context is not now:
+            sync.close()
+            sync = self._sync = self._make(now)
+        return sync
 
 
 def DistributedOptimizer(  # noqa: N802 (Horovod's name)
@@ -341,19 +345,19 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     *,
     strategy: str | Strategy | None = None,
 ) -> Any:
-    """The optimizer, as one that steps with the mean (or the sum) of all ranks' gradients.
+    """Make an optimizer that steps with the mean (or the sum) of the gradients of all ranks.
 
-    It is of a class of its own below the optimizer's class, and shares its groups and state. Gradients are reduced
-    during `backward()` and complete when it returns. It does not send parameters: call `broadcast_parameters`.
+    Its class derives from the optimizer's class, and it shares the optimizer's groups and state. Gradients are reduced
+    during `backward()`, and are complete when it returns. It does not send parameters: call `broadcast_parameters`.
 
-    A gradient that this rank lacks and another has counts as zero here, and the mean is over all ranks of the set. A
-    parameter that no rank has a gradient of keeps `grad=None`, where Horovod puts zeros: so weight decay and momentum
-    leave it alone, as they do in one process. `num_groups` and `groups` are checked and have no effect: which
-    gradients share a message is chosen here, and changes no result. With `sparse_as_dense` sparse gradients are reduced
-    as dense ones, and are sparse again afterwards.
+    A gradient that is missing on one rank counts as zero there, and the mean is over all ranks of the set. A parameter
+    without a gradient on any rank keeps `grad=None`, where Horovod writes zeros: so weight decay and momentum do not
+    change it, as in one process. `num_groups` and `groups` are checked and have no effect, because Syncline chooses the
+    buckets itself; they change no result. With `sparse_as_dense`, sparse gradients are reduced as dense ones, and are
+    sparse again afterwards.
 
-    `compression` may be a codec of ours too, `strategy` any strategy: "local(period=16)", "ssp(slack=3)", …; the ranks
-    then start from rank 0's parameters, and `optimizer.run` is what `sl.distribute` returns.
+    `compression` may also be a codec of Syncline, and `strategy` any strategy: "local(period=16)", "ssp(slack=3)", ….
+    With a strategy, ranks start from rank 0's parameters, and `optimizer.run` is what `sl.distribute` returns.
 
     >>> import torch, syncline as sl
     >>> import syncline.compat.horovod.torch as hvd
@@ -382,21 +386,22 @@ def DistributedOptimizer(  # noqa: N802 (Horovod's name)
     made._parameter_names = {parameter: name for name, parameter in named.items()}
     made.op, made.gradient_predivide_factor = op, gradient_predivide_factor
     made.sparse_as_dense, made.process_set = sparse_as_dense, process_set
-    told: dict[str, Any] = {"codec": codec, "passes": passes}
+    options: dict[str, Any] = {"codec": codec, "passes": passes}
     if strategy is None:
-        told |= {"named": named, "mean": op == Average, "predivide": gradient_predivide_factor}
-        told |= {"sparse_as_dense": sparse_as_dense, "process_set": process_set}
-        told |= {"sparse_only": isinstance(optimizer, SparseAdam)}
-        told |= {"codes_alone": isinstance(compression, (str, Codec, CodecCompression))}
-        made._make = cast(Callable[[HorovodContext], OptimizerSync], partial(GradientSync, **told))
+        options |= {"named": named, "mean": op == Average, "predivide": gradient_predivide_factor}
+        options |= {"sparse_as_dense": sparse_as_dense, "process_set": process_set}
+        options |= {"sparse_only": isinstance(optimizer, SparseAdam)}
+        options |= {"codes_alone": isinstance(compression, (str, Codec, CodecCompression))}
+        made._make = cast(Callable[[HorovodContext], OptimizerSync], partial(GradientSync, **options))
     else:
-        # Numbers are the keys of checkpoints, where the script gives no names.
+        # Without names in the script, numbers are the keys of checkpoints.
         numbered = {f"parameter.{number}": parameter for number, parameter in enumerate(named.values())}
-        told["named"] = numbered if named_parameters is None else named
+        options["named"] = numbered if named_parameters is None else named
         made._make = cast(
-            Callable[[HorovodContext], OptimizerSync], partial(StrategySync, optimizer=made, strategy=strategy, **told)
+            Callable[[HorovodContext], OptimizerSync],
+            partial(StrategySync, optimizer=made, strategy=strategy, **options),
         )
-    made._way = made._make(here)
+    made._sync = made._make(here)
     return made
 
 
@@ -409,8 +414,8 @@ def _check(op: Any, predivide: float, process_set: ProcessSet, strategy: str | S
         raise IncompatibleError(f"gradient_predivide_factor={predivide}: a number above zero")
     if strategy is not None and (op != Average or predivide != 1.0 or process_set.process_set_id != 0):
         raise IncompatibleError(
-            f"strategy={strategy!r} goes with op=Average, gradient_predivide_factor=1 and the global process set: a "
-            "strategy says itself what is averaged, among all ranks"
+            f"strategy={strategy!r} needs op=Average, gradient_predivide_factor=1 and the global process set: a "
+            "strategy decides itself what is averaged, over all ranks"
         )
 
 

@@ -1,14 +1,14 @@
-"""The gradients of one `DistributedOptimizer`: reduced during backward, by the machinery of `sl.distribute`.
+"""Synchronises the gradients of one `DistributedOptimizer`, with the reducer of `sl.distribute` or with a strategy.
 
 ```text
-backward 1 … n−1      gradients add up on this rank           n = backward_passes_per_step
-backward n            reduced while it runs; complete when it returns
-step()                reduces here what no backward has: a rank's passes were fewer, or gradients were set by hand
+backward 1 … n−1      gradients are added on this rank         n = backward_passes_per_step
+backward n            reduces them while it runs; complete when it returns
+step()                reduces what no backward has reduced: after fewer passes, or if gradients were set by hand
 ```
 
-Every rank reduces once a step, in its backward or in `step()`. A pass whose gradients went to another optimizer too
-(a generator's loss goes through the discriminator) may have been meant for that one: when that one steps, the pass no
-longer counts here, and `zero_grad()` may drop what it brought.
+Every rank reduces once per step, in backward or in `step()`. A backward pass may reach the parameters of two optimizers
+(the loss of a generator passes through the discriminator). When the other optimizer steps, the pass no longer counts
+here, and `zero_grad()` may clear its gradients.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ ZEROED_TOO_SOON = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or optimizer.synchronize()"
 )
 GROUPS_ARE_NEWER = "Parameter `num_groups` has been replaced by `groups` and will be removed in v0.23.0."
-"""Horovod's text, which scripts may match."""
+"""Horovod's text, by which scripts filter the warning."""
 NO_NEW_GROUPS = (
     "add_param_group on a DistributedOptimizer: its ranks have agreed on the parameters; add the group to the plain "
-    "optimizer, and make the DistributedOptimizer of it anew"
+    "optimizer, and create a new DistributedOptimizer from it"
 )
 
 K = TypeVar("K", bound=Optimizer)
 
 
 class PassesError(SynclineError, AssertionError):
-    """Backward passes, `zero_grad()` and `step()` in an order that loses gradients.
+    """Backward passes, `zero_grad()` and `step()` in an order that would lose gradients.
 
     >>> issubclass(PassesError, AssertionError)
     True
@@ -79,14 +79,14 @@ class PassesError(SynclineError, AssertionError):
 
 
 def held_by(optimizer: Optimizer) -> list[Parameter]:
-    """All parameters of all groups."""
+    """All parameters of all groups of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def named_of(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None) -> dict[str, Parameter]:
-    """The optimizer's parameters by the names that the script gives, in its order; Horovod's where it gives none.
+    """The parameters of an optimizer by name, in the order of the script; with Horovod's names if the script has none.
 
-    Names of parameters that the optimizer does not hold are left out: often the script names the whole model's.
+    Parameters that the optimizer does not have are left out: scripts often name all parameters of a model.
 
     >>> model = torch.nn.Linear(2, 1)
     >>> optimizer = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
@@ -118,7 +118,7 @@ def named_of(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Tensor]
     named: dict[str, Parameter] = {}
     for name, parameter in pairs:
         if id(parameter) in wanted:
-            wanted.discard(id(parameter))  # one that has two names goes by the first
+            wanted.discard(id(parameter))  # a parameter with two names keeps the first
             named[name] = parameter  # type: ignore[assignment]
     if wanted:
         shapes = [tuple(parameter.shape) for parameter in held if id(parameter) in wanted]
@@ -134,7 +134,7 @@ def _is_pair(pair: Any) -> bool:
 
 
 def check_groups(num_groups: Any, groups: Any) -> None:
-    """Raise what Horovod refuses of `num_groups` and `groups`."""
+    """Raise for values of `num_groups` and `groups` that Horovod refuses."""
     if not isinstance(num_groups, int) or isinstance(num_groups, bool) or num_groups < 0:
         raise IncompatibleError(f"num_groups={num_groups!r}: a number of groups, not negative")
     if num_groups:
@@ -150,22 +150,22 @@ def check_groups(num_groups: Any, groups: Any) -> None:
 
 
 def after_gradient(parameter: Tensor, fn: Callable[[Tensor], None]) -> torch.utils.hooks.RemovableHandle:
-    """A hook that is called when a gradient was added to the parameter's."""
+    """Register a hook that is called after a gradient was accumulated in the parameter."""
     register: Callable[..., torch.utils.hooks.RemovableHandle] = parameter.register_post_accumulate_grad_hook
     return register(fn)
 
 
 def below(kind: type[K], optimizer: Optimizer) -> K:
-    """An object of a new class below `kind` and the optimizer's class, with the optimizer's groups and state."""
+    """An object of a new class, derived from `kind` and the optimizer's class, with its groups and state."""
     made_of: Any = type(type(optimizer).__name__, (kind, type(optimizer)), {})
     made: K = made_of.__new__(made_of)
-    # A scheduler that was made before has put its own `step` into the optimizer: it would go past ours.
+    # A scheduler replaces the `step` of its optimizer; that one would bypass `kind.step`.
     made.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     return made
 
 
 def describe(names: Sequence[str], parameters: Sequence[Tensor]) -> dict[str, str]:
-    """What must be the same on every rank, by name."""
+    """The description of each parameter, which must be equal on every rank."""
     return {
         name: f"{_dtype(parameter)}{list(parameter.shape)}" + ("" if parameter.requires_grad else " (frozen)")
         for name, parameter in zip(names, parameters, strict=True)
@@ -177,10 +177,10 @@ def _dtype(tensor: Tensor) -> str:
 
 
 class GradientSync:
-    """Hooks on an optimizer's parameters, and who has stepped with what came of them."""
+    """Reduces the gradients of an optimizer, and counts its backward passes and steps."""
 
     run = None
-    """The run of a strategy: here there is none."""
+    """There is no strategy and no run."""
 
     def __init__(
         self,
@@ -196,8 +196,8 @@ class GradientSync:
         sparse_only: bool = False,
         codes_alone: bool = True,
     ) -> None:
-        """`sparse_only`: the optimizer takes sparse gradients only. `codes_alone`: the codec is applied in a world of
-        one, too. Horovod's compressors are not: they round what is sent, and there nothing is sent.
+        """`sparse_only`: the optimizer takes only sparse gradients. `codes_alone`: the codec is also applied in a
+        world of one rank. Horovod's compressors are not: they round what is sent, and one rank sends nothing.
         """
         self.context = held
         self.passes = passes
@@ -206,15 +206,15 @@ class GradientSync:
         self._dense = sparse_as_dense
         parameters = list(named.values())
         self._sparse_dims = {id(parameter): 1 for parameter in parameters} if sparse_as_dense and sparse_only else {}
-        """Of parameters whose gradients are sparse: in how many dimensions."""
+        """Number of sparse dimensions of parameters with sparse gradients, by id."""
         self._set = process_set
         self._steps: CollectiveCounter | None = None
         self._open: set[int] = set()
-        """Backward passes that have brought gradients since the last step or `synchronize()`."""
+        """Backward passes with gradients since the last step or `synchronize()`."""
         self._past: set[int] = set()
-        """Those before `synchronize()`, since the last step."""
+        """Backward passes before `synchronize()`, since the last step."""
         self._settled: set[int] = set()
-        """Those of them that another optimizer has stepped with."""
+        """Open passes after which another optimizer has stepped."""
         self._reduced: set[int] = set()
         self._rounds = 0
         self._stepping = False
@@ -228,10 +228,8 @@ class GradientSync:
             self._attach(named, codec if process_set.size() > 1 or codes_alone else None)
         held.optimizers.append(self)
 
-    # What the optimizer asks.
-
     def synchronize(self) -> None:
-        """Reduce what no backward pass has reduced."""
+        """Reduce the gradients that no backward pass has reduced."""
         if self._gradients is not None and (not self._rounds or self._gradients.accumulating):
             self._complete(self._gradients.reduce_now())
         self._past |= self._open
@@ -239,7 +237,7 @@ class GradientSync:
         self._reduced.clear()
 
     def zero(self) -> None:
-        """The gradients are about to be dropped: refused where nobody has stepped with them."""
+        """Called before the gradients are cleared. Raises if no optimizer has stepped with them."""
         if not self._stepping:
             elsewhere = {number for other in self._others() for number in other._open | other._past}
             if self._open - self._settled - elsewhere:
@@ -247,13 +245,13 @@ class GradientSync:
         self.forget()
 
     def stepped(self) -> None:
-        """The optimizer has stepped: the passes before count no more, here or elsewhere."""
+        """The optimizer has stepped: earlier passes no longer count, here and in other optimizers."""
         for other in self._others():
             other._settled |= (self._open | self._past) & other._open
         self.forget(keep_sums=True)
 
     def forget(self, keep_sums: bool = False) -> None:
-        """Begin a step anew; `keep_sums`: gradients that have added up are still to be reduced."""
+        """Start a new step. `keep_sums`: accumulated gradients will still be reduced."""
         for numbers in (self._open, self._past, self._settled, self._reduced):
             numbers.clear()
         self._rounds = 0
@@ -261,9 +259,9 @@ class GradientSync:
             self._gradients.take_accumulated()
 
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Reduces the gradients of each evaluation; its loss, which line searches go by, is the mean of the ranks'.
+        """Wrap a closure: reduce the gradients of each evaluation, and return the mean loss, which line searches use.
 
-        It is summed by name, so that ranks which have joined take part: with zeros, as in the gradients.
+        The loss is summed by name, so that joined ranks contribute zeros, as for gradients.
         """
 
         def evaluate() -> Any:
@@ -272,20 +270,20 @@ class GradientSync:
             self._rounds = 0
             if loss is None or self._exchange is None or self._exchange.size == 1:
                 return loss
-            told = loss.detach() if isinstance(loss, Tensor) else loss
-            total = torch.tensor([float(told)], dtype=torch.float64)
+            value = loss.detach() if isinstance(loss, Tensor) else loss
+            total = torch.tensor([float(value)], dtype=torch.float64)
             handle = allreduce_async_(total, name=self._loss_name, op=Sum, process_set=self._set)
             mean = float(synchronize(handle)) / self._exchange.size
-            return torch.full_like(told, mean) if isinstance(told, Tensor) else mean
+            return torch.full_like(value, mean) if isinstance(value, Tensor) else mean
 
         return evaluate
 
     def stepping(self, now: bool) -> None:
-        """Within `step()`, a closure may drop gradients and make new ones as it likes."""
+        """Called around `step()`, in which a closure may clear gradients and compute new ones."""
         self._stepping = now
 
     def join_rounds(self) -> None:
-        """Take part in the others' reductions with zeros until nobody has gradients any more."""
+        """Contribute zeros to the reductions of other ranks until no rank has gradients."""
         active = 0 if self._gradients is None or self._exchange is None or self._exchange.size == 1 else 1
         while active and self._gradients is not None:
             with self._in_step("the gradients could not be reduced after join()"):
@@ -294,7 +292,7 @@ class GradientSync:
             self._gradients.done(found)
 
     def close(self) -> None:
-        """Take the hooks off; gradients stay where they are."""
+        """Remove the hooks; gradients stay."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -302,15 +300,13 @@ class GradientSync:
             self._gradients.close()
             self._gradients = None
         if self._exchange is not None and not self._exchange.world.closed:
-            self._exchange.team.release()  # no rank waits for reductions that are still in flight
+            self._exchange.team.release()  # no rank waits for reductions in flight
         self._exchange = None
         if self in self.context.optimizers:
             self.context.optimizers.remove(self)
 
-    # Within.
-
     def _take_over(self) -> None:
-        """One optimizer at a time reduces a gradient: the last that was made."""
+        """Close older optimizers of the same parameters: only the newest reduces a gradient."""
         for other in self._others():
             if other.watched & self.watched:
                 other.close()
@@ -319,13 +315,13 @@ class GradientSync:
         return [other for other in self.context.optimizers if isinstance(other, GradientSync) and other is not self]
 
     def _attach(self, named: Mapping[str, Parameter], codec: Codec | None) -> None:
-        # Requested by name: a rank that does not create this optimizer is reported at once.
+        # Requested by name, so that a rank that does not create this optimizer is reported.
         team, self._steps = self.context.data_team(self._set)
         exchange = self._exchange = Communicator(self.context.world, "auto", codec, team)
         with self._in_step("the ranks could not agree on this optimizer"):
             ordered = self._agree(exchange, named, codec)
         alone = exchange.size == 1 and codec is None
-        if self._dense and not alone:  # before the hooks that reduce, so that those find it done
+        if self._dense and not alone:  # registered before the reducer's hooks, which need dense gradients
             self._hooks = [
                 after_gradient(parameter, self._densify) for parameter in ordered.values() if parameter.requires_grad
             ]
@@ -346,15 +342,15 @@ class GradientSync:
     def _agree(
         self, exchange: Communicator, named: Mapping[str, Parameter], codec: Codec | None
     ) -> dict[str, Parameter]:
-        """Compare parameters and settings; the parameters in the order of the first rank."""
+        """Compare parameters and settings of all ranks; return the parameters in the order of the first rank."""
         names = sorted(named)
         check_same(exchange, "parameters", describe(names, [named[name] for name in names]))
-        told = {"op": "Average" if self._mean else "Sum", "gradient_predivide_factor": repr(self._predivide)}
-        told |= {"compression": repr(codec), "sparse_as_dense": repr(self._dense)}
-        check_same(exchange, "settings of DistributedOptimizer", told)
+        settings = {"op": "Average" if self._mean else "Sum", "gradient_predivide_factor": repr(self._predivide)}
+        settings |= {"compression": repr(codec), "sparse_as_dense": repr(self._dense)}
+        check_same(exchange, "settings of DistributedOptimizer", settings)
         places = {name: place for place, name in enumerate(names)}
         mine = torch.tensor([places[name] for name in named], dtype=torch.int64)
-        order = exchange.from_root(mine).tolist()  # the first rank's: a script's order is the model's as a rule
+        order = exchange.from_root(mine).tolist()  # the order of the script is usually the order of the model
         return {names[place]: named[names[place]] for place in order}
 
     def _scaling(self, size: int) -> Scaling | None:
@@ -363,8 +359,8 @@ class GradientSync:
         return None if self._predivide == 1.0 else Scaling(1.0 / self._predivide, self._predivide / size)
 
     def _opens(self, index: int) -> bool:
-        """The first gradient of a pass: whether the pass is the last before a step, and so is reduced."""
-        assert self._gradients is not None, "its hook has called"
+        """Called at the first gradient of a pass: whether the pass is the last before a step and is reduced."""
+        assert self._gradients is not None, "its hook calls this"
         task = torch._C._current_graph_task_id()
         if self._open and self._open <= self._settled:
             self.forget()
@@ -384,12 +380,12 @@ class GradientSync:
         return self._gradients.accumulated(index) + 1 >= self.passes
 
     def _after_backward(self, found: ReductionPass) -> None:
-        # Not here: another optimizer of the same pass must begin its last reductions before this one waits.
+        # Later: another optimizer of the same pass must start its last reductions before this one waits.
         queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
         queue(partial(self._complete, found))
 
     def _complete(self, found: ReductionPass) -> None:
-        assert self._gradients is not None, "it has begun the round"
+        assert self._gradients is not None, "it has started the reduction"
         with self._in_step("the gradients could not be reduced"):
             found.complete()
         self._gradients.done(found)
@@ -400,7 +396,7 @@ class GradientSync:
 
     @contextmanager
     def _in_step(self, what: str) -> Iterator[None]:
-        """Wraps a wait for all ranks: errors of the transport become Horovod's, and the other ranks are told."""
+        """Wraps a wait for all ranks: errors of the transport become Horovod's, and are reported to the other ranks."""
         steps = self._steps
         assert steps is not None, "there are other ranks"
         try:
@@ -419,7 +415,7 @@ class GradientSync:
             parameter.grad = parameter.grad.to_dense()
 
     def _make_sparse(self, parameters: Sequence[Tensor]) -> None:
-        """Make gradients sparse again that were sparse before: some optimizers take no others."""
+        """Make gradients sparse again that were sparse before: some optimizers need that."""
         for parameter in parameters:
             dims = self._sparse_dims.get(id(parameter))
             if dims is not None and parameter.grad is not None and parameter.grad.layout == torch.strided:
@@ -427,7 +423,7 @@ class GradientSync:
 
 
 class ParameterModule(nn.Module):
-    """A module that has an optimizer's parameters, under the names that the script gave them.
+    """A module that holds the parameters of an optimizer, under the names of the script.
 
     >>> [name for name, _ in ParameterModule({"body.weight": Parameter(torch.ones(1))}).named_parameters()]
     ['body.weight']
@@ -435,11 +431,11 @@ class ParameterModule(nn.Module):
 
     def __init__(self, named: Mapping[str, Parameter]) -> None:
         super().__init__()
-        self._parameters.update(named)  # not by register_parameter, which takes no name with a dot
+        self._parameters.update(named)  # register_parameter refuses names with a dot
 
 
 class StrategySync:
-    """The run of a strategy, as an optimizer's methods see it."""
+    """Synchronises an optimizer by a strategy, with a run of `sl.distribute`."""
 
     def __init__(
         self,
@@ -456,30 +452,30 @@ class StrategySync:
         self._pausing = ExitStack()
         self._task = -1
         self._counts: dict[int, int] = {}
-        # Before the run's own hooks, which must find the pass paused or not.
+        # Registered before the run's own hooks, because they pause or resume the run.
         self._hooks = [
             after_gradient(parameter, self._arrived) for parameter in named.values() if parameter.requires_grad
         ]
-        first = broadcast_object(list(named))  # rank 0's order; names that differ are refused by what follows
+        first = broadcast_object(list(named))  # the order of rank 0; `distribute` refuses names that differ
         ordered = {name: named[name] for name in (first if set(first) == set(named) else named)}
         model = ParameterModule(ordered)
         self.run: StrategyRun = strategy_run(distribute(model, optimizer, strategy=strategy, codec=codec))
         held.optimizers.append(self)
 
     def synchronize(self) -> None:
-        """Nothing: the strategy has done what it does when backward returns, or does it in `step()`."""
+        """Does nothing: the strategy synchronises in backward or in `step()`."""
 
     def zero(self) -> None:
-        """Gradients are dropped."""
+        """Called before the gradients are cleared."""
         self._counts.clear()
 
     def stepping(self, now: bool) -> None:
-        """Before a step: a strategy that reduces gradients must have reduced them."""
+        """Called around a step: a strategy that reduces gradients must have reduced them."""
         lacking = bool(self._counts) and max(self._counts.values()) < self.passes
         if now and lacking and self.run.strategy.name == "allreduce":
             raise PassesError(
                 f"optimizer.step() after {max(self._counts.values())} of backward_passes_per_step={self.passes} "
-                f"backward passes: {self.run.strategy!r} has not reduced the gradients yet; make the passes full, or "
+                f"backward passes: {self.run.strategy!r} has not reduced the gradients yet; run all passes, or "
                 "leave strategy out"
             )
 
@@ -488,16 +484,16 @@ class StrategySync:
         self._counts.clear()
 
     def closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """As it is: the run sees to it."""
+        """Returns the closure itself: the run handles it."""
         return closure
 
     def join_rounds(self) -> None:
-        """Take part in the others' steps with nothing to add until nobody has something."""
+        """Join the steps of other ranks without a contribution until no rank has one."""
         while not self.run.asynchronous and self.run.join_idle():
             pass
 
     def close(self) -> None:
-        """Take the hooks off. Every rank closes."""
+        """Remove the hooks. Every rank calls it."""
         self._pausing.close()
         for hook in self._hooks:
             hook.remove()

@@ -1,6 +1,6 @@
-"""Operations under way, as the user holds them: by a number.
+"""Operations in flight: their results, their handles, and the end of waits for a rank that has left.
 
-Counts collectives that all ranks of a channel run in the same order, and ends waits for a rank that has left.
+`CollectiveCounter` counts the collectives that all ranks of a channel run in the same order:
 
 ```text
 rank 0    1 done   2 done   3 …waits
@@ -27,18 +27,18 @@ __all__ = ["CollectiveCounter", "HandleTable", "PendingOperation"]
 
 
 class PendingOperation:
-    """One operation of this rank: its tensors, and what comes of it."""
+    """One operation in flight on this rank: its tensors and its result."""
 
     action: Callable[[OperationPlan], Any] | None = None
-    """What is done when all ranks have asked, where no tensors are moved."""
+    """Called instead of a collective when all ranks have requested the operation."""
     finish: Callable[[Any], Any] | None = None
-    """What the waiting thread makes of the result."""
-    asked_at = 0.0
+    """Converts the result, in the thread that waits."""
+    requested_at = 0.0
     result: Any = None
     error: Exception | None = None
     _done = False
     _event: Event | None = None
-    """Made by who has to wait: most of many are done by then."""
+    """Created by a thread that has to wait; most operations are done before anyone waits."""
 
     def __init__(
         self, runtime: Runtime, request: OperationRequest, inputs: list[Tensor], outputs: list[Tensor]
@@ -47,7 +47,7 @@ class PendingOperation:
         self.request = request
         self.inputs = inputs
         self.outputs = outputs
-        """Where the results go, for those kinds whose results have known shapes."""
+        """The tensors for the results, if their shapes are known in advance."""
 
     def done(self) -> bool:
         return self._done
@@ -55,27 +55,27 @@ class PendingOperation:
     def settle(self, result: Any = None, error: Exception | None = None) -> None:
         self.result, self.error = result, error
         self._done = True
-        event = self._event  # looked at after it is done: who makes one later looks whether it is
+        event = self._event  # read after `_done` is set: a thread that creates it later checks `_done` first
         if event is not None:
             event.set()
 
-    def wait(self, patience: float) -> Any:
-        """The result. The coordinator gives up what stalls; this wait only must not be for ever if that fails."""
+    def wait(self, timeout_s: float) -> Any:
+        """Wait for the result. The coordinator fails stalled operations earlier than this timeout."""
         if not self._done:
-            self._await(patience)
+            self._await(timeout_s)
         if self.error is not None:
             raise self.error
         return self.result if self.finish is None else self.finish(self.result)
 
-    def _await(self, patience: float) -> None:
+    def _await(self, timeout_s: float) -> None:
         event = self._event = self._runtime.event()
         why = f"{self.request.kind} '{self.request.label}' to be submitted by all ranks"
-        if not self._done and not event.wait(patience, why, hang=True):
-            raise HorovodInternalError(f"after {patience:.3g} s this rank still waits for {why}")
+        if not self._done and not event.wait(timeout_s, why, hang=True):
+            raise HorovodInternalError(f"after {timeout_s:.3g} s this rank still waits for {why}")
 
 
 class HandleTable:
-    """The numbers under which operations are known to the user; each is waited for once.
+    """The handles of operations: numbers that the user holds. Each is waited for once.
 
     >>> HandleTable(lock=__import__("contextlib").nullcontext()).peek(3)
     Traceback (most recent call last):
@@ -85,38 +85,38 @@ class HandleTable:
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
-        self._numbers = count(1)  # never 0: scripts ask `if handle`
-        self._held: dict[int, Any] = {}
+        self._numbers = count(1)  # never 0: scripts test `if handle`
+        self._operations: dict[int, Any] = {}
 
     def add(self, waiter: Any) -> int:
-        """A number for something that can be waited for."""
+        """Store an operation and return its handle."""
         with self._lock:
             number = next(self._numbers)
-            self._held[number] = waiter
+            self._operations[number] = waiter
         return number
 
     def peek(self, number: int) -> Any:
-        """What a number stands for."""
+        """The operation of a handle. Raises for an unknown handle."""
         with self._lock:
-            found = self._held.get(number)
+            found = self._operations.get(number)
         if found is None:
             raise IncompatibleError(f"Handle {number} was not created or has been cleared. Each is waited for once.")
         return found
 
     def take(self, number: int) -> Any:
-        """Remove a handle and return what it stood for; None for an unknown number."""
+        """Remove a handle and return its operation; None for an unknown handle."""
         with self._lock:
-            return self._held.pop(number, None)
+            return self._operations.pop(number, None)
 
 
 LOST_GRACE_S = 5.0
 """Seconds that a collective may still take to complete after a rank was lost whose progress is unknown."""
 RETRY_EVERY_S = 0.1
-"""Seconds between attempts to break a wait."""
+"""Seconds between attempts to end a wait."""
 
 
 class CollectiveCounter:
-    """Counts the collectives of one channel on this rank. `give_up` breaks a wait on it, from another task.
+    """Counts the collectives of one channel on this rank. `give_up` ends a wait on the channel, from another task.
 
     >>> from syncline.runtime import RealRuntime
     >>> steps = CollectiveCounter(RealRuntime(), give_up=lambda: None)
@@ -133,7 +133,7 @@ class CollectiveCounter:
     def __init__(self, runtime: Runtime, give_up: Callable[[], None]) -> None:
         self.completed = 0
         self.why = ""
-        """Which rank has left, as a sentence for errors; empty while all are there."""
+        """A sentence that names the rank that has left; empty if none has left."""
         self._runtime = runtime
         self._give_up = give_up
         self._running = False
@@ -142,7 +142,7 @@ class CollectiveCounter:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Wraps the wait for the next collective. Raises where that collective cannot complete."""
+        """Wraps the wait for the next collective. Raises if that collective cannot complete."""
         self._running = True  # before the check: a departure that arrives meanwhile sees it
         try:
             if self._cannot_complete():
@@ -153,7 +153,7 @@ class CollectiveCounter:
         self.completed += 1
 
     def departed(self, why: str, completed: int | None) -> None:
-        """Another rank has left after `completed` collectives; None where that number is unknown."""
+        """Another rank has left after `completed` collectives; None if that number is unknown."""
         last = self.completed + self._running if completed is None else completed
         if self._last is None or last < self._last:
             self.why, self._last = why, last
@@ -168,4 +168,4 @@ class CollectiveCounter:
         self._runtime.sleep(grace)
         while self._running and self.completed == completed:
             self._give_up()
-            self._runtime.sleep(RETRY_EVERY_S)  # one call breaks the current wait only; another may follow
+            self._runtime.sleep(RETRY_EVERY_S)  # one call ends only the current wait; another wait may follow

@@ -1,4 +1,4 @@
-"""Horovod's variables, HOROVOD_*: those that mean something here, and those that do not."""
+"""Horovod's environment variables HOROVOD_*: those with an effect, and those without."""
 
 from __future__ import annotations
 
@@ -50,37 +50,37 @@ TOLD = frozenset(
         "START_TIMEOUT",  # horovodrun's own
     )
 )
-"""What horovodrun tells workers or itself: nobody has asked for anything with these."""
+"""Variables that horovodrun sets for workers. They request nothing."""
 DYNAMIC = "DYNAMIC"
-"""As HOROVOD_TIMELINE: no file yet, `start_timeline` will name one."""
+"""Value of HOROVOD_TIMELINE without a file: `start_timeline` names it later."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HorovodSettings:
-    """What the variables ask for; the defaults are Horovod's.
+    """The settings of the variables; the defaults are Horovod's.
 
     >>> HorovodSettings().fusion_bytes
     134217728
     """
 
     fusion_bytes: int = 128 << 20
-    """HOROVOD_FUSION_THRESHOLD: at most so many bytes are reduced as one; 0: each tensor alone."""
+    """HOROVOD_FUSION_THRESHOLD: maximum bytes of a fused reduction; 0: each tensor alone."""
     cycle_seconds: float = 0.001
-    """HOROVOD_CYCLE_TIME, there in milliseconds: how long requests are gathered before they are told to others."""
+    """HOROVOD_CYCLE_TIME (in milliseconds): how long requests are collected before they are sent."""
     cache_capacity: int = 1024
-    """HOROVOD_CACHE_CAPACITY: so many requests are remembered, and told by number from then on; 0: none."""
+    """HOROVOD_CACHE_CAPACITY: number of requests that are cached and sent by number; 0: none."""
     stall_warning: float = 60.0
-    """HOROVOD_STALL_CHECK_TIME_SECONDS: an operation that some ranks still miss after that is reported."""
+    """HOROVOD_STALL_CHECK_TIME_SECONDS: after this time, a missing request of some rank is reported."""
     stall_shutdown: float = 0.0
-    """HOROVOD_STALL_SHUTDOWN_TIME_SECONDS: and fails after that; 0: after the world's timeout."""
+    """HOROVOD_STALL_SHUTDOWN_TIME_SECONDS: after this time it fails; 0: after the world's timeout."""
     stall_check: bool = True
-    """Not HOROVOD_STALL_CHECK_DISABLE."""
+    """The negation of HOROVOD_STALL_CHECK_DISABLE."""
     timeline: str | None = None
-    """HOROVOD_TIMELINE: the file of the timeline. `DYNAMIC` names none: hvd.start_timeline does."""
+    """HOROVOD_TIMELINE: the file of the timeline; None for `DYNAMIC`, because hvd.start_timeline names the file."""
     mark_cycles: bool = False
     """HOROVOD_TIMELINE_MARK_CYCLES: cycles are marked in the timeline."""
     dynamic_process_sets: bool = True
-    """HOROVOD_DYNAMIC_PROCESS_SETS. Here sets can always be added after init(), unless it is set to 0."""
+    """HOROVOD_DYNAMIC_PROCESS_SETS: sets can be added after init(), unless it is 0."""
     hierarchical_allreduce: bool = False
     """HOROVOD_HIERARCHICAL_ALLREDUCE: sum within each host first."""
     log_level: str = "warning"
@@ -88,7 +88,7 @@ class HorovodSettings:
 
 
 def read(environ: Mapping[str, str]) -> HorovodSettings:
-    """The settings that an environment asks for. An empty variable counts as unset.
+    """Read the settings from environment variables. An empty variable counts as unset.
 
     >>> read({"HOROVOD_CYCLE_TIME": "5", "HOROVOD_STALL_CHECK_DISABLE": "1"}).cycle_seconds
     0.005
@@ -114,11 +114,11 @@ def read(environ: Mapping[str, str]) -> HorovodSettings:
 
 
 def without_effect(environ: Mapping[str, str]) -> list[str]:
-    """The names of Horovod's variables that are set and that nothing here acts on.
+    """The names of Horovod's variables that are set and have no effect.
 
     >>> without_effect({"HOROVOD_AUTOTUNE": "1", "HOROVOD_CYCLE_TIME": "5", "HOROVOD_RANK": "0", "HOME": "/root"})
     ['HOROVOD_AUTOTUNE']
-    >>> without_effect({"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})  # sets can be added anyway; "0" forbids it
+    >>> without_effect({"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})  # sets can be added by default; "0" forbids it
     ['HOROVOD_DYNAMIC_PROCESS_SETS']
     """
     found = {name for name, value in environ.items() if name.startswith(PREFIX) and value}
@@ -151,7 +151,7 @@ def _number(environ: Mapping[str, str], name: str, default: float, unit: str, ex
 def _switch(environ: Mapping[str, str], name: str, default: bool) -> bool:
     text = environ.get(PREFIX + name, "").strip()
     if text not in ("", "0", "1"):
-        # Horovod reads "true" as a number, finds none and takes it for 0: better to ask than to guess what was meant.
+        # Horovod reads "true" as 0. An error is better than that.
         raise SpecError(f"{PREFIX}{name}={text!r}: it takes 0 or 1")
     return default if not text else text == "1"
 

@@ -1,11 +1,11 @@
-"""Batch norm over the batches of all ranks.
+"""Batch normalisation over the batches of all ranks.
 
 ```text
 forward     each rank's count, mean and Σ(x−mean)²  →  gathered  →  the whole batch's mean and variance
 backward    each rank's Σ dy and Σ dy·(x−mean)      →  summed    →  the gradient of the input
 ```
 
-The gradients of weight and bias are this rank's part: the optimizer reduces them as all others.
+The gradients of weight and bias are those of this rank: the optimizer reduces them like all others.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ __all__ = ["SyncBatchNorm"]
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch norm whose statistics are those of the whole batch, wherever its parts are; they may differ in length.
+    """Batch normalisation with the statistics of the batches of all ranks, which may differ in size.
 
-    It trains on CPU and GPU. In evaluation it is torch's own.
+    It trains on CPU and GPU. In evaluation it is the same as in torch.
 
     >>> import syncline as sl
     >>> import syncline.compat.horovod.torch as hvd
@@ -54,14 +54,14 @@ class SyncBatchNorm(_BatchNorm):
         self.process_set = process_set
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise, with the statistics of all ranks where they are not the running ones."""
+        """Normalise with the statistics of all ranks, or with the running statistics in evaluation."""
         self._check_input_dim(input)
         whole = self.training or not self.track_running_stats
         if not whole or self.process_set.size() == 1:
             return super().forward(input)
         result: Tensor
         count, mean, squares = _statistics(input)
-        count, mean, squares = _of_all(count, mean, squares, self._name(), self.process_set)
+        count, mean, squares = _global_statistics(count, mean, squares, self._name(), self.process_set)
         variance = squares / count
         if self.training and self.track_running_stats:
             self._track(count, mean, variance)
@@ -71,21 +71,21 @@ class SyncBatchNorm(_BatchNorm):
         return result
 
     def _check_input_dim(self, input: Tensor) -> None:
-        told = f"SyncBatchNorm({self.num_features}) takes (batch, {self.num_features}, …), not {tuple(input.shape)}"
+        expected = f"SyncBatchNorm({self.num_features}) takes (batch, {self.num_features}, …), not {tuple(input.shape)}"
         if input.dim() < 2:
-            raise IncompatibleError(f"expected at least 2D input (got {input.dim()}D input): {told}")
+            raise IncompatibleError(f"expected at least 2D input (got {input.dim()}D input): {expected}")
         if input.shape[1] != self.num_features:
-            raise IncompatibleError(told)
+            raise IncompatibleError(expected)
 
     def _name(self) -> str:
-        """The operations' name: one for each layer, so that what was agreed on for it holds in the next step too."""
+        """The name of the layer's operations, equal in every step, so that requests are cached."""
         numbers = context().world.keep("horovod sync_batch_norm", _Numbers)
         return f"sync_batch_norm.{numbers.of(self)}"
 
     def _track(self, count: Tensor, mean: Tensor, variance: Tensor) -> None:
-        assert self.running_mean is not None, "it tracks"
-        assert self.running_var is not None, "it tracks"
-        assert self.num_batches_tracked is not None, "it tracks"
+        assert self.running_mean is not None, "it tracks running statistics"
+        assert self.running_var is not None, "it tracks running statistics"
+        assert self.num_batches_tracked is not None, "it tracks running statistics"
         self.num_batches_tracked.add_(1)
         rate = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         unbiased = variance * (count / (count - 1).clamp(min=1))
@@ -104,12 +104,12 @@ class _Numbers:
         return self._known.setdefault(id(layer), (layer, len(self._known)))[1]
 
     def close(self) -> None:
-        """Forget the layers."""
+        """Remove all layers."""
         self._known.clear()
 
 
 def _statistics(input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of this rank's part: count, mean and sum of squared distances from it, in double precision."""
+    """Count, mean and sum of squared deviations of this rank's batch, in double precision."""
     rows = input.detach().transpose(0, 1).reshape(input.shape[1], -1)
     count = torch.tensor(float(rows.shape[1]), dtype=torch.float64, device=input.device)
     mean = rows.sum(dim=1, dtype=torch.float64) / count.clamp(min=1)
@@ -117,10 +117,10 @@ def _statistics(input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return count, mean, squares
 
 
-def _of_all(
+def _global_statistics(
     count: Tensor, mean: Tensor, squares: Tensor, name: str, process_set: ProcessSet
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of all parts together."""
+    """Count, mean and sum of squared deviations over all ranks."""
     mine = torch.cat([count.view(1), mean, squares]).view(1, -1)
     table = synchronize(allgather_async(mine, f"{name}.forward", process_set))
     counts, means, sums = table[:, :1], table[:, 1 : 1 + mean.numel()], table[:, 1 + mean.numel() :]

@@ -6,8 +6,8 @@ grad.weight   ├ NEGOTIATE_ALLREDUCE ┤├──────── ALLREDUCE �
 grad.bias     ├─ NEGOTIATE_ALLREDUCE ─┤├─── ALLREDUCE ───┤
 ```
 
-The file is the array form of the trace event format, whose closing bracket may be missing: what a killed run has
-flushed can be opened.
+The file is the array form of the trace event format. Its closing bracket is optional, so the file of a killed run can
+be opened.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = ["Timeline", "TimelineObserver"]
 logger = logging.getLogger("syncline")
 
 RANK = "{rank}"
-PATIENCE = 1.0
-"""Seconds after which what is there is flushed, however little: somebody may want to look while the run goes on."""
+FLUSH_EVERY_S = 1.0
+"""Seconds after which events are flushed, so that the file can be read during the run."""
 
 
 class TimelineObserver(Protocol):
@@ -44,8 +44,8 @@ class TimelineObserver(Protocol):
 class Timeline:
     """Spans of negotiation and of operations, by name. Rank 0 writes, or every rank where the path holds `{rank}`.
 
-    `now` is the clock that the spans are told by; its reading at the beginning is 0 in the trace. After `limit` events
-    the rest is only counted. A file that cannot be written costs a warning, not the training.
+    `now` is the clock of the spans; its first value is 0 in the trace. After `limit` events, the rest is only counted.
+    If the file cannot be written, there is a warning, and training continues.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "timeline.json"
@@ -89,34 +89,34 @@ class Timeline:
     def negotiating(
         self, name: str, kind: str, start: float, stop: float, ready: Sequence[tuple[int, float]] = ()
     ) -> None:
-        """From the first rank's request for an operation to the last's; `ready` tells when each of them came."""
+        """Write the time from the first to the last request for an operation; `ready` holds the time of each rank."""
         with self._lock:
             self._span(name, f"NEGOTIATE_{kind.upper()}", start, stop)
             for rank, at in ready:
                 self._span(name, str(rank), at, at)
 
     def running(self, name: str, kind: str, activity: str, start: float, stop: float) -> None:
-        """The operation itself; `activity` is what was done for it meanwhile ("": nothing worth a span)."""
+        """Write the execution of an operation; `activity` is the name of an inner span, or ""."""
         with self._lock:
             self._span(name, kind.upper(), start, stop)
             if activity:
                 self._span(name, activity, start, stop)
 
     def cycle(self, at: float) -> None:
-        """The beginning of a cycle; written where `mark_cycles` asks for it."""
+        """Write the start of a cycle, if `mark_cycles` is set."""
         if self.mark_cycles:
             with self._lock:
                 self._add({"name": "CYCLE_START", "ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": self._micros(at)})
 
     def close(self) -> None:
-        """Write what is left and the closing bracket. A second call does nothing."""
+        """Write the remaining events and the closing bracket. A second call does nothing."""
         with self._lock:
             if self._file is None:
                 return
             if self._dropped:
-                # Past the limit, on purpose: it says that there is one.
-                told = {"labels": f"{self._dropped} more events were dropped"}
-                self._waiting.append(json.dumps({"name": "process_labels", "ph": "M", "pid": 0, "args": told}))
+                # Written beyond the limit, because it reports the limit.
+                labels = {"labels": f"{self._dropped} more events were dropped"}
+                self._waiting.append(json.dumps({"name": "process_labels", "ph": "M", "pid": 0, "args": labels}))
             self._flush("\n]\n")
             if self._file is not None:
                 self._file.close()
@@ -154,11 +154,11 @@ class Timeline:
             return
         self._left -= 1
         self._waiting.append(json.dumps(line))
-        if len(self._waiting) >= FLUSH or self._now() - self._flushed > PATIENCE:
+        if len(self._waiting) >= FLUSH or self._now() - self._flushed > FLUSH_EVERY_S:
             self._flush("")
 
     def _flush(self, after: str, before: str = "") -> None:
-        # A comma before each line but the first, not after: whatever is cut off, the lines before it are whole.
+        # A comma before each line except the first: if the file is cut off, the earlier lines are complete.
         assert self._file is not None
         self._flushed = self._now()
         lines = ",\n".join(self._waiting)
@@ -172,8 +172,10 @@ class Timeline:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        logger.warning("the timeline %s cannot be written: %s; training goes on without", self.path, error.strerror)
+        logger.warning(
+            "the timeline %s cannot be written: %s; training continues without it", self.path, error.strerror
+        )
         if self._file is not None:
-            with suppress(OSError):  # what could not be written still cannot be
+            with suppress(OSError):  # the remaining buffer cannot be written either
                 self._file.close()
         self._file = None

@@ -1,4 +1,4 @@
-"""`import syncline.compat.horovod.torch as hvd`: what `horovod.torch` had, on Syncline's engines."""
+"""The API of `horovod.torch`: `import syncline.compat.horovod.torch as hvd`."""
 
 from syncline.compat.horovod import elastic
 from syncline.compat.horovod.compression import Compression

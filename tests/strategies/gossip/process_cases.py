@@ -38,14 +38,14 @@ def pairs(world: sl.World) -> dict[str, Any]:
     """Average in pairs without gradients: what this worker began and ended with, and what all agree on."""
     model, optimizer, run = begin(world, Gossip("complete", pairwise=True), 0.0)
     assert isinstance(run, PairwiseRun)
-    assert run.partners is not None
+    assert run.peers is not None
     run.absorb()
     world.barrier()
     for _ in range(30):
         take_step(model, optimizer)
     run.control_channel().settle()  # a step's count may be on its way when the step is over
     world.barrier()
-    last = run.partners.weights.tolist()
+    last = run.peers.weights.tolist()
     steps = run.control_channel().steps()
     run.close()
     told = {"rank": world.rank, "first": start(world.rank), "last": last, "agreed": row(model).tolist()}

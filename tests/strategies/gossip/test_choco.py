@@ -71,7 +71,7 @@ def test_planted_without_estimates_of_each_other_nobody_meets() -> None:
     begin_round = Choco.begin
 
     def forgetful(self: Choco, weights: Any, number: int) -> None:
-        for hat in (self.hat, *self._hats.values()):
+        for hat in (self.estimate, *self.estimates.values()):
             hat.zero_()
         begin_round(self, weights, number)
 
@@ -125,11 +125,11 @@ def test_with_a_gradient_the_mean_moves_by_the_mean_of_the_gradients() -> None:
         torch.testing.assert_close(moved, -0.1 * gradient, rtol=1e-4, atol=1e-4)
 
 
-def test_after_a_checkpoint_everybody_believes_the_same_as_before(tmp_path: Any) -> None:
+def test_after_a_checkpoint_everybody_add_payloadss_the_same_as_before(tmp_path: Any) -> None:
     def work(world: sl.World, resume: bool) -> tuple[Tensor, dict[int, Tensor]]:
         model, optimizer, run = begin(world, Gossip(), 0.1, codec="topk(0.3)")
         assert isinstance(run, GossipRun)
-        mixing = run._mixing
+        mixing = run.mixing
         assert isinstance(mixing, Choco)
         if resume:
             sl.load(tmp_path, run=run)
@@ -137,7 +137,7 @@ def test_after_a_checkpoint_everybody_believes_the_same_as_before(tmp_path: Any)
             for _ in range(4):
                 take_step(model, optimizer)
             sl.save(tmp_path, step=4, run=run)
-        found = mixing.hat.clone(), {source: hat.clone() for source, hat in mixing._hats.items()}
+        found = mixing.estimate.clone(), {source: hat.clone() for source, hat in mixing.estimates.items()}
         run.close()
         return found
 

@@ -63,6 +63,6 @@ class TestPairwise(StrategyContract):
     def total(self, run: Run) -> Tensor:
         """The weights, and what was done to the snapshot of them since."""
         assert isinstance(run, PairwiseRun)
-        assert run.partners is not None
+        assert run.peers is not None
         model = torch.cat([parameter.detach().reshape(-1) for parameter in run.model.parameters()])
-        return run.partners.weights + (model - run._snapshot)
+        return run.peers.weights + (model - run.snapshot)

@@ -32,11 +32,11 @@ def test_named_graphs_are_symmetric_and_doubly_stochastic(name: str, size: int) 
 
 
 def test_their_weights() -> None:
-    assert build_graph("ring", 5).listens_to(0) == {1: 1 / 3, 4: 1 / 3}
-    assert build_graph("ring", 2).listens_to(1) == {0: 0.5}
-    assert sorted(build_graph("torus", 12).listens_to(0)) == [1, 3, 4, 8]
-    assert sorted(build_graph("torus", 6).listens_to(0)) == [1, 2, 3]
-    assert sorted(build_graph("exponential", 16).listens_to(0)) == [1, 2, 4, 8, 12, 14, 15]
+    assert build_graph("ring", 5).sources(0) == {1: 1 / 3, 4: 1 / 3}
+    assert build_graph("ring", 2).sources(1) == {0: 0.5}
+    assert sorted(build_graph("torus", 12).sources(0)) == [1, 3, 4, 8]
+    assert sorted(build_graph("torus", 6).sources(0)) == [1, 2, 3]
+    assert sorted(build_graph("exponential", 16).sources(0)) == [1, 2, 4, 8, 12, 14, 15]
     assert build_graph("complete", 4).matrix == ((0.25,) * 4,) * 4
     assert build_graph("ring", 4).gap == pytest.approx(2 / 3)
     star = metropolis({0: [1, 2, 3], 1: [], 2: [], 3: []})
@@ -47,7 +47,7 @@ def test_their_weights() -> None:
 def test_a_matrix_may_be_directed() -> None:
     half = ((0.5, 0.5, 0.0), (0.0, 0.5, 0.5), (0.5, 0.0, 0.5))
     graph = build_graph(half, 3)
-    assert (graph.listens_to(0), graph.tells(0)) == ({1: 0.5}, [2])
+    assert (graph.sources(0), graph.targets(0)) == ({1: 0.5}, [2])
     assert graph.neighbours(0) == {1: 0.25, 2: 0.25}
     assert graph.gap == pytest.approx(0.5)
 

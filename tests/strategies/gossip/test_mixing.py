@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import syncline as sl
 from syncline.strategies.gossip import Gossip, GossipRun, build_graph
-from syncline.strategies.gossip.apart import ROOM, Apart
-from syncline.strategies.gossip.mixing import PlainMixing
+from syncline.strategies.gossip.synchronous import SKETCH_SIZE, ConsensusSketch, PlainMixing
 from tests.strategies.cases import backward
 from tests.strategies.gossip.cases import begin, distance, expected, goal, row, take_step
 
@@ -70,7 +69,7 @@ def test_a_matrix_without_columns_that_sum_to_one_would_move_the_mean() -> None:
     lopsided = ((0.9, 0.1, 0.0, 0.0, 0.0), (0.5, 0.5, 0.0, 0.0, 0.0), (0.0, 0.5, 0.5, 0.0, 0.0),
                 (0.0, 0.0, 0.5, 0.5, 0.0), (0.0, 0.0, 0.0, 0.5, 0.5))  # fmt: skip
     checks = "syncline.strategies.gossip.graphs"
-    with mock.patch(f"{checks}.check_matrix", lambda rows, what: rows), mock.patch(f"{checks}.check_mixes"):
+    with mock.patch(f"{checks}.check_matrix", lambda rows, what: rows), mock.patch(f"{checks}.check_connected"):
         found = run_of(Gossip(lopsided), 3, 0.0)
     assert float((found[-1].mean(dim=0) - found[0].mean(dim=0)).abs().max()) > 0.1
 
@@ -146,8 +145,8 @@ def test_what_a_run_tells() -> None:
 def test_how_far_large_models_are_apart_is_told_within_a_few_percent() -> None:
     weights = [torch.randn(300, 100, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
     exact = distance(torch.stack([each.reshape(-1).double() for each in weights]))
-    apart = Apart(weights[:1])
-    assert apart.sums(weights[:1]).numel() == ROOM
+    apart = ConsensusSketch(weights[:1])
+    assert apart.sums(weights[:1]).numel() == SKETCH_SIZE
     told = distance(torch.stack([apart.sums([each]) for each in weights]))
     assert told == pytest.approx(exact, rel=0.06)
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import syncline as sl
 from syncline.strategies.gossip import Gossip, PairwiseRun
-from syncline.strategies.gossip.letters import AVERAGE, HEADER_BYTES, OK, READ, Letter
-from syncline.strategies.gossip.partners import comes_before, mean_of
+from syncline.strategies.gossip.pairwise import AVERAGE, HEADER_BYTES, OK, READ, PairMessage, comes_before, mean_of
 from syncline.testing import hunt
 from syncline.training.loop import train
 from syncline.training.outcome import Outcome
@@ -29,13 +28,13 @@ PAIRS = Gossip(pairwise=True)
 
 def pairwise(run: Any) -> PairwiseRun:
     assert isinstance(run, PairwiseRun)
-    assert run.partners is not None
+    assert run.peers is not None
     return run
 
 
 def weights_of(run: PairwiseRun) -> Tensor:
-    assert run.partners is not None
-    return run.partners.weights.clone()
+    assert run.peers is not None
+    return run.peers.weights.clone()
 
 
 def test_an_average_is_the_mean_of_two() -> None:
@@ -62,26 +61,26 @@ def test_two_tasks_ask_at_once() -> None:
 
     def work(world: sl.World) -> tuple[int, int, list[int]]:
         _, _, run = begin(world, PAIRS, 0.0)
-        partners = pairwise(run).partners
-        assert partners is not None
+        peers = pairwise(run).peers
+        assert peers is not None
         world.barrier()
         numbers = []
         if world.rank == 0:
-            receive = partners._channel.recv
+            receive = peers.channel.recv
             between: list[Any] = []
 
             def recv(*what: Any, **how: Any) -> Any:
                 if not between:
                     between.append(None)
-                    between[0] = partners._ask(1, READ, None)
+                    between[0] = peers.request(1, READ, None)
                 return receive(*what, **how)
 
-            partners._channel.recv = recv  # type: ignore[method-assign]
-            first = partners._ask(1, AVERAGE, partners.weights)
+            peers.channel.recv = recv  # type: ignore[method-assign]
+            first = peers.request(1, AVERAGE, peers.weights)
             numbers = [first.wait().number, between[0].wait().number]
         world.barrier()
         run.close()
-        return len(partners.lost), partners.asked, numbers
+        return len(peers.lost), peers.requests, numbers
 
     assert sl.simulate(work, 2).results == ((0, 2, [1, 2]), (0, 0, []))
 
@@ -89,14 +88,14 @@ def test_two_tasks_ask_at_once() -> None:
 def test_one_that_was_given_up_and_lives_is_told_of_the_end() -> None:
     def work(world: sl.World) -> tuple[bool, float]:
         _, _, run = begin(world, PAIRS, 0.0)
-        partners = pairwise(run).partners
-        assert partners is not None
+        peers = pairwise(run).peers
+        assert peers is not None
         world.barrier()
         if world.rank == 0:
-            partners._forget(1, "a mistake")
+            peers.forget(1, "a mistake")
         begun = world.runtime.now()
         run.close()
-        return 1 in partners.lost, world.runtime.now() - begun
+        return 1 in peers.lost, world.runtime.now() - begun
 
     for rank, (gave_up, seconds) in enumerate(sl.simulate(work, 2).results):
         assert gave_up == (rank == 0)
@@ -308,22 +307,22 @@ def test_in_any_order_of_events_it_ends() -> None:
 
 
 def test_letters_that_are_none_are_refused() -> None:
-    whole = Letter.write(AVERAGE, 3, torch.arange(4.0))
-    read = Letter.read(whole, peer=2)
+    whole = PairMessage.write(AVERAGE, 3, torch.arange(4.0))
+    read = PairMessage.read(whole, peer=2)
     assert (read.kind, read.number, read.row(torch.float32, 4).tolist()) == (AVERAGE, 3, [0.0, 1.0, 2.0, 3.0])
     with pytest.raises(sl.ProtocolError, match=r"rank 2 sent a row of 16 B where 20 were due: it trains another model"):
         read.row(torch.float32, 5)
     with pytest.raises(sl.ProtocolError, match=rf"rank 2 sent 7 B, and a header alone has {HEADER_BYTES}"):
-        Letter.read(whole[:7], peer=2)
+        PairMessage.read(whole[:7], peer=2)
     with pytest.raises(sl.ProtocolError, match="announces 16 B and has 12"):
-        Letter.read(whole[:-4], peer=2)
+        PairMessage.read(whole[:-4], peer=2)
     for at in range(HEADER_BYTES - 4):
         broken = whole.clone()
         broken[at] ^= 0x40
         if at not in (6, 7):  # spare bytes, which the checksum covers too
             with pytest.raises(sl.ProtocolError):
-                Letter.read(broken, peer=2)
-    assert Letter.read(Letter.write(OK, 1), peer=0).body.numel() == 0
+                PairMessage.read(broken, peer=2)
+    assert PairMessage.read(PairMessage.write(OK, 1), peer=0).body.numel() == 0
 
 
 def test_a_letter_that_is_none_changes_nothing() -> None:
@@ -334,9 +333,9 @@ def test_a_letter_that_is_none_changes_nothing() -> None:
         pairwise(run).absorb()
         world.barrier()
         if world.rank == 0:
-            partners = pairwise(run).partners
-            assert partners is not None
-            partners._channel.send(torch.full((40,), 7, dtype=torch.uint8), 1, 1).wait()
+            peers = pairwise(run).peers
+            assert peers is not None
+            peers.channel.send(torch.full((40,), 7, dtype=torch.uint8), 1, 1).wait()
         take_step(model, optimizer)
         run.close()
         return row(model)

@@ -113,14 +113,14 @@ def check_choco(seed: int) -> float:
     def work(world: sl.World) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
         model, optimizer, run = begin(world, strategy, 0.0, codec=case.codec, seed=seed)
         assert isinstance(run, GossipRun)
-        mixing = run._mixing
+        mixing = run.mixing
         assert isinstance(mixing, Choco)
         for step in range(rounds):
             world.compute(case.computes(world.rank, step))
             take_step(model, optimizer)
-        run._drop()
+        run.drop_round()
         last = row(model)
-        believed = {**mixing._hats, world.rank: mixing.hat}
+        believed = {**mixing.estimates, world.rank: mixing.estimate}
         run.close()
         return last, row(model), believed
 
@@ -200,11 +200,11 @@ def _play(case: Case, seed: int, steps: int, rate: float = 1.0) -> list[Journal]
             backward(0.0 * model() - weights[world.rank])  # called as a whole: the average goes on beside it
             optimizer.step()
             journal.steps += 1
-        journal.draws = run._drawn
+        journal.draws = run.draws
         if case.doomed is None:
             world.barrier()  # nobody changes anything any more
-        assert run.partners is not None
-        journal.last = run.partners.weights.double().clone()
+        assert run.peers is not None
+        journal.last = run.peers.weights.double().clone()
         run.close()
         journal.agreed = row(model)
 

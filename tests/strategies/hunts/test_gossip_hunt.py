@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from syncline.strategies.gossip.partners import Partners
+from syncline.strategies.gossip.pairwise import PairwisePeers
 from tests.hunting import hunted, seeds
 from tests.strategies.hunts.gossip_cases import check_choco, check_killed, check_mixing, check_pairs
 
@@ -38,12 +38,15 @@ def test_a_killed_worker_leaves_the_others_whole() -> None:
 def test_the_hunt_finds_an_average_that_is_not_atomic() -> None:
     """Planted: the active one lets go of its weights while it waits, and then takes the mean over as it was."""
 
-    def careless(self: Partners, peer: int) -> float | None:
+    def careless(self: PairwisePeers, peer: int) -> float | None:
         before = self.weights.clone()
-        moved = self._ask(peer, 1, before).wait().row(before.dtype, before.numel())
+        moved = self.request(peer, 1, before).wait().row(before.dtype, before.numel())
         self.weights.copy_(before - moved)
         self.changes += 1
         return 0.0
 
-    with mock.patch.object(Partners, "average", careless), pytest.raises(AssertionError, match=r"seed \d+ breaks it"):
+    with (
+        mock.patch.object(PairwisePeers, "average", careless),
+        pytest.raises(AssertionError, match=r"seed \d+ breaks it"),
+    ):
         hunted(check_pairs, range(60))

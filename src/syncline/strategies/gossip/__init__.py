@@ -1,4 +1,4 @@
-"""Gossip: workers that mix weights with their neighbours on a graph."""
+"""Gossip: workers mix weights with their neighbours on a graph."""
 
 from syncline.strategies.gossip.graphs import GRAPHS, Graph, build_graph, metropolis
 from syncline.strategies.gossip.pairwise import PairwiseRun

@@ -1,15 +1,18 @@
-"""Mixing by compressed differences: a codec's losses are never lost.
+"""A round of mixing with the neighbours, and CHOCO-Gossip, which mixes by compressed differences.
 
-Everybody keeps x̂_i, what all believe that worker i has, for itself and for its neighbours::
+    begin    x_i ──► targets                    receives are posted, and no worker waits
+    finish   Σ_j W_ij (x_j − x_i)               to be added to x_i, now or after a step
 
-    q_i = C(x_i − x̂_i) ──► neighbours         the bytes on the wire
-    x̂_j ← x̂_j + s·q_j                          alike at j and at all its neighbours: they decode the same bytes
-    x_i ← x_i + γ Σ_j W_ij (x̂_j − x̂_i)         the mean stays, whatever C has done to q
+CHOCO: each worker keeps an estimate x̂ of its own weights and of each neighbour's, as the neighbours know them::
 
-What C leaves out of q stays in x_i − x̂_i and is in the next q: no other error feedback is needed. The same holds for
-what float32, which codecs encode, leaves out of a difference of double precision. s and γ follow from how much of a
-random row survives C, δ = ⟨x, Cx⟩² / (‖x‖²‖Cx‖²). s = ⟨x, Cx⟩ / ‖Cx‖² makes s·C a contraction, also where
-C is unbiased and noisy; γ = δ (1 + δ) / 2 unless it is told, which of some rules tried came together fastest.
+    q_i = C(x_i − x̂_i) ──► neighbours          the payload
+    x̂_j ← x̂_j + s·q_j                           equal at j and at all its neighbours, which decode the same payload
+    x_i ← x_i + γ Σ_j W_ij (x̂_j − x̂_i)          keeps the mean for any codec C
+
+What C leaves out of q stays in x_i − x̂_i and is in the next q, so no other error feedback is needed. The same holds for
+what float32, which codecs encode, leaves out of a difference in double precision. s and γ follow from the part of a
+random row that survives C, δ = ⟨x, Cx⟩² / (‖x‖²‖Cx‖²). s = ⟨x, Cx⟩ / ‖Cx‖² makes s·C a contraction, also for an
+unbiased C with noise. The default γ = δ (1 + δ) / 2 converged fastest among several rules that were measured.
 
 Koloskova, Stich, Jaggi: Decentralized stochastic optimization and gossip algorithms with compressed communication
 (2019).
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,110 +33,165 @@ from syncline.codecs.payload import max_payload_bytes, pack, unpack
 from syncline.codecs.raw import Raw
 from syncline.errors import DivergedError, IncompatibleError
 from syncline.reduction import Communicator
-from syncline.strategies.gossip.mixing import Neighbours
-from syncline.transports import Handle
+from syncline.strategies.gossip.graphs import Graph
+from syncline.transports import Handle, Transport
 
-__all__ = ["Choco", "Pace", "pace_of"]
+__all__ = ["Choco", "Mixing", "Neighbours", "StepSizes", "measure_step_sizes"]
 
-HATS = 1 << 16
-"""The tag of estimates that are sent as they are."""
+ESTIMATES_TAG = 1 << 16
+"""The message tag of estimates that are sent without a codec."""
+
+
+class Mixing(Protocol):
+    """How a round is carried out. One round is in progress at a time."""
+
+    def begin(self, weights: Sequence[Tensor], number: int) -> None:
+        """Send this worker's weights to the neighbours, in the round of that number."""
+        ...
+
+    def finish(self) -> list[Tensor]:
+        """The change of each weight. Valid until the next `begin`."""
+        ...
+
+
+class Neighbours:
+    """The run's own channel to the neighbours. Constructed by all workers together."""
+
+    def __init__(self, exchange: Communicator, graph: Graph) -> None:
+        channel = exchange.team.transport.split(range(exchange.size))
+        assert channel is not None, "every rank is a member"
+        self.channel: Transport = channel
+        self.sources = graph.sources(exchange.rank)
+        """The workers whose weights arrive here, with the factor of each."""
+        self.targets = graph.targets(exchange.rank)
+        self._stats = exchange.stats
+        self._now = exchange.world.runtime.now
+        self._began = 0.0
+        self._sending: list[Handle] = []
+
+    def begin(self) -> None:
+        """Start to measure a round."""
+        self._stats.next_round()
+        self._began = self._now()
+
+    def send(self, data: Tensor, tag: int, logical: int, exact: bool) -> None:
+        """Send to all targets. The data must not change until `wait` returns."""
+        self._sending += [self.channel.send(data, to, tag, exact=exact) for to in self.targets]
+        self._stats.sent(logical * len(self.targets), data.nbytes * len(self.targets))
+
+    def wait(self, receiving: Sequence[Handle]) -> None:
+        """Wait for all receives and sends."""
+        since = self._now()
+        for handle in (*receiving, *self._sending):
+            handle.wait()
+        self._sending = []
+        ended = self._now()
+        self._stats.reduced(self._began, ended, "weights of neighbours")
+        self._stats.waited(since, ended)
 
 
 @dataclass(frozen=True)
-class Pace:
-    """How far the estimates go along with a message, and the weights with the estimates: s and γ."""
+class StepSizes:
+    """s and γ: how far an estimate moves with a payload, and the weights with the estimates."""
 
     scale: float
     gamma: float
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Parameters that one codec carries."""
+class _CodedParameters:
+    """Parameters that one codec encodes."""
 
     codec: PayloadCodec
     numbers: tuple[int, ...]
 
 
 class Choco:
-    """CHOCO-Gossip on one worker. All begin with the same weights, so that is what they believe of each other."""
+    """CHOCO-Gossip on one worker. All workers begin with the same weights, which are the first estimates."""
 
     def __init__(
-        self, neighbours: Neighbours, weights: Mapping[str, Tensor], codec: Codec, pace: Pace, rank: int, seed: int
+        self,
+        neighbours: Neighbours,
+        weights: Mapping[str, Tensor],
+        codec: Codec,
+        step_sizes: StepSizes,
+        rank: int,
+        seed: int,
     ) -> None:
-        self.pace = pace
+        self.step_sizes = step_sizes
         self._neighbours = neighbours
-        self._layout = _Layout(weights, codec)
+        self._layout = _CodedLayout(weights, codec)
         self._codec, self._rank, self._seed = codec, rank, seed
         self._number = 0
         self._payloads: list[Tensor] = []
-        self._coming: dict[int, list[tuple[Handle, Tensor]]] = {}
-        self.hat = self._layout.read(list(weights.values()))
-        """What the neighbours believe of this worker, as a row."""
-        self._hats = {source: self.hat.clone() for source in neighbours.sources}
-        self._scratch = torch.empty_like(self.hat)
-        self._decoded = self._scratch.float()  # the same tensor if it is float32
+        self._receiving: dict[int, list[tuple[Handle, Tensor]]] = {}
+        self.estimate = self.flat(list(weights.values()))
+        """The neighbours' estimate of this worker's weights, as a flat tensor."""
+        self.estimates = {source: self.estimate.clone() for source in neighbours.sources}
+        """This worker's estimates of its neighbours' weights."""
+        self._difference = torch.empty_like(self.estimate)
+        self._decoded = self._difference.float()  # the same tensor if it is float32
+
+    def flat(self, weights: Sequence[Tensor]) -> Tensor:
+        """A flat copy of the weights."""
+        return self._layout.flat(weights)
 
     def begin(self, weights: Sequence[Tensor], number: int) -> None:
         neighbours, layout = self._neighbours, self._layout
         neighbours.begin()
         self._number = number
-        news = layout.read(weights).sub_(self.hat).float()
-        if not all_finite(news):
+        change = layout.flat(weights).sub_(self.estimate).float()
+        if not all_finite(change):
             raise DivergedError(
                 f"the weights of rank {self._rank} are not finite in round {number}, and {self._codec!r} cannot carry "
                 "them",
                 rank=self._rank,
             )
-        rooms = [torch.empty(layout.room(piece, number), dtype=torch.uint8) for piece in layout.pieces]
-        self._coming = {
+        sizes = [layout.max_bytes(part, number) for part in layout.parts]
+        self._receiving = {
             source: [
                 (neighbours.channel.recv(buffer, source, tag), buffer)
-                for tag, buffer in enumerate(room.clone() for room in rooms)
+                for tag, buffer in enumerate(torch.empty(size, dtype=torch.uint8) for size in sizes)
             ]
             for source in neighbours.sources
         }
         rng = RngKey(self._seed, number, self._rank)
-        self._payloads = [pack(piece.codec, layout.parts(piece, news), rng) for piece in layout.pieces]
-        for tag, (piece, payload) in enumerate(zip(layout.pieces, self._payloads, strict=True)):
-            neighbours.send(payload, tag, self.hat.element_size() * layout.numel(piece), exact=False)
+        self._payloads = [pack(part.codec, layout.slices(part, change), rng) for part in layout.parts]
+        for tag, (part, payload) in enumerate(zip(layout.parts, self._payloads, strict=True)):
+            neighbours.send(payload, tag, self.estimate.element_size() * layout.numel(part), exact=False)
 
     def finish(self) -> list[Tensor]:
-        self._neighbours.wait([handle for coming in self._coming.values() for handle, _ in coming])
-        self._believe(self.hat, self._payloads, "")
-        change = torch.zeros_like(self.hat)
-        for source, weight in self._neighbours.sources.items():
-            payloads = [buffer[: handle.nbytes] for handle, buffer in self._coming[source]]
-            self._believe(self._hats[source], payloads, f" from rank {self._neighbours.channel.members[source]}")
-            self._neighbours.channel.timing.reduced(self.hat.nbytes)
-            torch.sub(self._hats[source], self.hat, out=self._scratch)
-            change.add_(self._scratch, alpha=weight * self.pace.gamma)
+        neighbours = self._neighbours
+        neighbours.wait([handle for receiving in self._receiving.values() for handle, _ in receiving])
+        self._add_payloads(self.estimate, self._payloads, "")
+        change = torch.zeros_like(self.estimate)
+        for source, weight in neighbours.sources.items():
+            payloads = [buffer[: handle.nbytes] for handle, buffer in self._receiving[source]]
+            self._add_payloads(self.estimates[source], payloads, f" from rank {neighbours.channel.members[source]}")
+            neighbours.channel.timing.reduced(self.estimate.nbytes)
+            torch.sub(self.estimates[source], self.estimate, out=self._difference)
+            change.add_(self._difference, alpha=weight * self.step_sizes.gamma)
         return self._layout.views(change)
 
-    def exchange_hats(self, hat: Tensor | None) -> None:
-        """Go on from other estimates, such as a checkpoint's; every worker calls it, outside of rounds."""
+    def exchange_estimates(self, estimate: Tensor) -> None:
+        """Continue from another estimate, such as a checkpoint's. Every worker calls it, outside of rounds."""
         channel = self._neighbours.channel
-        if hat is not None:
-            self.hat.copy_(hat.reshape(-1))
-        handles = [channel.recv(row, source, HATS, exact=True) for source, row in self._hats.items()]
-        handles += [channel.send(self.hat, to, HATS, exact=True) for to in self._neighbours.targets]
+        self.estimate.copy_(estimate.reshape(-1))
+        handles = [channel.recv(row, source, ESTIMATES_TAG, exact=True) for source, row in self.estimates.items()]
+        handles += [channel.send(self.estimate, to, ESTIMATES_TAG, exact=True) for to in self._neighbours.targets]
         for handle in handles:
             handle.wait()
 
-    def begin_anew(self, weights: Sequence[Tensor]) -> Tensor:
-        """Estimates for weights that everybody has."""
-        return self._layout.read(weights)
-
-    def _believe(self, hat: Tensor, payloads: Sequence[Tensor], sender: str) -> None:
-        """What the payloads say, added to an estimate."""
-        for piece, payload in zip(self._layout.pieces, payloads, strict=True):
-            rows = [part.flat for part in self._layout.parts(piece, self._decoded)]
-            unpack(piece.codec, payload, rows, accumulate=False, sender=sender, step=self._number)
-        hat.add_(self._decoded, alpha=self.pace.scale)
+    def _add_payloads(self, estimate: Tensor, payloads: Sequence[Tensor], sender: str) -> None:
+        """Decode the payloads and add them to an estimate."""
+        for part, payload in zip(self._layout.parts, payloads, strict=True):
+            rows = [each.flat for each in self._layout.slices(part, self._decoded)]
+            unpack(part.codec, payload, rows, accumulate=False, sender=sender, step=self._number)
+        estimate.add_(self._decoded, alpha=self.step_sizes.scale)
 
 
-class _Layout:
-    """Parameters in one row, and which codec carries which. The row is float64 where a parameter is, else float32."""
+class _CodedLayout:
+    """All parameters in one flat tensor, and the codec of each. It is float64 if a parameter is, else float32."""
 
     def __init__(self, weights: Mapping[str, Tensor], codec: Codec) -> None:
         self._names = list(weights)
@@ -153,45 +212,48 @@ class _Layout:
                     f"{name} is {weight.dtype}, and codecs are for real numbers: leave the codec out"
                 )
             chosen.setdefault(picked, []).append(number)
-        self.pieces = [_Piece(picked, tuple(numbers)) for picked, numbers in chosen.items()]
+        self.parts = [_CodedParameters(picked, tuple(numbers)) for picked, numbers in chosen.items()]
 
-    def numel(self, piece: _Piece) -> int:
-        return sum(self._sizes[number] for number in piece.numbers)
+    def numel(self, part: _CodedParameters) -> int:
+        return sum(self._sizes[number] for number in part.numbers)
 
-    def room(self, piece: _Piece, step: int) -> int:
-        """The most bytes that its payload takes."""
-        return max_payload_bytes(piece.codec, [self._sizes[number] for number in piece.numbers], step)
+    def max_bytes(self, part: _CodedParameters, step: int) -> int:
+        """The largest size of its payload."""
+        return max_payload_bytes(part.codec, [self._sizes[number] for number in part.numbers], step)
 
-    def read(self, weights: Sequence[Tensor]) -> Tensor:
+    def flat(self, weights: Sequence[Tensor]) -> Tensor:
         return torch.cat([weight.detach().reshape(-1).to("cpu", self._dtype) for weight in weights])
 
-    def parts(self, piece: _Piece, row: Tensor) -> list[TensorSlice]:
+    def slices(self, part: _CodedParameters, row: Tensor) -> list[TensorSlice]:
         split = torch.split_with_sizes(row, self._sizes)
-        return [TensorSlice(split[number], self._names[number], shape=self._shapes[number]) for number in piece.numbers]
+        return [TensorSlice(split[number], self._names[number], shape=self._shapes[number]) for number in part.numbers]
 
     def views(self, row: Tensor) -> list[Tensor]:
-        return [
-            part.view(shape) for part, shape in zip(torch.split_with_sizes(row, self._sizes), self._shapes, strict=True)
-        ]
+        split = torch.split_with_sizes(row, self._sizes)
+        return [part.view(shape) for part, shape in zip(split, self._shapes, strict=True)]
 
 
-def pace_of(exchange: Communicator, weights: Mapping[str, Tensor], codec: Codec, gamma: float | None) -> Pace:
-    """What suits a codec, measured by rank 0 on a random row with these parameters' shapes; every worker calls it.
+def measure_step_sizes(
+    exchange: Communicator, weights: Mapping[str, Tensor], codec: Codec, gamma: float | None
+) -> StepSizes:
+    """The step sizes for a codec, measured by rank 0 on a random row of these shapes. Every worker calls it.
 
-    It must be the same everywhere, or the mean would not stay.
+    All workers must use the same ones, or the mean would change.
     """
-    layout = _Layout(weights, codec)
-    told = torch.ones(2, dtype=torch.float64)
+    layout = _CodedLayout(weights, codec)
+    measured = torch.ones(2, dtype=torch.float64)
     if exchange.rank == 0:
-        draw = torch.Generator().manual_seed(0)
-        row = torch.randn(sum(layout.numel(piece) for piece in layout.pieces), generator=draw, dtype=torch.float32)
-        kept = torch.zeros_like(row)
-        for piece in layout.pieces:
-            step = piece.codec.traits.steady_from_step
-            payload = pack(piece.codec, layout.parts(piece, row), RngKey(0, step, 0))
-            unpack(piece.codec, payload, [part.flat for part in layout.parts(piece, kept)], accumulate=False, step=step)
-        along, length, whole = (float(each) for each in (row @ kept, kept @ kept, row @ row))
-        if along > 0:
-            told = torch.tensor([along / length, along * along / (length * whole)], dtype=torch.float64)
-    scale, survives = (float(each) for each in exchange.from_root(told))
-    return Pace(min(1.0, scale), min(1.0, survives * (1.0 + survives) / 2) if gamma is None else gamma)
+        generator = torch.Generator().manual_seed(0)
+        numel = sum(layout.numel(part) for part in layout.parts)
+        row = torch.randn(numel, generator=generator, dtype=torch.float32)
+        decoded = torch.zeros_like(row)
+        for part in layout.parts:
+            step = part.codec.traits.steady_from_step
+            payload = pack(part.codec, layout.slices(part, row), RngKey(0, step, 0))
+            rows = [each.flat for each in layout.slices(part, decoded)]
+            unpack(part.codec, payload, rows, accumulate=False, step=step)
+        product, length, whole = (float(each) for each in (row @ decoded, decoded @ decoded, row @ row))
+        if product > 0:
+            measured = torch.tensor([product / length, product * product / (length * whole)], dtype=torch.float64)
+    scale, survives = (float(each) for each in exchange.from_root(measured))
+    return StepSizes(min(1.0, scale), min(1.0, survives * (1.0 + survives) / 2) if gamma is None else gamma)

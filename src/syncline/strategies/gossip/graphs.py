@@ -1,33 +1,44 @@
-"""Who talks with whom, and with what weight: W, whose rows and columns sum to 1.
+"""The communication graph of gossip: a mixing matrix W whose rows and columns sum to 1.
 
-    ring      0 ─ 1 ─ 2 ─ 3 ─ 0         a third of each neighbour, a third of oneself
-    torus     the same on a grid, 4 neighbours; the sides are the two factors of p that are nearest each other
+    ring      0 ─ 1 ─ 2 ─ 3 ─ 0         a third of each neighbour, a third of the worker itself
+    torus     the same on a grid, 4 neighbours; the sides are the two factors of p that are closest to each other
     exponential   i ± 1, i ± 2, i ± 4, …: about 2·log₂(p) neighbours
-    complete  everybody: 1/p each
+    complete  all workers: 1/p each
 
-A round x ← W x leaves the mean as it is and brings the workers together by the factor σ = ‖W − 11ᵀ/p‖₂, which is |λ₂|
-where W is symmetric. 1 − σ is the spectral gap. For any other connected graph Metropolis' weights are symmetric and
-doubly stochastic: W_ij = 1 / (1 + max(d_i, d_j)) between neighbours of degrees d_i and d_j, and the rest on oneself.
+A round x ← W x keeps the mean and reduces the workers' distance from it by the factor σ = ‖W − 11ᵀ/p‖₂, which is |λ₂|
+if W is symmetric. 1 − σ is the spectral gap. Any other connected graph gets Metropolis weights, which are symmetric and
+doubly stochastic: W_ij = 1 / (1 + max(d_i, d_j)) for neighbours of degrees d_i and d_j; the rest is on the diagonal.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from syncline.errors import IncompatibleError, SpecError
 from syncline.specs import nearest
-from syncline.strategies.gossip.matrices import SUFFIXES, Matrix, check_matrix, check_mixes, contraction, read_matrix
 
-__all__ = ["GRAPHS", "Graph", "build_graph", "check_graph", "metropolis"]
+__all__ = ["GRAPHS", "Graph", "Matrix", "build_graph", "check_connected", "check_graph", "check_matrix", "metropolis"]
+
+Matrix = tuple[tuple[float, ...], ...]
 
 EDGES = re.compile(r"\s*\d+\s*-\s*\d+\s*(,\s*\d+\s*-\s*\d+\s*)*,?\s*")
+MATRIX_SUFFIXES = (".csv", ".txt", ".json", ".npy")
+SUM_TOLERANCE = 1e-6
+"""Largest difference from 1 of the sum of a row or a column."""
+MIN_SPECTRAL_GAP = 1e-9
+MAX_WORKERS = 4096
+"""Largest number of workers that a matrix may have."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +46,7 @@ class Graph:
     """A graph of a world's workers, with its weights.
 
     >>> ring = build_graph("ring", 4)
-    >>> ring.listens_to(0), round(ring.gap, 4)
+    >>> ring.sources(0), round(ring.gap, 4)
     ({1: 0.3333333333333333, 3: 0.3333333333333333}, 0.6667)
     """
 
@@ -45,24 +56,24 @@ class Graph:
     def size(self) -> int:
         return len(self.matrix)
 
-    def listens_to(self, worker: int) -> dict[int, float]:
-        """Whose weights a worker mixes into its own, and how much of them."""
+    def sources(self, worker: int) -> dict[int, float]:
+        """The workers whose weights `worker` mixes into its own, with the factor of each."""
         return {other: weight for other, weight in enumerate(self.matrix[worker]) if weight > 0 and other != worker}
 
-    def tells(self, worker: int) -> list[int]:
-        """Who mixes this worker's weights into theirs."""
+    def targets(self, worker: int) -> list[int]:
+        """The workers that mix the weights of `worker` into theirs."""
         return [other for other, row in enumerate(self.matrix) if row[worker] > 0 and other != worker]
 
     def neighbours(self, worker: int) -> dict[int, float]:
-        """Whom it is joined with either way, and how strongly; for averages of two."""
-        column = {other: self.matrix[other][worker] for other in self.tells(worker)}
-        row = self.listens_to(worker)
+        """The workers at the other ends of its edges, with the mean factor of both directions."""
+        column = {other: self.matrix[other][worker] for other in self.targets(worker)}
+        row = self.sources(worker)
         return {other: (row.get(other, 0.0) + column.get(other, 0.0)) / 2 for other in sorted({*row, *column})}
 
     @cached_property
     def contraction(self) -> float:
-        """σ: what is left of the distance to the mean after a round, at most."""
-        return contraction(self.matrix)
+        """σ: the largest factor by which a round changes the distance from the mean."""
+        return _contraction(self.matrix)
 
     @property
     def gap(self) -> float:
@@ -75,12 +86,12 @@ class Graph:
 
 
 def check_graph(graph: object) -> str | Matrix:
-    """A strategy's argument as it is kept: a name, edges, a path, or a matrix of tuples. What cannot be is refused."""
+    """Check the strategy's argument: a name, edges, a path, or a matrix, which becomes nested tuples."""
     if isinstance(graph, (list, tuple)):
         return check_matrix(graph, "gossip(graph=…)")
     if not isinstance(graph, str):
         raise SpecError(f"gossip(graph={graph!r}): {_offer()}")
-    known = graph in GRAPHS or graph.endswith(SUFFIXES) or EDGES.fullmatch(graph) is not None
+    known = graph in GRAPHS or graph.endswith(MATRIX_SUFFIXES) or EDGES.fullmatch(graph) is not None
     if not known:
         raise SpecError(f"gossip(graph={graph!r}): {nearest(graph, list(GRAPHS))}; or {_offer()}")
     return graph
@@ -92,44 +103,44 @@ def build_graph(graph: str | Matrix, size: int) -> Graph:
     >>> build_graph("0-1, 1-2", 3).matrix[0]
     (0.6666666666666667, 0.3333333333333333, 0.0)
     """
-    if size == 1:  # there is nobody to mix with, whatever the graph is for
+    if size == 1:  # any graph of one worker
         return Graph(((1.0,),))
     if isinstance(graph, str) and graph in GRAPHS:
         return Graph(metropolis({worker: GRAPHS[graph](worker, size) for worker in range(size)}))
     what = f"gossip(graph={graph if isinstance(graph, str) else '…'!r})"
-    if isinstance(graph, str) and not graph.endswith(SUFFIXES):
-        found = Graph(metropolis(_joined(graph, size, what)))
+    if isinstance(graph, str) and not graph.endswith(MATRIX_SUFFIXES):
+        result = Graph(metropolis(_edges_of(graph, size, what)))
     else:
-        found = Graph(read_matrix(graph) if isinstance(graph, str) else graph)
-        if found.size != size:
+        result = Graph(_read_matrix(graph) if isinstance(graph, str) else graph)
+        if result.size != size:
             raise IncompatibleError(
-                f"{what} is for {found.size} workers, and this world has {size}: give a matrix of {size} rows and "
+                f"{what} is for {result.size} workers, and this world has {size}: give a matrix of {size} rows and "
                 f"columns, or a graph by its name ({', '.join(GRAPHS)})"
             )
-    check_mixes(found.matrix, what)
-    return found
+    check_connected(result.matrix, what)
+    return result
 
 
 def metropolis(neighbours: Mapping[int, Iterable[int]]) -> Matrix:
-    """Weights for a graph that is given by each worker's neighbours: symmetric, doubly stochastic.
+    """Symmetric, doubly stochastic weights for a graph that is given by each worker's neighbours.
 
     >>> metropolis({0: [1], 1: [0]})
     ((0.5, 0.5), (0.5, 0.5))
     """
     size = len(neighbours)
-    joined: list[set[int]] = [set() for _ in range(size)]
+    neighbour_sets: list[set[int]] = [set() for _ in range(size)]
     for worker, others in neighbours.items():
         for other in others:
             if not 0 <= worker < size or not 0 <= other < size:
                 raise SpecError(f"an edge {worker}-{other}, and there are workers 0 to {size - 1}")
             if worker != other:
-                joined[worker].add(other)
-                joined[other].add(worker)
+                neighbour_sets[worker].add(other)
+                neighbour_sets[other].add(worker)
     rows = []
     for worker in range(size):
         row = [0.0] * size
-        for other in joined[worker]:
-            row[other] = 1.0 / (1 + max(len(joined[worker]), len(joined[other])))
+        for other in neighbour_sets[worker]:
+            row[other] = 1.0 / (1 + max(len(neighbour_sets[worker]), len(neighbour_sets[other])))
         row[worker] = 1.0 - math.fsum(row)
         rows.append(tuple(row))
     return tuple(rows)
@@ -162,23 +173,112 @@ GRAPHS: Mapping[str, Callable[[int, int], Sequence[int]]] = {
     "exponential": _exponential,
     "complete": _complete,
 }
-"""By name: the neighbours of a worker among so many. As many for each, so that Metropolis' weights are all alike."""
+"""By name: the neighbours of a worker in a world of `size`. All degrees are equal, so all Metropolis weights are."""
 
 
-def _joined(edges: str, size: int, what: str) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {worker: [] for worker in range(size)}
+def _edges_of(edges: str, size: int, what: str) -> dict[int, list[int]]:
+    edges_of: dict[int, list[int]] = {worker: [] for worker in range(size)}
     for edge in filter(None, (part.strip() for part in edges.split(","))):
         one, other = (int(end) for end in edge.split("-"))
         if max(one, other) >= size:
             raise IncompatibleError(
                 f"{what} has an edge {edge}, and this world has workers 0 to {size - 1}: name edges between those"
             )
-        found[one].append(other)
-    return found
+        edges_of[one].append(other)
+    return edges_of
 
 
 def _offer() -> str:
     return (
         f"a name ({', '.join(GRAPHS)}), edges such as '0-1, 1-2, 2-0', a matrix whose rows and columns sum to 1, as "
-        f"nested tuples, or the path of a file that holds one ({', '.join(SUFFIXES)})"
+        f"nested tuples, or the path of a file that holds one ({', '.join(MATRIX_SUFFIXES)})"
     )
+
+
+def check_matrix(rows: Sequence[Any], what: str) -> Matrix:
+    """Check that rows of numbers form a square matrix without negative entries whose rows and columns sum to 1.
+
+    >>> check_matrix([[0.5, 0.5], [0.5, 0.5]], "W")
+    ((0.5, 0.5), (0.5, 0.5))
+    >>> check_matrix([[0.9, 0.1], [0.2, 0.8]], "W")
+    Traceback (most recent call last):
+    ...
+    syncline.errors.SpecError: W: column 0 sums to 1.1, not 1: ...
+    """
+    size = len(rows)
+    if not 1 <= size <= MAX_WORKERS:
+        raise SpecError(f"{what}: a matrix of {size} rows, and 1 to {MAX_WORKERS} can be: one for each worker")
+    matrix: list[tuple[float, ...]] = []
+    for number, row in enumerate(rows):
+        if not isinstance(row, (list, tuple)) or len(row) != size:
+            content = f"{len(row)} numbers" if isinstance(row, (list, tuple)) else f"{row!r}"
+            raise SpecError(f"{what}: row {number} is {content}, and the matrix has {size} rows: it must be square")
+        for column, value in enumerate(row):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+                raise SpecError(f"{what}: row {number}, column {column} is {value!r}: a weight is a number from 0 to 1")
+        matrix.append(tuple(float(value) for value in row))
+    for kind, lines in (("row", matrix), ("column", list(zip(*matrix, strict=True)))):
+        for number, line in enumerate(lines):
+            total = math.fsum(line)
+            if abs(total - 1.0) > SUM_TOLERANCE:
+                raise SpecError(
+                    f"{what}: {kind} {number} sums to {total:.7g}, not 1: rows must, or weights fade or grow, and "
+                    "columns, or the mean is not kept; a graph by its edges ('0-1, 1-2') gets weights that do"
+                )
+    return tuple(matrix)
+
+
+def check_connected(matrix: Matrix, what: str) -> None:
+    """Refuse a graph that is not connected, or one with a spectral gap of 0."""
+    unreached = _unreached(matrix)
+    if unreached:
+        raise SpecError(
+            f"{what}: no path leads from worker 0 to {', '.join(map(str, unreached[:8]))}"
+            f"{', …' * (len(unreached) > 8)}: the graph is not connected, and its parts would train apart; "
+            "join them by an edge"
+        )
+    if len(matrix) > 1 and 1.0 - _contraction(matrix) < MIN_SPECTRAL_GAP:
+        raise SpecError(
+            f"{what}: a round brings the workers no nearer to each other (the spectral gap is 0), as where all weights "
+            "only change places: keep some weight on the diagonal, such as (W + 1) / 2"
+        )
+
+
+def _contraction(matrix: Matrix) -> float:
+    """‖W − 11ᵀ/p‖₂: the second largest singular value; of a symmetric matrix |λ₂|.
+
+    >>> _contraction(((0.75, 0.25), (0.25, 0.75)))
+    0.5
+    """
+    whole = torch.tensor(matrix, dtype=torch.float64)
+    return min(1.0, float(torch.linalg.matrix_norm(whole - 1.0 / len(matrix), ord=2)))
+
+
+def _read_matrix(path: str) -> Matrix:
+    """Read a matrix from a file: .json (lists of numbers), .npy, or text with a row on each line."""
+    file, what = Path(path), f"gossip(graph={path!r})"
+    try:
+        if path.endswith(".npy"):
+            rows = np.load(file, allow_pickle=False).tolist()
+        elif path.endswith(".json"):
+            rows = json.loads(file.read_text())
+        else:
+            lines = [line.split("#")[0].replace(",", " ").split() for line in file.read_text().splitlines()]
+            rows = [[float(word) for word in line] for line in lines if line]
+    except (OSError, ValueError, RecursionError) as error:
+        raise SpecError(f"{what}: no matrix can be read there ({error})") from None
+    if not isinstance(rows, list):
+        raise SpecError(f"{what}: it holds {type(rows).__name__}, and not rows of numbers")
+    return check_matrix(rows, what)
+
+
+def _unreached(matrix: Matrix) -> list[int]:
+    """Workers without a path from worker 0. Because columns sum to 1, every path has a way back."""
+    seen, waiting = {0}, [0]
+    while waiting:
+        source = waiting.pop()
+        for worker, row in enumerate(matrix):
+            if row[source] > 0 and worker not in seen:
+                seen.add(worker)
+                waiting.append(worker)
+    return [worker for worker in range(len(matrix)) if worker not in seen]

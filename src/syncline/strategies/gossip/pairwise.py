@@ -1,48 +1,387 @@
-"""Two at a time, at any time: every worker at its own pace averages with one random neighbour, then takes its step.
+"""AD-PSGD: each worker, at its own pace, averages with one random neighbour at a time and takes its step.
 
-    worker i    snapshot ── forward ── backward ── step: x_i ← x_i + what the optimizer did to the snapshot ── …
+    worker i    snapshot ── forward ── backward ── step: x_i ← x_i + the optimizer's change of the snapshot ── …
                 └── (x_i, x_j) ← their mean, with one random neighbour j ──┘
-    and         (x_k, x_i) ← their mean, whenever some k asks: in tasks of their own
+    and         (x_k, x_i) ← their mean, whenever a worker k asks: in a task for each peer
 
-The gradient is that of the snapshot, the step is added to what the weights have become meanwhile. Nobody waits for
-anybody's step: a slow worker answers as soon as others do.
+The gradient is that of the snapshot. The step is added to the current weights, which may have changed since. No worker
+waits for another's step: a slow worker answers as fast as the others.
 
-AD-PSGD: Lian, Zhang, Zhang, Liu: Asynchronous decentralized parallel stochastic gradient descent (2018).
+```text
+active i                                   passive j, in a task for each peer
+locks its weights ── AVERAGE, x_i ───────► locks its weights: d = (x_i − x_j) / 2,  x_j += d
+x_i −= d          ◄───────────── OK, d ─── unlocks
+unlocks
+```
+
+x_j gains what x_i loses, so the sum never changes. A worker that locks its own weights and waits could wait in a circle
+with others. So workers are ordered, even ranks before odd ones, and each asks only those after it. On a graph whose
+edges all join even and odd ranks, half of the workers are active and half passive. A worker that dies during an average
+takes its own weights along, before or after the change.
+
+Lian, Zhang, Zhang, Liu: Asynchronous decentralized parallel stochastic gradient descent (2018).
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import struct
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.errors import IncompatibleError, PeerLostError
-from syncline.reduction import Communicator
+from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SynclineError
+from syncline.reduction import Communicator, Stats
 from syncline.runtime import Task
-from syncline.server import server_network
+from syncline.server import Client, Future, open_space, server_network
 from syncline.strategies.asynchronous import AsynchronousRun
 from syncline.strategies.base import RunSettings, Strategy, check_gradients, trained
 from syncline.strategies.gossip.graphs import Graph
-from syncline.strategies.gossip.pair_channel import PairwiseChannel, open_channel
-from syncline.strategies.gossip.partners import Partners, comes_before, mean_of
+from syncline.strategies.key_map import KeyMap
 from syncline.strategies.local_weights import load_optimizer_state, optimizer_state, refuse_inside_agreed
-from syncline.transports import Transport
+from syncline.strategies.parameter_server import ServedBoard
+from syncline.transports import Handle, Transport
+from syncline.world import World
 from syncline.world.hooks import ModuleHook
 
-__all__ = ["PairwiseRun"]
+__all__ = ["PairMessage", "PairwiseChannel", "PairwisePeers", "PairwiseRun", "comes_before", "mean_of"]
 
-TORCH = "torch.distributed"
+logger = logging.getLogger("syncline")
+
+MAGIC = b"SLGP"
+VERSION = 1
+HEADER_FIELDS = struct.Struct("<4sBB2xQQ")
+"""Magic, version, kind, 2 spare bytes, number, bytes of the row."""
+HEADER_CRC = struct.Struct("<I4x")  # the row after it is aligned
+HEADER_BYTES = HEADER_FIELDS.size + HEADER_CRC.size
+
+AVERAGE, READ, DONE, FINAL, OK, REFUSED = range(1, 7)
+"""Kinds of messages."""
+REQUEST_TAG = 1
+REPLY_TAGS = {AVERAGE: 2, READ: 3}
+"""Two tags, because two tasks may send different requests to one worker at once."""
+
+MAX_UNCONFIRMED_STEPS = 8
+"""Steps that a worker may be ahead of what server 0 has confirmed."""
+TORCH_TRANSPORT = "torch.distributed"
+
+
+@dataclass(frozen=True)
+class PairMessage:
+    """A received message. The row lies in the receive buffer.
+
+    >>> PairMessage.read(PairMessage.write(AVERAGE, 7, torch.ones(2)), peer=1).row(torch.float32)
+    tensor([1., 1.])
+    """
+
+    kind: int
+    number: int
+    body: Tensor
+    peer: int
+
+    @staticmethod
+    def write(kind: int, number: int, row: Tensor | None = None) -> Tensor:
+        """The bytes of a message."""
+        data = message_buffer(row)
+        fields = HEADER_FIELDS.pack(MAGIC, VERSION, kind, number, data.numel() - HEADER_BYTES)
+        header = fields + HEADER_CRC.pack(zlib.crc32(fields))
+        data[:HEADER_BYTES] = torch.from_numpy(np.frombuffer(header, np.uint8).copy())
+        if row is not None:
+            data[HEADER_BYTES:].view(row.dtype).copy_(row)
+        return data
+
+    @staticmethod
+    def read(data: Tensor, peer: int) -> PairMessage:
+        """Parse bytes from `peer`; invalid ones raise a `ProtocolError`."""
+        if data.numel() < HEADER_BYTES:
+            raise ProtocolError(f"rank {peer} sent {data.numel()} B, and a header alone has {HEADER_BYTES}", peer=peer)
+        header = data[:HEADER_BYTES].numpy().tobytes()
+        magic, version, kind, number, length = HEADER_FIELDS.unpack_from(header)
+        (checksum,) = HEADER_CRC.unpack_from(header, HEADER_FIELDS.size)
+        if magic != MAGIC or version != VERSION or checksum != zlib.crc32(header[: HEADER_FIELDS.size]):
+            raise ProtocolError(
+                f"rank {peer} sent bytes that are no message of version {VERSION} ({header[:6]!r} …)", peer=peer
+            )
+        if not AVERAGE <= kind <= REFUSED or length != data.numel() - HEADER_BYTES:
+            raise ProtocolError(
+                f"rank {peer} sent a message of kind {kind} that announces {length} B and has "
+                f"{data.numel() - HEADER_BYTES}",
+                peer=peer,
+            )
+        return PairMessage(kind, number, data[HEADER_BYTES:], peer)
+
+    def row(self, dtype: torch.dtype, numel: int | None = None) -> Tensor:
+        """Its numbers. Another count than `numel` is refused."""
+        expected = self.body.numel() if numel is None else numel * dtype.itemsize
+        if self.body.numel() != expected or self.body.numel() % dtype.itemsize:
+            raise ProtocolError(
+                f"rank {self.peer} sent a row of {self.body.numel()} B instead of {expected} B: it trains another "
+                "model",
+                peer=self.peer,
+            )
+        return self.body.view(dtype)
+
+
+def message_buffer(row: Tensor | None) -> Tensor:
+    """A buffer for a message with such a row."""
+    return torch.empty(HEADER_BYTES + (0 if row is None else row.nbytes), dtype=torch.uint8)
+
+
+def comes_before(one: int, other: int) -> bool:
+    """Whether a worker may ask another for an average.
+
+    >>> [rank for rank in range(4) if comes_before(2, rank)]
+    [1, 3]
+    """
+    return (one % 2, one) < (other % 2, other)
+
+
+class PairwisePeers:
+    """This worker's weights, and the requests to and from the other workers.
+
+    `state` holds the weights, `weights`, and behind them what is not averaged, such as buffers. Code that changes it
+    holds `lock`.
+    """
+
+    def __init__(self, channel: Transport, state: Tensor, numel: int, stats: Stats) -> None:
+        self.state, self.weights = state, state[:numel]
+        self.changes = 0
+        """How often an average has changed the weights."""
+        self.requests = 0
+        self.lost: dict[int, str] = {}
+        """Lost peers, and the reason."""
+        self.channel = channel
+        self._stats = stats
+        self._runtime = channel.runtime
+        self.lock = self._runtime.lock()
+        self._reading = self._runtime.lock()
+        self._counting = self._runtime.lock()
+        self._done: set[int] = set()
+        self._finals: dict[int, Tensor] = {}
+        self._news = self._runtime.event()
+        self._tasks: list[Task] = [
+            self._runtime.spawn(self._serve, peer, name=f"partner-{peer}") for peer in self.others()
+        ]
+
+    def others(self) -> list[int]:
+        """All other workers that are not known to be lost."""
+        return [peer for peer in range(self.channel.size) if peer != self.channel.rank and peer not in self.lost]
+
+    # Requests to others.
+
+    def average(self, peer: int) -> float | None:
+        """Average the weights with a peer's; returns their distance. None: the peer is lost and not asked again."""
+        with self.lock:
+            try:
+                reply = self.request(peer, AVERAGE, self.weights).wait()
+                moved = reply.row(self.weights.dtype, self.weights.numel())
+            except PeerLostError as error:
+                self.forget(peer, str(error))
+                return None
+            self.weights.sub_(moved)
+            self.changes += 1
+            return 2.0 * float(torch.linalg.vector_norm(moved))
+
+    def read_all(self) -> dict[int, Tensor]:
+        """The current state of every worker that is not lost, by rank. Consistent only while no worker trains."""
+        with self._reading:
+            pending: dict[int, _PendingReply] = {}
+            for peer in self.others():
+                try:
+                    pending[peer] = self.request(peer, READ, None)
+                except PeerLostError as error:
+                    self.forget(peer, str(error))
+            with self.lock:
+                states = {self.channel.rank: self.state.clone()}
+            for peer, reply in pending.items():
+                try:
+                    states[peer] = reply.wait().row(self.state.dtype, self.state.numel())
+                except PeerLostError as error:
+                    self.forget(peer, str(error))
+        return dict(sorted(states.items()))
+
+    def read_final(self, progress: Callable[[], object]) -> dict[int, Tensor]:
+        """The state of every worker after all have stopped, the same on all workers. No requests follow.
+
+        The others are waited for as long as `progress` changes.
+        """
+        self._send_all(DONE, None)
+        self._await("to end", self._done, progress)
+        with self.lock:
+            last = self.state.clone()
+        self._send_all(FINAL, last)
+        self._await("for the last weights of", self._finals, progress)
+        return dict(sorted({**self._finals, self.channel.rank: last}.items()))
+
+    def close(self) -> None:
+        """Stop all requests and replies."""
+        if not all(task.done() for task in self._tasks):  # this worker leaves before all have sent their final state
+            self.channel.abort()
+        self.channel.close()
+
+    def request(self, peer: int, kind: int, row: Tensor | None) -> _PendingReply:
+        """Send a request of that kind."""
+        with self._counting:  # a task that reads and one that averages send requests at once
+            self.requests += 1
+            number = self.requests
+        reply = message_buffer(self.weights if kind == AVERAGE else self.state)
+        receiving = self.channel.recv(reply, peer, REPLY_TAGS[kind])
+        message = PairMessage.write(kind, number, row)
+        sending = self.channel.send(message, peer, REQUEST_TAG)
+        if row is not None:
+            self._stats.sent(row.nbytes, row.nbytes)
+        return _PendingReply(peer, number, receiving, sending, reply, message)
+
+    def _send_all(self, kind: int, row: Tensor | None) -> None:
+        message = PairMessage.write(kind, 0, row)
+        for peer in [peer for peer in self.lost if self.channel.members[peer] not in self.channel.lost()]:
+            with suppress(SynclineError):  # a peer that was given up but is alive must not wait for this worker
+                self.channel.send(message, peer, REQUEST_TAG)
+        for peer in self.others():
+            try:
+                self.channel.send(message, peer, REQUEST_TAG).wait()
+                if row is not None:
+                    with self.lock:
+                        self._stats.sent(row.nbytes, row.nbytes)
+            except PeerLostError as error:
+                self.forget(peer, str(error))
+
+    def _await(self, what: str, arrived: set[int] | dict[int, Tensor], progress: Callable[[], object]) -> None:
+        timeout, latest = self.channel.timeout, progress()
+        while True:
+            self._news.clear()
+            missing = [peer for peer in self.others() if peer not in arrived]
+            if not missing:
+                return
+            ranks = ", ".join(str(self.channel.members[peer]) for peer in missing)
+            if self._news.wait(timeout, f"ranks {ranks} {what}", hang=True):
+                continue
+            before, latest = latest, progress()
+            if latest == before:
+                raise PeerLostError(
+                    f"rank {self.channel.members[self.channel.rank]} has waited {timeout:g} s for ranks {ranks} "
+                    f"{what}, and no worker took a step meanwhile",
+                    peer=self.channel.members[missing[0]],
+                    pending=f"ranks {ranks} {what}",
+                    seconds=timeout,
+                )
+
+    def forget(self, peer: int, why: str) -> None:
+        """Continue without a peer."""
+        if peer not in self.lost:
+            self.lost[peer] = why
+            logger.warning("rank %d goes on without rank %d: %s", self.channel.rank, self.channel.members[peer], why)
+        self._news.set()
+
+    # Requests from others.
+
+    def _serve(self, peer: int) -> None:
+        buffer = message_buffer(self.state)
+        try:
+            while peer not in self._finals:
+                handle = self.channel.recv(buffer, peer, REQUEST_TAG)
+                handle.wait(math.inf)
+                try:
+                    self._handle(PairMessage.read(buffer[: handle.nbytes], peer))
+                except ProtocolError as error:
+                    logger.warning("rank %d refuses a message: %s", self.channel.rank, error)
+        except SynclineError as error:  # the peer is lost, or this worker has closed the channel
+            if isinstance(error, PeerLostError):
+                self.forget(peer, str(error))
+
+    def _handle(self, message: PairMessage) -> None:
+        peer, dtype = message.peer, self.state.dtype
+        if message.kind == AVERAGE:
+            theirs = message.row(dtype, self.weights.numel())
+            if peer in self.lost:  # it was given up, and its weights may be old
+                self._reply(message, REFUSED, None)
+                return
+            with self.lock:
+                moved = theirs.sub_(self.weights).mul_(0.5)
+                self.weights.add_(moved)
+                self.changes += 1
+                self.channel.timing.reduced(moved.nbytes)
+                self._stats.sent(moved.nbytes, moved.nbytes)
+            self._reply(message, OK, moved)
+        elif message.kind == READ:
+            with self.lock:
+                state = self.state.clone()
+                self._stats.sent(state.nbytes, state.nbytes)
+            self._reply(message, OK, state)
+        elif message.kind == FINAL:
+            self._finals[peer] = message.row(dtype, self.state.numel()).clone()
+            self._news.set()
+        elif message.kind == DONE:
+            self._done.add(peer)
+            self._news.set()
+
+    def _reply(self, request: PairMessage, kind: int, row: Tensor | None) -> None:
+        data = PairMessage.write(kind, request.number, row)
+        self.channel.send(data, request.peer, REPLY_TAGS[request.kind]).wait()
+
+
+class _PendingReply:
+    """A request whose reply has not arrived. It keeps the buffers alive."""
+
+    def __init__(
+        self, peer: int, number: int, receiving: Handle, sending: Handle, reply: Tensor, request: Tensor
+    ) -> None:
+        self._peer, self._number = peer, number
+        self._receiving, self._sending = receiving, sending
+        self._reply, self._request = reply, request
+
+    def wait(self) -> PairMessage:
+        self._receiving.wait()
+        self._sending.wait()
+        reply = PairMessage.read(self._reply[: self._receiving.nbytes], self._peer)
+        if reply.kind != OK or reply.number != self._number:
+            raise PeerLostError(
+                f"rank {self._peer} does not answer any more (kind {reply.kind}, number {reply.number} instead of "
+                f"{self._number})",
+                peer=self._peer,
+                pending="an average of two",
+            )
+        return reply
+
+
+class PairwiseChannel(ServedBoard):
+    """The control channel on server 0, in a space of one key. The weights come from the workers themselves."""
+
+    def __init__(self, client: Client, load_weights: Callable[[nn.Module], None]) -> None:
+        super().__init__(client, KeyMap((), ()), ending=self.settle)
+        self._load_weights = load_weights
+        self._zero = torch.zeros(1, dtype=torch.float32)
+        self._unconfirmed: deque[Future] = deque()
+
+    def tick(self) -> None:
+        """Count a step of this worker. The reply, which tells of a request to stop, is not waited for."""
+        pending = self._unconfirmed
+        while pending and (pending[0].done() or len(pending) >= MAX_UNCONFIRMED_STEPS):
+            pending.popleft().wait()
+        pending.append(self.client.push((0, 1), self._zero, tick=True))
+
+    def settle(self) -> None:
+        """Wait until server 0 has counted all steps."""
+        while self._unconfirmed:
+            self._unconfirmed.popleft().wait()
+
+    def load_weights(self, model: nn.Module) -> None:
+        self._load_weights(model)
 
 
 class PairwiseRun(AsynchronousRun):
-    """One worker. Its real weights are `partners.weights`; the model holds a snapshot of them."""
+    """One worker. Its real weights are `peers.weights`; the model holds a snapshot of them."""
 
     def __init__(
         self,
@@ -60,22 +399,25 @@ class PairwiseRun(AsynchronousRun):
         self.graph = graph
         self._period, self._seed = period, seed
         self._names = trained(model)
-        self._drawn = 0
-        """Partners that were drawn so far."""
-        self._exchange_task: Task | None = None
-        self._seen = 0
-        """Changes by others when the snapshot was taken."""
-        self._kept = torch.empty(0, dtype=torch.float32)
-        self._snapshot = _row_like(list(self._names.values()))
-        self._narrow = any(each.dtype != self._snapshot.dtype for each in self._names.values())
+        self.draws = 0
+        """The number of random neighbours so far."""
+        self._averaging: Task | None = None
+        self._changes_at_snapshot = 0
+        self._saved_weights = torch.empty(0, dtype=torch.float32)
+        self.snapshot = _flat(list(self._names.values()))
+        self._rounds_weights = any(each.dtype != self.snapshot.dtype for each in self._names.values())
         """Whether the model's dtype is less precise than the one in which weights are averaged."""
-        buffers = _row_like(self._shown_buffers(model)).to(self._snapshot.dtype)
-        state = torch.cat([self._snapshot, buffers, _bytes_of(self._other_buffers(model)).to(buffers.dtype)])
-        self.partners: Partners | None = None
+        buffers = _flat(self._averaged_buffers(model)).to(self.snapshot.dtype)
+        state = torch.cat([self.snapshot, buffers, _bytes_of(self._other_buffers(model)).to(buffers.dtype)])
+        self.peers: PairwisePeers | None = None
         if exchange.size > 1:
-            self.partners = Partners(_channel(exchange), state, self._snapshot.numel(), exchange.stats)
-        self._now = torch.empty_like(self._snapshot)
-        self._channel = open_channel(exchange.world, strategy.name, self._load_weights)
+            self.peers = PairwisePeers(_channel(exchange.world), state, self.snapshot.numel(), exchange.stats)
+        self._now = torch.empty_like(self.snapshot)
+        network = server_network(exchange.world)
+        client = open_space(
+            exchange.world, strategy.name, 1, servers=network.servers[:1], retry=network.transport.retry_after_s
+        )
+        self._channel = PairwiseChannel(client, self._load_weights)
         self.hooks += [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -89,135 +431,137 @@ class PairwiseRun(AsynchronousRun):
     def config(self) -> dict[str, Any]:
         return {**super().config, "spectral_gap": self.graph.gap}
 
+    @property
+    def first_exchange(self) -> int | None:
+        return self._period
+
+    @property
+    def copies_weights(self) -> bool:
+        return True
+
     # Steps.
 
-    def _due(self) -> bool:
-        """Whether the step that begins, or ends, has an average in it."""
-        return self.partners is not None and (self.stats.steps + 1) % self._period == 0
-
     def _forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """The average goes on beside forward and backward."""
-        if self._exchange_task is None and module.training and torch.is_grad_enabled() and not self.inside_agreed:
-            self._begin()
+        """Begin the average, which runs during forward and backward."""
+        if self._averaging is None and module.training and torch.is_grad_enabled() and not self.inside_agreed:
+            self._begin_average()
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.settings.check_finite:
             check_gradients(self)
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._exchange_task is None:  # the model was not called as a whole
-            self._begin()
-        self._settle()
+        if self._averaging is None:  # the model was not called as a whole
+            self._begin_average()
+        self._end_average()
         self.stats.steps += 1
         self.absorb()
         self._channel.tick()
 
-    def _begin(self) -> None:
-        if self._due():
-            partner = self._draw()
-            if partner is not None:
+    def _begin_average(self) -> None:
+        if self.peers is not None and (self.stats.steps + 1) % self._period == 0:
+            peer = self._draw(self.peers)
+            if peer is not None:
                 self.stats.next_round()
-                self._exchange_task = self.world.runtime.spawn(self._average_with, partner, name="average")
+                self._averaging = self.world.runtime.spawn(self._average_with, self.peers, peer, name="average")
 
-    def _average_with(self, partner: int) -> None:
-        assert self.partners is not None
+    def _average_with(self, peers: PairwisePeers, peer: int) -> None:
         now = self.world.runtime.now
-        begun = now()
-        apart = self.partners.average(partner)
-        self.stats.reduced(begun, now(), f"an average with rank {partner}")
-        if apart is not None:  # of two drawn at random, 2·p/(p−1) times the square of the distance to the mean
+        began = now()
+        distance = peers.average(peer)
+        self.stats.reduced(began, now(), f"an average with rank {peer}")
+        if distance is not None:  # of two random workers: 2·p/(p−1) times the squared distance from the mean
             size = self.exchange.size
-            self.stats.consensus = apart * math.sqrt((size - 1) / (2 * size))
+            self.stats.consensus = distance * math.sqrt((size - 1) / (2 * size))
 
-    def _settle(self) -> None:
-        """See the average that is under way ended."""
-        task, self._exchange_task = self._exchange_task, None
+    def _end_average(self) -> None:
+        """Wait for the average in progress, if there is one."""
+        task, self._averaging = self._averaging, None
         if task is None:
             return
         now = self.world.runtime.now
-        begun, patience = now(), 2 * self.world.transport.timeout
-        if not task.join(patience):
+        began, timeout = now(), 2 * self.world.transport.timeout
+        if not task.join(timeout):
             raise PeerLostError(
-                f"rank {self.world.rank} has waited {patience:g} s for an average with a neighbour",
+                f"rank {self.world.rank} has waited {timeout:g} s for an average with a neighbour",
                 pending="an average of two",
-                seconds=patience,
+                seconds=timeout,
             )
-        self.stats.waited(begun, now())
+        self.stats.waited(began, now())
 
-    def _draw(self) -> int | None:
-        """A neighbour that this worker may ask; where those are gone, anybody."""
-        assert self.partners is not None
-        rank, there = self.exchange.rank, self.partners.others()
-        joined = {peer: weight for peer, weight in self.graph.neighbours(rank).items() if comes_before(rank, peer)}
-        if not joined:
+    def _draw(self, peers: PairwisePeers) -> int | None:
+        """A random neighbour that this worker may ask; if all of them are lost, any worker."""
+        rank, alive = self.exchange.rank, peers.others()
+        neighbours = {peer: weight for peer, weight in self.graph.neighbours(rank).items() if comes_before(rank, peer)}
+        if not neighbours:
             return None
-        left = {peer: weight for peer, weight in joined.items() if peer in there}
-        left = left or {peer: 1.0 for peer in there if comes_before(rank, peer)}
+        left = {peer: weight for peer, weight in neighbours.items() if peer in alive}
+        left = left or {peer: 1.0 for peer in alive if comes_before(rank, peer)}
         if not left:
             return None
-        self._drawn += 1
-        draw = random.Random(f"{self._seed}/{rank}/{self._drawn}")
-        return draw.choices(list(left), list(left.values()))[0]
+        self.draws += 1
+        generator = random.Random(f"{self._seed}/{rank}/{self.draws}")
+        return generator.choices(list(left), list(left.values()))[0]
 
     def absorb(self) -> None:
-        """Add what has been done to the snapshot to the weights, and take another."""
-        partners = self.partners
-        if partners is None:
+        """Add the change of the snapshot to the weights, and take another snapshot."""
+        peers = self.peers
+        if peers is None:
             return
-        weights, parameters = partners.weights, list(self._names.values())
-        with torch.no_grad(), partners.held:
+        weights, parameters = peers.weights, list(self._names.values())
+        with torch.no_grad(), peers.lock:
             _read(parameters, self._now)
-            changed = partners.changes - self._seen
-            if changed or self._narrow:
-                weights.add_(self._now.sub_(self._snapshot))
+            changed = peers.changes - self._changes_at_snapshot
+            if changed or self._rounds_weights:
+                weights.add_(self._now.sub_(self.snapshot))
                 torch._foreach_copy_([each.detach() for each in parameters], _views(weights, parameters))
             else:
                 weights.copy_(self._now)
-            _read(parameters, self._snapshot)
-            self._seen = partners.changes
-            self._publish_buffers(partners)
+            _read(parameters, self.snapshot)
+            self._changes_at_snapshot = peers.changes
+            self._publish_buffers(peers)
         self.stats.read_at(changed)
 
-    # The model of all.
+    # The agreed model.
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
         if not self.inside_agreed:
             self.watch.apply_load()
-            self._settle()
+            self._end_average()
         with super().agreed():
             yield
 
     def show_agreed(self) -> None:
-        if self.partners is not None:
-            with self.partners.held:
-                self._publish_buffers(self.partners)
+        if self.peers is not None:
+            with self.peers.lock:
+                self._publish_buffers(self.peers)
         super().show_agreed()
 
-    def _publish_buffers(self, partners: Partners) -> None:
-        """Show this worker's buffers to those who want the mean; `partners.held` is held."""
-        _read(self._shown_buffers(self.model), partners.state[partners.weights.numel() :])
+    def _publish_buffers(self, peers: PairwisePeers) -> None:
+        """Copy this worker's buffers into the state that others read. The caller holds `peers.lock`."""
+        _read(self._averaged_buffers(self.model), peers.state[peers.weights.numel() :])
         others = _bytes_of(self._other_buffers(self.model))
-        partners.state[partners.state.numel() - others.numel() :] = others
+        peers.state[peers.state.numel() - others.numel() :] = others
 
     def _load_weights(self, model: nn.Module) -> None:
-        """The mean of what everybody has now, as each tells it; of those that are there."""
-        partners = self.partners
-        if partners is None:
+        """Fill a model with the mean of the current weights of all workers that are not lost."""
+        peers = self.peers
+        if peers is None:
             own = self.model.state_dict(keep_vars=True)
             with torch.no_grad():
                 for name, tensor in model.state_dict(keep_vars=True).items():
                     tensor.detach().copy_(own[name].detach())
             return
-        rows = list(partners.read_all().values())
+        rows = list(peers.read_all().values())
         self._write(model, rows)
-        weights = [row[: partners.weights.numel()].double() for row in rows]
+        weights = [row[: peers.weights.numel()].double() for row in rows]
         mean = reduce(torch.add, weights) / len(weights)
         self.stats.consensus = math.sqrt(sum(float((row - mean).square().sum()) for row in weights) / len(weights))
 
     def _write(self, model: nn.Module, rows: Sequence[Tensor]) -> None:
-        """Fill a model with the mean of all rows; buffers that cannot be averaged are those of the lowest rank."""
-        tensors = [*trained(model).values(), *self._shown_buffers(model)]
+        """Fill a model with the mean of all rows. Buffers that have no mean are those of the lowest rank."""
+        tensors = [*trained(model).values(), *self._averaged_buffers(model)]
         with torch.no_grad():
             torch._foreach_copy_([tensor.detach() for tensor in tensors], _views(mean_of(rows), tensors))
             at = sum(tensor.numel() for tensor in tensors)
@@ -226,24 +570,23 @@ class PairwiseRun(AsynchronousRun):
                 buffer.copy_(rows[0][at:after].to(torch.uint8).view(buffer.dtype).view(buffer.shape))
                 at = after
 
-    def _shown_buffers(self, model: nn.Module) -> list[Tensor]:
-        """Buffers that are averaged."""
-        return [buffer for buffer in model.buffers() if self._holds(buffer)]
+    def _averaged_buffers(self, model: nn.Module) -> list[Tensor]:
+        return [buffer for buffer in model.buffers() if self._is_averaged(buffer)]
 
     def _other_buffers(self, model: nn.Module) -> list[Tensor]:
-        """Buffers that cannot be averaged, such as counters, and those that the row would round."""
-        return [buffer for buffer in model.buffers() if not self._holds(buffer)]
+        """Buffers that have no mean, such as counters, and those that the row would round."""
+        return [buffer for buffer in model.buffers() if not self._is_averaged(buffer)]
 
-    def _holds(self, buffer: Tensor) -> bool:
-        kind = self._snapshot.dtype
-        return buffer.is_floating_point() and torch.promote_types(buffer.dtype, kind) == kind
+    def _is_averaged(self, buffer: Tensor) -> bool:
+        dtype = self.snapshot.dtype
+        return buffer.is_floating_point() and torch.promote_types(buffer.dtype, dtype) == dtype
 
     def finish(self) -> None:
-        self._settle()
+        self._end_average()
         self.absorb()
         self._channel.finish()
-        if self.partners is not None:
-            self._write(self.model, list(self.partners.part(self._channel.steps).values()))
+        if self.peers is not None:
+            self._write(self.model, list(self.peers.read_final(self._channel.steps).values()))
 
     def close(self) -> None:
         if self._closed:
@@ -253,49 +596,44 @@ class PairwiseRun(AsynchronousRun):
 
     def detach(self) -> None:
         super().detach()
-        if self.partners is not None:
-            self.partners.close()
+        if self.peers is not None:
+            self.peers.close()
 
     # State.
 
     def shared_state(self) -> dict[str, Any]:
-        """Rows of one moment: nobody averages between the two barriers."""
-        self._settle()
+        """All workers copy their weights between two barriers, where no worker averages."""
+        self._end_average()
         self.absorb()
         self.wait_for_all("save their weights")
-        if self.partners is not None:
-            self._kept = self.partners.weights.clone()
-        gone, own = self.world.lost, self._channel.client.clock
-        clocks = [own if rank in gone else clock for rank, clock in enumerate(self._channel.steps())]
+        if self.peers is not None:
+            self._saved_weights = self.peers.weights.clone()
+        lost, own = self.world.lost, self._channel.client.clock
+        clocks = [own if rank in lost else clock for rank, clock in enumerate(self._channel.steps())]
         self.wait_for_all("go on from a checkpoint")
         return {"clocks": clocks, "workers": self.exchange.size}
 
     def local_state(self) -> dict[str, Any]:
         refuse_inside_agreed(self)
-        tensors = self._names if self.partners is None else dict(self._named(self._kept))
+        tensors: Mapping[str, Tensor] = self._names
+        if self.peers is not None:
+            views = _views(self._saved_weights, list(self._names.values()))
+            tensors = dict(zip(self._names, views, strict=True))
         return {
             "weights": {name: each.detach().clone() for name, each in tensors.items()},
             "optimizer": optimizer_state(self.optimizer, self._names),
-            "drawn": self._drawn,
+            "drawn": self.draws,
         }
 
-    @property
-    def first_exchange(self) -> int | None:
-        return self._period
-
-    @property
-    def copies_weights(self) -> bool:
-        return True
-
     def restart(self) -> None:
-        self._settle()
-        self._take_model()
+        self._end_average()
+        self._start_from_model()
 
     def resume_steps(self) -> None:
         self._set_clocks([self.stats.steps] * self.exchange.size)
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        self._settle()
+        self._end_average()
         self._same_size = int(state["workers"]) == self.exchange.size
         clocks = [int(clock) for clock in state["clocks"]]
         if len(clocks) != self.exchange.size:
@@ -306,21 +644,21 @@ class PairwiseRun(AsynchronousRun):
         if states:
             own = states[0]
             load_optimizer_state(self.optimizer, self._names, own["optimizer"])
-            self._drawn = int(own["drawn"])
+            self.draws = int(own["drawn"])
             if self._same_size:
                 for name, value in own["weights"].items():
                     self._names[name].detach().copy_(value)
-        self._take_model()
+        self._start_from_model()
 
-    def _take_model(self) -> None:
-        """Take the weights from the model. Workers wait for each other, so that none averages with missing weights."""
-        partners = self.partners
-        if partners is not None:
+    def _start_from_model(self) -> None:
+        """Copy the weights from the model. Workers wait for each other, so that none averages with missing weights."""
+        peers = self.peers
+        if peers is not None:
             self.wait_for_all("load their weights")
-            with partners.held:
-                _read(list(self._names.values()), partners.weights)
-                self._snapshot.copy_(partners.weights)
-                self._seen = partners.changes
+            with peers.lock:
+                _read(list(self._names.values()), peers.weights)
+                self.snapshot.copy_(peers.weights)
+                self._changes_at_snapshot = peers.changes
             self.wait_for_all("begin with their weights")
 
     def _set_clocks(self, clocks: list[int]) -> None:
@@ -332,21 +670,29 @@ class PairwiseRun(AsynchronousRun):
         self.wait_for_all("go on from these clocks")
         client.clock = clocks[self.exchange.rank]
 
-    def _named(self, row: Tensor) -> list[tuple[str, Tensor]]:
-        return list(zip(self._names, _views(row, list(self._names.values())), strict=True))
+
+def mean_of(rows: Sequence[Tensor]) -> Tensor:
+    """The mean of rows, summed in their order, so that it is the same on all workers.
+
+    >>> mean_of([torch.ones(2), torch.zeros(2)])
+    tensor([0.5000, 0.5000])
+    """
+    total = torch.zeros(rows[0].numel(), dtype=torch.float64)
+    for row in rows:
+        total.add_(row)
+    return total.div_(len(rows)).to(rows[0].dtype)
 
 
-def _channel(exchange: Communicator) -> Transport:
-    """A channel on which members may be lost: gloo's would break for all."""
-    world = exchange.world
-    base = server_network(world).transport if world.transport.name == TORCH else world.transport
+def _channel(world: World) -> Transport:
+    """A channel that a lost member does not break, as gloo's would."""
+    base = server_network(world).transport if world.transport.name == TORCH_TRANSPORT else world.transport
     channel = base.split(range(world.size))
     assert channel is not None, "every worker is a member"
     return channel
 
 
-def _row_like(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors as one row, of a type that holds them all."""
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors as one flat tensor, of a dtype that holds them all."""
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
     if dtype.is_complex:
         raise IncompatibleError("gossip averages real numbers, and a parameter is complex: view it as real numbers")
@@ -354,7 +700,7 @@ def _row_like(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _bytes_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors as one row of bytes."""
+    """Tensors as one flat tensor of bytes."""
     rows = [each.detach().reshape(-1).cpu().contiguous().view(torch.uint8) for each in tensors]
     return torch.cat([torch.empty(0, dtype=torch.uint8), *rows])
 
@@ -366,5 +712,6 @@ def _views(row: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _read(tensors: Sequence[Tensor], row: Tensor) -> None:
+    """Copy tensors into a flat one."""
     if tensors:
         torch._foreach_copy_(_views(row, tensors), [tensor.detach() for tensor in tensors])

@@ -1,6 +1,7 @@
-"""Workers mix weights with their neighbours on a graph; nobody knows all of them, and there is no server.
+"""Gossip: workers mix weights with their neighbours on a graph, without a server.
 
-With W as `graphs.py` has it, in rounds that all take together (`synchronous.py`), or two at a time (`pairwise.py`).
+The mixing matrix is that of `graphs.py`. All workers take rounds together (`synchronous.py`), or two workers average at
+a time (`pairwise.py`).
 
 D-PSGD: Lian et al., Can decentralized algorithms outperform centralized algorithms? (2017); pairwise: Lian et al.,
 Asynchronous decentralized parallel stochastic gradient descent (2018); with codecs: Koloskova et al. (2019).
@@ -17,8 +18,7 @@ from torch.optim import Optimizer
 from syncline.errors import IncompatibleError, SpecError
 from syncline.reduction import Communicator
 from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun
-from syncline.strategies.gossip.graphs import build_graph, check_graph
-from syncline.strategies.gossip.matrices import Matrix
+from syncline.strategies.gossip.graphs import Matrix, build_graph, check_graph
 from syncline.strategies.gossip.pairwise import PairwiseRun
 from syncline.strategies.gossip.synchronous import GossipRun
 from syncline.strategies.local_weights import check_count
@@ -32,10 +32,10 @@ FORMS = ("after", "beside")
 class Gossip(Strategy):
     """Gossip on a graph: "ring", "torus", "exponential", "complete", edges such as "0-1, 1-2", a matrix or its file.
 
-    Every `period` steps a worker mixes. With `form="after"` neighbours mix what they have after the step, with "beside"
-    what they had before it, while it is computed (D-PSGD). With `pairwise` every worker goes at its own pace and
-    averages with one random neighbour at a time, drawn from `seed`. With a codec compressed differences travel, and
-    `gamma` is how far a round goes; None: what suits the codec.
+    Every `period` steps a worker mixes. With `form="after"` neighbours mix their weights after the step, with "beside"
+    those before the step, while it is computed (D-PSGD). With `pairwise` every worker trains at its own pace and
+    averages with one random neighbour at a time, drawn from `seed`. With a codec the workers send compressed
+    differences, and `gamma` is the step size of a round; None: a value that suits the codec.
 
     >>> Gossip("exponential", period=4)
     gossip(graph='exponential', period=4)

@@ -1,15 +1,16 @@
-"""Rounds of mixing that all workers take together: D-PSGD, its other form, and CHOCO-SGD.
+"""Gossip in rounds that all workers take together: D-PSGD, its other form, and CHOCO-SGD.
 
-form="after"     x_i ← Σ_j W_ij (x_j − η g_j(x_j))         step, then mix what all have after it
-form="beside"    x_i ← Σ_j W_ij x_j − η g_i(x_i)           mix what all had before the step, while it is computed
+form="after"     x_i ← Σ_j W_ij (x_j − η g_j(x_j))         step, then mix the weights after the step
+form="beside"    x_i ← Σ_j W_ij x_j − η g_i(x_i)           mix the weights before the step, during the step
 
 after    │ forward backward step │ mix │ forward backward step │ mix │
 beside   │ forward backward step │ forward backward step │ …
-                                 └─ mix ─────────────────┘ its end: added to what the step has made
+                                 └─ mix ─────────────────┘ the result is added to the weights after the step
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,20 +18,119 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.errors import DivergedError
+from syncline.errors import DivergedError, IncompatibleError
 from syncline.reduction import Communicator
 from syncline.strategies.base import RunSettings, Strategy
-from syncline.strategies.gossip.apart import Apart
-from syncline.strategies.gossip.choco import Choco, Pace, pace_of
+from syncline.strategies.gossip.choco import Choco, Mixing, Neighbours, StepSizes, measure_step_sizes
 from syncline.strategies.gossip.graphs import Graph
-from syncline.strategies.gossip.mixing import Mixing, Neighbours, PlainMixing
 from syncline.strategies.local_weights import LocalWeightsRun
+from syncline.transports import Handle
 from syncline.world import allreduce
 
-__all__ = ["GossipRun"]
+__all__ = ["ConsensusSketch", "GossipRun", "PlainMixing"]
 
-LOOKS = 16
-"""Every so many rounds the workers tell how far apart they are: it takes a small message of its own."""
+CONSENSUS_EVERY_ROUNDS = 16
+"""Interval in rounds at which the workers' distance from their mean is measured. It takes a small message."""
+SKETCH_SIZE = 4096
+"""Numbers in a consensus sketch."""
+
+
+class PlainMixing:
+    """Mixing without a codec: Σ_j W_ij (x_j − x_i).
+
+    The result is a difference, so equal weights stay equal to the bit, and the sum over all workers is zero.
+    """
+
+    def __init__(self, neighbours: Neighbours, weights: Sequence[Tensor]) -> None:
+        self._neighbours = neighbours
+        self._layout = _FlatLayout(weights)
+        self._own = self._layout.empty()
+        self._theirs = {source: self._layout.empty() for source in neighbours.sources}
+        self._receiving: list[Handle] = []
+
+    def begin(self, weights: Sequence[Tensor], number: int) -> None:
+        neighbours = self._neighbours
+        neighbours.begin()
+        torch._foreach_copy_(self._layout.views(self._own), [weight.detach() for weight in weights])
+        self._receiving = [
+            neighbours.channel.recv(row, source, tag, exact=True)
+            for source, rows in self._theirs.items()
+            for tag, row in enumerate(rows)
+        ]
+        for tag, row in enumerate(self._own):
+            neighbours.send(row, tag, row.nbytes, exact=True)
+
+    def finish(self) -> list[Tensor]:
+        self._neighbours.wait(self._receiving)
+        changes = [torch.zeros(row.numel(), dtype=torch.promote_types(row.dtype, torch.float32)) for row in self._own]
+        for source, weight in self._neighbours.sources.items():
+            for change, row, own in zip(changes, self._theirs[source], self._own, strict=True):
+                self._neighbours.channel.timing.reduced(row.nbytes)
+                difference = row.to(change.dtype).sub_(own) if row.dtype != change.dtype else row.sub_(own)
+                change.add_(difference, alpha=weight)
+        return self._layout.views(changes)
+
+
+class _FlatLayout:
+    """One flat CPU tensor for each dtype of the weights, and each weight's view in it."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._shapes = [tensor.shape for tensor in tensors]
+        self._by_dtype: dict[torch.dtype, list[int]] = {}
+        for number, tensor in enumerate(tensors):
+            if not tensor.is_floating_point():
+                raise IncompatibleError(
+                    f"gossip mixes real numbers, and a parameter of shape {tuple(tensor.shape)} is {tensor.dtype}: "
+                    "view it as real numbers, or take a strategy that averages gradients, such as allreduce"
+                )
+            self._by_dtype.setdefault(tensor.dtype, []).append(number)
+
+    def empty(self) -> list[Tensor]:
+        return [
+            torch.empty(sum(self._shapes[number].numel() for number in numbers), dtype=dtype)
+            for dtype, numbers in self._by_dtype.items()
+        ]
+
+    def views(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Each weight's view in the flat tensors, in the order of the weights."""
+        views: dict[int, Tensor] = {}
+        for row, numbers in zip(rows, self._by_dtype.values(), strict=True):
+            parts = torch.split_with_sizes(row, [self._shapes[number].numel() for number in numbers])
+            views |= {number: part.view(self._shapes[number]) for number, part in zip(numbers, parts, strict=True)}
+        return [views[number] for number in range(len(self._shapes))]
+
+
+class ConsensusSketch:
+    """Measures the workers' distance from their mean with a message of a few kilobytes.
+
+    Each weight is added, with a random sign, to one of `SKETCH_SIZE` sums. Signs and places are the same on all
+    workers. The squared distance of two sketches estimates that of the weights, with a standard deviation of
+    √(2 / SKETCH_SIZE), which is 2 %. Models with no more weights than that are compared exactly.
+
+    Charikar, Chen, Farach-Colton: Finding frequent items in data streams (2002).
+    """
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        numel = sum(weight.numel() for weight in weights)
+        generator = torch.Generator().manual_seed(0)
+        self._places: Tensor | None = None
+        if numel > SKETCH_SIZE:  # the upper half of the places has the other sign
+            self._places = torch.randint(0, 2 * SKETCH_SIZE, (numel,), generator=generator, dtype=torch.int32)
+
+    def sums(self, weights: Sequence[Tensor]) -> Tensor:
+        """The sketch of the weights."""
+        row = torch.cat([weight.detach().reshape(-1).to("cpu", torch.float64) for weight in weights])
+        if self._places is None:
+            return row
+        sums = torch.zeros(2 * SKETCH_SIZE, dtype=torch.float64).index_add_(0, self._places, row)
+        return sums[:SKETCH_SIZE] - sums[SKETCH_SIZE:]
+
+    def measure(self, exchange: Communicator, weights: Sequence[Tensor]) -> float:
+        """√(Σ‖x_i − x̄‖² / p). Every worker calls it."""
+        own = self.sums(weights)
+        exchange.stats.sent(own.nbytes, own.nbytes)
+        mean: Tensor = allreduce(own.clone(), op="mean", group=exchange.team)
+        return math.sqrt(exchange.mean(float((own - mean).square().sum())))
 
 
 class GossipRun(LocalWeightsRun):
@@ -54,31 +154,32 @@ class GossipRun(LocalWeightsRun):
         self._period, self._beside = period, beside
         self._since = 0
         """Steps since the last round."""
-        self._under_way = False
+        self._in_progress = False
         self._uneven = False
-        self._resumes = False
-        """Whether a round was under way in the checkpoint that is loaded."""
+        self._resumes_round = False
+        """Whether a round was in progress in the loaded checkpoint."""
         self._hat: Tensor | None = None
-        self._pace: Pace | None = None
-        self._mixing: Mixing | None = None
+        self._step_sizes: StepSizes | None = None
+        self.mixing: Mixing | None = None
+        """None in a world of one."""
         self._neighbours: Neighbours | None = None
-        self._apart: Apart | None = None
         if exchange.size > 1:
             self._neighbours = Neighbours(exchange, graph)
-            self._mixing = self._make_mixing(self._neighbours, gamma)
-            self._apart = Apart(self.weights)
+            self.mixing = self._make_mixing(self._neighbours, gamma)
+            self._sketch = ConsensusSketch(self.weights)
 
     def _make_mixing(self, neighbours: Neighbours, gamma: float | None) -> Mixing:
         exchange, codec = self.exchange, self.exchange.codec
         if codec is None:
             return PlainMixing(neighbours, self.weights)
-        self._pace = pace_of(exchange, self._names, codec, gamma)
-        return Choco(neighbours, self._names, codec, self._pace, exchange.rank, self.settings.seed)
+        self._step_sizes = measure_step_sizes(exchange, self._names, codec, gamma)
+        return Choco(neighbours, self._names, codec, self._step_sizes, exchange.rank, self.settings.seed)
 
     @property
     def config(self) -> dict[str, Any]:
-        paced = {} if self._pace is None else {"gossip_scale": self._pace.scale, "gossip_gamma": self._pace.gamma}
-        return {**super().config, "spectral_gap": self.graph.gap, **paced}
+        sizes = self._step_sizes
+        coded = {} if sizes is None else {"gossip_scale": sizes.scale, "gossip_gamma": sizes.gamma}
+        return {**super().config, "spectral_gap": self.graph.gap, **coded}
 
     @property
     def first_exchange(self) -> int | None:
@@ -91,55 +192,54 @@ class GossipRun(LocalWeightsRun):
     # Steps and rounds.
 
     def after_step(self) -> None:
-        self._land()
+        self._finish_round()
         self._since += 1
         if self._since >= self._period:
             self.sync()
 
     def sync(self, active: bool = True) -> int:
-        self._land()
+        self._finish_round()
         alive = self._count_active(active)
         if alive:
             self._since = 0
-            self._launch()
+            self._begin_round()
             if not self._beside:
-                self._land()
+                self._finish_round()
         return alive
 
-    def _launch(self) -> None:
-        assert self._mixing is not None, "who is alone never meets"
-        assert self._apart is not None
-        if self.rounds % LOOKS == 0:
-            self.stats.consensus = self._apart.measure(self.exchange, self.weights)
+    def _begin_round(self) -> None:
+        assert self.mixing is not None, "a worker alone has no rounds"
+        if self.rounds % CONSENSUS_EVERY_ROUNDS == 0:
+            self.stats.consensus = self._sketch.measure(self.exchange, self.weights)
         if self.settings.check_finite:
             self._check_weights()
-        self._mixing.begin(self.weights, self.rounds)
-        self._under_way = True
+        self.mixing.begin(self.weights, self.rounds)
+        self._in_progress = True
 
     def _check_weights(self) -> None:
-        """Raise where an optimizer has made NaN or Inf of finite gradients."""
+        """Raise if an optimizer has made NaN or Inf of finite gradients."""
         rank, steps = self.exchange.rank, self.stats.steps
         for name, weight in self._names.items():
             if not bool(torch.isfinite(weight.detach()).all()):
                 raise DivergedError(f"NaN or Inf in {name} on rank {rank}", rank=rank, parameter=name, step=steps)
 
-    def _land(self) -> None:
-        """Take in what a round brings, where one is under way."""
-        if not self._under_way:
+    def _finish_round(self) -> None:
+        """Add the result of a round to the weights, if one is in progress."""
+        if not self._in_progress:
             return
-        assert self._mixing is not None
+        assert self.mixing is not None
         with torch.no_grad():
-            for weight, change in zip(self.weights, self._mixing.finish(), strict=True):
+            for weight, change in zip(self.weights, self.mixing.finish(), strict=True):
                 if weight.dtype == change.dtype:
                     weight.add_(change.to(weight.device))
                 else:
                     weight.copy_(weight.to(change.dtype).add_(change.to(weight.device)))
-        self._under_way = False
+        self._in_progress = False
         self.rounds += 1
         self.stats.staleness = 0
 
     def _count_active(self, active: bool) -> int:
-        """How many still have data. Nobody need ask but in an epoch that may end sooner on some."""
+        """How many workers have data. Only an epoch that may end earlier on some workers needs a message for it."""
         if not self._uneven:
             return self.exchange.size
         flags = torch.tensor([int(active)], dtype=torch.int64)
@@ -152,48 +252,48 @@ class GossipRun(LocalWeightsRun):
     def settle_uneven(self) -> None:
         super().settle_uneven()
         self._uneven = False
-        self._since = 0  # steps of a period that not all have taken: begin another together
+        self._since = 0  # not all workers have taken the steps of this period: begin another together
 
     def finish(self) -> None:
-        self._drop()
+        self.drop_round()
         super().finish()
 
-    def _drop(self) -> None:
-        """End a round that is under way without it: the mean is the same."""
-        if self._under_way and self._mixing is not None:
-            self._mixing.finish()
-            self._under_way = False
+    def drop_round(self) -> None:
+        """End a round in progress and discard its result. The mean of the workers stays the same."""
+        if self._in_progress and self.mixing is not None:
+            self.mixing.finish()
+            self._in_progress = False
 
     def detach(self) -> None:
         super().detach()
         if self._neighbours is not None:
-            self._neighbours.close()
+            self._neighbours.channel.close()
 
     # State.
 
     def restart(self) -> None:
-        self._drop()
+        self.drop_round()
         super().restart()
-        self._since, self._resumes, self._hat = 0, False, None
-        if isinstance(self._mixing, Choco):
-            self._mixing.exchange_hats(self._mixing.begin_anew(self.weights))
+        self._since, self._resumes_round, self._hat = 0, False, None
+        if isinstance(self.mixing, Choco):
+            self.mixing.exchange_estimates(self.mixing.flat(self.weights))
 
     def shared_state(self) -> dict[str, Any]:
-        own: dict[str, Any] = {"since": self._since, "under_way": self._under_way}
-        if self._pace is not None:
-            own["pace"] = [self._pace.scale, self._pace.gamma]
+        own: dict[str, Any] = {"since": self._since, "under_way": self._in_progress}
+        if self._step_sizes is not None:
+            own["pace"] = [self._step_sizes.scale, self._step_sizes.gamma]
         return super().shared_state() | own
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        self._drop()
+        self.drop_round()
         super().load_shared_state(state)
         self._since = int(state.get("since", 0))
-        self._resumes = bool(state.get("under_way", False))
-        if isinstance(self._mixing, Choco) and "pace" in state:
-            self._pace = self._mixing.pace = Pace(*map(float, state["pace"]))
+        self._resumes_round = bool(state.get("under_way", False))
+        if isinstance(self.mixing, Choco) and "pace" in state:
+            self._step_sizes = self.mixing.step_sizes = StepSizes(*map(float, state["pace"]))
 
     def own_state(self) -> dict[str, Any]:
-        return {"hat": self._mixing.hat.clone()} if isinstance(self._mixing, Choco) else {}
+        return {"hat": self.mixing.estimate.clone()} if isinstance(self.mixing, Choco) else {}
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         self._hat = state.get("hat")
@@ -201,10 +301,10 @@ class GossipRun(LocalWeightsRun):
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         self._hat = None
         super().load_local_states(states)
-        if self._mixing is None:
+        if self.mixing is None:
             return
-        if isinstance(self._mixing, Choco):
-            self._mixing.exchange_hats(self._mixing.begin_anew(self.weights) if self._hat is None else self._hat)
-        if self._resumes and self._beside:  # what was under way when it was saved
-            self._mixing.begin(self.weights, self.rounds)
-            self._under_way = True
+        if isinstance(self.mixing, Choco):
+            self.mixing.exchange_estimates(self.mixing.flat(self.weights) if self._hat is None else self._hat)
+        if self._resumes_round and self._beside:
+            self.mixing.begin(self.weights, self.rounds)
+            self._in_progress = True

@@ -306,11 +306,11 @@ def test_in_any_order_of_events_it_ends() -> None:
     assert hunt(work, 4, range(10)) == 10
 
 
-def test_letters_that_are_none_are_refused() -> None:
+def test_invalid_messages_are_refused() -> None:
     whole = PairMessage.write(AVERAGE, 3, torch.arange(4.0))
     read = PairMessage.read(whole, peer=2)
     assert (read.kind, read.number, read.row(torch.float32, 4).tolist()) == (AVERAGE, 3, [0.0, 1.0, 2.0, 3.0])
-    with pytest.raises(sl.ProtocolError, match=r"rank 2 sent a row of 16 B where 20 were due: it trains another model"):
+    with pytest.raises(sl.ProtocolError, match=r"rank 2 sent a row of 16 B instead of 20 B"):
         read.row(torch.float32, 5)
     with pytest.raises(sl.ProtocolError, match=rf"rank 2 sent 7 B, and a header alone has {HEADER_BYTES}"):
         PairMessage.read(whole[:7], peer=2)
@@ -325,8 +325,8 @@ def test_letters_that_are_none_are_refused() -> None:
     assert PairMessage.read(PairMessage.write(OK, 1), peer=0).body.numel() == 0
 
 
-def test_a_letter_that_is_none_changes_nothing() -> None:
-    """It is refused and logged; the next one is heard."""
+def test_an_invalid_message_changes_nothing() -> None:
+    """It is refused and logged, and the next one is handled."""
 
     def work(world: sl.World) -> Tensor:
         model, optimizer, run = begin(world, PAIRS, 0.0)

@@ -1,4 +1,4 @@
-"""Elastic averaging: workers that are bound to a centre as if by springs."""
+"""Elastic averaging SGD: each worker's weights and a centre move towards each other."""
 
 from syncline.strategies.easgd.strategy import EASGD
 

@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from syncline.reduction import Communicator
 from syncline.server import Client, Future, open_space, server_network
 from syncline.strategies.base import RunSettings, Strategy
-from syncline.strategies.easgd.ahead import Ahead
-from syncline.strategies.easgd.centres import SHARE
+from syncline.strategies.easgd.centre import DEFAULT_TOTAL_PULL
+from syncline.strategies.easgd.run import NesterovLookahead, subtract
 from syncline.strategies.parameter_server import ParameterServerRun, ServerOptions
 
 __all__ = ["ServerElasticRun", "ServerElasticTreeRun"]
@@ -51,7 +51,7 @@ class ServerElasticRun(ParameterServerRun):
         self._since = 0
         """Steps since the last exchange."""
         named = {field.name: each for field, each in zip(self.keys.parameters, self.parameters, strict=True)}
-        self.ahead = Ahead(named, momentum) if momentum and exchange.size > 1 else None
+        self.lookahead = NesterovLookahead(named, momentum) if momentum and exchange.size > 1 else None
         self._row = torch.zeros(self.keys.trained, dtype=torch.float32)
         """What is on its way to the servers: not to be touched until it has arrived."""
         self._row_views = self.keys.views(self._row)
@@ -80,7 +80,7 @@ class ServerElasticRun(ParameterServerRun):
     @property
     def own(self) -> list[Tensor]:
         """This worker's x; its parameters may look ahead of it."""
-        return [each.detach() for each in self.parameters] if self.ahead is None else self.ahead.own
+        return [each.detach() for each in self.parameters] if self.lookahead is None else self.lookahead.own
 
     def before_step(self) -> None:
         if self._since + 1 >= self.period and self.exchange.size > 1:
@@ -90,10 +90,10 @@ class ServerElasticRun(ParameterServerRun):
         self._since += 1
         with torch.no_grad():
             weights, back, self._back = [each.detach() for each in self.parameters], self._back, None
-            if self.ahead is not None:
-                self.ahead.look(weights, back)
+            if self.lookahead is not None:
+                self.lookahead.after_step(weights, back)
             else:
-                Ahead.move(weights, back)
+                subtract(weights, back)
         if self._since >= self.period:
             self._since = 0
             if self.exchange.size == 1:
@@ -127,11 +127,11 @@ class ServerElasticRun(ParameterServerRun):
     def restart(self) -> None:
         super().restart()
         self._since, self._back = 0, None
-        if self.ahead is not None:
-            self.ahead.rest([each.detach() for each in self.parameters])
+        if self.lookahead is not None:
+            self.lookahead.reset([each.detach() for each in self.parameters])
 
     def local_state(self) -> dict[str, Any]:
-        ahead = {} if self.ahead is None else {"x": self.ahead.state()}
+        ahead = {} if self.lookahead is None else {"x": self.lookahead.state()}
         weights = {
             field.name: each.detach().clone() for field, each in zip(self.keys.parameters, self.parameters, strict=True)
         }
@@ -140,8 +140,8 @@ class ServerElasticRun(ParameterServerRun):
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         """A worker that the checkpoint does not know begins at the centre."""
         super().load_shared_state(state)
-        if self.ahead is not None:
-            self.ahead.rest([each.detach() for each in self.parameters])
+        if self.lookahead is not None:
+            self.lookahead.reset([each.detach() for each in self.parameters])
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         super().load_local_states(states)
@@ -151,8 +151,10 @@ class ServerElasticRun(ParameterServerRun):
         for field, each in zip(self.keys.parameters, self.parameters, strict=True):
             each.detach().copy_(own["weights"][field.name])
         self._since = int(own.get("since", 0))
-        if self.ahead is not None:
-            self.ahead.load(own["x"]) if "x" in own else self.ahead.rest([each.detach() for each in self.parameters])
+        if self.lookahead is not None:
+            self.lookahead.load(own["x"]) if "x" in own else self.lookahead.reset(
+                [each.detach() for each in self.parameters]
+            )
 
     # Within.
 
@@ -212,7 +214,7 @@ class ServerElasticTreeRun(ServerElasticRun):
         self.groups = [list(group) for group in groups]
         number = next(number for number, group in enumerate(self.groups) if exchange.rank in group)
         self._group = self.groups[number]
-        self._beta = SHARE / len(self.groups)
+        self._beta = DEFAULT_TOTAL_PULL / len(self.groups)
         self._root_every = root_every
         self._trades = 0
         self._up = torch.zeros(self.keys.trained, dtype=torch.float32)

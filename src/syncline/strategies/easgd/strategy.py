@@ -1,10 +1,10 @@
-"""Workers are tied to a centre by springs: each explores on its own, and all pull at the centre and it at them.
+"""Elastic averaging SGD: each worker trains its own weights, and every τ steps it and a centre move towards each other.
 
 x_i ← x_i − η g_i(x_i) − α (x_i − x̃),  x̃ ← x̃ + α Σ (x_i − x̃),  every τ steps; in between x_i ← x_i − η g_i(x_i)::
 
-    worker 0   ·  ·  ·  ●  ·  ·  ·  ●            ●  α of the way towards the centre, and the centre as much towards
-    centre              ◆           ◆               the workers; what they give it gets: Σ x_i + x̃ stays
-    worker 1   ·  ·  ·  ●  ·  ·  ·  ●            ◆  x̃, *the* model
+    worker 0   ·  ·  ·  ●  ·  ·  ·  ●            ●  moves α of the way towards the centre
+    centre              ◆           ◆            ◆  x̃, *the* model, moves towards the workers: Σ x_i + x̃ is constant
+    worker 1   ·  ·  ·  ●  ·  ·  ·  ●
 
 Zhang, Choromanska, LeCun: Deep learning with elastic averaging SGD (2015).
 """
@@ -18,26 +18,26 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.optim import Optimizer
 
-from syncline.errors import SpecError
+from syncline.codecs import Codec
+from syncline.errors import IncompatibleError, SpecError
 from syncline.reduction import Communicator
 from syncline.strategies.base import Preset, RunSettings, StrategyRun
-from syncline.strategies.easgd.ahead import check_momentum
-from syncline.strategies.easgd.centres import pull_of
+from syncline.strategies.easgd.centre import DEFAULT_TOTAL_PULL, HOSTS, groups_of
 from syncline.strategies.easgd.parameter_server import ServerElasticRun, ServerElasticTreeRun
 from syncline.strategies.easgd.run import ElasticRun
-from syncline.strategies.easgd.tree import HOSTS, check_tree, groups_of
 from syncline.strategies.parameter_server import ParameterServerStrategy
 
-__all__ = ["EASGD"]
+__all__ = ["EASGD", "alpha_of"]
 
 
 @dataclass(frozen=True, repr=False)
 class EASGD(ParameterServerStrategy):
     """Elastic averaging: a round with the centre every `period` steps, in which each moves `alpha` of the way.
 
-    By default `alpha` is 0.9 / workers. All workers meet for a round; with `sync=False` the centre lies at the
-    parameter server, and each comes when it is there. `momentum` is Nesterov's around the optimizer, which must have
-    none. With `centres` groups of neighbours (or "hosts") have a centre each, tied to a root every `root_every` rounds.
+    By default `alpha` is 0.9 / workers. All workers take a round together. With `sync=False` the centre is at the
+    parameter server, and each worker exchanges with it at its own pace. `momentum` is Nesterov's around the optimizer,
+    which must have none. With `centres`, groups of consecutive ranks (or "hosts") have a centre each, and these
+    exchange with a root every `root_every` rounds.
 
     >>> EASGD(period=16)
     easgd(period=16)
@@ -98,19 +98,53 @@ class EASGD(ParameterServerStrategy):
     def attach(
         self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> StrategyRun:
-        check_momentum(self, self.momentum, optimizer)
+        self._check_momentum(optimizer)
         groups = groups_of(exchange.world, self.centres)
         if self.sync:
-            check_tree(groups, exchange.codec)
-        pulls = [pull_of(self, self.alpha, len(group), self.unstable) for group in groups]
-        alpha = next(pull for pull, group in zip(pulls, groups, strict=True) if exchange.rank in group)
-        how: dict[str, Any] = {"period": self.period, "alpha": alpha, "momentum": self.momentum}
+            _check_tree_codec(len(groups), exchange.codec)
+        alphas = [alpha_of(self, self.alpha, len(group), self.unstable) for group in groups]
+        alpha = next(each for each, group in zip(alphas, groups, strict=True) if exchange.rank in group)
+        elastic: dict[str, Any] = {"period": self.period, "alpha": alpha, "momentum": self.momentum}
         tree: dict[str, Any] = {"groups": groups, "root_every": self.root_every}
         if self.sync:
-            return ElasticRun(self, model, optimizer, exchange, settings, **how, **tree)
+            return ElasticRun(self, model, optimizer, exchange, settings, **elastic, **tree)
         if len(groups) > 1:
-            return ServerElasticTreeRun(self, model, optimizer, exchange, settings, **how, **tree)
-        return ServerElasticRun(self, model, optimizer, exchange, settings, **how)
+            return ServerElasticTreeRun(self, model, optimizer, exchange, settings, **elastic, **tree)
+        return ServerElasticRun(self, model, optimizer, exchange, settings, **elastic)
+
+    def _check_momentum(self, optimizer: Optimizer) -> None:
+        """Refuse momentum in both the strategy and the optimizer."""
+        momentum = max((float(group.get("momentum") or 0.0) for group in optimizer.param_groups), default=0.0)
+        if self.momentum and momentum:
+            raise IncompatibleError(
+                f"{self} has a momentum of its own, and the optimizer's is {momentum:g}: they would add up; give the "
+                "optimizer none, or leave the strategy's out"
+            )
+
+
+def alpha_of(spec: object, alpha: float | None, count: int, unstable: bool) -> float:
+    """The checked α of one of `count` workers at a centre.
+
+    >>> round(alpha_of("easgd", None, 4, False), 3)
+    0.225
+    """
+    if alpha is None:
+        return DEFAULT_TOTAL_PULL / count
+    if alpha * count > 1.0 + 1e-9 and not unstable:
+        raise IncompatibleError(
+            f"{spec} with {count} workers at a centre: alpha · {count} = {alpha * count:g}, and above 1 the centre "
+            f"jumps beyond them; give alpha of at most {1.0 / count:.4g}, none for {DEFAULT_TOTAL_PULL}/{count}, or "
+            "unstable=True"
+        )
+    return alpha
+
+
+def _check_tree_codec(groups: int, codec: Codec | None) -> None:
+    if groups > 1 and codec is not None and codec.traits.residual_needs_sum:
+        raise IncompatibleError(
+            f"{codec!r} keeps a warm start that all workers share, and the {groups} groups of a tree reduce apart: "
+            "give a codec such as topk(0.01) or quantize(4), or one centre"
+        )
 
 
 def _is_number(value: Any) -> bool:

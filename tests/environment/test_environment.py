@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from syncline.environment import Environment, Rendezvous, detect
-from syncline.environment.slurm import expand_hosts, tasks_per_node
+from syncline.environment.launchers import expand_hosts, tasks_per_node
 from syncline.errors import WorldError
 
 Recording = list[dict[str, str]]

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from syncline.errors import ProtocolError
-from syncline.events import Event, Recorder, RunLog, read_log
+from syncline.events import Recorder, RunEvent, RunLog, read_log
 
 
 class ListSink:
     """Keeps what it is given."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[RunEvent] = []
         self.closed = 0
 
-    def write(self, event: Event) -> None:
+    def write(self, event: RunEvent) -> None:
         self.events.append(event)
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ def test_points_go_to_every_sink() -> None:
     recorder = Recorder(Clock(), sinks)
     recorder.point("seed", 7, rank=3)
     recorder.point("run_start")
-    expected = [Event("seed", 7, 0.0, "POINT_IN_TIME", {"rank": 3}), Event("run_start", None, 1.0)]
+    expected = [RunEvent("seed", 7, 0.0, "POINT_IN_TIME", {"rank": 3}), RunEvent("run_start", None, 1.0)]
     assert [sink.events for sink in sinks] == [expected, expected]
     assert recorder.totals == {}
 
@@ -134,7 +134,7 @@ def write(folder: Path, *values: Any) -> None:
     """A run that logs these values."""
     log = RunLog(folder)
     for value in values:
-        log.write(Event("value", value, seconds=0.0))
+        log.write(RunEvent("value", value, seconds=0.0))
     log.close()
 
 
@@ -161,10 +161,10 @@ def test_any_text_stays_on_its_line(tmp_path: Path) -> None:
 def test_a_value_that_is_not_json_leaves_no_trace(tmp_path: Path) -> None:
     """An object that JSON cannot hold is refused before a byte is written."""
     log = RunLog(tmp_path)
-    log.write(Event("value", 1, seconds=0.0))
+    log.write(RunEvent("value", 1, seconds=0.0))
     with pytest.raises(TypeError, match="not JSON serializable"):
-        log.write(Event("value", object(), seconds=0.0))
-    log.write(Event("value", 2, seconds=0.0))
+        log.write(RunEvent("value", object(), seconds=0.0))
+    log.write(RunEvent("value", 2, seconds=0.0))
     log.close()
     assert values(tmp_path) == [1, 2]
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import threading
 
-from syncline.events import Event, Recorder
+from syncline.events import Recorder, RunEvent
 
 
 class ListSink:
     """Keeps what it is given, and notices if two threads are in it at once."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[RunEvent] = []
         self.closed = 0
         self.crowded = False
         self._inside = 0
 
-    def write(self, event: Event) -> None:
+    def write(self, event: RunEvent) -> None:
         self._inside += 1
         for _ in range(20):  # give another thread time to come in
             self.crowded = self.crowded or self._inside > 1
@@ -34,8 +34,8 @@ def test_an_interval_is_counted_and_written_as_a_pair() -> None:
     recorder.interval("sl_comm_seconds", 2.25, 3.0, lane="communication")
     assert recorder.totals == {"sl_comm_seconds": 1.25}
     assert sink.events[:2] == [
-        Event("sl_comm_seconds", None, 2.0, "INTERVAL_START", {"lane": "communication"}),
-        Event("sl_comm_seconds", 0.5, 2.5, "INTERVAL_END", {"lane": "communication"}),
+        RunEvent("sl_comm_seconds", None, 2.0, "INTERVAL_START", {"lane": "communication"}),
+        RunEvent("sl_comm_seconds", 0.5, 2.5, "INTERVAL_END", {"lane": "communication"}),
     ]
     assert len(sink.events) == 4
 
@@ -46,8 +46,8 @@ def test_begin_and_end_are_not_timed() -> None:
     recorder.begin("run_start")
     recorder.end("run_stop", status="success")
     assert sink.events == [
-        Event("run_start", None, 1.0, "INTERVAL_START"),
-        Event("run_stop", None, 1.0, "INTERVAL_END", {"status": "success"}),
+        RunEvent("run_start", None, 1.0, "INTERVAL_START"),
+        RunEvent("run_stop", None, 1.0, "INTERVAL_END", {"status": "success"}),
     ]
     assert recorder.totals == {}
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from syncline.errors import UnsupportedError
-from syncline.events import Event, TensorBoardSink
+from syncline.events import RunEvent, TensorBoardSink
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -25,15 +25,15 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 def test_numbers_with_a_step_are_scalars(tmp_path: Path) -> None:
     sink = TensorBoardSink(tmp_path)
-    sink.write(Event("train_loss", 0.5, 1.0, metadata={"step": 10}))
-    sink.write(Event("train_loss", 0.25, 2.0, metadata={"step": 20}))
-    sink.write(Event("eval_accuracy", 1, 2.0, metadata={"step": 20}))
-    sink.write(Event("seed", 7, 0.0))
-    sink.write(Event("sl_checkpoint", "step-1", 0.0, metadata={"step": 20}))
-    sink.write(Event("sl_comm_seconds", 0.5, 0.0, "INTERVAL_END", {"step": 20}))
+    sink.write(RunEvent("train_loss", 0.5, 1.0, metadata={"step": 10}))
+    sink.write(RunEvent("train_loss", 0.25, 2.0, metadata={"step": 20}))
+    sink.write(RunEvent("eval_accuracy", 1, 2.0, metadata={"step": 20}))
+    sink.write(RunEvent("seed", 7, 0.0))
+    sink.write(RunEvent("sl_checkpoint", "step-1", 0.0, metadata={"step": 20}))
+    sink.write(RunEvent("sl_comm_seconds", 0.5, 0.0, "INTERVAL_END", {"step": 20}))
     sink.close()
     sink.close()
-    sink.write(Event("train_loss", 0.1, 3.0, metadata={"step": 30}))  # after the end: nothing happens
+    sink.write(RunEvent("train_loss", 0.1, 3.0, metadata={"step": 30}))  # after the end: nothing happens
     assert scalars(tmp_path) == {"loss/training": [(10, 0.5), (20, 0.25)], "eval_accuracy": [(20, 1.0)]}
 
 

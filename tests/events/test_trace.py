@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from syncline.events import ChromeTrace, Event, Recorder
+from syncline.events import ChromeTrace, Recorder, RunEvent
 
 
-def span(start: float, stop: float, lane: str = "communication", what: str = "", **more: Any) -> Event:
-    return Event("sl_comm_seconds", stop - start, stop, "INTERVAL_END", {"lane": lane, "what": what, **more})
+def span(start: float, stop: float, lane: str = "communication", what: str = "", **more: Any) -> RunEvent:
+    return RunEvent("sl_comm_seconds", stop - start, stop, "INTERVAL_END", {"lane": lane, "what": what, **more})
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ def test_lanes_are_there_in_order_without_any_span(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("key", "lane"), [("sl_comm_seconds", "communication"), ("sl_data_wait_seconds", "data")])
 def test_a_span_without_a_lane_goes_by_its_key(tmp_path: Path, key: str, lane: str) -> None:
     trace = ChromeTrace(tmp_path / "trace.json", rank=0)
-    trace.write(Event(key, 1.0, 2.0, "INTERVAL_END", {"call": "allreduce"}))
+    trace.write(RunEvent(key, 1.0, 2.0, "INTERVAL_END", {"call": "allreduce"}))
     trace.close()
     assert placed(read(tmp_path / "trace.json")) == {"allreduce": lane}
 
@@ -105,7 +105,9 @@ def test_no_more_than_its_limit(tmp_path: Path) -> None:
 
 def test_odd_values_do_not_spoil_the_file(tmp_path: Path) -> None:
     trace = ChromeTrace(tmp_path / "trace.json", rank=0)
-    trace.write(Event("loss", float("nan"), 1.0, metadata={"text": 'a"b\nc', "list": [float("inf")], "own": Path("x")}))
+    trace.write(
+        RunEvent("loss", float("nan"), 1.0, metadata={"text": 'a"b\nc', "list": [float("inf")], "own": Path("x")})
+    )
     trace.close()
 
     def refuse(word: str) -> None:
@@ -118,10 +120,10 @@ def test_odd_values_do_not_spoil_the_file(tmp_path: Path) -> None:
 KILLED = """
 import sys, time
 from pathlib import Path
-from syncline.events import ChromeTrace, Event
+from syncline.events import ChromeTrace, RunEvent
 trace = ChromeTrace(sys.argv[1], rank=0)
 for number in range(1000):
-    trace.write(Event("sl_comm_seconds", 0.5, number + 1.0, "INTERVAL_END", {"what": f"span {number}"}))
+    trace.write(RunEvent("sl_comm_seconds", 0.5, number + 1.0, "INTERVAL_END", {"what": f"span {number}"}))
 print("written", flush=True)
 time.sleep(600)
 """

@@ -22,7 +22,7 @@ import torch
 import syncline as sl
 from syncline.runtime import kernel
 from syncline.runtime.thread_state import ThreadState
-from syncline.transports import Message, mailbox
+from syncline.transports import Message, messages
 from syncline.transports.faults import Fault
 
 NETWORK = sl.Network(latency=100e-6, bandwidth=1e8, jitter=0.5)
@@ -78,10 +78,10 @@ def test_no_message_is_seen_before_it_arrives(chaos: bool) -> None:
     for message in run.messages:
         if message.to == 0:
             arrivals.setdefault(message.source, []).append(message)
-    for source, messages in arrivals.items():
+    for source, received in arrivals.items():
         times = [when for when, who in served if who == source]
-        assert len(times) == len(messages) == 5
-        assert all(when >= message.arrived for when, message in zip(times, messages, strict=True))
+        assert len(times) == len(received) == 5
+        assert all(when >= message.arrived for when, message in zip(times, received, strict=True))
 
 
 def test_time_is_virtual() -> None:
@@ -568,7 +568,7 @@ def test_an_event_that_fails_after_a_task_is_an_error(monkeypatch: pytest.Monkey
         else:
             world.compute(1.0)
 
-    monkeypatch.setattr(mailbox, "LIMIT", 10)
+    monkeypatch.setattr(messages, "MAX_UNRECEIVED_BYTES", 10)
     with pytest.raises(sl.ProtocolError, match="wait unreceived"):
         sl.simulate(work, 2, threads=threads)
 

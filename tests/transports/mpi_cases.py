@@ -25,7 +25,7 @@ from syncline.errors import PeerLostError, ProtocolError, UnsupportedError, Worl
 from syncline.testing.functional import check_functional
 from syncline.testing.transports import CASES, give_up_a_receive
 from syncline.transports.mpi import MpiTransport, connect
-from syncline.transports.mpi.library import load
+from syncline.transports.mpi.connect import load
 
 TIMEOUT = 60.0
 
@@ -74,7 +74,7 @@ def hold_exact_to_its_word(transport: MpiTransport) -> None:
     for length in (10, 100_000):
         receipt = transport.recv(torch.zeros(20, dtype=torch.uint8), source, 7, exact=True)
         handle = transport.send(torch.zeros(length, dtype=torch.uint8), to, 7, exact=True)
-        with pytest.raises(ProtocolError, match=rf"rank {source} sent .* where exactly 20 B were due"):
+        with pytest.raises(ProtocolError, match=rf"rank {source} sent .* where exactly 20 B were expected"):
             receipt.wait()
         handle.wait()
     buffer = torch.zeros(3)

@@ -11,16 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncline.errors import ProtocolError
-from syncline.transports.frames import HEADER_BYTES, LONGEST, Header
+from syncline.transports.messages import HEADER_BYTES, MAX_MESSAGE_BYTES, MessageHeader
 
 repeatable = settings(derandomize=True, deadline=None)
 
 u32 = st.integers(0, 2**32 - 1)
 headers = st.builds(
-    Header, sender=u32, tag=u32, length=st.integers(0, LONGEST), number=u32, kind=st.just(1), channel=u32
+    MessageHeader,
+    sender=u32,
+    tag=u32,
+    length=st.integers(0, MAX_MESSAGE_BYTES),
+    number=u32,
+    kind=st.just(1),
+    channel=u32,
 )
 
-GOOD = Header(sender=3, tag=7, length=4096, number=1)
+GOOD = MessageHeader(sender=3, tag=7, length=4096, number=1)
 
 
 def forged(
@@ -51,25 +57,25 @@ def test_the_bytes_are_those_drawn() -> None:
 
 @repeatable
 @given(headers)
-def test_round_trip(header: Header) -> None:
+def test_round_trip(header: MessageHeader) -> None:
     """What is packed is read back equal, from the rank that sent it."""
     data = header.pack()
     assert len(data) == HEADER_BYTES
-    assert Header.read(data, peer=header.sender) == header
+    assert MessageHeader.read(data, peer=header.sender) == header
 
 
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        pytest.param(b"", "0 bytes where 36 were due", id="nothing"),
-        pytest.param(GOOD.pack()[:-1], "35 bytes where 36 were due", id="short"),
-        pytest.param(GOOD.pack() + b"\0", "37 bytes where 36 were due", id="long"),
+        pytest.param(b"", "0 bytes where 36 were expected", id="nothing"),
+        pytest.param(GOOD.pack()[:-1], "35 bytes where 36 were expected", id="short"),
+        pytest.param(GOOD.pack() + b"\0", "37 bytes where 36 were expected", id="long"),
         pytest.param(forged(magic=b"HTTP"), "it starts with b'HTTP', not b'SYNC'", id="magic"),
-        pytest.param(forged(version=2), "it speaks version 2, this is version 1", id="version"),
+        pytest.param(forged(version=2), "it has version 2, this is version 1", id="version"),
         pytest.param(GOOD.pack()[:-4] + bytes(4), "its checksum does not match", id="checksum"),
         pytest.param(forged(kind=2), "unknown kind 2", id="kind"),
         pytest.param(forged(sender=4), "it claims to come from rank 4", id="sender"),
-        pytest.param(forged(length=LONGEST + 1), f"a length of {LONGEST + 1} bytes", id="length"),
+        pytest.param(forged(length=MAX_MESSAGE_BYTES + 1), f"a length of {MAX_MESSAGE_BYTES + 1} bytes", id="length"),
         pytest.param(forged(length=2**64 - 1), f"a length of {2**64 - 1} bytes", id="huge length"),
         pytest.param(bytes(36), "not a Syncline message", id="zeros"),
     ],
@@ -77,7 +83,7 @@ def test_round_trip(header: Header) -> None:
 def test_refusals(data: bytes, reason: str) -> None:
     """Each thing that can be wrong is a ProtocolError that says what and from whom."""
     with pytest.raises(ProtocolError) as caught:
-        Header.read(data, peer=3)
+        MessageHeader.read(data, peer=3)
     assert str(caught.value).startswith("header from rank 3 refused: ")
     assert reason in str(caught.value)
     assert caught.value.peer == 3
@@ -85,7 +91,7 @@ def test_refusals(data: bytes, reason: str) -> None:
 
 def test_the_longest_length_is_read() -> None:
     """The limit itself is still allowed."""
-    assert Header.read(forged(length=LONGEST), peer=3).length == LONGEST
+    assert MessageHeader.read(forged(length=MAX_MESSAGE_BYTES), peer=3).length == MAX_MESSAGE_BYTES
 
 
 @settings(repeatable, max_examples=300)
@@ -97,19 +103,19 @@ def test_the_longest_length_is_read() -> None:
 def test_random_bytes_are_refused(data: bytes) -> None:
     """Bytes from nowhere are refused, however long and however they begin."""
     with pytest.raises(ProtocolError, match="header from rank 5 refused") as caught:
-        Header.read(data, peer=5)
+        MessageHeader.read(data, peer=5)
     assert caught.value.peer == 5
 
 
 @repeatable
 @given(headers, st.sets(st.integers(0, 36 * 8 - 1), min_size=1, max_size=5))
-def test_flipped_bits_are_refused(header: Header, bits: set[int]) -> None:
+def test_flipped_bits_are_refused(header: MessageHeader, bits: set[int]) -> None:
     """A header damaged in a few bits is refused; CRC-32 finds any five in so short a text."""
     data = bytearray(header.pack())
     for bit in bits:
         data[bit // 8] ^= 1 << bit % 8
     with pytest.raises(ProtocolError, match=f"header from rank {header.sender} refused"):
-        Header.read(bytes(data), peer=header.sender)
+        MessageHeader.read(bytes(data), peer=header.sender)
 
 
 def test_every_single_bit_counts() -> None:
@@ -118,7 +124,7 @@ def test_every_single_bit_counts() -> None:
         data = bytearray(GOOD.pack())
         data[bit // 8] ^= 1 << bit % 8
         with pytest.raises(ProtocolError):
-            Header.read(bytes(data), peer=3)
+            MessageHeader.read(bytes(data), peer=3)
 
 
 @settings(repeatable, max_examples=300)
@@ -131,7 +137,7 @@ def test_every_single_bit_counts() -> None:
             "kind": st.integers(0, 255),
             "sender": st.integers(0, 5) | u32,
             "tag": u32,
-            "length": st.integers(0, 2**64 - 1) | st.integers(LONGEST - 2, LONGEST + 2),
+            "length": st.integers(0, 2**64 - 1) | st.integers(MAX_MESSAGE_BYTES - 2, MAX_MESSAGE_BYTES + 2),
             "number": u32,
         },
     )
@@ -148,14 +154,14 @@ def test_forged_headers(fields: dict[str, Any]) -> None:
         "number": 1,
     } | fields
     must_be = {"magic": b"SYNC", "version": 1, "kind": 1, "sender": 3}
-    allowed = all(plain[name] == value for name, value in must_be.items()) and plain["length"] <= LONGEST
+    allowed = all(plain[name] == value for name, value in must_be.items()) and plain["length"] <= MAX_MESSAGE_BYTES
     data = forged(**fields)
     if not allowed:
         with pytest.raises(ProtocolError) as caught:
-            Header.read(data, peer=3)
+            MessageHeader.read(data, peer=3)
         assert caught.value.peer == 3
         return
-    header = Header.read(data, peer=3)
+    header = MessageHeader.read(data, peer=3)
     assert {name: getattr(header, name) for name in ("kind", "sender", "tag", "length", "number")} == {
         name: plain[name] for name in ("kind", "sender", "tag", "length", "number")
     }

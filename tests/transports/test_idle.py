@@ -12,7 +12,7 @@ import torch
 
 import syncline as sl
 from syncline.transports import SingleTransport, Transport
-from syncline.transports.zeromq import crank
+from syncline.transports.zeromq import node
 from tests.transports.zeromq_crew import Here
 
 PATIENCE = 60.0
@@ -142,7 +142,7 @@ def wait_until(true: Callable[[], object]) -> None:
 
 def test_nothing_is_said_of_an_idle_wait(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """On real threads: one waits without end, one with a timeout, and only of the second is it said."""
-    monkeypatch.setattr(crank, "WARN_AFTER", 0.05)
+    monkeypatch.setattr(node, "WARN_AFTER_S", 0.05)
     with Here(2) as here, caplog.at_level(logging.WARNING, logger="syncline"):
         first, second = here.ranks
         runtime = second.runtime

@@ -1,4 +1,4 @@
-"""Messages that are heard by whoever turns ZeroMQ's crank: all, in order, before the news of who sent them."""
+"""Messages that are heard by whoever turns ZeroMQ's node: all, in order, before the news of who sent them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 from syncline.errors import PeerLostError, WorldError
 from syncline.transports import RequestListener
-from syncline.transports.zeromq.protocol import AT_ONCE, PART_BYTES, ROOM_MESSAGES
+from syncline.transports.zeromq.connection import CREDIT_MESSAGES, MAX_EAGER_BYTES, PART_BYTES
 from tests.transports.zeromq_crew import Here, seize, until
 
-TAG, MOST = 5, 2 * AT_ONCE
+TAG, MOST = 5, 2 * MAX_EAGER_BYTES
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ class Ear:
         self.heard: list[tuple[int, bytes]] = []
         self.lost: list[int] = []
         self._then = then
-        found = world.ranks[0].listen(TAG, MOST, self.hear, self._lose)
+        found = world.ranks[0].listen(TAG, MOST, self.hear, self.lose)
         assert found is not None
         self.listening: RequestListener = found
 
@@ -38,7 +38,7 @@ class Ear:
         if self._then is not None:
             self._then(source, bytes(data))
 
-    def _lose(self, rank: int) -> None:
+    def lose(self, rank: int) -> None:
         self.lost.append(rank)
 
     def of(self, source: int) -> list[bytes]:
@@ -52,7 +52,7 @@ def word(number: int, length: int = 8) -> bytes:
 def test_messages_of_all_lengths_come_in_order(here: Here) -> None:
     """Some go at once, some are offered first; those behind an offered one wait for it."""
     ear = Ear(here)
-    lengths = [8, AT_ONCE + 8, 8, 8, 2 * AT_ONCE, AT_ONCE + 8, 8]
+    lengths = [8, MAX_EAGER_BYTES + 8, 8, 8, 2 * MAX_EAGER_BYTES, MAX_EAGER_BYTES + 8, 8]
     for number in range(70):
         for rank in here.ranks:
             rank.send_bytes((word(number), bytes(lengths[number % 7] - 8)), 0, TAG)
@@ -65,12 +65,12 @@ def test_more_than_there_is_room_for(here: Here, monkeypatch: pytest.MonkeyPatch
     """Where the listener's sockets lie unread, what goes beyond the room is offered, and order is kept."""
     ear = Ear(here)
     seize(here.ranks[0], monkeypatch)
-    for number in range(ROOM_MESSAGES + 100):
+    for number in range(CREDIT_MESSAGES + 100):
         here.ranks[1].send_bytes((word(number),), 0, TAG)
     assert not ear.heard
-    here.ranks[0].node.crank._leave()
-    until(lambda: len(ear.heard) == ROOM_MESSAGES + 100, "all are heard")
-    assert ear.of(1) == [word(number) for number in range(ROOM_MESSAGES + 100)]
+    here.ranks[0].node.loop.release()
+    until(lambda: len(ear.heard) == CREDIT_MESSAGES + 100, "all are heard")
+    assert ear.of(1) == [word(number) for number in range(CREDIT_MESSAGES + 100)]
 
 
 def test_what_came_before_anyone_listened(here: Here) -> None:
@@ -138,7 +138,7 @@ def test_who_is_gone_is_told_after_all_it_sent(here: Here, monkeypatch: pytest.M
     for number in range(50):
         here.ranks[1].send_bytes((word(number),), 0, TAG)
     here.ranks[1].close()
-    here.ranks[0].node.crank._leave()
+    here.ranks[0].node.loop.release()
     until(lambda: ear.lost == [1], "its end is told")
     assert seen == [0] * 50
     late = Ear(here)
@@ -158,7 +158,7 @@ def test_a_body_of_one_that_is_gone(here: Here) -> None:
     until(lambda: bool(done), "it is told")
     assert isinstance(done[0], PeerLostError)
     ear.listening.fetch(torch.zeros(8, dtype=torch.uint8), 1, 9, done.append)
-    here.ranks[0].node.nudge()
+    here.ranks[0].node.wake()
     until(lambda: len(done) == 2, "who asks later is told as well")
     assert isinstance(done[1], PeerLostError)
 

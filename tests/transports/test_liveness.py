@@ -12,7 +12,7 @@ import pytest
 import syncline as sl
 from syncline.environment.heartbeats import ALIVE, lost_after
 from syncline.runtime import RealRuntime
-from syncline.transports.liveness import HEARTBEAT_EVERY_S, Liveness, Verdict
+from syncline.transports.liveness import HEARTBEAT_EVERY_S, Liveness, LossReason
 from syncline.transports.store import BoundedStore, StoreSilentError
 
 PATIENCE = 60.0
@@ -61,13 +61,13 @@ def watching(gone: dict[int, str] | None = None) -> tuple[Table, Watch]:
 def ring(watch: Watch, *, frozen: int, gone: dict[int, str] | None = None) -> list[Any]:
     """Every rank waits for the one before it; `frozen` sends no heartbeat. Whom each blames at its timeout."""
 
-    def wait(world: sl.World) -> Verdict | None:
+    def wait(world: sl.World) -> LossReason | None:
         liveness, before = watch(world), (world.rank - 1) % world.size
         liveness.enter("0", "allreduce by ring")
         over = liveness.waiting("a message", "0", range(world.size), before)
         world.runtime.sleep(3 * HEARTBEAT_EVERY_S)
         if world.rank == frozen:
-            liveness._closed.set()  # its beat ends, and nobody is told
+            liveness.closed.set()  # its beat ends, and nobody is told
             world.runtime.sleep(60.0)
             return None
         world.runtime.sleep(5.0)
@@ -91,7 +91,7 @@ def test_who_ended_because_of_another_is_not_blamed() -> None:
     gone = {1: "its connection broke"}
     _, watch = watching(gone)
 
-    def wait(world: sl.World) -> Verdict | None:
+    def wait(world: sl.World) -> LossReason | None:
         liveness = watch(world)
         if world.rank == 2:
             verdict = liveness.cause_of(1, gone[1])
@@ -102,14 +102,14 @@ def test_who_ended_because_of_another_is_not_blamed() -> None:
         return liveness.cause_of(2, gone[2]) if world.rank == 3 else None
 
     results = sl.simulate(wait, ranks=4).results
-    assert results[2] == results[3] == Verdict(1, "its connection broke")
+    assert results[2] == results[3] == LossReason(1, "its connection broke")
 
 
 def test_a_blame_does_not_outlive_the_next_wait() -> None:
     """A rank that goes on after a loss and then ends by itself is to blame for that."""
     _, watch = watching({})
 
-    def wait(world: sl.World) -> Verdict:
+    def wait(world: sl.World) -> LossReason:
         liveness = watch(world)
         if world.rank == 1:
             liveness.cause_of(2, "it was killed")
@@ -117,14 +117,14 @@ def test_a_blame_does_not_outlive_the_next_wait() -> None:
         world.runtime.sleep(2 * HEARTBEAT_EVERY_S)
         return liveness.cause_of(1, "its connection broke")
 
-    assert sl.simulate(wait, ranks=3).results[0] == Verdict(1, "its connection broke")
+    assert sl.simulate(wait, ranks=3).results[0] == LossReason(1, "its connection broke")
 
 
 def test_a_rank_that_has_left_is_named_though_it_beat_meanwhile() -> None:
     """Its last record is written while it leaves: it seems alive, and the operation can only have ended with it."""
     _, watch = watching()
 
-    def wait(world: sl.World) -> Verdict | None:
+    def wait(world: sl.World) -> LossReason | None:
         liveness = watch(world)
         liveness.enter("0", "barrier")
         if world.rank == 1:
@@ -136,13 +136,13 @@ def test_a_rank_that_has_left_is_named_though_it_beat_meanwhile() -> None:
         return liveness.blame("0", range(world.size), None, broken=True)
 
     verdict = sl.simulate(wait, ranks=2).results[0]
-    assert verdict == Verdict(1, "it has closed its world and left")
+    assert verdict == LossReason(1, "it has closed its world and left")
 
 
 def test_the_chain_ends_at_the_rank_that_is_busy() -> None:
     _, watch = watching()
 
-    def wait(world: sl.World) -> Verdict | None:
+    def wait(world: sl.World) -> LossReason | None:
         liveness = watch(world)
         if world.rank == 2:
             liveness.pending["0"] = (lambda: "the gradient of fc1", None)
@@ -159,7 +159,7 @@ def test_the_chain_ends_at_the_rank_that_is_busy() -> None:
 def test_ranks_that_wait_in_a_circle_are_told_so() -> None:
     _, watch = watching()
 
-    def wait(world: sl.World) -> Verdict:
+    def wait(world: sl.World) -> LossReason:
         liveness = watch(world)
         liveness.waiting("a message", "0", range(3), (world.rank + 1) % 3)
         world.runtime.sleep(4.0)
@@ -176,7 +176,7 @@ def test_another_loss_in_a_team_of_survivors_is_named() -> None:
     table.set("lost/0", json.dumps({"rank": 2, "reason": "it was killed"}))
     table.set("left/3", "1")
 
-    def wait(world: sl.World) -> Verdict | None:
+    def wait(world: sl.World) -> LossReason | None:
         if world.rank > 1:
             return None
         liveness = watch(world)
@@ -303,7 +303,7 @@ class Stuck(Table):
 def test_a_store_that_hangs_ends_every_call() -> None:
     """The first after its time, the next at once; once it answers again, so do they."""
     stuck, runtime = Stuck(), RealRuntime()
-    store = BoundedStore(stuck, runtime, seconds=0.05)
+    store = BoundedStore(stuck, runtime, timeout_s=0.05)
     with pytest.raises(StoreSilentError, match="did not answer within"):
         store.set("key", "value")
     began = runtime.now()
@@ -327,7 +327,7 @@ def test_a_store_that_hangs_ends_every_call() -> None:
 
 def test_closing_does_not_hang_on_a_store_that_does() -> None:
     stuck, runtime = Stuck(), RealRuntime()
-    store = BoundedStore(stuck, runtime, seconds=0.05)
+    store = BoundedStore(stuck, runtime, timeout_s=0.05)
     liveness = Liveness(store, store, 0, 2, runtime, program="rank 0")
     began = runtime.now()
     liveness.close()

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from syncline.errors import PeerLostError, ProtocolError
 from syncline.runtime import RealRuntime
-from syncline.transports import mailbox as module
+from syncline.transports import messages as module
 from syncline.transports.base import LANE_TAGS
-from syncline.transports.mailbox import Mailbox, Posted
+from syncline.transports.messages import Mailbox, PostedReceive
 
 
 @pytest.fixture
@@ -22,13 +22,15 @@ def message(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.uint8)
 
 
-def post(mailbox: Mailbox, room: int = 1, wanted: int | None = None, tag: int = 0, exact: bool = False) -> Posted:
+def post(
+    mailbox: Mailbox, room: int = 1, wanted: int | None = None, tag: int = 0, exact: bool = False
+) -> PostedReceive:
     return mailbox.post(torch.zeros(room, dtype=torch.uint8), wanted, tag, exact)
 
 
-def got(posted: Posted) -> tuple[bool, int, list[int]]:
+def got(posted: PostedReceive) -> tuple[bool, int, list[int]]:
     """Whether a receive is settled without an error, from whom, and what it holds."""
-    return posted.settled and posted.error is None, posted.source, posted.data[: posted.nbytes].tolist()
+    return posted.done and posted.error is None, posted.source, posted.data[: posted.nbytes].tolist()
 
 
 NOT_YET: tuple[bool, int, list[int]] = (False, -1, [])
@@ -106,9 +108,9 @@ def test_a_wrong_length(mailbox: Mailbox, posted_first: bool, exact: bool, lengt
     waiting = post(mailbox, room=2, tag=6, exact=exact) if posted_first else None
     mailbox.deliver(message(*[7] * length), source=4, tag=6)
     waiting = waiting or post(mailbox, room=2, tag=6, exact=exact)
-    assert waiting.settled
+    assert waiting.done
     assert isinstance(waiting.error, ProtocolError)
-    assert str(waiting.error) == f"rank 4 sent {length} B (tag 6) where {word} 2 B were due"
+    assert str(waiting.error) == f"rank 4 sent {length} B (tag 6) where {word} 2 B were expected"
     assert waiting.error.peer == 4
     assert waiting.data.tolist() == [0, 0]
 
@@ -138,7 +140,7 @@ def test_the_sender_learns_of_the_match(mailbox: Mailbox) -> None:
 
 def test_too_much_waits(mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages that nobody receives are refused beyond the limit, and welcome again when there is room."""
-    monkeypatch.setattr(module, "LIMIT", 4)
+    monkeypatch.setattr(module, "MAX_UNRECEIVED_BYTES", 4)
     mailbox.deliver(message(1, 2), source=0, tag=0)
     mailbox.deliver(message(3, 4), source=1, tag=0)
     with pytest.raises(ProtocolError, match=r"4 B wait unreceived and rank 2 sends 1 B more \(tag 7\)") as caught:
@@ -152,7 +154,7 @@ def test_too_much_waits(mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_is_awaited_may_be_large(mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit counts what waits: a message whose receive is there passes, and does not count after."""
-    monkeypatch.setattr(module, "LIMIT", 2)
+    monkeypatch.setattr(module, "MAX_UNRECEIVED_BYTES", 2)
     for _ in range(3):
         waiting = post(mailbox, room=5)
         mailbox.deliver(message(1, 2, 3, 4, 5), source=0, tag=0)
@@ -168,7 +170,7 @@ def test_fail_breaks_the_chosen_receives(mailbox: Mailbox) -> None:
     assert event is not None
     error = PeerLostError("rank 1 is gone", peer=1)
     mailbox.fail(lambda posted: error if posted.wanted == 1 else None)
-    assert lost.settled
+    assert lost.done
     assert lost.error is error
     assert event.is_set()
     assert [got(posted) for posted in (other, anyone)] == [NOT_YET, NOT_YET]
@@ -201,14 +203,14 @@ def test_events(mailbox: Mailbox) -> None:
 
 def test_room_is_waited_for(mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """A message that finds the mailbox full waits until something is taken, or until a receive wants it."""
-    monkeypatch.setattr(module, "LIMIT", 2)
+    monkeypatch.setattr(module, "MAX_UNRECEIVED_BYTES", 2)
     mailbox.deliver(message(1, 2), source=0, tag=0)
-    waiting = RealRuntime().spawn(mailbox.await_room, 1, 0, 0)
+    waiting = RealRuntime().spawn(mailbox.wait_for_room, 1, 0, 0)
     assert not waiting.join(0.05)
     post(mailbox, room=2)
     assert waiting.join(30)
     mailbox.deliver(message(3, 4), source=0, tag=0)
-    waiting = RealRuntime().spawn(mailbox.await_room, 2, 1, 7)
+    waiting = RealRuntime().spawn(mailbox.wait_for_room, 2, 1, 7)
     assert not waiting.join(0.05)
     post(mailbox, room=2, wanted=1, tag=7)
     assert waiting.join(30)
@@ -216,11 +218,11 @@ def test_room_is_waited_for(mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_message_longer_than_all_bounds_is_refused(mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than the limit and than the receive: not even read."""
-    monkeypatch.setattr(module, "LIMIT", 4)
+    monkeypatch.setattr(module, "MAX_UNRECEIVED_BYTES", 4)
     post(mailbox, room=6)
-    mailbox.await_room(6, 0, 0)
+    mailbox.wait_for_room(6, 0, 0)
     with pytest.raises(ProtocolError, match=r"rank 3 announces 7 B .*at most 6 B"):
-        mailbox.await_room(7, 3, 0)
+        mailbox.wait_for_room(7, 3, 0)
 
 
 def test_a_receive_that_was_given_up_is_withdrawn(mailbox: Mailbox) -> None:
@@ -237,7 +239,7 @@ def test_a_receive_that_was_given_up_is_withdrawn(mailbox: Mailbox) -> None:
 def test_a_closed_mailbox_turns_everything_away(mailbox: Mailbox) -> None:
     """Receives break, now and later; senders learn that they are done, of what has come and of what still comes."""
     done: list[str] = []
-    taken: list[Posted | None] = []
+    taken: list[PostedReceive | None] = []
     waiting = post(mailbox, tag=1)
     mailbox.deliver(message(1), 0, 0, lambda: done.append("before"))
     mailbox.offer(100, 0, 0, taken.append)
@@ -248,14 +250,14 @@ def test_a_closed_mailbox_turns_everything_away(mailbox: Mailbox) -> None:
     mailbox.offer(100, 0, 0, taken.append)
     assert (done, taken) == (["before", "after"], [None, None])
     for posted, tag in ((waiting, 1), (post(mailbox), 0)):
-        assert posted.settled
+        assert posted.done
         assert str(posted.error) == f"closed, tag {tag}"
 
 
 def test_closing_ends_the_wait_for_room(mailbox: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LIMIT", 2)
+    monkeypatch.setattr(module, "MAX_UNRECEIVED_BYTES", 2)
     mailbox.deliver(message(1, 2), source=0, tag=0)
-    waiting = RealRuntime().spawn(mailbox.await_room, 1, 0, 0)
+    waiting = RealRuntime().spawn(mailbox.wait_for_room, 1, 0, 0)
     assert not waiting.join(0.05)
     mailbox.close(lambda posted: PeerLostError("closed"))
     assert waiting.join(30)

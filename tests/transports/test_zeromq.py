@@ -19,12 +19,11 @@ from syncline.errors import PeerLostError, ProtocolError, WorldError
 from syncline.testing import Pool
 from syncline.testing.processes import PATIENCE, free_port
 from syncline.transports.base import Transport
-from syncline.transports.frames import HEADER_BYTES
-from syncline.transports.zeromq import join, protocol
-from syncline.transports.zeromq.directory import Entry
-from syncline.transports.zeromq.node import _IDENTITY, HELD
-from syncline.transports.zeromq.protocol import ACCEPT, CREDIT, OFFER, PART, PART_BYTES
-from syncline.transports.zeromq.security import choose_key
+from syncline.transports.messages import HEADER_BYTES
+from syncline.transports.zeromq import connection, join
+from syncline.transports.zeromq.connection import ACCEPT, CREDIT, OFFER, PART, PART_BYTES
+from syncline.transports.zeromq.membership import MemberEntry, choose_key
+from syncline.transports.zeromq.node import IDENTITY, MAX_UNREAD_FRAMES
 from tests.transports import zeromq_cases as cases
 from tests.transports.zeromq_crew import Crew, Here, come_later, seize, serve_a_store, talk, until
 from tests.transports.zeromq_rogues import Caller, Rogue
@@ -104,12 +103,12 @@ def test_what_a_leaver_sent_is_read_after_its_farewell(here: Here, monkeypatch: 
     seize(reader, monkeypatch)
     leaver.send(torch.ones(3), 0, 5)
     leaver.close()
-    until(lambda: 1 in reader.node.directory.left, "the farewell is known")
+    until(lambda: 1 in reader.node.membership.left, "the farewell is known")
     with pytest.raises(PeerLostError, match="it has left"):
         reader.send(torch.ones(1), 1)
     buffer = torch.zeros(3)
     receipt = reader.recv(buffer, 1, 5)
-    reader.node.crank._leave()
+    reader.node.loop.release()
     receipt.wait()
     assert buffer.tolist() == [1, 1, 1]
     with pytest.raises(PeerLostError, match="it has left") as caught:
@@ -120,7 +119,7 @@ def test_what_a_leaver_sent_is_read_after_its_farewell(here: Here, monkeypatch: 
 def test_a_farewell_needs_no_store(here: Here) -> None:
     reader, leaver = here.ranks[:2]
     talk(reader, leaver)
-    reader.node.directory.reachable = False
+    reader.node.membership.reachable = False
     leaver.close()
     with pytest.raises(PeerLostError, match="it has left"):
         reader.recv(torch.zeros(1), 1, 5).wait()
@@ -138,12 +137,12 @@ def test_those_who_come_later_talk_to_all(either: Here) -> None:
 def test_news_that_others_have_read_is_not_lost(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """`present()` reads the log too: that a rank was given up still reaches the one who waits."""
     waiting, other = here.ranks[0], here.ranks[2]
-    waiting.node.link(2)
+    waiting.node.connection(2)
     seize(waiting, monkeypatch)
     receipt = waiting.recv(torch.zeros(1), 2, 5)
-    here.ranks[1].node.directory.post(Entry("lost", 2, reason="it was seen to end"))
+    here.ranks[1].node.membership.post(MemberEntry("lost", 2, reason="it was seen to end"))
     until(lambda: waiting.present() == (0, 1), "rank 2 is given up")
-    waiting.node.crank._leave()
+    waiting.node.loop.release()
     with pytest.raises(PeerLostError, match=r"lost rank 2 .*: it was seen to end"):
         receipt.wait()
     with pytest.raises(PeerLostError, match="the others have declared this rank lost: it was seen to end"):
@@ -162,23 +161,23 @@ def test_a_large_message_comes_while_the_receiver_computes(zeromq: Pool, tmp_pat
 
 
 def test_a_sender_is_pressed_back_but_not_stopped(zeromq: Pool) -> None:
-    grown = zeromq.run(cases.press, 2, 2 * protocol.MOST_OFFERS)[1]
+    grown = zeromq.run(cases.press, 2, 2 * connection.MAX_OFFERS)[1]
     assert grown < 32 * MB
 
 
 def test_many_threads_send_to_one_that_does_not_receive(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many offer at once, none is offered beyond what the receiver takes for an attack."""
-    monkeypatch.setattr(protocol, "MOST_OFFERS", 3)
+    monkeypatch.setattr(connection, "MAX_OFFERS", 3)
     one, other = here.ranks[:2]
-    length = protocol.AT_ONCE + 1
+    length = connection.MAX_EAGER_BYTES + 1
 
     def send(number: int) -> None:
         for _ in range(5):
             one.send(torch.full((length,), number, dtype=torch.uint8), 1, 6).wait()
 
     tasks = [one.runtime.spawn(send, number) for number in range(8)]
-    link = other.node.link(0)
-    until(lambda: link._offered == 3, "as many are offered as may be")
+    link = other.node.connection(0)
+    until(lambda: link.offered == 3, "as many are offered as may be")
     got: Counter[int] = Counter()
     buffer = torch.zeros(length, dtype=torch.uint8)
     for _ in range(8 * 5):
@@ -199,7 +198,7 @@ def test_closing_tells_the_threads_that_wait(here: Here) -> None:
         words.append(str(caught.value))
 
     tasks = [one.runtime.spawn(wait, source) for source in (None, 0, 2)]
-    until(lambda: one.node.crank._driver == "thread" and len(one.node.crank._waiting) == 2, "all three wait")
+    until(lambda: one.node.loop.driver == "thread" and len(one.node.loop.waiting) == 2, "all three wait")
     one.close()
     assert all(task.join(PATIENCE) for task in tasks)
     assert all("closed" in word for word in words), words
@@ -221,7 +220,7 @@ def test_another_key_is_refused(locked: Here, caplog: pytest.LogCaptureFixture) 
             caller.say(b"hello")
             caller.await_the_cut()
     talk(*locked.ranks[:2])
-    assert b"stranger" not in locked.ranks[0].node._known, "a word of it was heard"
+    assert b"stranger" not in locked.ranks[0].node.verified, "a word of it was heard"
 
 
 def test_one_without_the_key_gets_nothing(locked: Here, caplog: pytest.LogCaptureFixture) -> None:
@@ -237,29 +236,31 @@ def test_one_without_the_key_gets_nothing(locked: Here, caplog: pytest.LogCaptur
         stranger.close()
     talk(*locked.ranks[:2])
     for rank in locked.ranks:
-        until(lambda rank=rank: rank.node.directory.refused, "the entry is seen")  # type: ignore[misc]
+        until(lambda rank=rank: rank.node.membership.refused, "the entry is seen")  # type: ignore[misc]
         assert rank.present() == (0, 1, 2)
-        assert len(rank.node._known) <= 3
+        assert len(rank.node.verified) <= 3
     assert "an entry of the directory was refused: it is not signed with this world's key" in caplog.text
 
 
 def test_an_unsigned_entry_is_ignored(locked: Here, caplog: pytest.LogCaptureFixture) -> None:
     """Whoever reaches the store can write to it, but neither enrol itself nor strike out another."""
-    directory = locked.ranks[0].node.directory
-    genuine = json.loads(directory._store.get("log/1"))
+    directory = locked.ranks[0].node.membership
+    genuine = json.loads(directory.store.get("log/1"))
     texts = [
-        json.dumps({"entry": json.dumps(Entry("lost", 1, reason="forged").__dict__), "mac": ""}),
-        json.dumps({"entry": json.dumps(Entry("joined", 9, "tcp://127.0.0.1:9").__dict__), "mac": genuine["mac"]}),
+        json.dumps({"entry": json.dumps(MemberEntry("lost", 1, reason="forged").__dict__), "mac": ""}),
+        json.dumps(
+            {"entry": json.dumps(MemberEntry("joined", 9, "tcp://127.0.0.1:9").__dict__), "mac": genuine["mac"]}
+        ),
         json.dumps({"entry": genuine["entry"]}),
         "[1, 2]",
         '"text"',
         "\0\xff not JSON",
     ]
     for text in texts:
-        directory._store.set(f"log/{directory._store.add('version', 1)}", text)
+        directory.store.set(f"log/{directory.store.add('version', 1)}", text)
     locked.store.set("syncline/dead/0", "not JSON")
     for rank in locked.ranks:
-        until(lambda rank=rank: rank.node.directory.refused == len(texts), "they are seen")  # type: ignore[misc]
+        until(lambda rank=rank: rank.node.membership.refused == len(texts), "they are seen")  # type: ignore[misc]
         assert rank.present() == (0, 1, 2)
     talk(*locked.ranks[:2])
 
@@ -288,8 +289,8 @@ def test_raw_bytes_to_the_port(either: Here) -> None:
 STRANGERS = {
     "no identity of ours": b"stranger",
     "an empty world's": bytes(13),
-    "a rank that does not exist": _IDENTITY.pack(b"r", 77, bytes(8)),
-    "another's rank": _IDENTITY.pack(b"r", 1, bytes(8)),
+    "a rank that does not exist": IDENTITY.pack(b"r", 77, bytes(8)),
+    "another's rank": IDENTITY.pack(b"r", 1, bytes(8)),
     "the bell's": b"bell",
 }
 
@@ -300,8 +301,8 @@ def test_a_stranger_is_not_listened_to(either: Here, name: str, caplog: pytest.L
     with Caller(victim.endpoint, STRANGERS[name], either.key) as caller:
         for frames in ([b""], [b"x" * 1000], [b"a", b"b", b"c"], [bytes(HEADER_BYTES)]):
             assert caller.say(*frames)
-        until(lambda: caller.identity in victim._known, "it is known for a stranger")
-        assert victim._known[caller.identity] is None
+        until(lambda: caller.identity in victim.verified, "it is known for a stranger")
+        assert victim.verified[caller.identity] is None
         talk(*either.ranks[:2])
     assert caplog.text.count("ignores an unknown sender") == 1, "once is enough"
 
@@ -311,24 +312,24 @@ def flip(frame: bytes, bit: int) -> bytes:
 
 
 DEEDS: dict[str, tuple[Callable[[Rogue], list[list[bytes]]], str]] = {
-    "nothing": (lambda r: [[b""]], "0 bytes where 36 were due"),
+    "nothing": (lambda r: [[b""]], "0 bytes where 36 were expected"),
     "garbage": (lambda r: [[b"x" * 100]], "not a Syncline message"),
-    "a short header": (lambda r: [[r.header()[:-1]]], "35 bytes where 36 were due"),
+    "a short header": (lambda r: [[r.header()[:-1]]], "35 bytes where 36 were expected"),
     "a false name": (lambda r: [[r.header(sender=1)]], "it claims to come from rank 1"),
     "an unknown kind": (lambda r: [[r.header(kind=99)]], "unknown kind 99"),
     "too many frames": (lambda r: [[r.eager(0, b"ab"), b"x", b"y"]], "2 frames too many"),
     "a body that is missing": (lambda r: [[r.header(PART, 0, 3)]], "sent .* frames"),
     "a longer body": (lambda r: [[r.header(length=3) + b"four"]], "4 bytes where its header says 3"),
-    "a gap": (lambda r: [[r.eager(0, b"x")], [r.eager(2, b"x")]], "message 2 where 1 was due"),
+    "a gap": (lambda r: [[r.eager(0, b"x")], [r.eager(2, b"x")]], "message 2 where 1 was expected"),
     "a part": (lambda r: [[r.header(PART, 5, 3), b"abc"]], "a part of message 5, which was not accepted"),
     "an accept": (lambda r: [[r.header(ACCEPT, 5, 3)]], "message 5, which was not offered"),
-    "credit": (lambda r: [[r.header(CREDIT, 5000, 1 << 30)]], "room for more than was sent"),
+    "credit": (lambda r: [[r.header(CREDIT, 5000, 1 << 30)]], "credit for more than was sent"),
     "a flood": (
         lambda r: [[r.eager(number, bytes(60_000))] for number in range(40)],
-        "more than there was room promised for",
+        "more than it had credit for",
     ),
     "a flood of offers": (
-        lambda r: [[r.header(OFFER, number, 1 << 40)] for number in range(protocol.MOST_OFFERS + 1)],
+        lambda r: [[r.header(OFFER, number, 1 << 40)] for number in range(connection.MAX_OFFERS + 1)],
         "it offers more than 4096 messages at once",
     ),
 }
@@ -340,7 +341,7 @@ def test_a_member_that_breaks_the_rules(either: Here, name: str, caplog: pytest.
     deed, word = DEEDS[name]
     victim = either.ranks[0]
     with Rogue(either) as rogue:
-        victim.node.directory.find(rogue.rank)
+        victim.node.membership.find(rogue.rank)
         receipt = victim.recv(torch.zeros(1), rogue.rank, 44)
         for frames in deed(rogue):
             until(lambda frames=frames: rogue.say(*frames), "it is taken")  # type: ignore[misc]
@@ -349,7 +350,7 @@ def test_a_member_that_breaks_the_rules(either: Here, name: str, caplog: pytest.
         assert caught.value.peer == rogue.rank
         rogue.say(rogue.eager(0, b"again"))
         talk(*either.ranks[:2])
-    assert caplog.text.count(f"rank 0 will not listen to rank {rogue.rank} any more") == 1
+    assert caplog.text.count(f"rank 0 drops all messages of rank {rogue.rank} from now on") == 1
 
 
 def test_a_header_with_any_bit_flipped(here: Here) -> None:
@@ -358,7 +359,7 @@ def test_a_header_with_any_bit_flipped(here: Here) -> None:
     step = 1 if HUNTING else 17
     for bit in range(0, 8 * HEADER_BYTES, step):
         with Rogue(here) as rogue:
-            victim.node.directory.find(rogue.rank)
+            victim.node.membership.find(rogue.rank)
             receipt = victim.recv(torch.zeros(1), rogue.rank, 44)
             rogue.say(flip(rogue.header(), bit))
             with pytest.raises(ProtocolError, match=f"header from rank {rogue.rank} refused"):
@@ -371,7 +372,7 @@ def test_a_frame_that_is_too_long_ends_the_connection(either: Here) -> None:
         rogue.say(rogue.eager(0, bytes(PART_BYTES + 1)))
         rogue.await_the_cut()
         talk(*either.ranks[:2])
-        assert rogue.identity not in either.ranks[0].node._known
+        assert rogue.identity not in either.ranks[0].node.verified
 
 
 def test_a_flood_from_strangers() -> None:
@@ -397,7 +398,7 @@ def test_a_flood_from_strangers() -> None:
         grown = members[0].hear()
         for member in members:
             member.say("enough")
-    assert grown < connections * HELD * PART_BYTES + 64 * MB
+    assert grown < connections * MAX_UNREAD_FRAMES * PART_BYTES + 64 * MB
 
 
 def test_a_flood_while_nobody_reads(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,10 +406,10 @@ def test_a_flood_while_nobody_reads(here: Here, monkeypatch: pytest.MonkeyPatch)
     seize(here.ranks[0], monkeypatch)
     with Caller(here.ranks[0].node.endpoint, b"stranger") as caller:
         taken = 0
-        while taken < 4 * HELD and caller.say(bytes(PART_BYTES)):
+        while taken < 4 * MAX_UNREAD_FRAMES and caller.say(bytes(PART_BYTES)):
             taken += 1
-    assert taken < 3 * HELD
-    here.ranks[0].node.crank._leave()
+    assert taken < 3 * MAX_UNREAD_FRAMES
+    here.ranks[0].node.loop.release()
     talk(*here.ranks[:2])
 
 
@@ -459,3 +460,12 @@ def test_a_rank_that_does_not_exist(here: Here) -> None:
         first.recv(torch.zeros(1), 5)
     with pytest.raises(WorldError, match="is not a rank"):
         first.send(torch.zeros(1), -1)
+
+
+def test_a_closed_channel_returns_the_credit_of_its_messages(here: Here) -> None:
+    """Messages that arrive before and after the channel is closed count as taken."""
+    node, taken = here.ranks[0].node, list[str]()
+    node.mailbox(5).deliver(memoryview(bytes(3)), 1, 0, lambda: taken.append("before"))
+    node.close_channel(5)
+    node.mailbox(5).deliver(memoryview(bytes(3)), 1, 0, lambda: taken.append("after"))
+    assert taken == ["before", "after"]

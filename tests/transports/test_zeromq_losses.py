@@ -50,7 +50,7 @@ def waiting(rank: ZmqTransport, source: int, timeout: float) -> Callable[[], Pee
 def test_a_silent_member_is_lost_after_the_stated_time(here: Here) -> None:
     """It is connected and says nothing: `lost()` names it, and so does who waits for it."""
     first = here.ranks[0]
-    first.node.lost_after = 0.5
+    first.node.lost_after_s = 0.5
     with Rogue(here) as silent:
         until(lambda: silent.rank in first.present(), "it is there")
         error = failure(first.recv(torch.zeros(1), silent.rank, 5).wait)
@@ -63,7 +63,7 @@ def test_a_silent_member_is_lost_after_the_stated_time(here: Here) -> None:
 def test_what_a_lost_member_says_comes_too_late(here: Here) -> None:
     """The others have gone on without it: nothing of it is delivered any more."""
     first = here.ranks[0]
-    first.node.lost_after = 0.5
+    first.node.lost_after_s = 0.5
     with Rogue(here) as frozen:
         frozen.say(frozen.eager(0, b"in time"))
         buffer = torch.zeros(7, dtype=torch.uint8)
@@ -73,7 +73,7 @@ def test_what_a_lost_member_says_comes_too_late(here: Here) -> None:
         frozen.say(frozen.eager(1, b"too late"))
         with Caller(first.node.endpoint, b"a stranger, to see when the one before was read") as after:
             after.say(b"hello")
-            until(lambda: after.identity in first.node._known, "all that came before was read")
+            until(lambda: after.identity in first.node.verified, "all that came before was read")
         assert not receipt.done()
         talk(*here.ranks[:2])
 
@@ -82,13 +82,13 @@ def test_a_process_that_was_held_up_itself_blames_nobody(here: Here, monkeypatch
     """Stopped and woken again, it finds old words from everybody; that is its own doing."""
     first = here.ranks[0]
     first.monitor.watch([1, 2])
-    until(lambda: all(peer.heard for peer in first.node._peers.values()), "they are connected")
-    peers = list(first.node._peers.values())
+    until(lambda: all(peer.heard for peer in first.node.peers.values()), "they are connected")
+    peers = list(first.node.peers.values())
     for peer in peers:
         peer.heard -= 1000.0
-    first.node._looked -= 1000.0
-    first.node.lost_after = 100.0
-    first.node._chores(first.runtime.now())
+    first.node.last_check -= 1000.0
+    first.node.lost_after_s = 100.0
+    first.node.check_peers(first.runtime.now())
     assert first.lost() == {}
 
 
@@ -96,18 +96,19 @@ def test_the_launcher_decides_about_a_process_that_is_silent_everywhere(here: He
     """A process that only computes writes nothing into the store either; one that does is cut off from this rank."""
     first, silent = here.ranks[0], here.ranks[1].node
     first.monitor.watch([1])
-    silent.liveness._closed.set()
+    silent.liveness.closed.set()
     assert silent.liveness._task.join(PATIENCE)
-    first.node.launched, silent._next_ping = True, float("inf")
-    first.node.lost_after = 0.2
-    peer = first.node._peers[1]
+    first.node.launched, silent.next_ping = True, float("inf")
+    first.node.lost_after_s = 0.2
+    peer = first.node.peers[1]
     until(
-        lambda: peer.beat is not None and first.runtime.now() - peer.heard > 1.0, "several looks have found it silent"
+        lambda: peer.heartbeat is not None and first.runtime.now() - peer.heard > 1.0,
+        "several looks have found it silent",
     )
     assert first.lost() == {}
 
     def write_and_look() -> bool:
-        silent.liveness._write()
+        silent.liveness.write()
         return 1 in first.lost()
 
     until(write_and_look, "records come, and no word")
@@ -141,7 +142,7 @@ def test_who_left_because_of_another_is_not_blamed(here: Here) -> None:
 def test_a_loss_is_known_before_those_who_wait_are_told(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server's client asks who is lost as soon as its wait breaks."""
     first, known = here.ranks[0], list[bool]()
-    lose = node.Node._lose
+    lose = node.Node.lose
     with Rogue(here) as gone:
         until(lambda: gone.rank in first.present(), "it is there")
         first.monitor.watch([gone.rank])
@@ -151,8 +152,8 @@ def test_a_loss_is_known_before_those_who_wait_are_told(here: Here, monkeypatch:
                 known.append(rank in first.lost())
             lose(self, rank, *how)
 
-        monkeypatch.setattr(node.Node, "_lose", note)
-        first.node._announce(gone.rank, "its connection broke")
+        monkeypatch.setattr(node.Node, "lose", note)
+        first.node.announce_loss(gone.rank, "its connection broke")
     assert known[0]
 
 
@@ -162,19 +163,19 @@ def test_a_rank_that_is_cut_off_gives_up(here: Here, monkeypatch: pytest.MonkeyP
     first.monitor.watch([1, 2])
     talk(first, here.ranks[1])
     stuck = first.runtime.event()
-    directory: Any = first.node.directory
-    real, directory._launcher._store = directory._launcher._store, Stuck(stuck)
-    monkeypatch.setattr(directory._launcher, "_seconds", 0.05)
-    first.node.lost_after = 0.2
+    directory: Any = first.node.membership
+    real, directory.launcher.store = directory.launcher.store, Stuck(stuck)
+    monkeypatch.setattr(directory.launcher, "timeout_s", 0.05)
+    first.node.lost_after_s = 0.2
     for rank in here.ranks[1:]:
-        rank.node._next_ping = float("inf")
-        rank.node.lost_after = float("inf")
+        rank.node.next_ping = float("inf")
+        rank.node.lost_after_s = float("inf")
     error = failure(first.recv(torch.zeros(1), 1, 5).wait)
     assert error.peer == 0
     assert "cut off" in str(error)
     first.close()
     stuck.set()
-    directory._launcher._store = real
+    directory.launcher.store = real
 
 
 class Stuck:
@@ -240,6 +241,6 @@ def test_strangers_fill_no_log(here: Here, caplog: pytest.LogCaptureFixture) -> 
     for number in range(50):
         with Caller(victim.node.endpoint, b"stranger %d" % number) as stranger:
             stranger.say(b"hello")
-            until(lambda who=stranger.identity: who in victim.node._known, "it was heard")  # type: ignore[misc]
+            until(lambda who=stranger.identity: who in victim.node.verified, "it was heard")  # type: ignore[misc]
     assert caplog.text.count("ignores an unknown sender") == 5
     talk(*here.ranks[:2])

@@ -13,16 +13,16 @@ import zmq
 from syncline.environment import Rendezvous
 from syncline.errors import PeerLostError, WorldError
 from syncline.testing.processes import PATIENCE
-from syncline.transports.zeromq import ZmqTransport, directory, join, waiting_room
-from syncline.transports.zeromq.directory import Directory, Entry
+from syncline.transports.zeromq import ZmqTransport, join, membership, node
+from syncline.transports.zeromq.connection import MAX_EAGER_BYTES
+from syncline.transports.zeromq.membership import MemberEntry, MembershipLog
 from syncline.transports.zeromq.node import Node
-from syncline.transports.zeromq.protocol import AT_ONCE
 from tests.transports.zeromq_crew import Here, come_later, talk, until
 from tests.transports.zeromq_rogues import Rogue
 
 pytestmark = pytest.mark.xdist_group("zeromq")
 
-LARGE = AT_ONCE + 1
+LARGE = MAX_EAGER_BYTES + 1
 
 
 @pytest.fixture
@@ -51,11 +51,11 @@ def team(world: Here, name: str = "0.1.test") -> list[ZmqTransport]:
 
 def test_a_join_reads_past_a_gap(here: Here) -> None:
     """A writer is lost between counting and writing: those who come after it are found all the same."""
-    here.ranks[0].node.directory._store.add("version", 1)
+    here.ranks[0].node.membership.store.add("version", 1)
     here.ranks.append(come_later(here.port))
     for rank in here.ranks[:3]:
         talk(here.ranks[3], rank)
-    assert here.ranks[0].node.directory.behind, "the gap was not there"
+    assert here.ranks[0].node.membership.incomplete, "the gap was not there"
 
 
 class Late(Rogue):
@@ -63,14 +63,14 @@ class Late(Rogue):
 
     def __init__(self, world: Here, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lines: list[tuple[str, str]] = []
-        store = world.ranks[0].node.directory._store
+        store = world.ranks[0].node.membership.store
 
-        def post(mine: Directory, entry: Entry) -> None:
+        def post(mine: MembershipLog, entry: MemberEntry) -> None:
             text = json.dumps(entry.__dict__)
-            self.lines.append((f"log/{store.add('version', 1)}", json.dumps({"entry": text, "mac": mine._mac(text)})))
+            self.lines.append((f"log/{store.add('version', 1)}", json.dumps({"entry": text, "mac": mine.sign(text)})))
 
         with monkeypatch.context() as patch:
-            patch.setattr(Directory, "post", post)
+            patch.setattr(MembershipLog, "post", post)
             super().__init__(world)
         self.store = store
 
@@ -89,67 +89,67 @@ def test_who_calls_before_its_entry_is_there_is_heard(locked: Here, monkeypatch:
     with Late(locked, monkeypatch) as late:
         for number in range(3):
             late.say(late.eager(number, bytes([number])))
-        until(lambda: sum(map(len, victim.node._undecided._callers.values())) == 3, "all is kept")
-        assert late.identity not in victim.node._known
+        until(lambda: sum(map(len, victim.node.unverified.frames.values())) == 3, "all is kept")
+        assert late.identity not in victim.node.verified
         talk(*locked.ranks[:2])
         late.write()
-        until(lambda: late.identity in victim.node._known, "it is known")
+        until(lambda: late.identity in victim.node.verified, "it is known")
         late.say(late.eager(3, bytes([3])))
         for number in range(4):
             buffer = torch.zeros(1, dtype=torch.uint8)
             victim.recv(buffer, late.rank, 0).wait()
             assert buffer.item() == number
-    assert not victim.node._undecided
-    assert victim.node._undecided._nbytes == 0
+    assert not victim.node.unverified.frames
+    assert victim.node.unverified.nbytes == 0
 
 
 def test_who_never_appears_in_the_directory_is_a_stranger(
     here: Here, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(directory, "LATE", 0.5)
+    monkeypatch.setattr(membership, "MISSING_ENTRY_TIMEOUT_S", 0.5)
     victim = here.ranks[0]
     with Late(here, monkeypatch) as late:
         late.say(late.eager(0, b"x"))
-        until(lambda: late.identity in victim.node._known, "it is decided")
-        assert victim.node._known[late.identity] is None
+        until(lambda: late.identity in victim.node.verified, "it is decided")
+        assert victim.node.verified[late.identity] is None
         talk(*here.ranks[:2])
     assert f"ignores an unknown sender: rank {late.rank} is not in this world" in caplog.text
-    assert not victim.node._undecided
+    assert not victim.node.unverified.frames
 
 
 def test_the_undecided_cannot_say_without_end(
     here: Here, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(waiting_room, "ROOM", 5000)
+    monkeypatch.setattr(node, "MAX_UNVERIFIED_BYTES", 5000)
     victim = here.ranks[0]
     with Late(here, monkeypatch) as late:
         for number in range(10):
             late.say(late.eager(number, bytes(1000)))
-        until(lambda: late.identity in victim.node._known, "it is decided")
-        assert victim.node._known[late.identity] is None
+        until(lambda: late.identity in victim.node.verified, "it is decided")
+        assert victim.node.verified[late.identity] is None
         talk(*here.ranks[:2])
-    assert "there is no room for all it says" in caplog.text
-    assert not victim.node._undecided
+    assert "there is no room for all its frames" in caplog.text
+    assert not victim.node.unverified.frames
 
 
 def test_a_stranger_counts_up_the_log(here: Here) -> None:
     """Neither memory nor time go with what it has counted."""
-    ours = here.ranks[0].node.directory
-    ours._store.add("version", 10**9)
-    until(lambda: ours._gaps, "it is seen")
+    ours = here.ranks[0].node.membership
+    ours.store.add("version", 10**9)
+    until(lambda: ours.missing, "it is seen")
     for _ in range(3):
         ours.refresh()
-        assert len(ours._gaps) <= directory.MOST_GAPS
+        assert len(ours.missing) <= membership.MAX_MISSING_ENTRIES
     talk(*here.ranks[:2])
 
 
 def test_a_writer_that_was_held_up_writes_again(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others may have given its number up."""
-    ours = here.ranks[0].node.directory
-    before = ours._store.add("version", 0)
-    monkeypatch.setattr(directory, "LATE", 0.0)
-    ours.post(Entry("joined", 77))
-    assert ours._store.add("version", 0) == before + directory.TRIES
+    ours = here.ranks[0].node.membership
+    before = ours.store.add("version", 0)
+    monkeypatch.setattr(membership, "MISSING_ENTRY_TIMEOUT_S", 0.0)
+    ours.post(MemberEntry("joined", 77))
+    assert ours.store.add("version", 0) == before + membership.MAX_POST_ATTEMPTS
 
 
 def test_a_join_that_fails_lets_go_of_its_sockets(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_a_join_that_fails_lets_go_of_its_sockets(here: Here, monkeypatch: pytes
     def lose_the_entry(node: Node, rank: int) -> None:
         nodes.append(node)
         with monkeypatch.context() as patch:
-            patch.setattr(Directory, "post", lambda self, entry: None)
+            patch.setattr(MembershipLog, "post", lambda self, entry: None)
             enrol(node, rank)
 
     monkeypatch.setattr(Node, "join", lose_the_entry)
@@ -184,8 +184,8 @@ def test_with_a_key_a_rumour_strikes_nobody_out(locked: Here) -> None:
     for rank in range(3):
         spread(locked, rank)
     others = [(rank, other) for rank in locked.ranks for other in range(3) if other != rank.rank]
-    until(lambda: all(rank.node.directory._deaths == (3, 3) for rank in locked.ranks), "it is read")
-    until(lambda: not any(other in rank.node.directory.hints for rank, other in others), "it is forgotten")
+    until(lambda: all(rank.node.membership.deaths_read == (3, 3) for rank in locked.ranks), "it is read")
+    until(lambda: not any(other in rank.node.membership.hints for rank, other in others), "it is forgotten")
     assert [rank.present() for rank in locked.ranks] == [(0, 1, 2)] * 3
     assert [rank.lost() for rank in locked.ranks] == [{}] * 3
     talk(*locked.ranks[:2])
@@ -209,7 +209,7 @@ def test_the_lost_are_told_apart_from_those_who_left(here: Here, caplog: pytest.
         assert first.lost() == {killed.rank: "it was killed"}
         warning = f"rank 0 is told: rank {killed.rank} is lost: it was killed"
         until(lambda: warning in caplog.text, "a warning is logged")
-        first.node.directory.post(Entry("lost", killed.rank, reason="another has noticed too"))
+        first.node.membership.post(MemberEntry("lost", killed.rank, reason="another has noticed too"))
         here.ranks.append(come_later(here.port))
         until(lambda: here.ranks[-1].rank in first.present(), "the log is read to there")
     assert caplog.text.count(f"rank 0 is told: rank {killed.rank} is lost") == 1
@@ -242,9 +242,9 @@ def test_what_is_known_when_nobody_has_sent(here: Here) -> None:
 def test_closing_a_channel_settles_what_was_sent_to_it(here: Here) -> None:
     """Before and after: senders are done, their room comes back, and no mailbox stays."""
     sender, receiver = team(here)
-    link = receiver.node.link(0)
+    link = receiver.node.connection(0)
     sent = [sender.send(large(), 1, 5), sender.send(torch.ones(3), 1, 5)]
-    until(lambda: (link._came[0], link._offered) == (1, 1), "both are there")
+    until(lambda: (link.arrived[0], link.offered) == (1, 1), "both are there")
     receipt = receiver.recv(torch.zeros(1), 0, 6)
     receiver.close()
     with pytest.raises(WorldError, match="this channel is closed: nothing comes for tag 6 any more"):
@@ -252,9 +252,9 @@ def test_closing_a_channel_settles_what_was_sent_to_it(here: Here) -> None:
     sent += [sender.send(large(), 1, 5), sender.send(torch.ones(3), 1, 5)]
     for handle in sent:
         handle.wait()
-    until(lambda: (link._came, link._offered) == ([2, 24], 0), "all have come")
-    assert link._taken == [2, 24]
-    assert sender._number not in receiver.node.channels._mailboxes
+    until(lambda: (link.arrived, link.offered) == ([2, 24], 0), "all have come")
+    assert link.taken == [2, 24]
+    assert sender.channel_number not in receiver.node.mailboxes
     talk(*here.ranks[:2])
 
 
@@ -270,7 +270,7 @@ def test_abort_breaks_sends_too(here: Here, caplog: pytest.LogCaptureFixture) ->
         words.append(str(caught.value))
 
     task = first.runtime.spawn(send)
-    until(lambda: receiver.node.link(0)._offered == 1, "it is offered")
+    until(lambda: receiver.node.connection(0).offered == 1, "it is offered")
     sender.abort()
     assert task.join(PATIENCE)
     assert words == ["the channel was given up while rank 0 waited for rank 1 to take 65.5 kB"]
@@ -283,7 +283,7 @@ def test_abort_breaks_sends_too(here: Here, caplog: pytest.LogCaptureFixture) ->
     talk(first, second)
     first.send(large(), 1, 9)
     first.abort()
-    assert first.node.link(1).oldest() is None
+    assert first.node.connection(1).oldest() is None
     first.close()
     assert "waits no longer" not in caplog.text
 

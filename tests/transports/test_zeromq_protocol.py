@@ -14,22 +14,20 @@ from torch import Tensor
 
 from syncline.errors import PeerLostError, ProtocolError
 from syncline.runtime import RealRuntime
-from syncline.transports import frames
-from syncline.transports.frames import HEADER_BYTES, Header
-from syncline.transports.mailbox import Mailbox, Posted
-from syncline.transports.zeromq import protocol
-from syncline.transports.zeromq.channels import Channels
-from syncline.transports.zeromq.protocol import (
+from syncline.transports import messages
+from syncline.transports.messages import HEADER_BYTES, Mailbox, MessageHeader, PostedReceive
+from syncline.transports.zeromq import connection
+from syncline.transports.zeromq.connection import (
     ACCEPT,
     CREDIT,
     DONE,
     EAGER,
-    KINDS,
+    FRAME_KINDS,
     OFFER,
     PART,
-    CrowdedError,
-    Link,
-    Outgoing,
+    OutgoingMessage,
+    PeerConnection,
+    TooManyOffersError,
 )
 from tests.transports.zeromq_ear import SMALL, Ear, blank, loss, refused
 
@@ -41,7 +39,7 @@ TAGS = 3
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SMALL.items():
-        monkeypatch.setattr(protocol, name, value)
+        monkeypatch.setattr(connection, name, value)
 
 
 class Play:
@@ -53,26 +51,26 @@ class Play:
         runtime = RealRuntime()
         self.boxes = {rank: Mailbox(runtime) for rank in self.ranks}
         self.wires: dict[tuple[int, int], deque[list[bytes]]] = {}
-        self.links: dict[tuple[int, int], Link] = {}
+        self.links: dict[tuple[int, int], PeerConnection] = {}
         self.under_way: dict[tuple[tuple[int, int], int], int] = defaultdict(int)  # bytes, by pair and message
         for pair in [(one, other) for one in self.ranks for other in self.ranks if one != other]:
             self.wires[pair] = deque()
-            self.links[pair] = Link(runtime, *pair, self.emitter(pair), self.opener(pair[0]))
+            self.links[pair] = PeerConnection(runtime, *pair, self.emitter(pair), self.opener(pair[0]))
         self.texts: dict[tuple[int, int, int], list[bytes]] = defaultdict(list)  # by sender, receiver, tag
         self.to_send: dict[tuple[int, int], list[tuple[int, Tensor]]] = {pair: [] for pair in self.links}
         self.to_post: list[tuple[int, int | None, int, int]] = []  # receiver, from whom, tag, room
-        self.outgoing: list[Outgoing] = []
-        self.posted: list[tuple[int, Posted]] = []
+        self.outgoing: list[OutgoingMessage] = []
+        self.posted: list[tuple[int, PostedReceive]] = []
         self.plan()
 
     def emitter(self, pair: tuple[int, int]) -> Any:
         def emit(frames: Sequence[Any]) -> None:
             self.wires[pair].append([bytes(frame) for frame in frames])
             if len(frames) == 2:
-                key = (pair, Header.read(frames[0], pair[0], KINDS).number)
+                key = (pair, MessageHeader.read(frames[0], pair[0], FRAME_KINDS).number)
                 self.under_way[key] += len(frames[1])
                 assert len(frames[1]) <= SMALL["PART_BYTES"]
-                assert self.under_way[key] <= SMALL["ON_THE_WAY"]
+                assert self.under_way[key] <= SMALL["MAX_INFLIGHT_BYTES"]
 
         return emit
 
@@ -128,7 +126,7 @@ class Play:
             tag, data = self.to_send[pair][0]
             try:
                 outgoing = self.links[pair].send(0, tag, data)
-            except CrowdedError:
+            except TooManyOffersError:
                 continue
             self.to_send[pair].pop(0)
             if outgoing is None:
@@ -151,7 +149,7 @@ class Play:
             return False
         sender, receiver = self.draw.choice(wires)
         frames = self.wires[sender, receiver].popleft()
-        header = Header.read(frames[0][:HEADER_BYTES], sender, KINDS)
+        header = MessageHeader.read(frames[0][:HEADER_BYTES], sender, FRAME_KINDS)
         assert len(frames) == 1 + (header.kind == PART)
         self.under_way[(sender, receiver), header.number] -= header.length if header.kind == PART else 0
         self.links[receiver, sender].receive(header, memoryview(frames[-1])[HEADER_BYTES if len(frames) == 1 else 0 :])
@@ -159,20 +157,20 @@ class Play:
 
     def check_bounds(self) -> None:
         for link in self.links.values():
-            assert link._came[0] - link._taken[0] <= SMALL["ROOM_MESSAGES"]
-            assert link._came[1] - link._taken[1] <= SMALL["ROOM"]
-            assert link._sent[0] <= link._room[0]
-            assert link._sent[1] <= link._room[1]
-            assert len(link._offers) <= SMALL["MOST_OFFERS"]
+            assert link.arrived[0] - link.taken[0] <= SMALL["CREDIT_MESSAGES"]
+            assert link.arrived[1] - link.taken[1] <= SMALL["CREDIT_BYTES"]
+            assert link.sent[0] <= link.credit[0]
+            assert link.sent[1] <= link.credit[1]
+            assert len(link.offers) <= SMALL["MAX_OFFERS"]
         for box in self.boxes.values():  # what is offered stays with its sender
-            assert box._waiting_bytes <= SMALL["ROOM"] * (len(self.ranks) - 1)
+            assert box.waiting_bytes <= SMALL["CREDIT_BYTES"] * (len(self.ranks) - 1)
 
     def check_the_end(self) -> None:
         assert not any(self.to_send.values()), "a sender was stopped for good"
-        assert all(outgoing.settled and not outgoing.error for outgoing in self.outgoing)
+        assert all(outgoing.done and not outgoing.error for outgoing in self.outgoing)
         got: dict[tuple[int, int, int], list[bytes | None]] = defaultdict(list)
         for receiver, posted in self.posted:
-            assert posted.settled, f"{posted} waits for good"
+            assert posted.done, f"{posted} waits for good"
             fits = posted.nbytes <= posted.data.numel()
             if not fits:
                 assert isinstance(posted.error, ProtocolError)
@@ -184,9 +182,9 @@ class Play:
         for key, texts in got.items():
             assert all(text in (None, due) for text, due in zip(texts, self.texts[key], strict=True)), key
         for link in self.links.values():
-            assert not link._offers
-            assert not link._incoming
-            assert link._offered == 0
+            assert not link.offers
+            assert not link.incoming
+            assert link.offered == 0
 
 
 @pytest.mark.hunt
@@ -203,10 +201,10 @@ def test_any_interleaving() -> None:
             ) from error
 
 
-@pytest.mark.parametrize(("what", "length"), [("NUMBERS", 1), ("COUNTED", 8)])
+@pytest.mark.parametrize(("what", "length"), [("NUMBER_MODULUS", 1), ("BYTES_MODULUS", 8)])
 def test_counts_begin_again(monkeypatch: pytest.MonkeyPatch, what: str, length: int) -> None:
     """After the last number comes the first, of messages and of bytes: counting goes on, and so does the credit."""
-    monkeypatch.setattr(protocol, what, 32 if what == "NUMBERS" else 256)
+    monkeypatch.setattr(connection, what, 32 if what == "NUMBER_MODULUS" else 256)
     play = Play(0)
     link, box = play.links[0, 1], play.boxes[1]
     for number in range(200):
@@ -214,23 +212,23 @@ def test_counts_begin_again(monkeypatch: pytest.MonkeyPatch, what: str, length: 
         posted = box.post(blank(length), 0, 5, True)
         while play.deliver():
             pass
-        assert (posted.settled, posted.error, posted.data.tolist()) == (True, None, [number] * length)
+        assert (posted.done, posted.error, posted.data.tolist()) == (True, None, [number] * length)
 
 
 def test_a_link_outlives_a_tebibyte() -> None:
     """Credit for more bytes than a header may name."""
     play = Play(0)
     link, back, box = play.links[0, 1], play.links[1, 0], play.boxes[1]
-    far = frames.LONGEST - 100
-    link._sent[1], link._room[1] = far, far + SMALL["ROOM"]
-    back._came[1], back._taken[1], back._told[1] = far, far, far
+    far = messages.MAX_MESSAGE_BYTES - 100
+    link.sent[1], link.credit[1] = far, far + SMALL["CREDIT_BYTES"]
+    back.arrived[1], back.taken[1], back.credited[1] = far, far, far
     for number in range(40):
         assert link.send(0, 5, blank(8)) is None, f"message {number} found no room"
         posted = box.post(blank(8), 0, 5, True)
         while play.deliver():
             pass
-        assert posted.settled
-    assert link._room[1] > frames.LONGEST
+        assert posted.done
+    assert link.credit[1] > messages.MAX_MESSAGE_BYTES
 
 
 # One link, and a peer that keeps the rules or breaks them.
@@ -244,13 +242,13 @@ def ear() -> Ear:
 @pytest.mark.parametrize("kind", [EAGER, OFFER])
 def test_a_lost_message_is_noticed(ear: Ear, kind: int) -> None:
     ear.hears(kind, 0)
-    refused(ear, "message 2 where 1 was due: one is lost or doubled", kind, 2)
+    refused(ear, "message 2 where 1 was expected: one is lost or duplicated", kind, 2)
 
 
 @pytest.mark.parametrize("kind", [EAGER, OFFER])
 def test_a_doubled_message_is_noticed(ear: Ear, kind: int) -> None:
     ear.hears(kind, 0)
-    refused(ear, "message 0 where 1 was due: one is lost or doubled", kind, 0)
+    refused(ear, "message 0 where 1 was expected: one is lost or duplicated", kind, 0)
 
 
 @pytest.mark.parametrize("body", [b"", b"ab", b"abcd"])
@@ -261,23 +259,23 @@ def test_a_body_is_as_long_as_its_header_says(ear: Ear, body: bytes) -> None:
 def test_more_bytes_than_there_is_room_for(ear: Ear) -> None:
     for number in range(8):
         ear.hears(EAGER, number, 8, bytes(8))
-    refused(ear, "more than there was room promised for", EAGER, 8, 1, b"x")
+    refused(ear, "more than it had credit for", EAGER, 8, 1, b"x")
 
 
 def test_more_messages_than_there_is_room_for(ear: Ear) -> None:
     for number in range(12):
         ear.hears(EAGER, number)
-    refused(ear, "more than there was room promised for", EAGER, 12)
+    refused(ear, "more than it had credit for", EAGER, 12)
 
 
 def test_room_comes_back_when_messages_are_taken(ear: Ear) -> None:
     for number in range(100):
         ear.hears(EAGER, number, 8, bytes(8))
         if number >= 7:
-            assert ear.post(8).settled
+            assert ear.post(8).done
     credits = [said for said in ear.said if said[0] == CREDIT]
     assert credits[-1] == (CREDIT, 92 + 12, 92 * 8 + 64)
-    assert ear.box._waiting_bytes == 7 * 8
+    assert ear.box.waiting_bytes == 7 * 8
 
 
 def test_too_many_offers(ear: Ear) -> None:
@@ -289,7 +287,7 @@ def test_too_many_offers(ear: Ear) -> None:
 def test_offers_hold_no_bytes_here(ear: Ear) -> None:
     for number in range(6):
         ear.hears(OFFER, number, 1 << 40)
-    assert ear.box._waiting_bytes == 0
+    assert ear.box.waiting_bytes == 0
     assert ear.said == []
 
 
@@ -325,9 +323,9 @@ def test_parts_are_asked_for_as_they_are_taken(ear: Ear) -> None:
     posted = ear.post(200)
     ear.hears(OFFER, 0, 200)
     for first in range(0, 200, 10):
-        assert not posted.settled
+        assert not posted.done
         ear.hears(PART, 0, 10, bytes(range(first, first + 10)))
-    assert posted.settled
+    assert posted.done
     assert posted.data.tolist() == list(range(200))
     assert ear.said == [
         (ACCEPT, 0, 64),
@@ -341,7 +339,7 @@ def test_parts_are_asked_for_as_they_are_taken(ear: Ear) -> None:
 
 def test_an_accept_of_what_was_not_offered(ear: Ear) -> None:
     refused(ear, "it accepts 5 bytes of message 3, which was not offered", ACCEPT, 3, 5)
-    ear.link.send(0, 0, blank(20))
+    ear.connection.send(0, 0, blank(20))
     refused(ear, "it accepts 21 bytes of message 0, which was not offered", ACCEPT, 0, 21)
 
 
@@ -350,7 +348,7 @@ def test_word_of_what_was_not_offered(ear: Ear) -> None:
 
 
 def test_an_eager_message_cannot_be_accepted(ear: Ear) -> None:
-    assert ear.link.send(0, 0, blank(8)) is None
+    assert ear.connection.send(0, 0, blank(8)) is None
     refused(ear, "message 0, which was not offered", ACCEPT, 0, 8)
     refused(ear, "message 0, which was not offered", DONE, 0)
 
@@ -358,30 +356,30 @@ def test_an_eager_message_cannot_be_accepted(ear: Ear) -> None:
 @pytest.mark.parametrize(("messages", "nbytes"), [(14, 72), (13, 73), (12, 72), (0, 72)])
 def test_credit_for_more_than_was_sent(ear: Ear, messages: int, nbytes: int) -> None:
     """One message of eight bytes went: room for 13 messages and 72 bytes in all is the most. None is taken back."""
-    ear.link.send(0, 0, blank(8))
+    ear.connection.send(0, 0, blank(8))
     ear.hears(CREDIT, 13, 72)
-    refused(ear, "it gives room for more than was sent", CREDIT, messages, nbytes)
+    refused(ear, "it grants credit for more than was sent", CREDIT, messages, nbytes)
 
 
 def test_a_sender_out_of_room_offers(ear: Ear) -> None:
-    assert [ear.link.send(0, 0, blank(8)) for _ in range(8)] == [None] * 8
-    outgoing = ear.link.send(0, 0, blank(1))
+    assert [ear.connection.send(0, 0, blank(8)) for _ in range(8)] == [None] * 8
+    outgoing = ear.connection.send(0, 0, blank(1))
     assert outgoing is not None
     assert ear.said[-1] == (OFFER, 8, 1)
     ear.hears(CREDIT, 13, 72)
-    assert ear.link.send(0, 0, blank(8)) is None
+    assert ear.connection.send(0, 0, blank(8)) is None
     ear.hears(DONE, 8)
-    assert outgoing.settled
+    assert outgoing.done
 
 
 def test_a_crowded_sender_is_told_for_whom_to_wait(ear: Ear) -> None:
-    offers = [ear.link.send(0, 0, blank(9)) for _ in range(6)]
-    with pytest.raises(CrowdedError) as caught:
-        ear.link.send(0, 0, blank(9))
+    offers = [ear.connection.send(0, 0, blank(9)) for _ in range(6)]
+    with pytest.raises(TooManyOffersError) as caught:
+        ear.connection.send(0, 0, blank(9))
     assert caught.value.oldest is offers[0]
-    assert ear.link.send(0, 0, blank(8)) is None  # there is room for what goes at once
+    assert ear.connection.send(0, 0, blank(8)) is None  # there is room for what goes at once
     ear.hears(DONE, 0)
-    assert ear.link.send(0, 0, blank(9)) is not None
+    assert ear.connection.send(0, 0, blank(9)) is not None
     assert [said[1] for said in ear.said] == list(range(8)), "a refused message took no number"
 
 
@@ -406,38 +404,29 @@ def test_what_was_given_up_is_not_written(ear: Ear) -> None:
 
 
 def test_a_lost_link_breaks_both_ways(ear: Ear) -> None:
-    outgoing = ear.link.send(0, 0, blank(100))
+    outgoing = ear.connection.send(0, 0, blank(100))
     under_way = ear.post(100)
     ear.hears(OFFER, 0, 100)
     ear.hears(OFFER, 1, 100)
     ear.hears(EAGER, 2, 1, b"x")
-    ear.link.lose("its connection broke", loss)
+    ear.connection.lose("its connection broke", loss)
     assert outgoing is not None
-    assert (outgoing.settled, outgoing.error) == (True, "its connection broke")
-    assert under_way.settled
+    assert (outgoing.done, outgoing.error) == (True, "its connection broke")
+    assert under_way.done
     assert isinstance(under_way.error, PeerLostError)
     offered_before = ear.post(100)
     assert isinstance(offered_before.error, PeerLostError), "its bytes are lost with their sender"
     arrived_before = ear.post(1)
-    assert (arrived_before.settled, arrived_before.error, arrived_before.nbytes) == (True, None, 1)
+    assert (arrived_before.done, arrived_before.error, arrived_before.nbytes) == (True, None, 1)
     with pytest.raises(ConnectionError, match="its connection broke"):
-        ear.link.send(0, 0, blank(1))
-    assert ear.link.oldest() is None
+        ear.connection.send(0, 0, blank(1))
+    assert ear.connection.oldest() is None
 
 
 def test_one_that_leaves_is_still_heard(ear: Ear) -> None:
     """It takes nothing more, but what it sent before its farewell is delivered."""
-    ear.link.deaf = "it has left"
+    ear.connection.left = "it has left"
     with pytest.raises(ConnectionError, match="it has left"):
-        ear.link.send(0, 0, blank(1))
+        ear.connection.send(0, 0, blank(1))
     ear.hears(EAGER, 0, 1, b"x")
-    assert ear.post(1).settled
-
-
-def test_what_comes_for_a_closed_channel_is_turned_away() -> None:
-    """Its senders get their room back, for what came before the end and for what comes late."""
-    channels, taken = Channels(RealRuntime()), list[str]()
-    channels.mailbox(5).deliver(memoryview(bytes(3)), 1, 0, lambda: taken.append("before"))
-    channels.close(5)
-    channels.mailbox(5).deliver(memoryview(bytes(3)), 1, 0, lambda: taken.append("after"))
-    assert taken == ["before", "after"]
+    assert ear.post(1).done

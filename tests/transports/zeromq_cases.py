@@ -11,7 +11,7 @@ import torch
 
 from syncline.errors import PeerLostError
 from syncline.transports import Transport
-from syncline.transports.zeromq import ZmqTransport, protocol
+from syncline.transports.zeromq import ZmqTransport, connection
 from tests.transports.zeromq_crew import TIMEOUT, Pipe, enter, forget_the_peak, peak
 
 LARGE = 3_000_000
@@ -87,9 +87,9 @@ def press(transport: ZmqTransport, messages: int) -> int:
         transport.recv(torch.zeros(1), 1, 2).wait()
         return 0
     before = forget_the_peak()
-    link, runtime = transport.node.link(transport.members[0]), transport.runtime
+    link, runtime = transport.node.connection(transport.members[0]), transport.runtime
     until = runtime.now() + TIMEOUT
-    while link._offered < protocol.MOST_OFFERS:  # as many as may be: now the sender waits
+    while link.offered < connection.MAX_OFFERS:  # as many as may be: now the sender waits
         assert runtime.now() < until, f"the sender is not yet stopped: {link}"
         runtime.sleep(0.005)
     grown = peak() - before
@@ -160,9 +160,9 @@ def leave_at_once(pipe: Pipe, port: int, rank: int) -> Any:
             transport.send(torch.full((length,), number, dtype=torch.uint8), 1, number % 2)
         transport.close()
         return None
-    link, runtime = transport.node.link(0), transport.runtime
+    link, runtime = transport.node.connection(0), transport.runtime
     until = runtime.now() + TIMEOUT
-    while link._came[0] + link._offered < len(lengths):
+    while link.arrived[0] + link.offered < len(lengths):
         assert runtime.now() < until, f"not all have been sent: {link}"
         runtime.sleep(0.005)
     got = []

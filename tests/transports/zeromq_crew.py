@@ -16,8 +16,8 @@ from syncline.environment import Environment, Rendezvous
 from syncline.runtime import RealRuntime
 from syncline.testing.processes import PATIENCE, fork_context
 from syncline.transports import zeromq
-from syncline.transports.zeromq import ZmqTransport, crank
-from syncline.transports.zeromq.protocol import PART_BYTES
+from syncline.transports.zeromq import ZmqTransport, node
+from syncline.transports.zeromq.connection import PART_BYTES
 
 TIMEOUT = 100.0
 """Seconds after which a transport gives up: less than the test's own patience, so that its word is heard."""
@@ -173,10 +173,10 @@ def talk(one: ZmqTransport, other: ZmqTransport) -> None:
 
 def seize(rank: ZmqTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     """Be the one who reads a rank's sockets, and do not: until `_leave()`, all that comes lies unread."""
-    monkeypatch.setattr(crank, "PAUSE", 0.1)
+    monkeypatch.setattr(node, "YIELD_S", 0.1)
 
     def seized() -> bool:
-        rank.node.nudge()
-        return rank.node.crank.take("test")
+        rank.node.wake()
+        return rank.node.loop.acquire("test")
 
     until(seized, "the rank's own task steps aside")

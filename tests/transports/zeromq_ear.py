@@ -11,17 +11,16 @@ from torch import Tensor
 
 from syncline.errors import PeerLostError, ProtocolError
 from syncline.runtime import RealRuntime
-from syncline.transports.frames import HEADER_BYTES, Header
-from syncline.transports.mailbox import Mailbox, Posted
-from syncline.transports.zeromq.protocol import KINDS, Link
+from syncline.transports.messages import HEADER_BYTES, Mailbox, MessageHeader, PostedReceive
+from syncline.transports.zeromq.connection import FRAME_KINDS, PeerConnection
 
 SMALL = {
-    "AT_ONCE": 8,
-    "ROOM": 64,
-    "ROOM_MESSAGES": 12,
+    "MAX_EAGER_BYTES": 8,
+    "CREDIT_BYTES": 64,
+    "CREDIT_MESSAGES": 12,
     "PART_BYTES": 16,
-    "ON_THE_WAY": 64,
-    "MOST_OFFERS": 6,
+    "MAX_INFLIGHT_BYTES": 64,
+    "MAX_OFFERS": 6,
 }
 """Bounds that a few messages reach."""
 
@@ -30,7 +29,7 @@ def blank(length: int) -> Tensor:
     return torch.zeros(length, dtype=torch.uint8)
 
 
-def loss(posted: Posted) -> PeerLostError:
+def loss(posted: PostedReceive) -> PeerLostError:
     return PeerLostError("rank 1 is gone", peer=1)
 
 
@@ -40,16 +39,16 @@ class Ear:
     def __init__(self) -> None:
         self.box = Mailbox(RealRuntime())
         self.said: list[tuple[int, int, int]] = []
-        self.link = Link(RealRuntime(), 0, 1, self.note, lambda channel: self.box)
+        self.connection = PeerConnection(RealRuntime(), 0, 1, self.note, lambda channel: self.box)
 
     def note(self, frames: Sequence[Any]) -> None:
-        header = Header.read(bytes(frames[0])[:HEADER_BYTES], 0, KINDS)
+        header = MessageHeader.read(bytes(frames[0])[:HEADER_BYTES], 0, FRAME_KINDS)
         self.said.append((header.kind, header.number, header.length))
 
     def hears(self, kind: int, number: int = 0, length: int = 0, body: bytes = b"") -> None:
-        self.link.receive(Header(1, 0, length, number, kind), memoryview(body))
+        self.connection.receive(MessageHeader(1, 0, length, number, kind), memoryview(body))
 
-    def post(self, room: int) -> Posted:
+    def post(self, room: int) -> PostedReceive:
         return self.box.post(blank(room), 1, 0, False)
 
 

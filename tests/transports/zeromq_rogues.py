@@ -8,10 +8,10 @@ from typing import Any
 import zmq
 
 from syncline.testing.processes import PATIENCE
-from syncline.transports.frames import Header
-from syncline.transports.zeromq.directory import Entry
-from syncline.transports.zeromq.node import _IDENTITY
-from syncline.transports.zeromq.protocol import EAGER
+from syncline.transports.messages import MessageHeader
+from syncline.transports.zeromq.connection import EAGER
+from syncline.transports.zeromq.membership import MemberEntry
+from syncline.transports.zeromq.node import IDENTITY
 from tests.transports.zeromq_crew import Here
 
 CUT_OFF = (
@@ -73,20 +73,20 @@ class Rogue(Caller):
     def __init__(self, world: Here) -> None:
         victim = world.ranks[0].node
         incarnation = os.urandom(8)
-        self.rank = victim.directory.next_rank()
-        super().__init__(victim.endpoint, _IDENTITY.pack(b"r", self.rank, incarnation), world.key)
+        self.rank = victim.membership.next_rank()
+        super().__init__(victim.endpoint, IDENTITY.pack(b"r", self.rank, incarnation), world.key)
         self._ear = self._context.socket(zmq.ROUTER)  # where the victim calls back
         self._ear.linger = 0
         if world.key is not None:  # before it binds: later it counts for nothing
             self._ear.curve_server, self._ear.curve_secretkey = True, world.key.encode()
         port = self._ear.bind_to_random_port("tcp://127.0.0.1")
-        victim.directory.post(Entry("joined", self.rank, f"tcp://127.0.0.1:{port}", incarnation.hex()))
+        victim.membership.post(MemberEntry("joined", self.rank, f"tcp://127.0.0.1:{port}", incarnation.hex()))
 
     def __enter__(self) -> Rogue:
         return self
 
     def header(self, kind: int = EAGER, number: int = 0, length: int = 0, sender: int | None = None) -> bytes:
-        return Header(self.rank if sender is None else sender, 0, length, number, kind).pack()
+        return MessageHeader(self.rank if sender is None else sender, 0, length, number, kind).pack()
 
     def eager(self, number: int, text: bytes) -> bytes:
         """A message that goes with its header."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.transports.zeromq_crew import TIMEOUT, Crew, Member, Pipe, come_later, enter, forget_the_peak, peak
 
-LONGEST = 4 << 20
+MAX_MESSAGE_BYTES = 4 << 20
 SPARE = 1 << 16
 TAG = 1
 LAUNCHED = 6
@@ -31,14 +31,14 @@ ROUNDS = 4
 
 def block() -> Tensor:
     """What all messages are cut from."""
-    return torch.from_numpy(np.random.default_rng(7).integers(0, 256, LONGEST + SPARE, dtype=np.uint8))
+    return torch.from_numpy(np.random.default_rng(7).integers(0, 256, MAX_MESSAGE_BYTES + SPARE, dtype=np.uint8))
 
 
 def cut(seed: int, sender: int, receiver: int, number: int) -> tuple[int, int]:
     """Where a message begins in the block and where it ends: 1 B to 4 MB, as many of each magnitude."""
     draw = random.Random(f"{seed}/{sender}/{receiver}/{number}")
     first = draw.randrange(SPARE)
-    return first, first + int(math.exp(draw.uniform(0, math.log(LONGEST))))
+    return first, first + int(math.exp(draw.uniform(0, math.log(MAX_MESSAGE_BYTES))))
 
 
 class Worker:
@@ -49,7 +49,7 @@ class Worker:
         self.transport = come_later(port) if rank is None else enter(port, rank, LAUNCHED)
         self.rank = self.transport.node.rank
         self.block = block()
-        self.buffer = torch.zeros(LONGEST, dtype=torch.uint8)
+        self.buffer = torch.zeros(MAX_MESSAGE_BYTES, dtype=torch.uint8)
         self.sent: Counter[int] = Counter()
         self.got: Counter[int] = Counter()
         self.due: Counter[int] | None = None
@@ -92,10 +92,13 @@ class Worker:
         runtime = self.transport.runtime
         until = runtime.now() + TIMEOUT
         while (
-            sum(peer.link._came[0] + peer.link._offered for peer in list(self.transport.node._peers.values()))
+            sum(
+                peer.connection.arrived[0] + peer.connection.offered
+                for peer in list(self.transport.node.peers.values())
+            )
             < messages
         ):
-            assert runtime.now() < until, f"fewer than {messages} have come: {self.transport.node._peers}"
+            assert runtime.now() < until, f"fewer than {messages} have come: {self.transport.node.peers}"
             runtime.sleep(0.005)
         return peak() - self.before
 

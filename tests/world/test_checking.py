@@ -11,7 +11,7 @@ import syncline as sl
 from syncline.testing import Pool
 from syncline.testing.functional import world_on
 from syncline.transports import Handle, Transport
-from syncline.world.checking import DESCRIPTION
+from syncline.world.functional import DESCRIPTION
 from syncline.world.group import FIRST_CALLS, MAX_CHECKED
 from tests.world.test_functional import differ
 

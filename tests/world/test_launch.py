@@ -226,8 +226,8 @@ def test_a_receive_from_anyone_may_idle_longer_than_the_timeout() -> None:
 
 FLOOD = """
 import torch, syncline as sl
-from syncline.transports import mailbox
-mailbox.LIMIT = 1000                                # a small one, to be filled quickly
+from syncline.transports import messages
+messages.MAX_UNRECEIVED_BYTES = 1000                                # a small one, to be filled quickly
 world = sl.init(timeout=60)
 if world.rank == 0:
     first = torch.zeros(1)

@@ -17,7 +17,7 @@ from torch.utils.data import DistributedSampler
 
 import syncline as sl
 from syncline.environment import Environment
-from syncline.transports.torch_dist.default_group import DefaultGroup
+from syncline.transports.torch_dist.process_groups import DefaultGroup
 from tests.launching import launch, torch_variables
 
 

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from syncline.environment.cache import cache_folder
+from syncline.environment.base import cache_folder
 from syncline.training.system import code_digest
 
 __all__ = ["cache_answers"]

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from syncline.costs.calibration import Calibration
-from syncline.environment.cache import cache_folder
+from syncline.environment.base import cache_folder
 
 __all__ = ["cache_file", "recall", "remember"]
 

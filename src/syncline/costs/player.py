@@ -19,7 +19,7 @@ from typing import NamedTuple
 from syncline.collectives import Move, Round, Schedule
 from syncline.collectives.carriers import bounds
 from syncline.collectives.executor import ONE_AT_A_TIME
-from syncline.runtime.hosting import calm_collector
+from syncline.runtime.kernel import calm_collector
 from syncline.transports import Network
 
 __all__ = ["Cost", "play"]

@@ -1,7 +1,6 @@
 """Who and where we are, as torchrun, MPI, Slurm or nobody tells it: one file each."""
 
-from syncline.environment.base import Environment, Rendezvous
-from syncline.environment.detect import detect
-from syncline.environment.hiding import hide, restore
+from syncline.environment.base import Environment, Rendezvous, hide, restore
+from syncline.environment.launchers import detect
 
 __all__ = ["Environment", "Rendezvous", "detect", "hide", "restore"]

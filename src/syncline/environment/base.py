@@ -1,16 +1,28 @@
-"""The facts of a launch, and reading them from variables without guessing."""
+"""What a launcher says about this process, read from environment variables, and the user's cache folder."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import socket
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from syncline.errors import WorldError
 
-__all__ = ["SAVES", "Environment", "Rendezvous", "Variables", "check_versions", "package_version"]
+__all__ = [
+    "SAVES",
+    "Environment",
+    "Rendezvous",
+    "Variables",
+    "cache_folder",
+    "check_versions",
+    "hide",
+    "package_version",
+    "restore",
+]
 
 SAVES = "SYNCLINE_SAVES"
 """Set by the launcher if ranks save and end on Ctrl-C and SIGTERM; servers and the evaluator then end after them."""
@@ -110,3 +122,42 @@ def check_versions(versions: Mapping[str, str]) -> None:
         told = [f"{names[0]} runs {version or 'an older one'}" for version, names in found.items()]
         told[0] = told[0].replace(" runs ", " runs Syncline ", 1)
         raise WorldError(f"{', '.join(told)}: install the same version of Syncline everywhere")
+
+
+def cache_folder() -> Path:
+    """`SYNCLINE_CACHE`, or syncline/ in the user's cache folder."""
+    folder = os.environ.get("SYNCLINE_CACHE")
+    if folder is None:
+        folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "syncline")
+    return Path(folder)
+
+
+TORCH = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
+)
+MPI = ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", "PMIX_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")
+PREFIXES = ("OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
+
+
+def hide(environ: MutableMapping[str, str]) -> dict[str, str]:
+    """Remove the variables that tell a process its rank and the number of ranks; returns them.
+
+    >>> environ = {"RANK": "0", "WORLD_SIZE": "2", "HOME": "/root"}
+    >>> hidden = hide(environ)
+    >>> environ
+    {'HOME': '/root'}
+    >>> restore(environ, hidden)
+    >>> environ["WORLD_SIZE"]
+    '2'
+    """
+    found = [name for name in environ if name in (*TORCH, *MPI, *SLURM) or name.startswith(PREFIXES)]
+    return {name: environ.pop(name) for name in found}
+
+
+def restore(environ: MutableMapping[str, str], hidden: Mapping[str, str]) -> None:
+    """Put the hidden variables back, except those that were set again meanwhile."""
+    for name, value in hidden.items():
+        environ.setdefault(name, value)

@@ -1,15 +1,36 @@
-"""Counts and times what the layers above report, and passes it on."""
+"""Events of a run: a recorder counts and times what the layers above report, and passes it to sinks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
-
-from syncline.events.base import Event, Kind, Sink
+from typing import Any, Literal, Protocol
 
 __all__ = ["Recorder"]
+
+Kind = Literal["POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"]
+"""The event types of MLPerf's mllog."""
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    """One thing that happened at `seconds` of the recorder's clock."""
+
+    key: str
+    value: Any
+    seconds: float
+    kind: Kind = "POINT_IN_TIME"
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Sink(Protocol):
+    """Takes events: the run log, a TensorBoard writer, a list in a test."""
+
+    def write(self, event: RunEvent) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Recorder:
@@ -76,8 +97,8 @@ class Recorder:
         with self._lock:
             self._count(key, stop - start)
             if self.sinks:
-                self._write(Event(key, None, start, "INTERVAL_START", metadata))
-                self._write(Event(key, stop - start, stop, "INTERVAL_END", metadata))
+                self._write(RunEvent(key, None, start, "INTERVAL_START", metadata))
+                self._write(RunEvent(key, stop - start, stop, "INTERVAL_END", metadata))
 
     def span(self, key: str, **metadata: Any) -> AbstractContextManager[None]:
         """Time a block: its seconds are added to the total of `key`, its two ends go to the sinks."""
@@ -91,14 +112,14 @@ class Recorder:
             sink.close()
 
     def _tell(self, key: str, value: Any, kind: Kind, metadata: dict[str, Any]) -> None:
-        event = Event(key, value, self.clock(), kind, metadata)
+        event = RunEvent(key, value, self.clock(), kind, metadata)
         with self._lock:
             self._write(event)
 
     def _count(self, key: str, amount: float) -> None:
         self.totals[key] = self.totals.get(key, 0) + amount
 
-    def _write(self, event: Event) -> None:
+    def _write(self, event: RunEvent) -> None:
         for sink in self.sinks:
             sink.write(event)
 
@@ -118,7 +139,7 @@ class _Span:
         self._start = recorder.clock()
         if recorder.sinks:
             with recorder._lock:
-                recorder._write(Event(self._key, None, self._start, "INTERVAL_START", self._metadata))
+                recorder._write(RunEvent(self._key, None, self._start, "INTERVAL_START", self._metadata))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -129,4 +150,4 @@ class _Span:
         with recorder._lock:
             recorder._count(self._key, spent)
             if recorder.sinks:
-                recorder._write(Event(self._key, spent, stop, "INTERVAL_END", self._metadata))
+                recorder._write(RunEvent(self._key, spent, stop, "INTERVAL_END", self._metadata))

@@ -17,7 +17,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from syncline.events.base import Event
+from syncline.events.recorder import RunEvent
 
 __all__ = ["ChromeTrace"]
 
@@ -43,7 +43,7 @@ class ChromeTrace:
     >>> path = Path(tempfile.mkdtemp()) / "trace.json"
     >>> trace = ChromeTrace(path, rank=0, zero=100.0)
     >>> told = {"lane": "communication", "what": "bucket 0"}
-    >>> trace.write(Event("sl_comm_seconds", 0.25, 101.0, "INTERVAL_END", told))
+    >>> trace.write(RunEvent("sl_comm_seconds", 0.25, 101.0, "INTERVAL_END", told))
     >>> trace.close()
     >>> span = json.loads(path.read_text())[-1]
     >>> span["name"], span["ph"], span["ts"], span["dur"]
@@ -71,7 +71,7 @@ class ChromeTrace:
             self._places_of(lane)
         self._flush()
 
-    def write(self, event: Event) -> None:
+    def write(self, event: RunEvent) -> None:
         # The end of a span tells its length too: nothing has to be kept from its beginning.
         if event.kind == "INTERVAL_START" or self._file.closed:
             return

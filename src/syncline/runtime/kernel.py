@@ -22,29 +22,114 @@ entry instead of the earliest; deadlines then fire only when nothing else is lef
 from __future__ import annotations
 
 import contextvars
+import gc
 import logging
 import math
+import os
 import random
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from heapq import heappop, heappush
+from pathlib import Path
 from threading import get_ident
 from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
 from greenlet import getcurrent, greenlet
+from torch.autograd import Variable
 
 from syncline.errors import DeadlockError, UnsupportedError
-from syncline.runtime.backward import backward_on_threads
-from syncline.runtime.hosting import calm_collector, one_processor, one_torch_thread
-from syncline.runtime.randomness import RandomStates
-from syncline.runtime.thread_state import ThreadState
+from syncline.runtime.thread_state import RandomStates, ThreadState
 
-__all__ = ["Entry", "Interrupted", "Kernel", "SimulatedTask"]
+__all__ = [
+    "Entry",
+    "Interrupted",
+    "Kernel",
+    "SimulatedTask",
+    "backward_on_threads",
+    "calm_collector",
+    "one_processor",
+    "one_torch_thread",
+]
 
 logger = logging.getLogger("syncline")
+
+
+@contextmanager
+def one_processor() -> Iterator[None]:
+    """Keep this thread, and those it starts, on the processor it runs on now; where the system cannot, do nothing.
+
+    Only one task of a simulation runs at a time, and waking a thread on another processor takes longer.
+    """
+    try:
+        allowed = os.sched_getaffinity(0)
+        # The 39th field of stat; the 2nd is a name in brackets that may hold spaces.
+        here = int(Path("/proc/thread-self/stat").read_text().rpartition(")")[2].split()[36])
+        os.sched_setaffinity(0, {here} & allowed or {min(allowed)})
+    except (AttributeError, OSError, ValueError, IndexError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """A pool of threads per virtual rank would starve the machine, and sums would vary."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def calm_collector() -> Iterator[None]:
+    """Millions of small objects come and go without cycles: look for cycles less often."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100 * max(700, thresholds[0]), *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+_variable: Any = Variable
+_engine_type: Any = type(_variable._execution_engine)
+_call_by_thread: dict[int, Callable[..., Any]] = {}
+_lock = threading.Lock()
+
+
+class _ThreadedEngine(_engine_type):  # type: ignore[misc]
+    """torch's engine. Backward passes called on the simulator's thread run on a thread of their own."""
+
+    def run_backward(self, *args: Any, **options: Any) -> Any:
+        call = _call_by_thread.get(threading.get_ident())
+        run = super().run_backward
+        return run(*args, **options) if call is None else call(run, *args, **options)
+
+
+@contextmanager
+def backward_on_threads(call: Callable[..., Any]) -> Iterator[None]:
+    """Let `call(run, *args, **options)` run the backward passes that begin on this thread."""
+    with _lock:
+        if not _call_by_thread:
+            _variable._execution_engine = _ThreadedEngine()
+        _call_by_thread[threading.get_ident()] = call
+    try:
+        yield
+    finally:
+        with _lock:
+            del _call_by_thread[threading.get_ident()]
+            if not _call_by_thread:
+                _variable._execution_engine = _engine_type()
+
 
 Fire = Callable[[], "SimulatedTask | None"]
 NEVER = math.inf

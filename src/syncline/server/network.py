@@ -138,7 +138,7 @@ def join_network(roles: Roles, timeout: float = DEFAULT_TIMEOUT_S, patience: flo
         )
     zeromq = importlib.import_module("syncline.transports.zeromq")
     environment = roles.environment()
-    transport = zeromq.connect(environment, timeout, label=LABEL, patience=patience, name_of=roles.name_of)
+    transport = zeromq.connect(environment, timeout, label=LABEL, join_timeout=patience, name_of=roles.name_of)
     return network_of(transport, roles.workers, roles.servers, roles.evaluators)
 
 

@@ -30,7 +30,7 @@ from syncline.server.request_handler import BufferPool, OutgoingReply, RequestHa
 from syncline.server.space import SpaceDescription
 from syncline.server.sub_master import AggregatingShard, Relay
 from syncline.transports import RequestListener
-from syncline.transports.limited_log import LimitedLog
+from syncline.transports.messages import WarningLog
 
 __all__ = ["Server", "serve"]
 
@@ -69,7 +69,7 @@ class Server:
         self._listening: RequestListener | None = None
         self._lines: dict[int, deque[_Coming]] = {}
         """By client: requests whose bodies are on their way, and what came behind them."""
-        self._refusals = LimitedLog(logger, self._runtime.now)
+        self._refusals = WarningLog(logger, self._runtime.now)
         self._parted: set[int] = set()
         self._relays: dict[int, Relay] = {}
         self._doors: dict[int, Client] = {}

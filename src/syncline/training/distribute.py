@@ -204,7 +204,7 @@ def _warn_of_local_norms(model: nn.Module, world: World) -> None:
     names = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
     if not names or world.size == 1 or world.rank != 0:
         return
-    if not importlib.import_module("syncline.transports.torch_dist.default_group").has_default_group():
+    if not importlib.import_module("syncline.transports.torch_dist.process_groups").has_default_group():
         logger.warning(
             "SyncBatchNorm (%s) stays local to each worker, because torch.distributed has no default process group: "
             "call sl.init(process_group=True), or take BatchNorm, whose statistics run.agreed() averages",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from syncline.events import ChromeTrace, Event, Recorder, RunLog, TensorBoardSink
+from syncline.events import ChromeTrace, Recorder, RunEvent, RunLog, TensorBoardSink
 from syncline.training.clocks import shared_zero
 from syncline.training.folder import RunFolder
 from syncline.training.progress import Moment
@@ -165,7 +165,7 @@ class _Diagnoses:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
-    def write(self, event: Event) -> None:
+    def write(self, event: RunEvent) -> None:
         if event.key in DIAGNOSES:
             self._recorder.point(event.key, json_number(event.value), **event.metadata)
 

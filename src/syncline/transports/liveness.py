@@ -20,10 +20,10 @@ from typing import Any
 from syncline.environment.heartbeats import ALIVE, DEAD, LEFT
 from syncline.runtime import Runtime
 from syncline.transports.base import CHECK_HINT, Monitor, group_ranks_by_text
-from syncline.transports.limited_log import LimitedLog
+from syncline.transports.messages import WarningLog
 from syncline.transports.store import KeyValueStore
 
-__all__ = ["LEFT_WORLD", "Liveness", "Verdict"]
+__all__ = ["LEFT_WORLD", "Liveness", "LivenessMonitor", "LossReason"]
 
 logger = logging.getLogger("syncline")
 
@@ -44,7 +44,7 @@ LEFT_WORLD = "it has closed its world and left"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LossReason:
     """The rank that caused a wait to fail, and the reason."""
 
     rank: int | None
@@ -102,12 +102,12 @@ class _View:
         """Whether one of them is known to be gone. Missing heartbeats count only after `STALE_AFTER_S`."""
         return any(rank in self.gone or rank in self.left for rank in ranks)
 
-    def blamed(self, rank: int) -> Verdict:
+    def blamed(self, rank: int) -> LossReason:
         """The rank that another one named as the cause of its own end; else that other rank itself."""
         blames = self.beats.get(rank, {}).get("blames")
         if blames is not None and blames[0] is not None:
-            return Verdict(int(blames[0]), str(blames[1]))
-        return Verdict(rank, self.end_of(rank))
+            return LossReason(int(blames[0]), str(blames[1]))
+        return LossReason(rank, self.end_of(rank))
 
     def calls(self, rank: int, channel: str) -> int:
         """How many collectives a rank has entered on a channel."""
@@ -151,7 +151,7 @@ class Liveness:
         self.rank = rank
         self.size = size
         self.runtime = runtime
-        self.warn_after = WARN_AFTER_S
+        self.warn_after_s = WARN_AFTER_S
         self.dead: dict[int, str] = {}
         """Ranks that the launcher has seen end, and how."""
         self.pending: dict[str, tuple[Callable[[], str], Callable[[], int | None] | None]] = {}
@@ -164,18 +164,18 @@ class Liveness:
         self._host_rank = host_rank
         self._progress = _Progress()
         self._waits: dict[int, _Wait] = {}
-        self._blames: Verdict | None = None
+        self._blames: LossReason | None = None
         self._mismatches: dict[str, str] = {}
         self._posted: dict[int, str] = {}
         """Ranks that any rank has found to be lost, in that order."""
         self._read = 0
         self._number = 0
         self._signs = 0
-        self._problems = LimitedLog(logger, runtime.now)
+        self._problems = WarningLog(logger, runtime.now)
         self._writing = runtime.lock()
         self._reading = runtime.lock()
         self._left = False
-        self._closed = runtime.event()
+        self.closed = runtime.event()
         self._task = runtime.spawn(self._beat, name="liveness")
 
     # Called by the transports.
@@ -217,8 +217,8 @@ class Liveness:
 
     def close(self) -> None:
         """Stop the heartbeats, and write that this rank leaves by itself."""
-        if not self._closed.is_set():
-            self._closed.set()
+        if not self.closed.is_set():
+            self.closed.set()
             # A thread that comes back from C++ while the interpreter shuts down takes the process down with it.
             stopped = self._task.join(CLOSE_TIMEOUT_S)
             self.leave()
@@ -239,12 +239,12 @@ class Liveness:
     # Heartbeats.
 
     def _beat(self) -> None:
-        while not self._closed.is_set():
+        while not self.closed.is_set():
             self._signs += 1
             if self._program:  # first, even if the rest fails: without it this process is killed
                 self._ask(lambda: self._launcher.set(f"{ALIVE}/{self._program}", str(self._signs)))
             try:
-                self._write()  # if the store does not answer, the next attempt may succeed
+                self.write()  # if the store does not answer, the next attempt may succeed
                 if self._gone is None:
                     self._ask(self._read_posted)
                     self._ask(self._read_deaths)
@@ -252,9 +252,9 @@ class Liveness:
                 self._compare()
             except Exception as error:  # `pending` calls code of the strategies
                 self._problems.warn(f"rank {self.rank} cannot write its record for the other ranks: {error!r}")
-            self._closed.wait(HEARTBEAT_EVERY_S)
+            self.closed.wait(HEARTBEAT_EVERY_S)
 
-    def _write(self) -> None:
+    def write(self) -> None:
         """Write this rank's record."""
         with self._writing:
             self._number += 1
@@ -286,7 +286,7 @@ class Liveness:
     def _warn(self) -> None:
         now = self.runtime.now()
         for wait in list(self._waits.values()):
-            if not wait.told and now - wait.since > self.warn_after:
+            if not wait.told and now - wait.since > self.warn_after_s:
                 wait.told = True
                 late = self._late(wait.channel, wait.members)
                 who = f"; not there yet: {_ranks(late)}{self._owed(wait.channel, late[0])}" if late else ""
@@ -357,7 +357,7 @@ class Liveness:
 
     def blame(
         self, channel: str, members: Sequence[int], peer: int | None, broken: bool, idle: bool = False
-    ) -> Verdict:
+    ) -> LossReason:
         """Find the rank that caused a wait for `peer`, or for all members, to fail.
 
         `broken`: a connection broke, so that a rank must be gone; otherwise a timeout passed. `idle`: the wait had no
@@ -365,36 +365,36 @@ class Liveness:
         """
         text = self.mismatch(channel)
         if text:
-            return Verdict(None, text, alive=True, mismatch=True)
+            return LossReason(None, text, alive=True, mismatch=True)
         over = self.waiting("it", channel, members, peer)  # ranks that wait for this one may read its record meanwhile
-        verdict = self._first_posted(members) or self._look(channel, members, peer, broken)
+        loss = self._first_posted(members) or self._look(channel, members, peer, broken)
         over()
-        if (idle and verdict.alive) or verdict.mismatch:
-            return verdict
-        if verdict.rank is not None and self._gone is None:
-            verdict = self._post(verdict, members)
-        self._blames = verdict
-        self._write()  # at once: the caller's error may end this process
+        if (idle and loss.alive) or loss.mismatch:
+            return loss
+        if loss.rank is not None and self._gone is None:
+            loss = self._post(loss, members)
+        self._blames = loss
+        self.write()  # at once: the caller's error may end this process
         if self._host_rank == self.rank:
             self.runtime.sleep(3 * HEARTBEAT_EVERY_S)  # the store ends with this process: let the others read it first
-        return verdict
+        return loss
 
-    def cause_of(self, rank: int, reason: str) -> Verdict:
+    def cause_of(self, rank: int, reason: str) -> LossReason:
         """The rank that a lost rank has named as the cause of its own end; else the lost rank itself."""
         beat = self._ask(lambda: self._read_beat(rank))
         blames = beat.get("blames") if isinstance(beat, dict) else None
-        verdict = Verdict(rank, reason)
+        loss = LossReason(rank, reason)
         if blames is not None and blames[0] not in (None, self.rank):
-            verdict = Verdict(int(blames[0]), str(blames[1]))
-        self._blames = verdict
-        self._write()
-        return verdict
+            loss = LossReason(int(blames[0]), str(blames[1]))
+        self._blames = loss
+        self.write()
+        return loss
 
     def has_left(self, rank: int) -> bool:
         """Whether a rank has said that it leaves."""
         return self._ask(lambda: self._store.check([f"left/{rank}"])) is True
 
-    def beat_of(self, rank: int) -> int | None:
+    def heartbeat_of(self, rank: int) -> int | None:
         """The number of a rank's latest record, 0 where it has written none; None where the store does not answer."""
         record = self._ask(lambda: self._read_beat(rank))
         return None if record is _UNREACHABLE else int((record or {}).get("beat", 0))
@@ -418,7 +418,7 @@ class Liveness:
             return
         logger.warning("rank %d is told: rank %d is lost: %s", self.rank, rank, self.dead[rank])
 
-    def _look(self, channel: str, members: Sequence[int], peer: int | None, broken: bool) -> Verdict:
+    def _look(self, channel: str, members: Sequence[int], peer: int | None, broken: bool) -> LossReason:
         """Read the other ranks' records until it is clear which are alive, and find the cause."""
         runtime, view, first = self.runtime, _View(), dict[int, Any]()
         start = runtime.now()
@@ -458,7 +458,7 @@ class Liveness:
             if rank not in view.left and self.has_left(rank):
                 view.left.add(rank)
 
-    def _judge(self, channel: str, members: Sequence[int], peer: int | None, broken: bool, view: _View) -> Verdict:
+    def _judge(self, channel: str, members: Sequence[int], peer: int | None, broken: bool, view: _View) -> LossReason:
         """Find the cause from the records: a rank that is gone rather than one that is late."""
         mine = self._progress.of(channel)[0]
         late = [rank for rank in members if rank in view.beats and view.calls(rank, channel) < mine]
@@ -467,18 +467,18 @@ class Liveness:
         if self._gone is None:  # a lost rank ends the whole channel
             found += [view.blamed(rank) for rank in members if view.end_of(rank) and rank not in view.left]
             found += [view.blamed(rank) for rank in members if rank in view.left]
-        for verdict in found:
-            if not verdict.alive:
-                return verdict
+        for loss in found:
+            if not loss.alive:
+                return loss
         differ = self._differ(channel, members, view) if peer is None else ""
         if differ:
-            return Verdict(None, f"the ranks are in different operations: {differ}; {CHECK_HINT}", True, True)
+            return LossReason(None, f"the ranks are in different operations: {differ}; {CHECK_HINT}", True, True)
         if found:
             return found[0]
         state = "one of them has closed or given up this channel" if broken else "in the operation"
-        return Verdict(None, f"all ranks are alive{';' if broken else ' and'} {state}", alive=True)
+        return LossReason(None, f"all ranks are alive{';' if broken else ' and'} {state}", alive=True)
 
-    def _follow(self, channel: str, start: int, view: _View) -> Verdict:
+    def _follow(self, channel: str, start: int, view: _View) -> LossReason:
         """The end of the chain of ranks that wait for each other."""
         chain = view.chain(start, self.rank)
         for rank in chain:
@@ -488,13 +488,13 @@ class Liveness:
         waits = view.waits_for(last)
         if waits is not None and (waits == self.rank or waits in chain):
             circle = sorted({self.rank, *chain} if waits == self.rank else set(chain[chain.index(waits) :]))
-            return Verdict(circle[0], f"{_ranks(circle)} wait for each other in a circle", alive=True)
+            return LossReason(circle[0], f"{_ranks(circle)} wait for each other in a circle", alive=True)
         late = view.calls(last, channel) < self._progress.of(channel)[0]
         did = "has not entered this operation" if late else "did not answer"
         busy = f" (its last one: {record['doing']})" if late and record.get("doing") else ""
         pending = [wait["pending"] for wait in record.get("waits", ())]
         waiting = f"; it waits for {pending[0]}" if pending else ""
-        return Verdict(last, f"it is alive but {did}{busy}{waiting}{self._owed(channel, last, record)}", alive=True)
+        return LossReason(last, f"it is alive but {did}{busy}{waiting}{self._owed(channel, last, record)}", alive=True)
 
     def _differ(self, channel: str, members: Sequence[int], view: _View) -> str:
         """A description, where ranks in the same call of a channel are in different operations; else empty."""
@@ -506,32 +506,32 @@ class Liveness:
                     told[rank] = str(wait["doing"])
         return group_ranks_by_text(told) if len(set(told.values())) > 1 else ""
 
-    def _store_is_gone(self) -> Verdict:
+    def _store_is_gone(self) -> LossReason:
         if self._posted:
             rank, reason = next(iter(self._posted.items()))
-            return Verdict(rank, reason)
+            return LossReason(rank, reason)
         if self._host_rank is not None:
-            return Verdict(self._host_rank, "the store it serves does not answer")
-        return Verdict(None, "the launcher's store does not answer")
+            return LossReason(self._host_rank, "the store it serves does not answer")
+        return LossReason(None, "the launcher's store does not answer")
 
     # Posts that all ranks read.
 
-    def _post(self, verdict: Verdict, members: Sequence[int]) -> Verdict:
+    def _post(self, loss: LossReason, members: Sequence[int]) -> LossReason:
         """Post the cause for all ranks, unless one of this channel was posted before. Returns what all name."""
-        text = json.dumps({"rank": verdict.rank, "reason": verdict.reason})
+        text = json.dumps({"rank": loss.rank, "reason": loss.reason})
         while True:
             found = self._first_posted(members)
             if found is not None:
                 return found
             key = f"lost/{self._read}"
             if self._ask(lambda key=key: self._store.compare_set(key, "", text)) is _UNREACHABLE:  # type: ignore[misc]
-                return verdict
+                return loss
 
-    def _first_posted(self, members: Sequence[int]) -> Verdict | None:
+    def _first_posted(self, members: Sequence[int]) -> LossReason | None:
         """The first rank of a channel that any rank has posted."""
         if self._gone is None:
             self._ask(self._read_posted)
-        return next((Verdict(rank, why) for rank, why in self._posted.items() if rank in members), None)
+        return next((LossReason(rank, why) for rank, why in self._posted.items() if rank in members), None)
 
     def _read_posted(self) -> None:
         with self._reading:

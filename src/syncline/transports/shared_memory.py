@@ -138,7 +138,7 @@ def _receive(transport: Transport, source: int, length: int) -> bytes:
     handle.wait()
     if handle.nbytes != length:
         raise ProtocolError(
-            f"{handle.nbytes} bytes from rank {transport.members[source]} where {length} about shared memory were due",
+            f"{handle.nbytes} bytes about shared memory from rank {transport.members[source]}, not {length}",
             peer=transport.members[source],
         )
     return bytes(buffer.tolist())

@@ -29,8 +29,7 @@ from syncline.transports.base import (
     group_ranks_by_text,
 )
 from syncline.transports.faults import Delay, Drop, Duplicate, Fault, Kill, Partition, ranks_of, slowness
-from syncline.transports.mailbox import Mailbox
-from syncline.transports.memory import MailboxHandle, no_more, tag_name
+from syncline.transports.messages import Mailbox, MailboxHandle, channel_closed, tag_name
 from syncline.transports.network import Network
 
 __all__ = ["Hub", "Message", "SimulatedTransport", "wide_channel"]
@@ -406,13 +405,13 @@ class SimulatedTransport(Transport):
         return {rank: self.hub.end_of(rank) for rank in self.members if self.hub.broken(rank)}
 
     def abort(self) -> None:
-        self.mailbox.fail(no_more)
+        self.mailbox.fail(channel_closed)
 
     def close(self) -> None:
         if self._channel in self.hub.roots:
             self.abort()  # the same rank may call init again, on this very channel
         else:
-            self.mailbox.close(no_more)
+            self.mailbox.close(channel_closed)
 
     def _split(self, members: tuple[int, ...]) -> Transport | None:
         number = self.next_split()

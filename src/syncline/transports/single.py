@@ -7,9 +7,8 @@ from torch import Tensor
 
 from syncline.errors import PeerLostError
 from syncline.runtime import RealRuntime, Runtime
-from syncline.transports.base import DEFAULT_TIMEOUT_S, Handle, RemoteMemory, Transport, Window
-from syncline.transports.mailbox import Mailbox
-from syncline.transports.memory import Completed, LocalWindow, MailboxHandle, no_more
+from syncline.transports.base import DEFAULT_TIMEOUT_S, Handle, RemoteMemory, Transport, Window, check_span
+from syncline.transports.messages import CompletedHandle, Mailbox, MailboxHandle, channel_closed
 
 __all__ = ["SingleTransport"]
 
@@ -33,7 +32,7 @@ class SingleTransport(Transport):
 
     def _send(self, data: Tensor, to: int, tag: int, exact: bool, lossy: bool) -> Handle:
         self._mailbox.deliver(data.clone(), 0, tag)
-        return Completed(data.numel())
+        return CompletedHandle(data.numel())
 
     def _recv(self, data: Tensor, source: int | None, tag: int, exact: bool) -> Handle:
         return MailboxHandle(self, self._mailbox, self._mailbox.post(data, source, tag, exact))
@@ -46,10 +45,10 @@ class SingleTransport(Transport):
         return _LocalMemory(self)
 
     def abort(self) -> None:
-        self._mailbox.fail(no_more)
+        self._mailbox.fail(channel_closed)
 
     def close(self) -> None:
-        self._mailbox.close(no_more)
+        self._mailbox.close(channel_closed)
 
     def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:
         return PeerLostError(
@@ -63,3 +62,29 @@ class SingleTransport(Transport):
 class _LocalMemory(RemoteMemory):
     def window(self, numel: int, dtype: torch.dtype) -> Window:
         return LocalWindow(numel, dtype)
+
+
+class LocalWindow:
+    """The window of a world of one."""
+
+    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        self.local = torch.zeros(numel, dtype=dtype)
+
+    def put(self, values: Tensor, to: int, offset: int = 0) -> None:
+        check_span(self.local, values, offset)
+        self.local[offset : offset + values.numel()].copy_(values.reshape(-1))
+
+    def get(self, into: Tensor, source: int, offset: int = 0) -> Handle:
+        check_span(self.local, into, offset)
+        into.view(-1).copy_(self.local[offset : offset + into.numel()])
+        return CompletedHandle(into.numel() * into.element_size(), 0)
+
+    def accumulate(self, values: Tensor, to: int, offset: int = 0) -> None:
+        check_span(self.local, values, offset)
+        self.local[offset : offset + values.numel()].add_(values.reshape(-1))
+
+    def flush(self, to: int | None = None) -> None:
+        return
+
+    def close(self) -> None:
+        return

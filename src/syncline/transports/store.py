@@ -71,29 +71,29 @@ class BoundedStore:
     that task, every further call fails at once.
     """
 
-    def __init__(self, store: Any, runtime: Runtime, seconds: float = STORE_TIMEOUT_S) -> None:
-        self._store = store
+    def __init__(self, store: Any, runtime: Runtime, timeout_s: float = STORE_TIMEOUT_S) -> None:
+        self.store = store
         self._runtime = runtime
-        self._seconds = seconds
+        self.timeout_s = timeout_s
         self._calls: Queue[_Call | None] = runtime.queue(1 << 16)
         self._hangs: _Call | None = None
         self._closed = False
         self._task = runtime.spawn(self._serve, name="store")
 
     def set(self, key: str, value: str) -> None:
-        self._ask(lambda: self._store.set(key, value))
+        self._ask(lambda: self.store.set(key, value))
 
     def get(self, key: str) -> bytes:
-        return self._ask(lambda: bytes(self._store.get(key)))
+        return self._ask(lambda: bytes(self.store.get(key)))
 
     def add(self, key: str, amount: int) -> int:
-        return self._ask(lambda: int(self._store.add(key, amount)))
+        return self._ask(lambda: int(self.store.add(key, amount)))
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self._ask(lambda: bool(self._store.check(list(keys))))
+        return self._ask(lambda: bool(self.store.check(list(keys))))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return self._ask(lambda: bytes(self._store.compare_set(key, expected, desired)))
+        return self._ask(lambda: bytes(self.store.compare_set(key, expected, desired)))
 
     def prefixed(self, prefix: str) -> KeyValueStore:
         """The part of the store whose keys begin with `prefix` and a slash."""
@@ -112,9 +112,9 @@ class BoundedStore:
             raise StoreSilentError(f"the store has not answered for {self._runtime.now() - hangs.since:.0f} s")
         call = _Call(question, self._runtime.event(), self._runtime.now())
         self._calls.put(call)
-        if not call.done.wait(self._seconds):
+        if not call.done.wait(self.timeout_s):
             self._hangs = call
-            raise StoreSilentError(f"the store did not answer within {self._seconds:.3g} s")
+            raise StoreSilentError(f"the store did not answer within {self.timeout_s:.3g} s")
         if call.error is not None:
             raise call.error
         return call.result  # type: ignore[no-any-return]

@@ -31,7 +31,7 @@ from typing import IO, cast
 import torch
 from torch import Tensor, nn
 
-from syncline.environment.cache import cache_folder
+from syncline.environment.base import cache_folder
 from syncline.errors import ProtocolError, SpecError, UnsupportedError
 from syncline.workloads.base import Defaults, Splits, check_choice
 from syncline.workloads.classification import Classification, image_cnn, mlp

@@ -9,13 +9,13 @@ from syncline.world.functional import (
     alltoall,
     barrier,
     broadcast,
+    broadcast_object,
     gather,
     recv,
     reduce_scatter,
     send,
 )
 from syncline.world.group import Group, Pending
-from syncline.world.objects import broadcast_object
 from syncline.world.simulation import Simulation, simulate
 from syncline.world.world import World, current_world, init
 

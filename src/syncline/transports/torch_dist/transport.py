@@ -16,31 +16,219 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
+from typing import Any
 
 import torch
+import torch._C._distributed_c10d as _c10d  # what torch.distributed re-exports untyped
+import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
 
+from syncline.environment import Environment, Rendezvous
 from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SynclineError, WorldError
-from syncline.runtime import Task
-from syncline.transports.base import MAX_TAG, Handle, Transport, format_bytes
-from syncline.transports.frames import HEADER_BYTES, Header
-from syncline.transports.limited_log import LimitedLog
-from syncline.transports.liveness import LEFT_WORLD, LivenessMonitor, Verdict
-from syncline.transports.mailbox import LIMIT, Mailbox, Posted
-from syncline.transports.memory import Completed, MailboxHandle, describe_recv, no_more
-from syncline.transports.torch_dist.engine import Engine
-from syncline.transports.torch_dist.native import NativeTorch
-from syncline.transports.torch_dist.work import FOREVER, WorkHandle
+from syncline.runtime import RealRuntime, Task
+from syncline.transports.base import MAX_TAG, Handle, NativeCollectives, Op, Transport, format_bytes
+from syncline.transports.liveness import LEFT_WORLD, Liveness, LivenessMonitor, LossReason
+from syncline.transports.messages import (
+    HEADER_BYTES,
+    MAX_UNRECEIVED_BYTES,
+    CompletedHandle,
+    Mailbox,
+    MailboxHandle,
+    MessageHeader,
+    PostedReceive,
+    WarningLog,
+    channel_closed,
+    describe_recv,
+)
+from syncline.transports.store import (
+    find_place,
+    first_line,
+    listening_address,
+    meet,
+    program_name,
+    second_connection,
+)
+from syncline.transports.torch_dist.process_groups import Engine
 
-__all__ = ["TorchTransport"]
+__all__ = ["FOREVER", "NativeTorch", "TorchTransport", "WorkHandle", "connect"]
 
 logger = logging.getLogger("syncline")
+
+FOREVER = timedelta(days=3650)
+
+
+class WorkHandle:
+    """An engine operation under way; keeps its buffer alive."""
+
+    def __init__(
+        self,
+        transport: TorchTransport,
+        work: Any,
+        buffer: Tensor,
+        peer: int | None,
+        pending: str,
+        copy_to: Tensor | None = None,
+        outlives: bool = False,
+        lossy: bool = False,
+    ) -> None:
+        self.work = work
+        self.source = -1 if peer is None else peer
+        self.nbytes = buffer.numel() * buffer.element_size()
+        self._transport = transport
+        self._buffer = buffer
+        self._peer = peer
+        self._pending = pending
+        self._copy_to = copy_to
+        self._done = False
+        self._outlives = outlives
+        self._lossy = lossy
+
+    def __del__(self) -> None:
+        if self._outlives and not self._done:
+            self._outlives = False
+            self._transport.dropped.append(self)  # lives on there: the engine cancels what nobody holds
+
+    def notify(self, fn: Callable[[], None]) -> None:
+        """Have `fn` called by the engine's thread when it is done, well or badly."""
+        self.work.get_future().add_done_callback(lambda _: fn())
+
+    def wait(self, timeout: float | None = None) -> None:
+        if self._done:
+            return
+        transport = self._transport
+        timeout = transport.timeout if timeout is None else timeout
+        start = transport.runtime.now()
+        over = transport.waiting(self._pending, self._peer, idle=timeout == math.inf)
+        problem = None
+        try:
+            self.work.wait(FOREVER if timeout == math.inf else timedelta(seconds=timeout))
+        except RuntimeError as error:
+            problem = error
+        finally:
+            over()
+        if problem is not None and self._lossy:
+            self._done = True
+            return
+        if problem is not None and transport.has_ended:
+            raise WorldError(f"this rank has closed the channel while it waited for {self._pending}") from problem
+        if problem is not None:
+            seconds = transport.runtime.now() - start
+            idle = timeout == math.inf
+            raise transport.failure(self._peer, self._pending, seconds, problem, idle) from problem
+        if self._copy_to is not None:
+            self._copy_to.copy_(self._buffer)
+        self._done = True
+
+
+OPS: dict[Op, Any] = {
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+REDUCIBLE = frozenset(
+    {
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.int8,
+        torch.uint8,
+        torch.int32,
+        torch.int64,
+    }
+)
+
+
+MOST_WORDS = 1000
+
+
+class NativeTorch(NativeCollectives):
+    """all_reduce and the other collectives of one process group."""
+
+    available = True
+
+    def __init__(self, transport: TorchTransport) -> None:
+        self._transport = transport
+        self._words: dict[tuple[str, torch.dtype, torch.Size], str] = {}
+
+    def reduces(self, dtype: torch.dtype, op: Op) -> bool:
+        return dtype in REDUCIBLE
+
+    def allreduce(self, tensor: Tensor, op: Op) -> Handle:
+        options = _c10d.AllreduceOptions()
+        options.reduceOp = OPS[op]
+        return self._start("allreduce", tensor, lambda group: group.allreduce([tensor], options))
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Op) -> Handle:
+        options = _c10d.ReduceScatterOptions()
+        options.reduceOp = OPS[op]
+        return self._start("reduce_scatter", tensor, lambda group: group._reduce_scatter_base(output, tensor, options))
+
+    def broadcast(self, tensor: Tensor, root: int) -> Handle:
+        options = _c10d.BroadcastOptions()
+        options.rootRank = root
+        return self._start("broadcast", tensor, lambda group: group.broadcast([tensor], options))
+
+    def allgather(self, output: Tensor, tensor: Tensor) -> Handle:
+        options, flat = _c10d.AllgatherOptions(), output.view(-1)
+        return self._start("allgather", tensor, lambda group: group._allgather_base(flat, tensor.view(-1), options))
+
+    def alltoall(
+        self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+    ) -> Handle:
+        options, into, out_of = _c10d.AllToAllOptions(), list(output_splits), list(input_splits)
+        return self._start("alltoall", tensor, lambda group: group.alltoall_base(output, tensor, into, out_of, options))
+
+    def barrier(self) -> Handle:
+        return self.allreduce(torch.zeros(1, dtype=torch.uint8), "sum")
+
+    def _start(self, name: str, tensor: Tensor, launch: Callable[[Any], Any]) -> Handle:
+        transport = self._transport
+        key = (name, tensor.dtype, tensor.shape)
+        pending = self._words.get(key) or self._describe(key)
+        transport.monitor.enter(pending)
+        try:
+            work = launch(transport.groups.of(tensor))
+        except RuntimeError as error:
+            if "invalid" in str(error).lower():  # what was asked for, not who is there
+                raise IncompatibleError(f"the engine refuses the {pending}: {error}{_hint(str(error))}") from error
+            raise transport.failure(None, pending, 0.0, error) from error
+        return WorkHandle(transport, work, tensor, None, pending)
+
+    def _describe(self, key: tuple[str, torch.dtype, torch.Size]) -> str:
+        """What is waited for, in words; the same few again and again in training."""
+        name, dtype, shape = key
+        sizes = "" if name == "alltoall" else list(shape)  # its sizes may differ between ranks
+        words = f"{name} of {str(dtype).removeprefix('torch.')}{sizes} among {self._transport.size} ranks"
+        if len(self._words) < MOST_WORDS:
+            self._words[key] = words
+        return words
+
+
+def _hint(error: str) -> str:
+    """What to do about an error of NCCL whose own message is unclear.
+
+    >>> _hint("NCCL error: invalid usage")[:44]
+    '; NCCL needs a GPU of its own for each rank:'
+    >>> _hint("invalid tensor")
+    ''
+    """
+    if "NCCL" not in error or "invalid usage" not in error:
+        return ""
+    return (
+        "; NCCL needs a GPU of its own for each rank: start no more workers on a host than it has GPUs, or take a "
+        "schedule such as collective='ring', which sends through the CPU, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+    )
+
 
 MOST_DROPPED = 64
 MOST_DROPPED_BYTES = 64 << 20
@@ -79,7 +267,7 @@ class TorchTransport(Transport):
         self._pumps: dict[int, dict[int, Task]] = {}
         self._silent: set[tuple[int, int]] = set()
         self._lock = self.runtime.lock()
-        self._refusals = LimitedLog(logger, self.runtime.now)
+        self._refusals = WarningLog(logger, self.runtime.now)
         self._closed = False
         self._aborted = False
         self._idle = 0
@@ -92,12 +280,12 @@ class TorchTransport(Transport):
     def _send(self, data: Tensor, to: int, tag: int, exact: bool, lossy: bool) -> Handle:
         if to == self.rank:
             self._mailbox.deliver(data.cpu().clone(), self.rank, tag)
-            return Completed(data.numel())
+            return CompletedHandle(data.numel())
         data = data.cpu()  # the same tensor where it is on the CPU already
         if exact:
             return self.post_send(data, to, EXACT + tag, lossy)
         number = next(self._numbers) % MAX_TAG
-        header = Header(self.rank, tag, data.numel(), number).pack()
+        header = MessageHeader(self.rank, tag, data.numel(), number).pack()
         first = self.post_send(torch.frombuffer(bytearray(header), dtype=torch.uint8), to, HEADER + tag, lossy)
         return _Both(first, self.post_send(data, to, BODY + number, lossy)) if data.numel() else first
 
@@ -113,7 +301,7 @@ class TorchTransport(Transport):
             work = self.groups.cpu.send([data], to, engine_tag)
         except RuntimeError as error:
             if lossy:
-                return Completed(data.numel())
+                return CompletedHandle(data.numel())
             raise self.failure(to, pending, 0.0, error) from error
         return WorkHandle(self, work, data, to, pending, outlives=True, lossy=lossy)
 
@@ -161,8 +349,8 @@ class TorchTransport(Transport):
                 header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
                 handle = self.post_recv(header, peer, HEADER + tag)
                 handle.work.wait(FOREVER)  # it may have nothing to say, and a wait that ends breaks all pairs
-                found = Header.read(header.numpy().tobytes(), peer=peer)
-                self._mailbox.await_room(found.length, peer, tag)  # until then its sender waits
+                found = MessageHeader.read(header.numpy().tobytes(), peer=peer)
+                self._mailbox.wait_for_room(found.length, peer, tag)  # until then its sender waits
                 self._mailbox.deliver(self.read_body(header, peer, None), peer, tag)
             except ProtocolError as error:
                 self._refusals.warn(f"rank {self.members[self.rank]}: {error}")  # perhaps no caller is waiting
@@ -176,7 +364,7 @@ class TorchTransport(Transport):
         """Nothing more comes from a peer: break the receives that wait for it, or for anyone when all are silent."""
         self._silent.add((tag, peer))
         alone = all((tag, other) in self._silent for other in self._pumps.get(tag, {}))
-        if self._mailbox.waits(lambda posted: _concerns(posted, tag, peer, alone)):
+        if self._mailbox.has_receive(lambda posted: _concerns(posted, tag, peer, alone)):
             pending = f"a message from {'anyone' if alone else f'rank {self.members[peer]}'} (tag {tag})"
             cause = cause or ConnectionError("the connection is closed")
             self._break_receives(tag, peer, alone, self.failure(peer, pending, 0.0, cause))
@@ -190,14 +378,14 @@ class TorchTransport(Transport):
         A body that is too long is still taken off the wire, so that its sender does not hang, and refused; unless
         it is longer than anything that may lie here unasked for.
         """
-        found = Header.read(header.numpy().tobytes(), peer=source)
+        found = MessageHeader.read(header.numpy().tobytes(), peer=source)
         limit = found.length if room is None else room.numel()  # a pump has made sure of the room
         refusal = ProtocolError(
             f"rank {source} sent {format_bytes(found.length)} (tag {found.tag}) where at most "
-            f"{format_bytes(limit)} were due",
+            f"{format_bytes(limit)} were expected",
             peer=source,
         )
-        if found.length > max(limit, LIMIT):
+        if found.length > max(limit, MAX_UNRECEIVED_BYTES):
             raise refusal
         fits = room is not None and found.length <= limit
         data = room[: found.length] if room is not None and fits else torch.empty(found.length, dtype=torch.uint8)
@@ -248,22 +436,22 @@ class TorchTransport(Transport):
     ) -> Exception:
         told = str(cause).lower()
         timed_out = "timed out" in told or "timeout" in told
-        verdict = self.liveness.blame(
+        loss = self.liveness.blame(
             self.channel,
             self.members,
             None if peer is None else self.members[peer],
             broken=cause is not None and not timed_out,
             idle=idle,
         )
-        if verdict.mismatch:
-            return IncompatibleError(f"rank {self.members[self.rank]} waited for {pending}: {verdict.reason}")
-        who = "a peer" if verdict.rank is None else f"rank {verdict.rank}"
-        if verdict.rank == self.members[self.rank]:
-            verdict, who = Verdict(verdict.rank, "they have declared this rank lost"), "the others"
+        if loss.mismatch:
+            return IncompatibleError(f"rank {self.members[self.rank]} waited for {pending}: {loss.reason}")
+        who = "a peer" if loss.rank is None else f"rank {loss.rank}"
+        if loss.rank == self.members[self.rank]:
+            loss, who = LossReason(loss.rank, "they have declared this rank lost"), "the others"
         after = f" after {seconds:.3g} s" if seconds else ""
         return PeerLostError(
-            f"rank {self.members[self.rank]} lost {who}{after} while waiting for {pending}: {verdict.reason}",
-            peer=verdict.rank,
+            f"rank {self.members[self.rank]} lost {who}{after} while waiting for {pending}: {loss.reason}",
+            peer=loss.rank,
             pending=pending,
             seconds=seconds,
         )
@@ -271,7 +459,7 @@ class TorchTransport(Transport):
     def abort(self) -> None:
         """Break every wait on this channel, here and at the peers: gloo does so when one wait times out."""
         self._aborted = True
-        self._mailbox.fail(no_more)
+        self._mailbox.fail(channel_closed)
         self._break_waits()
 
     def _break_waits(self) -> None:
@@ -287,7 +475,7 @@ class TorchTransport(Transport):
         if self._closed:
             return
         self._closed = True
-        self._mailbox.close(no_more)
+        self._mailbox.close(channel_closed)
         if self._pumps or self._idle:
             self.abort()
             for pumps in self._pumps.values():
@@ -336,6 +524,58 @@ class _FramedRecv:
         self.nbytes = self._transport.read_body(self._header, self.source, self._data, left).numel()
 
 
-def _concerns(posted: Posted, tag: int, peer: int, anyone: bool) -> bool:
+def _concerns(posted: PostedReceive, tag: int, peer: int, anyone: bool) -> bool:
     """Whether a receive waits for this peer, or for anyone where that counts too."""
     return posted.tag == tag and (posted.wanted == peer or (anyone and posted.wanted is None))
+
+
+def connect(environment: Environment, timeout: float) -> TorchTransport:
+    """Join the world that the launcher describes. Every rank calls it; it returns when all are there."""
+    place = find_place(environment)
+    store = meet(environment, place, timeout)
+    generation = store.add(f"syncline/generation/{environment.rank}", 1)
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    name = f"syncline/{restart}/{generation}"
+    prefix = PrefixStore(name, store)
+    prefix.set(f"here/{environment.rank}", "1")
+    runtime = RealRuntime()
+    watch = second_connection(place, store, runtime, timeout)
+    liveness = Liveness(
+        watch.prefixed(name),
+        watch,
+        rank=environment.rank,
+        size=environment.size,
+        runtime=runtime,
+        host_rank=None if place.hosted else 0,
+        program=program_name(),
+    )
+    one_host = environment.local_known and environment.local_size == environment.size
+    engine = Engine(prefix, liveness, timeout, listening_address(place.address, one_host), watch.close)
+    try:
+        return TorchTransport(engine, tuple(range(environment.size)), environment.rank)
+    except WorldError:
+        engine.close()
+        raise
+    except PeerLostError as error:
+        ended = liveness.dead.get(-1 if error.peer is None else error.peer)
+        engine.close()
+        if ended is not None:
+            raise WorldError(
+                f"rank {environment.rank} of {environment.size} ({environment.source}) cannot join: rank {error.peer} "
+                f"has ended before all had joined: {ended}"
+            ) from error
+        raise WorldError(_who_is_missing(prefix, environment, place, timeout, error)) from error
+
+
+def _who_is_missing(store: Store, environment: Environment, place: Rendezvous, timeout: float, error: Exception) -> str:
+    try:
+        missing = [rank for rank in range(environment.size) if not store.check([f"here/{rank}"])]
+    except RuntimeError:
+        missing = []
+    who = first_line(error)
+    if missing:
+        who = f"ranks {missing} did not come (if a wrapper script starts them, set MASTER_ADDR and MASTER_PORT)"
+    return (
+        f"rank {environment.rank} of {environment.size} ({environment.source}) could not join at "
+        f"{place.address}:{place.port} within {timeout:.3g} s: {who}"
+    )

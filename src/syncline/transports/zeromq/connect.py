@@ -1,4 +1,4 @@
-"""Coming into a world: with the launch, or later."""
+"""Joining a world: with the launch, or later."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ from syncline.transports.store import (
     program_name,
     second_connection,
 )
-from syncline.transports.zeromq.directory import Directory
+from syncline.transports.zeromq.membership import KEY_VARIABLE, MembershipLog, choose_key
 from syncline.transports.zeromq.node import Node
-from syncline.transports.zeromq.security import VARIABLE, choose_key
 from syncline.transports.zeromq.transport import ZmqTransport
 
 __all__ = ["connect", "join"]
 
 LAUNCHER_TIMEOUT_FACTOR = 3
-"""The timeout for silent peers is so many times longer where `syncline run` watches their processes."""
-LOOK, LONGEST_LOOK = 0.02, 0.2
-"""Seconds between looks for those who have not come yet: at first, and when that takes long."""
+"""The timeout for silent peers is this many times longer if `syncline run` watches the processes."""
+MIN_POLL_S, MAX_POLL_S = 0.02, 0.2
+"""Seconds between two checks for ranks that have not joined yet: at first, and at most."""
 
 
 def connect(
@@ -40,35 +39,35 @@ def connect(
     timeout: float,
     key: str | None = None,
     label: str = "",
-    patience: float | None = None,
+    join_timeout: float | None = None,
     name_of: Callable[[int], str] = "rank {}".format,
 ) -> ZmqTransport:
-    """Join the world that the launcher describes. Every rank calls it; it returns when all are there.
+    """Join the world that the launcher describes. Every rank calls it; it returns when all have joined.
 
-    With a `label` it is a separate world at the same meeting point, perhaps with other members; `name_of` returns
-    their names. `patience` is the time in seconds to wait for the others, if not the timeout; `math.inf` for no limit.
+    With a `label` it is a separate world at the same rendezvous, perhaps with other members; `name_of` returns their
+    names. `join_timeout` is the time in seconds to wait for the others, by default `timeout`; `math.inf`: no limit.
     """
     place = find_place(environment)
     store = meet(environment, place, timeout)
-    beside = f"/{label}" if label else ""
-    generation = store.add(f"syncline/generation{beside}/{environment.rank}", 1)
-    world = f"syncline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{generation}{beside}"
+    suffix = f"/{label}" if label else ""
+    generation = store.add(f"syncline/generation{suffix}/{environment.rank}", 1)
+    world = f"syncline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{generation}{suffix}"
     one_host = environment.local_known and environment.local_size == environment.size
     node = _node(store, place, world, timeout, key, one_host, name_of)
     with _closing_on_error(node):
         if environment.rank == 0:
-            node.directory.open(environment.size)
-            store.set(f"syncline/world{beside}", world)
+            node.membership.open(environment.size)
+            store.set(f"syncline/world{suffix}", world)
         node.join(environment.rank)
-        _await_all(node, environment, place, timeout if patience is None else patience)
-        node.directory.check_versions(launched=environment.size)
+        _await_all(node, environment, place, timeout if join_timeout is None else join_timeout)
+        node.membership.check_versions(launched=environment.size)
         return ZmqTransport(node, tuple(range(environment.size)), timeout)
 
 
 def join(place: Rendezvous, timeout: float, key: str | None = None) -> ZmqTransport:
-    """Join a world that is under way, under the next rank. `place` is where its ranks met."""
-    stranger = Environment(source="a process that joins")
-    store = meet(stranger, Rendezvous(place.address, place.port, hosted=True), timeout)
+    """Join a running world under the next rank. `place` is the rendezvous of its ranks."""
+    environment = Environment(source="a process that joins")
+    store = meet(environment, Rendezvous(place.address, place.port, hosted=True), timeout)
     try:
         world = store.get("syncline/world").decode()
     except RuntimeError as error:
@@ -81,18 +80,18 @@ def join(place: Rendezvous, timeout: float, key: str | None = None) -> ZmqTransp
     with _closing_on_error(node):
         until = node.runtime.now() + timeout
         _await_members(node, place, until)
-        rank = node.directory.next_rank()
+        rank = node.membership.next_rank()
         node.join(rank)
-        node.directory.refresh()
-        while rank not in node.directory.members:
-            if not node.directory.reachable or node.runtime.now() > until:
+        node.membership.refresh()
+        while rank not in node.membership.members:
+            if not node.membership.reachable or node.runtime.now() > until:
                 raise WorldError(
                     f"rank {rank} has joined the world at {place.address}:{place.port}, but did not find its own entry "
-                    f"in the directory within {timeout:.3g} s: is its store still there, and who else writes to it?"
+                    f"in the membership log within {timeout:.3g} s: does the store answer, and do others write to it?"
                 )
-            node.runtime.sleep(LOOK)
-            node.directory.refresh()
-        node.directory.check_versions()
+            node.runtime.sleep(MIN_POLL_S)
+            node.membership.refresh()
+        node.membership.check_versions()
         return ZmqTransport(node, tuple(range(rank + 1)), timeout)
 
 
@@ -106,16 +105,16 @@ def _closing_on_error(node: Node) -> Iterator[None]:
 
 
 def _await_members(node: Node, place: Rendezvous, until: float) -> None:
-    """Wait until the directory names one who is there. Where none of its entries can be read, the key is another."""
-    directory = node.directory
-    directory.refresh()
-    while not directory.members and directory.behind and node.runtime.now() < until:
-        node.runtime.sleep(LOOK)
-        directory.refresh()
-    if directory.refused and not directory.members:
+    """Wait until the membership log names a member. If none of its entries can be read, the key differs."""
+    membership = node.membership
+    membership.refresh()
+    while not membership.members and membership.incomplete and node.runtime.now() < until:
+        node.runtime.sleep(MIN_POLL_S)
+        membership.refresh()
+    if membership.refused and not membership.members:
         raise WorldError(
-            f"the world at {place.address}:{place.port} has another key: none of the {directory.refused} entries "
-            f"in its directory is signed with this one; give join() the key that its ranks have ({VARIABLE})"
+            f"the world at {place.address}:{place.port} has another key: none of the {membership.refused} entries "
+            f"in its membership log is signed with this one; give join() the key that its ranks have ({KEY_VARIABLE})"
         )
 
 
@@ -132,47 +131,47 @@ def _node(
     key = choose_key(address, key)
     runtime = RealRuntime()
     ours = second_connection(place, store, runtime, timeout)
-    directory = Directory(ours.prefixed(f"{world}/zeromq"), ours, key, runtime, name_of)
+    membership = MembershipLog(ours.prefixed(f"{world}/zeromq"), ours, key, runtime, name_of)
 
-    def watch(rank: int) -> Liveness:
+    def make_liveness(rank: int) -> Liveness:
         records = ours.prefixed(f"{world}/zeromq")
-        found = Liveness(records, ours, rank, 0, runtime, program=program_name(), gone=lambda: dict(directory.gone))
-        found.warn_after = math.inf  # the node warns of waits itself
-        return found
+        liveness = Liveness(records, ours, rank, 0, runtime, program=program_name(), gone=lambda: dict(membership.gone))
+        liveness.warn_after_s = math.inf  # the node warns of long waits itself
+        return liveness
 
     # If a launcher watches the processes, its decision comes first: it sees more than missing messages.
     launched = bool(program_name())
-    patience = (LAUNCHER_TIMEOUT_FACTOR if launched else 1) * lost_after()
-    return Node(runtime, directory, key, address, watch, patience, launched)
+    silence_s = (LAUNCHER_TIMEOUT_FACTOR if launched else 1) * lost_after()
+    return Node(runtime, membership, key, address, make_liveness, silence_s, launched)
 
 
 def _await_all(node: Node, environment: Environment, place: Rendezvous, timeout: float) -> None:
-    until, pause = node.runtime.now() + timeout, LOOK
-    while missing := sorted(set(range(environment.size)) - set(node.directory.members)):
-        node.directory.refresh()
+    until, pause = node.runtime.now() + timeout, MIN_POLL_S
+    while missing := sorted(set(range(environment.size)) - set(node.membership.members)):
+        node.membership.refresh()
         _raise_if_ended(node, environment, missing)
         if node.runtime.now() > until:
-            strangers = f"; {node.directory.refused} entries were refused: is {VARIABLE} the same everywhere?"
+            refused = f"; {node.membership.refused} entries were refused: is {KEY_VARIABLE} the same everywhere?"
             raise WorldError(
                 f"rank {environment.rank} of {environment.size} ({environment.source}) waited {timeout:.3g} s at "
                 f"{place.address}:{place.port}: ranks {missing} did not come"
-                f"{strangers if node.directory.refused else ''}"
+                f"{refused if node.membership.refused else ''}"
             )
-        if not node.directory.reachable:
+        if not node.membership.reachable:
             raise WorldError(f"rank {environment.rank} waited for ranks {missing}, and the store they meet at is gone")
         node.runtime.sleep(pause)
-        pause = min(1.1 * pause, LONGEST_LOOK)
+        pause = min(1.1 * pause, MAX_POLL_S)
 
 
 def _raise_if_ended(node: Node, environment: Environment, missing: list[int]) -> None:
     """Raise if a missing member has ended according to the launcher. A server waits for any number of members."""
-    directory = node.directory
+    membership = node.membership
     try:
-        ended = directory.deaths_of(missing) if directory.reachable and directory.answers else {}
+        ended = membership.deaths_of(missing) if membership.reachable and membership.answers else {}
     except RuntimeError:  # the next attempt may succeed
         return
     for rank, reason in ended.items():
         raise WorldError(
             f"rank {environment.rank} of {environment.size} ({environment.source}) cannot join: "
-            f"{directory.name_of(rank)} has ended before all had joined: {reason}"
+            f"{membership.name_of(rank)} has ended before all had joined: {reason}"
         )

@@ -1,10 +1,12 @@
-"""ZeroMQ as a transport: any to any, on one set of sockets, with members that come and go."""
+"""ZeroMQ as a transport: any rank to any rank, on one set of sockets, with members that join and leave."""
 
 from __future__ import annotations
 
 import math
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import count
 
@@ -12,26 +14,25 @@ import torch
 from torch import Tensor
 
 from syncline.errors import IncompatibleError, PeerLostError, WorldError
-from syncline.transports.base import BytesHandle, Handle, RequestListener, Transport, format_bytes
-from syncline.transports.liveness import Liveness, LivenessMonitor, Verdict
-from syncline.transports.mailbox import Mailbox, Posted
-from syncline.transports.memory import Completed, tag_name
-from syncline.transports.zeromq.crank import Waited
-from syncline.transports.zeromq.listening import Ears, ZmqListening
-from syncline.transports.zeromq.node import Node
-from syncline.transports.zeromq.protocol import CrowdedError, Link, Outgoing
+from syncline.transports.base import BytesHandle, Handle, RequestListener, Transport, as_bytes, format_bytes
+from syncline.transports.liveness import Liveness, LivenessMonitor, LossReason
+from syncline.transports.messages import ArrivedMessage, CompletedHandle, Mailbox, PostedReceive, tag_name
+from syncline.transports.zeromq.connection import OutgoingMessage, PeerConnection, TooManyOffersError
+from syncline.transports.zeromq.node import Node, Waitable
 
 __all__ = ["ZmqTransport"]
 
-GIVEN_UP = "the channel was given up"
+ABORTED = "the channel was given up"
 LATE = "it has not come within the timeout"
-_NOTHING = torch.empty(0, dtype=torch.uint8)
-SHOWN = 8
-"""Ranks that a message names."""
+EMPTY_BUFFER = torch.empty(0, dtype=torch.uint8)
+EMPTY_DATA = memoryview(b"")
+MAX_NAMED_RANKS = 8
+"""Lost ranks that an error names."""
+MAX_CLOSE_WAIT_S = 60.0
 
 
 class ZmqTransport(Transport):
-    """One rank's channel. The first one reaches every rank that is in the world, those that joined later too."""
+    """One rank's channel. The root channel reaches every rank of the world, also those that joined later."""
 
     name = "zeromq"
 
@@ -39,8 +40,8 @@ class ZmqTransport(Transport):
         super().__init__(members.index(node.rank), len(members), node.runtime, timeout, members)
         self.node = node
         self._channel = channel
-        self._number = 0 if channel == "0" else zlib.crc32(channel.encode()) or 1
-        self._mailbox: Mailbox = node.channels.mailbox(self._number)
+        self.channel_number = 0 if channel == "0" else zlib.crc32(channel.encode()) or 1
+        self._mailbox: Mailbox = node.mailbox(self.channel_number)
         self._splits = count(1)
         self._root = channel == "0"
         self._closed = False
@@ -48,39 +49,39 @@ class ZmqTransport(Transport):
         self.monitor = _ConnectionMonitor(self, node.liveness, channel)
 
     def present(self) -> tuple[int, ...]:
-        """The ranks that are in the world now; those that came after the launch have the highest numbers."""
-        self.node.directory.refresh()
-        return self.node.directory.present()
+        """The ranks that are in the world now. Those that joined after the launch have the highest numbers."""
+        self.node.membership.refresh()
+        return self.node.membership.present()
 
     def _send(self, data: Tensor, to: int, tag: int, exact: bool, lossy: bool) -> Handle:
         rank = to if self._root else self.members[to]
         if rank == self.node.rank:
             self._mailbox.deliver(data.cpu().clone(), rank, tag)
-            self.node.nudge()
-            return Completed(data.numel())
+            self.node.wake()
+            return CompletedHandle(data.numel())
         if data.is_cuda:
             data = data.cpu()
         try:
-            outgoing = self._hand_to(self.node.link(rank), tag, data, to)
+            outgoing = self._send_over(self.node.connection(rank), tag, data, to)
         except PeerLostError:
             raise
         except ConnectionError as error:
-            raise self.failure(to, self.to_take(to, data.numel()), 0.0, error) from error
-        return Completed(data.numel()) if outgoing is None else _Sending(self, outgoing, to)
+            raise self.failure(to, self.describe_send(to, data.numel()), 0.0, error) from error
+        return CompletedHandle(data.numel()) if outgoing is None else _SendHandle(self, outgoing, to)
 
-    def _hand_to(self, link: Link, tag: int, data: Tensor, to: int) -> Outgoing | None:
+    def _send_over(self, connection: PeerConnection, tag: int, data: Tensor, to: int) -> OutgoingMessage | None:
         while True:
             if self._aborted:
-                raise self.given_up(self.to_take(to, data.numel()))
+                raise self.aborted_error(self.describe_send(to, data.numel()))
             try:
-                outgoing = link.send(self._number, tag, data)
-                if self._aborted:  # between the two: nobody else gives this one up
-                    self.node.abandon(self._number, GIVEN_UP)
+                outgoing = connection.send(self.channel_number, tag, data)
+                if self._aborted:  # aborted between the two: no other thread abandons this message
+                    self.node.abandon(self.channel_number, ABORTED)
                 return outgoing
-            except CrowdedError as crowd:
-                if self.node.crank.drives:
+            except TooManyOffersError as crowd:
+                if self.node.loop.is_driver:
                     raise ConnectionError("it takes nothing of what was sent to it") from None
-                pending = partial(self.to_take, to, data.numel())
+                pending = partial(self.describe_send, to, data.numel())
                 if not self.wait(crowd.oldest, self.timeout, pending, to):
                     raise self.failure(to, pending(), self.timeout, None) from None
 
@@ -90,28 +91,29 @@ class ZmqTransport(Transport):
         if rank != self.node.rank and not self._aborted:
             nbytes = sum(map(len, parts))
             try:
-                if self.node.link(rank).post(self._number, tag, parts, nbytes):
+                if self.node.connection(rank).send_eager(self.channel_number, tag, parts, nbytes):
                     return
             except PeerLostError:
                 raise
             except ConnectionError as error:
-                raise self.failure(to, self.to_take(to, nbytes), 0.0, error) from error
+                raise self.failure(to, self.describe_send(to, nbytes), 0.0, error) from error
         super().send_bytes(parts, to, tag, lossy=lossy)
 
     def recv_bytes(self, max_bytes: int, source: int, tag: int = 0) -> BytesHandle:
         self._check(source, "source", tag)
-        posted = Posted(_NOTHING, source if self._root else self.members[source], tag, False, most=max_bytes)
-        return _TakingIn(self, self._mailbox, self._mailbox.add(posted), _NOTHING, source)
+        rank = source if self._root else self.members[source]
+        posted = PostedReceive(EMPTY_BUFFER, rank, tag, False, max_bytes=max_bytes)
+        return _BytesReceiveHandle(self, self._mailbox, self._mailbox.add(posted), EMPTY_BUFFER, source)
 
-    def to_take(self, to: int, nbytes: int) -> str:
-        """What a sender waits for, in the world's ranks."""
-        return f"{self.node.name(self._rank_of(to))} to take {format_bytes(nbytes)}"
+    def describe_send(self, to: int, nbytes: int) -> str:
+        """What a sender waits for, with the name of the member."""
+        return f"{self.node.name(self.rank_of(to))} to take {format_bytes(nbytes)}"
 
     def _recv(self, data: Tensor, source: int | None, tag: int, exact: bool) -> Handle:
         rank = source if source is None or self._root else self.members[source]
-        landing = torch.empty_like(data, device="cpu") if data.is_cuda else data
-        posted = self._mailbox.post(landing, rank, tag, exact)
-        return _Receiving(self, self._mailbox, posted, data, source)
+        target = torch.empty_like(data, device="cpu") if data.is_cuda else data
+        posted = self._mailbox.post(target, rank, tag, exact)
+        return _ReceiveHandle(self, self._mailbox, posted, data, source)
 
     def listen(
         self,
@@ -120,20 +122,20 @@ class ZmqTransport(Transport):
         on_request: Callable[[int, memoryview], None],
         on_peer_lost: Callable[[int], None],
     ) -> RequestListener:
-        ears = Ears(self.place, self._rank_of, on_request, on_peer_lost)
-        return ZmqListening(self.node, self._mailbox, tag, max_bytes, ears)
+        return ZmqRequestListener(self, self._mailbox, tag, max_bytes, on_request, on_peer_lost)
 
     def _check(self, peer: int, what: str, tag: int) -> None:
         if self._root and isinstance(peer, int) and peer >= self.size:
-            self.node.directory.find(peer)  # one that has joined; a stranger is refused here
+            self.node.membership.find(peer)  # a rank that joined later; an unknown one is refused here
             peer = 0
         super()._check(peer, what, tag)
 
-    def _rank_of(self, place: int) -> int:
+    def rank_of(self, place: int) -> int:
+        """The world rank of a rank in this channel."""
         return place if self._root else self.members[place]
 
     def place(self, rank: int) -> int:
-        """A rank of the world as this channel counts."""
+        """The rank in this channel of a world rank."""
         return rank if self._root else self.members.index(rank)
 
     def _split(self, members: tuple[int, ...]) -> Transport | None:
@@ -145,88 +147,89 @@ class ZmqTransport(Transport):
         return ZmqTransport(self.node, chosen, self.timeout, name)
 
     def lost(self) -> dict[int, str]:
-        directory = self.node.directory
-        return {rank: reason for rank, reason in list(directory.gone.items()) if rank not in directory.left}
+        membership = self.node.membership
+        return {rank: reason for rank, reason in list(membership.gone.items()) if rank not in membership.left}
 
     def connect_to(self, ranks: Sequence[int]) -> None:
         """Open the connections to these ranks, so that their end is noticed."""
         for rank in ranks:
             if rank != self.rank:
-                self.node.link(rank if self._root else self.members[rank])
+                self.node.connection(self.rank_of(rank))
 
     def gone_reason(self, rank: int) -> str:
-        return self.node.gone(self._rank_of(rank))
+        return self.node.gone(self.rank_of(rank))
 
-    def wait(self, thing: Waited, timeout: float, pending: Callable[[], str], peer: int | None) -> bool:
-        """Wait as the node does, and write into this rank's record which rank it waits for, unless the wait is idle."""
-        if thing.settled:
+    def wait(self, operation: Waitable, timeout: float, pending: Callable[[], str], peer: int | None) -> bool:
+        """Wait for an operation, and record which rank this one waits for, unless the wait is idle."""
+        if operation.done:
             return True
         if timeout == math.inf:
-            return self.node.wait(thing, timeout, pending)
-        rank = None if peer is None else self._rank_of(peer)
-        over = self.node.liveness.waiting(pending, self._channel, self.members, rank, self.abort)
+            return self.node.wait(operation, timeout, pending)
+        rank = None if peer is None else self.rank_of(peer)
+        end_record = self.node.liveness.waiting(pending, self._channel, self.members, rank, self.abort)
         try:
-            return self.node.wait(thing, timeout, pending)
+            return self.node.wait(operation, timeout, pending)
         finally:
-            over()
+            end_record()
 
     def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:
-        rank = None if peer is None else self._rank_of(peer)
-        if self.node.given_up:
-            return self.node.lost(self.node.rank, self.node.given_up, pending, seconds)
-        verdict = self._verdict(rank, seconds, cause)
-        if verdict.mismatch:
-            return IncompatibleError(f"rank {self.node.rank} waited for {pending}: {verdict.reason}")
-        if verdict.rank == self.node.rank:
-            verdict = Verdict(verdict.rank, "the others have declared this rank lost")
-        return self.node.lost(verdict.rank, verdict.reason, pending, seconds)
+        rank = None if peer is None else self.rank_of(peer)
+        if self.node.failed:
+            return self.node.peer_lost(self.node.rank, self.node.failed, pending, seconds)
+        loss = self._loss_reason(rank, seconds, cause)
+        if loss.mismatch:
+            return IncompatibleError(f"rank {self.node.rank} waited for {pending}: {loss.reason}")
+        if loss.rank == self.node.rank:
+            loss = LossReason(loss.rank, "the others have declared this rank lost")
+        return self.node.peer_lost(loss.rank, loss.reason, pending, seconds)
 
-    def _verdict(self, rank: int | None, seconds: float, cause: BaseException | None) -> Verdict:
+    def _loss_reason(self, rank: int | None, seconds: float, cause: BaseException | None) -> LossReason:
         """The rank that caused a wait for `rank` to fail: that rank, or one that it waits for itself."""
         if rank is None:
-            return Verdict(None, self._who_is_there())
-        gone, asks = self.node.gone(rank), not self.node.crank.drives
-        differ = self.node.liveness.mismatch(self._channel) if asks and (gone or seconds >= self.timeout) else ""
+            return LossReason(None, self._describe_senders())
+        gone, may_ask = self.node.gone(rank), not self.node.loop.is_driver
+        differ = self.node.liveness.mismatch(self._channel) if may_ask and (gone or seconds >= self.timeout) else ""
         if differ:
-            return Verdict(None, differ, mismatch=True)
+            return LossReason(None, differ, mismatch=True)
         if gone:
-            return self.node.liveness.cause_of(rank, gone) if asks else Verdict(rank, gone)
+            return self.node.liveness.cause_of(rank, gone) if may_ask else LossReason(rank, gone)
         if cause is not None:
-            return Verdict(rank, str(cause))
-        if asks and seconds >= self.timeout:
+            return LossReason(rank, str(cause))
+        if may_ask and seconds >= self.timeout:
             return self.node.liveness.blame(self._channel, self.members, rank, broken=False)
-        return Verdict(rank, f"{LATE}; {self.node.name(rank)} is still there")
+        return LossReason(rank, f"{LATE}; {self.node.name(rank)} is still there")
 
-    def refined(self, error: Exception, peer: int | None, pending: str) -> Exception:
+    def explain(self, error: Exception, peer: int | None, pending: str) -> Exception:
         """The error of a broken receive. The node, which broke it, knows that the peer ended, but not why."""
         if isinstance(error, WorldError) and (text := self.node.liveness.mismatch_found(self._channel)):
             return IncompatibleError(f"rank {self.node.rank} waited for {pending}: {text}")
-        if not isinstance(error, PeerLostError) or peer is None or not self.node.gone(self._rank_of(peer)):
+        if not isinstance(error, PeerLostError) or peer is None or not self.node.gone(self.rank_of(peer)):
             return error
         return self.failure(peer, pending, 0.0, None)
 
-    def _who_is_there(self) -> str:
-        """What is known of those from whom a message could have come."""
-        ranks = sorted(self.node.directory.members) if self._root else self.members
+    def _describe_senders(self) -> str:
+        """Which of the ranks that could have sent a message are gone."""
+        ranks = sorted(self.node.membership.members) if self._root else self.members
         others = [rank for rank in ranks if rank != self.node.rank]
         gone = {rank: reason for rank in others if (reason := self.node.gone(rank))}
         if not gone:
             return f"{LATE}; everyone it could come from is still there"
         ends = [f"{self.node.name(rank)} ({reason})" for rank, reason in gone.items()]
-        named = ", ".join(ends[:SHOWN]) + (f" and {len(ends) - SHOWN} more" if len(ends) > SHOWN else "")
+        more = f" and {len(ends) - MAX_NAMED_RANKS} more" if len(ends) > MAX_NAMED_RANKS else ""
+        named = ", ".join(ends[:MAX_NAMED_RANKS]) + more
         if len(gone) == len(others):
             return f"everyone it could come from is gone: {named}"
         return f"{LATE}; of {len(others)} it could come from {len(gone)} are gone: {named}"
 
-    def given_up(self, pending: str) -> WorldError:
-        """The error for what was under way when the channel was given up."""
-        return WorldError(f"{GIVEN_UP} while rank {self.node.rank} waited for {pending}")
+    def aborted_error(self, pending: str) -> WorldError:
+        """The error of an operation that was in progress when the channel was aborted."""
+        return WorldError(f"{ABORTED} while rank {self.node.rank} waited for {pending}")
 
     def abort(self) -> None:
-        """Break every receive and every send that waits on this channel; it carries nothing more."""
+        """Break every receive and every send on this channel. It carries nothing more."""
         self._aborted = True
-        self._mailbox.close(lambda posted: WorldError(f"{GIVEN_UP} while tag {posted.tag} was awaited"))
-        self.node.abandon(self._number, GIVEN_UP)
+        self._mailbox.close(lambda posted: WorldError(f"{ABORTED} while tag {posted.tag} was awaited"))
+        self.node.abandon(self.channel_number, ABORTED)
 
     def close(self) -> None:
         if self._closed:
@@ -234,9 +237,9 @@ class ZmqTransport(Transport):
         self._closed = True
         self.node.liveness.pending.pop(self._channel, None)
         if self._root:
-            self.node.close(min(self.timeout, 60.0))
+            self.node.close(min(self.timeout, MAX_CLOSE_WAIT_S))
         else:
-            self.node.forget(self._number)
+            self.node.close_channel(self.channel_number)
 
 
 class _ConnectionMonitor(LivenessMonitor):
@@ -250,10 +253,10 @@ class _ConnectionMonitor(LivenessMonitor):
         self._transport.connect_to(ranks)
 
 
-class _Sending:
+class _SendHandle:
     """A message whose bytes are still here."""
 
-    def __init__(self, transport: ZmqTransport, outgoing: Outgoing, to: int) -> None:
+    def __init__(self, transport: ZmqTransport, outgoing: OutgoingMessage, to: int) -> None:
         self._transport = transport
         self._outgoing = outgoing
         self._to = to
@@ -262,23 +265,23 @@ class _Sending:
 
     def wait(self, timeout: float | None = None) -> None:
         transport, outgoing = self._transport, self._outgoing
-        patience = transport.timeout if timeout is None else timeout
-        if not transport.wait(outgoing, patience, self._pending, self._to):
-            raise transport.failure(self._to, self._pending(), patience, None)
-        if outgoing.error == GIVEN_UP:
-            raise transport.refined(transport.given_up(self._pending()), self._to, self._pending())
+        limit = transport.timeout if timeout is None else timeout
+        if not transport.wait(outgoing, limit, self._pending, self._to):
+            raise transport.failure(self._to, self._pending(), limit, None)
+        if outgoing.error == ABORTED:
+            raise transport.explain(transport.aborted_error(self._pending()), self._to, self._pending())
         if outgoing.error:
             raise transport.failure(self._to, self._pending(), 0.0, ConnectionError(outgoing.error))
 
     def _pending(self) -> str:
-        return self._transport.to_take(self._to, self.nbytes)
+        return self._transport.describe_send(self._to, self.nbytes)
 
 
-class _Receiving:
-    """A receive under way."""
+class _ReceiveHandle:
+    """A receive in progress."""
 
     def __init__(
-        self, transport: ZmqTransport, mailbox: Mailbox, posted: Posted, data: Tensor, source: int | None
+        self, transport: ZmqTransport, mailbox: Mailbox, posted: PostedReceive, data: Tensor, source: int | None
     ) -> None:
         self._transport = transport
         self._mailbox = mailbox
@@ -289,48 +292,145 @@ class _Receiving:
         self.nbytes = 0
 
     def done(self) -> bool:
-        """Whether a wait would return at once. The node's own task moves messages where nobody waits."""
-        return self._posted.settled
+        """Whether `wait` would return at once. The node's background task moves messages while no thread waits."""
+        return self._posted.done
 
     def wait(self, timeout: float | None = None) -> None:
         transport, posted = self._transport, self._posted
-        if not posted.settled:
+        if not posted.done:
             self._wait(transport.timeout if timeout is None else timeout)
         if posted.error is not None:
-            raise self._refined(posted.error)
+            raise transport.explain(posted.error, self._wanted, self._pending())
         if self._data is not posted.data:
             self._data.copy_(posted.data)
         self.source, self.nbytes = transport.place(posted.source), posted.nbytes
 
-    def _wait(self, patience: float) -> None:
-        transport, posted = self._transport, self._posted
-        gone = transport.node.link(posted.wanted).gone if posted.wanted not in (None, transport.node.rank) else ""
+    def _wait(self, timeout: float) -> None:
+        transport, posted, node = self._transport, self._posted, self._transport.node
+        gone = node.connection(posted.wanted).gone if posted.wanted not in (None, node.rank) else ""
         if gone and self._mailbox.withdraw(posted):
             raise transport.failure(self._wanted, self._pending(), 0.0, ConnectionError(gone))
-        if not transport.wait(posted, patience, self._pending, self._wanted) and self._mailbox.withdraw(posted):
-            raise transport.failure(self._wanted, self._pending(), patience, None)
-
-    def _refined(self, error: Exception) -> Exception:
-        return self._transport.refined(error, self._wanted, self._pending())
+        if not transport.wait(posted, timeout, self._pending, self._wanted) and self._mailbox.withdraw(posted):
+            raise transport.failure(self._wanted, self._pending(), timeout, None)
 
     def _pending(self) -> str:
         posted = self._posted
-        most = posted.data.numel() if posted.most < 0 else posted.most
+        nbytes = posted.data.numel() if posted.max_bytes < 0 else posted.max_bytes
         name = self._transport.node.name
-        whom = "anyone" if posted.wanted is None else name(posted.wanted)  # it may have joined later
-        return f"a message from {whom} ({tag_name(posted.tag)}, {format_bytes(most)})"
+        sender = "anyone" if posted.wanted is None else name(posted.wanted)  # it may have joined later
+        return f"a message from {sender} ({tag_name(posted.tag)}, {format_bytes(nbytes)})"
 
 
-class _TakingIn(_Receiving):
-    """A short message that keeps the memory it came in."""
+class _BytesReceiveHandle(_ReceiveHandle):
+    """A receive of a short message, which keeps the memory in which it arrived."""
 
-    data = memoryview(b"")
+    data = EMPTY_DATA
 
     def wait(self, timeout: float | None = None) -> None:
         posted = self._posted
-        if not posted.settled:
+        if not posted.done:
             self._wait(self._transport.timeout if timeout is None else timeout)
         if posted.error is not None:
-            raise self._refined(posted.error)
-        assert posted.content is not None, "it has come"
+            raise self._transport.explain(posted.error, self._wanted, self._pending())
+        assert posted.content is not None, "the message has arrived"
         self.data = posted.content
+
+
+class ZmqRequestListener:
+    """Calls `on_request` for the messages with one tag, in order, on the thread that drives the node.
+
+    A message whose bytes are still with its sender is accepted first. Later messages of that rank wait behind it.
+    """
+
+    def __init__(
+        self,
+        transport: ZmqTransport,
+        mailbox: Mailbox,
+        tag: int,
+        max_bytes: int,
+        on_request: Callable[[int, memoryview], None],
+        on_peer_lost: Callable[[int], None],
+    ) -> None:
+        self._transport = transport
+        self._node = transport.node
+        self._mailbox = mailbox
+        self._tag = tag
+        self._max_bytes = max_bytes
+        self._on_request = on_request
+        self._on_peer_lost = on_peer_lost
+        self._arrived: deque[ArrivedMessage] = deque()
+        self._behind: dict[int, deque[ArrivedMessage]] = {}
+        """By rank: messages that wait until the one before them is complete."""
+        mailbox.listen(tag, self._schedule_message)
+        for rank in self._node.add_lost_callback(self._schedule_loss):
+            self._schedule_loss(rank)
+        self._node.wake()
+
+    def fetch(self, buffer: Tensor, source: int, tag: int, done: Callable[[Exception | None], None]) -> None:
+        rank = self._transport.rank_of(source)
+
+        def filled(posted: PostedReceive) -> None:
+            self._node.loop.defer(lambda: done(posted.error))
+
+        posted = self._mailbox.post(as_bytes(buffer), rank, tag, True, filled)
+        gone = "" if rank == self._node.rank else self._node.connection(rank).gone
+        if gone and self._mailbox.withdraw(posted):
+            posted.error = self._node.peer_lost(rank, gone, f"a message (tag {tag})", 0.0)
+            posted.finish()
+
+    def close(self) -> None:
+        self._mailbox.listen(self._tag, None)
+        self._node.remove_lost_callback(self._schedule_loss)
+
+    # Scheduled under locks, run by the driver.
+
+    def _schedule_message(self, message: ArrivedMessage) -> None:
+        self._arrived.append(message)
+        self._node.loop.defer(self._handle_next)
+
+    def _schedule_loss(self, rank: int) -> None:
+        self._node.loop.defer(partial(self._handle_loss, rank))
+
+    def _handle_next(self) -> None:
+        message = self._arrived.popleft()
+        behind = self._behind.get(message.source) if self._behind else None
+        if behind is None:
+            self._handle(message)
+        else:
+            behind.append(message)
+
+    def _handle(self, message: ArrivedMessage) -> None:
+        accept, source = message.accept, message.source
+        if accept is None:
+            data = message.data
+            assert data is not None, "a message that is not offered has its data"
+            view = data.numpy().data if isinstance(data, Tensor) else data
+            try:
+                self._on_request(self._transport.place(source), view if len(view) <= self._max_bytes else EMPTY_DATA)
+            finally:
+                message.matched()
+        elif message.nbytes > self._max_bytes:
+            accept(None)
+            self._on_request(self._transport.place(source), EMPTY_DATA)
+        else:
+            self._behind[source] = deque()
+            buffer = torch.empty(message.nbytes, dtype=torch.uint8)
+            accept(PostedReceive(buffer, source, self._tag, True, source, message.nbytes, on_done=self._completed))
+
+    def _completed(self, posted: PostedReceive) -> None:
+        self._node.loop.defer(lambda: self._continue(posted))
+
+    def _continue(self, posted: PostedReceive) -> None:
+        """Handle an offered message that is complete now, and those that arrived meanwhile."""
+        behind = self._behind.pop(posted.source)
+        if posted.error is None:
+            self._on_request(self._transport.place(posted.source), posted.data.numpy().data)
+        while behind:
+            self._handle(behind.popleft())
+            if posted.source in self._behind:
+                self._behind[posted.source].extend(behind)
+                return
+
+    def _handle_loss(self, rank: int) -> None:
+        with suppress(ValueError):  # not a rank of this channel
+            self._on_peer_lost(self._transport.place(rank))

@@ -1,17 +1,21 @@
-"""The run log: append-only, one JSON object a line, keys as in MLPerf's mllog, ours under `sl_`."""
+"""Sinks: the run log and TensorBoard.
+
+The run log is append-only, one JSON object per line, with keys as in MLPerf's mllog, ours under `sl_`.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import time
 from pathlib import Path
 from typing import Any
 
-from syncline.errors import ProtocolError
-from syncline.events.base import Event
+from syncline.errors import ProtocolError, UnsupportedError
+from syncline.events.recorder import RunEvent
 
-__all__ = ["RunLog", "read_log"]
+__all__ = ["RunLog", "TensorBoardSink", "read_log"]
 
 
 class RunLog:
@@ -20,7 +24,7 @@ class RunLog:
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
     >>> log = RunLog(folder)
-    >>> log.write(Event("seed", 7, seconds=0.5))
+    >>> log.write(RunEvent("seed", 7, seconds=0.5))
     >>> log.close()
     >>> read_log(folder)[0]["value"]
     7
@@ -32,7 +36,7 @@ class RunLog:
         _cut_back(path / "log.jsonl")
         self._file = open(path / "log.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (held open)
 
-    def write(self, event: Event) -> None:
+    def write(self, event: RunEvent) -> None:
         line = {
             "time_ms": time.time_ns() // 1_000_000,
             "seconds": event.seconds,
@@ -73,3 +77,43 @@ def read_log(folder: str | Path) -> list[dict[str, Any]]:
             raise ProtocolError(f"{path}, line {number} is not a JSON object")
         events.append(event)
     return events
+
+
+TAGS = {
+    "train_loss": "loss/training",
+    "eval_loss": "loss/validation",
+    "sl_learning_rate": "learning rate",
+    "sl_samples_per_second": "speed/samples per second",
+    "sl_bytes_per_second": "speed/bytes per second",
+    "sl_exposed_share": "speed/exposed share",
+}
+"""What a number of the run log is called there; others keep their key."""
+
+
+class TensorBoardSink:
+    """A sink that writes numbers whose metadata tell a `step` as scalars. Needs the package tensorboard.
+
+    Everything else (texts, spans, points without a step) is left to the run log.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        try:
+            self._writer: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
+        except ImportError:
+            raise UnsupportedError(
+                "TensorBoard's files need the package tensorboard: pip install 'syncline[tensorboard]'"
+            ) from None
+        self._closed = False
+
+    def write(self, event: RunEvent) -> None:
+        step, value = event.metadata.get("step"), event.value
+        if self._closed or event.kind != "POINT_IN_TIME" or step is None:
+            return
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            self._writer.add_scalar(TAGS.get(event.key, event.key), value, global_step=int(step))
+
+    def close(self) -> None:
+        """Flush and close. A second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._writer.close()

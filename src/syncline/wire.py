@@ -1,0 +1,59 @@
+"""Fixed binary headers: magic bytes, a version, fields of fixed width, and a CRC-32 where the header has one.
+
+::
+
+    ┌───────┬─────────┬──────────┬───────────────┐
+    │ magic │ version │ fields … │ crc (CRC-32)  │     all little-endian
+    └───────┴─────────┴──────────┴───────────────┘
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from syncline.errors import ProtocolError
+
+__all__ = ["WireHeader"]
+
+Refuse = Callable[[str], ProtocolError]
+
+
+class WireHeader:
+    """The layout of one kind of header. `fields` are struct codes; `padding` bytes follow the checksum.
+
+    >>> header = WireHeader(b"DEMO", version=1, fields="BI")
+    >>> header.read(header.pack(7, 300), ProtocolError)
+    (7, 300)
+    >>> header.read(b"DEMO", ProtocolError)
+    Traceback (most recent call last):
+    syncline.errors.ProtocolError: 4 bytes where 14 were expected
+    """
+
+    def __init__(self, magic: bytes, version: int, fields: str, padding: int = 0) -> None:
+        self._magic, self._version = magic, version
+        self._fields = struct.Struct(f"<{len(magic)}sB{fields}")
+        self._crc = struct.Struct(f"<I{padding}x")
+        self.nbytes = self._fields.size + self._crc.size
+
+    def pack(self, *values: float) -> bytes:
+        """The header on the wire."""
+        data = self._fields.pack(self._magic, self._version, *values)
+        return data + self._crc.pack(zlib.crc32(data))
+
+    def read(self, data: bytes | memoryview, refuse: Refuse) -> tuple[Any, ...]:
+        """The values of a header. A bad header raises what `refuse` makes of the reason."""
+        if len(data) != self.nbytes:
+            raise refuse(f"{len(data)} bytes where {self.nbytes} were expected")
+        values = self._fields.unpack_from(data)
+        if values[0] != self._magic:
+            raise refuse(f"it starts with {values[0]!r}, not {self._magic!r}: not a Syncline message")
+        if values[1] != self._version:
+            raise refuse(
+                f"it has version {values[1]}, this is version {self._version}: install the same release everywhere"
+            )
+        if self._crc.unpack_from(data, self._fields.size)[0] != zlib.crc32(data[: self._fields.size]):
+            raise refuse("its checksum does not match")
+        return values[2:]

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from syncline.bench.stats import summarize
-from syncline.events import Event
+from syncline.events import RunEvent
 from syncline.strategies import Run, strategy_run
 from syncline.world import World
 
@@ -98,7 +98,7 @@ class _Spans:
         self.end: float | None = None
         """When backward was over, and the rank began to wait."""
 
-    def write(self, event: Event) -> None:
+    def write(self, event: RunEvent) -> None:
         if event.kind == "INTERVAL_END":
             if event.key == "sl_comm_seconds":
                 self.reductions[str(event.metadata.get("what"))] = (event.seconds - event.value, event.seconds)

@@ -123,7 +123,7 @@ def test_closing_the_world_of_a_simulated_rank_ends_what_waits_and_init_comes_ba
         return ended
 
     for ended in sl.simulate(work, 2).results:
-        assert ended == ["this rank has closed the channel: nothing comes for tag 9 any more"]
+        assert ended == ["this rank has closed the channel: no message arrives for tag 9 any more"]
 
 
 def test_the_world_of_one_turns_away_what_is_asked_after_its_end() -> None:

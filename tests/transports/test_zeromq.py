@@ -418,7 +418,7 @@ def test_a_flood_while_nobody_reads(here: Here, monkeypatch: pytest.MonkeyPatch)
 
 def test_between_hosts_there_must_be_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SYNCLINE_KEY", raising=False)
-    with pytest.raises(WorldError, match=r"between hosts ZeroMQ wants a key: .*syncline run.*SYNCLINE_KEY"):
+    with pytest.raises(WorldError, match=r"between hosts ZeroMQ needs a key: .*syncline run.*SYNCLINE_KEY"):
         choose_key("10.0.0.1", None)
     assert choose_key("127.0.0.1", None) is None
     assert choose_key("10.0.0.1", "none") is None

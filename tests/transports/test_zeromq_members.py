@@ -247,7 +247,7 @@ def test_closing_a_channel_settles_what_was_sent_to_it(here: Here) -> None:
     until(lambda: (link.arrived[0], link.offered) == (1, 1), "both are there")
     receipt = receiver.recv(torch.zeros(1), 0, 6)
     receiver.close()
-    with pytest.raises(WorldError, match="this channel is closed: nothing comes for tag 6 any more"):
+    with pytest.raises(WorldError, match="this channel is closed: no message arrives for tag 6 any more"):
         receipt.wait()
     sent += [sender.send(large(), 1, 5), sender.send(torch.ones(3), 1, 5)]
     for handle in sent:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import syncline as sl
-from syncline.bench.stats import ratios, summarize
+from syncline.bench.measuring import ratios, summarize
 from syncline.training.loop import train
 from syncline.training.settings import Settings
 from syncline.workloads import Digits, Fashion

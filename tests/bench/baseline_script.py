@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import syncline as sl
 from syncline.bench.baselines import build_baseline, process_group
-from syncline.bench.contenders import agree
+from syncline.bench.step_contenders import ranks_agree
 from syncline.environment import detect
 from syncline.errors import IncompatibleError
 from syncline.strategies import Run, Strategy, strategy_run
@@ -36,7 +36,7 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def same(world: World, model: nn.Module) -> bool:
-    return agree(world.everyone.channel, list(model.parameters()))
+    return ranks_agree(world.everyone.channel, list(model.parameters()))
 
 
 def batches(world: World, steps: int = STEPS) -> list[Batch]:

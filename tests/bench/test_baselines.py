@@ -152,7 +152,7 @@ def test_hooks_that_torch_has_and_that_do_not_work(hook: str) -> None:
         ("ddp(hook='powersgd', rank=0)", "at least one"),
         ("ddp(hook='powersgd', start=1)", "after two steps"),
         ("ddp_post_local(start=-1)", "not negative"),
-        ("ddp_post_local(period=1)", "take 'ddp'"),
+        ("ddp_post_local(period=1)", "use 'ddp'"),
         ("hivemind(period=0)", "at least one"),
         ("dpd", "did you mean 'ddp'"),
     ],
@@ -173,5 +173,5 @@ def test_what_is_ours_has_no_part_in_it(strategy: Strategy) -> None:
             attach(world, codec="cast('fp16')")
         with pytest.raises(IncompatibleError, match="leave it out"):
             attach(world, collective="ring")
-    with pytest.raises(UnsupportedError, match=r"not for sl\.simulate"):
+    with pytest.raises(UnsupportedError, match=r"cannot run in sl\.simulate"):
         sl.simulate(attach, ranks=2)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from syncline.bench.collectives_report import plot, table
+from syncline.bench.collectives import plot, table
 from syncline.cli.main import main
 from tests.hunting import only_hunting
 from tests.launching import finish, start
@@ -92,14 +92,14 @@ def test_the_price_of_names(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "out" / "negotiation.json").read_text())
     assert {len(own) for own in document["seconds"].values()} == {4}
     assert document["negotiation"]["median"] > 0, "what is run was asked for before"
-    assert "what names cost" in printed
+    assert "cost of names" in printed
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["negotiation", "--tensors", "0"], "at least one of each"),
-        (["negotiation", "--hosts", "a:1,b:1"], "one clock"),
+        (["negotiation", "--hosts", "a:1,b:1"], "clock of one host"),
         (["step", "--models", "resnte"], "did you mean 'resnet'"),
         (["step", "--turns", "0"], "--turns 0"),
         (["step", "--strategy", "alreduce"], "allreduce"),

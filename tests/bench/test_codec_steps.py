@@ -11,10 +11,8 @@ import pytest
 import torch
 
 import syncline as sl
-from syncline.bench.contenders import agree
-from syncline.bench.link import check_link, told_link
-from syncline.bench.step import StepPlan
-from syncline.bench.step_report import codec_steps_table, step_table
+from syncline.bench.step import StepPlan, codec_steps_table, describe_link, measure_link, step_table
+from syncline.bench.step_contenders import ranks_agree
 from syncline.cli.bench_step import step_labs
 from syncline.cli.main import main
 from syncline.errors import SpecError
@@ -101,26 +99,26 @@ def test_every_number_of_hosts_with_every_rate(
 
 def test_the_echo_tells_the_rate_of_the_network() -> None:
     network = sl.Network(latency=0.0, bandwidth=12.5e6)
-    found = sl.simulate(lambda world: check_link(world, "3@100mbit"), ranks=3, network=network).results[0]
+    found = sl.simulate(lambda world: measure_link(world, "3@100mbit"), ranks=3, network=network).results[0]
     assert found["to_rank"] == 1
     assert found["rate"] == 100e6
     assert found["bits_a_second"] == pytest.approx(100e6 * FRAME_BYTES / FRAME_PAYLOAD_BYTES, rel=0.01)
-    assert "1.05 of the rate" in told_link(found)
+    assert "1.05 of the rate" in describe_link(found)
 
 
 def test_the_echo_leaves_its_host() -> None:
     inside = Link(latency=0.0, bandwidth=1e12)
     network = sl.Network(latency=0.0, bandwidth=12.5e6, ranks_per_host=2, inside=inside)
-    found = sl.simulate(lambda world: check_link(world, "2@open"), ranks=4, network=network).results[0]
+    found = sl.simulate(lambda world: measure_link(world, "2@open"), ranks=4, network=network).results[0]
     assert found["to_rank"] == 2
-    assert "no limit" in told_link(found)
-    assert sl.simulate(lambda world: check_link(world, "1@open"), ranks=2, network=network).results == (None, None)
+    assert "no limit" in describe_link(found)
+    assert sl.simulate(lambda world: measure_link(world, "1@open"), ranks=2, network=network).results == (None, None)
 
 
 def test_a_lab_that_is_too_slow_is_not_to_be_trusted() -> None:
     link = {"bytes": 3_750_000, "to_rank": 1, "bits_a_second": 80e6, "rate": 100e6}
-    assert "do not trust" in told_link(link)
-    assert told_link(None) == ""
+    assert "do not trust" in describe_link(link)
+    assert describe_link(None) == ""
 
 
 @pytest.mark.parametrize("changed", [None, 2])
@@ -129,7 +127,7 @@ def test_agreement_is_to_the_last_bit(changed: int | None) -> None:
         weights = torch.ones(1000)
         if world.rank == changed:
             weights[999] = torch.nextafter(weights[999], torch.tensor(2.0))
-        return agree(world.everyone.channel, [torch.zeros(3), weights])
+        return ranks_agree(world.everyone.channel, [torch.zeros(3), weights])
 
     assert set(sl.simulate(work, ranks=3).results) == {changed is None}
 
@@ -152,7 +150,7 @@ def test_labs(lab: str | None, rate: str | None, labs: list[str | None]) -> None
     [
         (None, "1gbit", "give --lab"),
         ("2", None, "has no rate"),
-        ("2@1gbit", "1gbit", "a rate of its own"),
+        ("2@1gbit", "1gbit", "has a rate already"),
         ("2@1gbit,4", None, "has no rate"),
         (",", "1gbit", "names no hosts"),
         ("two", "1gbit", "two@1gbit"),
@@ -248,7 +246,7 @@ def test_the_table_says_when_ranks_differ() -> None:
     row = broken["results"][0]
     row["time"]["syncline"] = summary(1.0)
     row |= {"ratio": summary(1.0), "repeats": [1.0], "overlap": {"share": None}}
-    assert "parameters after it: DIFFER between the ranks" in step_table(broken)
+    assert "parameters afterwards: DIFFER between the ranks" in step_table(broken)
     row["ranks_agree"] = {"syncline": True}
     row["same_bits"] = False
     assert "differ from the baseline's in rounding" in step_table(broken)

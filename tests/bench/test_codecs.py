@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.bench.codecs import FIELD, CodecsPlan, gradients, measure
-from syncline.bench.codecs_report import codecs_plot, codecs_table
+from syncline.bench.codecs import DEFAULT_CODECS, CodecsPlan, codecs_plot, codecs_table, gradients, measure
 from syncline.cli.main import main
 from syncline.codecs.catalog import build_codec, codec_names
 from syncline.errors import SpecError
@@ -38,9 +37,9 @@ def row(document: dict[str, Any], codec: str, feedback: bool = False, size: int 
 
 
 def test_every_codec_is_in_the_field() -> None:
-    named = {link.name for spec in FIELD for link in parse(spec)}
+    named = {link.name for spec in DEFAULT_CODECS for link in parse(spec)}
     assert named == set(codec_names()) - {"raw", "per_layer", "by_size"}, "choosing is no codec of its own, raw none"
-    for spec in FIELD:
+    for spec in DEFAULT_CODECS:
         assert repr(build_codec(spec)) == spec
 
 
@@ -118,7 +117,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     told = capsys.readouterr()
     assert "onebit" in told.out
     assert "randomk(0.1)" in told.out
-    assert "onebit: compiles, warms up" in told.err
+    assert "onebit: compiling and warming up" in told.err
     assert json.loads((tmp_path / "codecs.json").read_text())["plan"]["codecs"] == ["onebit", "randomk(0.1)"]
     assert (tmp_path / "codecs.png").read_bytes()[:4] == b"\x89PNG"
 

@@ -107,7 +107,7 @@ def tab(browser: Any) -> Iterator[Tab]:
 def test_a_finished_race_light_dark_and_narrow(race: tuple[LiveServer, Tab]) -> None:
     server, tab = race
     tab.shows("#status", "finished")
-    tab.shows("#title", "RaceRecord: logistic")
+    tab.shows("#title", "Race: logistic")
     tab.shows("#progress", "12 of 12 runs")
     tab.has("#table .cell", 6)
     tab.has("#curves .scatterlayer .trace", 7)  # and one for the target
@@ -219,7 +219,7 @@ def test_a_hidden_tab_asks_nothing_and_a_lost_server_is_told(run: GrowingRun, ta
         tab.page.evaluate(hide, False)
         tab.shows("#progress", "100 of at most")
     tab.page.clock.run_for(10_000)
-    tab.shows("#gone", "The server is gone")
+    tab.shows("#gone", "The server does not answer")
     tab.shows("#status", "no answer")
     assert all("ERR_CONNECTION_REFUSED" in complaint for complaint in tab.complaints)
     tab.complaints.clear()

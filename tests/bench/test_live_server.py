@@ -120,7 +120,7 @@ def test_what_the_page_asks_for(server: LiveServer) -> None:
     assert json.loads(ask(server, "/state.json")[1])["runs"][0]["best"] == 0.5
     assert json.loads(ask(server, "/curves.json?runs=0,7,x,-3")[1])["runs"]["0"]["metric"] == [0.5]
     assert json.loads(ask(server, "/run.json?id=0&kind=data")[1])["heat"]["kind"] == "data"
-    for path in ("/app.js", "/plots.js", "/table.js", "/words.js", "/style.css", "/plotly.js"):
+    for path in ("/app.js", "/plots.js", "/table.js", "/phrases.js", "/style.css", "/plotly.js"):
         status, body, headers = ask(server, path)
         assert (status, len(body) > 100) == (200, True)
         assert headers["x-content-type-options"] == "nosniff"

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import syncline as sl
-from syncline.bench.server.accounts import Account
-from syncline.bench.server.report import sweep_table
-from syncline.bench.server.soak import SPACES, Patient, checkpoint
+from syncline.bench.server.rates import sweep_table
+from syncline.bench.server.soak import SPACES, PushLedger, SoakedSpace, checkpoint
 from syncline.cli.main import main
 from syncline.errors import ProtocolError
 from syncline.server.shard import ParameterShard
@@ -53,12 +52,12 @@ def test_a_dedicated_server_beside_a_bare_echo(tmp_path: Path) -> None:
 
 @pytest.mark.hunt
 @pytest.mark.skipif(not os.environ.get("SYNCLINE_HUNT"), reason="half a minute of processes: SYNCLINE_HUNT=1 runs it")
-def test_co_located_with_several_under_way(tmp_path: Path) -> None:
+def test_co_located_with_several_in_flight(tmp_path: Path) -> None:
     printed = bench(tmp_path, "-n", "2", "--servers", "0", "--sizes", "64KB", "--rounds", "2", "--depth", "3")
     found = rows(tmp_path, "server-co-located.json")
     assert {(row["workers"], row["servers"], row["depth"]) for row in found} == {(1, 1, 3), (2, 2, 3)}
     assert "co-located" in printed
-    assert "3 under way" in printed
+    assert "3 in flight" in printed
 
 
 @pytest.mark.hunt
@@ -73,7 +72,7 @@ def test_a_sweep_says_how_many_servers(tmp_path: Path) -> None:
 def test_a_sweep_that_cannot_tell_says_so() -> None:
     samples = {"co-located": [[0.10], [0.12]], "1 server": [[0.11], [0.11]], "2 servers": [[0.3], [0.4]]}
     told = sweep_table(samples, 4 << 20, 2, "one host").splitlines()[-1]
-    assert "1 server cannot be told from it" in told or "co-located cannot be told from it" in told
+    assert "1 server cannot be distinguished" in told or "co-located cannot be distinguished" in told
     assert "2 servers takes 3.18 times as long" in told
 
 
@@ -91,14 +90,14 @@ def soak_a_little(world: sl.World) -> int:
     torch.manual_seed(world.rank)
     rng = random.Random(world.rank)
     names = ("small", "cast", "cached", "filtered")
-    patients = [Patient(world, name, {**SPACES[name], "numel": 600}, rng) for name in names]
+    spaces = [SoakedSpace(world, name, {**SPACES[name], "numel": 600}, rng) for name in names]
     for _ in range(2):
         for _ in range(60):
-            rng.choice(patients).request()
-        checkpoint(world, patients)
-    for patient in patients:
-        patient.client.close()
-    return sum(patient.account.numel for patient in patients)
+            rng.choice(spaces).request()
+        checkpoint(world, spaces)
+    for space in spaces:
+        space.client.close()
+    return sum(space.ledger.numel for space in spaces)
 
 
 def test_a_soak_on_the_simulator_passes() -> None:
@@ -117,18 +116,18 @@ def test_a_soak_notices_one_lost_update(monkeypatch: pytest.MonkeyPatch) -> None
         sl.simulate(soak_a_little, ranks=2, seed=3)
 
 
-def test_an_account_holds_reads_against_what_is_known() -> None:
-    account = Account("demo", numel=16, rank=1, workers=2)
-    own = torch.tensor([0, *range(*account.lane)])
-    account.pushed(own, torch.full((len(own),), 2.0))
-    claim = account.reading(own, "pull")
-    account.check(claim, torch.full((len(own),), 2.0))
+def test_a_ledger_refuses_impossible_reads() -> None:
+    ledger = PushLedger("demo", numel=16, rank=1, workers=2)
+    own = torch.tensor([0, *range(*ledger.own_keys)])
+    ledger.push(own, torch.full((len(own),), 2.0))
+    expected = ledger.expect(own, "pull")
+    ledger.check(expected, torch.full((len(own),), 2.0))
     with pytest.raises(ProtocolError, match="says 3 for key 14, where at most 2 was due"):
-        account.check(claim, torch.tensor([2.0, 3.0, 2.0]))
+        ledger.check(expected, torch.tensor([2.0, 3.0, 2.0]))
     with pytest.raises(ProtocolError, match="whole number"):
-        account.check(claim, torch.tensor([2.5, 2.0, 2.0]))
+        ledger.check(expected, torch.tensor([2.5, 2.0, 2.0]))
     with pytest.raises(ProtocolError, match="exactly 2 was due"):
-        account.settle(account.ledger, torch.zeros(16), "checkpoint")
+        ledger.check_total(ledger.pushed, torch.zeros(16), "checkpoint")
 
 
 @pytest.mark.parametrize(

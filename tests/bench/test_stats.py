@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from syncline.bench.sizes import parse_size, parse_sizes, written
-from syncline.bench.stats import ratios, summarize
+from syncline.bench.measuring import format_size, parse_size, parse_sizes, ratios, summarize
 from syncline.errors import SpecError
 
 
@@ -55,7 +54,7 @@ def test_nothing_has_no_median() -> None:
     ],
 )
 def test_sizes(text: str, sizes: list[str]) -> None:
-    assert [written(size) for size in parse_sizes(text)] == sizes
+    assert [format_size(size) for size in parse_sizes(text)] == sizes
 
 
 @pytest.mark.parametrize("text", ["", "4XB", "-1KB", "0", "1MB:4KB", "1MB,", "much"])

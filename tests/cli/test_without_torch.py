@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from syncline.bench.contenders import BASELINES
 from syncline.bench.lint import lint
 from syncline.bench.report import analyse
 from syncline.bench.runlog import read_race
-from syncline.bench.subjects import SUBJECTS
+from syncline.bench.step_contenders import BASELINES, BENCH_MODELS
 from syncline.cli.main import main
 from tests.bench.report_races import seeds, write_race
 
@@ -34,4 +33,4 @@ def test_help_of_bench_step_names_all_models_and_baselines(capsys: pytest.Captur
         main(["bench", "step", "--help"])
     told = " ".join(capsys.readouterr().out.split())
     assert f"of {','.join(BASELINES)};" in told
-    assert f"of {', '.join(SUBJECTS)};" in told
+    assert f"of {', '.join(BENCH_MODELS)};" in told

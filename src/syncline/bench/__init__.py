@@ -1,1 +1,1 @@
-"""Measuring side by side: workloads, statistics that do not flatter, tables and pictures of them."""
+"""Benchmarks, races, their reports and lint, and the live page. Baselines of other libraries to compare with."""

@@ -30,7 +30,7 @@ T = TypeVar("T")
 FILE = "answers.json"
 PACKAGES = ("torch", "numpy", "scikit-learn")
 MAX_ANSWERS = 4096
-"""With so many answers in the file, the next one replaces them all."""
+"""If the file has this many answers, the next one replaces all of them."""
 
 
 def cache_answers(question: Callable[P, T]) -> Callable[P, T]:

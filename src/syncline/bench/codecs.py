@@ -1,12 +1,12 @@
-"""What codecs cost and lose, beside memcpy in the same run: what `syncline bench codecs` runs, in this process.
+"""`syncline bench codecs`: speed and error of codecs compared with memcpy, in this process.
 
-The contenders take turns in an order that each round rngs, and ratios are taken within a round. A call encodes a
-gradient and decodes it again, as an exchange does: codecs of bytes through `pack_into` and `unpack`, those that sum on
-the wire through `rounds` with one rank. With error feedback is a contender of its own.
+In each round all contenders run in random order, and ratios are taken within a round. A call encodes a gradient and
+decodes it again, as a reduction does: payload codecs with `pack_into` and `unpack`, allreducible codecs with `rounds`
+on one rank. A codec with error feedback is a separate contender.
 
-The input looks like the gradient of a linear layer for a batch of 64, activations × errors, where the neurons differ
-in size as a log-normal rng does: most elements are small, some are large, and the matrix has few strong directions.
-Several are drawn and used in turn, so that residuals grow as they do in training.
+The input resembles the gradient of a linear layer for a batch of 64, activations × errors. The scales of the neurons
+are log-normal: most elements are small, some are large, and the matrix has a few strong directions. Several gradients
+are used in turn, so that residuals grow as in training.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from syncline.bench.sizes import written
-from syncline.bench.stats import ratios, summarize
+from syncline.bench.measuring import Summary, format_size, ratios, save_figure, summarize
 from syncline.codecs.base import Codec, PayloadCodec, RngKey, TensorSlice
 from syncline.codecs.catalog import build_codec
 from syncline.codecs.payload import max_payload_bytes, pack_into, unpack
-from syncline.errors import SpecError
+from syncline.errors import SpecError, UnsupportedError
 
-__all__ = ["CodecsPlan", "gradients", "measure"]
+__all__ = ["CodecsPlan", "codecs_plot", "codecs_table", "gradients", "measure"]
 
-FIELD = (
+DEFAULT_CODECS = (
     *("cast('fp16')", "cast('bf16')", "quantize(8)", "quantize(4)", "quantize(2)", "onebit", "ternary"),
     *("topk(0.01)", "topk(16, bucket=512)", "randomk(0.01)", "threshold(0.5)", "powersgd(2)", "lossless"),
     *("topk(0.01)|quantize(4)", "quantize(4)|lossless"),
@@ -40,23 +40,24 @@ FIELD = (
 """Every codec, and two chains."""
 MEMCPY = "memcpy"
 INPUT = "gradient of a linear layer, batch 64, neurons of log-normal size (σ = 0.5)"
-SPREAD = 0.5
-FRESH = 4
-"""Gradients that are used in turn."""
-BATCH = 64
-LATE = 1 << 20
-"""The step of the first call: whatever a codec does in its first steps is over."""
-TURN = 0.004
-"""Seconds that a turn should take at least: a single call of a small tensor is too short for the clock."""
+SCALE_SIGMA = 0.5
+"""Of the log-normal scales of the neurons."""
+GRADIENTS = 4
+"""Different gradients that are used in turn."""
+BATCH_SAMPLES = 64
+FIRST_STEP = 1 << 20
+"""The step of the first call. The warm-up steps of a codec are over by then."""
+MIN_TURN_S = 0.004
+"""A small tensor is encoded several times per turn, because one call is too short for the clock."""
 
 
 @dataclass(frozen=True)
 class CodecsPlan:
-    """What to measure."""
+    """The options of the benchmark."""
 
     sizes: list[int]
     """Bytes of float32."""
-    codecs: list[str] = field(default_factory=lambda: list(FIELD))
+    codecs: list[str] = field(default_factory=lambda: list(DEFAULT_CODECS))
     rounds: int = 15
     threads: int = 1
     seed: int = 0
@@ -67,22 +68,22 @@ class _Contender(Protocol):
     feedback: bool
 
     def call(self, gradient: Tensor, number: int) -> tuple[float, float]:
-        """Seconds of encoding and of decoding."""
+        """Seconds of encoding, and of decoding."""
 
 
 def measure(plan: CodecsPlan) -> dict[str, Any]:
-    """Every codec at every size; the document of the run."""
+    """Measure every codec at every size; return the document of the results."""
     if plan.rounds < 1 or plan.threads < 1 or not plan.codecs or not plan.sizes:
         raise SpecError(
             f"at least one codec ({len(plan.codecs)}), size ({len(plan.sizes)}), round ({plan.rounds}) and "
             f"thread ({plan.threads})"
         )
-    codecs = [_built(spec) for spec in plan.codecs]
+    codecs = [_build(spec) for spec in plan.codecs]
     before, collecting = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(plan.threads)
     gc.disable()
     try:
-        results = [row for size in plan.sizes for row in _side_by_side(codecs, size // 4, plan)]
+        results = [row for size in plan.sizes for row in _measure_size(codecs, size // 4, plan)]
     finally:
         torch.set_num_threads(before)
         if collecting:
@@ -91,15 +92,15 @@ def measure(plan: CodecsPlan) -> dict[str, Any]:
     return {**about, "plan": asdict(plan), "results": results}
 
 
-def _built(spec: str) -> Codec:
+def _build(spec: str) -> Codec:
     codec = build_codec(spec)
     if codec is None:
-        raise SpecError(f"{spec!r} encodes nothing, so there is nothing to measure: memcpy stands beside the others")
+        raise SpecError(f"{spec!r} encodes nothing, so there is nothing to measure; memcpy is always included")
     return codec
 
 
 def gradients(numel: int, count: int, seed: int) -> list[Tensor]:
-    """Rows that look like gradients; the same seed gives the same ones.
+    """Flat tensors that resemble gradients; the same seed gives the same ones.
 
     >>> first, second = gradients(12, 2, seed=0)
     >>> first.shape, bool(torch.equal(first, second))
@@ -107,17 +108,17 @@ def gradients(numel: int, count: int, seed: int) -> list[Tensor]:
     """
     rng = torch.Generator().manual_seed(seed)
     rows, columns = _shape(numel)
-    into, out = ((SPREAD * torch.randn(n, generator=rng)).exp() for n in (rows, columns))
+    into, out = ((SCALE_SIGMA * torch.randn(n, generator=rng)).exp() for n in (rows, columns))
     made = []
     for _ in range(count):
-        active = torch.randn(BATCH, rows, generator=rng).relu() * into
-        errors = torch.randn(BATCH, columns, generator=rng) * out
-        made.append((active.T @ errors).flatten() / BATCH)
+        active = torch.randn(BATCH_SAMPLES, rows, generator=rng).relu() * into
+        errors = torch.randn(BATCH_SAMPLES, columns, generator=rng) * out
+        made.append((active.T @ errors).flatten() / BATCH_SAMPLES)
     return made
 
 
 def _shape(numel: int) -> tuple[int, int]:
-    """The matrix of so many elements that is nearest to a square."""
+    """The shape of the matrix with `numel` elements that is closest to a square."""
     rows = next(rows for rows in range(math.isqrt(numel), 0, -1) if numel % rows == 0)
     return rows, numel // rows
 
@@ -135,8 +136,8 @@ class _Memcpy:
         return seconds, seconds
 
 
-class _Coded:
-    """What both kinds have: a parameter whose gradient is encoded again and again."""
+class _CodecContender:
+    """A parameter whose gradient is encoded repeatedly."""
 
     def __init__(self, codec: Codec, numel: int, feedback: bool) -> None:
         self.name = repr(codec)
@@ -147,27 +148,27 @@ class _Coded:
         self.part = TensorSlice(self.out, name="weight", shape=_shape(numel), residual=residual)
 
 
-class _Bytes(_Coded):
-    """A codec whose payload is bytes."""
+class _PayloadContender(_CodecContender):
+    """A codec that encodes to bytes."""
 
     def __init__(self, codec: PayloadCodec, numel: int, feedback: bool) -> None:
         super().__init__(codec, numel, feedback)
         self.codec = codec
-        self._payload = torch.zeros(max_payload_bytes(codec, [numel], LATE), dtype=torch.uint8)
+        self._payload = torch.zeros(max_payload_bytes(codec, [numel], FIRST_STEP), dtype=torch.uint8)
 
     def call(self, gradient: Tensor, number: int) -> tuple[float, float]:
         self.part.flat = gradient
-        rng = RngKey(step=LATE + number)
+        rng = RngKey(step=FIRST_STEP + number)
         start = perf_counter()
-        self._payload.zero_()  # as the exchange's is
+        self._payload.zero_()  # as in a reduction
         self.bytes = pack_into(self.codec, [self.part], rng, self._payload)
         middle = perf_counter()
         unpack(self.codec, self._payload[: self.bytes], [self.out], False, step=rng.step)
         return middle - start, perf_counter() - middle
 
 
-class _Sums(_Coded):
-    """A codec whose tensors add up on the wire: encoding ends when its last tensor is ready to leave."""
+class _AllreducibleContender(_CodecContender):
+    """A codec whose tensors are all-reduced. Encoding ends when its last tensor is ready to be sent."""
 
     def __init__(self, codec: Codec, numel: int, feedback: bool) -> None:
         super().__init__(codec, numel, feedback)
@@ -177,59 +178,59 @@ class _Sums(_Coded):
         self.out.copy_(gradient)  # the sum replaces the gradient
         self.bytes = 0
         start = middle = perf_counter()
-        for leaves in self.codec.reduce_rounds([self.part], RngKey(step=LATE + number), 1):
+        for leaves in self.codec.reduce_rounds([self.part], RngKey(step=FIRST_STEP + number), 1):
             self.bytes += leaves.numel() * leaves.element_size()
             middle = perf_counter()
         return middle - start, perf_counter() - middle
 
 
-def _entered(codec: Codec, numel: int) -> Sequence[_Bytes | _Sums]:
-    """The codec without error feedback, and with it where it keeps a residual."""
+def _contenders(codec: Codec, numel: int) -> Sequence[_PayloadContender | _AllreducibleContender]:
+    """The codec without error feedback, and with it if it has a residual."""
     chosen = codec.codec_for("weight", numel)
     if chosen is None:
-        raise SpecError(f"{codec!r} leaves a tensor of {numel} elements as it is: there is nothing to measure")
-    ways = [False, True] if chosen.keeps_residual else [False]
+        raise SpecError(f"{codec!r} does not encode a tensor of {numel} elements: there is nothing to measure")
+    feedbacks = [False, True] if chosen.keeps_residual else [False]
     if chosen.traits.allreducible:
-        return [_Sums(chosen, numel, feedback) for feedback in ways]
+        return [_AllreducibleContender(chosen, numel, feedback) for feedback in feedbacks]
     assert isinstance(chosen, PayloadCodec), f"{chosen!r} neither sums nor gives bytes"
-    return [_Bytes(chosen, numel, feedback) for feedback in ways]
+    return [_PayloadContender(chosen, numel, feedback) for feedback in feedbacks]
 
 
-def _side_by_side(codecs: Sequence[Codec], numel: int, plan: CodecsPlan) -> list[dict[str, Any]]:
-    inputs = gradients(numel, FRESH, plan.seed)
-    coded = [each for codec in codecs for each in _entered(codec, numel)]
-    field: list[_Contender] = [_Memcpy(numel), *coded]
+def _measure_size(codecs: Sequence[Codec], numel: int, plan: CodecsPlan) -> list[dict[str, Any]]:
+    inputs = gradients(numel, GRADIENTS, plan.seed)
+    coded = [each for codec in codecs for each in _contenders(codec, numel)]
+    contenders: list[_Contender] = [_Memcpy(numel), *coded]
     errors: dict[str, float] = {}
     calls: dict[int, int] = {}
-    for each in field:
+    for each in contenders:
         if not each.feedback:
-            print(f"{written(4 * numel)} {each.name}: compiles, warms up", file=sys.stderr, flush=True)
-        lost = []
+            print(f"{format_size(4 * numel)} {each.name}: compiling and warming up", file=sys.stderr, flush=True)
+        losses = []
         for number, gradient in enumerate(inputs):
             seconds = min(each.call(gradient, number))
-            if isinstance(each, _Coded) and not each.feedback:
-                lost.append(_lost(gradient, each.out))
-        errors[each.name] = sum(lost) / len(lost) if lost else errors.get(each.name, 0.0)
-        calls[id(each)] = max(1, math.ceil(TURN / max(seconds, 1e-6)))
-    times: dict[int, list[tuple[float, float]]] = {id(each): [] for each in field}
+            if isinstance(each, _CodecContender) and not each.feedback:
+                losses.append(_relative_error(gradient, each.out))
+        errors[each.name] = sum(losses) / len(losses) if losses else errors.get(each.name, 0.0)
+        calls[id(each)] = max(1, math.ceil(MIN_TURN_S / max(seconds, 1e-6)))
+    times: dict[int, list[tuple[float, float]]] = {id(each): [] for each in contenders}
     for number in range(plan.rounds):
-        print(f"{written(4 * numel)}: round {number + 1} of {plan.rounds}", file=sys.stderr, flush=True)
-        order = list(field)
+        print(f"{format_size(4 * numel)}: round {number + 1} of {plan.rounds}", file=sys.stderr, flush=True)
+        order = list(contenders)
         random.Random(f"{plan.seed} {number}").shuffle(order)
         for each in order:
-            times[id(each)].append(_turn(each, inputs, FRESH + number * calls[id(each)], calls[id(each)]))
-    copies = [seconds for seconds, _ in times[id(field[0])]]
-    rows = [_row(MEMCPY, False, numel, 4 * numel, 0.0, times[id(field[0])], copies)]
+            times[id(each)].append(_turn(each, inputs, GRADIENTS + number * calls[id(each)], calls[id(each)]))
+    copies = [seconds for seconds, _ in times[id(contenders[0])]]
+    rows = [_row(MEMCPY, False, numel, 4 * numel, 0.0, times[id(contenders[0])], copies)]
     rows += [_row(c.name, c.feedback, numel, c.bytes, errors[c.name], times[id(c)], copies) for c in coded]
     return rows
 
 
 def _turn(each: _Contender, inputs: Sequence[Tensor], first: int, calls: int) -> tuple[float, float]:
-    taken = [each.call(inputs[number % FRESH], number) for number in range(first, first + calls)]
-    return sum(one for one, _ in taken) / calls, sum(two for _, two in taken) / calls
+    seconds = [each.call(inputs[number % GRADIENTS], number) for number in range(first, first + calls)]
+    return sum(one for one, _ in seconds) / calls, sum(two for _, two in seconds) / calls
 
 
-def _lost(gradient: Tensor, decoded: Tensor) -> float:
+def _relative_error(gradient: Tensor, decoded: Tensor) -> float:
     """‖x − decode(encode(x))‖ ÷ ‖x‖."""
     whole = float(gradient.double().norm())
     return float((gradient.double() - decoded.double()).norm()) / whole if whole else 0.0
@@ -253,3 +254,74 @@ def _row(
             "of_memcpy": asdict(ratios(copies, own)),
         }
     return row
+
+
+def codecs_table(document: dict[str, Any]) -> str:
+    """A table of payload bytes, error, and speed relative to memcpy."""
+    plan, rows = document["plan"], document["results"]
+    width = max(len(row["contender"]) for row in rows)
+    lines = [
+        f"codecs on {plan['threads']} thread{'s' if plan['threads'] > 1 else ''}, {plan['rounds']} rounds; "
+        "GB/s of float32 input, medians; ÷ memcpy: paired share of its speed, with 95 % intervals",
+        f"input: {document['input']}; feedback: the encoder with error feedback",
+        "",
+        f"{'size':>7} {'codec':{width}} {'payload':>9} {'bits':>6} {'error':>8} {'encode':>7} {'÷ memcpy':>21} "
+        f"{'feedback':>9} {'÷ memcpy':>21} {'decode':>7} {'÷ memcpy':>21}",
+    ]
+    for size in dict.fromkeys(row["bytes"] for row in rows):
+        fed = {row["contender"]: row for row in rows if row["bytes"] == size and row["feedback"]}
+        for row in rows:
+            if row["bytes"] == size and not row["feedback"]:
+                lines.append(_line(row, fed.get(row["contender"]), width))
+        lines.append("")
+    return "\n".join(lines[:-1])
+
+
+def _line(row: dict[str, Any], fed: dict[str, Any] | None, width: int) -> str:
+    with_residual = f"{'':>9} {'':>21}" if fed is None else f"{_speed(fed['encode']):>9} {_share(fed['encode']):>21}"
+    return (
+        f"{format_size(row['bytes']):>7} {row['contender']:{width}} {format_size(row['payload_bytes']):>9} "
+        f"{row['bits']:6.2f} {row['error']:8.2g} {_speed(row['encode']):>7} {_share(row['encode']):>21} "
+        f"{with_residual} {_speed(row['decode']):>7} {_share(row['decode']):>21}"
+    )
+
+
+def _speed(found: dict[str, Any]) -> str:
+    return f"{found['gigabytes_a_second']['median']:.2f}"
+
+
+def _share(found: dict[str, Any]) -> str:
+    share = Summary(**found["of_memcpy"])
+    if share.low is None or share.high is None:
+        return f"{share.median:.3f} (n={share.samples})"
+    return f"{share.median:.3f} [{share.low:.3f}, {share.high:.3f}]"
+
+
+def codecs_plot(document: dict[str, Any], stem: Path) -> list[Path]:
+    """Plot error against payload bytes at the largest size, as SVG and PNG."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise UnsupportedError("a plot needs matplotlib: pip install 'syncline[plot]'") from None
+    size = max(row["bytes"] for row in document["results"])
+    rows = [row for row in document["results"] if row["bytes"] == size and not row["feedback"]]
+    # A logarithmic axis cannot show an error of zero: these codecs are drawn below all others.
+    exact = min((row["error"] for row in rows if row["error"]), default=1.0) / 10
+    figure, axes = pyplot.subplots(figsize=(9, 6.4))
+    for number, row in enumerate(rows):
+        place = (row["payload_bytes"], row["error"] or exact)
+        axes.scatter(*place, color=f"C{number % 10}", marker="o" if row["error"] else "s")
+        axes.annotate(row["contender"], place, xytext=(3, 5), textcoords="offset points", fontsize=8, rotation=40)
+    axes.set(
+        xlabel=f"payload bytes of {format_size(size)}",
+        ylabel="‖x − decode(encode(x))‖ ÷ ‖x‖ (squares: exact)",
+        xscale="log",
+        yscale="log",
+    )
+    axes.grid(True, which="major", color="0.9")
+    axes.margins(x=0.1, y=0.2)
+    figure.suptitle(f"error against bytes: {document['input']}", fontsize=10)
+    return save_figure(figure, stem)

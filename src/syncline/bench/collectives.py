@@ -1,9 +1,9 @@
-"""Every all-reduce side by side: what each rank runs for `syncline bench collectives`.
+"""`syncline bench collectives`: compares all all-reduce schedules. Each rank runs this module.
 
-All contenders share one run. In every round each has its turn, in an order that the round's number draws, so that what
-disturbs the machine disturbs them alike; ratios are taken within a round. The ranks meet before and after a turn, and
-its time is the shortest over the ranks: from when the last has begun until the last has ended. Small tensors are
-reduced several times a turn.
+All contenders run in the same processes. In each round every contender has one turn, in random order, and ratios are
+taken within a round, so that a disturbance of the machine affects all of them. There is a barrier before and after a
+turn. The time of a turn is the shortest over the ranks: from the last start to the last end. Small tensors are reduced
+several times per turn.
 """
 
 from __future__ import annotations
@@ -20,52 +20,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.bench.calm import calm
-from syncline.bench.sizes import written
-from syncline.bench.stats import ratios, summarize
+from syncline.bench.measuring import Summary, format_size, quiet_machine, ratios, save_figure, summarize
 from syncline.collectives import NATIVE, build, names
 from syncline.collectives.run import allreduce, meet
 from syncline.costs import AUTO, Calibration, calibrate, predict_on
-from syncline.errors import WorldError
+from syncline.errors import UnsupportedError, WorldError
 from syncline.world import World, init
 
-__all__ = ["Plan", "measure"]
+__all__ = ["CollectivesPlan", "measure", "plot", "table"]
 
 Contender = Callable[[Tensor], None]
 
-SHORTEST_TURN = 0.004
-MOST_CALLS = 20
-MOST_SETTLING = 400
-"""Calls after which auto must have made up its mind."""
+MIN_TURN_S = 0.004
+MAX_CALLS = 20
+"""Reductions per turn."""
+MAX_AUTO_CALLS = 400
+"""Calls after which `auto` must have chosen a schedule."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to measure."""
+class CollectivesPlan:
+    """The options of the benchmark."""
 
     sizes: list[int]
     out: str
     rounds: int = 15
     budget: float = 30.0
-    """Seconds for each size, about."""
+    """Approximate seconds for each size."""
     algorithms: list[str] = field(default_factory=list)
-    """Schedules; all when empty."""
+    """Schedules; all if empty."""
     mpi: bool = False
 
 
-def measure(plan: Plan) -> None:
-    """Run the plan on this rank; rank 0 writes what came of it to `plan.out`."""
-    with init(transport="torch_dist") as world, calm():
+def measure(plan: CollectivesPlan) -> None:
+    """Run the benchmark on this rank; rank 0 writes the results to `plan.out`."""
+    with init(transport="torch_dist") as world, quiet_machine():
         bench = _Bench(world, plan)
         results: list[dict[str, Any]] = []
         for size in plan.sizes:
             results += bench.size(size)
-            if world.rank == 0:  # after each size: what is measured is not lost when the next one is broken off
+            if world.rank == 0:  # after each size, so that an interruption loses only one
                 Path(plan.out).write_text(json.dumps({**bench.about(), "results": results}, indent=1))
 
 
 class _Bench:
-    def __init__(self, world: World, plan: Plan) -> None:
+    def __init__(self, world: World, plan: CollectivesPlan) -> None:
         self.world = world
         self.plan = plan
         self.signals = world.group()
@@ -75,7 +74,7 @@ class _Bench:
         self.contenders = self._contenders()
 
     def about(self) -> dict[str, Any]:
-        """Where and what, for the document."""
+        """The setup, for the document."""
         return {
             "kind": "collectives",
             "ranks": self.world.size,
@@ -90,7 +89,7 @@ class _Bench:
     def _contenders(self) -> dict[str, Contender]:
         channel = self.world.everyone.channel
         native = channel.transport.native
-        assert native.available, "torch.distributed has collectives of its own"
+        assert native.available, "torch.distributed has native collectives"
 
         def by(name: str) -> Contender:
             schedule = build("allreduce", name)
@@ -108,7 +107,7 @@ class _Bench:
         from syncline.transports.mpi import connect
 
         native = connect(detect(), self.world.transport.timeout).native
-        assert native.available, "MPI has collectives of its own"
+        assert native.available, "MPI has native collectives"
         return lambda tensor: native.allreduce(tensor, "sum").wait()
 
     def size(self, nbytes: int) -> list[dict[str, Any]]:
@@ -120,37 +119,39 @@ class _Bench:
         for name, contender in self.contenders.items():
             guess = predicted[name][0] or 0.0
             if guess > self.plan.budget / 3:
-                self.skipped[f"{name} at {written(nbytes)}"] = f"one call would take {guess:.1f} s"
+                self.skipped[f"{name} at {format_size(nbytes)}"] = f"one call takes {guess:.1f} s by the model"
             else:
                 running[name] = contender
         if self.baseline not in running:  # nothing to compare with
             return []
         warm = self._warm_up(running, tensor, say)
-        calls = min(MOST_CALLS, max(1, int(SHORTEST_TURN / min(warm.values()))))  # the same for all: meetings count
+        # The same number for all contenders, because the barriers take time.
+        calls = min(MAX_CALLS, max(1, int(MIN_TURN_S / min(warm.values()))))
         a_round = calls * sum(warm.values())
-        rounds = self._agreed(max(5, min(self.plan.rounds, self.plan.budget / a_round)))
-        times = self._rounds(running, calls, rounds, tensor, lambda done: say(f"{written(nbytes)}: {done}/{rounds}"))
+        rounds = self._smallest_on_all(max(5, min(self.plan.rounds, self.plan.budget / a_round)))
+        size = format_size(nbytes)
+        times = self._rounds(running, calls, rounds, tensor, lambda done: say(f"{size}: {done}/{rounds}"))
         return [self._row(name, nbytes, times[name], times[self.baseline], predicted[name]) for name in running]
 
     def _warm_up(self, running: dict[str, Contender], tensor: Tensor, say: Callable[[str], None]) -> dict[str, float]:
         warm = {}
         for name, contender in running.items():
-            say(f"{written(tensor.numel() * 4)}: warming up {name}")
+            say(f"{format_size(tensor.numel() * 4)}: warming up {name}")
             for _ in range(2):
                 contender(tensor)
             if name == AUTO:
-                self._settle(contender, tensor)
-            warm[name] = self._shortest([self._turn(contender, tensor, 1)])[0]
+                self._wait_for_auto(contender, tensor)
+            warm[name] = self._minimum([self._turn(contender, tensor, 1)])[0]
         return warm
 
-    def _settle(self, contender: Contender, tensor: Tensor) -> None:
-        """Let auto make up its mind: what is measured is its choice."""
+    def _wait_for_auto(self, contender: Contender, tensor: Tensor) -> None:
+        """Call `auto` until it has chosen a schedule, which is then measured."""
         auto = self.world.everyone.auto
-        for _ in range(MOST_SETTLING):
+        for _ in range(MAX_AUTO_CALLS):
             if auto.chosen(tensor) is not None:
                 return
             contender(tensor)
-        raise WorldError(f"auto has not chosen within {MOST_SETTLING} calls")
+        raise WorldError(f"auto has not chosen within {MAX_AUTO_CALLS} calls")
 
     def _rounds(
         self,
@@ -167,7 +168,7 @@ class _Bench:
             for name in order:
                 times[name].append(self._turn(running[name], tensor, calls))
             say(number + 1)
-        return {name: self._shortest(own) for name, own in times.items()}
+        return {name: self._minimum(own) for name, own in times.items()}
 
     def _turn(self, contender: Contender, tensor: Tensor, calls: int) -> float:
         now = self.world.runtime.now
@@ -178,20 +179,20 @@ class _Bench:
         meet(self.signals.channel)
         return (now() - start) / calls
 
-    def _shortest(self, seconds: list[float]) -> list[float]:
+    def _minimum(self, seconds: list[float]) -> list[float]:
         table = torch.tensor(seconds, dtype=torch.float64)
         allreduce(self.signals.channel, table, "min", build("allreduce", "recursive_doubling"))
         return [float(value) for value in table]
 
-    def _agreed(self, rounds: float) -> int:
-        return int(self._shortest([float(int(rounds))])[0])
+    def _smallest_on_all(self, rounds: float) -> int:
+        return int(self._minimum([float(int(rounds))])[0])
 
     def _predict(self, name: str, nbytes: int) -> tuple[float | None, str]:
         if name in (AUTO, "mpi"):
             return None, ""
         channel, network = self.world.everyone.channel, self.calibration.network()
-        told = predict_on(channel, NATIVE if name == "gloo" else name, nbytes, network)
-        return told.seconds, told.by
+        prediction = predict_on(channel, NATIVE if name == "gloo" else name, nbytes, network)
+        return prediction.seconds, prediction.by
 
     def _row(
         self, name: str, nbytes: int, times: list[float], baseline: list[float], predicted: tuple[float | None, str]
@@ -218,5 +219,98 @@ def _silent(text: str) -> None:
     return
 
 
+THICK_LINES = ("gloo", "auto", "mpi")
+
+
+def table(document: dict[str, Any]) -> str:
+    """A table of medians with intervals, paired ratios to the native all-reduce, and predictions."""
+    network = document["network"]
+    lines = [
+        f"all-reduce of float32 on {document['ranks']} ranks, {_place(document)}",
+        f"network: latency {1e6 * network['latency']:.0f} µs, {network['bandwidth'] / 1e6:.4g} MB/s "
+        f"(± {100 * network['bandwidth_spread']:.0f} %), {1e6 * network['per_message']:.1f} µs per message, "
+        f"combining {1e9 * network['combine']:.2g} ns per byte",
+        "",
+        f"{'size':>7} {'algorithm':20} {'median ms':>10} {'95 % interval':>22} "
+        f"{'÷ ' + document['baseline']:>8} {'95 % interval':>16} {'predicted':>10} {'measured ÷ predicted':>21}",
+    ]
+    for size in dict.fromkeys(row["bytes"] for row in document["results"]):
+        rows = [row for row in document["results"] if row["bytes"] == size]
+        fastest = min(row["time"]["median"] for row in rows)
+        lines += [_line(row, fastest) for row in sorted(rows, key=lambda row: float(row["time"]["median"]))]
+        lines.append("")
+    lines += [f"left out: {what}: {why}" for what, why in document["skipped"].items()]
+    lines += [
+        f"auto chose {choice['algorithm']} for {key}, {choice['reason']}" for key, choice in document["auto"].items()
+    ]
+    return "\n".join(lines)
+
+
+def _place(document: dict[str, Any]) -> str:
+    if document["lab"]:
+        return f"emulated hosts, {document['lab']} (the lab adds no latency)"
+    hosts = len(set(document["hosts"]))
+    return "one host" if hosts == 1 else f"{hosts} hosts"
+
+
+def _line(row: dict[str, Any], fastest: float) -> str:
+    time, ratio = Summary(**row["time"]), Summary(**row["ratio"])
+    predicted = row["predicted"]
+    prediction = f"{1e3 * predicted:10.3f} {time.median / predicted:21.2f}" if predicted else f"{'':10} {'':21}"
+    mark = "*" if time.median == fastest else " "
+    return (
+        f"{format_size(row['bytes']):>7} {row['contender']:19}{mark} {1e3 * time.median:10.3f} "
+        f"{_interval(time, 1e3):>22} {ratio.median:8.2f} {_interval(ratio, 1):>16} {prediction}".rstrip()
+    )
+
+
+def _interval(summary: Summary, scale: float) -> str:
+    if summary.low is None or summary.high is None:
+        return f"n={summary.samples}"
+    return f"[{scale * summary.low:.4g}, {scale * summary.high:.4g}]"
+
+
+def plot(document: dict[str, Any], stem: Path) -> list[Path]:
+    """Plot times with predictions, and ratios with intervals, as SVG and PNG; nothing without results."""
+    if not document["results"]:
+        return []
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise UnsupportedError("a plot needs matplotlib: pip install 'syncline[plot]'") from None
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5.2))
+    for number, name in enumerate(dict.fromkeys(row["contender"] for row in document["results"])):
+        rows = [row for row in document["results"] if row["contender"] == name]
+        style = {"color": f"C{number}", "linewidth": 2.4 if name in THICK_LINES else 1.2}
+        sizes = [row["bytes"] for row in rows]
+        left.plot(sizes, [1e3 * row["time"]["median"] for row in rows], marker="o", markersize=3.5, label=name, **style)
+        if rows[0]["predicted"]:
+            predicted = [1e3 * row["predicted"] for row in rows]
+            left.plot(sizes, predicted, linestyle=":", color=f"C{number}", linewidth=1)
+        medians = [row["ratio"]["median"] for row in rows]
+        spread = [
+            [row["ratio"]["median"] - (row["ratio"]["low"] or row["ratio"]["median"]) for row in rows],
+            [(row["ratio"]["high"] or row["ratio"]["median"]) - row["ratio"]["median"] for row in rows],
+        ]
+        right.errorbar(sizes, medians, yerr=spread, marker="o", markersize=3.5, capsize=2, **style)
+    left.set(xlabel="size", ylabel="milliseconds (dotted: predicted)", yscale="log")
+    right.set(xlabel="size", ylabel=f"time ÷ {document['baseline']}, paired, 95 % interval", xscale="log", yscale="log")
+    right.axhline(1, color="0.4", linewidth=0.8)
+    sizes = sorted({row["bytes"] for row in document["results"]})
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [format_size(size) for size in sizes], fontsize=8)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}" if axes is right else "")
+        axes.tick_params(axis="y", which="minor", labelsize=7)
+        axes.grid(True, which="major", color="0.9")
+    left.legend(fontsize=8)
+    figure.suptitle(f"all-reduce on {document['ranks']} ranks, {_place(document)}", fontsize=11)
+    return save_figure(figure, stem)
+
+
 if __name__ == "__main__":
-    measure(Plan(**json.loads(sys.argv[1])))
+    measure(CollectivesPlan(**json.loads(sys.argv[1])))

@@ -1,10 +1,10 @@
-"""What it costs that Horovod's operations are matched by name: what each rank runs for `syncline bench negotiation`.
+"""`syncline bench negotiation`: measures the cost of matching Horovod's operations by name. Each rank runs this module.
 
-A step sums so many tensors, by `hvd.allreduce_async_` with a name each and `hvd.synchronize`; beside it the same
-tensors are copied into one buffer, summed by the engine and copied back, with nothing to negotiate. The two take turns;
-the ranks meet before each. The difference is the price of names: asking for each, the way to the coordinator and back,
-waking who runs them and who waits. Negotiation is the part of it between the last rank's last request and the first
-byte that is moved: all ranks are on one host, so that their clocks are one.
+A step sums many tensors with a named `hvd.allreduce_async_` for each, and `hvd.synchronize`. For comparison, the same
+tensors are copied into one buffer, reduced by the engine and copied back, without negotiation. The two take turns, with
+a barrier before each. The difference is the cost of names: the requests, the way to the coordinator and back, and
+waking the tasks. Negotiation is the part between the last request of the last rank and the first byte that is sent. All
+ranks must be on one host, because their clocks are compared.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 import syncline.compat.horovod.torch as hvd
-from syncline.bench.calm import calm
-from syncline.bench.stats import Summary, summarize
+from syncline.bench.measuring import Summary, quiet_machine, summarize
 from syncline.collectives import build
 from syncline.collectives.run import allreduce, meet
 from syncline.compat.horovod.context import context
@@ -28,12 +27,12 @@ from syncline.world import World, init
 
 __all__ = ["NegotiationPlan", "describe", "measure"]
 
-WARM_UP = 10
+WARM_UP_TURNS = 10
 
 
 @dataclass(frozen=True)
 class NegotiationPlan:
-    """What to measure."""
+    """The options of the benchmark."""
 
     out: str
     tensors: int = 100
@@ -42,8 +41,8 @@ class NegotiationPlan:
 
 
 def measure(plan: NegotiationPlan) -> None:
-    """Run the plan on this rank; rank 0 writes what came of it."""
-    with init(transport="torch_dist") as world, calm():
+    """Run the benchmark on this rank; rank 0 writes the results to `plan.out`."""
+    with init(transport="torch_dist") as world, quiet_machine():
         hvd.init()
         signals, team = world.group(), world.group()
         tensors = [torch.ones(plan.numel) for _ in range(plan.tensors)]
@@ -51,8 +50,8 @@ def measure(plan: NegotiationPlan) -> None:
         buffer = torch.empty(plan.tensors, plan.numel)
         rows = list(buffer)
         native = team.transport.native
-        assert native.available, "gloo has an all-reduce of its own"
-        watch = _Watch(world.runtime.now)
+        assert native.available, "gloo has a native all-reduce"
+        watch = _RequestTimes(world.runtime.now)
         context().timeline = watch
 
         def named() -> None:
@@ -69,7 +68,7 @@ def measure(plan: NegotiationPlan) -> None:
             torch._foreach_copy_(tensors, rows)
 
         times = _take_turns(world, signals.channel, {"named": named, "bare": bare}, plan.turns)
-        times |= {name: own[WARM_UP:] for name, own in watch.times.items()}
+        times |= {name: own[WARM_UP_TURNS:] for name, own in watch.times.items()}
         table = torch.tensor(list(times.values()), dtype=torch.float64)
         allreduce(signals.channel, table, "max", build("allreduce", "recursive_doubling"))
         named_times, bare_times, _, requested, ran = table.tolist()
@@ -89,30 +88,30 @@ def measure(plan: NegotiationPlan) -> None:
         hvd.shutdown()
 
 
-class _Watch:
-    """When this rank began to request, had requested for all, and began to run the first: told as a timeline is."""
+class _RequestTimes:
+    """A timeline that records when this rank started and ended its requests, and ran the first one."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._start = 0.0
-        self.times: dict[str, list[float]] = {"asking": [], "requested": [], "ran": []}
+        self.times: dict[str, list[float]] = {"asking": [], "asked": [], "ran": []}
 
     def begin(self) -> None:
         self._start = self._now()
 
     def requested(self) -> None:
         self.times["asking"].append(self._now() - self._start)
-        self.times["requested"].append(self._now())
+        self.times["asked"].append(self._now())
 
     def negotiating(self, name: str, kind: str, start: float, stop: float) -> None:
-        if len(self.times["ran"]) < len(self.times["requested"]):
+        if len(self.times["ran"]) < len(self.times["asked"]):
             self.times["ran"].append(stop)
 
     def running(self, name: str, kind: str, activity: str, start: float, stop: float) -> None:
-        """The rest is not looked at."""
+        """Not recorded."""
 
     def cycle(self, at: float) -> None:
-        """Nor are cycles."""
+        """Not recorded."""
 
     def close(self) -> None:
         """There is no file."""
@@ -120,26 +119,26 @@ class _Watch:
 
 def _take_turns(world: World, channel: Any, ways: dict[str, Callable[[], None]], turns: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(WARM_UP + turns):
+    for turn in range(WARM_UP_TURNS + turns):
         for name in sorted(ways, reverse=turn % 2 == 1):
             meet(channel)
             start = world.runtime.now()
             ways[name]()
             times[name].append(world.runtime.now() - start)
-    return {name: own[WARM_UP:] for name, own in times.items()}
+    return {name: own[WARM_UP_TURNS:] for name, own in times.items()}
 
 
 def describe(document: dict[str, Any]) -> str:
-    """For the terminal."""
+    """The results as text."""
     plan, time = document["plan"], document["time"]
-    told = {name: f"{Summary(**time[name]).scaled(1e3)} ms" for name in ("named", "bare", "asking")}
+    texts = {name: f"{Summary(**time[name]).scaled(1e3)} ms" for name in ("named", "bare", "asking")}
     return "\n".join(
         [
-            f"{plan['tensors']} tensors of {plan['numel']} numbers, {document['ranks']} ranks, {plan['turns']} turns; "
+            f"{plan['tensors']} tensors of {plan['numel']} elements, {document['ranks']} ranks, {plan['turns']} turns; "
             "the slowest rank's time, medians with 95 % intervals",
-            f"  by name           {told['named']}   of it, asking for them: {told['asking']}",
-            f"  as one, unnamed   {told['bare']}",
-            f"  what names cost   {Summary(**document['cost']).scaled(1e3)} ms a step; of it, negotiation: "
+            f"  by name           {texts['named']}   of it, requests: {texts['asking']}",
+            f"  as one buffer     {texts['bare']}",
+            f"  cost of names     {Summary(**document['cost']).scaled(1e3)} ms per step; of it, negotiation: "
             f"{Summary(**document['negotiation']).scaled(1e3)} ms",
         ]
     )

@@ -11,15 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from syncline.bench.stats import ratios, summarize
+from syncline.bench.measuring import ratios, summarize
 from syncline.errors import WorldError
 from syncline.launch.start import Job, local_host, run_logged
 from syncline.launch.store import serve_store
 
-__all__ = ["WAYS", "measure", "table"]
+__all__ = ["START_METHODS", "measure", "table"]
 
-WAYS = {"forked": "1", "new processes": "0"}
-"""The ways to start workers, with the value of SYNCLINE_PREFORK for each."""
+START_METHODS = {"forked": "1", "new processes": "0"}
+"""The value of SYNCLINE_PREFORK for each way to start workers."""
 SCRIPT = """import os, pathlib, sys, time
 began = time.time()
 import torch, syncline
@@ -32,10 +32,10 @@ def measure(ranks: int, rounds: int, say: Callable[[str], None]) -> dict[str, An
 
     One round before is not counted, because the prefork process imports torch in it.
     """
-    first_line: dict[str, list[float]] = {way: [] for way in WAYS}
-    imported: dict[str, list[float]] = {way: [] for way in WAYS}
+    first_line: dict[str, list[float]] = {way: [] for way in START_METHODS}
+    imported: dict[str, list[float]] = {way: [] for way in START_METHODS}
     for turn in range(rounds + 1):
-        for way, value in WAYS.items():
+        for way, value in START_METHODS.items():
             began, ready = _start(ranks, value)
             if turn == 0:
                 say(f"first start, {way}: {began:.2f} s to the first line; not counted")
@@ -55,9 +55,9 @@ def table(document: dict[str, Any]) -> str:
     to the first line            0.1 (n=1)  0.4 (n=1)      4 (n=1)
     to the end of its imports    0.1 (n=1)  0.4 (n=1)      4 (n=1)
     """
-    rows = [[f"start of {document['ranks']} workers, seconds", *WAYS, "new processes / forked"]]
+    rows = [[f"start of {document['ranks']} workers, seconds", *START_METHODS, "new processes / forked"]]
     for name, key in (("to the first line", "first_line_s"), ("to the end of its imports", "imported_s")):
-        forked, new = (document[key][way] for way in WAYS)
+        forked, new = (document[key][way] for way in START_METHODS)
         rows.append([name, *(str(each) for each in (summarize(forked), summarize(new), ratios(new, forked)))])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(

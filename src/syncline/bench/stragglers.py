@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from syncline.bench.measuring import ratios, summarize
 from syncline.bench.runlog import read_run
-from syncline.bench.stats import ratios, summarize
 from syncline.errors import SpecError
 from syncline.specs import nearest
 from syncline.training.settings import Settings

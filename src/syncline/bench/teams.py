@@ -1,9 +1,8 @@
-"""Two models at once on their own teams: what each rank runs for `syncline bench teams`.
+"""`syncline bench teams`: trains two models at once, each with its own team. Each rank runs this module.
 
-Each model trains in a task of its own; a turn is a step of the first alone, of the second alone, and of both at once.
-Where the network is the limit both together may take the sum of the two, not more; where it is not, as long as the
-slower one. Computing is stood in for by a pause, as on a device of its own: two models that compute on the same cores
-could only add up.
+Each model trains in its own task. A turn is a step of the first model, of the second model, and of both at once. If the
+network is the bottleneck, both together may take the sum of the two; otherwise the time of the slower one. Computation
+is replaced by a pause, as on a separate device, because two models on the same cores could only add up.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from syncline.bench.calm import calm
-from syncline.bench.stats import Summary, ratios, summarize
+from syncline.bench.measuring import Summary, quiet_machine, ratios, summarize
 from syncline.collectives import build
 from syncline.collectives.run import allreduce, meet
 from syncline.training.distribute import distribute
@@ -31,7 +29,7 @@ __all__ = ["TeamsPlan", "describe", "measure"]
 
 @dataclass(frozen=True)
 class TeamsPlan:
-    """What to measure: megabytes of gradients and milliseconds of computing of the two models."""
+    """The options of the benchmark: megabytes of gradients and milliseconds of computation of the two models."""
 
     out: str
     megabytes: tuple[float, float] = (4.0, 2.0)
@@ -40,8 +38,8 @@ class TeamsPlan:
     collective: str = "auto"
 
 
-class _Model:
-    """Parameters without computing, and a step of them."""
+class _PausingModel:
+    """A model that pauses instead of computing."""
 
     def __init__(self, world: World, megabytes: float, pause: float, collective: str) -> None:
         numel = max(1, int(megabytes * 1e6 / 4 / 8))
@@ -60,10 +58,11 @@ class _Model:
 
 
 def measure(plan: TeamsPlan) -> None:
-    """Run the plan on this rank; rank 0 writes what came of it."""
-    with init(transport="torch_dist") as world, calm():
+    """Run the benchmark on this rank; rank 0 writes the results to `plan.out`."""
+    with init(transport="torch_dist") as world, quiet_machine():
         first, second = (
-            _Model(world, size, pause, plan.collective) for size, pause in zip(plan.megabytes, plan.pauses, strict=True)
+            _PausingModel(world, size, pause, plan.collective)
+            for size, pause in zip(plan.megabytes, plan.pauses, strict=True)
         )
         signals = world.group()
 
@@ -72,16 +71,16 @@ def measure(plan: TeamsPlan) -> None:
             first.step()
             other.join(world.transport.timeout)
 
-        ways: dict[str, Callable[[], None]] = {"first": first.step, "second": second.step, "both": both}
-        times: dict[str, list[float]] = {name: [] for name in ways}
+        steps: dict[str, Callable[[], None]] = {"first": first.step, "second": second.step, "both": both}
+        times: dict[str, list[float]] = {name: [] for name in steps}
         for turn in range(plan.turns + 3):
-            for name, way in ways.items():
+            for name, step in steps.items():
                 meet(signals.channel)
                 start = world.runtime.now()
-                way()
-                if turn >= 3:  # the first make connections and buckets
+                step()
+                if turn >= 3:  # the first turns open connections
                     times[name].append(world.runtime.now() - start)
-        table = torch.tensor([times[name] for name in ways], dtype=torch.float64)
+        table = torch.tensor([times[name] for name in steps], dtype=torch.float64)
         allreduce(signals.channel, table, "max", build("allreduce", "recursive_doubling"))
         alone_1, alone_2, together = table.tolist()
         result = {
@@ -89,8 +88,8 @@ def measure(plan: TeamsPlan) -> None:
             "ranks": world.size,
             "lab": os.environ.get("SYNCLINE_LAB", ""),
             "plan": asdict(plan),
-            "seconds": dict(zip(ways, table.tolist(), strict=True)),
-            "time": {name: asdict(summarize(row)) for name, row in zip(ways, table.tolist(), strict=True)},
+            "seconds": dict(zip(steps, table.tolist(), strict=True)),
+            "time": {name: asdict(summarize(row)) for name, row in zip(steps, table.tolist(), strict=True)},
             "to_sum": asdict(ratios(together, [a + b for a, b in zip(alone_1, alone_2, strict=True)])),
             "to_slower": asdict(ratios(together, [max(a, b) for a, b in zip(alone_1, alone_2, strict=True)])),
         }
@@ -101,14 +100,14 @@ def measure(plan: TeamsPlan) -> None:
 
 
 def describe(document: dict[str, Any]) -> str:
-    """For the terminal."""
+    """The results as text."""
     plan = document["plan"]
     place = f"emulated hosts, {document['lab']}" if document["lab"] else "one host"
-    lines = [f"two models on their own teams, {document['ranks']} ranks, {place}"]
+    lines = [f"two models, each with its own team, {document['ranks']} ranks, {place}"]
     for number, name in enumerate(("first", "second")):
         lines.append(
             f"  {name:7} {_ms(document['time'][name])}   {plan['megabytes'][number]:g} MB of gradients, "
-            f"{plan['pauses'][number]:g} ms of computing"
+            f"{plan['pauses'][number]:g} ms of computation"
         )
     lines += [
         f"  both    {_ms(document['time']['both'])}",
@@ -123,5 +122,5 @@ def _ms(time: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    told = json.loads(sys.argv[1])
-    measure(TeamsPlan(**{**told, "megabytes": tuple(told["megabytes"]), "pauses": tuple(told["pauses"])}))
+    options = json.loads(sys.argv[1])
+    measure(TeamsPlan(**{**options, **{name: tuple(options[name]) for name in ("megabytes", "pauses")}}))

@@ -1,28 +1,23 @@
-"""Measure this network, and what collectives, codecs, servers and training steps cost on it.
+"""Measure this network, and the cost of collectives, codecs, servers and training steps on it.
 
 examples:
-  syncline bench collectives -n 4                              every schedule, auto and gloo's own, side by side
-  syncline bench collectives -n 4 --sizes 1MB:64MB --mpi       larger tensors only; MPI's own too
+  syncline bench collectives -n 4                              every schedule, auto and gloo's all-reduce
+  syncline bench collectives -n 4 --sizes 1MB:64MB --mpi       larger tensors only, and MPI's all-reduce
   syncline bench collectives --lab 4@100mbit --sizes 1MB       on four emulated hosts at 100 Mbit/s
-  syncline bench network -n 2                                  latency, bandwidth, and the transports' echoes
+  syncline bench network -n 2                                  latency, bandwidth, and round trips of the transports
   syncline bench network --engine mpi                          the same for MPI
-  syncline bench step -n 2 --against ddp                       training steps beside DistributedDataParallel
+  syncline bench codecs                                        speed and error of every codec, relative to memcpy
+  syncline bench codecs --codecs "quantize(4);topk(0.01)" --sizes 64MB
+  syncline bench step -n 2 --against ddp                       training steps compared with DistributedDataParallel
+  syncline bench step -n 2 --against hvd                       the same step with Horovod's API
   syncline bench step --lab 2@1gbit --models mlp --trace       on slow links, with a trace of every rank
   syncline bench step --codec "none;topk(0.01)|quantize(4)" --lab 2,4,8 --rate 100mbit,1gbit --against ddp,ddp-fp16
-                                                               what codecs gain, on every lab in turn
-  syncline bench codecs                                        encode and decode of every codec beside memcpy
-  syncline bench codecs --codecs "quantize(4);topk(0.01)" --sizes 64MB
-  syncline bench teams --lab 2@100mbit --compute 0,0           two models at once where the network is the limit
-  syncline bench server                                        push and pull beside a bare echo, with 1, 2 and 4 workers
-  syncline bench server --sweep -n 4 --size 40MB               how many servers this cluster wants
-  syncline bench server --soak 10                              ten minutes of requests, every answer checked
-  syncline bench stragglers -n 4                               bsp, ssp and downpour where some workers are slow
-  syncline bench negotiation -n 4                              what Horovod's matching by name costs a step
-  syncline bench step -n 2 --against hvd                       the same step written for Horovod
-  syncline bench start -n 4                                    how long workers take to start
+                                                               the gain of codecs, in several labs
+  syncline bench server                                        push and pull compared with a bare echo
+  syncline bench server --sweep -n 4 --size 40MB               the best number of servers for this cluster
 
-Medians with 95 % intervals of the median; ratios are paired within rounds. A table goes to the terminal, and the
-samples with a picture to runs/bench-… (or --out).
+Results are medians with 95 % intervals; ratios are paired within rounds. A table goes to the terminal, and the samples
+with a plot to runs/bench-… (or --out). `syncline bench --developer` lists benchmarks of Syncline itself.
 """
 
 from __future__ import annotations
@@ -32,11 +27,14 @@ import json
 import math
 import sys
 import time
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from syncline.bench.sizes import parse_sizes
-from syncline.cli import bench_codecs, bench_server, bench_step, bench_stragglers
+from syncline.bench.measuring import parse_sizes
+from syncline.bench.stragglers import SCENARIOS, StragglersPlan
+from syncline.cli import bench_server, bench_step
 from syncline.cli.placement import Placement, add_placement_options
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
 from syncline.launch.start import Job
@@ -47,113 +45,158 @@ __all__ = ["configure", "run"]
 PLACEMENT_HELP = {"-n": "number of ranks; default 4 for collectives, else 2"}
 
 
+@dataclass(frozen=True)
+class _Bench:
+    """One benchmark: its line in the help, its options, and how to run it."""
+
+    help: str
+    configure: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace, Path], int]
+    for_users: bool = True
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Say what this command takes."""
+    developer = [f"  {name:12} {bench.help}" for name, bench in BENCHES.items() if not bench.for_users]
+    parser.add_argument(
+        "--developer",
+        action="version",
+        version="\n".join(["benchmarks for the development of Syncline:", *developer]),
+        help="list the benchmarks for the development of Syncline",
+    )
     what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
-    first = what.add_parser("collectives", help="every all-reduce side by side")
-    first.add_argument("--sizes", default="4KB:64MB", help="4KB:64MB (in steps of four), or 1MB,3MB; default 4KB:64MB")
-    first.add_argument("--algorithms", default="", help="schedules, separated by ';'; default: all")
-    first.add_argument("--rounds", type=int, default=25, help="turns of each contender; default 25")
-    first.add_argument("--budget", type=float, default=30.0, help="seconds for each size, about; default 30")
-    first.add_argument("--mpi", action="store_true", help="start by mpiexec and measure MPI's own all-reduce too")
-    second = what.add_parser("network", help="latency, bandwidth, echoes")
-    second.add_argument("--engine", choices=("torch_dist", "zeromq", "mpi"), default="torch_dist", help="whose network")
-    second.add_argument("--fresh", action="store_true", help="measure even if this network is known")
-    second.add_argument("--no-echo", dest="echo", action="store_false", help="only the model's numbers")
-    second.add_argument("--rounds", type=int, default=15, help="turns of each echo; default 15")
-    third = what.add_parser("step", help="training steps beside those of other libraries")
-    bench_step.configure(third)
-    fourth = what.add_parser("teams", help="two models at once on their own teams")
-    fourth.add_argument("--megabytes", default="4,2", help="gradients of the two models; default 4,2")
-    fourth.add_argument("--compute", default="30,20", help="milliseconds that each computes; default 30,20")
-    fourth.add_argument("--collective", default="auto", help="which all-reduce; default auto")
-    fourth.add_argument("--rounds", type=int, default=25, help="turns of each; default 25")
-    fifth = what.add_parser("codecs", help="every codec beside memcpy, in this process")
-    bench_codecs.configure(fifth)
-    sixth = what.add_parser("server", help="the parameter server beside a bare echo")
-    bench_server.configure(sixth)
-    seventh = what.add_parser("stragglers", help="strategies where some workers are slow")
-    bench_stragglers.configure(seventh)
-    eighth = what.add_parser("negotiation", help="what Horovod's matching by name costs")
-    eighth.add_argument("--tensors", type=int, default=100, help="named tensors in a step; default 100")
-    eighth.add_argument("--numel", type=int, default=1000, help="numbers in each; default 1000")
-    eighth.add_argument("--rounds", type=int, default=200, help="turns of each; default 200")
-    ninth = what.add_parser("start", help="how long workers take to start")
-    ninth.add_argument("-n", type=int, dest="ranks", default=4, help="workers; default %(default)s")
-    ninth.add_argument("--rounds", type=int, default=9, help="starts in each way; default %(default)s")
-    for command in (first, second, fourth, eighth):
-        add_placement_options(command, "-n", "--lab", "--hosts", help=PLACEMENT_HELP)
-    for command in (first, second, third, fourth, fifth, sixth, seventh, eighth, ninth):
-        command.add_argument("--out", type=Path, help="folder for the samples and the picture")
+    for name, bench in BENCHES.items():
+        # A command without a help text is not listed.
+        options: dict[str, Any] = {"help": bench.help} if bench.for_users else {}
+        command = what.add_parser(name, **options)
+        bench.configure(command)
+        command.add_argument("--out", type=Path, help="folder for the samples and the plot")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure; the exit code."""
+    """Run one benchmark; return the exit code."""
     folder = arguments.out or Path("runs") / f"bench-{arguments.what}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if arguments.what == "codecs":
-        return bench_codecs.run(arguments, folder)
-    if arguments.what == "server":
-        return bench_server.run(arguments, folder)
-    if arguments.what == "stragglers":
-        return bench_stragglers.run(arguments, folder)
-    if arguments.what == "start":
-        return _start(arguments, folder)
+    return BENCHES[arguments.what].run(arguments, folder)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# Benchmarks whose ranks each run a module of syncline.bench
+
+
+def _check_ranks(arguments: argparse.Namespace) -> bool:
+    """Refuse impossible options of a benchmark with ranks; return True if mpiexec starts them."""
     if arguments.ranks is not None and arguments.ranks < 2:
         raise SpecError(f"-n {arguments.ranks}: give at least 2 ranks")
     if arguments.rounds < 1:
         raise SpecError(f"--rounds {arguments.rounds}: at least 1")
     by_mpi = bool(vars(arguments).get("mpi")) or vars(arguments).get("engine") == "mpi"
-    ways = {"MPI": by_mpi, "--lab": bool(arguments.lab), "--hosts": bool(arguments.hosts)}
-    if sum(ways.values()) > 1:
-        named = " and ".join(way for way, taken in ways.items() if taken)
+    places = {"MPI": by_mpi, "--lab": bool(arguments.lab), "--hosts": bool(arguments.hosts)}
+    if sum(places.values()) > 1:
+        named = " and ".join(place for place, chosen in places.items() if chosen)
         raise IncompatibleError(f"{named} cannot be used together; leave one out")
-    if arguments.what == "step":
-        return bench_step.run(arguments, folder)
-    result = folder / f"{arguments.what}.json"
-    plan = _plan(arguments, str(result.absolute()))
-    make_writable(folder)
-    placement = Placement.read(arguments, default_ranks=4 if arguments.what == "collectives" else 2)
-    job = Job(target=("-m", f"syncline.bench.{arguments.what}", json.dumps(plan)))
-    code = replace(placement, mpi=by_mpi).run(job, mpiexec="call")
-    if code:
+    return by_mpi
+
+
+def _on_ranks(
+    plan: Callable[[argparse.Namespace, str], Any], show: Callable[[dict[str, Any], Path], str]
+) -> Callable[[argparse.Namespace, Path], int]:
+    """Run `syncline.bench.<name>` on every rank with the plan of the options, and print the result."""
+
+    def run_ranks(arguments: argparse.Namespace, folder: Path) -> int:
+        by_mpi = _check_ranks(arguments)
+        result = folder / f"{arguments.what}.json"
+        options = asdict(plan(arguments, str(result.absolute())))
+        make_writable(folder)
+        placement = Placement.read(arguments, default_ranks=4 if arguments.what == "collectives" else 2)
+        job = Job(target=("-m", f"syncline.bench.{arguments.what}", json.dumps(options)))
+        code = replace(placement, mpi=by_mpi).run(job, mpiexec="call")
+        if code == 0:
+            print(show(json.loads(result.read_text()), result))
         return code
-    _show(arguments.what, result)
-    return 0
+
+    return run_ranks
 
 
-def _start(arguments: argparse.Namespace, folder: Path) -> int:
-    """Measure how long workers take to start; the exit code."""
-    from syncline.bench.start import measure, table
-
-    if arguments.ranks < 1 or arguments.rounds < 1:
-        raise SpecError(f"-n {arguments.ranks} --rounds {arguments.rounds}: at least one of each")
-    make_writable(folder)
-    document = measure(arguments.ranks, arguments.rounds, lambda text: print(text, file=sys.stderr, flush=True))
-    result = folder / "start.json"
-    result.write_text(json.dumps(document, indent=1))
-    print(f"{table(document)}\n\nwritten: {result}")
-    return 0
+def _configure_collectives(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sizes", default="4KB:64MB", help="4KB:64MB (in steps of four), or 1MB,3MB; default 4KB:64MB")
+    parser.add_argument("--algorithms", default="", help="schedules, separated by ';'; default: all")
+    parser.add_argument("--rounds", type=int, default=25, help="turns of each contender; default 25")
+    parser.add_argument("--budget", type=float, default=30.0, help="approximate seconds for each size; default 30")
+    parser.add_argument("--mpi", action="store_true", help="start with mpiexec and measure MPI's all-reduce too")
+    add_placement_options(parser, "-n", "--lab", "--hosts", help=PLACEMENT_HELP)
 
 
-def _show(what: str, result: Path) -> None:
-    """Print what a bench has written, and draw it where there is a picture."""
-    from syncline.bench import negotiation, network, teams
-    from syncline.bench.collectives_report import plot, table
+def _plan_collectives(arguments: argparse.Namespace, out: str) -> Any:
+    from syncline.bench.collectives import CollectivesPlan
+    from syncline.collectives import build
 
-    document = json.loads(result.read_text())
-    if what == "network":
-        print(network.describe(document))
-    elif what == "teams":
-        print(f"{teams.describe(document)}\n\nwritten: {result}")
-    elif what == "negotiation":
-        print(f"{negotiation.describe(document)}\n\nwritten: {result}")
-    else:
-        print(table(document))
-        try:
-            pictures = plot(document, result.with_suffix(""))
-            print("\nwritten: " + ", ".join(map(str, [result, *pictures])))
-        except UnsupportedError as error:
-            print(f"\nwritten: {result}; {error}")
+    if not 0 < arguments.budget < math.inf:
+        raise SpecError(f"--budget {arguments.budget}: seconds, above 0")
+    algorithms = [name.strip() for name in arguments.algorithms.split(";") if name.strip()]
+    for name in algorithms:
+        build("allreduce", name)  # refused here, not on every rank
+    return CollectivesPlan(
+        sizes=parse_sizes(arguments.sizes),
+        out=out,
+        rounds=arguments.rounds,
+        budget=arguments.budget,
+        algorithms=algorithms,
+        mpi=arguments.mpi,
+    )
+
+
+def _show_collectives(document: dict[str, Any], result: Path) -> str:
+    from syncline.bench.collectives import plot, table
+
+    return f"{table(document)}\n\n{_written(result, lambda: plot(document, result.with_suffix('')))}"
+
+
+def _written(result: Path, plot: Callable[[], list[Path]]) -> str:
+    try:
+        return "written: " + ", ".join(map(str, [result, *plot()]))
+    except UnsupportedError as error:
+        return f"written: {result}; {error}"
+
+
+def _configure_network(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--engine", choices=("torch_dist", "zeromq", "mpi"), default="torch_dist", help="the transport")
+    parser.add_argument("--fresh", action="store_true", help="measure again, even if this network is known")
+    parser.add_argument("--no-echo", dest="echo", action="store_false", help="measure only the network model")
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each round trip; default 15")
+    add_placement_options(parser, "-n", "--lab", "--hosts", help=PLACEMENT_HELP)
+
+
+def _plan_network(arguments: argparse.Namespace, out: str) -> Any:
+    from syncline.bench.network import NetworkPlan
+
+    return NetworkPlan(
+        out=out, engine=arguments.engine, fresh=arguments.fresh, echo=arguments.echo, rounds=arguments.rounds
+    )
+
+
+def _show_network(document: dict[str, Any], result: Path) -> str:
+    from syncline.bench.network import describe
+
+    return describe(document)
+
+
+def _configure_teams(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--megabytes", default="4,2", help="gradients of the two models; default 4,2")
+    parser.add_argument("--compute", default="30,20", help="milliseconds of computation of each; default 30,20")
+    parser.add_argument("--collective", default="auto", help="the all-reduce; default auto")
+    parser.add_argument("--rounds", type=int, default=25, help="turns of each; default 25")
+    add_placement_options(parser, "-n", "--lab", "--hosts", help=PLACEMENT_HELP)
+
+
+def _plan_teams(arguments: argparse.Namespace, out: str) -> Any:
+    from syncline.bench.teams import TeamsPlan
+    from syncline.reduction import check_collective
+
+    check_collective(arguments.collective, None)  # refused here, not on every rank
+    sizes, pauses = _pair("--megabytes", arguments.megabytes), _pair("--compute", arguments.compute)
+    return TeamsPlan(out, sizes, pauses, turns=arguments.rounds, collective=arguments.collective)
 
 
 def _pair(option: str, text: str) -> tuple[float, float]:
@@ -166,40 +209,131 @@ def _pair(option: str, text: str) -> tuple[float, float]:
     return first, second
 
 
-def _plan(arguments: argparse.Namespace, out: str) -> dict[str, object]:
-    from syncline.bench import collectives, negotiation, network, teams
-    from syncline.collectives import build
-    from syncline.reduction import check_collective
+def _show_teams(document: dict[str, Any], result: Path) -> str:
+    from syncline.bench.teams import describe
 
-    if arguments.what == "teams":
-        sizes, pauses = _pair("--megabytes", arguments.megabytes), _pair("--compute", arguments.compute)
-        collective, turns = arguments.collective, arguments.rounds
-        check_collective(collective, None)  # refused here, not on every rank
-        return asdict(teams.TeamsPlan(out, sizes, pauses, turns=turns, collective=collective))
-    if arguments.what == "negotiation":
-        if arguments.tensors < 1 or arguments.numel < 1:
-            raise SpecError(f"--tensors {arguments.tensors} --numel {arguments.numel}: at least one of each")
-        if arguments.hosts:
-            raise IncompatibleError(f"--hosts {arguments.hosts}: negotiation is told by one clock, of one host")
-        return asdict(negotiation.NegotiationPlan(out, arguments.tensors, arguments.numel, arguments.rounds))
-    if arguments.what == "network":
-        return asdict(
-            network.NetworkPlan(
-                out=out, engine=arguments.engine, fresh=arguments.fresh, echo=arguments.echo, rounds=arguments.rounds
-            )
-        )
-    if not 0 < arguments.budget < math.inf:
-        raise SpecError(f"--budget {arguments.budget}: seconds, above 0")
-    algorithms = [name.strip() for name in arguments.algorithms.split(";") if name.strip()]
-    for name in algorithms:
-        build("allreduce", name)  # refused here, not on every rank
-    return asdict(
-        collectives.Plan(
-            sizes=parse_sizes(arguments.sizes),
-            out=out,
-            rounds=arguments.rounds,
-            budget=arguments.budget,
-            algorithms=algorithms,
-            mpi=arguments.mpi,
-        )
+    return f"{describe(document)}\n\nwritten: {result}"
+
+
+def _configure_negotiation(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tensors", type=int, default=100, help="named tensors per step; default 100")
+    parser.add_argument("--numel", type=int, default=1000, help="elements of each; default 1000")
+    parser.add_argument("--rounds", type=int, default=200, help="turns of each; default 200")
+    add_placement_options(parser, "-n", "--lab", "--hosts", help=PLACEMENT_HELP)
+
+
+def _plan_negotiation(arguments: argparse.Namespace, out: str) -> Any:
+    from syncline.bench.negotiation import NegotiationPlan
+
+    if arguments.tensors < 1 or arguments.numel < 1:
+        raise SpecError(f"--tensors {arguments.tensors} --numel {arguments.numel}: at least one of each")
+    if arguments.hosts:
+        raise IncompatibleError(f"--hosts {arguments.hosts}: negotiation is measured with the clock of one host")
+    return NegotiationPlan(out, arguments.tensors, arguments.numel, arguments.rounds)
+
+
+def _show_negotiation(document: dict[str, Any], result: Path) -> str:
+    from syncline.bench.negotiation import describe
+
+    return f"{describe(document)}\n\nwritten: {result}"
+
+
+def _run_step(arguments: argparse.Namespace, folder: Path) -> int:
+    _check_ranks(arguments)
+    return bench_step.run(arguments, folder)
+
+
+# Benchmarks in this process, or with workers of their own
+
+
+def _configure_codecs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--codecs", default="", help="specs, separated by ';'; default: every codec and two chains")
+    parser.add_argument("--sizes", default="1MB,16MB", help="bytes of float32; default 1MB,16MB")
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each contender; default 15")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch; default 1")
+
+
+def _run_codecs(arguments: argparse.Namespace, folder: Path) -> int:
+    from syncline.bench.codecs import CodecsPlan, codecs_plot, codecs_table, measure
+
+    plan = CodecsPlan(sizes=parse_sizes(arguments.sizes), rounds=arguments.rounds, threads=arguments.threads)
+    codecs = [spec.strip() for spec in arguments.codecs.split(";") if spec.strip()]
+    make_writable(folder)
+    document = measure(replace(plan, codecs=codecs) if codecs else plan)
+    result = folder / "codecs.json"
+    result.write_text(json.dumps(document, indent=1))
+    print(f"{codecs_table(document)}\n\n{_written(result, lambda: codecs_plot(document, folder / 'codecs'))}")
+    return 0
+
+
+def _configure_start(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-n", type=int, dest="ranks", default=4, help="workers; default %(default)s")
+    parser.add_argument("--rounds", type=int, default=9, help="starts in each way; default %(default)s")
+
+
+def _run_start(arguments: argparse.Namespace, folder: Path) -> int:
+    from syncline.bench.start import measure, table
+
+    if arguments.ranks < 1 or arguments.rounds < 1:
+        raise SpecError(f"-n {arguments.ranks} --rounds {arguments.rounds}: at least one of each")
+    make_writable(folder)
+    document = measure(arguments.ranks, arguments.rounds, _say)
+    result = folder / "start.json"
+    result.write_text(json.dumps(document, indent=1))
+    print(f"{table(document)}\n\nwritten: {result}")
+    return 0
+
+
+def _configure_stragglers(parser: argparse.ArgumentParser) -> None:
+    usual = StragglersPlan(out="")
+    parser.add_argument("-n", type=int, dest="workers", default=usual.workers, help="workers; default %(default)s")
+    parser.add_argument("--entries", default=";".join(usual.entries), help="strategies by ';'; default %(default)s")
+    parser.add_argument(
+        "--scenarios", default=",".join(usual.scenarios), help=f"of {', '.join(SCENARIOS)}; default all"
     )
+    parser.add_argument("--workload", default=usual.workload, help="the workload; default %(default)s")
+    parser.add_argument("--target", type=float, default=usual.target, help="of its metric; default %(default)s")
+    parser.add_argument("--seeds", type=int, default=usual.seeds, help="runs of each; default %(default)s")
+    parser.add_argument("--factor", type=float, default=usual.factor, help="slow-down; default %(default)s")
+    parser.add_argument("--step", type=float, default=usual.step, help="seconds of a step; default %(default)s")
+    parser.add_argument("--batch", type=int, default=usual.batch, help="samples of a step; default %(default)s")
+    parser.add_argument("--learning-rate", type=float, default=usual.learning_rate, help="default %(default)s")
+    parser.add_argument("--simulate", action="store_true", help="run only on the simulator")
+
+
+def _run_stragglers(arguments: argparse.Namespace, folder: Path) -> int:
+    from syncline.bench.stragglers import measure, table
+
+    names = ("workload", "workers", "seeds", "factor", "step", "batch", "learning_rate", "target", "simulate")
+    plan = StragglersPlan(
+        out=str((folder / "stragglers.json").absolute()),
+        entries=tuple(spec.strip() for spec in arguments.entries.split(";") if spec.strip()),
+        scenarios=tuple(name.strip() for name in arguments.scenarios.split(",") if name.strip()),
+        **{name: getattr(arguments, name) for name in names},
+    )
+    plan.check()
+    make_writable(folder)
+    print(f"{table(measure(plan, _say))}\n\nwritten: {plan.out}")
+    return 0
+
+
+BENCHES = {
+    "network": _Bench("latency, bandwidth, round trips", _configure_network, _on_ranks(_plan_network, _show_network)),
+    "collectives": _Bench(
+        "every all-reduce schedule", _configure_collectives, _on_ranks(_plan_collectives, _show_collectives)
+    ),
+    "codecs": _Bench("every codec compared with memcpy, in this process", _configure_codecs, _run_codecs),
+    "step": _Bench("training steps compared with those of other libraries", bench_step.configure, _run_step),
+    "server": _Bench("the parameter server compared with a bare echo", bench_server.configure, bench_server.run),
+    "stragglers": _Bench("strategies with slow workers", _configure_stragglers, _run_stragglers, for_users=False),
+    "teams": _Bench(
+        "two models at once, each with its own team", _configure_teams, _on_ranks(_plan_teams, _show_teams), False
+    ),
+    "negotiation": _Bench(
+        "the cost of matching Horovod's operations by name",
+        _configure_negotiation,
+        _on_ranks(_plan_negotiation, _show_negotiation),
+        for_users=False,
+    ),
+    "start": _Bench("the time to start workers", _configure_start, _run_start, for_users=False),
+}

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncline.bench.sizes import parse_size, parse_sizes
+from syncline.bench.measuring import parse_size, parse_sizes
 from syncline.cli.placement import Placement, add_placement_options
 from syncline.errors import IncompatibleError, SpecError
 from syncline.launch.start import Job
@@ -21,31 +21,36 @@ if TYPE_CHECKING:
 
 __all__ = ["configure", "run"]
 
-MOST_SERVERS = 16
-DEPTH = 16
-"""What a client has under way at most, of small requests."""
+MAX_SERVERS = 16
+MAX_INFLIGHT_REQUESTS = 16
+"""Of a client, for small requests."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Say what it takes."""
     add_placement_options(
         parser, "-n", "--lab", "--hosts", help={"-n": "workers; default 4, with 1, 2 and 4 of them at once"}
     )
-    parser.add_argument("--servers", type=int, help="dedicated ones; default 1, and a second table with none; soak: 2")
-    parser.add_argument("--engine", choices=("zeromq", "mpi"), default="zeromq", help="whose network; default zeromq")
+    parser.add_argument(
+        "--servers", type=int, help="dedicated servers; default 1, and a second table with none; soak: 2"
+    )
+    parser.add_argument("--engine", choices=("zeromq", "mpi"), default="zeromq", help="the transport; default zeromq")
     parser.add_argument("--sizes", default="4KB,4MB,40MB", help="as in 4KB,4MB,40MB, the default")
     parser.add_argument("--rounds", type=int, default=15, help="turns of each contender; default 15")
-    parser.add_argument("--depth", type=int, default=1, help="requests that a worker has under way; default 1")
-    parser.add_argument("--sweep", action="store_true", help="how many servers: 1, 2, 4, … dedicated, and co-located")
-    parser.add_argument("--size", default="40MB", help="of the model, for --sweep; default 40MB")
+    parser.add_argument("--depth", type=int, default=1, help="requests in flight of a worker; default 1")
+    parser.add_argument(
+        "--sweep", action="store_true", help="compare 1, 2, 4, … dedicated servers, and co-located ones"
+    )
+    parser.add_argument("--size", default="40MB", help="size of the model, for --sweep; default 40MB")
     parser.add_argument("--passes", type=int, default=3, help="launches of each choice, for --sweep; default 3")
-    parser.add_argument("--soak", type=float, metavar="MINUTES", help="check every answer for so long, and the memory")
+    parser.add_argument(
+        "--soak", type=float, metavar="MINUTES", help="check every answer, and the memory, for this time"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the soak's requests; default 0")
 
 
 def run(arguments: argparse.Namespace, folder: Path) -> int:
-    """Measure; the exit code."""
-    from syncline.bench.server.report import rates_table
+    """Run the benchmark; return the exit code."""
+    from syncline.bench.server.rates import rates_table
 
     _check(arguments)
     make_writable(folder)
@@ -70,23 +75,23 @@ def run(arguments: argparse.Namespace, folder: Path) -> int:
 def _check(arguments: argparse.Namespace) -> None:
     servers = arguments.servers
     _placement(arguments)  # refuses a wrong -n, --lab or --hosts
-    if arguments.rounds < 1 or arguments.passes < 1 or not 1 <= arguments.depth <= DEPTH:
+    if arguments.rounds < 1 or arguments.passes < 1 or not 1 <= arguments.depth <= MAX_INFLIGHT_REQUESTS:
         raise SpecError(
-            f"at least one round and one pass, and a depth of 1 to {DEPTH} (--rounds {arguments.rounds}, --passes "
-            f"{arguments.passes}, --depth {arguments.depth})"
+            f"at least one round and one pass, and a depth of 1 to {MAX_INFLIGHT_REQUESTS} (--rounds "
+            f"{arguments.rounds}, --passes {arguments.passes}, --depth {arguments.depth})"
         )
-    if servers is not None and not 0 <= servers <= MOST_SERVERS:
-        raise SpecError(f"--servers {servers}: 0, which is co-located, to {MOST_SERVERS}")
+    if servers is not None and not 0 <= servers <= MAX_SERVERS:
+        raise SpecError(f"--servers {servers}: 0, which is co-located, to {MAX_SERVERS}")
     if arguments.soak is not None and not 0 < arguments.soak <= 60 * 24:
         raise SpecError(f"--soak {arguments.soak}: minutes, more than 0 and at most a day")
-    ways = {"--engine mpi": arguments.engine == "mpi", "--lab": bool(arguments.lab), "--hosts": bool(arguments.hosts)}
+    places = {"--engine mpi": arguments.engine == "mpi", "--lab": bool(arguments.lab), "--hosts": bool(arguments.hosts)}
     modes = {"--sweep": arguments.sweep, "--soak": arguments.soak is not None}
-    for group in (ways, modes):
+    for group in (places, modes):
         if sum(group.values()) > 1:
             named = " and ".join(name for name, taken in group.items() if taken)
             raise IncompatibleError(f"{named} cannot be used together; leave one out")
     if arguments.sweep and servers is not None:
-        raise IncompatibleError(f"--sweep tries numbers of servers by itself; leave --servers {servers} out")
+        raise IncompatibleError(f"--sweep chooses the numbers of servers; leave --servers {servers} out")
 
 
 def _placement(arguments: argparse.Namespace) -> Placement:
@@ -114,13 +119,12 @@ def choices(workers: int) -> list[int]:
     >>> choices(4), choices(1)
     ([0, 1, 2, 4], [0, 1])
     """
-    return [0, *(1 << power for power in range(workers.bit_length()) if 1 << power <= min(workers, MOST_SERVERS))]
+    return [0, *(1 << power for power in range(workers.bit_length()) if 1 << power <= min(workers, MAX_SERVERS))]
 
 
 def _sweep(arguments: argparse.Namespace, folder: Path) -> int:
-    """Launch every choice in turn, some times over: what disturbs the machine for a while disturbs all of them."""
-    from syncline.bench.server.rates import RatesPlan
-    from syncline.bench.server.report import place, sweep_table
+    """Launch every choice in turn, several times, so that a disturbance of the machine affects all of them."""
+    from syncline.bench.server.rates import RatesPlan, place, sweep_table
 
     nbytes, workers, result = parse_size(arguments.size), _placement(arguments).ranks, folder / "sweep.json"
     samples: dict[str, list[list[float]]] = {}
@@ -140,8 +144,14 @@ def _sweep(arguments: argparse.Namespace, folder: Path) -> int:
                 return code
             document = json.loads(own.read_text())
             samples.setdefault(name, []).append(document["results"][0]["seconds"])
-    told = {"kind": "server sweep", "bytes": nbytes, "workers": workers, "engine": arguments.engine, "seconds": samples}
-    result.write_text(json.dumps(told, indent=1))
+    report = {
+        "kind": "server sweep",
+        "bytes": nbytes,
+        "workers": workers,
+        "engine": arguments.engine,
+        "seconds": samples,
+    }
+    result.write_text(json.dumps(report, indent=1))
     own.unlink()
     print(f"{sweep_table(samples, nbytes, workers, place(document))}\n\nwritten: {result}")
     return 0
@@ -162,9 +172,9 @@ def _soak(arguments: argparse.Namespace, folder: Path) -> int:
 
 
 def _launch(arguments: argparse.Namespace, module: str, plan: Mapping[str, object], servers: int) -> int:
-    """Start workers and servers; the exit code."""
-    from syncline.bench.server.end import PROGRAM
+    """Start workers and servers; return the exit code."""
+    from syncline.bench.server.echo import SERVER_PROGRAM
 
     target = ("-m", f"syncline.bench.server.{module}", json.dumps(plan))
-    job = Job(target=target, servers=servers, server=PROGRAM)
+    job = Job(target=target, servers=servers, server=SERVER_PROGRAM)
     return _placement(arguments).run(job, mpiexec="call")

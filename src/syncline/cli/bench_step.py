@@ -24,16 +24,13 @@ if TYPE_CHECKING:
 __all__ = ["configure", "run", "step_labs"]
 
 MEMORY_RUNS = 3
-"""By default, where there is one contender of ours and one place."""
+"""The default, if there is one codec and one place."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Say what it takes."""
+    parser.add_argument("--against", default="ddp", help="baselines, of ddp,ddp-fp16,hvd; default ddp")
     parser.add_argument(
-        "--against", default="ddp", help="whose steps to compare with, of ddp,ddp-fp16,hvd; default ddp"
-    )
-    parser.add_argument(
-        "--codec", action="append", default=[], help="of ours; several by ';' or by giving it again; none: without one"
+        "--codec", action="append", default=[], help="codecs to compare, by ';' or repeated; none: without a codec"
     )
     parser.add_argument("--models", help="of mlp, resnet, transformer; default all, with --codec mlp")
     parser.add_argument("--rounds", type=int, default=5, help="repeats; default 5")
@@ -41,8 +38,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategy", default="allreduce", help="the synchronisation strategy; default allreduce")
     parser.add_argument("--collective", default="auto", help="which all-reduce; default auto")
     parser.add_argument("--bucket-bytes", type=int, help="bytes of a bucket; default as distribute()")
-    parser.add_argument("--check-finite", action="store_true", help="look for NaN and Inf in every step")
-    parser.add_argument("--ddp-buffers", action="store_true", help="let DDP broadcast buffers, as is its default")
+    parser.add_argument("--check-finite", action="store_true", help="check for NaN and Inf in every step")
+    parser.add_argument("--ddp-buffers", action="store_true", help="let DDP broadcast buffers, its default")
     parser.add_argument("--trace", action="store_true", help="a Chrome trace of some steps of every rank")
     parser.add_argument(
         "--memory-runs", type=int, help="runs for the peak memory, 0: none; default 3, with several codecs or labs 0"
@@ -56,8 +53,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, folder: Path) -> int:
-    """Measure in one place after another; one table at the end, of what is there even when a run fails."""
-    from syncline.bench.step_report import codec_steps_table, step_table
+    """Run the benchmark in each place, then print one table of all that succeeded; return the exit code."""
+    from syncline.bench.step import codec_steps_table, step_table
 
     labs = step_labs(arguments.lab, arguments.rate)
     result = folder / "step.json"
@@ -92,7 +89,7 @@ def _launch(arguments: argparse.Namespace, plan: Mapping[str, object], lab: str 
 
 
 def step_labs(lab: str | None, rate: str | None) -> Sequence[str | None]:
-    """Every number of hosts with every rate; a single None where there is no lab.
+    """Every number of hosts with every rate; a single None without a lab.
 
     >>> step_labs("2,4", "100mbit,1gbit")
     ['2@100mbit', '2@1gbit', '4@100mbit', '4@1gbit']
@@ -101,12 +98,12 @@ def step_labs(lab: str | None, rate: str | None) -> Sequence[str | None]:
     """
     if lab is None:
         if rate is not None:
-            raise SpecError(f"--rate {rate} is that of a lab's links: give --lab 2,4 too")
+            raise SpecError(f"--rate {rate} is the rate of a lab's links: give --lab 2,4 too")
         return [None]
     hosts, rates = _listed(lab), _listed(rate or "")
     if rates:
         if "@" in lab:
-            raise SpecError(f"--lab {lab} has a rate of its own; write --lab 2,4 with --rate {rate}")
+            raise SpecError(f"--lab {lab} has a rate already; write --lab 2,4 with --rate {rate}")
         hosts = [f"{count}@{each}" for count in hosts for each in rates]
     elif not all("@" in each for each in hosts):
         raise SpecError(f"--lab {lab} has no rate: write --lab 2@100mbit, or --lab 2,4 --rate 100mbit,1gbit")
@@ -114,7 +111,7 @@ def step_labs(lab: str | None, rate: str | None) -> Sequence[str | None]:
         raise SpecError(f"--lab {lab!r} names no hosts: write --lab 2@100mbit, or --lab 2,4 --rate 100mbit,1gbit")
     for each in hosts:
         if parse_lab(each)[0] < 2:
-            raise SpecError(f"--lab {each}: ranks that exchange something need at least two hosts")
+            raise SpecError(f"--lab {each}: a benchmark of communication needs at least two hosts")
     return list(dict.fromkeys(hosts))
 
 
@@ -123,17 +120,16 @@ def _listed(text: str, separator: str = ",") -> list[str]:
 
 
 def _plan(arguments: argparse.Namespace, result: Path) -> StepPlan:
-    from syncline.bench.contenders import BASELINES, DENSE, OURS, wire
     from syncline.bench.step import StepPlan
-    from syncline.bench.subjects import SUBJECTS
+    from syncline.bench.step_contenders import BASELINES, BENCH_MODELS, NO_CODEC, SYNCLINE, contender_collective
     from syncline.codecs.catalog import build_codec
     from syncline.reduction import check_collective
     from syncline.strategies import build_strategy
 
     codecs = _codecs(arguments.codec)
-    models = _listed(arguments.models if arguments.models is not None else "mlp" if codecs else ",".join(SUBJECTS))
+    models = _listed(arguments.models if arguments.models is not None else "mlp" if codecs else ",".join(BENCH_MODELS))
     against = list(dict.fromkeys(_listed(arguments.against)))
-    for what, names, known in (("model", models, list(SUBJECTS)), ("baseline", against, list(BASELINES))):
+    for what, names, known in (("model", models, list(BENCH_MODELS)), ("baseline", against, list(BASELINES))):
         if not names:
             raise SpecError(f"no {what} is named; there are {', '.join(known)}")
         for name in names:
@@ -146,8 +142,11 @@ def _plan(arguments: argparse.Namespace, result: Path) -> StepPlan:
     if arguments.memory_runs is not None and arguments.memory_runs < 0:
         raise SpecError(f"--memory-runs {arguments.memory_runs}: at least 0, which measures no memory")
     build_strategy(arguments.strategy)
-    for spec in codecs or [OURS]:
-        check_collective(wire(arguments.collective, dense=spec == DENSE), None if spec == OURS else build_codec(spec))
+    for spec in codecs or [SYNCLINE]:
+        check_collective(
+            contender_collective(arguments.collective, dense=spec == NO_CODEC),
+            None if spec == SYNCLINE else build_codec(spec),
+        )
     return StepPlan(
         out=str(result.absolute()),
         models=models,
@@ -164,31 +163,31 @@ def _plan(arguments: argparse.Namespace, result: Path) -> StepPlan:
     )
 
 
-def _codecs(given: Sequence[str]) -> list[str]:
-    """The codecs as they write themselves; refused here, not on every rank."""
-    from syncline.bench.contenders import DENSE
+def _codecs(texts: Sequence[str]) -> list[str]:
+    """The specs of the codecs. Wrong ones are refused here, not on every rank."""
+    from syncline.bench.step_contenders import NO_CODEC
     from syncline.codecs.catalog import build_codec
 
-    found = []
-    for text in (spec for texts in given for spec in _listed(texts, ";")):
+    specs = []
+    for text in (spec for each in texts for spec in _listed(each, ";")):
         codec = build_codec(text)
-        found.append(DENSE if codec is None else repr(codec))
-    if given and not found:
-        raise SpecError(f"--codec {' '.join(given)!r} names none: write --codec 'topk(0.01)|quantize(4)'")
-    return list(dict.fromkeys(found))
+        specs.append(NO_CODEC if codec is None else repr(codec))
+    if texts and not specs:
+        raise SpecError(f"--codec {' '.join(texts)!r} names none: write --codec 'topk(0.01)|quantize(4)'")
+    return list(dict.fromkeys(specs))
 
 
 def _memory(
     arguments: argparse.Namespace, plan: StepPlan, folder: Path, lab: str | None, runs: int
 ) -> list[dict[str, object]]:
-    """Peak memory of the first of ours and the first of theirs, each in processes of its own."""
+    """Peak memory of the first contender of Syncline and of the others, each in separate processes."""
     found: list[dict[str, object]] = []
     for model in plan.models if runs > 0 else []:
         print(f"{model}: memory", file=sys.stderr, flush=True)
         for _ in range(runs):
             for kind in (plan.ours[0], plan.against[0]):
                 out = folder / "memory.json"
-                # The peak of what was in use, not of the allocator's holes: see bench/step.py.
+                # Without fragmentation of the heap: see bench/step.py.
                 os.environ["MALLOC_MMAP_THRESHOLD_"] = "131072"
                 alone = {"models": [model], "only": kind, "out": str(out.absolute()), "trace": False}
                 if _launch(arguments, {**asdict(plan), **alone}, lab) == 0:

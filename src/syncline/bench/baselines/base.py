@@ -1,4 +1,4 @@
-"""What all baselines have in common: torch's default process group, and a run that is honest about what it is not."""
+"""What all baselines share: torch's default process group, and the base class of their runs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = ["ForeignRun", "find_package", "process_group"]
 
 
 def find_package(name: str, release: str) -> ModuleType:
-    """Somebody else's package, or an `UnsupportedError` that says how to get it."""
+    """Import a package, or raise an `UnsupportedError` that says how to install it."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they use what torch calls deprecated
+            warnings.simplefilter("ignore")  # the packages use deprecated functions of torch
             return importlib.import_module(name)
     except ImportError as error:
         raise UnsupportedError(f"{name} is not installed here ({error}): pip install {name}=={release}") from None
@@ -37,23 +37,23 @@ def find_package(name: str, release: str) -> ModuleType:
 
 @contextmanager
 def process_group(world: World) -> Iterator[None]:
-    """The default process group that DistributedDataParallel wants, among the ranks of this world."""
+    """The default process group of torch, for DistributedDataParallel, among the ranks of this world."""
     with closing(DefaultGroup(world.environment, world.transport.timeout, backend="gloo")):
         yield
 
 
 def _check_real(strategy: Strategy, world: World) -> None:
-    """Others' code knows nothing of our simulator."""
+    """Refuse the simulator: baselines need real processes."""
     size = detect(world.environ).size
     if size != world.size:
         raise UnsupportedError(
-            f"{strategy!r} runs among processes, and here are {size} for a world of {world.size}: it is not for "
-            "sl.simulate; start it with syncline run -n"
+            f"{strategy!r} needs a process per rank, and there are {size} for a world of {world.size}: it cannot run "
+            "in sl.simulate; start it with syncline run -n"
         )
 
 
-def _refuse_ours(strategy: Strategy, exchange: Communicator) -> None:
-    """A baseline sends its bytes itself: what we would send them with has no part in it."""
+def _refuse_codec(strategy: Strategy, exchange: Communicator) -> None:
+    """Refuse a codec or a collective: a baseline sends its bytes itself."""
     if exchange.codec is not None:
         raise IncompatibleError(
             f"codec {exchange.codec!r} with {strategy!r}: a baseline sends its gradients itself; leave the codec out, "
@@ -66,21 +66,21 @@ def _refuse_ours(strategy: Strategy, exchange: Communicator) -> None:
 
 
 class ForeignRun(StrategyRun):
-    """A run whose gradients or weights somebody else's code exchanges.
+    """A run whose gradients or weights are exchanged by another library.
 
-    Ranks whose batches differ in length count alike: a mean of means, as DistributedDataParallel takes it. Gradients
-    are not checked for NaN. Its own state (PowerSGD's errors and the like) is not part of a checkpoint.
+    All ranks have the same weight, even if their batches differ in length, as in DistributedDataParallel. Gradients are
+    not checked for NaN. The state of the library (such as PowerSGD's errors) is not part of a checkpoint.
     """
 
     backend: ClassVar[str] = "torch"
     parts: ClassVar[bool] = False
-    """Whether the ranks' weights differ between averages."""
+    """True if the weights of the ranks differ between averages."""
 
     def __init__(
         self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> None:
         _check_real(strategy, exchange.world)
-        _refuse_ours(strategy, exchange)
+        _refuse_codec(strategy, exchange)
         super().__init__(strategy, model, optimizer, exchange, settings)
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.gradient_bytes = sum(parameter.numel() * parameter.element_size() for parameter in self.trained)
@@ -89,7 +89,7 @@ class ForeignRun(StrategyRun):
 
     @property
     def config(self) -> dict[str, Any]:
-        """Whose code it is; what was asked for and is not done is told as such."""
+        """The library, and the settings that it does not support."""
         return {
             **super().config,
             "collective": f"{self.backend}'s own",
@@ -99,14 +99,14 @@ class ForeignRun(StrategyRun):
         }
 
     def set_weight(self, weight: float, uneven: bool = False) -> None:
-        """Ignored: all ranks count alike."""
+        """Ignored: all ranks have the same weight."""
 
     def join_idle(self) -> bool:
-        """Epochs in which a rank may have nothing are refused; at the end of the others there is nothing to do."""
+        """Return False: an epoch in which a rank may have no data is refused."""
         return False
 
     def shown_tensors(self) -> dict[str, Tensor]:
-        """The buffers of batch norms, and the weights where the workers' differ."""
+        """The buffers of batch norms, and the weights if they differ between the workers."""
         weights = {name: each.detach() for name, each in self.model.named_parameters() if each.requires_grad}
         return {**super().shown_tensors(), **(weights if self.parts else {})}
 
@@ -121,7 +121,7 @@ class ForeignRun(StrategyRun):
         self.stats.consensus = math.sqrt(self.exchange.mean(apart))
 
     def check_uneven(self) -> None:
-        """Refuse an epoch in which a rank may run out of data, with a batch that would do."""
+        """Refuse an epoch in which a rank may run out of data, and suggest a batch."""
         hints = [_better_batch(data, self.exchange.size) for data in self.readers.sources]
         hint = next((hint for hint in hints if hint), "take data that the workers divide, or drop_last=True")
         raise IncompatibleError(
@@ -129,7 +129,7 @@ class ForeignRun(StrategyRun):
         )
 
     def begin_together(self) -> None:
-        """Return when every rank is ready: one that imported longer is not waited for in the first step."""
+        """Return when every rank is ready, so that the first step does not include a slow import."""
         self.exchange.mean(0.0)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -137,7 +137,7 @@ class ForeignRun(StrategyRun):
 
 
 def _better_batch(data: Any, size: int) -> str:
-    """The nearest batch with which every one of `size` ranks has something in the last step too, in words."""
+    """The nearest batch with which each of `size` ranks has data in the last step, as text."""
     if not isinstance(data, DataLoader) or data.batch_size is None:
         return ""
     length, now = len(cast(Sized, data.dataset)), data.batch_size

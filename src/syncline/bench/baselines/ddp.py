@@ -1,7 +1,15 @@
-"""PyTorch's DistributedDataParallel, alone and with those of its communication hooks that work.
+"""PyTorch's DistributedDataParallel, alone and with its communication hooks that work.
 
 Li et al., "PyTorch Distributed: Experiences on Accelerating Data-Parallel Training", 2020.
 PowerSGD: Vogels et al. 2019.
+
+The module does not report its communication. Hooks of the run record when gradients are ready. Callbacks at the end of
+backward run before and after the module's own callback, in which it waits::
+
+    backward   ····g3····g2····g1│h│          the last gradient; the module's hook starts the last reduction
+    callbacks                      │run's│module's········│run's│
+    reductions    ┌────────────────┼──────────────────────┐
+                                         │◄── exposed ───►│   the time that the rank waited
 """
 
 from __future__ import annotations
@@ -10,47 +18,188 @@ import gc
 import inspect
 import math
 import weakref
+from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from syncline.bench.baselines.wrapped import JoiningRun
+from syncline.bench.baselines.base import ForeignRun, process_group
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
 from syncline.reduction import BUCKET_BYTES, Communicator
 from syncline.reduction.pays import dense_seconds
 from syncline.specs import nearest
 from syncline.strategies import RunSettings, Strategy, StrategyRun
+from syncline.world import Pending, allreduce
 
-__all__ = ["DDP", "buffers_option", "ddp", "wrap"]
+__all__ = ["DDP", "JoiningRun", "WrappedRun", "buffers_option", "ddp", "wrap"]
 
 HOOKS = ("allreduce", "fp16", "powersgd")
-"""Those that work on gloo and the CPU; "allreduce" is what it does without a hook, by way of Python."""
-LEAVING = 5.0
-"""Seconds that the callbacks of a run that has ended may still take."""
-BROKEN = {
+"""Hooks that work on gloo and the CPU; "allreduce" does in Python what DDP does without a hook."""
+CALLBACK_TIMEOUT_S = 5.0
+"""For the callbacks of a run that has ended."""
+BROKEN_HOOKS = {
     "bf16": "torch's bf16 hook refuses to be registered without NCCL or XCCL; hook='fp16' halves the bytes too",
-    "powersgd_batched": "torch 2.13's batched_powerSGD_hook fails an assertion of its own (it hands one matrix to a "
-    "function that wants a batch of them); take hook='powersgd'",
-    "quantize_tensor": "torch's quantization_pertensor_hook raises IndexError on gloo; ours: strategy 'allreduce' with "
+    "powersgd_batched": "torch 2.13's batched_powerSGD_hook fails an assertion (it passes one matrix to a "
+    "function that expects a batch of them); take hook='powersgd'",
+    "quantize_tensor": "torch's quantization_pertensor_hook raises IndexError on gloo; use strategy 'allreduce' with "
     "codec 'quantize(8)'",
-    "quantize_channel": "torch's quantization_perchannel_hook raises IndexError on gloo; ours: strategy 'allreduce' "
+    "quantize_channel": "torch's quantization_perchannel_hook raises IndexError on gloo; use strategy 'allreduce' "
     "with codec 'quantize(8)'",
 }
 
 
+class WrappedRun(ForeignRun):
+    """Trains with a DistributedDataParallel, which `_wrap` makes inside an existing process group."""
+
+    def __init__(
+        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+    ) -> None:
+        super().__init__(strategy, model, optimizer, exchange, settings)
+        self._place = ExitStack()
+        self._ready = self._over = 0.0
+        """When the last gradient of this backward was ready, and when only waiting was left."""
+        self._queued = False
+        self._place.enter_context(self._group())
+        self._wrapped: DistributedDataParallel | None = None
+        try:
+            self._wrapped = self._wrap()
+        except BaseException:
+            self.release()
+            raise
+        self.hooks += [
+            parameter.register_post_accumulate_grad_hook(self._gradient_ready)  # type: ignore[no-untyped-call]
+            for parameter in self.trained
+        ]
+
+    def _group(self) -> AbstractContextManager[None]:
+        return process_group(self.world)
+
+    @abstractmethod
+    def _wrap(self) -> DistributedDataParallel:
+        """Make the module that trains."""
+
+    def _count(self) -> None:
+        """Count the bytes of a reduction that has ended."""
+        self.stats.sent(self.gradient_bytes, self.gradient_bytes)
+
+    @property
+    def replica(self) -> nn.Module:
+        """The DistributedDataParallel."""
+        return self.model if self._wrapped is None else self._wrapped
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """The context manager of DistributedDataParallel."""
+        return super().no_sync() if self._wrapped is None else self._wrapped.no_sync()
+
+    def detach(self) -> None:
+        """Release the module before the process group: a callback that outlives Python aborts the process."""
+        super().detach()
+        if self._wrapped is not None:
+            self._wrapped = None
+            gc.collect()  # the module is part of a reference cycle
+        self._place.close()
+
+    def _gradient_ready(self, parameter: Tensor) -> None:
+        self._ready = self.now()
+        if not self._queued:
+            self._queued = True
+            Variable._execution_engine.queue_callback(self._backward_over)
+
+    def _backward_over(self) -> None:
+        """The callback of the module, which waits, was queued after this one: queue another one behind it."""
+        self._over = self.now()
+        Variable._execution_engine.queue_callback(self._reduced)
+
+    def _reduced(self) -> None:
+        self._queued = False
+        if self._wrapped is not None and self._wrapped.require_backward_grad_sync:
+            self._expose()
+            self._count()
+            self.note_reduction()
+
+    def _expose(self) -> None:
+        """Record how long the rank has waited, at the end of a backward that reduced."""
+        self.stats.waited(self._over, self.now())
+
+
+class JoiningRun(WrappedRun):
+    """A rank without data takes part in the steps of the others with zero gradients.
+
+    In an epoch whose end may be uneven, the ranks exchange at every step whether they have data. Only a rank without
+    data waits for the result.
+    """
+
+    def __init__(
+        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+    ) -> None:
+        super().__init__(strategy, model, optimizer, exchange, settings)
+        self._may_end_uneven = False
+        self._count_of_step: Pending[Tensor] | None = None
+
+    def check_uneven(self) -> None:
+        """Allowed: the rank joins with zero gradients."""
+        StrategyRun.check_uneven(self)
+        self._may_end_uneven = True
+
+    def settle_uneven(self) -> None:
+        self._may_end_uneven = False
+        super().settle_uneven()
+
+    def set_weight(self, weight: float, uneven: bool = False) -> None:
+        """All ranks have the same weight. If a rank may have no data, announce that this one has some."""
+        if self._may_end_uneven and uneven:
+            self._announce(1.0)
+
+    def join_idle(self) -> bool:
+        if not float(self._announce(0.0).wait()):
+            return False
+        replica = self._wrapped
+        assert replica is not None
+        self.model.zero_grad(set_to_none=True)
+        replica.module = _ZeroGradients(self.trained)
+        try:
+            replica(torch.zeros((), device=self.trained[0].device)).backward()
+        finally:
+            replica.module = self.model
+        self.model.zero_grad(set_to_none=True)
+        return True
+
+    def _announce(self, has_data: float) -> Pending[Tensor]:
+        """Start to count the ranks that have data; wait for the count of the step before, for its errors."""
+        if self._count_of_step is not None:
+            self._count_of_step.wait()
+        self._count_of_step = allreduce(torch.tensor([has_data]), op="sum", group=self.exchange.team, async_=True)
+        return self._count_of_step
+
+
+class _ZeroGradients(nn.Module):
+    """Replaces the model: its output is zero, and so is the gradient of every parameter."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._parameters_of_model = parameters
+
+    def forward(self, zero: Tensor) -> Tensor:
+        return torch.stack([(parameter * 0).sum() for parameter in self._parameters_of_model]).sum() + zero
+
+
 @dataclass(frozen=True, repr=False)
 class DDP(Strategy):
-    """DistributedDataParallel, gradients as views of its buckets.
+    """DistributedDataParallel, with gradients as views of its buckets.
 
-    `hook` says how gradients travel: None as they are, "fp16" halved, "powersgd" as products of two thin matrices of
-    `rank` columns, after `start` steps without. `broadcast_buffers` gives all ranks rank 0's batch norms before every
-    forward; without, they stay local, as with us.
+    `hook` says how gradients are sent: None unchanged, "fp16" in half precision, "powersgd" as products of two matrices
+    of `rank` columns, after `start` steps without compression. With `broadcast_buffers`, rank 0 sends its batch-norm
+    buffers before every forward; otherwise they stay local, as in Syncline.
 
     >>> DDP(hook="powersgd", rank=2)
     ddp(hook='powersgd', rank=2)
@@ -64,10 +213,12 @@ class DDP(Strategy):
     name: ClassVar[str] = "ddp"
 
     def __post_init__(self) -> None:
-        if self.hook in BROKEN:
-            raise UnsupportedError(f"ddp(hook={self.hook!r}): {BROKEN[self.hook]}")
+        if self.hook in BROKEN_HOOKS:
+            raise UnsupportedError(f"ddp(hook={self.hook!r}): {BROKEN_HOOKS[self.hook]}")
         if self.hook is not None and self.hook not in HOOKS:
-            raise SpecError(f"ddp(hook={self.hook!r}): no such hook; {nearest(str(self.hook), [*HOOKS, *BROKEN])}")
+            raise SpecError(
+                f"ddp(hook={self.hook!r}): no such hook; {nearest(str(self.hook), [*HOOKS, *BROKEN_HOOKS])}"
+            )
         if self.hook != "powersgd" and (self.rank, self.start) != (DDP.rank, DDP.start):
             raise SpecError(f"{self!r}: rank and start are PowerSGD's; add hook='powersgd' or leave them out")
         if not isinstance(self.rank, int) or self.rank < 1:
@@ -82,7 +233,7 @@ class DDP(Strategy):
 
 
 class _LowRank(PowerSGDState):
-    """Torch's, which has slots; this one can be watched."""
+    """Torch's state, with weak references."""
 
     __slots__ = ("__weakref__",)
 
@@ -114,16 +265,16 @@ class _DDPRun(JoiningRun):
         return {"communication": seconds, "codec": 0.0, "buckets": 1.0}
 
     def detach(self) -> None:
-        """PowerSGD's callbacks hold the group, in the group's own threads: the last to let go must not be one of them.
+        """Wait until PowerSGD's callbacks, which run in threads of the process group, have released the group.
 
-        A thread cannot wait for its own end, so torch would abort the process. They hold the state too, which shows
-        when they are gone.
+        If such a thread released it last, it would wait for its own end, and torch would abort the process. The
+        callbacks also hold the state, so its weak reference shows when they have ended.
         """
         group = None if self._low_rank is None else self._low_rank.process_group
         watched = None if self._low_rank is None else weakref.ref(self._low_rank)
         self._low_rank = self._wrapped = None
         gc.collect()
-        until = self.now() + LEAVING
+        until = self.now() + CALLBACK_TIMEOUT_S
         while watched is not None and watched() is not None and self.now() < until:
             self.world.runtime.sleep(0.001)
         super().detach()
@@ -150,22 +301,26 @@ class _DDPRun(JoiningRun):
         return wrapped
 
     def _one_bucket(self) -> float:
-        """Its callbacks start reductions in the engine's threads: those of two buckets mix in an order of their own."""
+        """A bucket size for all gradients.
+
+        PowerSGD's callbacks start reductions in the engine's threads, so the order of two buckets could differ between
+        ranks.
+        """
         kinds = {str(parameter.dtype) for parameter in self.trained}
         if len(kinds) > 1:
             raise IncompatibleError(
-                f"{self.strategy!r} with parameters of {' and '.join(sorted(kinds))}: torch puts them into buckets of "
-                "their own, and its PowerSGD aborts on gloo with more than one; take hook='fp16'"
+                f"{self.strategy!r} with parameters of {' and '.join(sorted(kinds))}: torch puts them into separate "
+                "buckets, and its PowerSGD aborts on gloo with more than one; use hook='fp16'"
             )
         return math.ceil(self.gradient_bytes / 2**20) + 1
 
     def _count(self) -> None:
-        """PowerSGD's first half runs before the one bucket leaves; its second is part of the wait."""
+        """Count the bytes. The first half of PowerSGD runs before its bucket is sent, the second while waiting."""
         logical = wire = self.gradient_bytes
         if self.strategy.hook == "fp16":
             wire = sum(2 * parameter.numel() for parameter in self.trained)
         elif self._low_rank is not None:
-            # Its own counter: zero until it starts, then both thin matrices and what is too small for them.
+            # Torch's counter: zero until PowerSGD starts, then both matrices and the tensors that are too small.
             after = int(self._low_rank.total_numel_after_compression)
             if after > self._counted:
                 self.stats.coded(self._ready, self._over, "powersgd", where="before")
@@ -177,7 +332,7 @@ class _DDPRun(JoiningRun):
 
 
 def buffers_option() -> str:
-    """How this torch calls the option that sends buffers from rank 0 before every forward."""
+    """The name in this release of torch of the option that broadcasts buffers before every forward."""
     known = inspect.signature(DistributedDataParallel).parameters
     return "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # its name until 2.12
 
@@ -185,7 +340,7 @@ def buffers_option() -> str:
 def wrap(
     model: nn.Module, broadcast_buffers: bool, bucket_mb: float | None = None, find_unused_parameters: bool = False
 ) -> DistributedDataParallel:
-    """The model in DistributedDataParallel, gradients as views of its buckets."""
+    """Wrap a model in DistributedDataParallel, with gradients as views of its buckets."""
     options: dict[str, Any] = {
         buffers_option(): broadcast_buffers,
         "find_unused_parameters": find_unused_parameters,
@@ -196,9 +351,9 @@ def wrap(
 
 
 def ddp(model: nn.Module, broadcast_buffers: bool = False, half: bool = False) -> nn.Module:
-    """The model in DistributedDataParallel for `bench step`; `half`: gradients travel as fp16.
+    """Wrap a model in DistributedDataParallel for `bench step`; with `half`, gradients are sent as fp16.
 
-    Without `broadcast_buffers` batch norm's statistics stay local, as with us: that is the faster of the two.
+    Without `broadcast_buffers`, batch-norm statistics stay local, as in Syncline, which is faster.
     """
     wrapped = wrap(model, broadcast_buffers)
     if half:

@@ -1,7 +1,7 @@
-"""hivemind: peers find each other in a distributed hash table and average their weights now and then.
+"""hivemind: peers find each other in a distributed hash table and periodically average their weights.
 
-https://github.com/learning-at-home/hivemind; Ryabinin et al., "Moshpit SGD", 2021. Here: its `DecentralizedAverager`,
-asked every `period` steps for a group of all ranks; between, everyone trains alone.
+https://github.com/learning-at-home/hivemind; Ryabinin et al., "Moshpit SGD", 2021. This baseline calls its
+`DecentralizedAverager` every `period` steps for a group of all ranks. Between these calls the ranks train locally.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from syncline.transports.store import find_place, listening_address
 
 __all__ = ["Hivemind"]
 
-MATCHMAKING = 1.0
-"""Seconds in which hivemind looks for the others of a group; a group of all ranks begins at once."""
+MATCHMAKING_S = 1.0
+"""Time in which hivemind searches for a group; a group of all ranks starts at once."""
 
 
 def find_hivemind() -> ModuleType:
-    """The package, in the release that was tried."""
+    """The package, in the tested release."""
     return find_package("hivemind", "1.1.12")
 
 
@@ -73,7 +73,7 @@ class _HivemindRun(ForeignRun):
 
     @property
     def config(self) -> dict[str, Any]:
-        """How often hivemind did not bring all together goes with it."""
+        """With the number of rounds in which hivemind found no group of all ranks."""
         return {**super().config, "rounds_missed": self.missed}
 
     def detach(self) -> None:
@@ -84,7 +84,7 @@ class _HivemindRun(ForeignRun):
         self._averager = self._dht = None
 
     def _join(self, hivemind: ModuleType) -> None:
-        """Rank 0 begins a hash table, the others join it."""
+        """Join the hash table, which rank 0 starts."""
         rank, place = self.exchange.rank, find_place(detect())
         address = listening_address(place.address, len(set(self.world.hosts)) == 1)
         options = {"host_maddrs": [f"/ip4/{address}/tcp/0"], "use_relay": False, "use_auto_relay": False}
@@ -101,8 +101,8 @@ class _HivemindRun(ForeignRun):
             prefix="syncline",
             target_group_size=self.exchange.size,
             min_group_size=self.exchange.size,
-            min_matchmaking_time=MATCHMAKING,
-            request_timeout=MATCHMAKING / 2,
+            min_matchmaking_time=MATCHMAKING_S,
+            request_timeout=MATCHMAKING_S / 2,
             initial_group_bits="",
             start=True,
         )
@@ -110,10 +110,10 @@ class _HivemindRun(ForeignRun):
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super()._after_step(optimizer, args, kwargs)
         if self.stats.steps % self.strategy.period == 0 and self.exchange.size > 1:
-            self._meet()
+            self._average_weights()
 
-    def _meet(self) -> None:
-        """Average; a round that finds not all of them leaves this rank's weights as they are, as hivemind does."""
+    def _average_weights(self) -> None:
+        """Average the weights. Without a group of all ranks they stay unchanged, as in hivemind."""
         start = self.now()
         with self._averager.get_tensors() as shared:
             for own, parameter in zip(shared, self.trained, strict=True):

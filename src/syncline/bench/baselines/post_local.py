@@ -1,7 +1,7 @@
-"""PyTorch's post-local SGD: DistributedDataParallel first, then steps alone and an average of the weights now and then.
+"""PyTorch's post-local SGD: DistributedDataParallel first, then local steps with a periodic average of the weights.
 
     step        0 … start−1        start   start+1  …  start+period  …
-    gradients   averaged           own     own         own
+    gradients   averaged           local   local       local
     weights     –                  mean    –           mean
 
 Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", 2018.
@@ -22,8 +22,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from syncline.bench.baselines.ddp import wrap
-from syncline.bench.baselines.wrapped import WrappedRun
+from syncline.bench.baselines.ddp import WrappedRun, wrap
 from syncline.errors import SpecError
 from syncline.reduction import BUCKET_BYTES, Communicator
 from syncline.strategies import RunSettings, Strategy, StrategyRun
@@ -35,8 +34,8 @@ __all__ = ["PostLocalSGD"]
 class PostLocalSGD(Strategy):
     """DistributedDataParallel for `start` steps, then the mean of the weights every `period` steps.
 
-    With `within_host` ranks of one host go on to average their gradients at every step, as torch does by default; on
-    one host alone that would be DistributedDataParallel to the end.
+    With `within_host`, ranks of one host still average their gradients at every step, which is torch's default. If all
+    ranks are on one host, that is DistributedDataParallel to the end.
 
     >>> PostLocalSGD(start=50, period=8)
     ddp_post_local(start=50, period=8)
@@ -52,7 +51,7 @@ class PostLocalSGD(Strategy):
         if not isinstance(self.start, int) or self.start < 0:
             raise SpecError(f"{self.name}(start={self.start!r}): a number of steps, not negative")
         if not isinstance(self.period, int) or self.period < 2:
-            raise SpecError(f"{self.name}(period={self.period!r}): two steps at least; with one, take 'ddp'")
+            raise SpecError(f"{self.name}(period={self.period!r}): at least two steps; with one, use 'ddp'")
 
     def attach(
         self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
@@ -81,7 +80,7 @@ class _PostLocalRun(WrappedRun):
 
     @property
     def local(self) -> bool:
-        """Whether the latest gradients stayed here, or in this host."""
+        """True if the latest gradients were not averaged, or only within this host."""
         return self.stats.steps >= self.strategy.start
 
     def detach(self) -> None:
@@ -97,7 +96,7 @@ class _PostLocalRun(WrappedRun):
         cap = None if self.settings.bucket_bytes == BUCKET_BYTES else self.settings.bucket_bytes / 2**20
         wrapped = wrap(self.model, False, cap)
         within = self.strategy.within_host
-        # Torch's own default for the subgroup asks CUDA how many ranks a host has, and refuses without one.
+        # The default subgroup of torch needs CUDA, to count the ranks of a host.
         group = self._host_group() if within else None
         self._hook_state = PostLocalSGDState(dist.group.WORLD, group, self.strategy.start, within)  # type: ignore[no-untyped-call]
         wrapped.register_comm_hook(self._hook_state, post_localSGD_hook)
@@ -113,14 +112,14 @@ class _PostLocalRun(WrappedRun):
         if not self.local or (self.strategy.within_host and len(set(self.world.hosts)) < self.world.size):
             super()._count()
 
-    def averaged(self, start: float) -> None:
-        """The weights were averaged, since `start`."""
+    def count_average(self, start: float) -> None:
+        """Count an average of the weights that began at `start`."""
         self.stats.waited(start, self.now())
         self.stats.sent(self.gradient_bytes, self.gradient_bytes)
 
 
 class _Averager(PeriodicModelAverager):
-    """Torch's, which tells the run when it has averaged."""
+    """Torch's averager, which reports each average to the run."""
 
     def __init__(self, run: _PostLocalRun) -> None:
         super().__init__(period=run.strategy.period, warmup_steps=run.strategy.start)
@@ -131,13 +130,13 @@ class _Averager(PeriodicModelAverager):
         start = self._run.now()
         super().average_parameters(params)
         if due:
-            self._run.averaged(start)
+            self._run.count_average(start)
 
 
 def _wrapper() -> Callable[[Optimizer, PeriodicModelAverager], Optimizer]:
-    """Torch's optimizer around another; importing it compiles what torch itself calls deprecated."""
+    """Torch's optimizer wrapper; its import uses deprecated functions of torch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = importlib.import_module("torch.distributed.optim.post_localSGD_optimizer")
-    found: Callable[[Optimizer, PeriodicModelAverager], Optimizer] = module.PostLocalSGDOptimizer
-    return found
+    wrapper: Callable[[Optimizer, PeriodicModelAverager], Optimizer] = module.PostLocalSGDOptimizer
+    return wrapper

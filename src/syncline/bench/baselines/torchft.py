@@ -1,7 +1,7 @@
-"""torchft: DistributedDataParallel among ranks that ask a lighthouse before every step who is still there.
+"""torchft: DistributedDataParallel whose ranks ask a lighthouse server before every step which ranks are alive.
 
-https://github.com/pytorch/torchft. A rank is a replica of its own. All must take part in every step: what torchft is
-made for, going on without those who are lost, has no place in a race.
+https://github.com/pytorch/torchft. Each rank is a replica, and all must take part in every step. A race does not use
+the purpose of torchft, to continue without lost ranks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from syncline.bench.baselines.base import find_package
-from syncline.bench.baselines.ddp import buffers_option
-from syncline.bench.baselines.wrapped import WrappedRun
+from syncline.bench.baselines.ddp import WrappedRun, buffers_option
 from syncline.environment import detect
 from syncline.errors import WorldError
 from syncline.reduction import Communicator, broadcast_tree
@@ -34,8 +33,8 @@ __all__ = ["TorchFT"]
 
 
 def find_torchft() -> ModuleType:
-    """The package, in the release that was tried."""
-    os.environ.setdefault("RUST_LOG", "error")  # else it writes ten lines a step, and they are timed too
+    """The package, in the tested release."""
+    os.environ.setdefault("RUST_LOG", "error")  # otherwise it prints ten lines per step, which takes time
     return find_package("torchft", "0.2.0")
 
 
@@ -78,18 +77,19 @@ class _TorchFTRun(WrappedRun):
         self._servers = []
 
     def _group(self) -> AbstractContextManager[None]:
-        return nullcontext()  # torchft makes groups of its own
+        return nullcontext()  # torchft makes its own groups
 
     def _wrap(self) -> DistributedDataParallel:
         rank, size, timeout = self.exchange.rank, self.exchange.size, timedelta(seconds=self.world.transport.timeout)
         place = find_place(detect())
         address = listening_address(place.address, len(set(self.world.hosts)) == 1)
         coordination = importlib.import_module("torchft.coordination")
-        told = ""
+        lighthouse_url = ""
         if rank == 0:
             lighthouse = coordination.LighthouseServer(bind=f"{address}:0", min_replicas=size)
             self._servers.append(lighthouse)
-            told = f"http://{address}:{urlsplit(lighthouse.address()).port}"  # its own has a name that may not resolve
+            # The address that it reports has a host name, which may not resolve.
+            lighthouse_url = f"http://{address}:{urlsplit(lighthouse.address()).port}"
         self._store = _store_at(address, timeout)
         manager = self._torchft.Manager(
             pg=self._torchft.ProcessGroupGloo(timeout=timeout),
@@ -102,7 +102,7 @@ class _TorchFTRun(WrappedRun):
             store_port=self._store.port,
             hostname=address,
             replica_id=f"rank{rank}_",
-            lighthouse_addr=broadcast_tree(self.exchange, {"lighthouse": told}, 0)["lighthouse"],
+            lighthouse_addr=broadcast_tree(self.exchange, {"lighthouse": lighthouse_url}, 0)["lighthouse"],
             checkpoint_transport=_NoCheckpoints(),
             init_sync=False,  # the ranks have the same weights already
             timeout=timeout,
@@ -110,18 +110,18 @@ class _TorchFTRun(WrappedRun):
             connect_timeout=timeout,
         )
         self._servers.insert(0, manager)
-        self._manager = _Watched(manager, self)
+        self._manager = _TimedManager(manager, self)
         made: DistributedDataParallel = self._torchft.DistributedDataParallel(
             self._manager, self.model, **{buffers_option(): False}
         )
         return made
 
     def _expose(self) -> None:
-        """Its hook waits for each bucket within backward, where `_Watched` has counted."""
+        """Nothing to add: the hook waits for each bucket within backward, where `_TimedManager` counts it."""
 
 
-class _Watched:
-    """What torchft's module and optimizer ask of its Manager, with the time that it takes."""
+class _TimedManager:
+    """Torchft's Manager for its module and optimizer, with the time that it takes."""
 
     def __init__(self, manager: Any, run: WrappedRun) -> None:
         self._manager = manager
@@ -133,25 +133,25 @@ class _Watched:
     def allreduce(self, bucket: Tensor) -> Any:
         start = self._run.now()
         work = self._manager.allreduce(bucket)
-        work.wait()  # torchft's hook does the same at once
+        work.wait()  # as the hook of torchft does
         self._run.stats.waited(start, self._run.now())
         return work
 
     def should_commit(self) -> bool:
-        """A step that is not committed is left out without a word: not in a race."""
+        """Raise if a step is not committed: torchft would skip it silently."""
         start = self._run.now()
         agreed = bool(self._manager.should_commit())
         self._run.stats.waited(start, self._run.now())
         if not agreed:
             raise WorldError(
-                f"torchft did not commit step {self._manager.current_step()}: {self._manager.errored()}; look into the "
-                "output of the other ranks for the one that is lost"
+                f"torchft did not commit step {self._manager.current_step()}: {self._manager.errored()}; look for a "
+                "failed rank in the output of the others"
             )
         return True
 
 
 class _NoCheckpoints:
-    """Instead of torchft's server of checkpoints, which are pickled: nobody joins late, so nobody needs one."""
+    """Replaces the checkpoint server of torchft, which uses pickle. No rank joins late, so none needs it."""
 
     def metadata(self) -> str:
         return "none"
@@ -170,7 +170,7 @@ class _NoCheckpoints:
 
 
 def _store_at(address: str, timeout: timedelta) -> TCPStore:
-    """A store of this rank's own on one address: torch alone would listen on every interface."""
+    """A store of this rank that listens on one address; by default torch listens on every interface."""
     listener = socket.create_server((address, 0))
     port = int(listener.getsockname()[1])
     return TCPStore(

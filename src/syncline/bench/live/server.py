@@ -61,7 +61,7 @@ ASSET_FILES = {
     "/app.js": ("app.js", "text/javascript; charset=utf-8"),
     "/plots.js": ("plots.js", "text/javascript; charset=utf-8"),
     "/table.js": ("table.js", "text/javascript; charset=utf-8"),
-    "/words.js": ("words.js", "text/javascript; charset=utf-8"),
+    "/phrases.js": ("phrases.js", "text/javascript; charset=utf-8"),
 }
 
 

@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from syncline.bench.measuring import summarize
 from syncline.bench.race.plan import RaceEntry, RacePlan
 from syncline.bench.report.facts import RunFacts, SettingsCount, add_histograms, count_settings, run_facts
 from syncline.bench.runlog import RaceRecord
-from syncline.bench.stats import summarize
 
 __all__ = ["Analysis", "EntryFacts", "Prediction", "ScalingPoint", "Spread", "analyse", "paired", "spread"]
 

@@ -1,1 +1,1 @@
-"""The parameter server beside a bare echo, how many servers pay, and a soak: `syncline bench server`."""
+"""`syncline bench server`: rates compared with a bare echo, the best number of servers, and a soak test."""

@@ -1,20 +1,20 @@
-// Asks the server what is new, as long as somebody looks, and shows it.
+// Polls the server while the page is visible, and shows the result.
 
 import { AXES, drawCurves, drawHeat, drawSpeed, lineStyles, onThemeChange } from "./plots.js";
 import { Table, groups } from "./table.js";
-import { count, duration, roughly, value } from "./words.js";
+import { count, duration, roughly, value } from "./phrases.js";
 
-const EVERY = 1500; // milliseconds between two questions while it runs
-const SELDOM = 10000; // once it has finished: it may be resumed
-const AGAIN = 4000; // while the server does not answer
-const PATIENCE = 15000; // for one answer
+const POLL_MS = 1500; // while the run is active
+const FINISHED_POLL_MS = 10000; // a finished run may be resumed
+const RETRY_MS = 4000; // while the server does not answer
+const ANSWER_TIMEOUT_MS = 15000;
 const KINDS = { compute: "compute", exposed: "exposed", codec: "codec", data: "data", seconds: "whole step" };
 const SPEEDS = { exposed: ".0%", bytes: ".3~s", samples: ".3~s", loss: ".3~g" };
 
-const STRANGER = "This page's token is no longer good: open the address that syncline watch printed last.";
-const GONE = "The server is gone: what is shown is the last that it told. Start it again: syncline watch";
-const NO_RANKS_YET = "Nothing of single ranks yet: it is told about once a second.";
-const NO_RANKS = "The run ended before anything was told of its ranks: that is done about once a second.";
+const INVALID_TOKEN = "The token of this page is no longer valid: open the address that syncline watch printed last.";
+const NO_ANSWER = "The server does not answer; the page shows the last data. Start it again: syncline watch";
+const NO_RANKS_YET = "No data of single ranks yet: it is logged about once per second.";
+const NO_RANKS = "The run ended before data of its ranks was logged, about once per second.";
 
 const at = (id) => document.getElementById(id);
 const view = { axis: "elapsed", kind: "compute", group: null, chosen: null, followed: true };
@@ -24,13 +24,13 @@ let shown = "";
 let detail = null;
 let timer = 0;
 let asking = false;
-let again = false; // somebody has changed what is shown while an answer was under way
+let again = false; // the user changed the selection while a request was pending
 
 const table = new Table(at("table"), (run) => choose(run.id));
 
 async function ask(path) {
-  const answer = await fetch(path, { signal: AbortSignal.timeout(PATIENCE), cache: "no-store" });
-  if (answer.status === 403) throw new Error(STRANGER);
+  const answer = await fetch(path, { signal: AbortSignal.timeout(ANSWER_TIMEOUT_MS), cache: "no-store" });
+  if (answer.status === 403) throw new Error(INVALID_TOKEN);
   if (!answer.ok) throw new Error(`the server answers ${answer.status}`);
   return answer.json();
 }
@@ -40,19 +40,19 @@ async function poll() {
   again = asking;
   if (asking || document.hidden) return;
   setAsking(true);
-  let wait = EVERY;
+  let wait = POLL_MS;
   try {
     state = await ask("state.json");
     await askForRuns();
     setText(at("gone"), "");
     if (state.reading) wait = 100;
-    else if (state.status === "finished") wait = SELDOM;
+    else if (state.status === "finished") wait = FINISHED_POLL_MS;
   } catch (error) {
     const lost = error instanceof TypeError || error.name === "TimeoutError";
-    setText(at("gone"), lost ? GONE : error.message);
+    setText(at("gone"), lost ? NO_ANSWER : error.message);
     setStatus("gone");
     shown = "";
-    wait = AGAIN;
+    wait = RETRY_MS;
   } finally {
     setAsking(false);
   }
@@ -78,7 +78,7 @@ async function askForRuns() {
   show();
 }
 
-// Until somebody chooses, the run that is shown is the one that runs, or the last that did.
+// Until the user selects a run, the page shows the current one, or the last one.
 function follow() {
   const known = state.runs.filter((run) => run.id != null);
   if (!known.some((run) => run.id === view.chosen)) view.followed = true;
@@ -101,7 +101,7 @@ function choose(id) {
   change();
 }
 
-// What the user has changed is shown at once, with what is known, and then asked for.
+// A change of the user is shown at once with the known data, and then requested.
 function change() {
   if (state) show();
   poll();
@@ -131,7 +131,7 @@ const people = (workers) => `${workers} worker${workers === 1 ? "" : "s"}`;
 
 function showHeader() {
   const { workload, metric, target, workers, place, folder } = state;
-  setText(at("title"), `${state.kind === "race" ? "Race" : "Training"}: ${workload ?? "not begun"}`);
+  setText(at("title"), `${state.kind === "race" ? "Race" : "Training"}: ${workload ?? "not started"}`);
   document.title = `${state.status} · ${workload ?? ""} · syncline watch`;
   const goal = target == null ? null : `target: validation ${metric} ${state.higher ? "≥" : "≤"} ${value(target)}`;
   setText(at("about"), [workers && people(workers), place, goal].filter(Boolean).join(" · "));
@@ -146,7 +146,7 @@ function showHeader() {
   setText(at("progress"), `${count(state.done)} of ${most}${count(state.total)} ${state.unit}`);
   const left = state.left == null ? "" : `${most}about ${roughly(state.left)} left`;
   setText(at("left"), state.reading ? "still reading the logs" : left);
-  const silence = `Nothing was written for ${duration(state.quiet)}: it computes long, hangs, or was killed.`;
+  const silence = `Nothing was written for ${duration(state.quiet)}: a long computation, a hang, or a killed run.`;
   fillList(at("notes"), [state.quiet == null ? "" : silence, state.reason, ...state.problems].filter(Boolean));
 }
 
@@ -160,7 +160,7 @@ function showTable(runs, styles) {
   table.show(runs, styles, state.target, view.chosen);
   const said = `Best validation ${state.metric} of each run, and ✓ how long it took to the target.`;
   setText(at("key"), `${said} Choose a run to see its ranks below.`);
-  fillList(at("skipped"), Object.entries(state.skipped).map(([name, why]) => `${name} is not in the race: ${why}`));
+  fillList(at("skipped"), Object.entries(state.skipped).map(([name, why]) => `${name} was skipped: ${why}`));
 }
 
 function showDetail() {
@@ -221,7 +221,7 @@ function setStatus(status) {
   pill.className = `pill ${status === "gone" ? "failed" : status}`;
 }
 
-// An element that can be empty is hidden while it is.
+// An empty element is hidden.
 function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
   if (element.id === "gone" || element.id === "reason") element.hidden = !text;
@@ -235,7 +235,7 @@ function fillList(list, texts) {
 }
 
 function begin() {
-  // The token is in a cookie now; the address bar and the history need not keep it.
+  // The token is in a cookie now, and is removed from the address bar and the history.
   history.replaceState(null, "", location.pathname);
   buttons(at("axis"), AXES, view.axis, (key) => (view.axis = key));
   buttons(at("kind"), KINDS, view.kind, (key) => (view.kind = key));

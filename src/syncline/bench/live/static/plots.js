@@ -1,6 +1,6 @@
-// All that is drawn. Plotly.react changes a plot in place; zoom stays until the axis is another one.
+// All plots. Plotly.react updates a plot in place; the zoom stays until the axis changes.
 
-import { duration } from "./words.js";
+import { duration } from "./phrases.js";
 
 const LIGHT = {
   ink: "#1a2027", grid: "#e3e7ec", soft: "#5b6672",
@@ -28,7 +28,7 @@ export function onThemeChange(act) {
   narrow.addEventListener("change", act);
 }
 
-// A colour for each entry, and another dash when colours begin again.
+// A colour for each entry, with another dash when the colours repeat.
 export function lineStyles(entries) {
   const { lines } = theme();
   const style = (index) => ({ color: lines[index % lines.length], dash: DASHES[Math.floor(index / lines.length) % 3] });
@@ -89,7 +89,7 @@ export function drawCurves(element, runs, curves, along, state, styles, chosen) 
   const x = axis(AXIS_TITLES[along], { rangemode: "tozero", ...(along === "bytes" ? si : {}) });
   const y = axis(`validation ${state.metric}`, log ? { type: "log" } : {});
   const more = { xaxis: x, yaxis: y, shapes, annotations: notes };
-  // An empty trace makes the target's line count for the range of the axis.
+  // An empty trace includes the line of the target in the range of the axis.
   const unseen = { mode: "markers", marker: { opacity: 0 }, hoverinfo: "skip" };
   if (target != null) traces.push({ type: "scatter", x: [0], y: [target], ...unseen });
   Plotly.react(element, traces, layout(narrow.matches ? 300 : 380, along, more), SETTINGS);
@@ -101,7 +101,7 @@ const rankName = (row, heat) => {
   return first === last ? String(first) : `${first}–${last}`;
 };
 
-// Ranks that are all alike are pale: hot is what stands out, not what is largest.
+// Equal ranks are pale: the colour shows differences, not absolute values.
 function hottest(rows) {
   const all = rows.flat().filter((seconds) => seconds != null).sort((a, b) => a - b);
   return Math.max(1e-9, all.at(-1) ?? 0, 2.5 * (all[all.length >> 1] ?? 0));

@@ -1,10 +1,10 @@
-// Entries × seeds. Cells are changed in place, so that a poll neither flickers nor takes the focus away.
+// Entries × seeds. Cells are updated in place, so that a poll neither flickers nor loses the focus.
 
-import { cell } from "./words.js";
+import { cell } from "./phrases.js";
 
 const column = (run) => (run.kind === "tuning" ? `rate × ${run.factor}` : `seed ${run.seed}`);
 
-// Runs that belong into one table: those of the race, of each number of workers, of tuning.
+// The tables: runs of the race, of each other number of workers, and of the tuning.
 export function groups(state) {
   const found = new Map();
   for (const run of state.runs) {
@@ -24,7 +24,7 @@ function element(name, text, className) {
   return made;
 }
 
-// A spec may break after a bracket, bar or comma, and nowhere else.
+// A spec may wrap only after a bracket, bar or comma.
 function breakable(text) {
   const parts = text.split(/(?<=[(|,])/);
   return parts.flatMap((part, index) => (index ? [element("wbr"), part] : [part]));

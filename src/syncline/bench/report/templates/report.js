@@ -25,7 +25,7 @@
   for (const table of document.querySelectorAll("table.sortable")) {
     const heads = [...table.tHead.rows[0].cells];
     heads.forEach((head, column) => {
-      head.dataset.label = head.textContent; // for paper, where a repeated head loses its buttons
+      head.dataset.label = head.textContent; // for print, where a repeated heading has no button
       const button = document.createElement("button");
       button.type = "button";
       button.append(...head.childNodes);
@@ -41,6 +41,6 @@
     });
   }
 
-  // What is folded away on a screen is part of the paper.
+  // Folded sections are printed.
   addEventListener("beforeprint", () => { for (const one of document.querySelectorAll("details")) one.open = true; });
 })();

@@ -1,4 +1,4 @@
-// Numbers as people read them. Nothing here knows the page.
+// Numbers as text. Independent of the page.
 
 export function duration(seconds) {
   if (seconds == null) return "";
@@ -11,7 +11,7 @@ export function duration(seconds) {
   return said.map(([number, unit]) => `${number} ${unit}`).join(" ");
 }
 
-// An estimate, no finer than it can be.
+// An estimate, rounded to its accuracy.
 export function roughly(seconds) {
   if (seconds < 90) return duration(Math.max(5, 5 * Math.round(seconds / 5)));
   return duration(60 * Math.round(seconds / 60));
@@ -25,9 +25,9 @@ export function count(number) {
   return number == null ? "?" : number.toLocaleString("en");
 }
 
-const WORDS = { interrupted: "stopped" };
+const STATUS_TEXTS = { interrupted: "stopped" };
 
-// A run's cell: its best value, how it is or when it got there, and the class of that.
+// A cell of the table: the best value, the status or the time to the target, and the CSS class.
 export function cell(run, target) {
   if (run.unread) return [value(run.best), "reading", "waiting"];
   if (run.excluded) return [value(run.best), "excluded", "excluded"];
@@ -41,5 +41,5 @@ export function cell(run, target) {
     const share = Math.min(99, Math.floor((100 * run.step) / run.steps));
     return [value(run.best), `running, ${share} %`, "running"];
   }
-  return [value(run.best), WORDS[run.status] ?? run.status, run.status];
+  return [value(run.best), STATUS_TEXTS[run.status] ?? run.status, run.status];
 }

@@ -1,0 +1,211 @@
+"""The contenders and the models of `syncline bench step`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as f
+from torch import Tensor, nn
+
+from syncline.codecs import Codec, build_codec, check_optimizer_momentum
+from syncline.collectives import build
+from syncline.collectives.run import Channel, allreduce
+from syncline.errors import IncompatibleError
+from syncline.reduction import COMPRESSED_COLLECTIVES
+from syncline.strategies import Run
+from syncline.training.distribute import distribute
+
+__all__ = [
+    "BASELINES",
+    "BENCH_MODELS",
+    "COMPUTE_ONLY",
+    "DDPS",
+    "HOROVOD",
+    "NO_CODEC",
+    "SYNCLINE",
+    "BenchModel",
+    "StepContender",
+    "contender_collective",
+    "ranks_agree",
+    "usage_per_step",
+]
+
+SYNCLINE = "syncline"
+"""Syncline, if no codec is compared."""
+NO_CODEC = "none"
+"""Syncline without a codec, if codecs are compared."""
+DDPS = frozenset({"ddp", "ddp-fp16"})
+"""DistributedDataParallel alone, and with torch's fp16 hook."""
+HOROVOD = "hvd"
+"""The same step with Horovod's API."""
+BASELINES = ("ddp", "ddp-fp16", HOROVOD)
+COMPUTE_ONLY = "alone"
+"""The same step on the same busy cores without communication: a lower bound for every codec."""
+MOMENTUM = 0.9
+
+
+class StepContender:
+    """A model and its optimizer; `options` are those of `distribute`."""
+
+    def __init__(self, name: str, model: nn.Module, options: Mapping[str, Any], broadcast_buffers: bool) -> None:
+        self.name = name
+        self.inner = self.model = model
+        codec = None if name in (SYNCLINE, NO_CODEC, COMPUTE_ONLY, *BASELINES) else build_codec(name)
+        self.optimizer: torch.optim.Optimizer
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=_momentum(codec))
+        self.run: Run | None = None
+        if name in DDPS:
+            from syncline.bench.baselines import ddp
+
+            self.model = ddp(model, broadcast_buffers, half=name == "ddp-fp16")
+        elif name == HOROVOD:
+            import syncline.compat.horovod.torch as hvd
+
+            hvd.init()
+            self.optimizer = hvd.DistributedOptimizer(self.optimizer, named_parameters=model.named_parameters())
+        elif name != COMPUTE_ONLY:
+            collective = contender_collective(options["collective"], dense=name == NO_CODEC)
+            self.run = distribute(model, self.optimizer, codec=codec, **{**options, "collective": collective})
+
+    def step(self, batch: tuple[Tensor, Tensor]) -> None:
+        x, y = batch
+        self.optimizer.zero_grad()
+        nn.functional.cross_entropy(self.model(x), y).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+
+    def usage(self) -> StepUsage:
+        """The counters of its run."""
+        if self.run is None:
+            return StepUsage(0.0, 0.0, 0.0)
+        stats = self.run.stats
+        return StepUsage(stats.bytes_wire, stats.codec_seconds, stats.exposed_seconds)
+
+    def close(self) -> None:
+        if self.run is not None:
+            self.run.close()
+
+
+def _momentum(codec: Codec | None) -> float:
+    """The optimizer's momentum: 0 if the codec has its own."""
+    try:
+        if codec is not None:
+            check_optimizer_momentum(codec, MOMENTUM)
+    except IncompatibleError:
+        return 0.0
+    return MOMENTUM
+
+
+@dataclass(frozen=True)
+class StepUsage:
+    """Bytes on the wire, and seconds of this rank."""
+
+    bytes_wire: float
+    codec_seconds: float
+    exposed_seconds: float
+
+
+def contender_collective(collective: str, dense: bool) -> str:
+    """The collective of a contender. A collective for payloads is replaced by `auto` if there is no codec.
+
+    >>> contender_collective("split", dense=False), contender_collective("split", dense=True)
+    ('split', 'auto')
+    """
+    return "auto" if dense and collective.split("(")[0].strip() in COMPRESSED_COLLECTIVES else collective
+
+
+def usage_per_step(channel: Channel, before: StepUsage, after: StepUsage, steps: int) -> dict[str, float]:
+    """The usage of one step, the maximum over the ranks. A collective call."""
+    names = ("bytes_wire", "codec_seconds", "exposed_seconds")
+    table = torch.tensor([(getattr(after, name) - getattr(before, name)) / steps for name in names]).double()
+    allreduce(channel, table, "max", build("allreduce", "recursive_doubling"))
+    return dict(zip(names, table.tolist(), strict=True))
+
+
+def ranks_agree(channel: Channel, parameters: Sequence[Tensor]) -> bool:
+    """True if all ranks have the same bits. A collective call."""
+    digest = hashlib.blake2b(digest_size=24)
+    for parameter in parameters:
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    own = torch.tensor(list(digest.digest()), dtype=torch.int32)
+    least, most = own.clone(), own.clone()
+    allreduce(channel, least, "min", build("allreduce", "recursive_doubling"))
+    allreduce(channel, most, "max", build("allreduce", "recursive_doubling"))
+    return torch.equal(least, most)
+
+
+@dataclass(frozen=True)
+class BenchModel:
+    """A model, and a function that draws a batch for it."""
+
+    about: str
+    model: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], tuple[Tensor, Tensor]]
+
+
+class ResidualBlock(nn.Module):
+    """Two convolutions and a shortcut."""
+
+    def __init__(self, inner: int, outer: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(inner, outer, 3, stride, 1, bias=False), nn.BatchNorm2d(outer), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(outer, outer, 3, 1, 1, bias=False), nn.BatchNorm2d(outer))
+        same = inner == outer and stride == 1
+        self.shortcut = nn.Identity() if same else nn.Conv2d(inner, outer, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return f.relu(self.second(self.first(x)) + self.shortcut(x))
+
+
+class ByteTransformer(nn.Module):
+    """A causal transformer over bytes, without dropout, because all contenders must compute the same."""
+
+    def __init__(self, layers: int = 4, width: int = 128, heads: int = 4, length: int = 64) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(256, width)
+        self.places = nn.Parameter(torch.zeros(length, width))
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        scores: Tensor = self.head(self.layers(self.tokens(x) + self.places, mask, is_causal=True))
+        return scores.transpose(1, 2)
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+
+
+def _resnet() -> nn.Module:
+    blocks = [
+        ResidualBlock(16, 16, 1),
+        ResidualBlock(16, 16, 1),
+        ResidualBlock(16, 32, 2),
+        ResidualBlock(32, 32, 1),
+        ResidualBlock(32, 64, 2),
+        ResidualBlock(64, 64, 1),
+    ]
+    stem = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+def _labelled(shape: tuple[int, ...]) -> Callable[[torch.Generator], tuple[Tensor, Tensor]]:
+    return lambda draw: (torch.randn(*shape, generator=draw), torch.randint(0, 10, (shape[0],), generator=draw))
+
+
+def _bytes(draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    text = torch.randint(0, 256, (16, 65), generator=draw)
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+BENCH_MODELS = {
+    # Small enough for a laptop, with different communication patterns.
+    "mlp": BenchModel("MLP 784-1024-1024-10, batch 64", _mlp, _labelled((64, 784))),
+    "resnet": BenchModel("ResNet-14 of width 16 on 32×32, batch 32", _resnet, _labelled((32, 3, 32, 32))),
+    "transformer": BenchModel("transformer, 4 layers of width 128, 16 × 64 bytes", ByteTransformer, _bytes),
+}

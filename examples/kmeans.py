@@ -7,7 +7,7 @@ syncline run --mpi -n 2 examples/kmeans.py
 import numpy as np
 
 import syncline as sl
-from syncline.strategies.onesided import KMeans, aggregate, asgd
+from syncline.solvers import KMeans, aggregate, asgd
 
 random = np.random.default_rng(0)
 centres = random.uniform(-10, 10, (20, 4))

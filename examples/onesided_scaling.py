@@ -17,9 +17,9 @@ import numpy as np
 
 import syncline as sl
 from syncline.bench.kmeans import Blobs
-from syncline.strategies.onesided import KMeans, Solution, aggregate, asgd
+from syncline.solvers import KMeans, Solution, aggregate, asgd
 from syncline.strategies.onesided.mailslots import is_whole, pack
-from syncline.strategies.onesided.step import Array, Part, step
+from syncline.strategies.onesided.update import Array, StateSlice, step
 
 
 def median_seconds(work: Callable[[], object], repeats: int = 300) -> float:
@@ -38,7 +38,7 @@ def message_seconds(state: Array) -> float:
     def work() -> None:
         message = pack(0, 1, 0, state)
         assert is_whole(message.copy())
-        step(state, 0.1 * state, 0.1, [Part(0, 2 * state)])
+        step(state, 0.1 * state, 0.1, [StateSlice(0, 2 * state)])
 
     return median_seconds(work) - median_seconds(lambda: step(state, 0.1 * state, 0.1, []))
 

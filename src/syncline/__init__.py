@@ -41,6 +41,7 @@ if _TYPE_CHECKING:
     )
     from syncline.optim import LAMB, LARS, cosine_decay, exponential_decay, scale_lr, step_decay, warmup
     from syncline.server import Client, Future, handler, store
+    from syncline.solvers import KMeans, LeastSquares, Logistic, Solution, aggregate, asgd
     from syncline.strategies import (
         BSP,
         EASGD,
@@ -62,7 +63,6 @@ if _TYPE_CHECKING:
         Steps,
         Strategy,
     )
-    from syncline.strategies.onesided import KMeans, LeastSquares, Logistic, Solution, aggregate, asgd
     from syncline.training.checkpoint import latest, load, save
     from syncline.training.distribute import distribute
     from syncline.transports import Link, Network, faults
@@ -179,7 +179,7 @@ _MODULES = (
     "optim",
     "server",
     "strategies",
-    "strategies.onesided",
+    "solvers",
     "training.checkpoint",
     "training.distribute",
     "world",

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from syncline.errors import SpecError, SynclineError
+from syncline.solvers import KMeans, Solution, aggregate, asgd
 from syncline.specs import Registry, Spec, nearest, parse
-from syncline.strategies.onesided import KMeans, Solution, aggregate, asgd
-from syncline.strategies.onesided.step import Array
+from syncline.strategies.onesided.update import Array
 from syncline.transports.base import format_bytes
 from syncline.workloads.base import check_number, check_whole
 from syncline.world import World, init

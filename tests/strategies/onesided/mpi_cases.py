@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 import syncline as sl
-from syncline.strategies.onesided import KMeans, OneSided, asgd
-from syncline.strategies.onesided.core import is_near
-from syncline.strategies.onesided.mailslots import Mailslots
-from syncline.strategies.onesided.step import step
+from syncline.solvers import KMeans, asgd
+from syncline.strategies.onesided import OneSided
+from syncline.strategies.onesided.mailslots import Mailslots, on_same_host
+from syncline.strategies.onesided.update import step
 from syncline.training.loop import train
 from syncline.training.settings import Settings
 from syncline.workloads import build
@@ -30,7 +30,7 @@ def tell(case: str, **told: Any) -> None:
 
 def deaf(world: sl.World) -> None:
     """Rank 1 computes for a second without a call of the library; meanwhile rank 0 puts a state into its slots."""
-    slots = Mailslots(world.transport, 1000, np.float64, near=is_near(world))
+    slots = Mailslots(world.transport, 1000, np.float64, same_host=on_same_host(world))
     token = torch.zeros(1)
     if world.rank == 0:
         world.transport.recv(token, 1).wait()
@@ -55,7 +55,7 @@ def deaf(world: sl.World) -> None:
 
 def torn(world: sl.World) -> None:
     """Rank 0 writes large states over each other while rank 1 reads them, until some were seen half written."""
-    slots = Mailslots(world.transport, LARGE, np.float64, buffers=1, near=is_near(world), piece=1 << 16)
+    slots = Mailslots(world.transport, LARGE, np.float64, buffers=1, same_host=on_same_host(world), chunk_bytes=1 << 16)
     begun = time.monotonic()
     if world.rank == 0:
         number = 0

@@ -10,7 +10,7 @@ import pytest
 
 import syncline as sl
 from syncline.strategies.onesided import mailslots
-from syncline.strategies.onesided.mailslots import HEADER, LINE, Mailslots, pack
+from syncline.strategies.onesided.mailslots import HEADER_BYTES, MAX_QUEUED_MESSAGES, Mailslots, pack
 from syncline.testing import hunt
 from syncline.transports import SingleTransport, Transport
 
@@ -33,7 +33,7 @@ def test_a_message_is_found_once() -> None:
     assert found.values.tolist() == list(range(SIZE))
     assert slots.collect() == []
     assert (slots.counts.sent, slots.counts.received, slots.counts.torn) == (1, 1, 0)
-    assert slots.counts.sent_bytes == HEADER + 8 * SIZE
+    assert slots.counts.sent_bytes == HEADER_BYTES + 8 * SIZE
     slots.close()
 
 
@@ -58,7 +58,7 @@ def test_an_unread_message_is_overwritten() -> None:
     slots.close()
 
 
-@pytest.mark.parametrize("cut", [4, 8, HEADER - 1, HEADER, HEADER + 8, HEADER + 8 * SIZE - 1])
+@pytest.mark.parametrize("cut", [4, 8, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 8, HEADER_BYTES + 8 * SIZE - 1])
 def test_a_message_that_is_half_there_is_torn_and_found_later(cut: int) -> None:
     slots = alone()
     old, new = pack(0, 1, 0, np.ones(SIZE)), pack(0, 2, 0, np.full(SIZE, 2.0))
@@ -82,7 +82,7 @@ def test_a_message_that_is_half_there_is_torn_and_found_later(cut: int) -> None:
 )
 def test_a_head_that_cannot_be_never_reads_out_of_bounds(sender: int, first: int, count: int) -> None:
     slots = alone()
-    mailslots.HEAD.pack_into(slots._slots[0].data, 4, sender, 1, first, count)
+    mailslots.MESSAGE_FIELDS.pack_into(slots._slots[0].data, 4, sender, 1, first, count)
     assert slots.collect() == []
     assert slots.counts.torn == 1
     slots.close()
@@ -105,14 +105,14 @@ def test_every_sender_has_a_slot_of_its_own_where_there_are_enough() -> None:
 def test_a_full_line_drops_and_never_waits() -> None:
     def case(world: sl.World) -> tuple[list[bool], float, int]:
         slots = Mailslots(world.transport, 1000, np.float64)
-        sent = [slots.post(np.zeros(1000), to=1) for _ in range(LINE + 3)] if world.rank == 0 else []
+        sent = [slots.post(np.zeros(1000), to=1) for _ in range(MAX_QUEUED_MESSAGES + 3)] if world.rank == 0 else []
         waited = world.runtime.now()
         slots.close()
         return sent, waited, slots.counts.dropped
 
     (sent, waited, dropped), _ = sl.simulate(case, 2, network=sl.Network(latency=1.0)).results
     assert waited == 0.0
-    assert sent == [True] * LINE + [False] * 3
+    assert sent == [True] * MAX_QUEUED_MESSAGES + [False] * 3
     assert dropped == 3
 
 
@@ -129,7 +129,7 @@ def test_other_engines_have_no_windows() -> None:
 
 def chatter(world: sl.World) -> tuple[int, int, int, int]:
     """All write into rank 0's only slot, in small pieces; how often it found something, torn, mixed, or an old one."""
-    slots = Mailslots(world.transport, SIZE, np.float64, buffers=1, piece=40)
+    slots = Mailslots(world.transport, SIZE, np.float64, buffers=1, chunk_bytes=40)
     found = mixed = again = 0
     seen: set[tuple[int, int]] = set()
     for number in range(STATES if world.rank else 5 * STATES):

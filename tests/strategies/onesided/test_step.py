@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from syncline.strategies.onesided.step import Array, Part, accepts, blend, step
+from syncline.strategies.onesided.update import Array, StateSlice, accepts, blend, step
 
 
 def one(remote: list[float]) -> tuple[float, list[bool]]:
     """w = 0, ε = 0.1, Δ = −1, and what others have left."""
-    after, accepted = step(np.zeros(1), np.array([-0.1]), 0.1, [Part(0, np.array([value])) for value in remote])
+    after, accepted = step(np.zeros(1), np.array([-0.1]), 0.1, [StateSlice(0, np.array([value])) for value in remote])
     return float(after[0]), accepted
 
 
@@ -32,7 +32,7 @@ def test_the_catch(remote: list[float], after: float, accepted: list[bool]) -> N
     assert taken == accepted
 
 
-def by_definition(state: Array, move: Array, pull: float, parts: list[Part]) -> Array:
+def by_definition(state: Array, move: Array, pull: float, parts: list[StateSlice]) -> Array:
     """The formulas as they are written."""
     total, count = state.copy(), np.ones(len(state))
     for part in parts:
@@ -52,7 +52,7 @@ def test_states_and_parts_follow_the_definition() -> None:
         parts = []
         for _ in range(random.integers(5)):
             first = int(random.integers(9))
-            parts.append(Part(first, random.normal(size=random.integers(1, 10 - first))))
+            parts.append(StateSlice(first, random.normal(size=random.integers(1, 10 - first))))
         after, taken = step(state, move, 0.2, parts)
         accepted += sum(taken)
         np.testing.assert_allclose(after, by_definition(state, move, 0.2, parts), rtol=1e-12)
@@ -61,17 +61,17 @@ def test_states_and_parts_follow_the_definition() -> None:
 
 def test_a_part_is_judged_by_its_own_elements_alone() -> None:
     state, move = np.zeros(2), np.array([-0.1, 100.0])
-    whole, half = Part(0, np.array([1.0, 1.0])), Part(0, np.array([1.0]))
+    whole, half = StateSlice(0, np.array([1.0, 1.0])), StateSlice(0, np.array([1.0]))
     assert not accepts(state, move, whole)
     assert accepts(state, move, half)
 
 
 def test_elements_that_nobody_sent_keep_their_own() -> None:
-    found = blend(np.array([1.0, 2.0, 3.0]), [Part(0, np.array([3.0])), Part(0, np.array([5.0, 6.0]))])
+    found = blend(np.array([1.0, 2.0, 3.0]), [StateSlice(0, np.array([3.0])), StateSlice(0, np.array([5.0, 6.0]))])
     assert found.tolist() == [3.0, 4.0, 3.0]
 
 
 def test_the_state_that_is_given_is_left_as_it_is() -> None:
     state = np.zeros(1)
-    step(state, np.array([-0.1]), 0.1, [Part(0, np.array([1.0]))])
+    step(state, np.array([-0.1]), 0.1, [StateSlice(0, np.array([1.0]))])
     assert state.tolist() == [0.0]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import syncline as sl
 from syncline.strategies import Strategy
 from syncline.strategies.onesided import OneSided
-from syncline.strategies.onesided.mailslots import LINE
-from syncline.strategies.onesided.run import OneSidedRun
+from syncline.strategies.onesided.mailslots import MAX_QUEUED_MESSAGES
+from syncline.strategies.onesided.strategy import OneSidedRun
 from syncline.testing.hunting import hunt, kill_soon
 from syncline.testing.strategies import StrategyContract, flat
 from syncline.training.loop import train
@@ -166,7 +166,7 @@ def test_workers_learn_from_each_other() -> None:
 def test_a_network_that_is_too_slow_drops_states() -> None:
     def case(world: sl.World) -> tuple[int, int]:
         model, optimizer, run = begin()
-        for _ in range(2 * LINE):
+        for _ in range(2 * MAX_QUEUED_MESSAGES):
             world.compute(1e-3)
             push(model, optimizer, -1.0)
         run.close()
@@ -174,7 +174,7 @@ def test_a_network_that_is_too_slow_drops_states() -> None:
 
     for sent, dropped in sl.simulate(case, 2, network=sl.Network(latency=1.0)).results:
         assert dropped > 0
-        assert sent + dropped == 2 * LINE
+        assert sent + dropped == 2 * MAX_QUEUED_MESSAGES
 
 
 @pytest.mark.parametrize(("latency", "age"), [(0.05, 1), (0.15, 2)])

@@ -1,54 +1,28 @@
-"""What `sl.asgd` can solve: a state vector, an update on a mini-batch, and a value over all samples.
-
-    Objective ── begin(data, random) ──► state              the first one, on rank 0
-        ├─ delta(state, batch)       ──► Δ                  w ← w − εΔ; the gradient, or what stands for it
-        └─ value(state, data)        ──► a number           mean over the samples, smaller is better
-
-Data is a tuple of arrays with the samples along the first dimension: (points,), or (inputs, targets).
-"""
+"""The objectives that come with the solvers: k-means, least squares and logistic regression."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 from syncline.errors import IncompatibleError, SpecError
-from syncline.strategies.onesided.step import Array
+from syncline.solvers.base import Data
+from syncline.strategies.onesided.update import Array
 
-__all__ = ["Data", "KMeans", "LeastSquares", "Logistic", "Objective", "as_data"]
+__all__ = ["KMeans", "LeastSquares", "Logistic"]
 
-Data = tuple[Array, ...]
-
-ROWS = 8192
-"""Samples that `KMeans.value` looks at together: their distances to all centres stay in the cache."""
-SEEDING, TRIALS = 50, 24
-"""Points for each centre among which k-means++ chooses the first ones, and how many it tries for the next."""
-
-
-class Objective(Protocol):
-    """A problem. States are flat arrays of float64."""
-
-    def begin(self, data: Data, random: np.random.Generator) -> Array:
-        """The state to start from."""
-        ...
-
-    def delta(self, state: Array, batch: Data) -> Array:
-        """The update's direction on a mini-batch: the state moves against it."""
-        ...
-
-    def value(self, state: Array, data: Data) -> float:
-        """The mean over the samples of what is minimised."""
-        ...
+ROWS_PER_CHUNK = 8192
+"""Samples that are processed together: their distances to all centres stay in the cache."""
+SEEDING_POINTS_PER_CENTRE, SEEDING_TRIALS = 50, 24
+"""Points for each centre among which k-means++ chooses, and the candidates for each next centre."""
 
 
 @dataclass(frozen=True)
 class KMeans:
     """k centres: f(c) = mean over x of min_j ‖x − c_j‖².
 
-    Δ_j = c_j − the mean of its points in the mini-batch, 0 where it has none: Newton's step for k-means (Bottou and
+    Δ_j = c_j − the mean of its points in the mini-batch, 0 if it has none: Newton's step for k-means (Bottou and
     Bengio 1995). The first centres are drawn by greedy k-means++ among rank 0's points.
 
     >>> points = np.array([[0.0], [1.0], [10.0], [11.0]])
@@ -70,7 +44,7 @@ class KMeans:
                 f"rank 0 has {len(points)} points and is to choose {self.k} centres among them: give it more points, "
                 "take fewer centres, or say where to start (start=…)"
             )
-        chosen = random.choice(len(points), min(len(points), SEEDING * self.k), replace=False)
+        chosen = random.choice(len(points), min(len(points), SEEDING_POINTS_PER_CENTRE * self.k), replace=False)
         return _plus_plus(points[chosen].astype(np.float64), self.k, random).reshape(-1)
 
     def delta(self, state: Array, batch: Data) -> Array:
@@ -84,8 +58,8 @@ class KMeans:
     def value(self, state: Array, data: Data) -> float:
         (points,) = data
         centres, total = state.reshape(self.k, -1), 0.0
-        for first in range(0, len(points), ROWS):
-            rows = points[first : first + ROWS]
+        for first in range(0, len(points), ROWS_PER_CHUNK):
+            rows = points[first : first + ROWS_PER_CHUNK]
             gaps = rows - centres[self.nearest(centres, rows)]
             total += float(np.einsum("ij,ij->", gaps, gaps))
         return total / len(points)
@@ -100,8 +74,8 @@ class KMeans:
     def sums(self, centres: Array, points: Array) -> tuple[Array, Array]:
         """For each centre the sum of the points that are nearest to it, and how many they are."""
         sums, counts = np.zeros(centres.shape), np.zeros(self.k, np.int64)
-        for first in range(0, len(points), ROWS):
-            rows = points[first : first + ROWS]
+        for first in range(0, len(points), ROWS_PER_CHUNK):
+            rows = points[first : first + ROWS_PER_CHUNK]
             owners = self.nearest(centres, rows)
             counts += np.bincount(owners, minlength=self.k)
             for column in range(rows.shape[1]):
@@ -157,23 +131,6 @@ class Logistic:
         return float(np.mean(np.logaddexp(0.0, scores) - targets * scores) + 0.5 * self.l2 * state @ state)
 
 
-def as_data(data: Any) -> Data:
-    """An array, a tensor or a tuple of them, as arrays of floats with equally many samples.
-
-    >>> [array.shape for array in as_data((torch.ones(3, 2), [1, 0, 1]))]
-    [(3, 2), (3,)]
-    """
-    given = data if isinstance(data, tuple) else (data,)
-    arrays = [np.asarray(each.detach().cpu().numpy() if isinstance(each, torch.Tensor) else each) for each in given]
-    made = tuple(each if each.dtype in (np.float32, np.float64) else each.astype(np.float64) for each in arrays)
-    lengths = [each.shape[0] if each.ndim else 0 for each in made]
-    if not lengths or min(lengths) < 1 or len(set(lengths)) > 1:
-        raise IncompatibleError(
-            f"the arrays of the data have {', '.join(map(str, lengths))} samples: give each equally many, at least one"
-        )
-    return made
-
-
 def _zeros(data: Data) -> Array:
     inputs = data[0]
     if len(data) != 2 or inputs.ndim != 2 or data[1].ndim != 1:
@@ -185,7 +142,7 @@ def _zeros(data: Data) -> Array:
 
 
 def _plus_plus(points: Array, k: int, random: np.random.Generator) -> Array:
-    """Greedy k-means++: of some points drawn by their squared distance, the one that leaves the least is next.
+    """Greedy k-means++: among points drawn by their squared distance, the next centre minimises the rest.
 
     Arthur, Vassilvitskii: k-means++, the advantages of careful seeding (2007).
     """
@@ -196,7 +153,7 @@ def _plus_plus(points: Array, k: int, random: np.random.Generator) -> Array:
     for number in range(1, k):
         total = gaps.sum()
         weights = gaps / total if total > 0 else np.full(len(points), 1 / len(points))
-        tried = points[random.choice(len(points), TRIALS, p=weights)]
+        tried = points[random.choice(len(points), SEEDING_TRIALS, p=weights)]
         squares = norms[:, None] - 2 * points @ tried.T + (tried**2).sum(axis=1)
         left = np.minimum(gaps[:, None], np.maximum(squares, 0.0))
         best = int(left.sum(axis=0).argmin())

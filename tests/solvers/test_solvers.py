@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import syncline as sl
-from syncline.strategies.onesided import KMeans, LeastSquares, Logistic, Solution, aggregate, asgd
-from syncline.strategies.onesided.core import Final, Options, agree
-from syncline.strategies.onesided.objectives import Data, Objective
-from syncline.strategies.onesided.step import Array
+from syncline.solvers import KMeans, LeastSquares, Logistic, Solution, aggregate, asgd
+from syncline.solvers.asgd import AsgdOptions, Final, agree
+from syncline.solvers.base import Data, Objective
+from syncline.strategies.onesided.update import Array
 
 TRUTH = np.array([1.0, -2.0, 0.5])
 NETWORK = sl.Network(latency=5e-5, bandwidth=1e9)
@@ -239,7 +239,7 @@ def test_an_aggregation_waits_for_the_slowest() -> None:
 )
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(sl.SpecError, match=message):
-        Options(**options)
+        AsgdOptions(**options)
 
 
 def test_data_that_cannot_be() -> None:

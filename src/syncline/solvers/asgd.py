@@ -1,9 +1,9 @@
-"""`sl.asgd`: k-means, regressions and other objectives by one-sided asynchronous SGD.
+"""`sl.solvers.asgd`: k-means, regressions and other objectives by one-sided asynchronous SGD.
 
     worker 0   Δ step put ·· Δ step put ·· Δ step put ·· ┐
-    worker 1   Δ  step  put ·· Δ  step  put ············ ┤ meet: the agreed state
+    worker 1   Δ  step  put ·· Δ  step  put ············ ┤ the agreed state
     worker 2   Δ step put ·· Δ step put ·· Δ step put ·· ┘
-                    ▲ looks into its own receive buffers; nobody waits for anybody before the end
+                    ▲ reads its own receive buffers; no worker waits for another before the end
 
 Keuper, Pfreundt: Asynchronous Parallel Stochastic Gradient Descent (2015); Balancing the Communication Load of
 Asynchronously Parallelized Machine Learning Algorithms (2015) for the size of the mini-batch.
@@ -19,27 +19,26 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from syncline.errors import DivergedError, IncompatibleError, SpecError
+from syncline.errors import DivergedError, SpecError
+from syncline.solvers.base import Data, Effort, Objective, Solution, conclude, first_state, own_share
 from syncline.specs import nearest
-from syncline.strategies.onesided.mailslots import Mailslots
-from syncline.strategies.onesided.objectives import Data, Objective, as_data
-from syncline.strategies.onesided.solution import Effort, Solution, conclude
-from syncline.strategies.onesided.step import Array, step
+from syncline.strategies.onesided.mailslots import Mailslots, on_same_host
+from syncline.strategies.onesided.update import Array, step
 from syncline.world import World, allgather, allreduce, broadcast, current_world
 
-__all__ = ["FINALS", "Final", "Options", "agree", "asgd", "first_state", "is_near", "own_share"]
+__all__ = ["FINALS", "AsgdOptions", "Final", "agree", "asgd"]
 
 Final = Literal["mean", "first", "best"]
 FINALS = ("mean", "first", "best")
-GROWTH, SHRINKING = 1.25, 0.9
-"""What the mini-batch is multiplied with while an earlier put is under way, and while none is."""
-JUDGED = 10_000
+BATCH_GROWTH, BATCH_SHRINKAGE = 1.25, 0.9
+"""Factors of the mini-batch size while an earlier put is in flight, and while none is."""
+COMPARED_SAMPLES = 10_000
 """Samples of each worker on which `final="best"` compares the states."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """How a worker goes about it."""
+class AsgdOptions:
+    """The options of `asgd`."""
 
     rate: float = 0.1
     rate_end: float | None = None
@@ -77,22 +76,22 @@ class Options:
     def rate_at(self, progress: float) -> float:
         """The step size when this share of the work is done: from `rate` to `rate_end` by equal factors.
 
-        >>> Options(rate=0.4, rate_end=0.1).rate_at(0.5)
+        >>> AsgdOptions(rate=0.4, rate_end=0.1).rate_at(0.5)
         0.2
         """
         end = self.rate if self.rate_end is None else self.rate_end
         return float(self.rate * (end / self.rate) ** min(progress, 1.0))
 
-    def next_batch(self, batch: int, under_way: int) -> int:
-        """The size of the next mini-batch: larger while puts are under way, smaller while none is, within its bounds.
+    def next_batch(self, batch: int, in_flight: int) -> int:
+        """The size of the next mini-batch: larger while puts are in flight, smaller while none is, within its bounds.
 
-        >>> adaptive = Options(batch=100, batch_most=400)
-        >>> adaptive.next_batch(100, under_way=1), adaptive.next_batch(400, under_way=2), adaptive.next_batch(200, 0)
+        >>> adaptive = AsgdOptions(batch=100, batch_most=400)
+        >>> adaptive.next_batch(100, in_flight=1), adaptive.next_batch(400, in_flight=2), adaptive.next_batch(200, 0)
         (125, 400, 180)
         """
         if self.batch_most is None:
             return self.batch
-        wanted = math.ceil(batch * GROWTH) if under_way else int(batch * SHRINKING)
+        wanted = math.ceil(batch * BATCH_GROWTH) if in_flight else int(batch * BATCH_SHRINKAGE)
         return min(max(wanted, self.batch), self.batch_most)
 
 
@@ -115,22 +114,21 @@ def asgd(
     seed: int = 0,
     cost: Callable[[int], float] | None = None,
 ) -> Solution:
-    """Minimise `objective` over the data of all workers, each at its own pace; the same solution on all of them.
+    """Minimise `objective` over the data of all workers, each at its own pace. All return the same solution.
 
-    Every worker calls it, on MPI, on the simulator or alone; other engines have no one-sided memory
-    (`UnsupportedError`). All give the same data, of which each takes its share, or with `split=False` its own.
+    Every worker calls it, on MPI, on the simulator or alone. Other backends have no one-sided memory
+    (`UnsupportedError`). All workers pass the same data, of which each uses its share, or with `split=False` their own.
 
-    A worker goes `epochs` times over its samples, or as far as it comes in `seconds`, in mini-batches of `batch`. The
-    step size goes from `rate` to `rate_end`, where that is given. After every `every` mini-batches it puts its state,
-    or a random contiguous `part` of it, into one of the `buffers` of a random other worker. With `batch_most` the
-    mini-batch grows by a quarter while an earlier put is still under way, and shrinks by a tenth while none is. At the
-    end all agree: on the `final` "mean" of the states, on that of the "first" worker (as in the paper), or on the
-    "best" one.
-    `cost` gives the seconds that a mini-batch of so many samples takes, where time is simulated: without it none passes
-    there, and nothing arrives before the end.
+    A worker reads its samples `epochs` times, or until `seconds` have passed, in mini-batches of `batch`. The step size
+    goes from `rate` to `rate_end`, if that is given. After every `every` mini-batches it puts its state, or a random
+    contiguous `part` of it, into one of the `buffers` of a random other worker. With `batch_most` the mini-batch grows
+    by a quarter while an earlier put is in flight, and shrinks by a tenth while none is. At the end the workers agree
+    on the `final` "mean" of the states, on that of the "first" worker (as in the paper), or on the "best" one.
+    `cost` gives the seconds of a mini-batch of so many samples in simulated time. Without it no time passes there, and
+    nothing arrives before the end.
 
     >>> import numpy as np, syncline as sl
-    >>> from syncline.strategies.onesided import KMeans
+    >>> from syncline.solvers import KMeans
     >>> points = np.random.default_rng(0).normal(size=(4000, 2)) + np.repeat([[0, 0], [9, 9]], 2000, axis=0)
     >>> def solve(world):
     ...     return asgd(KMeans(2), points, batch=50, cost=lambda samples: 1e-6 * samples)
@@ -138,7 +136,7 @@ def asgd(
     >>> round(found.value, 1), [effort.steps for effort in found.efforts], found.total("accepted") > 0
     (2.0, [20, 20, 20, 20], True)
     """
-    options = Options(
+    options = AsgdOptions(
         rate=rate,
         rate_end=rate_end,
         batch=batch,
@@ -157,8 +155,8 @@ def asgd(
     return _solve(objective, own, first_state(objective, own, start, seed, world), options, world)
 
 
-def _solve(objective: Objective, own: Data, state: Array, options: Options, world: World) -> Solution:
-    slots = Mailslots(world.transport, len(state), np.float64, options.buffers, near=is_near(world))
+def _solve(objective: Objective, own: Data, state: Array, options: AsgdOptions, world: World) -> Solution:
+    slots = Mailslots(world.transport, len(state), np.float64, options.buffers, same_host=on_same_host(world))
     worker = _Worker(world, objective, own, options, slots)
     state = worker.run(state)
     slots.close()
@@ -167,9 +165,9 @@ def _solve(objective: Objective, own: Data, state: Array, options: Options, worl
 
 
 class _Worker:
-    """One worker's loop."""
+    """The loop of one worker."""
 
-    def __init__(self, world: World, objective: Objective, own: Data, options: Options, slots: Mailslots) -> None:
+    def __init__(self, world: World, objective: Objective, own: Data, options: AsgdOptions, slots: Mailslots) -> None:
         self._world, self._objective, self._own, self._options, self._slots = world, objective, own, options, slots
         self._random = np.random.default_rng([options.seed, world.rank])
         self._order = np.empty(0, np.int64)
@@ -180,14 +178,14 @@ class _Worker:
         self._budget = max(1, round(options.epochs * len(own[0])))
 
     def run(self, state: Array) -> Array:
-        """Step until the work is done; the last state."""
+        """Step until the work is done. Returns the last state."""
         options, slots, now = self._options, self._slots, self._world.runtime.now
         begun = now()
         while (progress := self._progress(now() - begun)) < 1.0:
             batch = self._take()
             self._pass_time(len(batch[0]))
             rate = options.rate_at(progress)
-            with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is named below
+            with np.errstate(over="ignore", invalid="ignore"):  # a state that is not finite raises below
                 move = rate * self._objective.delta(state, batch)
                 state, accepted = step(state, move, rate, slots.collect())
             self._accepted += sum(accepted)
@@ -202,13 +200,13 @@ class _Worker:
                     remedy=f"lower the rate, which is {rate:g}",
                 )
             if self._steps % options.every == 0 and self._world.size > 1:
-                self._batch = options.next_batch(self._batch, slots.under_way)
+                self._batch = options.next_batch(self._batch, slots.in_flight)
                 self._send(state)
         self._seconds = now() - begun
         return state
 
     def effort(self) -> Effort:
-        """What it took."""
+        """The counts of this worker."""
         counts = self._slots.counts
         return Effort(
             steps=self._steps,
@@ -228,7 +226,7 @@ class _Worker:
         return done if self._options.seconds is None else max(done, elapsed / self._options.seconds)
 
     def _take(self) -> Data:
-        """The next mini-batch, in an order that is drawn anew for each time over the samples."""
+        """The next mini-batch. The order is drawn again for each pass over the samples."""
         if self._place >= len(self._order):
             self._order, self._place = self._random.permutation(len(self._own[0])), 0
         size = min(self._batch, self._budget - self._samples)
@@ -242,10 +240,10 @@ class _Worker:
         if cost is not None:
             self._world.compute(cost(samples))
         elif simulated:
-            self._world.compute(0.0)  # others have their turn
+            self._world.compute(0.0)  # let other simulated ranks run
 
     def _send(self, state: Array) -> None:
-        """Put the state, or a part of it, where one other worker finds it."""
+        """Put the state, or a part of it, into a buffer of one other worker."""
         rank, size = self._world.rank, self._world.size
         to = (rank + int(self._random.integers(1, size))) % size
         count = max(1, round(self._options.part * len(state)))
@@ -253,49 +251,8 @@ class _Worker:
         self._slots.post(state, to, first, count)
 
 
-def own_share(data: Any, world: World, split: bool) -> Data:
-    """This worker's samples: every p-th, or all that it gave."""
-    arrays = as_data(data)
-    if split and world.size > 1:
-        if len(arrays[0]) < world.size:
-            raise IncompatibleError(
-                f"{len(arrays[0])} samples are too few for {world.size} workers: give more, or start fewer (-n)"
-            )
-        return tuple(np.ascontiguousarray(each[world.rank :: world.size]) for each in arrays)
-    return arrays
-
-
-def is_near(world: World) -> bool:
-    """Whether all workers are processes of one host, whose windows are memory that they share."""
-    return not world.transport.timing.virtual and len(set(world.hosts)) == 1
-
-
-def first_state(objective: Objective, own: Data, start: Any, seed: int, world: World) -> Array:
-    """Rank 0's, on all workers."""
-    state = np.zeros(0)
-    if world.rank == 0:
-        given = start is not None
-        state = np.array(start, np.float64).reshape(-1) if given else objective.begin(own, np.random.default_rng(seed))
-    if world.size == 1:
-        return state
-    widths = [math.prod(each.shape[1:]) for each in own]
-    table = allgather(torch.tensor([[len(widths), sum(widths), len(state)]])).tolist()
-    check_widths(table)
-    return np.array(broadcast(torch.from_numpy(state if world.rank == 0 else np.zeros(table[0][2]))).numpy())
-
-
-def check_widths(table: list[list[int]]) -> None:
-    """Refuse workers whose samples look unlike those of rank 0: how many arrays, and numbers in a sample."""
-    for rank, row in enumerate(table):
-        if row[:2] != table[0][:2]:
-            raise IncompatibleError(
-                f"a sample of rank {rank} is {row[1]} numbers in {row[0]} arrays, one of rank 0 is {table[0][1]} in "
-                f"{table[0][0]}: give every worker the same kind of data"
-            )
-
-
 def agree(objective: Objective, own: Data, state: Array, final: Final, world: World) -> Array:
-    """One state out of all workers'."""
+    """One state from those of all workers."""
     mine = torch.from_numpy(state)
     if world.size == 1:
         return state
@@ -304,7 +261,7 @@ def agree(objective: Objective, own: Data, state: Array, final: Final, world: Wo
     if final == "first":
         return np.asarray(broadcast(mine.clone()).numpy())
     states = allgather(mine.view(1, -1)).numpy()
-    sample = tuple(each[:: max(1, len(each) // JUDGED)] for each in own)
+    sample = tuple(each[:: max(1, len(each) // COMPARED_SAMPLES)] for each in own)
     count = len(sample[0])
-    told = torch.tensor([count * objective.value(each, sample) for each in states], dtype=torch.float64)
-    return np.asarray(states[int(allreduce(told, op="sum").argmin())])
+    values = torch.tensor([count * objective.value(each, sample) for each in states], dtype=torch.float64)
+    return np.asarray(states[int(allreduce(values, op="sum").argmin())])

@@ -1,12 +1,12 @@
-"""The same objectives by aggregation, as a map-reduce program would: the baseline of one-sided SGD.
+"""The same objectives by aggregation, as in a map-reduce program: the baseline of one-sided SGD.
 
-    each round   map     every worker looks at all of its samples: sums, counts, a gradient
+    each round   map     every worker reads all of its samples: sums, counts, a gradient
                  reduce  one all-reduce
                  step    the same on every worker
 
-K-means is Lloyd's: c_j ← Σ its points / how many. Least squares takes one round: (Σ xxᵀ + n·l2·I) w = Σ xy. Logistic
-regression, and any other objective, is gradient descent with the gradient of all samples. Nobody goes on before the
-slowest. Chu et al.: Map-Reduce for Machine Learning on Multicore (2006).
+K-means is Lloyd's: c_j ← Σ its points / their number. Least squares takes one round: (Σ xxᵀ + n·l2·I) w = Σ xy.
+Logistic regression, and any other objective, is gradient descent with the gradient of all samples. Every round waits
+for the slowest worker. Chu et al.: Map-Reduce for Machine Learning on Multicore (2006).
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ import numpy as np
 import torch
 
 from syncline.errors import DivergedError, SpecError
-from syncline.strategies.onesided.core import first_state, own_share
-from syncline.strategies.onesided.objectives import Data, KMeans, LeastSquares, Objective
-from syncline.strategies.onesided.solution import Effort, Solution, conclude
-from syncline.strategies.onesided.step import Array
+from syncline.solvers.base import Data, Effort, Objective, Solution, conclude, first_state, own_share
+from syncline.solvers.objectives import KMeans, LeastSquares
+from syncline.strategies.onesided.update import Array
 from syncline.world import World, allreduce, current_world
 
 __all__ = ["aggregate"]
@@ -40,10 +39,10 @@ def aggregate(
     seed: int = 0,
     cost: Callable[[int], float] | None = None,
 ) -> Solution:
-    """Minimise `objective` over the data of all workers, in rounds that all take together.
+    """Minimise `objective` over the data of all workers, in synchronous rounds.
 
-    It ends after `iterations` rounds, or when a round moves the state by less than `tolerance` of its length. `rate` is
-    that of gradient descent. Every worker calls it, on any engine; the other arguments are those of `asgd`.
+    It ends after `iterations` rounds, or when a round changes the state by less than `tolerance` of its norm. `rate` is
+    that of gradient descent. Every worker calls it, on any backend. The other arguments are those of `asgd`.
 
     >>> import numpy as np, syncline as sl
     >>> inputs = np.random.default_rng(0).normal(size=(60, 2))
@@ -83,7 +82,7 @@ def aggregate(
 
 
 def _round(objective: Objective, state: Array, own: Data, rate: float, world: World) -> tuple[Array, int]:
-    """The next state, and how many bytes were reduced for it."""
+    """The next state, and the number of bytes that were reduced."""
     if isinstance(objective, KMeans):
         centres = state.reshape(objective.k, -1)
         sums, counts = objective.sums(centres, own[0])
@@ -107,5 +106,5 @@ def _sum(row: Array, world: World) -> Array:
 
 
 def _bytes(payload: int, workers: int) -> int:
-    """What a worker sends in an all-reduce of so many bytes, at the least: 2(p − 1)/p of them."""
+    """The least bytes that a worker sends in an all-reduce of so many bytes: 2(p − 1)/p of them."""
     return 2 * (workers - 1) * payload // workers

@@ -20,7 +20,7 @@ from syncline.environment import detect
 from syncline.errors import IncompatibleError
 from syncline.strategies import Run, Strategy, strategy_run
 from syncline.training.distribute import distribute
-from syncline.transports.store import find_place, meet
+from syncline.transports.store import find_rendezvous, open_store
 from syncline.workloads.base import batches as cut
 from syncline.workloads.digits import Digits
 from syncline.world import World
@@ -104,7 +104,7 @@ def large(world: World) -> dict[str, Any]:
 def slow(world: World) -> dict[str, float]:
     """Rank 1 begins backward only when rank 0 has been done with its own for a while."""
     environment = detect()
-    store = meet(environment, find_place(environment), 60.0)
+    store = open_store(environment, find_rendezvous(environment), 60.0)
     model, run = prepared("ddp")
     batch = batches(world, 1)[0]
     with run:

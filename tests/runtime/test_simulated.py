@@ -583,7 +583,7 @@ def test_a_second_control_c_ends_a_simulation_that_computes(monkeypatch: pytest.
         main: Any = threading.main_thread().ident
         signal.pthread_kill(main, signal.SIGINT)
         simulation: Any = world.transport
-        while not simulation.hub.kernel.stopping:
+        while not simulation.network.kernel.stopping:
             time.sleep(1e-3)
         signal.pthread_kill(main, signal.SIGINT)
         waited.append(ended.wait(30))

@@ -20,7 +20,7 @@ def test_on_the_simulator() -> None:
         Server(network_of(transport, workers=2, servers=1)).start().join()
 
     for seed in range(3):
-        run = sl.simulate(work, 2, aside=[served], seed=seed)
+        run = sl.simulate(work, 2, extra=[served], seed=seed)
         assert len(run.results[1]) == len(REASONS)
         mailbox: Any = sides[-1].mailbox
         assert mailbox._arrived == [], "what was refused stays queued"

@@ -215,7 +215,7 @@ def test_an_answer_that_did_not_come_is_never_acknowledged_and_lands_nowhere() -
         assert number in session.answers, "the server gave an answer's memory away that may still be sent"
         client.close()
 
-    sl.simulate(work, 2, aside=[watched], timeout=10.0)
+    sl.simulate(work, 2, extra=[watched], timeout=10.0)
 
 
 def test_an_answer_of_another_space_with_the_same_tags_is_not_taken() -> None:

@@ -98,7 +98,7 @@ def test_what_a_server_keeps_of_one_client_is_bounded() -> None:
                 world.compute(10.0)
             assert client.get()[0] == 30
 
-    sl.simulate(work, 2, aside=[watched])
+    sl.simulate(work, 2, extra=[watched])
     kept = watched.server.desk._sessions
     assert sum(len(each.answers) for each in kept.values()) <= 2 * protocol.SLOTS
     assert watched.transport.mailbox._waiting_bytes == 0
@@ -117,7 +117,7 @@ def test_a_client_of_ours_stays_within_its_window() -> None:
         client.close()
         return most
 
-    assert sl.simulate(work, 1, aside=[watched]).results[0] <= protocol.WINDOW + 1
+    assert sl.simulate(work, 1, extra=[watched]).results[0] <= protocol.WINDOW + 1
 
 
 def test_a_worker_that_runs_far_ahead_of_a_held_step_is_refused() -> None:

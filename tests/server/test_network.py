@@ -15,7 +15,7 @@ from syncline.server import __main__ as server_process
 from syncline.server import server
 from syncline.server.network import import_handlers, join_network, network_of, read_roles, server_network
 from syncline.transports import SingleTransport, Transport
-from syncline.world.simulation import Aside
+from syncline.world.simulation import ExtraProcess
 from tests.launching import launch, torch_variables
 from tests.server.network_cases import expected, serve, use
 
@@ -38,7 +38,7 @@ def test_servers_beside_the_ranks_of_a_simulation() -> None:
         assert network.dedicated
         serve(network)
 
-    run = sl.simulate(use, 3, aside=[served, served])
+    run = sl.simulate(use, 3, extra=[served, served])
     assert run.results == tuple(expected(rank, range(3, 5)) for rank in range(3))
 
 
@@ -60,7 +60,7 @@ def test_an_evaluator_beside_workers_that_serve() -> None:
         use(world)
         world.compute(1.0)
 
-    sl.simulate(work, 2, aside=[Aside(evaluate, "evaluator")])
+    sl.simulate(work, 2, extra=[ExtraProcess(evaluate, "evaluator")])
     assert seen == [1000.0]
 
 
@@ -151,7 +151,7 @@ def test_those_beside_the_ranks_stand_in_order() -> None:
         transport.recv(torch.zeros(1), None).wait(timeout=math.inf)
 
     with pytest.raises(sl.WorldError, match="beside the ranks are evaluator, server: servers come first"):
-        sl.simulate(server_network, 1, aside=[Aside(idle, "evaluator"), idle])
+        sl.simulate(server_network, 1, extra=[ExtraProcess(idle, "evaluator"), idle])
 
 
 def test_a_server_that_is_asked_to_end_says_goodbye_and_ends_by_the_signal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,7 +211,7 @@ def test_a_sub_master_sends_up_less_than_it_receives(synchronous: bool) -> None:
         client.close()
 
     aside: list[Callable[[Transport], None]] = [lambda channel: serve(network_of(channel, 8, 3))] * 3
-    found = sl.simulate(work, 8, aside=aside)
+    found = sl.simulate(work, 8, extra=aside)
     root, subs = 8, (9, 10)
     for sub in subs:
         children = range(4) if sub == subs[0] else range(4, 8)
@@ -251,7 +251,7 @@ def test_a_sub_master_whose_root_is_gone_says_so() -> None:
         tagged(Journal(), synchronous=True),
         WORKERS,
         faults=[Kill(4, at=1.15)],
-        aside=servers(3),
+        extra=servers(3),
         return_exceptions=True,
     )
     for error in found.results:
@@ -317,7 +317,7 @@ def test_every_update_counts_once(synchronous: bool, faults: tuple[Fault, ...]) 
 def test_every_update_counts_once_with_servers_of_their_own(synchronous: bool) -> None:
     for seed in range(SEEDS):
         journal = Journal()
-        found = sl.simulate(tagged(journal, synchronous), WORKERS, seed=seed, chaos=True, aside=servers(3 + seed % 2))
+        found = sl.simulate(tagged(journal, synchronous), WORKERS, seed=seed, chaos=True, extra=servers(3 + seed % 2))
         journal.check_end(found)
 
 
@@ -348,5 +348,5 @@ def test_a_killed_child_loses_nothing_that_was_acknowledged(synchronous: bool, d
         victim = victims[seed % len(victims)]
         faults = (Kill(victim, at=random.Random(seed).uniform(0.05, 3.0)), Slow((victim + 1) % WORKERS, 3.0))
         work = tagged(journal, synchronous, deaths=True)
-        found = sl.simulate(work, WORKERS, faults=faults, seed=seed, aside=servers(dedicated))
+        found = sl.simulate(work, WORKERS, faults=faults, seed=seed, extra=servers(dedicated))
         journal.check_end(found)

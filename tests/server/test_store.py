@@ -23,7 +23,7 @@ from syncline.server import (
     watch_space,
 )
 from syncline.transports import Transport
-from syncline.world.simulation import Aside
+from syncline.world.simulation import ExtraProcess
 
 
 @handler("largest_of_both")
@@ -31,12 +31,12 @@ def largest(weights: Tensor, values: Tensor, state: dict[str, Tensor]) -> None:
     torch.maximum(weights, values, out=weights)
 
 
-def serves(workers: int, servers: int, evaluators: int = 0) -> list[Aside | Callable[[Transport], Any]]:
+def serves(workers: int, servers: int, evaluators: int = 0) -> list[ExtraProcess | Callable[[Transport], Any]]:
     return [lambda transport: serve(network_of(transport, workers, servers, evaluators))] * servers
 
 
 def run(work: Callable[[sl.World], Any], workers: int = 3, servers: int = 0, **options: Any) -> tuple[Any, ...]:
-    return sl.simulate(work, workers, aside=serves(workers, servers), **options).results
+    return sl.simulate(work, workers, extra=serves(workers, servers), **options).results
 
 
 def done(future: Future) -> Tensor:
@@ -234,7 +234,7 @@ def test_observers_before_and_after_the_space_is_there() -> None:
         client.close()
         other.close()
 
-    sl.simulate(work, 2, aside=[Aside(evaluate, "evaluator")])
+    sl.simulate(work, 2, extra=[ExtraProcess(evaluate, "evaluator")])
     assert seen == {"first": 5, "values": [[6.0] * 5, [1.0, 1.0]]}
 
 

@@ -58,7 +58,7 @@ def test_what_was_sent_and_what_is_left_add_up(spec: str, keyed: bool) -> None:
         client.close()
         return found
 
-    total, sent, residual = sl.simulate(work, 1, aside=[kept]).results[0]
+    total, sent, residual = sl.simulate(work, 1, extra=[kept]).results[0]
     codec = build_codec(spec)
     assert codec is not None
     assert sent.any()
@@ -94,7 +94,7 @@ def test_answers_in_a_codec_follow_the_weights_and_both_ends_have_the_same_view(
         client.close()
         return errors
 
-    for errors in sl.simulate(work, 2, aside=[kept]).results:
+    for errors in sl.simulate(work, 2, extra=[kept]).results:
         assert errors[-1] < (0.5 if spec == "threshold(0.5)" else 1e-4)
 
 
@@ -162,7 +162,7 @@ def test_leaving_sends_the_rest() -> None:
         client.close()
         return found
 
-    assert sl.simulate(work, 2, aside=[Kept(2)]).results[0].tolist() == [2.0] * 4
+    assert sl.simulate(work, 2, extra=[Kept(2)]).results[0].tolist() == [2.0] * 4
 
 
 def test_key_lists_are_sent_once_and_found_again() -> None:
@@ -188,7 +188,7 @@ def test_key_lists_are_sent_once_and_found_again() -> None:
         client.close()
         return sent, total
 
-    sent, total = sl.simulate(work, 1, aside=[kept]).results[0]
+    sent, total = sl.simulate(work, 1, extra=[kept]).results[0]
     assert sent[0] > sent[1] + 2000
     assert sent[1] == sent[2]
     assert total.sum().item() == 6 * 334
@@ -211,7 +211,7 @@ def test_lists_that_were_forgotten_are_sent_again_though_nobody_waits_for_that_p
         client.close()
         return found.tolist()
 
-    assert sl.simulate(work, 1, aside=[kept]).results == ([2.0, 2.0],)
+    assert sl.simulate(work, 1, extra=[kept]).results == ([2.0, 2.0],)
 
 
 def test_bytes_are_counted_both_ways() -> None:

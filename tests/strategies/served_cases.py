@@ -11,11 +11,11 @@ from torch import Tensor, nn
 import syncline as sl
 from syncline.server import network_of, serve
 from syncline.transports import Transport
-from syncline.world.simulation import Aside
+from syncline.world.simulation import ExtraProcess
 from tests.strategies.cases import OPTIMIZERS, backward, flat, mlp
 
 
-def servers(workers: int, count: int, evaluators: int = 0) -> list[Aside | Callable[[Transport], Any]]:
+def servers(workers: int, count: int, evaluators: int = 0) -> list[ExtraProcess | Callable[[Transport], Any]]:
     """Dedicated servers, for `simulate(aside=…)`."""
     return [lambda channel: serve(network_of(channel, workers, count, evaluators))] * count
 
@@ -91,4 +91,4 @@ def step_tag(model: Tags, optimizer: torch.optim.Optimizer, worker: int, step: i
 def results(fn: Callable[[sl.World], Any], ranks: int, dedicated: int = 0, **options: Any) -> tuple[Any, ...]:
     """Of a simulation, with so many servers beside the workers; none: each worker is one."""
     aside: Sequence[Any] = servers(ranks, dedicated) if dedicated else ()
-    return sl.simulate(fn, ranks, aside=aside, **options).results
+    return sl.simulate(fn, ranks, extra=aside, **options).results

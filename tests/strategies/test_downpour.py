@@ -259,7 +259,7 @@ def test_the_rest_goes_on_without_a_killed_worker() -> None:
             WORKERS,
             faults=faults,
             seed=seed,
-            aside=servers(WORKERS, 2),
+            extra=servers(WORKERS, 2),
         )
         assert [found.results[rank] for rank in range(WORKERS) if rank not in found.killed] == [STEPS] * (
             WORKERS - len(found.killed)

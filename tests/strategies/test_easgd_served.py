@@ -17,7 +17,7 @@ from syncline.strategies.easgd import EASGD
 from syncline.testing import Pool
 from syncline.transports import Transport
 from syncline.transports.faults import Kill
-from syncline.world.simulation import Aside
+from syncline.world.simulation import ExtraProcess
 from tests.strategies.cases import backward, flat, mlp, on_gloo
 from tests.strategies.hunts.easgd_bowls import Bowl, bowls, distributed, reference, shown, step
 from tests.strategies.served_cases import results, servers
@@ -126,7 +126,7 @@ def test_the_rest_goes_on_without_a_killed_worker() -> None:
         run.close()
         return run.stats.steps, steps
 
-    found = sl.simulate(work, 3, faults=(Kill(1, at=4.5),), aside=servers(3, 1))
+    found = sl.simulate(work, 3, faults=(Kill(1, at=4.5),), extra=servers(3, 1))
     assert set(found.killed) == {1}
     for rank in (0, 2):
         steps, told = found.results[rank]
@@ -278,8 +278,8 @@ def test_who_only_watches_finds_the_centre() -> None:
         board.post("seen", [])
         board.close()
 
-    aside: list[Any] = [*servers(2, 1, evaluators=1), Aside(watch, "evaluator")]
-    found = sl.simulate(work, 2, aside=aside).results
+    aside: list[Any] = [*servers(2, 1, evaluators=1), ExtraProcess(watch, "evaluator")]
+    found = sl.simulate(work, 2, extra=aside).results
     assert seen == [found[0]]
 
 

@@ -20,7 +20,7 @@ from syncline.testing import hunt
 from syncline.transports import Transport
 from syncline.transports.faults import Fault, Kill, Slow
 from syncline.world import Simulation
-from syncline.world.simulation import Aside
+from syncline.world.simulation import ExtraProcess
 from tests.strategies.cases import OPTIMIZERS, backward, flat, mlp
 from tests.strategies.served_cases import Tags, apart, loss_of, results, servers, step_tag, together
 
@@ -326,8 +326,8 @@ def test_an_evaluator_watches_the_root_of_a_tree() -> None:
                 world.runtime.sleep(0.01)
         return weights
 
-    aside = [*servers(4, 3, evaluators=1), Aside(evaluate, role="evaluator")]
-    found = sl.simulate(work, 4, aside=aside).results
+    aside = [*servers(4, 3, evaluators=1), ExtraProcess(evaluate, role="evaluator")]
+    found = sl.simulate(work, 4, extra=aside).results
     assert all(torch.equal(seen[0], weights) for weights in found)
 
 
@@ -438,6 +438,6 @@ def test_a_killed_worker_holds_nobody_back(strategy: str) -> None:
         journal, victim = Journal(), seed % WORKERS
         faults = (Kill(victim, at=random.Random(seed).uniform(0.05, 3.0)), Slow((victim + 1) % WORKERS, 3.0))
         work = tagged(journal, strategy, None, deaths=True)
-        found = sl.simulate(work, WORKERS, faults=faults, seed=seed, aside=servers(WORKERS, 3))
+        found = sl.simulate(work, WORKERS, faults=faults, seed=seed, extra=servers(WORKERS, 3))
         assert found.killed == (victim,)
         journal.check_end(found)

@@ -17,7 +17,7 @@ from syncline.strategies.bsp import BSP
 from syncline.strategies.key_map import KeyMap
 from syncline.transports import Transport
 from syncline.transports.faults import Kill
-from syncline.world.simulation import Aside
+from syncline.world.simulation import ExtraProcess
 from tests.strategies.cases import OPTIMIZERS, backward, flat, mlp
 from tests.strategies.served_cases import Tags, apart, batch, loss_of, results, servers, step_tag
 
@@ -263,8 +263,8 @@ def test_somebody_who_takes_no_steps_watches() -> None:
                 world.runtime.sleep(0.01)
         return model
 
-    aside = [*servers(2, 1, evaluators=1), Aside(evaluate, role="evaluator")]
-    trained = sl.simulate(work, 2, aside=aside).results[0]
+    aside = [*servers(2, 1, evaluators=1), ExtraProcess(evaluate, role="evaluator")]
+    trained = sl.simulate(work, 2, extra=aside).results[0]
     for name, parameter in seen[0].named_parameters():
         if name != "2.weight":  # frozen: it is each model's own
             assert torch.equal(parameter, trained.get_parameter(name)), name
@@ -410,7 +410,7 @@ def test_the_rest_goes_on_with_servers_of_their_own(strategy: str) -> None:
     def pace(rank: int, step: int) -> float:
         return 1.0
 
-    found = sl.simulate(apart("momentum", strategy, 12, pace), 3, faults=(Kill(1, at=4.5),), aside=servers(3, 2))
+    found = sl.simulate(apart("momentum", strategy, 12, pace), 3, faults=(Kill(1, at=4.5),), extra=servers(3, 2))
     assert found.killed == (1,)
     assert all(isinstance(found.results[rank], Tensor) for rank in (0, 2))
 

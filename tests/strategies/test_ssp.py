@@ -71,7 +71,7 @@ def test_a_killed_worker_holds_nobody_back() -> None:
             WORKERS,
             faults=faults,
             seed=seed,
-            aside=servers(WORKERS, 2),
+            extra=servers(WORKERS, 2),
         )
         assert found.killed == (seed % WORKERS,)
         assert all(isinstance(found.results[rank], float) for rank in range(WORKERS) if rank not in found.killed)

@@ -41,7 +41,7 @@ def simulate(strategy: str, folder: Path, ranks: int = WORKERS, faults: Any = ()
 
     shared = strategy == "hogwild"
     network = sl.Network(ranks_per_host=ranks, inside=sl.Link(latency=1e-6, bandwidth=1e10)) if shared else sl.Network()
-    return sl.simulate(work, ranks, network, faults, aside=[] if shared else servers(ranks, 1))
+    return sl.simulate(work, ranks, network, faults, extra=[] if shared else servers(ranks, 1))
 
 
 def steps_saved(folder: Path) -> list[int]:

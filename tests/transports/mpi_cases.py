@@ -323,10 +323,10 @@ def loses(transport: MpiTransport, report: Report) -> None:
 def leaves(transport: MpiTransport, report: Report) -> None:
     """Rank 0 waits long, and says so; then rank 1 ends early by sys.exit(3), of which nobody is told."""
     engine = transport.engine
-    engine.warn_after = 0.05
+    engine.warn_after_s = 0.05
     if transport.rank == 1:
         transport.recv(torch.zeros(1), 0).wait()
-        engine.last_patience = 1.0
+        engine.exit_timeout_s = 1.0
         sys.exit(3)
     with pytest.raises(PeerLostError):
         transport.recv(torch.zeros(1), 1, 4).wait(timeout=0.2)
@@ -334,7 +334,7 @@ def leaves(transport: MpiTransport, report: Report) -> None:
     with pytest.raises(PeerLostError):
         transport.native.allreduce(torch.ones(3), "sum").wait(timeout=0.2)
     transport.send(torch.ones(1), 1).wait()
-    engine.warn_after = 10 * TIMEOUT  # what follows is rank 1's to tell
+    engine.warn_after_s = 10 * TIMEOUT  # what follows is rank 1's to tell
     transport.recv(torch.zeros(1), 1).wait(timeout=10 * TIMEOUT)
 
 
@@ -417,7 +417,7 @@ def be_late(environment: Environment) -> float:
     if environment.rank == 1:
         load(environment).COMM_WORLD.recv(source=0)
     module: Any = sys.modules["syncline.transports.mpi.connect"]
-    module.WARN_AFTER = 0.05
+    module.WARN_AFTER_S = 0.05
     return 0.2
 
 

@@ -9,7 +9,7 @@ import torch
 
 import syncline as sl
 from syncline.transports import Transport
-from syncline.world.simulation import Aside
+from syncline.world.simulation import ExtraProcess
 
 
 def echo(transport: Transport) -> None:
@@ -39,7 +39,7 @@ def test_ranks_reach_those_beside_them_and_count_only_themselves() -> None:
         total = sl.allreduce(torch.ones(1), op="sum")
         return world.size, float(total), ask(world, 3), ask(world, 4)
 
-    run = sl.simulate(work, 3, aside=[echo, echo])
+    run = sl.simulate(work, 3, extra=[echo, echo])
     assert run.results == tuple((3, 3.0, 10.0 * rank + 3, 10.0 * rank + 4) for rank in range(3))
 
 
@@ -56,7 +56,7 @@ def test_roles_of_those_beside_are_known() -> None:
     def work(world: sl.World) -> tuple[str, ...]:
         return world.transport.extra_roles
 
-    assert sl.simulate(work, 1, aside=[echo, Aside(echo, "evaluator")]).results == (("server", "evaluator"),)
+    assert sl.simulate(work, 1, extra=[echo, ExtraProcess(echo, "evaluator")]).results == (("server", "evaluator"),)
 
 
 def test_one_beside_the_ranks_may_be_killed_and_slowed() -> None:
@@ -66,7 +66,7 @@ def test_one_beside_the_ranks_may_be_killed_and_slowed() -> None:
             ask_for_ever(world, 2)
         return world.runtime.now(), world.lost, world.job_channel.lost()
 
-    run = sl.simulate(work, 2, faults=[sl.faults.Kill(2, at=1.0)], aside=[echo])
+    run = sl.simulate(work, 2, faults=[sl.faults.Kill(2, at=1.0)], extra=[echo])
     assert run.killed == (2,)
     for now, lost, wide_lost in run.results:
         assert now >= 1.0
@@ -78,8 +78,8 @@ def test_one_beside_the_ranks_may_be_killed_and_slowed() -> None:
             ask(world, 1)
 
     network = sl.Network(latency=0.0, bandwidth=1000.0)
-    quick = sl.simulate(timed, 1, network=network, aside=[echo]).time
-    slow = sl.simulate(timed, 1, network=network, aside=[echo], faults=[sl.faults.Slow(1, 10.0)]).time
+    quick = sl.simulate(timed, 1, network=network, extra=[echo]).time
+    slow = sl.simulate(timed, 1, network=network, extra=[echo], faults=[sl.faults.Slow(1, 10.0)]).time
     assert slow > 2 * quick
 
 
@@ -89,7 +89,7 @@ def test_what_one_beside_the_ranks_raises_is_raised() -> None:
         raise ValueError("the server broke")
 
     with pytest.raises(ValueError, match="the server broke") as caught:
-        sl.simulate(lambda world: ask(world, 1), 1, aside=[broken])
+        sl.simulate(lambda world: ask(world, 1), 1, extra=[broken])
     assert "rank 1 (aside)" in "".join(getattr(caught.value, "__notes__", []))
 
 
@@ -97,7 +97,7 @@ def test_the_simulation_ends_with_the_ranks() -> None:
     def busy(transport: Transport) -> None:
         transport.runtime.sleep(1e9)
 
-    assert sl.simulate(lambda world: world.compute(2.0), 2, aside=[busy]).time == 2.0
+    assert sl.simulate(lambda world: world.compute(2.0), 2, extra=[busy]).time == 2.0
 
 
 def test_a_deadlock_names_those_beside_too() -> None:
@@ -106,7 +106,7 @@ def test_a_deadlock_names_those_beside_too() -> None:
         transport.recv(torch.zeros(1), 0, 99).wait(timeout=math.inf)
 
     with pytest.raises(sl.DeadlockError, match=r"rank 1 \(aside\) waits .* from rank 0 \(tag 99") as caught:
-        sl.simulate(lambda world: ask(world, 1), 1, aside=[silent])
+        sl.simulate(lambda world: ask(world, 1), 1, extra=[silent])
     assert "rank 0 (main) waits" in str(caught.value)
 
 
@@ -114,7 +114,7 @@ def test_the_same_seed_gives_the_same_run_with_members_beside() -> None:
     def work(world: sl.World) -> list[float]:
         return [ask(world, 2 + number % 2) + float(torch.rand(1)) for number in range(5)]
 
-    runs = [sl.simulate(work, 2, aside=[echo, echo], seed=5, chaos=True) for _ in range(2)]
+    runs = [sl.simulate(work, 2, extra=[echo, echo], seed=5, chaos=True) for _ in range(2)]
     assert runs[0].results == runs[1].results
     assert runs[0].messages == runs[1].messages
 

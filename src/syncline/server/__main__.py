@@ -64,7 +64,7 @@ def _join_mpi(over: Any) -> ServerNetwork:
         over()
         transport.abort()
 
-    transport.engine.end_with_the_others(end)
+    transport.engine.exit_with_others(end)
     return network_of(transport, roles.workers, roles.servers)
 
 

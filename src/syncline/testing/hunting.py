@@ -9,7 +9,7 @@ from syncline.transports import Network, Transport
 from syncline.transports.faults import Fault
 from syncline.transports.simulated import kill_rank
 from syncline.world import Simulation, World, simulate
-from syncline.world.simulation import Aside
+from syncline.world.simulation import ExtraProcess
 
 __all__ = ["hunt", "hunt_cases", "kill_soon"]
 
@@ -24,7 +24,7 @@ def hunt(
     invariant: Callable[[Simulation], object] = lambda simulation: None,
     timeout: float = 60.0,
     return_exceptions: bool = False,
-    aside: Sequence[Aside | Callable[[Transport], Any]] = (),
+    aside: Sequence[ExtraProcess | Callable[[Transport], Any]] = (),
 ) -> int:
     """Run `fn` in chaos mode for every seed and check `invariant` (which raises when it is broken) on the outcome.
 
@@ -50,7 +50,7 @@ def hunt(
                 chaos=True,
                 timeout=timeout,
                 return_exceptions=return_exceptions,
-                aside=aside,
+                extra=aside,
             )
         )
 

@@ -12,19 +12,19 @@ from syncline.transports.base import (
     Window,
 )
 from syncline.transports.network import Link, Network
-from syncline.transports.simulated import Hub, Message, SimulatedTransport
+from syncline.transports.simulated import Message, SimulatedNetwork, SimulatedTransport
 from syncline.transports.single import SingleTransport
 
 __all__ = [
     "BytesHandle",
     "Handle",
-    "Hub",
     "Link",
     "Message",
     "NativeCollectives",
     "Network",
     "Op",
     "RequestListener",
+    "SimulatedNetwork",
     "SimulatedTransport",
     "SingleTransport",
     "Timing",

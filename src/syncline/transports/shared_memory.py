@@ -1,8 +1,8 @@
-"""One piece of memory that processes of one host all see.
+"""Memory that several processes of one host share.
 
-Rank 0 makes a file without a name (`memfd_create`) and tells the others where its process holds it; each maps it, and
-says so. It never has a name, so that nothing is left of it however the processes end, and the size of /dev/shm, which
-is small in containers, is no limit.
+Rank 0 makes a file without a name (`memfd_create`) and sends its descriptor to the others; each maps it and confirms.
+Without a name nothing is left of it however the processes end, and the size of /dev/shm, which is small in containers,
+is no limit.
 
     rank 0   memfd ── offer (process, descriptor, bytes, nonce) ─►  rank r   opens /proc/<process>/fd/<descriptor>
              verdict of all ◄─ whether it has it ─────────────────           and compares the nonce
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 __all__ = ["share_memory"]
 
-NAME = "syncline-shared"
-NONCE = 16
+MEMFD_NAME = "syncline-shared"
+NONCE_BYTES = 16
 OFFER = struct.Struct("<4sqqq16s")
 """Magic, process, descriptor, bytes with the nonce behind them, the nonce."""
 MAGIC = b"slsm"
-ALL_HAVE_IT = -1
+NO_FAILURE = -1
 
 
 def share_memory(transport: Transport, numel: int, dtype: torch.dtype) -> Tensor:
-    """`numel` elements that every rank of `transport` reads and writes, zeroed; made by all ranks together.
+    """Allocate `numel` zeroed elements that every rank of `transport` reads and writes. All ranks call it together.
 
-    Raises on all of them alike where a rank cannot reach the memory: it lives on another host, or in another container.
+    It raises on all ranks if one cannot reach the memory: that rank runs on another host or in another container.
     """
     if numel < 0:
         raise WorldError(f"shared memory of {numel} elements cannot be")
@@ -47,22 +47,22 @@ def share_memory(transport: Transport, numel: int, dtype: torch.dtype) -> Tensor
         return torch.zeros(numel, dtype=dtype)
     descriptor = _make(transport, nbytes) if transport.rank == 0 else _join(transport, nbytes)
     try:
-        with_nonce = mmap.mmap(descriptor, nbytes + NONCE)
+        with_nonce = mmap.mmap(descriptor, nbytes + NONCE_BYTES)
     finally:
-        os.close(descriptor)  # the mapping holds the memory from here on
+        os.close(descriptor)  # the mapping keeps the memory alive
     return torch.frombuffer(with_nonce, dtype=dtype, count=numel) if numel else torch.zeros(0, dtype=dtype)
 
 
 def _make(transport: Transport, nbytes: int) -> int:
-    nonce = secrets.token_bytes(NONCE)
+    nonce = secrets.token_bytes(NONCE_BYTES)
     descriptor = _nameless(nbytes, nonce)
-    offer = OFFER.pack(MAGIC, os.getpid(), descriptor, nbytes + NONCE, nonce)
+    offer = OFFER.pack(MAGIC, os.getpid(), descriptor, nbytes + NONCE_BYTES, nonce)
     others = range(1, transport.size)
     _send(transport, others, offer if descriptor >= 0 else bytes(OFFER.size))
     answers = [(rank, _receive(transport, rank, 1) == b"\1") for rank in others]
-    failed = next((rank for rank, good in answers if not good), ALL_HAVE_IT) if descriptor >= 0 else 0
+    failed = next((rank for rank, good in answers if not good), NO_FAILURE) if descriptor >= 0 else 0
     _send(transport, others, struct.pack("<q", failed))
-    if failed != ALL_HAVE_IT:
+    if failed != NO_FAILURE:
         if descriptor >= 0:
             os.close(descriptor)
         raise _refusal(transport, failed, nbytes)
@@ -70,12 +70,12 @@ def _make(transport: Transport, nbytes: int) -> int:
 
 
 def _nameless(nbytes: int, nonce: bytes) -> int:
-    """A descriptor of a file without a name; -1 where the system has none, or no memory for it."""
+    """A descriptor of a file without a name; -1 if the system has none, or not enough memory."""
     if not hasattr(os, "memfd_create"):
         return -1
-    descriptor = os.memfd_create(NAME)
+    descriptor = os.memfd_create(MEMFD_NAME)
     try:
-        os.posix_fallocate(descriptor, 0, nbytes + NONCE)  # memory that is not there is told now, not by SIGBUS later
+        os.posix_fallocate(descriptor, 0, nbytes + NONCE_BYTES)  # missing memory is reported now, not by SIGBUS later
         os.pwrite(descriptor, nonce, nbytes)
     except OSError:
         os.close(descriptor)
@@ -88,7 +88,7 @@ def _join(transport: Transport, nbytes: int) -> int:
     descriptor = _open(offer, nbytes)
     _send(transport, [0], b"\1" if descriptor >= 0 else b"\0")
     (failed,) = struct.unpack("<q", _receive(transport, 0, 8))
-    if failed != ALL_HAVE_IT or descriptor < 0:
+    if failed != NO_FAILURE or descriptor < 0:
         if descriptor >= 0:
             os.close(descriptor)
         raise _refusal(transport, max(0, failed), nbytes)
@@ -96,19 +96,19 @@ def _join(transport: Transport, nbytes: int) -> int:
 
 
 def _open(offer: bytes, nbytes: int) -> int:
-    """The offered memory, or -1 where this process does not see it, or sees something else in its place."""
+    """The descriptor of the offered memory; -1 if this process does not see it, or sees another file there."""
     magic, process, held, length, nonce = OFFER.unpack(offer)
-    if magic != MAGIC or process < 1 or held < 0 or length != nbytes + NONCE:
+    if magic != MAGIC or process < 1 or held < 0 or length != nbytes + NONCE_BYTES:
         return -1
     path = f"/proc/{process}/fd/{held}"
     try:
-        # In another container the same numbers may mean a pipe, whose opening would wait.
-        if not os.readlink(path).startswith(f"/memfd:{NAME}"):
+        # In another container the same numbers may name a pipe, and opening a pipe would wait.
+        if not os.readlink(path).startswith(f"/memfd:{MEMFD_NAME}"):
             return -1
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return -1
-    if os.fstat(descriptor).st_size == length and os.pread(descriptor, NONCE, nbytes) == nonce:
+    if os.fstat(descriptor).st_size == length and os.pread(descriptor, NONCE_BYTES, nbytes) == nonce:
         return descriptor
     os.close(descriptor)
     return -1

@@ -1,4 +1,4 @@
-"""The simulator's network, and the transport each virtual rank has on it."""
+"""The simulator's network, and the transport of each virtual rank on it."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from syncline.transports.faults import Delay, Drop, Duplicate, Fault, Kill, Part
 from syncline.transports.messages import Mailbox, MailboxHandle, channel_closed, tag_name
 from syncline.transports.network import Network
 
-__all__ = ["Hub", "Message", "SimulatedTransport", "wide_channel"]
+__all__ = ["Message", "SimulatedNetwork", "SimulatedTransport", "VirtualTiming", "job_channel", "kill_rank"]
 
-WIDE = ("wide",)
-"""The key of the channel that reaches all members of a hub, those beside the world too."""
+JOB_CHANNEL = ("job",)
+"""The key of the channel of all processes: the ranks of the world and the extra ones."""
 MAX_KEPT_CALLS = 1024
-"""Number of latest collectives of a channel whose calls are kept. A rank further behind is not compared."""
+"""Number of collectives of a channel whose calls are stored. A rank further behind is not compared."""
 RETRY_AFTER_S = 0.05
 """Seconds after which a lossy message is sent again, if the network drops messages."""
 
 
 class Message(NamedTuple):
-    """A message that arrived: who, what, when (virtual seconds)."""
+    """A message that arrived; times in virtual seconds."""
 
     source: int
     to: int
@@ -54,7 +54,7 @@ class Message(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class _Flight:
+class _MessageInFlight:
     tag: int
     nbytes: int
     sent: float
@@ -62,62 +62,62 @@ class _Flight:
     land: Callable[[], None]
 
 
-class _Wire:
-    """The connection from one rank to another, and the messages on it, in the order in which they were sent."""
+class _DirectedLink:
+    """The connection from one rank to another, with its messages in the order of sending."""
 
-    __slots__ = ("alpha", "beta", "hub", "landing", "last_head", "source", "to", "transit")
+    __slots__ = ("alpha", "beta", "landing", "last_head", "network", "source", "to", "transit")
 
-    def __init__(self, hub: Hub, source: int, to: int) -> None:
-        self.hub, self.source, self.to = hub, source, to
-        link = hub.network.link(source, to)
+    def __init__(self, network: SimulatedNetwork, source: int, to: int) -> None:
+        self.network, self.source, self.to = network, source, to
+        link = network.model.link(source, to)
         self.alpha, self.beta = link.latency, 1.0 / link.bandwidth
         self.last_head = 0.0
-        self.transit: deque[_Flight] = deque()
-        self.landing: deque[_Flight] = deque()
+        self.transit: deque[_MessageInFlight] = deque()
+        self.landing: deque[_MessageInFlight] = deque()
 
     def arrive(self) -> None:
-        """The first byte is at the receiver's port.
+        """The first byte has reached the receiver's port.
 
         Handles the earliest message sent, because in chaos mode the entries fire in any order.
         """
-        hub, to = self.hub, self.to
-        flight = self.transit.popleft()
-        free = hub.in_free[to]
-        start = flight.head if flight.head > free else free
-        held = hub.network.per_message + flight.nbytes * self.beta
-        if hub.uneven:
-            held *= hub.slowness(to)
-        flight.head = hub.in_free[to] = start + held
-        self.landing.append(flight)
-        hub.kernel.schedule_at(flight.head, self.land)
+        network, to = self.network, self.to
+        message = self.transit.popleft()
+        free = network.in_free[to]
+        start = message.head if message.head > free else free
+        held = network.model.per_message + message.nbytes * self.beta
+        if network.uneven:
+            held *= network.slowness(to)
+        message.head = network.in_free[to] = start + held
+        self.landing.append(message)
+        network.kernel.schedule_at(message.head, self.land)
 
     def land(self) -> None:
-        """The last byte is there."""
-        hub = self.hub
-        flight, now = self.landing.popleft(), hub.kernel.now
-        assert now >= flight.head, "a message was about to be seen before its virtual arrival"
-        if self.to not in hub.gone:
-            hub.messages.append(Message(self.source, self.to, flight.tag, flight.nbytes, flight.sent, now))
-            flight.land()
+        """The last byte has arrived."""
+        network = self.network
+        message, now = self.landing.popleft(), network.kernel.now
+        assert now >= message.head, "a message was about to be seen before its virtual arrival"
+        if self.to not in network.gone:
+            network.messages.append(Message(self.source, self.to, message.tag, message.nbytes, message.sent, now))
+            message.land()
 
 
-class Hub:
-    """The wires: ports, messages in flight, and who is still there."""
+class SimulatedNetwork:
+    """The state of the simulated network: ports, messages in flight, and the ranks that have ended."""
 
-    def __init__(self, kernel: Kernel, size: int, network: Network, faults: Sequence[Fault] = ()) -> None:
+    def __init__(self, kernel: Kernel, size: int, model: Network, faults: Sequence[Fault] = ()) -> None:
         self.kernel = kernel
         self.size = size
-        self.network = network
+        self.model = model
         self.faults = tuple(faults)
-        self.uneven = bool(network.slow or self.faults)
+        self.uneven = bool(model.slow or self.faults)
         """Whether some ranks may be slower than others."""
         self.runtimes = [SimulatedRuntime(kernel, rank) for rank in range(size)]
         self.messages: list[Message] = []
         self.lost: int | None = None
-        """The rank that the first wait to time out has named: all later ones name the same."""
+        """The rank that the first timeout has named. All later ones name the same."""
         self.gone: dict[int, float] = {}
         self.blames: dict[int, int] = {}
-        """By rank: the lost rank that its latest error has named."""
+        """By rank: the lost rank in its latest error."""
         self._causes: dict[int, int] = {}
         """By rank that ended because another was lost: that other rank."""
         self.killed: set[int] = set()
@@ -125,19 +125,19 @@ class Hub:
         self._out_free = [0.0] * size
         self.in_free = [0.0] * size
         """By rank: when its port is free to receive."""
-        self._wires: dict[tuple[int, int], _Wire] = {}
+        self._links: dict[tuple[int, int], _DirectedLink] = {}
         self._mailboxes: dict[tuple[int, int], Mailbox] = {}
         self._transports: list[SimulatedTransport] = []
         self._splits: dict[tuple[object, ...], int] = {}
-        self.roots = {0, self.channel(WIDE)}
-        """Channels that are there from the start: a rank may close one and come back to it."""
+        self.roots = {0, self.channel(JOB_CHANNEL)}
+        """Channels that exist from the start: a rank may close one and use it again."""
         self._windows: dict[tuple[object, ...], list[Tensor]] = {}
         self._calls: dict[tuple[int, int], dict[int, str]] = {}
         self._schedule_faults()
 
     def slowness(self, rank: int) -> float:
-        """How many times longer than the others a rank takes now."""
-        factor = self.network.slow.get(rank, 1.0) if self.network.slow else 1.0
+        """The factor by which a rank is slower than the others now."""
+        factor = self.model.slow.get(rank, 1.0) if self.model.slow else 1.0
         return factor * slowness(self.faults, rank, self.kernel.now) if self.faults else factor
 
     # Messages.
@@ -145,32 +145,32 @@ class Hub:
     def launch(
         self, source: int, to: int, tag: int, nbytes: int, land: Callable[[], None], lossy: bool = False
     ) -> float:
-        """Put a message on the wire; `land` is called when it has arrived. The time its sender's port is free again."""
+        """Send a message and call `land` when it arrives. Returns when the sender's port is free again."""
         kernel = self.kernel
-        wire = self._wires.get((source, to))
-        if wire is None:
-            wire = self._wires[source, to] = _Wire(self, source, to)
+        link = self._links.get((source, to))
+        if link is None:
+            link = self._links[source, to] = _DirectedLink(self, source, to)
         now, free = kernel.now, self._out_free[source]
         start = now if now > free else free
-        held = self.network.per_message + nbytes * wire.beta
+        held = self.model.per_message + nbytes * link.beta
         if self.uneven:
             held *= self.slowness(source)
         left = self._out_free[source] = start + held
         copies = self._copies() if lossy else 1
         for _ in range(copies):
-            latency = wire.alpha * (1.0 + self.network.jitter * kernel.random.random())
+            latency = link.alpha * (1.0 + self.model.jitter * kernel.random.random())
             if self.faults:
                 latency += self._lateness(source, to)
             head = start + latency
-            if wire.last_head > head:
-                head = wire.last_head
+            if link.last_head > head:
+                head = link.last_head
             if self.faults:
                 head = max(head, self._held_until(source, to))
                 if head == math.inf:
                     break
-            wire.last_head = head
-            wire.transit.append(_Flight(tag, nbytes, now, head, land))
-            kernel.schedule_at(head, wire.arrive)
+            link.last_head = head
+            link.transit.append(_MessageInFlight(tag, nbytes, now, head, land))
+            kernel.schedule_at(head, link.arrive)
         return left
 
     def _copies(self) -> int:
@@ -225,7 +225,7 @@ class Hub:
         return strike
 
     def leave(self, rank: int, because_of: int | None = None) -> None:
-        """A rank ends, perhaps because another is lost. Its peers' links break once what it sent has arrived."""
+        """End a rank, perhaps because another is lost. Its links break after its messages have arrived."""
         if rank in self.gone:
             return
         if because_of is not None:
@@ -236,12 +236,12 @@ class Hub:
 
     def _break_when_quiet(self, rank: int) -> None:
         arrivals = [
-            flight.head
-            for wire in self._wires.values()
-            if wire.source == rank
-            for flight in (*wire.transit, *wire.landing)
+            message.head
+            for link in self._links.values()
+            if link.source == rank
+            for message in (*link.transit, *link.landing)
         ]
-        if arrivals:  # look again when the last of them is due
+        if arrivals:  # check again when the last one is due
             self.kernel.schedule_at(max([*arrivals, self.kernel.now + 1e-9]), lambda: self._break_when_quiet(rank))
             return
         self._broken.add(rank)
@@ -253,7 +253,7 @@ class Hub:
         return rank in self._broken
 
     def end_of(self, rank: int) -> str:
-        """How a rank that is gone has ended."""
+        """How a rank has ended."""
         how = "was killed" if rank in self.killed else "ended with an exception"
         return f"it {how} at t={self.gone[rank]:.6g} s"
 
@@ -262,15 +262,15 @@ class Hub:
         return self._causes.get(rank, rank) if rank in self.gone else self.blames.get(rank, rank)
 
     def name_lost(self, peer: int | None) -> int | None:
-        """The rank to name: the first that anyone named."""
+        """The lost rank that all errors name: the first one."""
         if self.lost is None and peer is not None:
             self.lost = peer
         return self.lost if self.lost is not None else peer
 
-    # Transports, splits and windows: the same question on every rank gives the same answer.
+    # Transports, splits and windows. Every rank that asks with the same key gets the same object.
 
     def register(self, transport: SimulatedTransport) -> None:
-        """Told of losses from now on."""
+        """Report losses to a transport from now on."""
         self._transports.append(transport)
 
     def mailbox(self, channel: int, rank: int) -> Mailbox:
@@ -285,7 +285,7 @@ class Hub:
         return self._splits.setdefault(key, len(self._splits) + 1)
 
     def calls_of(self, channel: int, number: int, size: int) -> dict[int, str]:
-        """What the ranks of a channel have called as their `number`-th collective, as far as they have come."""
+        """By rank: the `number`-th collective on a channel, for the ranks that have called it."""
         calls = self._calls.get((channel, number))
         if calls is None or len(calls) == size:  # a new world on the same channel counts from the start
             calls = self._calls[channel, number] = {}
@@ -293,13 +293,13 @@ class Hub:
         return calls
 
     def break_channel(self, channel: int, error: Exception) -> None:
-        """Break every receive that waits on a channel."""
+        """End every receive on a channel with an error."""
         for (number, _), mailbox in list(self._mailboxes.items()):
             if number == channel:
                 mailbox.fail(lambda _: error)
 
     def memory(self, key: tuple[object, ...], size: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        """The windows of all members."""
+        """The memory of a window, one tensor per member."""
         memory = self._windows.setdefault(key, [torch.zeros(numel, dtype=dtype) for _ in range(size)])
         if memory[0].numel() != numel or memory[0].dtype != dtype:
             raise WorldError(
@@ -308,34 +308,34 @@ class Hub:
         return memory
 
 
-def wide_channel(hub: Hub, member: int, timeout: float = DEFAULT_TIMEOUT_S) -> SimulatedTransport:
-    """The channel on which one member reaches all others, whether they are ranks of the world or not."""
-    return SimulatedTransport(hub, tuple(range(hub.size)), member, hub.channel(WIDE), timeout)
+def job_channel(network: SimulatedNetwork, member: int, timeout: float = DEFAULT_TIMEOUT_S) -> SimulatedTransport:
+    """The channel on which one process reaches all others, ranks of the world or not."""
+    return SimulatedTransport(network, tuple(range(network.size)), member, network.channel(JOB_CHANNEL), timeout)
 
 
 class SimulatedTransport(Transport):
-    """One virtual rank on one channel of a hub."""
+    """One virtual rank on one channel of a simulated network."""
 
     name = "simulated"
 
     def __init__(
         self,
-        hub: Hub,
+        network: SimulatedNetwork,
         members: tuple[int, ...],
         global_rank: int,
         channel: int = 0,
         timeout: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        super().__init__(members.index(global_rank), len(members), hub.runtimes[global_rank], timeout, members)
-        self.hub = hub
+        super().__init__(members.index(global_rank), len(members), network.runtimes[global_rank], timeout, members)
+        self.network = network
         self.global_rank = global_rank
         self._channel = channel
         self._made = 0
-        self.mailbox = hub.mailbox(channel, global_rank)
-        self.timing = VirtualTiming(hub, members, global_rank)
+        self.mailbox = network.mailbox(channel, global_rank)
+        self.timing = VirtualTiming(network, members, global_rank)
         self.monitor = _CallComparison(self)
-        self.retry_after_s = RETRY_AFTER_S if any(isinstance(fault, Drop) for fault in hub.faults) else None
-        hub.register(self)
+        self.retry_after_s = RETRY_AFTER_S if any(isinstance(fault, Drop) for fault in network.faults) else None
+        network.register(self)
 
     @property
     def channel(self) -> int:
@@ -352,25 +352,25 @@ class SimulatedTransport(Transport):
         return self._made
 
     def _send(self, data: Tensor, to: int, tag: int, exact: bool, lossy: bool) -> Handle:
-        hub, receiver, nbytes = self.hub, self.members[to], data.numel()
-        if hub.gone and hub.broken(receiver):
+        network, receiver, nbytes = self.network, self.members[to], data.numel()
+        if network.gone and network.broken(receiver):
             raise self.failure(to, f"a message to rank {receiver} ({tag_name(tag)}, {format_bytes(nbytes)})", 0.0, None)
-        handle = _SendHandle(self, to, nbytes, wait_for_match=not lossy and nbytes > hub.network.eager)
-        land = partial(hub.mailbox(self._channel, receiver).deliver, data.clone(), self.rank, tag, handle.matched)
+        handle = _SimulatedSend(self, to, nbytes, wait_for_match=not lossy and nbytes > network.model.eager)
+        land = partial(network.mailbox(self._channel, receiver).deliver, data.clone(), self.rank, tag, handle.matched)
         if receiver == self.global_rank:
             land()
         else:
-            handle.left = hub.launch(self.global_rank, receiver, tag, nbytes, land, lossy)
+            handle.left = network.launch(self.global_rank, receiver, tag, nbytes, land, lossy)
         return handle
 
     def _recv(self, data: Tensor, source: int | None, tag: int, exact: bool) -> Handle:
         posted = self.mailbox.post(data, source, tag, exact)
-        if self.hub.gone and source is not None and self.hub.broken(self.members[source]):
+        if self.network.gone and source is not None and self.network.broken(self.members[source]):
             self.peer_broke(self.members[source])
         return MailboxHandle(self, self.mailbox, posted)
 
     def peer_broke(self, global_rank: int) -> None:
-        """Break the receives that wait for a rank that is gone."""
+        """End the receives that wait for a rank that has ended."""
         if global_rank not in self.members:
             return
         peer = self.members.index(global_rank)
@@ -383,15 +383,15 @@ class SimulatedTransport(Transport):
     def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:
         rank = None if peer is None else self.members[peer]
         named: int | None
-        if rank is not None and (rank in self.hub.gone or rank in self.hub.blames):
-            named = self.hub.cause_of(rank)
+        if rank is not None and (rank in self.network.gone or rank in self.network.blames):
+            named = self.network.cause_of(rank)
         elif seconds >= self.timeout:
-            named = self.hub.name_lost(rank)
-        else:  # a wait that was meant to be short: nobody is lost for that
-            named = rank if self.hub.lost is None else self.hub.lost
-        if named is not None and named in self.hub.gone:
-            self.hub.blames[self.global_rank] = named
-        since = self.hub.gone.get(-1 if named is None else named)
+            named = self.network.name_lost(rank)
+        else:  # a short wait: no rank counts as lost
+            named = rank if self.network.lost is None else self.network.lost
+        if named is not None and named in self.network.gone:
+            self.network.blames[self.global_rank] = named
+        since = self.network.gone.get(-1 if named is None else named)
         gone = f" (gone since t={since:.6g} s)" if since is not None else f" after {seconds:.3g} s"
         whom = "anyone" if named is None else f"rank {named}"
         return PeerLostError(
@@ -402,14 +402,14 @@ class SimulatedTransport(Transport):
         )
 
     def lost(self) -> dict[int, str]:
-        return {rank: self.hub.end_of(rank) for rank in self.members if self.hub.broken(rank)}
+        return {rank: self.network.end_of(rank) for rank in self.members if self.network.broken(rank)}
 
     def abort(self) -> None:
         self.mailbox.fail(channel_closed)
 
     def close(self) -> None:
-        if self._channel in self.hub.roots:
-            self.abort()  # the same rank may call init again, on this very channel
+        if self._channel in self.network.roots:
+            self.abort()  # the same rank may call init again on this channel
         else:
             self.mailbox.close(channel_closed)
 
@@ -417,9 +417,9 @@ class SimulatedTransport(Transport):
         number = self.next_split()
         if self.rank not in members:
             return None
-        channel = self.hub.channel((self._channel, number, members))
+        channel = self.network.channel((self._channel, number, members))
         chosen = tuple(self.members[rank] for rank in members)
-        return SimulatedTransport(self.hub, chosen, self.global_rank, channel, self.timeout)
+        return SimulatedTransport(self.network, chosen, self.global_rank, channel, self.timeout)
 
 
 class VirtualTiming(Timing):
@@ -427,24 +427,24 @@ class VirtualTiming(Timing):
 
     virtual = True
 
-    def __init__(self, hub: Hub, members: tuple[int, ...], global_rank: int) -> None:
-        self._hub, self._rank = hub, global_rank
-        equal = not (hub.network.links or hub.network.slow or hub.network.inside)
+    def __init__(self, network: SimulatedNetwork, members: tuple[int, ...], global_rank: int) -> None:
+        self._network, self._rank = network, global_rank
+        equal = not (network.model.links or network.model.slow or network.model.inside)
         if equal or members == tuple(range(len(members))):
-            self.network = hub.network
+            self.network = network.model
         # In chaos mode times mean nothing, and a prediction decides as well as a measurement.
-        self.exact = not (hub.network.jitter or hub.faults)
+        self.exact = not (network.model.jitter or network.faults)
 
     def slowdown(self) -> float:
-        return self._hub.slowness(self._rank)
+        return self._network.slowness(self._rank)
 
     def reduced(self, nbytes: int) -> None:
-        seconds = nbytes * self._hub.network.combine
+        seconds = nbytes * self._network.model.combine
         if seconds:
-            self._hub.runtimes[self._rank].sleep(seconds * self._hub.slowness(self._rank))
+            self._network.runtimes[self._rank].sleep(seconds * self._network.slowness(self._rank))
 
     def no_user_code(self) -> AbstractContextManager[None]:
-        return self._hub.kernel.no_user_code
+        return self._network.kernel.no_user_code
 
 
 class _CallComparison(Monitor):
@@ -454,13 +454,13 @@ class _CallComparison(Monitor):
         self._transport = transport
 
     def compare_call(self, number: int, call: str) -> bool:
-        transport, hub = self._transport, self._transport.hub
-        calls = hub.calls_of(transport.channel, number, transport.size)
+        transport, network = self._transport, self._transport.network
+        calls = network.calls_of(transport.channel, number, transport.size)
         calls[transport.global_rank] = call
         if any(other != call for other in calls.values()):
             text = group_ranks_by_text(calls)
             error = IncompatibleError(f"the ranks disagree about their collective #{number}: {text}")
-            hub.break_channel(transport.channel, error)
+            network.break_channel(transport.channel, error)
             raise error
         return True
 
@@ -475,11 +475,11 @@ class _SimulatedMemory(RemoteMemory):
     def window(self, numel: int, dtype: torch.dtype) -> Window:
         transport = self._simulated
         key = (transport.channel, transport.next_split())
-        return _SimulatedWindow(transport, transport.hub.memory(key, transport.size, numel, dtype))
+        return _SimulatedWindow(transport, transport.network.memory(key, transport.size, numel, dtype))
 
     def shared(self, numel: int, dtype: torch.dtype) -> Tensor:
         transport = self._simulated
-        return transport.hub.memory((transport.channel, transport.next_split(), "shared"), 1, numel, dtype)[0]
+        return transport.network.memory((transport.channel, transport.next_split(), "shared"), 1, numel, dtype)[0]
 
 
 def kill_rank(transport: Transport) -> None:
@@ -489,16 +489,16 @@ def kill_rank(transport: Transport) -> None:
     """
     if not isinstance(transport, SimulatedTransport):
         raise IncompatibleError(f"a rank of {transport.name} is not simulated: kill its process")
-    hub = transport.hub
-    hub.kernel.schedule(0.0, hub.kill_callback(transport.global_rank))
+    network = transport.network
+    network.kernel.schedule(0.0, network.kill_callback(transport.global_rank))
 
 
 def _nothing() -> None:
     return
 
 
-class _SendHandle:
-    """Done when the port is free again and, above the network's eager limit, the receive is there."""
+class _SimulatedSend:
+    """Done when the port is free and, above the network's eager limit, the receive is posted."""
 
     __slots__ = ("_event", "_to", "_transport", "left", "matched", "nbytes", "source")
 
@@ -513,17 +513,17 @@ class _SendHandle:
 
     def wait(self, timeout: float | None = None) -> None:
         transport = self._transport
-        if self.left > transport.hub.kernel.now:
-            transport.hub.runtimes[transport.global_rank].sleep_until(self.left)
+        if self.left > transport.network.kernel.now:
+            transport.network.runtimes[transport.global_rank].sleep_until(self.left)
         if self._event is not None and not self._event.is_set():
-            patience = transport.timeout if timeout is None else timeout
+            limit = transport.timeout if timeout is None else timeout
             pending = f"rank {transport.members[self._to]} to receive {format_bytes(self.nbytes)}"
-            if not self._event.wait(event_timeout(patience), pending, hang=timeout is None):
-                raise transport.failure(self._to, pending, patience, None)
+            if not self._event.wait(event_timeout(limit), pending, hang=timeout is None):
+                raise transport.failure(self._to, pending, limit, None)
 
 
 class _SimulatedWindow:
-    """Puts and accumulates take effect when they arrive, whatever the target does."""
+    """A window. Puts and accumulates take effect when they arrive."""
 
     def __init__(self, transport: SimulatedTransport, memory: list[Tensor]) -> None:
         self._transport = transport
@@ -557,17 +557,17 @@ class _SimulatedWindow:
         if source == target:
             land()
         else:
-            transport.hub.launch(source, target, 0, nbytes, land)
+            transport.network.launch(source, target, 0, nbytes, land)
 
     def get(self, into: Tensor, source: int, offset: int = 0) -> Handle:
         check_span(self._memory[source], into, offset)
         transport = self._transport
         span = self._memory[source][offset : offset + into.numel()]
         nbytes = into.numel() * into.element_size()
-        handle = _SendHandle(transport, source, nbytes)
+        handle = _SimulatedSend(transport, source, nbytes)
         me, target = transport.global_rank, transport.members[source]
 
-        def asked() -> None:  # the target's memory is read when the question arrives
+        def asked() -> None:  # the target's memory is read when the request arrives
             copy = span.clone()
 
             def answered() -> None:
@@ -577,7 +577,7 @@ class _SimulatedWindow:
             if target == me:
                 answered()
             else:
-                transport.hub.launch(target, me, 0, nbytes, answered)
+                transport.network.launch(target, me, 0, nbytes, answered)
 
         self._launch(source, 0, asked)
         return handle

@@ -1,4 +1,4 @@
-"""The launcher's store: where the ranks of a world meet before they have any other way to talk."""
+"""The launcher's key-value store, through which the ranks find each other."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = [
     "BoundedStore",
     "KeyValueStore",
     "StoreSilentError",
-    "find_place",
+    "find_rendezvous",
     "first_line",
     "listening_address",
-    "meet",
+    "open_bounded_store",
+    "open_store",
     "program_name",
-    "second_connection",
     "watch_program",
 ]
 
@@ -67,7 +67,7 @@ class StoreSilentError(RuntimeError):
 class BoundedStore:
     """A connection to a store whose calls time out: a `StoreSilentError` after `STORE_TIMEOUT_S` seconds.
 
-    torch's own calls wait for ever where the network is cut. Here a separate task makes them. While a call hangs in
+    torch's own calls wait without end if the network is cut. Here a separate task makes them. While a call hangs in
     that task, every further call fails at once.
     """
 
@@ -167,11 +167,11 @@ class _Prefixed:
         self._store.close()
 
 
-def find_place(environment: Environment) -> Rendezvous:
-    """Where the ranks meet, or a `WorldError` that says how to name a place."""
+def find_rendezvous(environment: Environment) -> Rendezvous:
+    """The rendezvous of the ranks. Raises a `WorldError` if the launcher names none."""
     place = environment.rendezvous
     if place is None and environment.size == 1:
-        place = Rendezvous("127.0.0.1", 0)  # a port of our choice: nobody else needs to know it
+        place = Rendezvous("127.0.0.1", 0)  # any free port: no other process needs it
     if place is None:
         raise WorldError(
             f"{environment.source} started {environment.size} ranks on several hosts but names no meeting point: "
@@ -181,7 +181,7 @@ def find_place(environment: Environment) -> Rendezvous:
 
 
 def listening_address(meeting_point: str, one_host: bool) -> str:
-    """Where to listen: the loopback interface, or the interface from which the meeting point is reached."""
+    """The address to listen at: the loopback interface, or the interface towards the rendezvous."""
     if one_host:
         return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -193,11 +193,11 @@ def listening_address(meeting_point: str, one_host: bool) -> str:
 
 
 _stores: dict[tuple[str, int], TCPStore] = {}
-"""For the life of the process: a server keeps its port, and a world that is made again meets there too."""
+"""Open stores, for the life of the process: a second world uses the same port."""
 
 
-def meet(environment: Environment, place: Rendezvous, timeout: float) -> TCPStore:
-    """The store at the meeting point: served by the launcher, or else by rank 0 for the life of its process."""
+def open_store(environment: Environment, place: Rendezvous, timeout: float) -> TCPStore:
+    """The store at the rendezvous. The launcher serves it, or else rank 0 for the life of its process."""
     key = (place.address, place.port)
     if key not in _stores:
         is_host = environment.rank == 0 and not place.hosted
@@ -222,36 +222,36 @@ def meet(environment: Environment, place: Rendezvous, timeout: float) -> TCPStor
     return store
 
 
-def second_connection(place: Rendezvous, store: TCPStore, runtime: Runtime, timeout: float) -> BoundedStore:
-    """A second connection, for heartbeats: the first one may be waiting for a key."""
-    patience = timedelta(seconds=timeout)
+def open_bounded_store(place: Rendezvous, store: TCPStore, runtime: Runtime, timeout: float) -> BoundedStore:
+    """A second connection with timeouts, for heartbeats. The first one may be waiting for a key."""
+    limit = timedelta(seconds=timeout)
     return BoundedStore(
-        TCPStore(place.address, store.port, is_master=False, timeout=patience, wait_for_workers=False), runtime
+        TCPStore(place.address, store.port, is_master=False, timeout=limit, wait_for_workers=False), runtime
     )
 
 
 def watch_program(name: str, timeout: float) -> Callable[[], str | None]:
-    """A function that returns how a program beside the ranks has failed; None while it has not.
+    """A function that returns how a process such as the evaluator has failed; None while it has not.
 
-    It always returns None where the store is not that of `syncline run`.
+    It always returns None without `syncline run`, which records failures.
     """
     environment = detect()
     place = environment.rendezvous
     if place is None or not place.hosted:
         return lambda: None
-    store = second_connection(place, meet(environment, place, timeout), RealRuntime(), timeout)
+    store = open_bounded_store(place, open_store(environment, place, timeout), RealRuntime(), timeout)
 
     def ended() -> str | None:
         try:
             return str(json.loads(store.get(f"{DEAD}/{name}"))["reason"]) if store.check([f"{DEAD}/{name}"]) else None
-        except (RuntimeError, ValueError, KeyError, TypeError):  # the store is gone, or somebody else writes there
+        except (RuntimeError, ValueError, KeyError, TypeError):  # the store is gone, or another process writes there
             return None
 
     return ended
 
 
 def _listen(environment: Environment, place: Rendezvous) -> socket.socket:
-    """A listening socket on the meeting point's own address: torch alone would listen on every interface."""
+    """A listening socket on the rendezvous address alone: torch would listen on every interface."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -273,5 +273,5 @@ def _listen(environment: Environment, place: Rendezvous) -> socket.socket:
 
 
 def first_line(error: BaseException) -> str:
-    """What an engine's error says before its trace."""
+    """The first line of an engine's error, without its trace."""
     return str(error).strip().split("\n", 1)[0]

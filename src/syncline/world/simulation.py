@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from syncline.environment import Environment
-from syncline.errors import PeerLostError, WorldError
+from syncline.errors import PeerLostError, WorldError, warn_deprecated
 from syncline.runtime import Kernel
 from syncline.runtime.kernel import SimulatedTask
-from syncline.transports import Hub, Message, Network, SimulatedTransport, Transport
+from syncline.transports import Message, Network, SimulatedNetwork, SimulatedTransport, Transport
 from syncline.transports.base import DEFAULT_TIMEOUT_S
 from syncline.transports.faults import Fault
-from syncline.transports.simulated import wide_channel
+from syncline.transports.simulated import job_channel
 from syncline.world.world import World, make_current
 
-__all__ = ["Aside", "Simulation", "simulate"]
+__all__ = ["ExtraProcess", "Simulation", "simulate"]
 
 SHOW_EVERY_S = 10.0
 """Seconds of real time between two lines of a long simulation."""
@@ -26,10 +26,10 @@ SHOW_EVERY_S = 10.0
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a simulation gave.
+    """The result of a simulation.
 
-    `results` holds what `fn` returned on each rank (None where the rank was killed, the exception where it
-    raised and `return_exceptions` was set), `time` the virtual seconds until the last rank ended, `messages`
+    `results` holds what `fn` returned on each rank: None if the rank was killed, the exception if it raised one and
+    `return_exceptions` was set. `time` is the virtual time in seconds at which the last rank ended. `messages` holds
     every message that arrived.
 
     >>> import syncline as sl
@@ -46,8 +46,8 @@ class Simulation:
 
 
 @dataclass(frozen=True)
-class Aside:
-    """A member of a simulation beside its ranks: what it runs, and as what the ranks know it."""
+class ExtraProcess:
+    """A simulated process that is not a rank, such as a server: its function and its role."""
 
     run: Callable[[Transport], Any]
     role: str = "server"
@@ -63,20 +63,21 @@ def simulate(
     timeout: float = DEFAULT_TIMEOUT_S,
     check: bool = False,
     return_exceptions: bool = False,
-    aside: Sequence[Aside | Callable[[Transport], Any]] = (),
+    extra: Sequence[ExtraProcess | Callable[[Transport], Any]] = (),
     progress: Callable[[float], None] | None = None,
     threads: bool = False,
+    aside: Sequence[ExtraProcess | Callable[[Transport], Any]] = (),
 ) -> Simulation:
     """Run `fn(world)` once on each of `ranks` virtual ranks. The same seed gives the same run, bit for bit.
 
-    Events happen in the order of virtual time; the seed draws jitter, faults and the order of what happens at
-    the same instant. With `chaos` the seed draws any order that is possible at all: for hunting. What a rank
-    raises ends the simulation and is raised here, with a note on how to replay it; with `return_exceptions` it
-    is a result, and the others go on.
+    Events happen in the order of virtual time. The seed draws jitter, faults and the order of simultaneous events.
+    With `chaos` the seed draws any possible order, to search for bad interleavings. An exception of a rank ends the
+    simulation and is raised here, with a note on how to replay it. With `return_exceptions` it is that rank's result,
+    and the other ranks continue.
 
-    Each function of `aside` runs as `fn(transport)` on a member beside the ranks: a server, or what `Aside` names.
-    They are numbered after the ranks, so that a fault may strike them; the ranks reach them by `world.job_channel`. The
-    simulation ends with the ranks, whatever these still do.
+    Each function of `extra` runs as `fn(transport)` in a process that is not a rank: a server, or the role of an
+    `ExtraProcess`. These processes are numbered after the ranks, so that a fault may name them. The ranks reach them
+    through `world.job_channel`. The simulation ends when all ranks have ended. `aside` is the old name of `extra`.
 
     `progress` is called about once a second of real time with the virtual time; an exception from it ends the
     simulation. By default a line is printed every ten seconds if standard error is a terminal.
@@ -103,25 +104,27 @@ def simulate(
     if network is not None and not isinstance(network, Network):
         raise WorldError(f"network={network!r}: write network=sl.Network(latency=1e-4, bandwidth=12.5e6)")
     kernel = Kernel(seed, chaos, threads)
-    asides = [each if isinstance(each, Aside) else Aside(each) for each in aside]
-    hub = Hub(kernel, ranks + len(asides), network or Network(), faults)
-    roles = tuple(each.role for each in asides)
-    hosts = tuple(f"host{hub.network.host(rank)}" for rank in range(ranks))
+    if aside:
+        warn_deprecated("simulate(aside=…)", "simulate(extra=…)")
+    processes = [each if isinstance(each, ExtraProcess) else ExtraProcess(each) for each in (*extra, *aside)]
+    simulated = SimulatedNetwork(kernel, ranks + len(processes), network or Network(), faults)
+    roles = tuple(each.role for each in processes)
+    hosts = tuple(f"host{simulated.model.host(rank)}" for rank in range(ranks))
     mains = [
-        kernel.spawn(rank, "main", _start, fn, rank, hub, hosts, roles, timeout, check, main=True)
+        kernel.spawn(rank, "main", _start, fn, rank, simulated, hosts, roles, timeout, check, main=True)
         for rank in range(ranks)
     ]
-    beside = [
-        kernel.spawn(member, "aside", _start_aside, each, member, hub, timeout)
-        for member, each in enumerate(asides, start=ranks)
+    others = [
+        kernel.spawn(member, "extra", _start_extra, each, member, simulated, timeout)
+        for member, each in enumerate(processes, start=ranks)
     ]
-    failed = _note_failures(kernel, hub, [*mains, *beside], return_exceptions)
+    failed = _collect_failures(kernel, simulated, [*mains, *others], return_exceptions)
     shown = _ProgressPrinter(ranks).show if progress is None and sys.stderr.isatty() else progress
     kernel.run(None if shown is None else lambda: shown(kernel.now))
     tasks = [*failed, *kernel.tasks]
     _raise_first(kernel, tasks, mains, return_exceptions, f"seed={seed}{', chaos=True' if chaos else ''}")
     results = tuple(task.error if task.error is not None else task.result for task in mains)
-    return Simulation(results, kernel.now, tuple(hub.messages), tuple(sorted(hub.killed)), seed)
+    return Simulation(results, kernel.now, tuple(simulated.messages), tuple(sorted(simulated.killed)), seed)
 
 
 class _ProgressPrinter:
@@ -139,20 +142,20 @@ class _ProgressPrinter:
             print(f"syncline: {self._ranks} simulated ranks: {now:.4g} virtual s in {passed:.0f} s", file=sys.stderr)
 
 
-def _note_failures(
-    kernel: Kernel, hub: Hub, members: Sequence[SimulatedTask], return_exceptions: bool
+def _collect_failures(
+    kernel: Kernel, simulated: SimulatedNetwork, members: Sequence[SimulatedTask], return_exceptions: bool
 ) -> list[SimulatedTask]:
-    """The members that fail, in a list that fills as they do; the first ends the simulation, unless others go on."""
+    """A list to which each failed process is added. The first failure ends the simulation, unless others continue."""
     failed: list[SimulatedTask] = []
-    noted = set(members)
+    watched = set(members)
 
     def ended(task: SimulatedTask) -> None:
-        if task.error is None or task not in noted or kernel.stopping:
+        if task.error is None or task not in watched or kernel.stopping:
             return
         failed.append(task)
         if return_exceptions:
             lost = task.error.peer if isinstance(task.error, PeerLostError) else None
-            hub.leave(task.rank, because_of=lost)  # like a process that ends with a traceback
+            simulated.leave(task.rank, because_of=lost)  # like a process that ends with a traceback
         else:
             kernel.stop()
 
@@ -163,23 +166,23 @@ def _note_failures(
 def _start(
     fn: Callable[[World], Any],
     rank: int,
-    hub: Hub,
+    simulated: SimulatedNetwork,
     hosts: tuple[str, ...],
-    beside: tuple[str, ...],
+    roles: tuple[str, ...],
     timeout: float,
     check: bool,
 ) -> Any:
-    world = _world_of(rank, hub, hosts, beside, timeout, check)
+    world = _world_of(rank, simulated, hosts, roles, timeout, check)
     make_current(world)
     return fn(world)
 
 
-def _start_aside(aside: Aside, member: int, hub: Hub, timeout: float) -> Any:
-    return aside.run(wide_channel(hub, member, timeout))
+def _start_extra(process: ExtraProcess, member: int, simulated: SimulatedNetwork, timeout: float) -> Any:
+    return process.run(job_channel(simulated, member, timeout))
 
 
 def _world_of(
-    rank: int, hub: Hub, hosts: tuple[str, ...], beside: tuple[str, ...], timeout: float, check: bool
+    rank: int, simulated: SimulatedNetwork, hosts: tuple[str, ...], roles: tuple[str, ...], timeout: float, check: bool
 ) -> World:
     environment = Environment(
         source="sl.simulate",
@@ -189,9 +192,9 @@ def _world_of(
         local_size=hosts.count(hosts[rank]),
         host=hosts[rank],
     )
-    transport = SimulatedTransport(hub, tuple(range(len(hosts))), rank, timeout=timeout)
-    if beside:
-        transport.add_roles(wide_channel(hub, rank, timeout), beside)
+    transport = SimulatedTransport(simulated, tuple(range(len(hosts))), rank, timeout=timeout)
+    if roles:
+        transport.add_roles(job_channel(simulated, rank, timeout), roles)
     return World(environment, transport, hosts, check)
 
 
@@ -203,17 +206,17 @@ def _raise_first(
     replay: str,
 ) -> None:
     if kernel.deadlock is not None:
-        raise _noted(kernel.deadlock, f"replay: {replay}")
+        raise _with_note(kernel.deadlock, f"replay: {replay}")
     for task in tasks:
         main = task in mains
         if task.error is None or task.claimed or (main and return_exceptions):
             continue
         if not main and isinstance(task.error, PeerLostError) and return_exceptions:
-            continue  # a comm task of a rank that told its caller
-        raise _noted(task.error, f"in {task} of a simulation at t={kernel.now:.6g} s; replay: {replay}")
+            continue  # a communication task whose rank has raised the error already
+        raise _with_note(task.error, f"in {task} of a simulation at t={kernel.now:.6g} s; replay: {replay}")
 
 
-def _noted(error: BaseException, note: str) -> BaseException:
+def _with_note(error: BaseException, note: str) -> BaseException:
     if hasattr(error, "add_note"):  # Python 3.11 and later
         error.add_note(note)
     return error

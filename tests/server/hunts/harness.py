@@ -205,7 +205,7 @@ def play(
 ) -> tuple[sl.Simulation, bool]:
     """Simulate one case; and whether every worker has come as far as its space. Who was not killed comes to its end."""
     run = sl.simulate(
-        work, len(journals), faults=faults, seed=seed, chaos=chaos, timeout=timeout, aside=servers.members,
+        work, len(journals), faults=faults, seed=seed, chaos=chaos, timeout=timeout, extra=servers.members,
         return_exceptions=True, network=sl.Network(latency=1e-4, jitter=0.5),
     )  # fmt: skip
     opened = all(journal.opened for journal in journals)

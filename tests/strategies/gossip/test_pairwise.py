@@ -18,7 +18,7 @@ from syncline.training.loop import train
 from syncline.training.outcome import Outcome
 from syncline.training.settings import Settings
 from syncline.transports.faults import Kill, Slow
-from syncline.world.simulation import Aside
+from syncline.world.simulation import ExtraProcess
 from tests.strategies.gossip.cases import Drawn, begin, distance, row, take_step
 from tests.strategies.served_cases import servers
 from tests.training.tiny import Tiny
@@ -194,8 +194,8 @@ def test_a_killed_worker_does_not_stop_the_others(dedicated: bool) -> None:
         run.close()
         return run.stats.steps, steps, row(model)
 
-    asides: list[Aside | Callable[[Any], Any]] = servers(4, 1) if dedicated else []
-    found = sl.simulate(work, 4, faults=[Kill(killed, at=0.3)], aside=asides)
+    asides: list[ExtraProcess | Callable[[Any], Any]] = servers(4, 1) if dedicated else []
+    found = sl.simulate(work, 4, faults=[Kill(killed, at=0.3)], extra=asides)
     assert found.killed == (killed,)
     left = [result for result in found.results if result is not None]
     assert [taken for taken, _, _ in left] == [100] * 3

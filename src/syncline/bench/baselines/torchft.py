@@ -27,7 +27,7 @@ from syncline.environment import detect
 from syncline.errors import WorldError
 from syncline.reduction import Communicator, broadcast_tree
 from syncline.strategies import RunSettings, Strategy, StrategyRun
-from syncline.transports.store import find_place, listening_address
+from syncline.transports.store import find_rendezvous, listening_address
 
 __all__ = ["TorchFT"]
 
@@ -81,7 +81,7 @@ class _TorchFTRun(WrappedRun):
 
     def _wrap(self) -> DistributedDataParallel:
         rank, size, timeout = self.exchange.rank, self.exchange.size, timedelta(seconds=self.world.transport.timeout)
-        place = find_place(detect())
+        place = find_rendezvous(detect())
         address = listening_address(place.address, len(set(self.world.hosts)) == 1)
         coordination = importlib.import_module("torchft.coordination")
         lighthouse_url = ""

@@ -15,7 +15,7 @@ from syncline.environment import Environment
 from syncline.environment.base import Variables
 from syncline.errors import UnsupportedError, WorldError
 from syncline.runtime import RealRuntime
-from syncline.transports.mpi.engine import LONGEST, WARN_AFTER, Engine, abort_job, warn_of_a_wait
+from syncline.transports.mpi.engine import MAX_SLEEP_S, WARN_AFTER_S, MpiProcess, abort_job, warn_long_wait
 from syncline.transports.mpi.transport import MpiTransport
 
 __all__ = ["check_world", "connect", "load"]
@@ -131,16 +131,16 @@ def connect(environment: Environment, timeout: float) -> MpiTransport:
 
 
 def _join(environment: Environment, timeout: float) -> MpiTransport:
-    """All that mpiexec started.
+    """The channel of all processes that mpiexec started.
 
-    MPI itself ends with the process: `Engine.goodbye` says how. Where not all come, nobody can say goodbye, and the
-    end of this process ends them all: MPI's own end would wait for those who did not come.
+    MPI itself ends with the process, in `MpiProcess.finish_at_exit`. If not all processes join, the end of this one
+    aborts the job: MPI's own end would wait for the missing ones.
     """
     mpi = load(environment)
     check_world(environment, mpi)
     private = _duplicate(mpi, mpi.COMM_WORLD, timeout)
     private.Set_errhandler(mpi.ERRORS_RETURN)
-    engine = Engine(mpi, private, timeout, _neighbours(mpi, private))
+    engine = MpiProcess(mpi, private, timeout, _neighbours(mpi, private))
     return MpiTransport(engine, _duplicate(mpi, private, timeout), tuple(range(private.Get_size())))
 
 
@@ -148,20 +148,20 @@ def _duplicate(mpi: ModuleType, comm: Any, timeout: float) -> Any:
     """A communicator of our own with the same ranks."""
     runtime = RealRuntime()
     start = runtime.now()
-    warn = start + WARN_AFTER
+    warn = start + WARN_AFTER_S
     copy, request = comm.Idup()
     while not request.Test():
         now = runtime.now()
         if now > warn:
             warn = math.inf
-            warn_of_a_wait(comm.Get_rank(), now - start, f"all {comm.Get_size()} ranks to join")
+            warn_long_wait(comm.Get_rank(), now - start, f"all {comm.Get_size()} ranks to join")
         if now - start > timeout:
             atexit.register(abort_job, mpi)
             raise WorldError(
                 f"rank {comm.Get_rank()} of {comm.Get_size()} has waited {timeout:.3g} s for the others to join: every "
                 "rank that mpiexec starts calls sl.init(transport='mpi')"
             )
-        runtime.sleep(LONGEST)
+        runtime.sleep(MAX_SLEEP_S)
     return copy
 
 

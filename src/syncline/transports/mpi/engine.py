@@ -1,11 +1,10 @@
-"""What all channels of a process share: the library, how to wait, and the end.
+"""What all channels of a process share: the MPI library, waiting, and the exit.
 
-MPI moves bytes only inside its own calls, and its own waits spin without end. So every wait here is a loop of tests:
-it yields the processor for a moment, then sleeps a little longer each time, ends at the timeout, and lets Ctrl-C in.
-One that lasts long says for what it waits.
-A test that takes long has moved bytes, and more are likely at once: then the loop starts afresh.
-Each turn of any loop also matches the receives that wait on *all* channels: two ranks that both wait for a send first
-have posted their receives, and must get on.
+MPI moves bytes only inside its own calls, and its own waits spin without a timeout. So every wait here is a loop of
+tests: it yields the processor for a moment, then sleeps a little longer each time. It ends at the timeout, allows
+Ctrl-C, and logs a warning if it takes long. A test that takes long has moved bytes, and more are likely to follow: the
+loop then starts again with short sleeps. Each iteration also matches the receives of *all* channels: two ranks that
+both wait for a send have posted their receives, and both must make progress.
 """
 
 from __future__ import annotations
@@ -29,34 +28,34 @@ from syncline.transports.base import DEFAULT_TIMEOUT_S, LANE_TAGS
 if TYPE_CHECKING:
     from syncline.transports.mpi.transport import MpiTransport
 
-__all__ = ["Engine", "RequestHandle", "Unfinished", "abort_job", "byte_spec", "mpi_tag", "warn_of_a_wait"]
+__all__ = ["MpiProcess", "PendingOperation", "RequestHandle", "abort_job", "byte_spec", "mpi_tag", "warn_long_wait"]
 
 logger = logging.getLogger("syncline")
 
 
-SPIN = 200e-6
-"""Seconds that a wait yields before it sleeps: a small message is there by then."""
-SHORTEST, LONGEST = 50e-6, 1e-3
-"""Sleeps of a wait, in seconds."""
-MOVED = 5e-6
-"""Seconds by which a turn is longer than an idle one when it has moved bytes."""
-MANY = 16
-"""Operations that nobody holds, from which on the finished ones are let go."""
+SPIN_S = 200e-6
+"""Seconds for which a wait yields before it sleeps. A small message usually arrives in that time."""
+MIN_SLEEP_S, MAX_SLEEP_S = 50e-6, 1e-3
+"""Shortest and longest sleep of a wait, in seconds."""
+TRANSFER_TYPES = 5e-6
+"""Seconds by which an iteration is longer than an idle one if it has moved bytes."""
+MAX_DROPPED = 16
+"""Operations without a handle. Beyond this number the finished ones are released."""
 BLOCK = 1 << 20
-PATIENCE = 5.0
-GLANCE = 0.02
-"""Seconds between a server's looks whether all others are at their end."""
-WARN_AFTER = 10.0
+JOIN_TIMEOUT_S = 5.0
+POLL_EVERY_S = 0.02
+"""Seconds between two checks of a server whether all others have reached their exit."""
+WARN_AFTER_S = 10.0
 """Seconds after which a wait is reported, in one line."""
-WARN_AGAIN = 30.0
-"""Seconds between the lines of the wait at exit: it is the last that is heard of this process."""
-LAST_WORDS = 0.5
-"""Seconds before an abort: MPICH's mpiexec drops what it has not read by then, such as the end of a traceback."""
-LAST = "the other ranks to come to their end, as it has (or do they wait for it, and it has left early?)"
+WARN_AGAIN_EVERY_S = 30.0
+"""Seconds between two warnings of the wait at exit."""
+OUTPUT_GRACE_S = 0.5
+"""Seconds before an abort. MPICH's mpiexec drops output that it has not read by then, such as a traceback."""
+EXIT_PENDING = "the other ranks to come to their end, as it has (or do they wait for it, and it has left early?)"
 """What a process waits for at exit."""
 
 
-class Unfinished(Protocol):
+class PendingOperation(Protocol):
     """An operation that MPI has not finished and whose buffer must live until then."""
 
     outgoing: bool
@@ -65,43 +64,43 @@ class Unfinished(Protocol):
     def over(self) -> bool: ...
 
 
-class Pumped(Protocol):
-    """What wants a turn in every wait."""
+class Pollable(Protocol):
+    """An object that every wait polls."""
 
-    def pump(self) -> None:
-        """Match what has come."""
+    def poll(self) -> None:
+        """Match the messages that have arrived."""
         ...
 
 
-class Engine:
+class MpiProcess:
     """One process in MPI."""
 
     def __init__(self, mpi: ModuleType, comm: Any, timeout: float, neighbours: frozenset[int]) -> None:
         self.mpi = mpi
         self.comm = comm
-        """Ours alone: for meeting before a split and for the end. No message of a channel goes this way."""
+        """A private communicator for splits and the exit. No channel sends messages on it."""
         self.timeout = timeout
         self.neighbours = neighbours
         """The world's ranks that share this host's memory."""
         self.runtime: Runtime = RealRuntime()
-        self.most_tag = int(comm.Get_attr(mpi.TAG_UB))
-        self.most_count = (1 << 31) - 1 if mpi.Get_version() < (4, 0) else 1 << 62
-        """Elements of one operation: MPI counted in 32 bits before its version 4."""
+        self.max_tag = int(comm.Get_attr(mpi.TAG_UB))
+        self.max_count = (1 << 31) - 1 if mpi.Get_version() < (4, 0) else 1 << 62
+        """Largest number of elements of one operation. MPI counted in 32 bits before version 4."""
         self.lost = False
-        """A wait was given up for good: the end must not wait for everyone."""
+        """Whether a wait has failed for good: the exit must not wait for all ranks."""
         self.code = 1
-        """What an aborted job ends with."""
-        self.warn_after = WARN_AFTER
-        self.last_patience = max(timeout, DEFAULT_TIMEOUT_S)
+        """The exit code of an aborted job."""
+        self.warn_after_s = WARN_AFTER_S
+        self.exit_timeout_s = max(timeout, DEFAULT_TIMEOUT_S)
         """Seconds that this process waits at exit for the others to end too."""
         self._lock = self.runtime.lock()
-        self._pumped: tuple[Pumped, ...] = ()
-        self._dropped: deque[Unfinished] = deque()
-        self._retiring: list[tuple[Any, Any]] = []
+        self._pollables: tuple[Pollable, ...] = ()
+        self._dropped: deque[PendingOperation] = deque()
+        self._unused: list[tuple[Any, Any]] = []
         self._everyone: Any = None
         self._watch: Task | None = None
         self._leaving = False
-        atexit.register(self.goodbye)
+        atexit.register(self.finish_at_exit)
 
     # Waiting.
 
@@ -113,132 +112,134 @@ class Engine:
         ended: Callable[[], bool] = lambda: False,
         again: float = math.inf,
     ) -> bool:
-        """Wait until ready; False when the time was up or the channel ended first. Says what is pending when that
-        takes long, and every `again` seconds; of a wait without end nothing.
+        """Wait until ready; False at the timeout or if the channel ends first.
+
+        A long wait logs what is pending, and again every `again` seconds. An infinite wait logs nothing.
         """
         if ready():
             return True
         now = self.runtime.now
         start = since = turned = now()
-        pause, idle, warn = SHORTEST, 1.0, start + (self.warn_after if patience < math.inf else math.inf)
+        pause, idle, warn = MIN_SLEEP_S, 1.0, start + (self.warn_after_s if patience < math.inf else math.inf)
         while True:
             self.progress()
             if ready():
                 return True
             before, turned = turned, now()
             idle = min(idle, turned - before)
-            if turned - before > 2 * idle + MOVED:
-                since, pause = turned, SHORTEST
+            if turned - before > 2 * idle + TRANSFER_TYPES:
+                since, pause = turned, MIN_SLEEP_S
             if turned > warn:
                 warn = turned + again
-                warn_of_a_wait(self.comm.Get_rank(), turned - start, pending())
+                warn_long_wait(self.comm.Get_rank(), turned - start, pending())
             if turned - start > patience or ended():
                 return False
-            if turned - since < SPIN:
+            if turned - since < SPIN_S:
                 os.sched_yield()
             else:
                 self.runtime.sleep(min(pause, max(0.0, start + patience - turned)))
-                pause = min(2 * pause, LONGEST)
+                pause = min(2 * pause, MAX_SLEEP_S)
             turned = now()
 
     def progress(self) -> None:
-        """Match what has come on any channel."""
-        for pumped in self._pumped:
-            pumped.pump()
+        """Match the messages that have arrived on any channel."""
+        for pollable in self._pollables:
+            pollable.poll()
 
-    def attend(self, pumped: Pumped) -> None:
-        """Give it a turn in every wait."""
+    def add_pollable(self, pollable: Pollable) -> None:
+        """Poll an object in every wait."""
         with self._lock:
-            self._pumped += (pumped,)
+            self._pollables += (pollable,)
 
-    def rest(self, pumped: Pumped) -> None:
-        """No more turns."""
+    def remove_pollable(self, pollable: Pollable) -> None:
+        """Stop polling it."""
         with self._lock:
-            self._pumped = tuple(each for each in self._pumped if each is not pumped)
+            self._pollables = tuple(each for each in self._pollables if each is not pollable)
 
-    # What nobody holds.
+    # Operations without a handle.
 
-    def keep(self, operation: Unfinished) -> None:
-        """Hold an operation whose handle is gone until MPI has done with its buffer.
+    def hold(self, operation: PendingOperation) -> None:
+        """Hold an operation whose handle was dropped until MPI no longer uses its buffer.
 
-        Called when the handle is collected, at any moment and on any thread: so it takes no lock.
+        Called when the handle is collected, at any moment and on any thread, so it takes no lock.
         """
         self._dropped.append(operation)
 
-    def let_go(self) -> bool:
-        """Forget the operations that have finished; True when no peer waits for one that is left."""
+    def release_dropped(self) -> bool:
+        """Release the finished operations; True if no peer waits for one of the others."""
         outgoing = 0
         for _ in range(len(self._dropped)):
-            with suppress(IndexError):  # another thread is at it too
+            with suppress(IndexError):  # another thread does the same
                 operation = self._dropped.popleft()
                 if not operation.over():
                     self._dropped.append(operation)
                     outgoing += operation.outgoing
         return not outgoing
 
-    def tidy(self) -> None:
-        """Let go of what has finished, where there is much of it."""
-        if len(self._dropped) > MANY:
-            self.let_go()
+    def release_dropped_if_many(self) -> None:
+        """Release the finished operations if there are many."""
+        if len(self._dropped) > MAX_DROPPED:
+            self.release_dropped()
 
-    def retire(self, comm: Any) -> None:
-        """Free a communicator once all its ranks have released it. A rank that closes early does not wait.
+    def free_when_unused(self, comm: Any) -> None:
+        """Free a communicator after all its ranks have released it. A rank that closes early does not wait.
 
-        They tell each other by messages, not by a barrier: others may be in a collective on this communicator, and MPI
-        would match the two.
+        The ranks notify each other by messages, not by a barrier: others may be in a collective on this communicator,
+        and MPI would match the two.
         """
         nothing, others = [bytearray(0), 0, self.mpi.BYTE], set(range(comm.Get_size())) - {comm.Get_rank()}
         with suppress(self.mpi.Exception):
-            told = [comm.Isend(nothing, other, self.most_tag) for other in others]
-            heard = [comm.Irecv(nothing, other, self.most_tag) for other in others]
-            self._retiring.append((comm, [*told, *heard]))
-        self.free_retired()
+            told = [comm.Isend(nothing, other, self.max_tag) for other in others]
+            heard = [comm.Irecv(nothing, other, self.max_tag) for other in others]
+            self._unused.append((comm, [*told, *heard]))
+        self.free_unused()
 
-    def free_retired(self) -> None:
-        """Free the communicators that everyone has let go."""
+    def free_unused(self) -> None:
+        """Free the communicators that all ranks have released."""
         with self._lock:
-            retiring, self._retiring = self._retiring, []
+            retiring, self._unused = self._unused, []
         for comm, everyone in retiring:
             with suppress(self.mpi.Exception):
                 if self.mpi.Request.Testall(everyone):
                     comm.Free()
                 else:
-                    self._retiring.append((comm, everyone))
+                    self._unused.append((comm, everyone))
 
     # The end.
 
     @property
     def unclean(self) -> bool:
-        """Whether this process ends by an error: waiting for the others would be waiting for good."""
+        """Whether this process ends by an error. It must not wait for the others then."""
         return self.lost or sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
 
     def leaving(self, error: BaseException | None) -> None:
-        """A channel closes while `error` passes. Python forgets a SystemExit before the exit's own calls, so that one
-        with a code that means failure is noted here.
+        """Note the exit code of an error that passes while a channel closes.
+
+        Python forgets a SystemExit before it calls the exit functions.
         """
         if isinstance(error, SystemExit) and error.code not in (None, 0):
             self.lost = True
             self.code = error.code if isinstance(error.code, int) else 1
 
-    def end_with_the_others(self, then: Callable[[], None]) -> None:
-        """For one who serves: it is at its end as soon as all others are. `then` is called at that moment."""
-        self.last_patience = math.inf
+    def exit_with_others(self, then: Callable[[], None]) -> None:
+        """For a server: exit as soon as all others do. `then` is called at that moment."""
+        self.exit_timeout_s = math.inf
         self._everyone = self.comm.Ibarrier()
 
         def watch() -> None:
             while not self._leaving and not self._everyone.Test():
-                self.runtime.sleep(GLANCE)
+                self.runtime.sleep(POLL_EVERY_S)
             then()
 
         self._watch = self.runtime.spawn(watch, name="end")
 
-    def goodbye(self) -> None:
-        """At exit: wait until all ranks are here, so that MPI can end; after an error end them all.
+    def finish_at_exit(self) -> None:
+        """At exit: wait until all ranks have reached it, so that MPI can end; after an error abort the job.
 
-        MPI's own end waits for every rank, with no time limit, and one that fails never sends what the others wait
+        MPI's own end waits for every rank without a timeout, and a rank that fails never sends what the others wait
         for. So a rank that ends by an uncaught exception, or after it lost a peer, aborts the job: mpiexec then ends
-        the others at once, as torchrun does. Without `syncline run` a `sys.exit(3)` outside of the world's `with`
-        cannot be told from an end in peace: such a rank waits here, and says so.
+        the others at once, as torchrun does. Without `syncline run` a `sys.exit(3)` outside the world's `with` cannot
+        be distinguished from a normal end: such a rank waits here and logs a warning.
         """
         if self.mpi.Is_finalized() or self.comm.Get_size() == 1:
             return
@@ -248,41 +249,41 @@ class Engine:
         try:
             self._leaving = True
             if self._watch is not None:
-                self._watch.join(PATIENCE)  # two threads may not ask for one request
+                self._watch.join(JOIN_TIMEOUT_S)  # two threads must not test one request
             everyone = self.comm.Ibarrier() if self._everyone is None else self._everyone
-            if self.wait(everyone.Test, self.last_patience, lambda: LAST, again=WARN_AGAIN):
-                self.free_retired()
+            if self.wait(everyone.Test, self.exit_timeout_s, lambda: EXIT_PENDING, again=WARN_AGAIN_EVERY_S):
+                self.free_unused()
                 return
         except self.mpi.Exception as error:
             logger.error("MPI broke at the end: %s", error)
         logger.error(
             "rank %d has waited up to %.3g s at its end for the other ranks to end too: aborting the job",
             self.comm.Get_rank(),
-            self.last_patience,
+            self.exit_timeout_s,
         )
         abort_job(self.mpi, self.code)
 
 
-def warn_of_a_wait(rank: int, seconds: float, pending: str) -> None:
-    """Say that a wait takes long, and for what."""
+def warn_long_wait(rank: int, seconds: float, pending: str) -> None:
+    """Log that a wait takes long."""
     logger.warning("rank %d has waited %.0f s for %s", rank, seconds, pending)
 
 
 def abort_job(mpi: ModuleType, code: int = 1) -> None:
-    """End all ranks now: mpiexec does it when one asks."""
+    """End all ranks now, through mpiexec."""
     if mpi.Is_finalized():
         return
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
-            stream.flush()  # MPI ends the process without Python's own end
-    RealRuntime().sleep(LAST_WORDS)
+            stream.flush()  # MPI ends the process without Python's exit functions
+    RealRuntime().sleep(OUTPUT_GRACE_S)
     mpi.COMM_WORLD.Abort(code)
 
 
-def byte_spec(engine: Engine, data: Tensor, nbytes: int) -> list[Any]:
+def byte_spec(engine: MpiProcess, data: Tensor, nbytes: int) -> list[Any]:
     """The first bytes of a buffer, as mpi4py takes them; in blocks where MPI could not count them."""
     mpi = engine.mpi
-    if nbytes <= engine.most_count:
+    if nbytes <= engine.max_count:
         return [data.numpy(), nbytes, mpi.BYTE]
     whole, rest = divmod(nbytes, BLOCK)
     block = mpi.BYTE.Create_contiguous(BLOCK)
@@ -301,7 +302,7 @@ def mpi_tag(tag: int) -> int:
 
 
 class RequestHandle:
-    """A request under way; keeps its buffers alive, past its own end where MPI still needs them."""
+    """A request in progress. It keeps its buffers alive while MPI needs them."""
 
     def __init__(
         self,
@@ -328,14 +329,14 @@ class RequestHandle:
     def __del__(self) -> None:
         if not self._done and not self._kept:
             self._kept = True
-            self._transport.engine.keep(self)  # lives on there: the bytes may still be read or written
+            self._transport.engine.hold(self)  # MPI may still read or write the buffers
 
     def over(self) -> bool:
-        """Whether MPI has done with the buffers."""
+        """Whether MPI no longer uses the buffers."""
         try:
             self._done = self._done or bool(self._request.Test())
         except self._transport.engine.mpi.Exception:
-            self._done = True  # nobody waits to be told
+            self._done = True  # no caller waits for the error
         return self._done
 
     def wait(self, timeout: float | None = None) -> None:

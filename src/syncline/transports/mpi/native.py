@@ -1,15 +1,10 @@
 """MPI's own operations: collectives, and one-sided windows.
 
-MPI's own collectives, in their non-blocking form.
-
-One-sided memory: a window that MPI allocates, open to everyone from its making to its close.
-
-Memory that MPI allocates itself, under *one* lock of all ranks for the window's whole life, is written while its
-owner computes and never calls MPI (memory of ours, or a lock for each access, waits until the owner does). On one host
-a put is a copy into shared memory.
-
-In MPI's *unified* model the owner's plain reads of `local` see what was put, with no call; a library without it is
-refused. `flush` ends in a memory barrier.
+The collectives are non-blocking. A window is memory that MPI allocates, under *one* lock of all ranks for its whole
+life. Others write to it while its owner computes and never calls MPI; with user memory, or with one lock per access,
+they would wait until the owner does. On one host a put is a copy into shared memory. In MPI's *unified* model the
+owner's plain reads of `local` see what was put, without a call. A library without that model is refused. `flush` ends
+in a memory barrier.
 """
 
 from __future__ import annotations
@@ -23,12 +18,12 @@ from torch import Tensor
 
 from syncline.errors import IncompatibleError, UnsupportedError, WorldError
 from syncline.transports.base import Handle, NativeCollectives, Op, as_bytes, check_span, format_bytes
-from syncline.transports.mpi.engine import RequestHandle, warn_of_a_wait
+from syncline.transports.mpi.engine import RequestHandle, warn_long_wait
 
 if TYPE_CHECKING:
     from syncline.transports.mpi.transport import MpiTransport
 
-__all__ = ["MpiWindow", "NativeMpi", "moving_type", "reducing_type"]
+__all__ = ["MpiWindow", "NativeMpi", "reducing_type", "transfer_type"]
 
 OPS: dict[Op, str] = {"sum": "SUM", "min": "MIN", "max": "MAX", "product": "PROD"}
 REDUCIBLE = {
@@ -43,19 +38,19 @@ REDUCIBLE = {
     torch.uint32: "UINT32_T",
     torch.uint64: "UINT64_T",
 }
-"""What MPI can add. Half precision is no MPI type: schedules of ours reduce it."""
-MOVED = {1: "BYTE", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBLE_COMPLEX"}
-"""A type as wide as an element, by its bytes: what is only moved needs no other."""
+"""The dtypes that MPI can reduce. Half precision is no MPI type: our schedules reduce it."""
+TRANSFER_TYPES = {1: "BYTE", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBLE_COMPLEX"}
+"""By bytes per element: a type of that width, for data that is only moved."""
 
 
 def reducing_type(mpi: ModuleType, dtype: torch.dtype) -> Any:
-    """MPI's type for arithmetic, or None where it has none."""
+    """MPI's type for arithmetic, or None."""
     return getattr(mpi, REDUCIBLE[dtype]) if dtype in REDUCIBLE else None
 
 
-def moving_type(mpi: ModuleType, dtype: torch.dtype) -> Any:
+def transfer_type(mpi: ModuleType, dtype: torch.dtype) -> Any:
     """MPI's type for moving elements."""
-    return getattr(mpi, MOVED[dtype.itemsize])
+    return getattr(mpi, TRANSFER_TYPES[dtype.itemsize])
 
 
 class NativeMpi(NativeCollectives):
@@ -78,7 +73,7 @@ class NativeMpi(NativeCollectives):
             tensor,
             lambda comm: comm.Iallreduce(mpi.IN_PLACE, spec, getattr(mpi, OPS[op])),
             (here,),
-            lambda: _bring_back(tensor, here),
+            lambda: _copy_back(tensor, here),
         )
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Op) -> Handle:
@@ -93,31 +88,31 @@ class NativeMpi(NativeCollectives):
                 [_bytes(here), out.numel(), kind], _spec(out, kind), getattr(mpi, OPS[op])
             ),
             (out, here),
-            lambda: _bring_back(output, out),
+            lambda: _copy_back(output, out),
         )
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
         here = tensor.cpu()
-        spec = _spec(here, moving_type(self._mpi, tensor.dtype))
+        spec = _spec(here, transfer_type(self._mpi, tensor.dtype))
         return self._start(
-            "broadcast", tensor, lambda comm: comm.Ibcast(spec, root), (here,), lambda: _bring_back(tensor, here)
+            "broadcast", tensor, lambda comm: comm.Ibcast(spec, root), (here,), lambda: _copy_back(tensor, here)
         )
 
     def allgather(self, output: Tensor, tensor: Tensor) -> Handle:
-        kind, here, out = moving_type(self._mpi, tensor.dtype), tensor.cpu(), output.cpu()
+        kind, here, out = transfer_type(self._mpi, tensor.dtype), tensor.cpu(), output.cpu()
         self._check_sizes(out.numel(), here.numel(), "allgather")
         return self._start(
             "allgather",
             tensor,
             lambda comm: comm.Iallgather(_spec(here, kind), [_bytes(out), here.numel(), kind]),
             (out, here),
-            lambda: _bring_back(output, out),
+            lambda: _copy_back(output, out),
         )
 
     def alltoall(
         self, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
     ) -> Handle:
-        kind, here, out = moving_type(self._mpi, tensor.dtype), tensor.cpu(), output.cpu()
+        kind, here, out = transfer_type(self._mpi, tensor.dtype), tensor.cpu(), output.cpu()
         row = tensor[:1].numel() or output[:1].numel()
         if row * sum(input_splits) != here.numel() or row * sum(output_splits) != out.numel():
             raise IncompatibleError(
@@ -131,7 +126,7 @@ class NativeMpi(NativeCollectives):
             tensor,
             lambda comm: comm.Ialltoallv(sending, receiving),
             (out, here),
-            lambda: _bring_back(output, out),
+            lambda: _copy_back(output, out),
         )
 
     def barrier(self) -> Handle:
@@ -170,14 +165,14 @@ class NativeMpi(NativeCollectives):
             wrong = (mpi.ERR_ARG, mpi.ERR_COUNT, mpi.ERR_TYPE, mpi.ERR_OP, mpi.ERR_BUFFER)
             if (
                 isinstance(error, OverflowError) or error.Get_error_class() in wrong
-            ):  # what was asked for, not who is there
+            ):  # the arguments are wrong; no peer is lost
                 raise IncompatibleError(f"MPI refuses the {pending}: {error}") from error
             raise transport.failure(None, pending, 0.0, error) from error
         return RequestHandle(transport, request, buffers, None, pending, finish)
 
 
 def _bytes(tensor: Tensor) -> Any:
-    """A tensor's memory, whatever its dtype: NumPy has not all of them."""
+    """A tensor's memory as bytes, because NumPy does not have all dtypes."""
     return tensor.detach().view(-1).view(torch.uint8).numpy()
 
 
@@ -185,23 +180,23 @@ def _spec(tensor: Tensor, kind: Any) -> list[Any]:
     return [_bytes(tensor), tensor.numel(), kind]
 
 
-def _bring_back(tensor: Tensor, here: Tensor) -> None:
+def _copy_back(tensor: Tensor, here: Tensor) -> None:
     if here is not tensor:
         tensor.copy_(here)
 
 
 class MpiWindow:
-    """The window of one rank, and its way into the others'."""
+    """The window of one rank, and access to those of the others."""
 
     def __init__(self, transport: MpiTransport, numel: int, dtype: torch.dtype) -> None:
         self._transport = transport
         self._mpi = mpi = transport.engine.mpi
-        self._moving = moving_type(mpi, dtype)
+        self._moving = transfer_type(mpi, dtype)
         self._adding = reducing_type(mpi, dtype)
         self._closed = False
         self._near = all(member in transport.engine.neighbours for member in transport.members)
         self._what = f"a window of {numel} × {str(dtype).removeprefix('torch.')}"
-        self._all_here(transport.timeout)
+        self._barrier(transport.timeout)
         try:
             self._win = mpi.Win.Allocate(numel * dtype.itemsize, dtype.itemsize, comm=transport.comm)
             self._win.Set_errhandler(mpi.ERRORS_RETURN)
@@ -216,7 +211,7 @@ class MpiWindow:
         memory = torch.frombuffer(self._win.tomemory(), dtype=dtype) if numel else torch.empty(0, dtype=dtype)
         self.local = memory.zero_()
         self._win.Sync()
-        self._all_here(transport.timeout)  # nobody puts before all have zeroed
+        self._barrier(transport.timeout)  # no rank puts before all have zeroed their memory
 
     def put(self, values: Tensor, to: int, offset: int = 0) -> None:
         """Write into the window of `to`; `values` may be changed as soon as this returns."""
@@ -238,10 +233,10 @@ class MpiWindow:
         self._do("accumulate", self._win.Raccumulate, values.cpu(), to, offset, self._adding).wait()
 
     def flush(self, to: int | None = None) -> None:
-        """Return when what this rank has put and accumulated is in place.
+        """Wait until all puts and accumulates of this rank have taken effect.
 
-        MPI's flush knows no time limit. On one host it is a barrier in memory; over a network, where it waits for the
-        target's host, it runs in a task that the timeout can leave.
+        MPI's flush has no timeout. On one host it is a memory barrier. Over a network it waits for the target's host:
+        it then runs in a task, and this one stops waiting for it at the timeout.
         """
         self._check_open()
         if to is not None:
@@ -253,10 +248,10 @@ class MpiWindow:
                 return
             pending = f"what was put into {self._what} of {'all ranks' if to is None else f'rank {to}'}"
             task = transport.runtime.spawn(self._flush, to, name="flush")
-            soon = min(transport.engine.warn_after, transport.timeout)
+            soon = min(transport.engine.warn_after_s, transport.timeout)
             done = task.join(soon)
             if not done and soon < transport.timeout:
-                warn_of_a_wait(transport.members[transport.rank], soon, pending)
+                warn_long_wait(transport.members[transport.rank], soon, pending)
                 done = task.join(transport.timeout - soon)
             if not done:
                 transport.give_up(for_good=True)
@@ -265,14 +260,14 @@ class MpiWindow:
             raise transport.failure(to, f"a flush of {self._what}", 0.0, error) from error
 
     def close(self) -> None:
-        """Free the memory; every rank closes. What `local` held last stays readable."""
+        """Free the memory. Every rank calls it. The last content of `local` stays readable."""
         if self._closed:
             return
         self._closed = True
         transport = self._transport
         transport.forget(self)
         self._flush(None)
-        self._all_here(transport.timeout)  # freeing waits for everyone too, but knows no time limit
+        self._barrier(transport.timeout)  # freeing waits for all ranks too, but has no timeout
         self.local = self.local.clone()
         try:
             self._win.Unlock_all()
@@ -301,7 +296,7 @@ class MpiWindow:
             self._win.Flush(to)
         self._win.Sync()
 
-    def _all_here(self, timeout: float) -> None:
+    def _barrier(self, timeout: float) -> None:
         transport = self._transport
         request = transport.comm.Ibarrier()
         RequestHandle(transport, request, (), None, f"all ranks at {self._what}").wait(timeout)

@@ -28,16 +28,16 @@ from torch import Tensor
 from syncline.errors import PeerLostError, ProtocolError, UnsupportedError, WorldError
 from syncline.transports.base import Handle, RemoteMemory, Transport, Window, format_bytes, mismatch_hint
 from syncline.transports.messages import MAX_UNRECEIVED_BYTES, CompletedHandle, describe_recv, tag_name
-from syncline.transports.mpi.engine import PATIENCE, Engine, RequestHandle, byte_spec, mpi_tag
+from syncline.transports.mpi.engine import JOIN_TIMEOUT_S, MpiProcess, RequestHandle, byte_spec, mpi_tag
 from syncline.transports.mpi.native import MpiWindow, NativeMpi
 
-__all__ = ["Expected", "ExpectedHandle", "Inbox", "MpiTransport"]
+__all__ = ["MatchedReceive", "MpiTransport", "ProbeQueue", "ProbedReceive"]
 
 logger = logging.getLogger("syncline")
 
 
 @dataclass(eq=False, slots=True)
-class Expected:
+class ProbedReceive:
     """A receive that waits for its message, then for its bytes."""
 
     data: Tensor
@@ -63,29 +63,29 @@ class _Found:
     nbytes: int
 
 
-class Inbox:
+class ProbeQueue:
     """One channel's receives of unknown length."""
 
     def __init__(self, transport: MpiTransport) -> None:
         self._transport = transport
         self._mpi = transport.engine.mpi
         self._lock = transport.runtime.lock()
-        self._expected: dict[int, list[Expected]] = {}
+        self._expected: dict[int, list[ProbedReceive]] = {}
         self._status = self._mpi.Status()
         self._attended = False
 
-    def post(self, data: Tensor, wanted: int | None, tag: int, exact: bool) -> Expected:
+    def post(self, data: Tensor, wanted: int | None, tag: int, exact: bool) -> ProbedReceive:
         """Expect a message: the earliest that fits, now or later."""
-        expected = Expected(data, wanted, tag, exact)
+        expected = ProbedReceive(data, wanted, tag, exact)
         with self._lock:
             self._expected.setdefault(tag, []).append(expected)
-            self._pump_tag(tag)
+            self._poll_tag(tag)
             first, self._attended = not self._attended, True
         if first:
-            self._transport.engine.attend(self)
+            self._transport.engine.add_pollable(self)
         return expected
 
-    def withdraw(self, expected: Expected) -> bool:
+    def withdraw(self, expected: ProbedReceive) -> bool:
         """Take a receive back that was given up; False if its message has come meanwhile."""
         with self._lock:
             if expected.matched:
@@ -93,16 +93,16 @@ class Inbox:
             self._expected[expected.tag].remove(expected)
             return True
 
-    def pump(self) -> None:
+    def poll(self) -> None:
         """Match what has come."""
         if self._expected:
             with self._lock:
                 for tag in tuple(self._expected):
-                    self._pump_tag(tag)
+                    self._poll_tag(tag)
 
     def close(self) -> None:
         """Expect nothing more."""
-        self._transport.engine.rest(self)
+        self._transport.engine.remove_pollable(self)
         with self._lock:
             for waiting in self._expected.values():
                 for each in waiting:
@@ -110,7 +110,7 @@ class Inbox:
                     each.error, each.matched = self._transport.failure(each.wanted, pending, 0.0, None), True
             self._expected.clear()
 
-    def _pump_tag(self, tag: int) -> None:
+    def _poll_tag(self, tag: int) -> None:
         expected = self._expected[tag]
         try:
             while expected and self._probe(tag, expected):
@@ -123,7 +123,7 @@ class Inbox:
         if not expected:
             del self._expected[tag]
 
-    def _probe(self, tag: int, expected: list[Expected]) -> bool:
+    def _probe(self, tag: int, expected: list[ProbedReceive]) -> bool:
         """Take what has come; False when there was nothing."""
         # With an "anyone" among them only one question keeps the order: whose message is the next?
         asked = {each.wanted for each in expected}
@@ -139,7 +139,7 @@ class Inbox:
                 self._start(first, found)
         return any_found
 
-    def _start(self, expected: Expected, found: _Found) -> None:
+    def _start(self, expected: ProbedReceive, found: _Found) -> None:
         length, room = found.nbytes, expected.data.numel()
         expected.source, expected.nbytes = found.source, length
         if length > room or (expected.exact and length < room):
@@ -157,10 +157,10 @@ class Inbox:
         expected.matched = True
 
 
-class ExpectedHandle:
+class MatchedReceive:
     """A receive that the inbox will match."""
 
-    def __init__(self, transport: MpiTransport, data: Tensor, expected: Expected) -> None:
+    def __init__(self, transport: MpiTransport, data: Tensor, expected: ProbedReceive) -> None:
         self._transport = transport
         self._data = data
         self._expected = expected
@@ -170,7 +170,7 @@ class ExpectedHandle:
 
     def __del__(self) -> None:
         if not self._done:
-            self._transport.engine.keep(self._expected)
+            self._transport.engine.hold(self._expected)
 
     def wait(self, timeout: float | None = None) -> None:
         transport, expected, engine = self._transport, self._expected, self._transport.engine
@@ -204,12 +204,12 @@ class MpiTransport(Transport):
 
     name = "mpi"
 
-    def __init__(self, engine: Engine, comm: Any, members: tuple[int, ...], channel: str = "0") -> None:
+    def __init__(self, engine: MpiProcess, comm: Any, members: tuple[int, ...], channel: str = "0") -> None:
         super().__init__(comm.Get_rank(), comm.Get_size(), engine.runtime, engine.timeout, members)
         self.engine = engine
         self.comm = comm
         self.channel = channel
-        self.inbox = Inbox(self)
+        self.inbox = ProbeQueue(self)
         self.native = NativeMpi(self)
         self._splits = count(1)
         self._windows: list[MpiWindow] = []
@@ -221,7 +221,7 @@ class MpiTransport(Transport):
 
     def _send(self, data: Tensor, to: int, tag: int, exact: bool, lossy: bool) -> Handle:
         number = self._tag(tag)
-        self.engine.tidy()
+        self.engine.release_dropped_if_many()
         # A message to oneself is copied: it may be waited for before anybody receives it.
         data = data.cpu().clone() if to == self.rank else data.cpu()
         pending = f"rank {self.members[to]} to take {format_bytes(data.numel())}"
@@ -235,38 +235,38 @@ class MpiTransport(Transport):
     def _recv(self, data: Tensor, source: int | None, tag: int, exact: bool) -> Handle:
         self._tag(tag)
         landing = torch.empty_like(data, device="cpu") if data.is_cuda else data
-        return ExpectedHandle(self, data, self.inbox.post(landing, source, tag, exact))
+        return MatchedReceive(self, data, self.inbox.post(landing, source, tag, exact))
 
     def _tag(self, tag: int) -> int:
         if self._closed:
             raise WorldError(f"channel {self.channel} of ranks {list(self.members)} is closed")
         number = mpi_tag(tag)
-        if number > self.engine.most_tag:
+        if number > self.engine.max_tag:
             raise UnsupportedError(
-                f"{tag_name(tag)} is too large for this MPI, whose own tags end at {self.engine.most_tag}: "
-                f"use tags up to {self.engine.most_tag // 2}"
+                f"{tag_name(tag)} is too large for this MPI, whose own tags end at {self.engine.max_tag}: "
+                f"use tags up to {self.engine.max_tag // 2}"
             )
         return number
 
     def check_count(self, count: int, what: str) -> None:
         """Refuse what this MPI cannot count; messages alone go in blocks."""
-        if count > self.engine.most_count:
+        if count > self.engine.max_count:
             raise UnsupportedError(
                 f"{what} of {count} elements: this MPI (version {'.'.join(map(str, self.engine.mpi.Get_version()))}) "
-                f"counts to {self.engine.most_count}; take it in parts, or name a schedule"
+                f"counts to {self.engine.max_count}; take it in parts, or name a schedule"
             )
 
     # Channels.
 
     def _split(self, members: tuple[int, ...]) -> Transport | None:
         number = next(self._splits)
-        self.engine.free_retired()
+        self.engine.free_unused()
         if self.rank not in members:
             return None
         chosen = tuple(self.members[rank] for rank in members)
         # The ranks are part of the name: two halves that each split themselves off at once must not meet.
         name = f"{self.channel}.{number}.{hashlib.blake2b(repr(chosen).encode(), digest_size=6).hexdigest()}"
-        tag = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") % (self.engine.most_tag + 1)
+        tag = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") % (self.engine.max_tag + 1)
         self._meet(chosen, tag)
         mpi, everyone = self.engine.mpi, self.engine.comm
         try:
@@ -344,12 +344,12 @@ class MpiTransport(Transport):
                     window.close()
                 except PeerLostError as error:
                     logger.warning("a window that nobody closed is left to the end of the process: %s", error)
-            if not engine.wait(engine.let_go, PATIENCE, lambda: "peers to receive all that was sent"):
+            if not engine.wait(engine.release_dropped, JOIN_TIMEOUT_S, lambda: "peers to receive all that was sent"):
                 logger.warning("rank %d closes while peers have not received all it sent", self.members[self.rank])
         self._closed = True
         self.inbox.close()
         if not engine.unclean:
-            engine.retire(self.comm)
+            engine.free_when_unused(self.comm)
 
 
 class _MpiMemory(RemoteMemory):

@@ -22,9 +22,9 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from syncline.environment import Environment
 from syncline.errors import UnsupportedError, WorldError
 from syncline.transports.liveness import Liveness
-from syncline.transports.store import find_place, first_line, meet
+from syncline.transports.store import find_rendezvous, first_line, open_store
 
-__all__ = ["DefaultGroup", "Engine", "Groups", "has_default_group"]
+__all__ = ["ChannelGroups", "DefaultGroup", "ProcessGroupFactory", "has_default_group"]
 
 MAX_DEVICES = 4
 """Largest number of gloo devices of a process. Each has a thread and a listening socket; channels share them."""
@@ -34,7 +34,7 @@ MIN_POLL_S, MAX_POLL_S = 0.001, 0.05
 """Seconds between two checks for members that have not joined yet: at first, and at most."""
 
 
-class Groups:
+class ChannelGroups:
     """One channel's groups: gloo for tensors on the CPU and for messages, NCCL for tensors on GPUs."""
 
     def __init__(self, cpu: Any, make_cuda: Callable[[], Any]) -> None:
@@ -43,7 +43,7 @@ class Groups:
         self._cuda: Any = None
 
     def of(self, tensor: torch.Tensor) -> Any:
-        """The group that can work on a tensor where it lies. The first one on a GPU makes the group for it."""
+        """The group for the device of a tensor. The first tensor on a GPU makes the NCCL group."""
         if not tensor.is_cuda:
             return self.cpu
         if self._cuda is None:
@@ -51,15 +51,15 @@ class Groups:
         return self._cuda
 
     def close(self) -> None:
-        """Let both engines go: gloo's threads and sockets end with the last reference."""
+        """Release both groups. gloo's threads and sockets end with the last reference."""
         if self._cuda is not None:
             self._cuda.shutdown()
             self._cuda = None
         self.cpu = None
 
 
-class Engine:
-    """What all channels of a process share: the store, the watch over the others, where to listen."""
+class ProcessGroupFactory:
+    """Makes the process groups of all channels of a process, from one store."""
 
     def __init__(
         self,
@@ -74,14 +74,14 @@ class Engine:
         self.liveness = liveness
         self.timeout = timeout
         self._address = address
-        self._made: list[Groups] = []
+        self._groups: list[ChannelGroups] = []
         self._devices: list[Any] = []
         self._channels = 0
 
     def await_members(self, channel: str, members: Sequence[int], rank: int) -> None:
-        """Return when all members are ready to make a channel; raise soon after one is known to be gone.
+        """Wait until all members are ready to make a channel; raise soon after one is known to be lost.
 
-        gloo itself would wait for it until the timeout. If a rank has too few file descriptors left, all members
+        gloo itself would wait until the timeout. If a rank has too few file descriptors left, all members
         refuse the channel.
         """
         refusal, runtime = _refusal(rank, len(members)), self.liveness.runtime
@@ -101,8 +101,8 @@ class Engine:
         if here.check(["refused"]):
             raise WorldError(here.get("refused").decode())
 
-    def groups(self, channel: str, rank: int, size: int) -> Groups:
-        """Meet the other members of a channel."""
+    def groups(self, channel: str, rank: int, size: int) -> ChannelGroups:
+        """Make the groups of a channel, with its other members."""
         store = PrefixStore(f"channel/{channel}", self.store)
         store.set_timeout(timedelta(seconds=self.timeout))
         gloo: Any = dist.ProcessGroupGloo
@@ -110,12 +110,12 @@ class Engine:
         options._timeout = timedelta(seconds=self.timeout)
         options._devices = self._next_devices(gloo)
         cpu = gloo(PrefixStore("gloo", store), rank, size, options)
-        groups = Groups(cpu, lambda: self._nccl(PrefixStore("nccl", store), rank, size))
-        self._made.append(groups)
+        groups = ChannelGroups(cpu, lambda: self._nccl(PrefixStore("nccl", store), rank, size))
+        self._groups.append(groups)
         return groups
 
     def _next_devices(self, gloo: Any) -> list[Any]:
-        """The devices of the next channel: made for the first few, shared by the others."""
+        """The devices of the next channel. The first few channels make them, the others share them."""
         self._channels += 1
         if len(self._devices) < MAX_DEVICES:
             interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
@@ -133,16 +133,16 @@ class Engine:
         options._timeout = timedelta(seconds=self.timeout)
         return nccl(store, rank, size, options)
 
-    def release(self, groups: Groups) -> None:
+    def release(self, groups: ChannelGroups) -> None:
         """End one channel's groups."""
         groups.close()
-        if groups in self._made:
-            self._made.remove(groups)
+        if groups in self._groups:
+            self._groups.remove(groups)
 
     def close(self) -> None:
-        """End all groups and the watch."""
+        """Close all groups and stop the heartbeats."""
         self.liveness.close()
-        for groups in list(self._made):
+        for groups in list(self._groups):
             self.release(groups)
         self._devices.clear()
         if self._on_close is not None:
@@ -160,7 +160,7 @@ def _refusal(rank: int, members: int) -> str:
         return ""
     return (
         f"rank {rank} has {used} of {limit} file descriptors in use, and a channel of {members} ranks takes "
-        f"{members - 1} more: close teams that are no longer needed (team.close()), or raise the limit (ulimit -n)"
+        f"{members - 1} more: close groups that are no longer needed (group.close()), or raise the limit (ulimit -n)"
     )
 
 
@@ -173,7 +173,7 @@ def has_default_group() -> bool:
 
 
 class DefaultGroup:
-    """The default group among the ranks of a world; one that the script has made already is used, and stays."""
+    """The default process group among the ranks of a world. A group that the script has made is used and kept."""
 
     def __init__(self, environment: Environment, timeout: float, backend: str | None = None) -> None:
         self._group: Any = None
@@ -223,7 +223,7 @@ def _check(environment: Environment) -> None:
 def _store(environment: Environment, timeout: float) -> Store:
     if environment.size == 1:
         return HashStore()
-    store = meet(environment, find_place(environment), timeout)
+    store = open_store(environment, find_rendezvous(environment), timeout)
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     turn = store.add(f"syncline/default/{restart}/{environment.rank}", 1)  # a second group has keys of its own
     return PrefixStore(f"syncline/default/{restart}/{turn}", store)

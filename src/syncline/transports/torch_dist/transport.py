@@ -1,15 +1,15 @@
 """Point-to-point messages over a process group.
 
-gloo's own messages have no length: a long one aborts the receiver's process, a short one passes unseen. So a
-message goes as a header and a body, unless both sides know the length (`exact`)::
+gloo's own messages have no length: a long one aborts the receiver's process, and a short one is not noticed. So a
+message is sent as a header and a body, unless both sides know the length (`exact`)::
 
     tag space   exact   ┌ 0 │ tag    ┐      the body alone
-                header  ┌ 1 │ tag    ┐      36 bytes: who, tag, length, number
+                header  ┌ 1 │ tag    ┐      36 bytes: sender, tag, length, number
                 body    ┌ 2 │ number ┐      paired with its header by the number
 
-A rank cannot reach itself through gloo; such messages go through a mailbox. A tag that somebody receives from
-*anyone* is read into the same mailbox, by a task for each peer: a message to oneself wakes that receive too, and
-unlike gloo's own receive from anyone these waits end when a peer is gone or the channel is closed.
+A rank cannot send to itself through gloo; such messages go through a mailbox. A tag with a receive from *any* rank is
+read into the same mailbox, by one task per peer: a message to oneself wakes that receive too. Unlike gloo's own receive
+from any rank, these waits end when a peer is lost or the channel is closed.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from syncline.transports.messages import (
     describe_recv,
 )
 from syncline.transports.store import (
-    find_place,
+    find_rendezvous,
     first_line,
     listening_address,
-    meet,
+    open_bounded_store,
+    open_store,
     program_name,
-    second_connection,
 )
-from syncline.transports.torch_dist.process_groups import Engine
+from syncline.transports.torch_dist.process_groups import ProcessGroupFactory
 
 __all__ = ["FOREVER", "NativeTorch", "TorchTransport", "WorkHandle", "connect"]
 
@@ -66,7 +66,7 @@ FOREVER = timedelta(days=3650)
 
 
 class WorkHandle:
-    """An engine operation under way; keeps its buffer alive."""
+    """An operation of the engine in progress. It keeps its buffer alive."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class WorkHandle:
         peer: int | None,
         pending: str,
         copy_to: Tensor | None = None,
-        outlives: bool = False,
+        keep_alive: bool = False,
         lossy: bool = False,
     ) -> None:
         self.work = work
@@ -88,16 +88,16 @@ class WorkHandle:
         self._pending = pending
         self._copy_to = copy_to
         self._done = False
-        self._outlives = outlives
+        self._keep_alive = keep_alive
         self._lossy = lossy
 
     def __del__(self) -> None:
-        if self._outlives and not self._done:
-            self._outlives = False
-            self._transport.dropped.append(self)  # lives on there: the engine cancels what nobody holds
+        if self._keep_alive and not self._done:
+            self._keep_alive = False
+            self._transport.dropped.append(self)  # the engine cancels an operation without a reference
 
     def notify(self, fn: Callable[[], None]) -> None:
-        """Have `fn` called by the engine's thread when it is done, well or badly."""
+        """Let the engine's thread call `fn` when the operation has succeeded or failed."""
         self.work.get_future().add_done_callback(lambda _: fn())
 
     def wait(self, timeout: float | None = None) -> None:
@@ -148,7 +148,7 @@ REDUCIBLE = frozenset(
 )
 
 
-MOST_WORDS = 1000
+MAX_DESCRIPTIONS = 1000
 
 
 class NativeTorch(NativeCollectives):
@@ -158,7 +158,7 @@ class NativeTorch(NativeCollectives):
 
     def __init__(self, transport: TorchTransport) -> None:
         self._transport = transport
-        self._words: dict[tuple[str, torch.dtype, torch.Size], str] = {}
+        self._descriptions: dict[tuple[str, torch.dtype, torch.Size], str] = {}
 
     def reduces(self, dtype: torch.dtype, op: Op) -> bool:
         return dtype in REDUCIBLE
@@ -194,28 +194,28 @@ class NativeTorch(NativeCollectives):
     def _start(self, name: str, tensor: Tensor, launch: Callable[[Any], Any]) -> Handle:
         transport = self._transport
         key = (name, tensor.dtype, tensor.shape)
-        pending = self._words.get(key) or self._describe(key)
+        pending = self._descriptions.get(key) or self._describe(key)
         transport.monitor.enter(pending)
         try:
             work = launch(transport.groups.of(tensor))
         except RuntimeError as error:
-            if "invalid" in str(error).lower():  # what was asked for, not who is there
+            if "invalid" in str(error).lower():  # the arguments are wrong; no peer is lost
                 raise IncompatibleError(f"the engine refuses the {pending}: {error}{_hint(str(error))}") from error
             raise transport.failure(None, pending, 0.0, error) from error
         return WorkHandle(transport, work, tensor, None, pending)
 
     def _describe(self, key: tuple[str, torch.dtype, torch.Size]) -> str:
-        """What is waited for, in words; the same few again and again in training."""
+        """A description of the operation. It is stored, because training repeats a few of them."""
         name, dtype, shape = key
         sizes = "" if name == "alltoall" else list(shape)  # its sizes may differ between ranks
         words = f"{name} of {str(dtype).removeprefix('torch.')}{sizes} among {self._transport.size} ranks"
-        if len(self._words) < MOST_WORDS:
-            self._words[key] = words
+        if len(self._descriptions) < MAX_DESCRIPTIONS:
+            self._descriptions[key] = words
         return words
 
 
 def _hint(error: str) -> str:
-    """What to do about an error of NCCL whose own message is unclear.
+    """A hint for an NCCL error whose own message is unclear.
 
     >>> _hint("NCCL error: invalid usage")[:44]
     '; NCCL needs a GPU of its own for each rank:'
@@ -230,9 +230,9 @@ def _hint(error: str) -> str:
     )
 
 
-MOST_DROPPED = 64
-MOST_DROPPED_BYTES = 64 << 20
-PATIENCE = 5.0
+MAX_DROPPED = 64
+MAX_DROPPED_BYTES = 64 << 20
+READER_JOIN_TIMEOUT_S = 5.0
 
 EXACT, HEADER, BODY, ABORT = 0 * MAX_TAG, 1 * MAX_TAG, 2 * MAX_TAG, 3 * MAX_TAG
 
@@ -242,7 +242,9 @@ class TorchTransport(Transport):
 
     name = "torch.distributed"
 
-    def __init__(self, engine: Engine, members: tuple[int, ...], global_rank: int, channel: str = "0") -> None:
+    def __init__(
+        self, engine: ProcessGroupFactory, members: tuple[int, ...], global_rank: int, channel: str = "0"
+    ) -> None:
         super().__init__(members.index(global_rank), len(members), engine.liveness.runtime, engine.timeout, members)
         self.engine = engine
         self.liveness = engine.liveness
@@ -264,16 +266,16 @@ class TorchTransport(Transport):
         self._numbers = count()
         self._splits = count(1)
         self._mailbox = Mailbox(self.runtime)
-        self._pumps: dict[int, dict[int, Task]] = {}
-        self._silent: set[tuple[int, int]] = set()
+        self._readers: dict[int, dict[int, Task]] = {}
+        self._ended_peers: set[tuple[int, int]] = set()
         self._lock = self.runtime.lock()
         self._refusals = WarningLog(logger, self.runtime.now)
         self._closed = False
         self._aborted = False
         self._idle = 0
-        """Waits without end: closing has to break them."""
+        """The number of waits without a deadline. Closing has to break them."""
         self.dropped: deque[WorkHandle] = deque()
-        """Sends whose handles nobody waited for: the engine would cancel them with the handle."""
+        """Sends whose handles were dropped. The engine would cancel them with the handle."""
 
     # Sending.
 
@@ -287,23 +289,23 @@ class TorchTransport(Transport):
         number = next(self._numbers) % MAX_TAG
         header = MessageHeader(self.rank, tag, data.numel(), number).pack()
         first = self.post_send(torch.frombuffer(bytearray(header), dtype=torch.uint8), to, HEADER + tag, lossy)
-        return _Both(first, self.post_send(data, to, BODY + number, lossy)) if data.numel() else first
+        return _FramedSend(first, self.post_send(data, to, BODY + number, lossy)) if data.numel() else first
 
     def post_send(self, data: Tensor, to: int, engine_tag: int, lossy: bool = False) -> Handle:
-        """Hand bytes to the engine. Of a lossy message that cannot be sent nobody is told, and nobody blamed."""
+        """Give bytes to the engine. The loss of a lossy message is ignored."""
         pending = f"rank {self.members[to]} to take {format_bytes(data.numel())}"
-        large = data.numel() > MOST_DROPPED_BYTES // MOST_DROPPED  # as many small ones cannot be too much
-        while len(self.dropped) > MOST_DROPPED or (
-            large and sum(handle.nbytes for handle in self.dropped) > MOST_DROPPED_BYTES
+        large = data.numel() > MAX_DROPPED_BYTES // MAX_DROPPED  # a few small ones cannot exceed the limit
+        while len(self.dropped) > MAX_DROPPED or (
+            large and sum(handle.nbytes for handle in self.dropped) > MAX_DROPPED_BYTES
         ):
-            self.dropped.popleft().wait()  # long done, as a rule: the engine does not tell without a wait
+            self.dropped.popleft().wait()  # usually done long ago: the engine reports it only to a wait
         try:
             work = self.groups.cpu.send([data], to, engine_tag)
         except RuntimeError as error:
             if lossy:
                 return CompletedHandle(data.numel())
             raise self.failure(to, pending, 0.0, error) from error
-        return WorkHandle(self, work, data, to, pending, outlives=True, lossy=lossy)
+        return WorkHandle(self, work, data, to, pending, keep_alive=True, lossy=lossy)
 
     # Receiving.
 
@@ -312,58 +314,60 @@ class TorchTransport(Transport):
             return MailboxHandle(self, self._mailbox, self._mailbox.post(data, source, tag, exact))
         if source is not None and exact:
             return self.post_recv(data, source, EXACT + tag)
-        if source is None or tag in self._pumps:
-            self._pump(tag)
+        if source is None or tag in self._readers:
+            self._start_readers(tag)
             posted = self._mailbox.post(data, source, tag, exact)
-            for silent in [other for known, other in list(self._silent) if known == tag and source in (None, other)]:
-                self._peer_is_silent(tag, silent, None)
+            for silent in [
+                other for known, other in list(self._ended_peers) if known == tag and source in (None, other)
+            ]:
+                self._end_peer(tag, silent, None)
             return MailboxHandle(self, self._mailbox, posted)
         return _FramedRecv(self, data, source, tag)
 
     def post_recv(self, data: Tensor, source: int | None, engine_tag: int, pending: str = "") -> WorkHandle:
-        """Ask the engine for bytes; `pending` is what people are told of it."""
+        """Receive bytes from the engine; `pending` describes the receive in messages."""
         pending = pending or describe_recv(self, source, engine_tag % MAX_TAG, data.numel())
-        landing = torch.empty_like(data, device="cpu") if data.is_cuda else data
+        target = torch.empty_like(data, device="cpu") if data.is_cuda else data
         try:
             if source is None:
-                work = self.groups.cpu.recv_anysource([landing], engine_tag)
+                work = self.groups.cpu.recv_anysource([target], engine_tag)
             else:
-                work = self.groups.cpu.recv([landing], source, engine_tag)
+                work = self.groups.cpu.recv([target], source, engine_tag)
         except RuntimeError as error:
             raise self.failure(source, pending, 0.0, error) from error
-        return WorkHandle(self, work, landing, source, pending, copy_to=data if data.is_cuda else None)
+        return WorkHandle(self, work, target, source, pending, copy_to=data if data.is_cuda else None)
 
-    def _pump(self, tag: int) -> None:
+    def _start_readers(self, tag: int) -> None:
         with self._lock:
-            if tag not in self._pumps:
-                self._pumps[tag] = {
-                    peer: self.runtime.spawn(self._pump_loop, tag, peer, name=f"anyone-{tag}-{peer}")
+            if tag not in self._readers:
+                self._readers[tag] = {
+                    peer: self.runtime.spawn(self._read_loop, tag, peer, name=f"anyone-{tag}-{peer}")
                     for peer in range(self.size)
                     if peer != self.rank
                 }
 
-    def _pump_loop(self, tag: int, peer: int) -> None:
-        """Read what comes from `peer` under `tag` into the mailbox, until the channel closes or the peer is gone."""
+    def _read_loop(self, tag: int, peer: int) -> None:
+        """Read the messages from `peer` with `tag` into the mailbox, until the channel closes or the peer is lost."""
         while not self._closed:
             try:
                 header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
                 handle = self.post_recv(header, peer, HEADER + tag)
-                handle.work.wait(FOREVER)  # it may have nothing to say, and a wait that ends breaks all pairs
+                handle.work.wait(FOREVER)  # no message may come, and a timeout would break all connections
                 found = MessageHeader.read(header.numpy().tobytes(), peer=peer)
-                self._mailbox.wait_for_room(found.length, peer, tag)  # until then its sender waits
+                self._mailbox.wait_for_room(found.length, peer, tag)  # meanwhile the sender waits
                 self._mailbox.deliver(self.read_body(header, peer, None), peer, tag)
             except ProtocolError as error:
-                self._refusals.warn(f"rank {self.members[self.rank]}: {error}")  # perhaps no caller is waiting
+                self._refusals.warn(f"rank {self.members[self.rank]}: {error}")  # there may be no waiting caller
                 self._break_receives(tag, peer, True, error)
             except (SynclineError, RuntimeError) as error:
                 if not self._closed:
-                    self._peer_is_silent(tag, peer, error)
+                    self._end_peer(tag, peer, error)
                 return
 
-    def _peer_is_silent(self, tag: int, peer: int, cause: Exception | None) -> None:
-        """Nothing more comes from a peer: break the receives that wait for it, or for anyone when all are silent."""
-        self._silent.add((tag, peer))
-        alone = all((tag, other) in self._silent for other in self._pumps.get(tag, {}))
+    def _end_peer(self, tag: int, peer: int, cause: Exception | None) -> None:
+        """End the receives that wait for a lost peer, and those from any rank if all peers are lost."""
+        self._ended_peers.add((tag, peer))
+        alone = all((tag, other) in self._ended_peers for other in self._readers.get(tag, {}))
         if self._mailbox.has_receive(lambda posted: _concerns(posted, tag, peer, alone)):
             pending = f"a message from {'anyone' if alone else f'rank {self.members[peer]}'} (tag {tag})"
             cause = cause or ConnectionError("the connection is closed")
@@ -373,13 +377,13 @@ class TorchTransport(Transport):
         self._mailbox.fail(lambda posted: error if _concerns(posted, tag, peer, anyone) else None)
 
     def read_body(self, header: Tensor, source: int, room: Tensor | None, timeout: float | None = None) -> Tensor:
-        """The body that a header announces, in `room` where it fits there exactly or with space left.
+        """Receive the body of a header, into `room` if it fits.
 
         A body that is too long is still taken off the wire, so that its sender does not hang, and refused; unless
         it is longer than anything that may lie here unasked for.
         """
         found = MessageHeader.read(header.numpy().tobytes(), peer=source)
-        limit = found.length if room is None else room.numel()  # a pump has made sure of the room
+        limit = found.length if room is None else room.numel()  # the reader has waited for the room
         refusal = ProtocolError(
             f"rank {source} sent {format_bytes(found.length)} (tag {found.tag}) where at most "
             f"{format_bytes(limit)} were expected",
@@ -403,17 +407,17 @@ class TorchTransport(Transport):
         if self.rank not in members:
             return None
         chosen = tuple(self.members[rank] for rank in members)
-        # The ranks are part of the name: two halves that each split themselves off at once must not meet.
+        # The ranks are part of the name: two halves that split at the same time must not share a channel.
         name = f"{self.channel}.{number}.{zlib.crc32(repr(chosen).encode()):08x}"
         return TorchTransport(self.engine, chosen, self.members[self.rank], name)
 
     @property
     def has_ended(self) -> bool:
-        """Whether this rank has closed or given up the channel."""
+        """Whether this rank has closed or aborted the channel."""
         return self._closed or self._aborted
 
     def waiting(self, pending: str, peer: int | None, idle: bool) -> Callable[[], object]:
-        """This rank begins to wait; call what is returned when that is over. The others are not told of an idle one."""
+        """Record that this rank waits, unless the wait is idle. Call the returned function at its end."""
         if not idle:
             whom = None if peer is None else self.members[peer]
             return self.liveness.waiting(pending, self.channel, self.members, whom, self._break_waits)
@@ -434,8 +438,8 @@ class TorchTransport(Transport):
     def failure(
         self, peer: int | None, pending: str, seconds: float, cause: BaseException | None, idle: bool = False
     ) -> Exception:
-        told = str(cause).lower()
-        timed_out = "timed out" in told or "timeout" in told
+        text = str(cause).lower()
+        timed_out = "timed out" in text or "timeout" in text
         loss = self.liveness.blame(
             self.channel,
             self.members,
@@ -457,13 +461,13 @@ class TorchTransport(Transport):
         )
 
     def abort(self) -> None:
-        """Break every wait on this channel, here and at the peers: gloo does so when one wait times out."""
+        """Break every wait on this channel, here and at the peers, as gloo does when one wait times out."""
         self._aborted = True
         self._mailbox.fail(channel_closed)
         self._break_waits()
 
     def _break_waits(self) -> None:
-        # A peer that has left breaks its own pair at once and no other wait: only one that times out breaks them all.
+        # The end of a peer breaks only its own connection. Only a timeout breaks all of them.
         for peer in range(self.size):
             if peer != self.rank and self.groups.cpu is not None:
                 with suppress(RuntimeError):
@@ -476,21 +480,21 @@ class TorchTransport(Transport):
             return
         self._closed = True
         self._mailbox.close(channel_closed)
-        if self._pumps or self._idle:
+        if self._readers or self._idle:
             self.abort()
-            for pumps in self._pumps.values():
-                for task in pumps.values():
-                    task.join(PATIENCE)
+            for readers in self._readers.values():
+                for task in readers.values():
+                    task.join(READER_JOIN_TIMEOUT_S)
         self.liveness.pending.pop(self.channel, None)
         if self.channel == "0":
-            self.liveness.leave()  # first: closing the groups breaks the others' waits, and they look for the lost rank
+            self.liveness.leave()  # first: closing breaks the others' waits, and they search for the lost rank
         self.engine.release(self.groups)
         if self.channel == "0":
             self.engine.close()
 
 
-class _Both:
-    """A header and its body on their way."""
+class _FramedSend:
+    """A header and its body that are being sent."""
 
     def __init__(self, header: Handle, body: Handle) -> None:
         self._parts = (header, body)
@@ -503,7 +507,7 @@ class _Both:
 
 
 class _FramedRecv:
-    """A receive whose header tells how much is to come."""
+    """A receive whose header states the length."""
 
     def __init__(self, transport: TorchTransport, data: Tensor, source: int, tag: int) -> None:
         self._transport = transport
@@ -525,21 +529,21 @@ class _FramedRecv:
 
 
 def _concerns(posted: PostedReceive, tag: int, peer: int, anyone: bool) -> bool:
-    """Whether a receive waits for this peer, or for anyone where that counts too."""
+    """Whether a receive waits for this peer, or for any rank if `anyone` is set."""
     return posted.tag == tag and (posted.wanted == peer or (anyone and posted.wanted is None))
 
 
 def connect(environment: Environment, timeout: float) -> TorchTransport:
-    """Join the world that the launcher describes. Every rank calls it; it returns when all are there."""
-    place = find_place(environment)
-    store = meet(environment, place, timeout)
+    """Join the world that the launcher describes. Every rank calls it; it returns when all have joined."""
+    place = find_rendezvous(environment)
+    store = open_store(environment, place, timeout)
     generation = store.add(f"syncline/generation/{environment.rank}", 1)
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     name = f"syncline/{restart}/{generation}"
     prefix = PrefixStore(name, store)
     prefix.set(f"here/{environment.rank}", "1")
     runtime = RealRuntime()
-    watch = second_connection(place, store, runtime, timeout)
+    watch = open_bounded_store(place, store, runtime, timeout)
     liveness = Liveness(
         watch.prefixed(name),
         watch,
@@ -550,7 +554,7 @@ def connect(environment: Environment, timeout: float) -> TorchTransport:
         program=program_name(),
     )
     one_host = environment.local_known and environment.local_size == environment.size
-    engine = Engine(prefix, liveness, timeout, listening_address(place.address, one_host), watch.close)
+    engine = ProcessGroupFactory(prefix, liveness, timeout, listening_address(place.address, one_host), watch.close)
     try:
         return TorchTransport(engine, tuple(range(environment.size)), environment.rank)
     except WorldError:
@@ -564,10 +568,12 @@ def connect(environment: Environment, timeout: float) -> TorchTransport:
                 f"rank {environment.rank} of {environment.size} ({environment.source}) cannot join: rank {error.peer} "
                 f"has ended before all had joined: {ended}"
             ) from error
-        raise WorldError(_who_is_missing(prefix, environment, place, timeout, error)) from error
+        raise WorldError(_describe_missing(prefix, environment, place, timeout, error)) from error
 
 
-def _who_is_missing(store: Store, environment: Environment, place: Rendezvous, timeout: float, error: Exception) -> str:
+def _describe_missing(
+    store: Store, environment: Environment, place: Rendezvous, timeout: float, error: Exception
+) -> str:
     try:
         missing = [rank for rank in range(environment.size) if not store.check([f"here/{rank}"])]
     except RuntimeError:

@@ -15,12 +15,12 @@ from syncline.errors import WorldError
 from syncline.runtime import RealRuntime
 from syncline.transports.liveness import Liveness
 from syncline.transports.store import (
-    find_place,
+    find_rendezvous,
     first_line,
     listening_address,
-    meet,
+    open_bounded_store,
+    open_store,
     program_name,
-    second_connection,
 )
 from syncline.transports.zeromq.membership import KEY_VARIABLE, MembershipLog, choose_key
 from syncline.transports.zeromq.node import Node
@@ -47,8 +47,8 @@ def connect(
     With a `label` it is a separate world at the same rendezvous, perhaps with other members; `name_of` returns their
     names. `join_timeout` is the time in seconds to wait for the others, by default `timeout`; `math.inf`: no limit.
     """
-    place = find_place(environment)
-    store = meet(environment, place, timeout)
+    place = find_rendezvous(environment)
+    store = open_store(environment, place, timeout)
     suffix = f"/{label}" if label else ""
     generation = store.add(f"syncline/generation{suffix}/{environment.rank}", 1)
     world = f"syncline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{generation}{suffix}"
@@ -67,7 +67,7 @@ def connect(
 def join(place: Rendezvous, timeout: float, key: str | None = None) -> ZmqTransport:
     """Join a running world under the next rank. `place` is the rendezvous of its ranks."""
     environment = Environment(source="a process that joins")
-    store = meet(environment, Rendezvous(place.address, place.port, hosted=True), timeout)
+    store = open_store(environment, Rendezvous(place.address, place.port, hosted=True), timeout)
     try:
         world = store.get("syncline/world").decode()
     except RuntimeError as error:
@@ -130,7 +130,7 @@ def _node(
     address = listening_address(place.address, one_host)
     key = choose_key(address, key)
     runtime = RealRuntime()
-    ours = second_connection(place, store, runtime, timeout)
+    ours = open_bounded_store(place, store, runtime, timeout)
     membership = MembershipLog(ours.prefixed(f"{world}/zeromq"), ours, key, runtime, name_of)
 
     def make_liveness(rank: int) -> Liveness:

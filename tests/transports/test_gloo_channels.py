@@ -70,7 +70,7 @@ def test_a_channel_is_refused_before_the_descriptors_run_out(gloo: Pool) -> None
     assert len(set(told)) == 1
     assert "rank 1 has" in told[0]
     assert "file descriptors in use" in told[0]
-    assert "team.close()" in told[0]
+    assert "group.close()" in told[0]
 
 
 def leave_early(channel: Transport) -> str:

@@ -90,7 +90,7 @@ def test_what_one_beside_the_ranks_raises_is_raised() -> None:
 
     with pytest.raises(ValueError, match="the server broke") as caught:
         sl.simulate(lambda world: ask(world, 1), 1, extra=[broken])
-    assert "rank 1 (aside)" in "".join(getattr(caught.value, "__notes__", []))
+    assert "rank 1 (extra)" in "".join(getattr(caught.value, "__notes__", []))
 
 
 def test_the_simulation_ends_with_the_ranks() -> None:
@@ -105,7 +105,7 @@ def test_a_deadlock_names_those_beside_too() -> None:
         transport.recv(torch.zeros(1), None, 1).wait(timeout=math.inf)
         transport.recv(torch.zeros(1), 0, 99).wait(timeout=math.inf)
 
-    with pytest.raises(sl.DeadlockError, match=r"rank 1 \(aside\) waits .* from rank 0 \(tag 99") as caught:
+    with pytest.raises(sl.DeadlockError, match=r"rank 1 \(extra\) waits .* from rank 0 \(tag 99") as caught:
         sl.simulate(lambda world: ask(world, 1), 1, extra=[silent])
     assert "rank 0 (main) waits" in str(caught.value)
 

@@ -11,8 +11,8 @@ import syncline as sl
 from syncline.testing import Pool
 from syncline.testing.functional import world_on
 from syncline.transports import Handle, Transport
-from syncline.world.functional import DESCRIPTION
-from syncline.world.group import FIRST_CALLS, MAX_CHECKED
+from syncline.world.functional import DESCRIPTION_TAG
+from syncline.world.group import FIRST_CHECKED_CALLS, MAX_CHECKED_KINDS
 from tests.world.test_functional import differ
 
 HOWS = ("shape", "same bytes", "dtype", "reduction", "algorithm", "root", "operation")
@@ -33,7 +33,7 @@ class Plain(Transport):
         self.compared = 0
 
     def _send(self, data: torch.Tensor, to: int, tag: int, exact: bool, lossy: bool) -> Handle:
-        self.compared += tag == DESCRIPTION
+        self.compared += tag == DESCRIPTION_TAG
         return self.inner.send(data, to, tag, exact=exact, lossy=lossy)
 
     def _recv(self, data: torch.Tensor, source: int | None, tag: int, exact: bool) -> Handle:
@@ -70,14 +70,14 @@ def test_calls_are_compared_at_first_and_when_they_are_new() -> None:
         transport = Plain(world.transport)
         world_on(transport)
         counts = []
-        for calls in ([4] * FIRST_CALLS, [4] * 100, [5] * 100, range(6, 6 + 2 * MAX_CHECKED)):
+        for calls in ([4] * FIRST_CHECKED_CALLS, [4] * 100, [5] * 100, range(6, 6 + 2 * MAX_CHECKED_KINDS)):
             before = transport.compared
             for length in calls:
                 sl.allreduce(torch.ones(length), op="mean", algorithm="ring")
             counts.append(transport.compared - before)
         return tuple(counts)
 
-    assert sl.simulate(work, 2).results[1] == (FIRST_CALLS, 0, 1, MAX_CHECKED - 2)
+    assert sl.simulate(work, 2).results[1] == (FIRST_CHECKED_CALLS, 0, 1, MAX_CHECKED_KINDS - 2)
 
 
 def test_the_simulator_compares_every_call() -> None:
@@ -94,7 +94,7 @@ def surprise(channel: Transport) -> str:
     own = channel.split(range(channel.size))
     assert own is not None
     world = world_on(own)
-    for _ in range(FIRST_CALLS + 5):
+    for _ in range(FIRST_CHECKED_CALLS + 5):
         sl.allreduce(torch.ones(2000), op="sum")
     try:
         sl.allreduce(torch.ones(2000 if world.rank == 0 else 30), op="sum")

@@ -189,7 +189,7 @@ def test_progress_is_a_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsy
 
 def introduce(world: sl.World, check: bool = False) -> tuple[list[str], int, bool]:
     environment = Environment(source="a test", rank=world.rank, size=world.size, local_size=1, host="here")
-    return world_module._introduce(world.transport, environment, check)
+    return world_module.exchange_introductions(world.transport, environment, check)
 
 
 def test_ranks_of_different_versions_refuse_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

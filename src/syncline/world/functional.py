@@ -27,81 +27,84 @@ from syncline.world.group import Group
 from syncline.world.world import current_world
 
 __all__ = [
-    "agree",
     "allgather",
     "allreduce",
     "alltoall",
     "barrier",
     "broadcast",
     "broadcast_object",
+    "compare_calls",
     "gather",
     "recv",
     "reduce_scatter",
     "send",
 ]
 
-WIDTH = 256
+DESCRIPTION_BYTES = 256
 """Size of a description in bytes."""
-DESCRIPTION, VERDICT = COMPARISON_TAGS, COMPARISON_TAGS + 1
+DESCRIPTION_TAG, DIFFERENCE_TAG = COMPARISON_TAGS, COMPARISON_TAGS + 1
 
 
-def agree(group: Group, description: str) -> None:
-    """Raise on every rank alike when one of them describes its call differently."""
-    number = group.next_call()
-    if group.size == 1:
+def compare_calls(group: Group, call: str) -> None:
+    """Compare the ranks' next collective before it runs: the first ones of each kind, or all with `check=True`.
+
+    Raises on every rank if one of them describes its call differently::
+
+        rank 0    ◄── description ── rank 1, rank 2, …    with tags of their own: a rank that does not compare, and
+                  ── difference ───► rank 1, rank 2, …    enters its collective, cannot receive them by mistake
+    """
+    number, transport = group.next_call(), group.transport
+    if not group.world.check and (transport.monitor.compare_call(number, call) or not group.is_new(call)):
         return
-    if not group.world.check and (
-        group.transport.monitor.compare_call(number, description) or not group.is_new(description)
-    ):
-        return
-    told = f"#{number} {description}"
-    group.transport.monitor.enter(f"the comparison of {told}")
+    text = f"#{number} {call}"
+    transport.monitor.enter(f"the comparison of {text}")
     try:
-        differ = _lead(group, told) if group.rank == 0 else _follow(group.transport, told)
+        differ = _compare_at_root(group, text) if group.rank == 0 else _compare_at_rank(transport, text)
     except PeerLostError as error:
-        words = f"{error}; it was to compare {told}"
-        raise PeerLostError(words, peer=error.peer, pending=told, seconds=error.seconds) from error
+        message = f"{error}; it was to compare {text}"
+        raise PeerLostError(message, peer=error.peer, pending=text, seconds=error.seconds) from error
     if differ:
         raise IncompatibleError(f"the ranks disagree about their next collective: {differ}")
 
 
-def _lead(group: Group, told: str) -> str:
+def _compare_at_root(group: Group, text: str) -> str:
     """Receive the other ranks' descriptions, and send them the difference."""
     transport = group.transport
-    table = torch.zeros(transport.size, WIDTH, dtype=torch.uint8)
-    table[0] = _row(told)
-    handles = [transport.recv(table[rank], rank, DESCRIPTION, exact=True) for rank in range(1, transport.size)]
+    table = torch.zeros(transport.size, DESCRIPTION_BYTES, dtype=torch.uint8)
+    table[0] = _encode_text(text)
+    handles = [transport.recv(table[rank], rank, DESCRIPTION_TAG, exact=True) for rank in range(1, transport.size)]
     for handle in handles:
         handle.wait()
-    calls = {rank: _text(row) for rank, row in zip(group.ranks, table, strict=True)}
+    calls = {rank: _decode_text(row) for rank, row in zip(group.ranks, table, strict=True)}
     differ = group_ranks_by_text(calls) if len(set(calls.values())) > 1 else ""
     words = torch.frombuffer(bytearray(differ.encode()), dtype=torch.uint8) if differ else None
     length = torch.tensor([0 if words is None else words.numel()])
     for buffer in (length,) if words is None else (length, words):
-        sent = [transport.send(buffer, rank, VERDICT, exact=True) for rank in range(1, transport.size)]
+        sent = [transport.send(buffer, rank, DIFFERENCE_TAG, exact=True) for rank in range(1, transport.size)]
         for handle in sent:
             handle.wait()
     return differ
 
 
-def _follow(transport: Transport, told: str) -> str:
+def _compare_at_rank(transport: Transport, text: str) -> str:
     """Send this rank's description, and receive the difference."""
     length = torch.zeros(1, dtype=torch.int64)
-    heard = transport.recv(length, 0, VERDICT, exact=True)
-    transport.send(_row(told), 0, DESCRIPTION, exact=True).wait()
+    heard = transport.recv(length, 0, DIFFERENCE_TAG, exact=True)
+    transport.send(_encode_text(text), 0, DESCRIPTION_TAG, exact=True).wait()
     heard.wait()
     if not length.item():
         return ""
     words = torch.empty(int(length), dtype=torch.uint8)
-    transport.recv(words, 0, VERDICT, exact=True).wait()
+    transport.recv(words, 0, DIFFERENCE_TAG, exact=True).wait()
     return bytes(words.tolist()).decode(errors="replace")
 
 
-def _row(told: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(told.encode()[:WIDTH].ljust(WIDTH, b"\0")), dtype=torch.uint8)
+def _encode_text(text: str) -> torch.Tensor:
+    data = text.encode()[:DESCRIPTION_BYTES].ljust(DESCRIPTION_BYTES, b"\0")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def _text(row: torch.Tensor) -> str:
+def _decode_text(row: torch.Tensor) -> str:
     return bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
@@ -123,12 +126,12 @@ def allreduce(
     tensor([2.])
     """
     comm, op = _resolve_group(group), op or _default_op("allreduce")
-    with _refusals_shared(comm, "allreduce"):
+    with _share_errors(comm, "allreduce"):
         tensor, back = import_array(x)
         schedule = None if algorithm in (NATIVE, AUTO) else build("allreduce", algorithm)
         wire_op = _wire_op(op, tensor.dtype)
         wide, narrow = widen(tensor, wire_op)
-    describe = f"allreduce({_signature(tensor)}, {op}, {algorithm})"
+    describe = f"allreduce({_describe_tensor(tensor)}, {op}, {algorithm})"
 
     def finish() -> Any:
         if op == "mean":
@@ -136,7 +139,7 @@ def allreduce(
         return back(narrow(wide).reshape(tensor.shape))
 
     def work() -> Any:
-        agree(comm, describe)
+        compare_calls(comm, describe)
         native = comm.transport.native
         if algorithm == AUTO:
             comm.auto.allreduce(wide, wire_op)
@@ -146,7 +149,7 @@ def allreduce(
             run.allreduce(comm.channel, wide, wire_op, schedule or build("allreduce", NATIVE))
         return finish()
 
-    return _counted(comm, "allreduce", tensor, describe, work, async_)
+    return _run_counted(comm, "allreduce", tensor, describe, work, async_)
 
 
 def broadcast(x: Any, root: int = 0, algorithm: str = NATIVE, group: Group | None = None, async_: bool = False) -> Any:
@@ -157,16 +160,16 @@ def broadcast(x: Any, root: int = 0, algorithm: str = NATIVE, group: Group | Non
     (tensor([1]), tensor([1]), tensor([1]))
     """
     comm = _resolve_group(group)
-    with _refusals_shared(comm, "broadcast"):
+    with _share_errors(comm, "broadcast"):
         _check_root(root, comm)
         tensor, back = import_array(x)
         copy = _contiguous_copy(tensor)
         flat = copy.reshape(-1).view(torch.uint8)
         schedule = None if algorithm == NATIVE else build("broadcast", algorithm)
-    describe = f"broadcast({_signature(tensor)}, root {root}, {algorithm})"
+    describe = f"broadcast({_describe_tensor(tensor)}, root {root}, {algorithm})"
 
     def work() -> Any:
-        agree(comm, describe)
+        compare_calls(comm, describe)
         native = comm.transport.native
         if schedule is None and native.available:
             if flat.numel():
@@ -175,7 +178,7 @@ def broadcast(x: Any, root: int = 0, algorithm: str = NATIVE, group: Group | Non
             run.broadcast(comm.channel, flat, root, schedule or build("broadcast", NATIVE))
         return back(copy)
 
-    return _counted(comm, "broadcast", flat, describe, work, async_)
+    return _run_counted(comm, "broadcast", flat, describe, work, async_)
 
 
 def allgather(x: Any, algorithm: str = NATIVE, group: Group | None = None, async_: bool = False) -> Any:
@@ -210,7 +213,7 @@ def reduce_scatter(
     (tensor([0., 2.]), tensor([4., 6.]))
     """
     comm, op = _resolve_group(group), op or _default_op("reduce_scatter")
-    with _refusals_shared(comm, "reduce_scatter"):
+    with _share_errors(comm, "reduce_scatter"):
         tensor, back = import_array(x)
         if tensor.dim() == 0:
             raise IncompatibleError("reduce_scatter needs a first dimension to share out; this array has none")
@@ -218,10 +221,10 @@ def reduce_scatter(
         wire_op = _wire_op(op, tensor.dtype)
         wide, narrow = widen(tensor, wire_op)
     rows = bounds(tensor.shape[0], comm.size)
-    describe = f"reduce_scatter({_signature(tensor)}, {op}, {algorithm})"
+    describe = f"reduce_scatter({_describe_tensor(tensor)}, {op}, {algorithm})"
 
     def work() -> Any:
-        agree(comm, describe)
+        compare_calls(comm, describe)
         native = comm.transport.native
         even = tensor.shape[0] % comm.size == 0 and wide.numel() > 0
         if schedule is None and even and native.reduces(wide.dtype, wire_op):
@@ -236,7 +239,7 @@ def reduce_scatter(
             part.div_(comm.size)
         return back(narrow(part))
 
-    return _counted(comm, "reduce_scatter", tensor, describe, work, async_)
+    return _run_counted(comm, "reduce_scatter", tensor, describe, work, async_)
 
 
 def alltoall(
@@ -255,15 +258,15 @@ def alltoall(
     (tensor([ 0, 10]), tensor([ 1, 11]))
     """
     comm = _resolve_group(group)
-    with _refusals_shared(comm, "alltoall"):
+    with _share_errors(comm, "alltoall"):
         tensor, back = import_array(x)
         counts = _splits(tensor, splits, comm.size)
         copy = _contiguous_copy(tensor)
         schedule_name = build("alltoall", algorithm).spec
-    describe = f"alltoall({_trailing(tensor)}, {algorithm})"
+    describe = f"alltoall({_describe_rows(tensor)}, {algorithm})"
 
     def work() -> Any:
-        agree(comm, describe)
+        compare_calls(comm, describe)
         native = comm.transport.native
         incoming = _exchange_counts(comm, counts, schedule_name)
         output = copy.new_empty(sum(incoming), *copy.shape[1:])
@@ -279,7 +282,7 @@ def alltoall(
             _move_parts(comm, torch.split(copy, counts), torch.split(output, incoming), schedule_name)
         return back(output)
 
-    return _counted(comm, "alltoall", copy, describe, work, async_)
+    return _run_counted(comm, "alltoall", copy, describe, work, async_)
 
 
 def send(x: Any, to: int, tag: int = 0, group: Group | None = None) -> None:
@@ -337,7 +340,7 @@ def barrier(group: Group | None = None) -> None:
     comm = _resolve_group(group)
 
     def work() -> None:
-        agree(comm, "barrier()")
+        compare_calls(comm, "barrier()")
         native = comm.transport.native
         if native.available:
             native.barrier().wait()
@@ -350,16 +353,16 @@ def barrier(group: Group | None = None) -> None:
 def _gather(x: Any, root: int | None, algorithm: str, group: Group | None, async_: bool) -> Any:
     comm = _resolve_group(group)
     operation: Literal["allgather", "gather"] = "allgather" if root is None else "gather"
-    with _refusals_shared(comm, operation):
+    with _share_errors(comm, operation):
         if root is not None:
             _check_root(root, comm)
         tensor, back = import_array(x)
         rows = _contiguous_copy(tensor.reshape(1) if tensor.dim() == 0 else tensor)
         schedule_name = build(operation, algorithm).spec
-    describe = f"{operation}({_trailing(rows)}, {algorithm}{'' if root is None else f', root {root}'})"
+    describe = f"{operation}({_describe_rows(rows)}, {algorithm}{'' if root is None else f', root {root}'})"
 
     def work() -> Any:
-        agree(comm, describe)
+        compare_calls(comm, describe)
         lengths = _exchange_lengths(comm, rows, operation)
         native = comm.transport.native
         everywhere = root is None or root == comm.rank
@@ -376,10 +379,10 @@ def _gather(x: Any, root: int | None, algorithm: str, group: Group | None, async
         run.exchange(comm.channel, operation, parts, schedule_name, root or 0)
         return back(output) if everywhere else None
 
-    return _counted(comm, operation, rows, describe, work, async_)
+    return _run_counted(comm, operation, rows, describe, work, async_)
 
 
-def _counted(group: Group, name: str, tensor: Tensor, describe: str, work: Callable[[], Any], async_: bool) -> Any:
+def _run_counted(group: Group, name: str, tensor: Tensor, describe: str, work: Callable[[], Any], async_: bool) -> Any:
     """Run one collective and record its bytes and seconds."""
     events = group.world.events
     events.count("sl_comm_bytes_logical", tensor.numel() * tensor.element_size())
@@ -393,12 +396,12 @@ def _counted(group: Group, name: str, tensor: Tensor, describe: str, work: Calla
 
 def _exchange_lengths(group: Group, rows: Tensor, operation: str) -> list[int]:
     """The first dimension of every rank; whatever else differs is refused on every rank alike."""
-    table = _gather_numbers(group, [len(rows), zlib.crc32(_trailing(rows).encode())])
+    table = _gather_numbers(group, [len(rows), zlib.crc32(_describe_rows(rows).encode())])
     if len({tuple(row[1:]) for row in table}) > 1:
         different = [rank for rank, row in enumerate(table) if row[1:] != table[0][1:]]
         raise IncompatibleError(
             f"{operation} joins arrays that differ in the first dimension only: rank {group.rank} has "
-            f"{_signature(rows)}, and ranks {different} differ from rank 0 in dtype or the other dimensions"
+            f"{_describe_tensor(rows)}, and ranks {different} differ from rank 0 in dtype or the other dimensions"
         )
     return [row[0] for row in table]
 
@@ -445,7 +448,7 @@ def _splits(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[int
     return counts
 
 
-OTHER_NAMES = {
+OTHER_REDUCTION_NAMES = {
     **dict.fromkeys(("avg", "average"), "mean"),
     "add": "sum",
     **dict.fromkeys(("prod", "mul", "multiply"), "product"),
@@ -466,7 +469,7 @@ def _default_op(function: str) -> Reduction:
 
 def _wire_op(op: str, dtype: torch.dtype) -> Op:
     if op not in REDUCTIONS:
-        raise SpecError(f"unknown reduction {op!r}; {nearest(str(op), list(REDUCTIONS), OTHER_NAMES)}")
+        raise SpecError(f"unknown reduction {op!r}; {nearest(str(op), list(REDUCTIONS), OTHER_REDUCTION_NAMES)}")
     if op == "mean":
         if not (dtype.is_floating_point or dtype.is_complex):
             raise IncompatibleError(f"the mean of {dtype} is not {dtype}: use op='sum', or a floating-point dtype")
@@ -483,14 +486,14 @@ def _resolve_group(group: Group | None) -> Group:
 
 
 @contextmanager
-def _refusals_shared(group: Group, name: str) -> Iterator[None]:
-    """With `check`, what one rank refuses before the call is told to the others, who would wait for it in vain."""
+def _share_errors(group: Group, name: str) -> Iterator[None]:
+    """With `check`, send an error that one rank raises before the call to the others, which would wait in vain."""
     try:
         yield
     except SynclineError as error:
         if group.world.check and group.size > 1:
             refusal = f"{name}(refused on this rank: {error})"
-            group.call(name, lambda: agree(group, refusal), async_=False)
+            group.call(name, lambda: compare_calls(group, refusal), async_=False)
         raise
 
 
@@ -509,11 +512,11 @@ def _contiguous_copy(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
-def _signature(tensor: Tensor) -> str:
+def _describe_tensor(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _trailing(tensor: Tensor) -> str:
+def _describe_rows(tensor: Tensor) -> str:
     shape = ", ".join(map(str, tensor.shape[1:]))
     return f"{str(tensor.dtype).removeprefix('torch.')}[:{', ' + shape if shape else ''}]"
 

@@ -1,4 +1,4 @@
-"""An independent channel among some ranks, and the line of calls that wait for it."""
+"""An independent channel among some ranks, and the queue of its asynchronous calls."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ __all__ = ["Group", "Pending"]
 
 T = TypeVar("T")
 
-FIRST_CALLS = 32
-"""Collectives of a group that are compared between the ranks, whatever they are."""
-MAX_CHECKED = 64
-"""Largest number of different later collectives that are compared, once each: new shapes do not cost for ever."""
-LINE = 1024
-"""Calls that may wait for a group's comm task; the next one waits to be let in."""
+FIRST_CHECKED_CALLS = 32
+"""Number of first collectives of a group that are compared between the ranks."""
+MAX_CHECKED_KINDS = 64
+"""Largest number of different later collectives that are compared, once each. New shapes then cost nothing."""
+MAX_QUEUED_CALLS = 1024
+"""Calls that may wait for a group's communication task. The next call waits for room."""
 
 
 class Pending(Generic[T]):
-    """A collective under way: `wait()` gives its result.
+    """A collective in progress: `wait()` returns its result.
 
     >>> import torch, syncline as sl
     >>> with sl.init() as world:
@@ -53,8 +53,8 @@ class Pending(Generic[T]):
         return self._event.is_set()
 
     def wait(self) -> T:
-        """The result, when it is there; what went wrong is raised here."""
-        # The call's own waits have the timeout; this one only must not give up before them.
+        """Wait for the result. An error of the collective is raised here."""
+        # The waits of the call have the timeout; this one must not end before them.
         while not self._event.wait(self._timeout, f"{self._describe} in the comm task", hang=True):
             continue
         if self._error is not None:
@@ -62,7 +62,7 @@ class Pending(Generic[T]):
         return self._result  # type: ignore[return-value]
 
     def settle(self, work: Callable[[], T]) -> None:
-        """Do the work and keep what comes of it."""
+        """Run the collective and store its result or error."""
         try:
             self._result = work()
         except BaseException as error:
@@ -74,10 +74,10 @@ class Pending(Generic[T]):
 
 
 class Group:
-    """Ranks with a channel of their own: what one group sends never mixes with another's.
+    """Ranks with their own channel: messages of one group never mix with those of another.
 
-    Made by `World.group`, in the same order on every rank. A rank that is not a member has a group too, with
-    `member` False; it may only be passed around.
+    `World.group` makes it, in the same order on every rank. A rank that is not a member gets a group too, with
+    `member` False. It cannot call collectives on it.
 
     >>> import torch, syncline as sl
     >>> def halves(world):
@@ -95,7 +95,7 @@ class Group:
         self._transport = transport
         self._hosts, self._lanes = hosts, lanes
         self._channel = None if transport is None else Channel(transport, hosts, Buffers(transport.runtime), lanes)
-        self._line: Queue[Callable[[], None] | None] | None = None
+        self._queue: Queue[Callable[[], None] | None] | None = None
         self._task: Task | None = None
         self._auto: Auto | None = None
         self._calls = 0
@@ -116,7 +116,7 @@ class Group:
 
     @property
     def channel(self) -> Channel:
-        """What the collectives run on."""
+        """The channel on which the collectives run."""
         if self.world.closed:
             raise WorldError("this world is closed; call sl.init() again")
         if self._closed:
@@ -127,20 +127,20 @@ class Group:
 
     @property
     def auto(self) -> Auto:
-        """What `algorithm="auto"` has chosen in this group, and chooses next."""
+        """The choices of `algorithm="auto"` in this group."""
         if self._auto is None:
             self._auto = Auto(self.channel, self._where(), self.world.events.point)
         return self._auto
 
     @property
     def choices(self) -> dict[str, str]:
-        """The algorithm that `algorithm="auto"` has chosen for each class of sizes; also when the group is closed."""
+        """The algorithm that `algorithm="auto"` has chosen for each class of sizes, also after the group is closed."""
         return {} if self._auto is None else {key: choice.algorithm for key, choice in self._auto.choices.items()}
 
     def _where(self) -> str:
-        """The name under which this network's calibration is kept: what makes another network another.
+        """The cache key of this network's calibration: everything that makes it different from another network.
 
-        Simulated ones have none: they must not depend on what was simulated before.
+        Simulated networks have none, because they must not depend on earlier simulations.
         """
         if self.transport.timing.virtual:
             return ""
@@ -153,12 +153,12 @@ class Group:
 
     @property
     def rank(self) -> int:
-        """This rank's place in the group."""
+        """The rank of this process in the group."""
         return self.channel.rank
 
     @property
     def size(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks in the group."""
         return len(self.ranks)
 
     def duplicate(self) -> Group:
@@ -185,15 +185,15 @@ class Group:
 
         Ranks whose calls were the same so far get the same answer for the same next call.
         """
-        new = description not in self._checked and len(self._checked) < MAX_CHECKED
+        new = description not in self._checked and len(self._checked) < MAX_CHECKED_KINDS
         if new:
             self._checked.add(description)
-        return new or self._calls <= FIRST_CALLS
+        return new or self._calls <= FIRST_CHECKED_CALLS
 
     def call(self, describe: str, work: Callable[[], T], async_: bool) -> T | Pending[T]:
-        """Run one collective after all that were called before it: here, or in the group's comm task.
+        """Run one collective after all earlier ones: here, or in the group's communication task.
 
-        One thread at a time: with two, the ranks could run them in different orders and mix what they send.
+        Only one thread may call it: with two, the ranks could run them in different orders and mix their messages.
         """
         self.world.finish_left()
         runtime = self.transport.runtime
@@ -204,52 +204,52 @@ class Group:
                 )
             self._calling = True
         try:
-            if self._line is None and not async_:
+            if self._queue is None and not async_:
                 return work()
-            if self._line is None:
-                self._line = runtime.queue(LINE)
-                self._task = runtime.spawn(self._serve, self._line, name=f"comm-{self.ranks[0]}")
+            if self._queue is None:
+                self._queue = runtime.queue(MAX_QUEUED_CALLS)
+                self._task = runtime.spawn(self._serve, self._queue, name=f"comm-{self.ranks[0]}")
             pending: Pending[T] = Pending(runtime, describe, self.transport.timeout)
             context = contextvars.copy_context()
-            self._line.put(lambda: context.run(pending.settle, work))
+            self._queue.put(lambda: context.run(pending.settle, work))
             return pending if async_ else pending.wait()
         finally:
             self._calling = False
 
     @staticmethod
-    def _serve(line: Queue[Callable[[], Any] | None]) -> None:
-        while (call := line.get()) is not None:
+    def _serve(queue: Queue[Callable[[], Any] | None]) -> None:
+        while (call := queue.get()) is not None:
             call()
 
-    def drain(self, patience: float | None = None) -> None:
-        """Let the asynchronous calls that wait for the comm task end, and the task with them."""
-        if self._line is not None and self._task is not None:
-            patience = self.world.transport.timeout if patience is None else patience
-            self._line.put(None, timeout=patience)
-            if not self._task.join(patience):
-                raise TimeoutError(f"{self!r} has asynchronous calls that have not ended within {patience:.3g} s")
-            self._line = self._task = None
+    def drain(self, timeout: float | None = None) -> None:
+        """Wait until the asynchronous calls have ended, and end their task."""
+        if self._queue is not None and self._task is not None:
+            timeout = self.world.transport.timeout if timeout is None else timeout
+            self._queue.put(None, timeout=timeout)
+            if not self._task.join(timeout):
+                raise TimeoutError(f"{self!r} has asynchronous calls that have not ended within {timeout:.3g} s")
+            self._queue = self._task = None
 
     def close(self) -> None:
-        """Let go of the channel. `World.close` closes every group; do it earlier where groups come and go."""
+        """Release the channel. `World.close` closes every group; call it earlier for groups of short life."""
         self.drain()
         self.release()
 
     def release(self) -> None:
-        """Let go of the channel at once, whatever is still under way."""
-        self.break_off()
+        """Release the channel at once, without waiting for calls in progress."""
+        self.stop_task()
         if not self._closed and self._transport is not None:
             self._transport.close()
         self._closed = True
 
-    def break_off(self) -> None:
-        """End a comm task that is in the middle of a call: left alone, it could come back while Python shuts down."""
+    def stop_task(self) -> None:
+        """End a task that is inside a call: it could otherwise return while Python shuts down."""
         if self._task is not None and self._transport is not None:
             try:
-                self.drain(patience=0.5)
+                self.drain(timeout=0.5)
             except TimeoutError:
                 self._transport.abort()
-                self._line = self._task = None
+                self._queue = self._task = None
 
     def __repr__(self) -> str:
         return f"Group(ranks={list(self.ranks)})"

@@ -12,7 +12,7 @@ from syncline.environment import Environment
 from syncline.errors import PeerLostError, WorldError, warn_deprecated
 from syncline.runtime import Kernel
 from syncline.runtime.kernel import SimulatedTask
-from syncline.transports import Message, Network, SimulatedNetwork, SimulatedTransport, Transport
+from syncline.transports import Network, SimulatedMessage, SimulatedNetwork, SimulatedTransport, Transport
 from syncline.transports.base import DEFAULT_TIMEOUT_S
 from syncline.transports.faults import Fault
 from syncline.transports.simulated import job_channel
@@ -40,7 +40,7 @@ class Simulation:
 
     results: tuple[Any, ...]
     time: float
-    messages: tuple[Message, ...]
+    messages: tuple[SimulatedMessage, ...]
     killed: tuple[int, ...]
     seed: int
 

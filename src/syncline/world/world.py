@@ -1,4 +1,4 @@
-"""The world: who we are, on which transport; `init()` and the one that is current."""
+"""The world: the ranks of a run and their transport; `init()` and the current world."""
 
 from __future__ import annotations
 
@@ -31,47 +31,47 @@ __all__ = ["World", "current_world", "init"]
 
 logger = logging.getLogger("syncline")
 
-NAME_BYTES = 256
-HOST_LENGTH = 160
-"""Length of the host name that is sent to the other ranks; the version of Syncline follows it."""
-SPARE, CHECK = 1, 2
-"""Bits that a rank sends to the others: it has processors to spare; it wants every collective compared."""
-LEAVING = 5.0
-"""Seconds that leaving after an error may wait for what is still under way."""
+INTRODUCTION_BYTES = 256
+MAX_HOST_CHARS = 160
+"""Longest host name that is sent to the other ranks; the version of Syncline follows it."""
+HAS_SPARE_CORES, WANTS_CHECK = 1, 2
+"""Flags that a rank sends to the others: it has spare processors; it wants every collective compared."""
+LEAVE_TIMEOUT_S = 5.0
+"""Timeout in seconds of operations in progress when the world is left after an error."""
 ENGINES = ("torch_dist", "mpi", "zeromq")
 TRANSPORT_VARIABLE = "SYNCLINE_TRANSPORT"
-"""Says which transport, where the script does not."""
+"""Names the transport if the script does not."""
 OTHER_NAMES = {
     **dict.fromkeys(("gloo", "nccl", "torch", "torchdistributed", "distributed", "ddp"), "torch_dist"),
     **dict.fromkeys(("mpi4py", "openmpi", "mpich"), "mpi"),
     **dict.fromkeys(("zmq", "pyzmq", "tcp"), "zeromq"),
 }
-"""Names that users may know an engine by, and our transports for them."""
+"""Other names of the engines, each with the name of our transport."""
 
 _current: contextvars.ContextVar[World | None] = contextvars.ContextVar("syncline_world", default=None)
-_of_process: list[World] = []
-"""At most one: the world of this process, which threads that the user starts find too."""
+_process_worlds: list[World] = []
+"""At most one: the world of this process. Threads of the user see it too."""
 
 
 class Closeable(Protocol):
-    """What a world keeps."""
+    """An object that a world closes at its end."""
 
     def close(self) -> None:
-        """Let go; no other rank need do the same."""
+        """Release it. Other ranks need not do the same."""
         ...
 
 
 class OpenRun(Protocol):
-    """A run of `sl.distribute` that is not closed yet: the members that the world uses."""
+    """A run of `sl.distribute` that is not closed: the members that the world uses."""
 
     @property
     def model(self) -> torch.nn.Module:
-        """What it trains."""
+        """The model that is trained."""
         ...
 
     @property
     def strategy(self) -> object:
-        """How its workers synchronise."""
+        """The synchronisation strategy."""
         ...
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class OpenRun(Protocol):
         ...
 
     def close_at_exit(self) -> None:
-        """The process ends without `close()`: end the run where the other ranks still need this one."""
+        """End the run at the exit of the process if other ranks still need this one."""
         ...
 
 
@@ -87,7 +87,7 @@ K = TypeVar("K", bound=Closeable)
 
 
 class World:
-    """The ranks of a run, as one of them sees it. Made by `sl.init()` or `sl.simulate()`; a context manager.
+    """The ranks of a run, seen from one of them. `sl.init()` and `sl.simulate()` make it; it is a context manager.
 
     >>> import syncline as sl
     >>> with sl.init() as world:
@@ -109,11 +109,11 @@ class World:
         self.closed = False
         self.claimed = False
         self.runs: list[OpenRun] = []
-        """Runs that `sl.distribute` has made here and that are not closed, in the order in which they were made."""
+        """Runs that `sl.distribute` has made on this rank and that are not closed, in order."""
         self.hosts = tuple(hosts)
         self.events = Recorder(transport.runtime.now, lock=transport.runtime.lock())
         self.engine = transport.name
-        """The transport's name, as `init` knows it."""
+        """The name of the transport in `init`."""
         self._transport = transport
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         self._host_numbers = tuple(numbers[host] for host in hosts)
@@ -121,27 +121,27 @@ class World:
         self.everyone = Group(self, range(self.size), transport, self._host_numbers, lanes)
         self._groups = [self.everyone]
         self.left: list[Callable[[], None]] = []
-        """Functions that end an epoch which a loop has left early, while other ranks wait for this one."""
+        """Functions that end an epoch whose loop was left early, while other ranks wait for this one."""
         self._other_transports: list[Transport] = []
-        self._kept: dict[Hashable, Closeable] = {}
-        self._keeping = transport.runtime.lock()
+        self._resources: dict[Hashable, Closeable] = {}
+        self._resources_lock = transport.runtime.lock()
         self._hidden: dict[str, str] = {}
 
     @property
     def device(self) -> torch.device:
-        """The GPU with this process's local rank where there are GPUs, else the CPU."""
+        """The GPU with this process's local rank; the CPU if there is no GPU."""
         if torch.cuda.is_available() and not self._transport.timing.virtual:
             return torch.device("cuda", self.local_rank % torch.cuda.device_count())
         return torch.device("cpu")
 
     @property
     def spare(self) -> bool:
-        """Whether every rank has a processor for messages beside the one it computes on."""
+        """Whether every rank has a second processor, for messages."""
         return self._lanes > 1
 
     @property
     def environ(self) -> dict[str, str]:
-        """The variables of this process, the launcher's too where they are hidden."""
+        """The environment variables of this process, with the hidden ones of the launcher."""
         return {**self._hidden, **os.environ}
 
     @property
@@ -151,7 +151,7 @@ class World:
 
     @property
     def transport(self) -> Transport:
-        """What moves the bytes."""
+        """The transport of this world."""
         return self._transport
 
     @property
@@ -167,7 +167,7 @@ class World:
 
     @property
     def lost(self) -> dict[int, str]:
-        """Ranks that are known to be gone, and how they ended, from the launcher and the transports."""
+        """The lost ranks, each with the reason, from the launcher and the transports."""
         found = self._transport.lost()
         for transport in self._other_transports:
             found = {**{rank: why for rank, why in transport.lost().items() if rank < self.size}, **found}
@@ -207,85 +207,85 @@ class World:
         return team.duplicate()
 
     def keep(self, key: Hashable, make: Callable[[], K]) -> K:
-        """What belongs to this world, one for each key: made by the first call, closed when the world is left.
+        """An object of this world, one for each key: made by the first call, closed with the world.
 
         >>> import io, syncline as sl
         >>> with sl.init() as world:
-        ...     kept = world.keep("notes", io.StringIO)
-        ...     kept is world.keep("notes", io.StringIO)
+        ...     resource = world.keep("notes", io.StringIO)
+        ...     resource is world.keep("notes", io.StringIO)
         True
-        >>> kept.closed
+        >>> resource.closed
         True
         """
         if self.closed:
             raise WorldError("this world is closed; call sl.init() again")
-        with self._keeping:
-            kept = self._kept.get(key)
-        if kept is None:  # made outside of the lock: making may wait for the other ranks
-            kept = make()
-            with self._keeping:
-                self._kept[key] = kept
-        return cast(K, kept)
+        with self._resources_lock:
+            resource = self._resources.get(key)
+        if resource is None:  # outside the lock, because `make` may wait for the other ranks
+            resource = make()
+            with self._resources_lock:
+                self._resources[key] = resource
+        return cast(K, resource)
 
     def finish_left(self) -> None:
-        """End the epochs that were left early. Called before every collective call."""
+        """End the epochs that were left early. Called before every collective."""
         while self.left:
             self.left.pop()()
 
     def barrier(self, group: Group | None = None) -> None:
-        """Return when every rank has called it."""
+        """Wait until every rank has called it."""
         from syncline.world.functional import barrier
 
         barrier(group or self.everyone)
 
     def compute(self, seconds: float) -> None:
-        """Stand in for so many seconds of computing: virtual ones in a simulation, a sleep elsewhere."""
+        """Pretend to compute for so many seconds: virtual ones in a simulation, a sleep elsewhere."""
         self.runtime.sleep(seconds * self._transport.timing.slowdown())
 
-    def init_simulated(self, asked: InitOptions) -> World:
+    def init_simulated(self, options: InitOptions) -> World:
         """The result of `init` on a simulated rank: this world, set up with these options."""
         if self.claimed and not self.closed:
-            return self.init_again(asked)
-        if asked.process_group:
+            return self.init_again(options)
+        if options.process_group:
             raise UnsupportedError(
                 f"process_group=True: a process has one default process group, and these {self.size} ranks are "
                 "simulated in one process; start the script with syncline run"
             )
         self.claimed, self.closed = True, False
-        self.check = self.check or asked.check
-        if asked.timeout != DEFAULT_TIMEOUT_S:
-            self._transport.timeout = asked.timeout
+        self.check = self.check or options.check
+        if options.timeout != DEFAULT_TIMEOUT_S:
+            self._transport.timeout = options.timeout
         return self
 
-    def init_again(self, asked: InitOptions) -> World:
+    def init_again(self, options: InitOptions) -> World:
         """The result of a second `init`: this world. Raises if the options differ."""
         wrong = {
-            "transport": asked.transport is not None and asked.transport not in (self._transport, self.engine),
-            "timeout": asked.timeout not in (DEFAULT_TIMEOUT_S, self._transport.timeout),
-            "check": asked.check and not self.check,
+            "transport": options.transport is not None and options.transport not in (self._transport, self.engine),
+            "timeout": options.timeout not in (DEFAULT_TIMEOUT_S, self._transport.timeout),
+            "check": options.check and not self.check,
         }
         for name, differs in wrong.items():
             if differs:
                 now = {"transport": self.engine, "timeout": self._transport.timeout, "check": self.check}[name]
                 raise WorldError(
-                    f"this process has a world already, with {name}={now!r}, and now {name}={getattr(asked, name)!r} "
+                    f"this process has a world already, with {name}={now!r}, and now {name}={getattr(options, name)!r} "
                     f"is asked for: call close() of {self!r} first"
                 )
-        return self.set_up(asked)
+        return self.set_up(options)
 
-    def set_up(self, asked: InitOptions) -> World:
-        """Make the default process group and hide the launcher's variables, where that was asked for."""
+    def set_up(self, options: InitOptions) -> World:
+        """Make the default process group and hide the launcher's variables, if the options say so."""
         if self._transport.timing.virtual:
             return self
-        if asked.process_group:
+        if options.process_group:
             torch_dist = importlib.import_module("syncline.transports.torch_dist.process_groups")
             self.keep("process group", lambda: torch_dist.DefaultGroup(self.environment, self._transport.timeout))
-        if asked.hide:
+        if options.hide:
             self._hidden |= hide(os.environ)
         return self
 
     def close(self) -> None:
-        """Close the runs that are still open, then leave the world after the asynchronous calls that are under way.
+        """Close the open runs, wait for the asynchronous calls in progress, and leave the world.
 
         Every rank calls it. A second call does nothing; without a call the world is closed at exit.
         """
@@ -298,7 +298,7 @@ class World:
         self._leave()
 
     def _leave_at_exit(self) -> None:
-        """The process ends: end the runs that other ranks still need, unless an error ends it."""
+        """At exit: end the runs that other ranks still need, unless an error ends the process."""
         if getattr(sys, "last_value", None) is None:
             for run in list(self.runs):
                 try:
@@ -308,35 +308,35 @@ class World:
         self._leave()
 
     def _leave(self) -> None:
-        """Leave at once, whatever is still under way: after an error, or at the end of the process."""
+        """Leave at once, without waiting for operations in progress."""
         if self.closed:
             return
         self.closed = True
         self.events.close()
         restore(os.environ, self._hidden)
-        self.everyone.break_off()
+        self.everyone.stop_task()
         self.release_groups()
         if self._transport.extra_roles:
             self.job_channel.close()
         self._transport.close()
-        if self in _of_process:
-            _of_process.remove(self)
+        if self in _process_worlds:
+            _process_worlds.remove(self)
             atexit.unregister(self._leave_at_exit)
 
     def release_groups(self) -> None:
-        """Close what was kept and every group but `everyone`, whatever is still in progress."""
-        self._close_kept()
+        """Close the resources and every group but `everyone`, whatever is still in progress."""
+        self._close_resources()
         while len(self._groups) > 1:
             group = self._groups.pop()
             if group.member:
                 group.release()
 
-    def _close_kept(self) -> None:
+    def _close_resources(self) -> None:
         """Close in reverse order, because one may use an earlier one. An error does not stop the others."""
-        while self._kept:
-            key, kept = self._kept.popitem()
+        while self._resources:
+            key, resource = self._resources.popitem()
             try:
-                kept.close()
+                resource.close()
             except SynclineError as error:
                 logger.warning("rank %d leaves, and %s did not close: %s", self.rank, key, error)
 
@@ -360,8 +360,8 @@ class World:
     ) -> None:
         if error is None:
             self.close()
-        else:  # what went wrong is told soon, whatever is still to be delivered
-            self._transport.timeout = min(self._transport.timeout, LEAVING)
+        else:  # report the error soon; do not wait for messages that are not delivered
+            self._transport.timeout = min(self._transport.timeout, LEAVE_TIMEOUT_S)
             self._leave()
 
     def __repr__(self) -> str:
@@ -406,19 +406,19 @@ def init(
     ...     sl.allreduce(torch.ones(2), op="sum")
     tensor([1., 1.])
     """
-    asked = InitOptions(transport=transport, timeout=timeout, check=check, process_group=process_group, hide=hide)
+    options = InitOptions(transport=transport, timeout=timeout, check=check, process_group=process_group, hide=hide)
     simulated = _current.get()
     if simulated is not None:
-        return simulated.init_simulated(asked)
+        return simulated.init_simulated(options)
     if not isinstance(timeout, (int, float)) or not timeout > 0:
         raise WorldError(f"timeout={timeout!r} is not a number of seconds above 0")
-    if _of_process:
-        return _of_process[0].init_again(asked)
-    world = _join(asked)
-    _of_process.append(world)
+    if _process_worlds:
+        return _process_worlds[0].init_again(options)
+    world = _join(options)
+    _process_worlds.append(world)
     atexit.register(world._leave_at_exit)
     try:
-        world.set_up(asked)
+        world.set_up(options)
     except BaseException:
         world._leave()
         raise
@@ -426,24 +426,24 @@ def init(
     return world
 
 
-def _join(asked: InitOptions) -> World:
+def _join(options: InitOptions) -> World:
     environment = detect()
-    if isinstance(asked.transport, Transport):
-        engine, name = asked.transport, asked.transport.name
+    if isinstance(options.transport, Transport):
+        engine, name = options.transport, options.transport.name
         place = environment.rendezvous
         environment = Environment(
             source="its own transport", rank=engine.rank, size=engine.size, local_size=1, rendezvous=place
         )
     else:
-        name = _engine_name(asked.transport, environment)
-        engine = _connect(name, environment, asked.timeout)
+        name = _engine_name(options.transport, environment)
+        engine = _connect(name, environment, options.timeout)
         if engine.size == 1 and environment.size > 1:
             environment = Environment(source=environment.source)
         elif engine.size != environment.size:
-            environment = _corrected(environment, engine)
-    hosts, lanes, check = [environment.host], 1, asked.check
+            environment = _environment_of(environment, engine)
+    hosts, lanes, check = [environment.host], 1, options.check
     if engine.size > 1:
-        hosts, lanes, check = _introduce(engine, environment, check)
+        hosts, lanes, check = exchange_introductions(engine, environment, check)
     if not environment.local_known:
         mine = [rank for rank, host in enumerate(hosts) if host == environment.host]
         local_rank, local_size = mine.index(environment.rank), len(mine)
@@ -454,10 +454,10 @@ def _join(asked: InitOptions) -> World:
 
 
 def current_world() -> World:
-    """The world of this rank, or a `WorldError` that says how to get one."""
+    """The world of this rank. Raises a `WorldError` without one."""
     world = _current.get()
-    if world is None and _of_process:
-        world = _of_process[0]
+    if world is None and _process_worlds:
+        world = _process_worlds[0]
     if world is None:
         raise WorldError("there is no world yet: call sl.init() first")
     if world.closed:
@@ -479,14 +479,14 @@ def _connect(name: str, environment: Environment, timeout: float) -> Transport:
         return SingleTransport(timeout=timeout)
     if name not in ENGINES:
         raise SpecError(f"unknown transport {name!r}; {nearest(str(name), ['single', *ENGINES], OTHER_NAMES)}")
-    # Only now: an engine that is not used need not be installed.
+    # Imported here: an engine that is not used need not be installed.
     engine = importlib.import_module(f"syncline.transports.{name}")
     transport: Transport = engine.connect(environment, timeout)
     return transport
 
 
-def _corrected(environment: Environment, engine: Transport) -> Environment:
-    """The engine knows more than the variables said, or there are servers among those that were started."""
+def _environment_of(environment: Environment, engine: Transport) -> Environment:
+    """The environment according to the engine, which knows more than the variables, or has started servers too."""
     rank, size = engine.rank, engine.size
     if not engine.extra_roles:
         place = environment.rendezvous
@@ -496,23 +496,23 @@ def _corrected(environment: Environment, engine: Transport) -> Environment:
     return replace(environment, rank=rank, size=size, local_rank=0, local_size=1, local_known=False)
 
 
-def _introduce(transport: Transport, environment: Environment, check: bool) -> tuple[list[str], int, bool]:
-    """Tell all ranks about this one: its host, its version, whether it has processors to spare and wants `check`.
+def exchange_introductions(transport: Transport, environment: Environment, check: bool) -> tuple[list[str], int, bool]:
+    """Exchange host, version, spare processors and the wish for `check` among all ranks.
 
-    The hosts of all, the lanes that suit all, and whether one of them wants `check`. A lane combines while another's
-    bytes are moved, by the engine's own thread: that takes two processors a rank.
+    Returns all hosts, the number of lanes that suits all, and whether a rank wants `check`. One lane reduces while the
+    engine's thread moves the bytes of another: that needs two processors per rank.
     """
-    table = torch.zeros(transport.size, NAME_BYTES, dtype=torch.uint8)
+    table = torch.zeros(transport.size, INTRODUCTION_BYTES, dtype=torch.uint8)
     sharing = (
         transport.size if "SYNCLINE_LAB" in os.environ else environment.local_size
-    )  # a lab's hosts are one machine
+    )  # the hosts of a lab are one machine
     spare = len(os.sched_getaffinity(0)) >= 2 * sharing if hasattr(os, "sched_getaffinity") else False
-    words = f"{environment.host[:HOST_LENGTH]}\0{package_version()}".encode()[: NAME_BYTES - 1]
-    mine = bytes([SPARE * spare + CHECK * check]) + words.ljust(NAME_BYTES - 1, b"\0")
+    words = f"{environment.host[:MAX_HOST_CHARS]}\0{package_version()}".encode()[: INTRODUCTION_BYTES - 1]
+    mine = bytes([HAS_SPARE_CORES * spare + WANTS_CHECK * check]) + words.ljust(INTRODUCTION_BYTES - 1, b"\0")
     table[transport.rank] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     exchange(Channel(transport, (), Buffers(transport.runtime)), "allgather", dict(enumerate(table)), NATIVE)
     told = [bytes(row[1:].tolist()).rstrip(b"\0").decode(errors="replace").partition("\0") for row in table]
     check_versions({f"rank {rank}": version for rank, (_, _, version) in enumerate(told)})
     flags = [int(flag) for flag in table[:, 0]]
-    lanes = 2 if all(flag & SPARE for flag in flags) else 1
-    return [host for host, _, _ in told], lanes, any(flag & CHECK for flag in flags)
+    lanes = 2 if all(flag & HAS_SPARE_CORES for flag in flags) else 1
+    return [host for host, _, _ in told], lanes, any(flag & WANTS_CHECK for flag in flags)

@@ -28,7 +28,7 @@ from syncline.transports.base import DEFAULT_TIMEOUT_S, LANE_TAGS
 if TYPE_CHECKING:
     from syncline.transports.mpi.transport import MpiTransport
 
-__all__ = ["MpiProcess", "PendingOperation", "RequestHandle", "abort_job", "byte_spec", "mpi_tag", "warn_long_wait"]
+__all__ = ["MpiOperation", "MpiProcess", "RequestHandle", "abort_job", "byte_spec", "mpi_tag", "warn_long_wait"]
 
 logger = logging.getLogger("syncline")
 
@@ -37,7 +37,7 @@ SPIN_S = 200e-6
 """Seconds for which a wait yields before it sleeps. A small message usually arrives in that time."""
 MIN_SLEEP_S, MAX_SLEEP_S = 50e-6, 1e-3
 """Shortest and longest sleep of a wait, in seconds."""
-TRANSFER_TYPES = 5e-6
+PROGRESS_S = 5e-6
 """Seconds by which an iteration is longer than an idle one if it has moved bytes."""
 MAX_DROPPED = 16
 """Operations without a handle. Beyond this number the finished ones are released."""
@@ -55,7 +55,7 @@ EXIT_PENDING = "the other ranks to come to their end, as it has (or do they wait
 """What a process waits for at exit."""
 
 
-class PendingOperation(Protocol):
+class MpiOperation(Protocol):
     """An operation that MPI has not finished and whose buffer must live until then."""
 
     outgoing: bool
@@ -95,7 +95,7 @@ class MpiProcess:
         """Seconds that this process waits at exit for the others to end too."""
         self._lock = self.runtime.lock()
         self._pollables: tuple[Pollable, ...] = ()
-        self._dropped: deque[PendingOperation] = deque()
+        self._dropped: deque[MpiOperation] = deque()
         self._unused: list[tuple[Any, Any]] = []
         self._everyone: Any = None
         self._watch: Task | None = None
@@ -127,7 +127,7 @@ class MpiProcess:
                 return True
             before, turned = turned, now()
             idle = min(idle, turned - before)
-            if turned - before > 2 * idle + TRANSFER_TYPES:
+            if turned - before > 2 * idle + PROGRESS_S:
                 since, pause = turned, MIN_SLEEP_S
             if turned > warn:
                 warn = turned + again
@@ -158,7 +158,7 @@ class MpiProcess:
 
     # Operations without a handle.
 
-    def hold(self, operation: PendingOperation) -> None:
+    def hold(self, operation: MpiOperation) -> None:
         """Hold an operation whose handle was dropped until MPI no longer uses its buffer.
 
         Called when the handle is collected, at any moment and on any thread, so it takes no lock.

@@ -22,7 +22,7 @@ from syncline.collectives.catalog import OTHER_NAMES as COLLECTIVES_OTHER_NAMES
 from syncline.collectives.catalog import build
 from syncline.errors import SpecError, SynclineError
 from syncline.server.rules.catalog import build_rule, rule_names
-from syncline.specs import LONGEST, Registry, Spec, nearest, parse
+from syncline.specs import MAX_SPEC_CHARS, Registry, Spec, nearest, parse
 from syncline.strategies import OTHER_NAMES as STRATEGIES_OTHER_NAMES
 from syncline.strategies import build_strategy, strategy_names
 from syncline.workloads import OTHER_NAMES as WORKLOADS_OTHER_NAMES
@@ -45,7 +45,7 @@ literals: st.SearchStrategy[Any] = st.recursive(
 )
 specs = st.builds(
     Spec, names, st.lists(literals, max_size=3).map(tuple), st.dictionaries(names, literals, max_size=3)
-).filter(lambda spec: len(str(spec)) < LONGEST // 4)
+).filter(lambda spec: len(str(spec)) < MAX_SPEC_CHARS // 4)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_text_that_is_no_spec(text: str) -> None:
         pytest.param("a" + "()" * 900, id="calls"),
         pytest.param("x(a" + "+a" * 900 + ")", id="sums"),
         pytest.param("x(a+0x" + "f" * 4000 + ")", id="a number too long to print, in a sum"),
-        pytest.param("a" * (LONGEST + 1), id="too many characters"),
+        pytest.param("a" * (MAX_SPEC_CHARS + 1), id="too many characters"),
         pytest.param("a\0", id="NUL"),
         pytest.param("x('\0')", id="NUL in a string"),
         pytest.param("\ud800", id="half a character"),
@@ -222,20 +222,20 @@ def test_hostile_text(text: str) -> None:
 
 def test_a_long_chain() -> None:
     """The longest chain that fits is read, or refused as a SpecError; the interpreter's stack is no limit."""
-    text = "|".join("a" * (LONGEST // 2))
-    assert len(text) <= LONGEST
+    text = "|".join("a" * (MAX_SPEC_CHARS // 2))
+    assert len(text) <= MAX_SPEC_CHARS
     try:
         links = parse(text)
     except SpecError:
         return
-    assert links == (Spec("a"),) * (LONGEST // 2)
+    assert links == (Spec("a"),) * (MAX_SPEC_CHARS // 2)
 
 
 def test_the_longest_text() -> None:
     """A text as long as allowed is read; one character more is not, and the message says both numbers."""
-    assert parse("a" * LONGEST) == (Spec("a" * LONGEST),)
-    with pytest.raises(SpecError, match=rf"{LONGEST + 1} characters.*at most {LONGEST}"):
-        parse("a" * (LONGEST + 1))
+    assert parse("a" * MAX_SPEC_CHARS) == (Spec("a" * MAX_SPEC_CHARS),)
+    with pytest.raises(SpecError, match=rf"{MAX_SPEC_CHARS + 1} characters.*at most {MAX_SPEC_CHARS}"):
+        parse("a" * (MAX_SPEC_CHARS + 1))
 
 
 def test_a_number_too_long_to_print() -> None:

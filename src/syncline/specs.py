@@ -29,7 +29,7 @@ __all__ = ["Registry", "Spec", "nearest", "parse"]
 
 T = TypeVar("T")
 
-LONGEST = 4096
+MAX_SPEC_CHARS = 4096
 """Characters: a longer text is not a spec, and is refused before `ast` sees it."""
 FORM = "write name, name(argument, key=value), or several of these joined by '|'"
 
@@ -61,8 +61,8 @@ def parse(text: str) -> tuple[Spec, ...]:
         raise SpecError(f"a spec is a string such as 'ring' or 'topk(0.01)', not {type(text).__name__}")
     if not text.strip():
         raise SpecError(f"the spec is empty; {FORM}")
-    if len(text) > LONGEST:
-        raise SpecError(f"a spec of {len(text)} characters is longer than any spec (at most {LONGEST})")
+    if len(text) > MAX_SPEC_CHARS:
+        raise SpecError(f"a spec of {len(text)} characters is longer than any spec (at most {MAX_SPEC_CHARS})")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python's opinion of odd literals

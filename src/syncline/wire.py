@@ -29,7 +29,7 @@ class WireHeader:
     (7, 300)
     >>> header.read(b"DEMO", ProtocolError)
     Traceback (most recent call last):
-    syncline.errors.ProtocolError: 4 bytes where 14 were expected
+    syncline.errors.ProtocolError: its 4 B are shorter than its header of 14 B
     """
 
     def __init__(self, magic: bytes, version: int, fields: str, padding: int = 0) -> None:
@@ -44,9 +44,9 @@ class WireHeader:
         return data + self._crc.pack(zlib.crc32(data))
 
     def read(self, data: bytes | memoryview, refuse: Refuse) -> tuple[Any, ...]:
-        """The values of a header. A bad header raises what `refuse` makes of the reason."""
-        if len(data) != self.nbytes:
-            raise refuse(f"{len(data)} bytes where {self.nbytes} were expected")
+        """The values of the header at the start of `data`. A bad header raises what `refuse` makes of the reason."""
+        if len(data) < self.nbytes:
+            raise refuse(f"its {len(data)} B are shorter than its header of {self.nbytes} B")
         values = self._fields.unpack_from(data)
         if values[0] != self._magic:
             raise refuse(f"it starts with {values[0]!r}, not {self._magic!r}: not a Syncline message")

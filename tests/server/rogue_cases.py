@@ -101,7 +101,7 @@ def misbehave(client: Client) -> list[str]:
 
 REASONS = [
     "checksum does not match",
-    "a request of 50 B is shorter than its header",
+    "a request was refused: its 50 B are shorter than its header",
     f"a body of {1 << 40} B, and {protocol.MOST_BYTES} B are the most",
     "8 B with a header that says 12",
     "50 kB",

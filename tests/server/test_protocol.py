@@ -67,7 +67,7 @@ def test_a_truncated_header_is_noticed(request: RequestHeader, length: int) -> N
 
 @pytest.mark.parametrize(
     ("at", "value", "message"),
-    [(0, b"X", "no request of version 1"), (4, b"\x09", "no request of version 1"), (5, b"\x63", "unknown kind 99"),
+    [(0, b"X", "not a Syncline message"), (4, b"\x09", "it has version 9"), (5, b"\x63", "unknown kind 99"),
      (7, b"\x80", "unknown kind")],
 )  # fmt: skip
 def test_a_sound_checksum_is_not_enough(at: int, value: bytes, message: str) -> None:

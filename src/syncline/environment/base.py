@@ -27,7 +27,7 @@ __all__ = [
 SAVES = "SYNCLINE_SAVES"
 """Set by the launcher if ranks save and end on Ctrl-C and SIGTERM; servers and the evaluator then end after them."""
 
-FIRST_PORT, PORTS = 20000, 12000
+FIRST_PORT, PORT_COUNT = 20000, 12000
 """Ports derived from a job's name lie below Linux's ephemeral range (32768 and up)."""
 
 
@@ -90,7 +90,7 @@ class Variables:
         if "MASTER_PORT" in self.environ:
             port = self.whole("MASTER_PORT")
         elif job is not None:
-            port = FIRST_PORT + zlib.crc32(job.encode()) % PORTS
+            port = FIRST_PORT + zlib.crc32(job.encode()) % PORT_COUNT
         else:
             return None
         if not 0 < port < 65536:
@@ -132,14 +132,22 @@ def cache_folder() -> Path:
     return Path(folder)
 
 
-TORCH = (
+TORCH_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
 )
-MPI = ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", "PMIX_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")
-PREFIXES = ("OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
+MPI_VARIABLES = (
+    "PMI_RANK",
+    "PMI_SIZE",
+    "PMI_LOCAL_RANK",
+    "PMI_LOCAL_SIZE",
+    "PMIX_RANK",
+    "MPI_LOCALRANKID",
+    "MPI_LOCALNRANKS",
+)
+SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")
+MPI_PREFIXES = ("OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 
 
 def hide(environ: MutableMapping[str, str]) -> dict[str, str]:
@@ -153,7 +161,11 @@ def hide(environ: MutableMapping[str, str]) -> dict[str, str]:
     >>> environ["WORLD_SIZE"]
     '2'
     """
-    found = [name for name in environ if name in (*TORCH, *MPI, *SLURM) or name.startswith(PREFIXES)]
+    found = [
+        name
+        for name in environ
+        if name in (*TORCH_VARIABLES, *MPI_VARIABLES, *SLURM_VARIABLES) or name.startswith(MPI_PREFIXES)
+    ]
     return {name: environ.pop(name) for name in found}
 
 

@@ -23,13 +23,13 @@ __all__ = ["ChromeTrace"]
 
 LANES = ("compute", "communication", "data")
 """In the order in which they are shown; others come after them."""
-PLACES = 1000
+THREADS_PER_LANE = 1000
 """Thread numbers of one lane: spans that overlap lie on places of their own."""
-RECENT = 32
+MAX_COMPARED_SPANS = 32
 """Spans of a place that a new one is compared with: what ended long ago does not overlap it."""
-FLUSH = 64
+FLUSH_EVERY_EVENTS = 64
 """Events between flushes."""
-LIMIT = 400_000
+MAX_TRACE_EVENTS = 400_000
 """Events that a trace holds, about 60 MB: the viewers do not open much more."""
 
 
@@ -51,7 +51,7 @@ class ChromeTrace:
     """
 
     def __init__(
-        self, path: str | Path, rank: int, *, zero: float = 0.0, error: float = 0.0, limit: int = LIMIT
+        self, path: str | Path, rank: int, *, zero: float = 0.0, error: float = 0.0, limit: int = MAX_TRACE_EVENTS
     ) -> None:
         self.path = Path(path)
         self._rank = rank
@@ -127,13 +127,13 @@ class ChromeTrace:
 
     def _add_place(self, lane: str) -> None:
         places = self._places[lane]
-        places.append(deque(maxlen=RECENT))
+        places.append(deque(maxlen=MAX_COMPARED_SPANS))
         tid = self._number(lane, len(places) - 1)
         self._describe("thread_name", tid, name=lane if len(places) == 1 else f"{lane} {len(places)}")
         self._describe("thread_sort_index", tid, sort_index=tid)
 
     def _number(self, lane: str, place: int) -> int:
-        return PLACES * (1 + list(self._places).index(lane)) + place
+        return THREADS_PER_LANE * (1 + list(self._places).index(lane)) + place
 
     def _describe(self, what: str, tid: int = 0, **told: Any) -> None:
         self._add({"name": what, "ph": "M", "pid": self._rank, "tid": tid, "args": told})
@@ -141,7 +141,7 @@ class ChromeTrace:
     def _add(self, line: dict[str, Any]) -> None:
         # A bare NaN would spoil the whole file, and an object of somebody's own is worth its name at most.
         self._waiting.append(json.dumps(_finite(line), default=str, allow_nan=False))
-        if len(self._waiting) >= FLUSH:
+        if len(self._waiting) >= FLUSH_EVERY_EVENTS:
             self._flush()
 
     def _flush(self) -> None:

@@ -45,9 +45,9 @@ from syncline.errors import DeadlockError, UnsupportedError
 from syncline.runtime.thread_state import RandomStates, ThreadState
 
 __all__ = [
-    "Entry",
     "Interrupted",
     "Kernel",
+    "ScheduledEvent",
     "SimulatedTask",
     "backward_on_threads",
     "calm_collector",
@@ -145,7 +145,7 @@ class Interrupted(BaseException):
     """Unwinds a simulated task whose rank was killed or whose simulation is over. Not for catching."""
 
 
-class Entry:
+class ScheduledEvent:
     """Something that is to happen: a task resumes, a message arrives, a deadline passes."""
 
     __slots__ = ("fire", "live", "time")
@@ -180,7 +180,7 @@ class SimulatedTask:
         """Whether torch's modes are known to be a new thread's until its next wait."""
         self._finished = False
         self._joiners: list[SimulatedTask] = []
-        self.resume_entry: Entry | None = None
+        self.resume_entry: ScheduledEvent | None = None
         self.baton = make_baton() if threads else None
         """What its thread waits for; None while it runs on the home thread."""
         self._work = (fn, args)
@@ -363,8 +363,8 @@ class Kernel:
         self.tasks: list[SimulatedTask] = []
         self._states = RandomStates(seed)
         self.no_user_code = _NoUserCode(self)
-        self._heap: list[tuple[float, float, int, Entry]] = []
-        self._pool: list[Entry] = []
+        self._heap: list[tuple[float, float, int, ScheduledEvent]] = []
+        self._pool: list[ScheduledEvent] = []
         self._sequence = 0
         self._hang_bound = NEVER  # no waiting task gives up before this
         self._current: SimulatedTask | None = None
@@ -384,13 +384,13 @@ class Kernel:
 
     # What happens next.
 
-    def schedule(self, delay: float, fire: Fire, *, deadline: bool = False) -> Entry:
+    def schedule(self, delay: float, fire: Fire, *, deadline: bool = False) -> ScheduledEvent:
         """Let `fire` happen `delay` seconds from now; it returns the task to resume, or None."""
         return self.schedule_at(self.now + delay, fire, deadline=deadline)
 
-    def schedule_at(self, time: float, fire: Fire | SimulatedTask, *, deadline: bool = False) -> Entry:
+    def schedule_at(self, time: float, fire: Fire | SimulatedTask, *, deadline: bool = False) -> ScheduledEvent:
         """Let `fire` happen, or a task go on, at that time, or now if that has passed."""
-        entry = Entry(time, fire)
+        entry = ScheduledEvent(time, fire)
         if self.chaos and not deadline:
             self._pool.append(entry)
         else:
@@ -398,11 +398,11 @@ class Kernel:
             heappush(self._heap, (time, self.random.random(), self._sequence, entry))
         return entry
 
-    def cancel(self, entry: Entry) -> None:
+    def cancel(self, entry: ScheduledEvent) -> None:
         """Take back what has not happened yet."""
         entry.live = False
 
-    def _pop(self) -> Entry | None:
+    def _pop(self) -> ScheduledEvent | None:
         pool, draw = self._pool, self.random.getrandbits
         while pool:
             count = len(pool)

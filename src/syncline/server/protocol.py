@@ -7,8 +7,6 @@ place. Nothing is unpickled; descriptions and the board are JSON with checked fi
 from __future__ import annotations
 
 import json
-import struct
-import zlib
 from dataclasses import dataclass
 from math import nan
 from typing import Any, NamedTuple
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 
 from syncline.errors import ProtocolError
+from syncline.wire import WireHeader
 
 __all__ = ["Post", "ReplyHeader", "RequestHeader", "json_body"]
 
@@ -72,11 +71,10 @@ CODED = 2
 
 FLOAT32 = 1
 
-_REQUEST = struct.Struct("<4sBBHHHIIIqqQQQQQddQQ")
-_REPLY = struct.Struct("<4sBBHHHIQqqQQ")
-_CRC = struct.Struct("<I4x")  # what follows is aligned for keys
-REQUEST_BYTES = _REQUEST.size + _CRC.size
-REPLY_BYTES = _REPLY.size + _CRC.size
+# The padding aligns the keys that follow.
+_REQUEST = WireHeader(b"SLRQ", VERSION, fields="BHHHIIIqqQQQQQddQQ", padding=4)
+_REPLY = WireHeader(b"SLRP", VERSION, fields="BHHHIQqqQQ", padding=4)
+REQUEST_BYTES, REPLY_BYTES = _REQUEST.nbytes, _REPLY.nbytes
 
 
 class RequestHeader(NamedTuple):
@@ -123,13 +121,12 @@ class RequestHeader(NamedTuple):
         return self.length <= INLINE and (self.kind not in (PULL, PUSH_PULL) or 4 * self.count <= INLINE)
 
     def pack(self) -> bytes:
-        data = _REQUEST.pack(b"SLRQ", VERSION, *self)
-        return data + _CRC.pack(zlib.crc32(data))
+        return _REQUEST.pack(*self)
 
     @staticmethod
     def read(data: bytes | memoryview) -> RequestHeader:
         """A request, or a `ProtocolError` that says what is wrong with it."""
-        found = RequestHeader(*_unpack(_REQUEST, data, b"SLRQ", "request"))
+        found = RequestHeader(*_REQUEST.read(data, _refuse_request))
         if found.kind not in KINDS or found.flags & ~ALL_FLAGS:
             raise ProtocolError(f"a request of unknown kind {found.kind} (flags: {found.flags:#x})")
         return found
@@ -159,13 +156,12 @@ class ReplyHeader(NamedTuple):
     length: int = 0
 
     def pack(self) -> bytes:
-        data = _REPLY.pack(b"SLRP", VERSION, *self)
-        return data + _CRC.pack(zlib.crc32(data))
+        return _REPLY.pack(*self)
 
     @staticmethod
     def read(data: bytes | memoryview) -> ReplyHeader:
         """A reply, or a `ProtocolError` that says what is wrong with it."""
-        found = ReplyHeader(*_unpack(_REPLY, data, b"SLRP", "reply"))
+        found = ReplyHeader(*_REPLY.read(data, _refuse_reply))
         if not OK <= found.status <= ORPHANED:
             raise ProtocolError(f"a reply of unknown status {found.status} (flags: {found.flags:#x})")
         return found
@@ -203,13 +199,9 @@ def lane(space: int) -> int:
     return TAGS_EACH * (1 + space % LANES)
 
 
-def _unpack(layout: struct.Struct, data: bytes | memoryview, magic: bytes, what: str) -> list[Any]:
-    """The fields after magic and version."""
-    if len(data) < layout.size + _CRC.size:
-        raise ProtocolError(f"a {what} of {len(data)} B is shorter than its header of {layout.size + _CRC.size} B")
-    if _CRC.unpack_from(data, layout.size)[0] != zlib.crc32(data[: layout.size]):
-        raise ProtocolError(f"a {what}'s checksum does not match its header")
-    found, version, *values = layout.unpack_from(data)
-    if found != magic or version != VERSION:
-        raise ProtocolError(f"what came is no {what} of version {VERSION} (it begins with {found!r}, {version})")
-    return values
+def _refuse_request(reason: str) -> ProtocolError:
+    return ProtocolError(f"a request was refused: {reason}")
+
+
+def _refuse_reply(reason: str) -> ProtocolError:
+    return ProtocolError(f"a reply was refused: {reason}")

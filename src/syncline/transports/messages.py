@@ -88,6 +88,8 @@ class MessageHeader(NamedTuple):
         def refuse(reason: str) -> ProtocolError:
             return ProtocolError(f"header from rank {peer} refused: {reason}", peer=peer)
 
+        if len(data) != HEADER_BYTES:
+            raise refuse(f"{len(data)} bytes where {HEADER_BYTES} were expected")
         kind, reserved, sender, tag, length, number, channel = _HEADER.read(data, refuse)
         if kind not in kinds or reserved:
             raise refuse(f"unknown kind {kind} (reserved: {reserved})")

@@ -22,7 +22,7 @@ import torch
 import syncline as sl
 from syncline.runtime import kernel
 from syncline.runtime.thread_state import ThreadState
-from syncline.transports import SimulatedMessage, messages
+from syncline.transports import Message, messages
 from syncline.transports.faults import Fault
 
 NETWORK = sl.Network(latency=100e-6, bandwidth=1e8, jitter=0.5)
@@ -74,7 +74,7 @@ def test_no_message_is_seen_before_it_arrives(chaos: bool) -> None:
     for message in run.messages:
         assert message.arrived >= message.sent + 100e-6 + message.nbytes / 1e8 - 1e-12
     served = [(when, source) for when, source, _ in run.results[0] if source >= 0]
-    arrivals: dict[int, list[SimulatedMessage]] = {}
+    arrivals: dict[int, list[Message]] = {}
     for message in run.messages:
         if message.to == 0:
             arrivals.setdefault(message.source, []).append(message)
@@ -99,7 +99,7 @@ def test_one_message_costs_what_the_model_says() -> None:
 
     run = sl.simulate(once, 2, network=sl.Network(latency=1e-3, bandwidth=1e6))
     assert run.results == pytest.approx((1e-3, 2e-3))  # the port is free after nβ; it arrives after α + nβ
-    assert run.messages == (SimulatedMessage(0, 1, 0, 1000, 0.0, run.results[1]),)
+    assert run.messages == (Message(0, 1, 0, 1000, 0.0, run.results[1]),)
 
 
 def test_a_deadlock_is_named_at_once() -> None:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from syncline.collectives import Move, Round, Schedule
 from syncline.collectives.carriers import bounds
 from syncline.collectives.executor import ONE_AT_A_TIME
-from syncline.runtime.kernel import calm_collector
+from syncline.runtime.kernel import rare_garbage_collection
 from syncline.transports import Network
 
 __all__ = ["Cost", "play"]
@@ -61,7 +61,7 @@ def play(
     if schedule.operation == "alltoall":  # chunk i·p + j: `nbytes` is what each rank holds
         row = [edge * itemsize for edge in bounds(nbytes // itemsize, size)]
         edges = [[source * row[-1] + edge for source in range(size) for edge in row[:-1]] + [size * row[-1]]]
-    with calm_collector():
+    with rare_garbage_collection():
         ranks = [[schedule.rounds(rank, setting) for _ in edges] for rank in range(size)]
         return _Player(network, edges, ranks).run()
 

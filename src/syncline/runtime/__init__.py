@@ -1,4 +1,4 @@
-"""Tasks, events, queues, locks, sleep and the clock: real (threads) and simulated (a baton, virtual time).
+"""Tasks, events, queues, locks, sleep and the clock: real (threads) and simulated (virtual time).
 
 Everything concurrent in the library goes through this seam, so that the same code runs on both.
 """

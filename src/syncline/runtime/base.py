@@ -65,7 +65,7 @@ class Lock(Protocol):
 
 
 class Runtime(Protocol):
-    """Where concurrent code runs: on threads and the wall clock, or on the simulator's baton."""
+    """Where concurrent code runs: on threads and the wall clock, or in the simulator."""
 
     def spawn(self, fn: Callable[..., Any], *args: Any, name: str = "task") -> Task:
         """Start `fn(*args)` as a task, in a copy of the caller's context."""

@@ -1,4 +1,4 @@
-"""The simulator's kernel: tasks that take turns, and a queue of things to happen in virtual time.
+"""The simulator's kernel: tasks that run one at a time, and a queue of events in virtual time.
 
 One task runs at a time; it hands over only inside `block`. A task that hands over looks up what happens next
 itself, so that a switch goes from one task to the next directly::
@@ -13,7 +13,7 @@ itself, so that a switch goes from one task to the next directly::
 
 Tasks are greenlets of one thread, the home thread: a switch wakes no other thread. A backward pass runs on a thread of
 its own, because torch cannot interleave two of them on one thread. With `threads=True` each task is a thread. A thread
-waits for its baton, a lock; the home thread waits for its own while a thread runs.
+waits for its resume_lock, a lock; the home thread waits for its own while a thread runs.
 
 Time advances only when nothing is left to do at the present instant. In chaos mode the seed draws any pending
 entry instead of the earliest; deadlines then fire only when nothing else is left.
@@ -50,9 +50,9 @@ __all__ = [
     "ScheduledEvent",
     "SimulatedTask",
     "backward_on_threads",
-    "calm_collector",
     "one_processor",
     "one_torch_thread",
+    "rare_garbage_collection",
 ]
 
 logger = logging.getLogger("syncline")
@@ -60,7 +60,7 @@ logger = logging.getLogger("syncline")
 
 @contextmanager
 def one_processor() -> Iterator[None]:
-    """Keep this thread, and those it starts, on the processor it runs on now; where the system cannot, do nothing.
+    """Keep this thread, and those it starts, on its current processor, if the system allows it.
 
     Only one task of a simulation runs at a time, and waking a thread on another processor takes longer.
     """
@@ -80,7 +80,7 @@ def one_processor() -> Iterator[None]:
 
 @contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """A pool of threads per virtual rank would starve the machine, and sums would vary."""
+    """Use one torch thread: one pool per rank would overload the machine, and sums would vary."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -90,8 +90,8 @@ def one_torch_thread() -> Iterator[None]:
 
 
 @contextmanager
-def calm_collector() -> Iterator[None]:
-    """Millions of small objects come and go without cycles: look for cycles less often."""
+def rare_garbage_collection() -> Iterator[None]:
+    """Collect garbage less often: a simulation makes millions of small objects without cycles."""
     thresholds = gc.get_threshold()
     gc.set_threshold(100 * max(700, thresholds[0]), *thresholds[1:])
     try:
@@ -107,7 +107,7 @@ _lock = threading.Lock()
 
 
 class _ThreadedEngine(_engine_type):  # type: ignore[misc]
-    """torch's engine. Backward passes called on the simulator's thread run on a thread of their own."""
+    """torch's engine. Backward passes that begin on the simulator's thread run on separate threads."""
 
     def run_backward(self, *args: Any, **options: Any) -> Any:
         call = _call_by_thread.get(threading.get_ident())
@@ -142,11 +142,11 @@ PROGRESS_EVERY_S = 1.0
 
 
 class Interrupted(BaseException):
-    """Unwinds a simulated task whose rank was killed or whose simulation is over. Not for catching."""
+    """Ends a simulated task whose rank was killed or whose simulation is over. Do not catch it."""
 
 
 class ScheduledEvent:
-    """Something that is to happen: a task resumes, a message arrives, a deadline passes."""
+    """An event in the future: a task resumes, a message arrives, a deadline passes."""
 
     __slots__ = ("fire", "live", "time")
 
@@ -157,7 +157,7 @@ class ScheduledEvent:
 
 
 class SimulatedTask:
-    """A task of one rank: a greenlet of the home thread, or a thread that runs only while it holds its baton."""
+    """A task of one rank: a greenlet of the home thread, or a thread that runs only while it holds its resume_lock."""
 
     def __init__(
         self, kernel: Kernel, rank: int, name: str, fn: Callable[..., Any], args: tuple[Any, ...], threads: bool
@@ -168,7 +168,7 @@ class SimulatedTask:
         self.thread_name = f"rank{rank}-{name}"
         self.result: Any = None
         self.error: BaseException | None = None
-        self.claimed = False  # somebody has seen the error
+        self.error_seen = False  # a caller has received the error
         self.why: object = ""
         self.since = 0.0
         self.hangs_at = NEVER
@@ -181,8 +181,8 @@ class SimulatedTask:
         self._finished = False
         self._joiners: list[SimulatedTask] = []
         self.resume_entry: ScheduledEvent | None = None
-        self.baton = make_baton() if threads else None
-        """What its thread waits for; None while it runs on the home thread."""
+        self.resume_lock = make_resume_lock() if threads else None
+        """The lock that its thread waits for; None while it runs on the home thread."""
         self._work = (fn, args)
         self._context = contextvars.copy_context()
         self._started = False
@@ -197,15 +197,17 @@ class SimulatedTask:
         return following
 
     def release(self) -> None:
-        """Go on with it, on its thread."""
-        assert self.baton is not None, "a task without a thread is switched to"
+        """Resume it on its thread."""
+        assert self.resume_lock is not None, "a task without a thread is switched to"
         if not self._started:
             self._started = True
-            threading.Thread(target=self._run_on_thread, args=(self.baton,), daemon=True, name=self.thread_name).start()
-        self.baton.release()
+            threading.Thread(
+                target=self._run_on_thread, args=(self.resume_lock,), daemon=True, name=self.thread_name
+            ).start()
+        self.resume_lock.release()
 
-    def _run_on_thread(self, baton: threading.Lock) -> None:
-        baton.acquire()
+    def _run_on_thread(self, resume_lock: threading.Lock) -> None:
+        resume_lock.acquire()
         try:
             self._run()
         except BaseException as error:
@@ -222,13 +224,13 @@ class SimulatedTask:
         except BaseException as error:
             self.error = error
         del fn, args
-        if self.baton is None:
+        if self.resume_lock is None:
             self._reset_thread_state()
         self._finished = True
         return self.kernel.finished(self)
 
     def _reset_thread_state(self) -> None:
-        """Leave the home thread to the other tasks without the modes that this task has set and not unset."""
+        """Reset the modes that this task has set and not reset, because other tasks use the home thread."""
         try:
             self.kernel.thread_state.save_and_reset()
         except UnsupportedError as error:
@@ -246,7 +248,7 @@ class SimulatedTask:
                 self._joiners.remove(waiter)
                 return False
         if self.error is not None:
-            self.claimed = True
+            self.error_seen = True
             raise self.error
         return True
 
@@ -259,11 +261,11 @@ class SimulatedTask:
         return f"rank {self.rank} ({self.name})"
 
 
-def make_baton() -> threading.Lock:
-    """A lock that is taken: the next to acquire it waits until it is released."""
-    baton = threading.Lock()
-    baton.acquire()
-    return baton
+def make_resume_lock() -> threading.Lock:
+    """A lock that is already acquired: the next one to acquire it waits for its release."""
+    resume_lock = threading.Lock()
+    resume_lock.acquire()
+    return resume_lock
 
 
 class _NoUserCode:
@@ -278,7 +280,7 @@ class _NoUserCode:
     def __enter__(self) -> None:
         task = self._kernel.running()
         task.draws = False
-        task.default_modes = task.baton is None and self._kernel.thread_state.has_default_modes()
+        task.default_modes = task.resume_lock is None and self._kernel.thread_state.has_default_modes()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -319,7 +321,7 @@ class _ThreadCall:
             self._restore = self._kernel.thread_state.save_and_reset()
 
     def result(self) -> Any:
-        """Restore the thread state that the function has left; return or raise what it has. Called by the task."""
+        """Restore the thread state after the function; return its result or raise its error. Called by the task."""
         if self._restore is not None:
             self._restore()
         error, self._error = self._error, None
@@ -341,7 +343,7 @@ class _HomeThread(threading.Thread):
     @property
     def name(self) -> str:
         task = self._kernel._current
-        return "simulator" if task is None or task.baton is not None else task.thread_name
+        return "simulator" if task is None or task.resume_lock is not None else task.thread_name
 
     @name.setter
     def name(self, name: str) -> None:
@@ -356,7 +358,7 @@ class Kernel:
         self.random = random.Random(seed)
         self.chaos = chaos
         self.faulted = False
-        """Set once a fault has struck: from then on silence is no proof of a deadlock, deadlines decide."""
+        """Whether a fault has happened. From then on waiting tasks do not prove a deadlock: deadlines decide."""
         self.stopping = False
         self.deadlock: DeadlockError | None = None
         self.on_finish: Callable[[SimulatedTask], None] = lambda task: None
@@ -364,16 +366,16 @@ class Kernel:
         self._states = RandomStates(seed)
         self.no_user_code = _NoUserCode(self)
         self._heap: list[tuple[float, float, int, ScheduledEvent]] = []
-        self._pool: list[ScheduledEvent] = []
+        self._unordered: list[ScheduledEvent] = []
         self._sequence = 0
-        self._hang_bound = NEVER  # no waiting task gives up before this
+        self._hang_bound = NEVER  # no waiting task times out before this
         self._current: SimulatedTask | None = None
         self._mains: set[SimulatedTask] = set()
         self._main_ranks: set[int] = set()
         self._unfinished = 0
         self._threads = threads
-        self._outside = make_baton()
-        self._home = make_baton()
+        self._outside = make_resume_lock()
+        self._home = make_resume_lock()
         self._home_ident = -1
         self._handovers = 0
         self._warned = False
@@ -382,36 +384,36 @@ class Kernel:
         self.hub: greenlet | None = None
         """The greenlet of the home thread that waits while a thread runs."""
 
-    # What happens next.
+    # The event queue.
 
     def schedule(self, delay: float, fire: Fire, *, deadline: bool = False) -> ScheduledEvent:
-        """Let `fire` happen `delay` seconds from now; it returns the task to resume, or None."""
+        """Call `fire` in `delay` seconds; it returns the task to resume, or None."""
         return self.schedule_at(self.now + delay, fire, deadline=deadline)
 
     def schedule_at(self, time: float, fire: Fire | SimulatedTask, *, deadline: bool = False) -> ScheduledEvent:
-        """Let `fire` happen, or a task go on, at that time, or now if that has passed."""
+        """Call `fire`, or resume a task, at that time, or now if it has passed."""
         entry = ScheduledEvent(time, fire)
         if self.chaos and not deadline:
-            self._pool.append(entry)
+            self._unordered.append(entry)
         else:
             self._sequence += 1
             heappush(self._heap, (time, self.random.random(), self._sequence, entry))
         return entry
 
     def cancel(self, entry: ScheduledEvent) -> None:
-        """Take back what has not happened yet."""
+        """Cancel an event that has not happened yet."""
         entry.live = False
 
     def _pop(self) -> ScheduledEvent | None:
-        pool, draw = self._pool, self.random.getrandbits
-        while pool:
-            count = len(pool)
+        unordered, draw = self._unordered, self.random.getrandbits
+        while unordered:
+            count = len(unordered)
             bits = count.bit_length()
             index = draw(bits)
             while index >= count:  # as random.randrange draws, without its checks
                 index = draw(bits)
-            pool[index], pool[-1] = pool[-1], pool[index]
-            entry = pool.pop()
+            unordered[index], unordered[-1] = unordered[-1], unordered[index]
+            entry = unordered.pop()
             if entry.live:
                 return entry
         heap = self._heap
@@ -422,14 +424,14 @@ class Kernel:
         return None
 
     def _next(self) -> SimulatedTask | None:
-        """Fire entries until one resumes a task; None when all ranks are through."""
-        heap, pool = self._heap, self._pool
+        """Process events until one resumes a task; None when all ranks have ended."""
+        heap, unordered = self._heap, self._unordered
         while True:
             if not self._mains and not self.stopping:
                 self.stop()
             if self.stopping and not self._unfinished:
                 return None
-            entry = heappop(heap)[3] if heap and not pool else self._pop()
+            entry = heappop(heap)[3] if heap and not unordered else self._pop()
             if entry is not None and not entry.live:
                 continue
             if entry is None or (entry.time > self._hang_bound and not self.chaos):
@@ -451,7 +453,7 @@ class Kernel:
                 return task
 
     def _give_up(self, before: float) -> SimulatedTask | None:
-        """The task whose patience ends first, if it ends before that time: something is broken, and it is to say so.
+        """The task that times out first, if it does so before that time: it reports what is broken.
 
         With nothing else left to happen that is a deadlock, unless a fault has struck that would explain the silence.
         """
@@ -492,12 +494,12 @@ class Kernel:
         return task
 
     def running(self) -> SimulatedTask:
-        """The task that holds the baton."""
+        """The task that holds the resume_lock."""
         assert self._current is not None, "only simulated tasks may wait on the simulator"
         return self._current
 
     def wake(self, task: SimulatedTask, at: float | None = None) -> None:
-        """Let a blocked task go on, now or at a later time."""
+        """Resume a blocked task, now or at a later time."""
         if task.resume_entry is None or not task.resume_entry.live:
             task.resume_entry = self.schedule_at(self.now if at is None else at, task)
 
@@ -506,18 +508,18 @@ class Kernel:
         task = self._current or self.running()
         if self.stopping or task.interrupt:
             raise Interrupted
-        baton = task.baton
-        if baton is None and (get_ident() != self._home_ident or current_graph_task() != -1):
+        resume_lock = task.resume_lock
+        if resume_lock is None and (get_ident() != self._home_ident or current_graph_task() != -1):
             self._refuse_wait()
         task.why, task.since = why, self.now
         following = self._next()
         if following is not task:
             assert following is not None, "the running task has not ended"
-            if baton is None:
+            if resume_lock is None:
                 self._switch_to(following, task)
             else:
                 self._hand_to(following)
-                baton.acquire()
+                resume_lock.acquire()
         task.why = ""
         if task.interrupt:
             raise Interrupted
@@ -554,19 +556,19 @@ class Kernel:
         return not expired
 
     def finished(self, task: SimulatedTask) -> SimulatedTask | None:
-        """The last act of a task. Returns the task that the home thread goes on with; None: it waits for its baton."""
+        """End a task. Returns the next task of the home thread; None if that thread waits for its lock."""
         self._mains.discard(task)
         self._unfinished -= 1
         task.wake_joiners()
         self.on_finish(task)
         following = self._next()
-        if task.baton is None and following is not None and following.baton is None:
+        if task.resume_lock is None and following is not None and following.resume_lock is None:
             self._make_current(following)
             return following
         self._hand_to(following)
         return None
 
-    # Who runs.
+    # Switching tasks.
 
     def restore_random_state(self, task: SimulatedTask) -> None:
         """Give the running task the random-number states of its rank."""
@@ -578,7 +580,7 @@ class Kernel:
         self._current = task
 
     def _leave_home(self, task: SimulatedTask, following: SimulatedTask | None = None) -> None:
-        """Let the home thread go on with `following`, or wait for its baton. Returns when this task goes on."""
+        """Let the home thread run `following`, or wait for its lock. Returns when this task is resumed."""
         task.greenlet = getcurrent()  # not the one that began, if the user's code has greenlets of its own
         if following is not None and following.greenlet is not None:
             following.greenlet.switch()
@@ -588,13 +590,13 @@ class Kernel:
             self.hub.switch(following)
 
     def _switch_to(self, following: SimulatedTask, task: SimulatedTask) -> None:
-        """On the home thread: let another task run until this one goes on."""
+        """On the home thread: let another task run until this one is resumed."""
         try:
             restore = self.thread_state.save_and_reset(task.default_modes)
         except UnsupportedError:
             self.wake(following)
             raise
-        if following.baton is None:
+        if following.resume_lock is None:
             self._make_current(following)
             self._leave_home(task, following)
         else:
@@ -604,12 +606,12 @@ class Kernel:
             restore()
 
     def _hand_to(self, task: SimulatedTask | None) -> None:
-        """Let a task run on another thread than this one. With none left, the simulation is over."""
+        """Resume a task on another thread. Without a task the simulation is over."""
         self._handovers += 1
         self._make_current(task)
         if task is None:
             self.end()
-        elif task.baton is None:
+        elif task.resume_lock is None:
             self._home.release()
         else:
             try:
@@ -626,7 +628,7 @@ class Kernel:
         )
 
     def _call_on_thread(self, fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call `fn` as the running task, on a thread of its own. Called on the home thread."""
+        """Call `fn` as the running task on a separate thread. Called on the home thread."""
         task = self.running()
         try:
             restore = self.thread_state.save_and_reset()
@@ -634,11 +636,11 @@ class Kernel:
             return fn(*args, **options)
         call = _ThreadCall(self, task, restore, partial(fn, *args, **options))
         name = f"{task.thread_name}-backward"
-        task.baton = make_baton()  # from here on its waits are those of a thread
+        task.resume_lock = make_resume_lock()  # from here on its waits are those of a thread
         try:
             threading.Thread(target=call.run, daemon=True, name=name).start()
         except RuntimeError:
-            task.baton = None
+            task.resume_lock = None
             if restore is not None:
                 restore()
             raise
@@ -646,8 +648,8 @@ class Kernel:
         return call.result()
 
     def return_home(self, task: SimulatedTask) -> None:
-        """Let the home thread go on with a task whose thread ends."""
-        task.baton = None
+        """Resume a task on the home thread after its separate thread has ended."""
+        task.resume_lock = None
         self._home.release()
 
     def host(self, ready: threading.Lock) -> None:
@@ -673,7 +675,7 @@ class Kernel:
                 ready.release()
 
     def _await_home(self) -> None:
-        """Wait until a task is to run on the home thread. Warn once of a backward pass that neither ends nor waits."""
+        """Wait until a task runs on the home thread. Warn once about a backward pass that neither ends nor waits."""
         handovers = self._handovers
         while not self._home.acquire(timeout=-1 if self._threads or self._warned else SLOW_BACKWARD_S):
             task = self._current
@@ -688,16 +690,16 @@ class Kernel:
                 )
             handovers = self._handovers
 
-    # Beginning and end.
+    # Start and end.
 
     def run(self, progress: Callable[[], None] | None = None) -> None:
         """Run until every main task has ended. Called from outside, by a thread that is no task.
 
         That thread calls `progress` about every second of real time. An exception from it ends the run, as Ctrl-C does.
         """
-        ready = make_baton()
+        ready = make_resume_lock()
         home = _HomeThread(self, ready)
-        with one_processor(), calm_collector(), one_torch_thread():
+        with one_processor(), rare_garbage_collection(), one_torch_thread():
             home.start()
             ready.acquire()
             self._states.enter()
@@ -728,14 +730,14 @@ class Kernel:
             self.end(error)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Let `run` return, or raise the error of a kernel that cannot go on. Called by the thread that runs."""
+        """Let `run` return, or raise the error of a kernel that cannot continue. Called by the running thread."""
         if not self._over:
             self._over, self._failure, self._current = True, error, None
             self._outside.release()
             self._home.release()
 
     def interrupt(self, tasks: Iterable[SimulatedTask]) -> None:
-        """Unwind these tasks wherever they wait."""
+        """End these tasks wherever they wait."""
         for task in tasks:
             if not task.done():
                 task.interrupt = True
@@ -744,6 +746,6 @@ class Kernel:
                 self.wake(task)
 
     def stop(self) -> None:
-        """End the simulation: every task is unwound."""
+        """End the simulation and every task."""
         self.stopping = True
         self.interrupt(self.tasks)

@@ -208,7 +208,7 @@ def _put_python(state: Any) -> None:
 
 
 class RandomStates:
-    """Swaps the global generators whenever the baton goes from one rank to another."""
+    """Swaps the global generators at every switch from one rank to another."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed

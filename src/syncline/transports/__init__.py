@@ -12,18 +12,18 @@ from syncline.transports.base import (
     Window,
 )
 from syncline.transports.network import Link, Network
-from syncline.transports.simulated import SimulatedMessage, SimulatedNetwork, SimulatedTransport
+from syncline.transports.simulated import Message, SimulatedNetwork, SimulatedTransport
 from syncline.transports.single import SingleTransport
 
 __all__ = [
     "BytesHandle",
     "Handle",
     "Link",
+    "Message",
     "NativeCollectives",
     "Network",
     "Op",
     "RequestListener",
-    "SimulatedMessage",
     "SimulatedNetwork",
     "SimulatedTransport",
     "SingleTransport",

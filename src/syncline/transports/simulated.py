@@ -32,7 +32,7 @@ from syncline.transports.faults import Delay, Drop, Duplicate, Fault, Kill, Part
 from syncline.transports.messages import Mailbox, MailboxHandle, channel_closed, tag_name
 from syncline.transports.network import Network
 
-__all__ = ["SimulatedMessage", "SimulatedNetwork", "SimulatedTransport", "VirtualTiming", "job_channel", "kill_rank"]
+__all__ = ["Message", "SimulatedNetwork", "SimulatedTransport", "VirtualTiming", "job_channel", "kill_rank"]
 
 JOB_CHANNEL = ("job",)
 """The key of the channel of all processes: the ranks of the world and the extra ones."""
@@ -42,7 +42,7 @@ RETRY_AFTER_S = 0.05
 """Seconds after which a lossy message is sent again, if the network drops messages."""
 
 
-class SimulatedMessage(NamedTuple):
+class Message(NamedTuple):
     """A message that arrived; times in virtual seconds."""
 
     source: int
@@ -97,9 +97,7 @@ class _DirectedLink:
         message, now = self.landing.popleft(), network.kernel.now
         assert now >= message.head, "a message was about to be seen before its virtual arrival"
         if self.to not in network.gone:
-            network.messages.append(
-                SimulatedMessage(self.source, self.to, message.tag, message.nbytes, message.sent, now)
-            )
+            network.messages.append(Message(self.source, self.to, message.tag, message.nbytes, message.sent, now))
             message.land()
 
 
@@ -114,7 +112,7 @@ class SimulatedNetwork:
         self.uneven = bool(model.slow or self.faults)
         """Whether some ranks may be slower than others."""
         self.runtimes = [SimulatedRuntime(kernel, rank) for rank in range(size)]
-        self.messages: list[SimulatedMessage] = []
+        self.messages: list[Message] = []
         self.lost: int | None = None
         """The rank that the first timeout has named. All later ones name the same."""
         self.gone: dict[int, float] = {}

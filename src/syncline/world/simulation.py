@@ -12,7 +12,7 @@ from syncline.environment import Environment
 from syncline.errors import PeerLostError, WorldError, warn_deprecated
 from syncline.runtime import Kernel
 from syncline.runtime.kernel import SimulatedTask
-from syncline.transports import Network, SimulatedMessage, SimulatedNetwork, SimulatedTransport, Transport
+from syncline.transports import Message, Network, SimulatedNetwork, SimulatedTransport, Transport
 from syncline.transports.base import DEFAULT_TIMEOUT_S
 from syncline.transports.faults import Fault
 from syncline.transports.simulated import job_channel
@@ -40,7 +40,7 @@ class Simulation:
 
     results: tuple[Any, ...]
     time: float
-    messages: tuple[SimulatedMessage, ...]
+    messages: tuple[Message, ...]
     killed: tuple[int, ...]
     seed: int
 
@@ -209,7 +209,7 @@ def _raise_first(
         raise _with_note(kernel.deadlock, f"replay: {replay}")
     for task in tasks:
         main = task in mains
-        if task.error is None or task.claimed or (main and return_exceptions):
+        if task.error is None or task.error_seen or (main and return_exceptions):
             continue
         if not main and isinstance(task.error, PeerLostError) and return_exceptions:
             continue  # a communication task whose rank has raised the error already

@@ -16,7 +16,7 @@ from tests.strategies.cases import OPTIMIZERS, backward, flat, mlp
 
 
 def servers(workers: int, count: int, evaluators: int = 0) -> list[ExtraProcess | Callable[[Transport], Any]]:
-    """Dedicated servers, for `simulate(aside=…)`."""
+    """Dedicated servers, for `simulate(extra=…)`."""
     return [lambda channel: serve(network_of(channel, workers, count, evaluators))] * count
 
 

@@ -24,7 +24,7 @@ def hunt(
     invariant: Callable[[Simulation], object] = lambda simulation: None,
     timeout: float = 60.0,
     return_exceptions: bool = False,
-    aside: Sequence[ExtraProcess | Callable[[Transport], Any]] = (),
+    extra: Sequence[ExtraProcess | Callable[[Transport], Any]] = (),
 ) -> int:
     """Run `fn` in chaos mode for every seed and check `invariant` (which raises when it is broken) on the outcome.
 
@@ -33,10 +33,10 @@ def hunt(
     >>> hunt(lambda world: world.rank, ranks=2, seeds=range(3))
     3
     """
-    beside = f", aside=({len(aside)} members)" if aside else ""
+    others = f", extra=({len(extra)} processes)" if extra else ""
     replay = (
         f"simulate({getattr(fn, '__name__', 'fn')}, ranks={ranks}, network={network!r}, faults={tuple(faults)!r}, "
-        f"seed={{seed}}, chaos=True, timeout={timeout}, return_exceptions={return_exceptions}{beside})"
+        f"seed={{seed}}, chaos=True, timeout={timeout}, return_exceptions={return_exceptions}{others})"
     )
 
     def check(seed: int) -> None:
@@ -50,7 +50,7 @@ def hunt(
                 chaos=True,
                 timeout=timeout,
                 return_exceptions=return_exceptions,
-                extra=aside,
+                extra=extra,
             )
         )
 

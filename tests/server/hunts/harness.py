@@ -119,7 +119,7 @@ class Remembered(dict[int, ParameterShard]):
 
 
 class Servers:
-    """Dedicated servers of a simulation, `aside=servers.members`; their spaces can be looked at afterwards."""
+    """Dedicated servers of a simulation, `extra=servers.members`; their spaces can be looked at afterwards."""
 
     def __init__(self, workers: int, servers: int) -> None:
         self._workers, self._servers = workers, servers

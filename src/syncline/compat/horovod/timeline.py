@@ -20,7 +20,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from syncline.events.trace import FLUSH, LIMIT
+from syncline.events.trace import FLUSH_EVERY_EVENTS, MAX_TRACE_EVENTS
 from syncline.runtime import Lock
 
 __all__ = ["Timeline", "TimelineObserver"]
@@ -65,7 +65,7 @@ class Timeline:
         now: Callable[[], float],
         lock: Lock | None = None,
         mark_cycles: bool = False,
-        limit: int = LIMIT,
+        limit: int = MAX_TRACE_EVENTS,
     ) -> None:
         self.path = Path(str(path).replace(RANK, str(rank)))
         self.mark_cycles = mark_cycles
@@ -154,7 +154,7 @@ class Timeline:
             return
         self._left -= 1
         self._waiting.append(json.dumps(line))
-        if len(self._waiting) >= FLUSH or self._now() - self._flushed > FLUSH_EVERY_S:
+        if len(self._waiting) >= FLUSH_EVERY_EVENTS or self._now() - self._flushed > FLUSH_EVERY_S:
             self._flush("")
 
     def _flush(self, after: str, before: str = "") -> None:

@@ -19,8 +19,8 @@ ONE_HOST = sl.Network(latency=1e-5, bandwidth=1e9, ranks_per_host=2, inside=sl.L
 
 def attach(model: nn.Module, **options: Any) -> tuple[sl.Run, torch.optim.Optimizer]:
     optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
-    collective = "auto" if "codec" in options else "ring"
-    return sl.distribute(model, optimizer, **{"collective": collective, **options}), optimizer
+    algorithm = "auto" if "codec" in options else "ring"
+    return sl.distribute(model, optimizer, **{"algorithm": algorithm, **options}), optimizer
 
 
 def batch(rank: int, step: int = 0) -> Tensor:

@@ -48,7 +48,7 @@ def train(world: sl.World, optimizer: str = "momentum", steps: int = 50, batch: 
     """So many steps of a global batch, shared out; the parameters after it."""
     model = mlp(seed=world.rank)  # rank 0's is the one that counts
     own = OPTIMIZERS[optimizer](model.parameters())
-    run = sl.distribute(model, own, **{"collective": "ring", **options})
+    run = sl.distribute(model, own, **{"algorithm": "ring", **options})
     loader = DataLoader(data(), batch_size=batch // world.size, shuffle=True)
     done = 0
     while done < steps:

@@ -42,7 +42,7 @@ def with_codecs(world: sl.World, together: bool) -> None:
     for codec in summing if together else summing + payloads:  # payloads are gathered by NCCL
         model = net().to(world.device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with sl.distribute(model, optimizer, codec=codec, collective="ring" if together else "auto") as run:
+        with sl.distribute(model, optimizer, codec=codec, algorithm="ring" if together else "auto") as run:
             for step in range(10):
                 optimizer.zero_grad()
                 model(batch(step, world.rank).to(world.device)).square().mean().backward()
@@ -70,11 +70,11 @@ class Heads(nn.Module):
         return result
 
 
-def with_unused(world: sl.World, collective: str) -> None:
+def with_unused(world: sl.World, algorithm: str) -> None:
     """Parameters that no rank uses keep their gradients, and those that some use get the mean: nobody asks the GPU."""
     model: Any = Heads().to(world.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with sl.distribute(model, optimizer, collective=collective, find_unused_parameters=True):
+    with sl.distribute(model, optimizer, algorithm=algorithm, find_unused_parameters=True):
         for step, used in enumerate((0, 1, 1, 0)):  # the first rounds find out which parameters there are
             model(batch(step, world.rank).to(world.device), used).sum().backward()
         kept = model.heads[1].weight.grad
@@ -102,8 +102,8 @@ def main() -> None:
         together = torch.cuda.device_count() < world.size  # NCCL wants a GPU for each rank
         model = net().to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        collective = "ring" if together else "native"
-        run = sl.distribute(model, optimizer, collective=collective, bucket_bytes=64, check_finite=True)
+        algorithm = "ring" if together else "native"
+        run = sl.distribute(model, optimizer, algorithm=algorithm, bucket_bytes=64, check_finite=True)
         for step in range(10):
             optimizer.zero_grad()
             model(batch(step, world.rank).to(device)).square().mean().backward()

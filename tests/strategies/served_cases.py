@@ -55,7 +55,7 @@ def apart(
     def work(world: sl.World) -> Tensor:
         model = mlp(seed=world.rank)  # rank 0's is the one that counts
         own = OPTIMIZERS[optimizer](model.parameters())
-        with sl.distribute(model, own, strategy=strategy, collective="ring"):
+        with sl.distribute(model, own, strategy=strategy, algorithm="ring"):
             for step in range(steps):
                 own.zero_grad()
                 world.compute(pace(world.rank, step))

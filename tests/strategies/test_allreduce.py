@@ -29,30 +29,30 @@ def test_k_workers_equal_one_with_k_times_the_batch(optimizer: str, ranks: int) 
     assert distance(together[0], alone) < 1e-5
 
 
-@pytest.mark.parametrize("collective", ["auto", "native", "sharded", "halving_doubling", "tree"])
-def test_every_collective_trains_alike(collective: str) -> None:
+@pytest.mark.parametrize("algorithm", ["auto", "native", "sharded", "halving_doubling", "tree"])
+def test_every_collective_trains_alike(algorithm: str) -> None:
     alone = sl.simulate(lambda world: train(world, steps=10), ranks=1).results[0]
-    case = sl.simulate(lambda world: train(world, steps=10, collective=collective), ranks=3, network=NETWORK)
+    case = sl.simulate(lambda world: train(world, steps=10, algorithm=algorithm), ranks=3, network=NETWORK)
     assert all(torch.equal(case.results[0], other) for other in case.results)
     assert distance(case.results[0], alone) < 1e-5
 
 
 @pytest.mark.xdist_group("gloo")
-@pytest.mark.parametrize("collective", ["auto", "native", "ring"])
-def test_on_gloo(gloo: Pool, collective: str) -> None:
+@pytest.mark.parametrize("algorithm", ["auto", "native", "ring"])
+def test_on_gloo(gloo: Pool, algorithm: str) -> None:
     alone = sl.simulate(train, ranks=1).results[0]
-    results = gloo.run(on_gloo, 3, _train_by, collective)
+    results = gloo.run(on_gloo, 3, _train_by, algorithm)
     assert all(torch.equal(results[0], other) for other in results)
     assert distance(results[0], alone) < 1e-5
 
 
-def _train_by(world: sl.World, collective: str) -> Tensor:
-    return train(world, collective=collective)
+def _train_by(world: sl.World, algorithm: str) -> Tensor:
+    return train(world, algorithm=algorithm)
 
 
 def run_of(model: nn.Module, rate: float = 0.1, **options: Any) -> tuple[sl.Run, torch.optim.Optimizer]:
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    return sl.distribute(model, optimizer, **{"collective": "ring", **options}), optimizer
+    return sl.distribute(model, optimizer, **{"algorithm": "ring", **options}), optimizer
 
 
 def gradients(model: nn.Module) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def gradients(model: nn.Module) -> dict[str, Any]:
 def test_a_world_of_one_sends_nothing(codec: str | None) -> None:
     def case(world: sl.World) -> int:
         model = mlp()
-        run, optimizer = run_of(model, codec=codec, check_finite=True, collective="auto")
+        run, optimizer = run_of(model, codec=codec, check_finite=True, algorithm="auto")
         backward(model(torch.ones(2, 6)).sum())
         optimizer.step()
         run.close()
@@ -280,7 +280,7 @@ def test_dtypes_may_be_mixed() -> None:
 
     def case(world: sl.World) -> dict[str, Any]:
         model = Mixed()
-        run_of(model, collective="naive")
+        run_of(model, algorithm="naive")
         for _ in range(2):
             model.zero_grad()
             backward(model(float(world.rank + 1)))
@@ -322,7 +322,7 @@ def test_lbfgs_takes_the_same_steps_everywhere() -> None:
     def case(world: sl.World) -> Tensor:
         model = mlp()
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=6, line_search_fn="strong_wolfe")
-        sl.distribute(model, optimizer, collective="ring")
+        sl.distribute(model, optimizer, algorithm="ring")
         whole = seeded(7, 12, 6)
         x = whole[world.rank :: world.size]
 

@@ -60,7 +60,7 @@ PAIRS = [(codec, way) for codec, ways in WAYS.items() for way in ways]
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_all_ranks_hold_the_same_bits_after_30_steps(codec: str) -> None:
-    case = sl.simulate(lambda world: train(world, "sgd", 30, codec=codec, collective="auto"), ranks=2)
+    case = sl.simulate(lambda world: train(world, "sgd", 30, codec=codec, algorithm="auto"), ranks=2)
     assert all(torch.equal(case.results[0], other) for other in case.results)
     assert bool(torch.isfinite(case.results[0]).all())
     assert not torch.equal(case.results[0], flat(mlp()))
@@ -69,15 +69,15 @@ def test_all_ranks_hold_the_same_bits_after_30_steps(codec: str) -> None:
 @pytest.mark.parametrize(("codec", "way"), PAIRS)
 def test_all_ranks_hold_the_same_bits_by_every_way(codec: str, way: str) -> None:
     def case(world: sl.World) -> Tensor:
-        return train(world, "sgd", 20, batch=2 * world.size, codec=codec, collective=way)
+        return train(world, "sgd", 20, batch=2 * world.size, codec=codec, algorithm=way)
 
     results = sl.simulate(case, ranks=3).results
     assert all(torch.equal(results[0], other) for other in results)
 
 
 def test_an_exact_codec_is_as_good_as_none() -> None:
-    plain = sl.simulate(lambda world: train(world, steps=20, collective="sharded"), ranks=2).results[0]
-    exact = sl.simulate(lambda world: train(world, steps=20, codec="lossless", collective="auto"), ranks=2).results[0]
+    plain = sl.simulate(lambda world: train(world, steps=20, algorithm="sharded"), ranks=2).results[0]
+    exact = sl.simulate(lambda world: train(world, steps=20, codec="lossless", algorithm="auto"), ranks=2).results[0]
     assert torch.allclose(plain, exact, atol=1e-6)
 
 
@@ -89,7 +89,7 @@ def test_an_exact_codec_is_as_good_as_none() -> None:
 def test_on_gloo(gloo: Pool, codec: str, beside: bool) -> None:
     results = gloo.run(on_gloo, 3, _train_with, codec, beside, 30)
     assert all(torch.equal(results[0], other) for other in results)
-    simulated = sl.simulate(lambda world: train(world, "sgd", 30, codec=codec, collective="auto"), ranks=3).results[0]
+    simulated = sl.simulate(lambda world: train(world, "sgd", 30, codec=codec, algorithm="auto"), ranks=3).results[0]
     assert torch.allclose(results[0], simulated, atol=2e-2)
 
 
@@ -99,13 +99,13 @@ def test_on_gloo(gloo: Pool, codec: str, beside: bool) -> None:
 )
 def test_ways_on_gloo(gloo: Pool, codec: str, way: str) -> None:
     results = gloo.run(on_gloo, 3, _train_with, codec, False, 10, way)
-    simulated = sl.simulate(lambda world: train(world, "sgd", 10, codec=codec, collective=way), ranks=3).results
+    simulated = sl.simulate(lambda world: train(world, "sgd", 10, codec=codec, algorithm=way), ranks=3).results
     assert all(torch.equal(simulated[0], other) for other in results)
 
 
 def _train_with(world: sl.World, codec: str, beside: bool, steps: int, way: str = "auto") -> Tensor:
     world._lanes = 2 if beside else 1  # as if there were processors to spare, or none
-    return train(world, "sgd", steps, codec=codec, collective=way)
+    return train(world, "sgd", steps, codec=codec, algorithm=way)
 
 
 FED_BACK = [
@@ -137,7 +137,7 @@ def _accounts(world: sl.World, codec: str, way: str, steps: int = 30) -> tuple[T
     """The sums over all steps of this rank's gradients and of those that were applied, and what is left here."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    run = sl.distribute(model, optimizer, codec=codec, collective=way)
+    run = sl.distribute(model, optimizer, codec=codec, algorithm=way)
     draw = torch.Generator().manual_seed(world.rank)
     made, applied = torch.zeros(flat(model).numel()), torch.zeros(flat(model).numel())
     for _ in range(steps):
@@ -165,7 +165,7 @@ def left_of(run: sl.Run) -> Tensor:
 @pytest.mark.parametrize("codec", ["topk(0.2)", "quantize(4)", "onebit"])
 def test_how_gradients_lie_in_buckets_does_not_matter(codec: str) -> None:
     def case(world: sl.World, bucket_bytes: int) -> Tensor:
-        return train(world, "sgd", 20, codec=codec, collective="gather", bucket_bytes=bucket_bytes)
+        return train(world, "sgd", 20, codec=codec, algorithm="gather", bucket_bytes=bucket_bytes)
 
     few = sl.simulate(lambda world: case(world, 1 << 20), ranks=2).results[0]
     many = sl.simulate(lambda world: case(world, 64), ranks=2).results[0]
@@ -174,7 +174,7 @@ def test_how_gradients_lie_in_buckets_does_not_matter(codec: str) -> None:
 
 def test_other_seeds_draw_other_bits() -> None:
     def case(world: sl.World, seed: int) -> Tensor:
-        return train(world, steps=5, codec="quantize(2)", collective="auto", seed=seed)
+        return train(world, steps=5, codec="quantize(2)", algorithm="auto", seed=seed)
 
     first = sl.simulate(lambda world: case(world, 0), ranks=2).results[0]
     assert torch.equal(first, sl.simulate(lambda world: case(world, 0), ranks=2).results[0])
@@ -262,17 +262,17 @@ def test_nan_on_one_rank_is_told_to_all(codec: str, check: bool) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"codec": "topk(0.1)", "collective": "ring"}, "cannot be added"),
-        ({"codec": "quantize(4)", "collective": "sparse_split"}, "sends all"),
-        ({"codec": "topk(0.1)", "collective": "split"}, "sparse_split"),
-        ({"codec": None, "collective": "gather"}, "there is no codec"),
-        ({"codec": "powersgd(2)", "collective": "gather"}, "sums on the wire"),
+        ({"codec": "topk(0.1)", "algorithm": "ring"}, "cannot be added"),
+        ({"codec": "quantize(4)", "algorithm": "sparse_split"}, "sends all"),
+        ({"codec": "topk(0.1)", "algorithm": "split"}, "sparse_split"),
+        ({"codec": None, "algorithm": "gather"}, "there is no codec"),
+        ({"codec": "powersgd(2)", "algorithm": "gather"}, "sums on the wire"),
         ({"codec": "topk(0.1, momentum=0.9)"}, "momentum"),
         ({"codec": "quantize(4)|topk(0.1)"}, "comes first"),
         ({"codec": "topk(1.5)"}, "1.5"),
         ({"codec": "quantize(9)"}, "9"),
         ({"codec": "qantize(4)"}, "did you mean 'quantize'"),
-        ({"codec": "topk(0.1)", "collective": "rong"}, "did you mean 'ring'"),
+        ({"codec": "topk(0.1)", "algorithm": "rong"}, "did you mean 'ring'"),
     ],
 )
 def test_pairs_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:
@@ -303,7 +303,7 @@ def _compare_lives(folder: Path, codec: str, way: str) -> None:
 def _life(world: sl.World, folder: Path | None, stop: int, codec: str, way: str) -> Tensor:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = sl.distribute(model, optimizer, codec=codec, collective=way)
+    run = sl.distribute(model, optimizer, codec=codec, algorithm=way)
     told = None if folder is None else sl.load(folder, run=run)
     step = 0 if told is None else told["step"]
     shard = run.shard(DataLoader(data(), batch_size=4, shuffle=True))
@@ -361,7 +361,7 @@ def test_diagnosis_of_each_layer(codec: str) -> None:
     def case(world: sl.World) -> list[Any]:
         ear = _Ear()
         world.events.add(ear)
-        train(world, "sgd", 4, codec=codec, collective="auto", diagnose=2)
+        train(world, "sgd", 4, codec=codec, algorithm="auto", diagnose=2)
         return [event for event in ear.heard if event.key.startswith("sl_codec_") and event.key != "sl_codec_seconds"]
 
     heard = sl.simulate(case, ranks=2).results[0]

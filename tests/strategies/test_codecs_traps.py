@@ -26,7 +26,7 @@ def test_random_bits_and_lengths_are_those_of_the_step_also_when_it_is_encoded_l
 
 def _delayed(world: sl.World, codec: str) -> Tensor:
     world._lanes = 2
-    return train(world, "sgd", 40, codec=codec, collective="auto", strategy="allreduce(delay=1)")
+    return train(world, "sgd", 40, codec=codec, algorithm="auto", strategy="allreduce(delay=1)")
 
 
 @pytest.mark.parametrize("codec", ["powersgd(1)", "topk(0.5)", "randomk(0.5)", "cast('fp16', feedback=True)", "onebit"])
@@ -108,7 +108,7 @@ def test_a_residual_that_overflows_is_told_to_all(codec: str, way: str, check: b
     def case(world: sl.World) -> list[str]:
         model = nn.Linear(40, 60, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        run = sl.distribute(model, optimizer, codec=codec, collective=way, check_finite=check)
+        run = sl.distribute(model, optimizer, codec=codec, algorithm=way, check_finite=check)
         said = []
         for number in range(4):
             optimizer.zero_grad()
@@ -133,7 +133,7 @@ def test_what_owners_had_left_is_applied_when_the_way_changes(tmp_path: Path) ->
     def case(world: sl.World, way: str, steps: int, resume: bool) -> float:
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        run = sl.distribute(model, optimizer, codec="onebit", collective=way)
+        run = sl.distribute(model, optimizer, codec="onebit", algorithm=way)
         if resume:
             sl.load(tmp_path, run=run)
         for _ in range(steps):
@@ -283,7 +283,7 @@ def test_check_finite_names_one_nan_among_many(codec: str, way: str) -> None:
     def case(world: sl.World) -> str:
         model = nn.ParameterList([nn.Parameter(torch.zeros(90, 100))])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        sl.distribute(model, optimizer, codec=codec, collective=way, check_finite=True)
+        sl.distribute(model, optimizer, codec=codec, algorithm=way, check_finite=True)
         values = torch.randn(90, 100, generator=torch.Generator().manual_seed(world.rank))
         values[77, 77] = float("nan") if world.rank == 1 else 1.0
         with pytest.raises(sl.DivergedError) as caught:

@@ -19,7 +19,7 @@ class Spec(StrategyContract):
 
 class TestAllReduce(Spec):
     spec = "allreduce"
-    options: ClassVar[dict[str, Any]] = {"collective": "ring"}
+    options: ClassVar[dict[str, Any]] = {"algorithm": "ring"}
     conserves = False  # it averages gradients, and never looks at weights
 
 

@@ -19,7 +19,7 @@ def train(strategy: str, codec: str | None, default: torch.dtype) -> tuple[Tenso
         nn.init.constant_(model.weight, 0.3)
         nn.init.zeros_(model.bias)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        run = sl.distribute(model, optimizer, strategy, codec=codec, collective="auto" if codec else "ring")
+        run = sl.distribute(model, optimizer, strategy, codec=codec, algorithm="auto" if codec else "ring")
         for step in range(4):
             draw = torch.Generator().manual_seed(10 * step + world.rank)
             x = torch.randn(3, 4, generator=draw, dtype=torch.float32)

@@ -17,7 +17,7 @@ def applied(world: sl.World, strategy: str, steps: int, **options: Any) -> list[
     """The gradient that each step applies, where the gradient of step t is t + 1 on the mean of the ranks."""
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    run = sl.distribute(model, optimizer, strategy=strategy, collective="ring", **options)
+    run = sl.distribute(model, optimizer, strategy=strategy, algorithm="ring", **options)
     found: list[float | None] = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -55,7 +55,7 @@ def test_communication_hides_behind_a_whole_step() -> None:
     def case(world: sl.World, strategy: str) -> float:
         model = nn.Linear(1000, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        sl.distribute(model, optimizer, strategy=strategy, collective="ring")
+        sl.distribute(model, optimizer, strategy=strategy, algorithm="ring")
         start = 0.0
         for step in range(12):
             if step == 2:
@@ -76,7 +76,7 @@ def test_parameters_stay_the_same_everywhere() -> None:
     def case(world: sl.World) -> torch.Tensor:
         model = mlp()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        sl.distribute(model, optimizer, strategy="allreduce(delay=2, warmup=3)", collective="ring", bucket_bytes=64)
+        sl.distribute(model, optimizer, strategy="allreduce(delay=2, warmup=3)", algorithm="ring", bucket_bytes=64)
         draw = torch.Generator().manual_seed(world.rank)
         for _ in range(15):
             optimizer.zero_grad()
@@ -100,7 +100,7 @@ def test_gradients_on_their_way_are_part_of_the_state() -> None:
         def fresh() -> tuple[nn.Module, torch.optim.Optimizer, sl.Run]:
             model = mlp()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            return model, optimizer, sl.distribute(model, optimizer, strategy="allreduce(delay=2)", collective="ring")
+            return model, optimizer, sl.distribute(model, optimizer, strategy="allreduce(delay=2)", algorithm="ring")
 
         model, optimizer, run = fresh()
         steps(model, optimizer, world.rank, range(5))
@@ -129,7 +129,7 @@ def test_cooldown_wants_to_know_the_number_of_steps() -> None:
 
     def told(world: sl.World) -> None:
         model = nn.Linear(1, 1)
-        run = sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=spec, collective="ring")
+        run = sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=spec, algorithm="ring")
         run.expect(3)
         backward(model(torch.ones(1, 1)).sum())
 
@@ -154,7 +154,7 @@ def test_a_grad_scaler_is_refused(warmup: int, fused: bool, unscaled: bool) -> N
     def case(world: sl.World) -> None:
         model = nn.Linear(1, 1)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=fused)
-        run = sl.distribute(model, optimizer, strategy=f"allreduce(delay=1, warmup={warmup})", collective="ring")
+        run = sl.distribute(model, optimizer, strategy=f"allreduce(delay=1, warmup={warmup})", algorithm="ring")
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         backward(scaler.scale(model(torch.ones(1, 1)).sum()))
         if unscaled:
@@ -173,7 +173,7 @@ def test_a_disabled_grad_scaler_goes_with_a_delay() -> None:
     def case(world: sl.World) -> None:
         model = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        sl.distribute(model, optimizer, strategy="allreduce(delay=1)", collective="ring")
+        sl.distribute(model, optimizer, strategy="allreduce(delay=1)", algorithm="ring")
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         for _ in range(3):
             optimizer.zero_grad()

@@ -20,14 +20,14 @@ PLAIN = DiLoCo(period=1, outer_lr=1.0, outer_momentum=0.0)
 
 
 def test_a_period_of_one_with_a_plain_outer_step_is_synchronous() -> None:
-    ours, theirs = everywhere(PLAIN), everywhere("allreduce", collective="ring")
+    ours, theirs = everywhere(PLAIN), everywhere("allreduce", algorithm="ring")
     for one, other in zip(ours, theirs, strict=True):
         for mine, wanted in zip(one, other, strict=True):
             torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_with_the_usual_outer_step_it_is_not() -> None:
-    ours, theirs = everywhere(DiLoCo(period=1))[0], everywhere("allreduce", collective="ring")[0]
+    ours, theirs = everywhere(DiLoCo(period=1))[0], everywhere("allreduce", algorithm="ring")[0]
     assert float((ours[-1] - theirs[-1]).norm()) > 0.01
 
 
@@ -220,7 +220,7 @@ def test_the_exchange_goes_on_beside_the_inner_steps() -> None:
         def work(world: sl.World) -> float:
             model = net()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            run = sl.distribute(model, optimizer, rule, collective="ring")
+            run = sl.distribute(model, optimizer, rule, algorithm="ring")
             for step in range(12):
                 world.compute(0.1)
                 take(model, optimizer, world.rank, step)
@@ -262,5 +262,5 @@ def test_real_processes_end_with_the_simulators_bits(gloo: Pool) -> None:
 
 def on_ring(world: sl.World) -> Tensor:
     rule = DiLoCo(period=3, overlap=True, delay=2)
-    found: Tensor = train(world, rule, optimizer="momentum", collective="ring")[-1]
+    found: Tensor = train(world, rule, optimizer="momentum", algorithm="ring")[-1]
     return found

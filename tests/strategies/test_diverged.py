@@ -85,7 +85,7 @@ def test_sum_that_overflows_is_told_with_the_step() -> None:
     def case(world: sl.World) -> None:
         model = nn.Linear(64, 64, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        sl.distribute(model, optimizer, codec="topk(0.5)", collective="sparse_split")
+        sl.distribute(model, optimizer, codec="topk(0.5)", algorithm="sparse_split")
         for step in range(2):
             optimizer.zero_grad()
             backward((model(torch.ones(1, 64)) * (2e38 if step else 1.0)).sum())

@@ -35,7 +35,7 @@ class One(nn.Module):
 
 def distributed(model: nn.Module, strategy: str, rate: float = 1.0) -> tuple[torch.optim.Optimizer, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    return optimizer, sl.distribute(model, optimizer, strategy=strategy, collective="ring")
+    return optimizer, sl.distribute(model, optimizer, strategy=strategy, algorithm="ring")
 
 
 def agreed(run: Any) -> torch.Tensor:

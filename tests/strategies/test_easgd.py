@@ -101,7 +101,7 @@ def train(world: sl.World, strategy: EASGD, steps: int = 20, **options: Any) -> 
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"codec": "topk(0.1)"}, {"codec": "quantize(4)"}, {"collective": "auto"}])
+@pytest.mark.parametrize("options", [{}, {"codec": "topk(0.1)"}, {"codec": "quantize(4)"}, {"algorithm": "auto"}])
 def test_every_worker_has_the_same_centre_bit_for_bit(options: dict[str, Any]) -> None:
     found = sl.simulate(lambda world: train(world, EASGD(period=3), **options), ranks=4).results
     for own, centre in found:
@@ -287,7 +287,7 @@ def test_its_repr_is_its_spec() -> None:
 
 
 def on_processes(world: sl.World, spec: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    return train(world, EASGD(**spec), collective="native")
+    return train(world, EASGD(**spec), algorithm="native")
 
 
 def gloo_case(transport: Transport, spec: dict[str, Any]) -> Any:

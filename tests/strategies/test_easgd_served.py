@@ -244,9 +244,7 @@ def test_with_a_codec_the_sum_stays_but_for_what_is_kept_back() -> None:
 
 def test_a_codec_of_whole_matrices_is_refused() -> None:
     with pytest.raises(IncompatibleError, match="servers hold one row of keys"):
-        sl.simulate(
-            lambda world: distributed(Bowl(), EASGD(sync=False), 0.1, codec="powersgd(1)", collective="auto"), 2
-        )
+        sl.simulate(lambda world: distributed(Bowl(), EASGD(sync=False), 0.1, codec="powersgd(1)", algorithm="auto"), 2)
 
 
 def test_who_only_watches_finds_the_centre() -> None:

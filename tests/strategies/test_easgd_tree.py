@@ -153,7 +153,7 @@ def test_one_host_has_one_centre() -> None:
 )
 def test_what_cannot_work_is_refused(options: dict[str, Any], codec: str | None, match: str) -> None:
     def work(world: sl.World) -> None:
-        distributed(mlp(), EASGD(**options), 0.1, codec=codec, collective="auto")
+        distributed(mlp(), EASGD(**options), 0.1, codec=codec, algorithm="auto")
 
     with pytest.raises(IncompatibleError, match=match):
         sl.simulate(work, ranks=3)

@@ -30,7 +30,7 @@ def begin(
     model: nn.Module, rate: float = 0.1, **options: Any
 ) -> tuple[torch.optim.Optimizer, Any, SharedMemoryChannel]:
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    run = sl.distribute(model, optimizer, strategy="hogwild", collective="ring", **options)
+    run = sl.distribute(model, optimizer, strategy="hogwild", algorithm="ring", **options)
     board = strategy_run(run).control_channel()
     assert isinstance(board, SharedMemoryChannel)
     return optimizer, run, board

@@ -25,13 +25,13 @@ def close(one: Tensor, other: Tensor) -> bool:
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
 def test_a_period_of_one_is_synchronous(optimizer: str) -> None:
     ours = everywhere("local(period=1)", optimizer=optimizer)
-    theirs = everywhere("allreduce", optimizer=optimizer, collective="ring")
+    theirs = everywhere("allreduce", optimizer=optimizer, algorithm="ring")
     for one, other in zip(ours, theirs, strict=True):
         assert all(close(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_a_longer_period_is_not() -> None:
-    ours, theirs = (everywhere(spec, collective="ring")[0][-1] for spec in ("local(period=2)", "allreduce"))
+    ours, theirs = (everywhere(spec, algorithm="ring")[0][-1] for spec in ("local(period=2)", "allreduce"))
     assert not close(ours, theirs)
 
 
@@ -68,7 +68,7 @@ def test_by_hand() -> None:
 
 def test_the_first_steps_are_synchronous() -> None:
     ours = everywhere("local(period=3, after=4)", steps=10, optimizer="momentum")
-    theirs = everywhere("allreduce", steps=10, optimizer="momentum", collective="ring")
+    theirs = everywhere("allreduce", steps=10, optimizer="momentum", algorithm="ring")
     for step in range(10):
         alike = torch.equal(ours[0][step], ours[1][step])
         assert alike == (step < 4 or step in (6, 9)), step
@@ -337,7 +337,7 @@ def test_on_another_number_of_workers(tmp_path: Path, ranks: int) -> None:
 
 
 def test_a_checkpoint_of_a_synchronous_run_is_a_beginning(tmp_path: Path) -> None:
-    saved = everywhere("allreduce", 2, steps=4, save=tmp_path, collective="ring")[0][-1]
+    saved = everywhere("allreduce", 2, steps=4, save=tmp_path, algorithm="ring")[0][-1]
     found = everywhere("local(period=2)", 2, steps=4, first=4, load=tmp_path)
     assert all(torch.equal(saved, each[-1]) for each in found)
 
@@ -442,5 +442,5 @@ def test_real_processes_end_with_the_simulators_bits(gloo: Pool) -> None:
 
 
 def on_ring(world: sl.World, spec: str) -> Tensor:
-    found: Tensor = train(world, spec, optimizer="momentum", collective="ring")[-1]
+    found: Tensor = train(world, spec, optimizer="momentum", algorithm="ring")[-1]
     return found

@@ -67,7 +67,7 @@ def test_a_fraction_of_the_workers_makes_a_step() -> None:
     def work(world: sl.World) -> tuple[Tensor, int, float]:
         model = mlp()
         optimizer = OPTIMIZERS["momentum"](model.parameters())
-        run = sl.distribute(model, optimizer, strategy="master(fraction=0.75)", collective="ring")
+        run = sl.distribute(model, optimizer, strategy="master(fraction=0.75)", algorithm="ring")
         assert isinstance(run, MasterRun)
         for step in range(steps if world.rank < 3 else 1):
             optimizer.zero_grad()
@@ -95,7 +95,7 @@ def test_each_gradient_is_a_step() -> None:
     def work(world: sl.World) -> Tensor:
         model = mlp()
         optimizer = OPTIMIZERS["momentum"](model.parameters())
-        with sl.distribute(model, optimizer, strategy="master(sync=False)", collective="ring"):
+        with sl.distribute(model, optimizer, strategy="master(sync=False)", algorithm="ring"):
             world.compute(1.0 + world.rank)
             for step in range(steps):
                 optimizer.zero_grad()
@@ -127,7 +127,7 @@ def pushed_by(rate: float, strategy: str) -> Tensor:
         weight = nn.Parameter(torch.zeros(2))
         model = nn.ParameterList([weight])
         optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-        run = sl.distribute(model, optimizer, strategy=strategy, collective="ring")
+        run = sl.distribute(model, optimizer, strategy=strategy, algorithm="ring")
         for _ in range(3 if world.rank == 0 else 1):
             world.compute(1.0 if world.rank == 0 else 3.5)
             optimizer.zero_grad()
@@ -171,7 +171,7 @@ def test_more_workers_than_momentum_leave_none() -> None:
 def rules_of(strategy: str, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> list[str]:
     def work(world: sl.World) -> list[str]:
         model = mlp()
-        run = sl.distribute(model, make(list(model.parameters())), strategy=strategy, collective="ring")
+        run = sl.distribute(model, make(list(model.parameters())), strategy=strategy, algorithm="ring")
         assert isinstance(run, MasterRun)
         run.close()
         return [repr(rule) for rule in run.rules]
@@ -224,7 +224,7 @@ def test_a_resumed_run_equals_one_that_went_on(strategy: str) -> None:
     def train(world: sl.World, stop: int | None) -> Tensor:
         model = mlp(seed=world.rank)
         optimizer = OPTIMIZERS["momentum"](model.parameters())
-        run = sl.distribute(model, optimizer, strategy=strategy, collective="ring")
+        run = sl.distribute(model, optimizer, strategy=strategy, algorithm="ring")
         for step in range(6):
             if step == stop:
                 world.barrier()
@@ -233,7 +233,7 @@ def test_a_resumed_run_equals_one_that_went_on(strategy: str) -> None:
                 run.close()
                 model = mlp(seed=7)
                 optimizer = OPTIMIZERS["momentum"](model.parameters())
-                run = sl.distribute(model, optimizer, strategy=strategy, collective="ring")
+                run = sl.distribute(model, optimizer, strategy=strategy, algorithm="ring")
                 strategy_run(run).load_state_dict(state)
             optimizer.zero_grad()
             backward(loss_of(model, world.rank, step))
@@ -257,7 +257,7 @@ def test_a_codec_goes_both_ways_through_a_tree() -> None:
     def work(world: sl.World) -> Tensor:
         model = mlp(seed=world.rank)
         optimizer = OPTIMIZERS["sgd"](model.parameters())
-        with sl.distribute(model, optimizer, strategy="master(masters=2)", codec="cast('fp16')", collective="ring"):
+        with sl.distribute(model, optimizer, strategy="master(masters=2)", codec="cast('fp16')", algorithm="ring"):
             for step in range(5):
                 optimizer.zero_grad()
                 backward(loss_of(model, world.rank, step))
@@ -274,7 +274,7 @@ def test_buffers_come_to_the_root() -> None:
         norm = nn.BatchNorm1d(3)
         model = nn.Sequential(norm, nn.Linear(3, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        run = sl.distribute(model, optimizer, strategy="master(masters=2)", collective="ring")
+        run = sl.distribute(model, optimizer, strategy="master(masters=2)", algorithm="ring")
         for _ in range(3):
             optimizer.zero_grad()
             backward(model(torch.randn(4, 3) + world.rank).sum())
@@ -314,7 +314,7 @@ def test_an_evaluator_watches_the_root_of_a_tree() -> None:
     def work(world: sl.World) -> Tensor:
         model = mlp()
         optimizer = OPTIMIZERS["momentum"](model.parameters())
-        with sl.distribute(model, optimizer, strategy="master(masters=2)", collective="ring") as run:
+        with sl.distribute(model, optimizer, strategy="master(masters=2)", algorithm="ring") as run:
             for step in range(3):
                 optimizer.zero_grad()
                 backward(loss_of(model, world.rank, step))
@@ -377,7 +377,7 @@ def tagged(journal: Journal, strategy: str, once: float | None, deaths: bool = F
     def work(world: sl.World) -> None:
         model = Tags(WORKERS, STEPS)
         optimizer = torch.optim.SGD(model.parameters(), lr=WORKERS)
-        run = sl.distribute(model, optimizer, strategy=strategy, collective="ring")
+        run = sl.distribute(model, optimizer, strategy=strategy, algorithm="ring")
         assert isinstance(run, MasterRun)
         own: set[tuple[int, int]] = set()
         draw = random.Random(world.rank)

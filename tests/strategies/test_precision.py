@@ -37,7 +37,7 @@ def test_equal_weights_in_half_precision_stay_as_they_are(spec: str, dtype: torc
         model = nn.Linear(40, 5).to(dtype)
         before = whole(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        run = sl.distribute(model, optimizer, strategy=spec, collective="ring")
+        run = sl.distribute(model, optimizer, strategy=spec, algorithm="ring")
         for _ in range(6):
             optimizer.zero_grad()
             model(torch.ones(1, 40, dtype=dtype)).sum().backward()

@@ -25,7 +25,7 @@ def every_error(case: Any, ranks: int = 3) -> list[Exception]:
 
 def attach(model: nn.Module, **options: Any) -> sl.Run:
     optimizer = torch.optim.SGD(model.parameters(), lr=options.pop("rate", 0.1))
-    return sl.distribute(model, optimizer, **{"collective": "ring", **options})
+    return sl.distribute(model, optimizer, **{"algorithm": "ring", **options})
 
 
 def different(world: sl.World, how: str) -> Any:
@@ -82,7 +82,7 @@ SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)
         ((MODEL, SGD), {"bucket_bytes": "25MB"}, "bucket_bytes='25MB': a number of bytes"),
         ((MODEL, SGD), {"diagnose": None}, "diagnose=None: a number of steps"),
         ((MODEL, SGD), {"seed": "a"}, "seed='a': a whole number"),
-        ((MODEL, SGD), {"collective": None}, "written as text, not as NoneType"),
+        ((MODEL, SGD), {"algorithm": None}, "written as text, not as NoneType"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: tuple[Any, ...], options: dict[str, Any], words: str) -> None:
@@ -156,7 +156,7 @@ def test_without_the_switch_infinities_pass() -> None:
 def test_large_finite_half_gradients_are_not_taken_for_infinite() -> None:
     def case(world: sl.World) -> bool:
         model = nn.Linear(64, 64, bias=False).half()
-        attach(model, check_finite=True, collective="naive")
+        attach(model, check_finite=True, algorithm="naive")
         (model.weight * 3e4).sum().backward()  # type: ignore[no-untyped-call]
         assert model.weight.grad is not None
         return bool((model.weight.grad == 3e4).all())
@@ -171,7 +171,7 @@ def test_large_finite_half_gradients_are_not_taken_for_infinite() -> None:
         (lambda: attach(mlp(), codec="topk(0.01)"), sl.IncompatibleError, "cannot be added"),
         (lambda: attach(mlp(), strategy="alreduce"), sl.SpecError, "did you mean 'allreduce'"),
         (lambda: attach(mlp(), strategy="allreduce(delya=1)"), sl.SpecError, "delay"),
-        (lambda: attach(mlp(), collective="rnig"), sl.SpecError, "ring"),
+        (lambda: attach(mlp(), algorithm="rnig"), sl.SpecError, "ring"),
         (lambda: attach(mlp(), bucket_bytes=0), sl.SpecError, "bucket_bytes=0"),
         (
             lambda: sl.distribute(nn.ReLU(), torch.optim.SGD(mlp().parameters(), lr=0.1)),
@@ -216,7 +216,7 @@ def _stall(transport: Transport, folder: str) -> str:
     world = world_on(transport)
     told = Path(folder) / "told"
     model = mlp()
-    run = attach(model, collective="native", bucket_bytes=1)
+    run = attach(model, algorithm="native", bucket_bytes=1)
     backward(model(torch.ones(2, 6)).sum())
 
     def hold(gradient: Tensor) -> None:

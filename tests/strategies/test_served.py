@@ -23,8 +23,8 @@ from tests.strategies.served_cases import Tags, apart, batch, loss_of, results, 
 
 
 def distributed(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: str = "bsp", **options: Any) -> Any:
-    collective = "ring" if options.get("codec") is None else "auto"
-    return sl.distribute(model, optimizer, strategy=strategy, collective=collective, **options)
+    algorithm = "ring" if options.get("codec") is None else "auto"
+    return sl.distribute(model, optimizer, strategy=strategy, algorithm=algorithm, **options)
 
 
 def in_groups(model: nn.Sequential) -> torch.optim.Optimizer:

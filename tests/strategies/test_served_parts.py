@@ -25,7 +25,7 @@ def in_parts(parts: int) -> tuple[nn.ParameterList, torch.optim.Optimizer]:
 
 
 def attached(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: str) -> Any:
-    return sl.distribute(model, optimizer, strategy=strategy, collective="ring")
+    return sl.distribute(model, optimizer, strategy=strategy, algorithm="ring")
 
 
 def step(model: nn.ParameterList, optimizer: torch.optim.Optimizer, rank: int) -> None:

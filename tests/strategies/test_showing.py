@@ -38,7 +38,7 @@ def test_runs_and_counts_are_readable() -> None:
     def train(world: sl.World) -> None:
         model = nn.Linear(100, 10)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        run = sl.distribute(model, optimizer, codec="cast('fp16')", collective="ring")
+        run = sl.distribute(model, optimizer, codec="cast('fp16')", algorithm="ring")
         backward(model(torch.ones(1, 100)).sum())
         optimizer.step()
         shard = run.shard(DataLoader(list(range(8)), batch_size=2))  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ def tagged(slack: int, journal: set[tuple[int, int]], steps: int = STEPS, whole:
     def work(world: sl.World) -> float:
         model = Tags(world.size, steps)
         optimizer = torch.optim.SGD(model.parameters(), lr=world.size)
-        run = sl.distribute(model, optimizer, strategy=f"ssp(slack={slack})", collective="ring")
+        run = sl.distribute(model, optimizer, strategy=f"ssp(slack={slack})", algorithm="ring")
         draw = random.Random(world.rank)
         for clock in range(steps):
             read = model.read() if whole else {(int(w), int(c)) for w, c in model.seen.detach().nonzero()}
@@ -83,7 +83,7 @@ def test_a_fast_worker_finishes_slack_and_one_steps_then_waits(slack: int) -> No
     def work(world: sl.World) -> object:
         model = Tags(world.size, 10)
         optimizer = torch.optim.SGD(model.parameters(), lr=world.size)
-        run = sl.distribute(model, optimizer, strategy=f"ssp(slack={slack})", collective="ring")
+        run = sl.distribute(model, optimizer, strategy=f"ssp(slack={slack})", algorithm="ring")
         board = strategy_run(run).control_channel()
         assert board is not None
         seen = None
@@ -116,7 +116,7 @@ def test_staleness_is_counted() -> None:
     def work(world: sl.World) -> dict[int, int]:
         model = Tags(world.size, 12)
         optimizer = torch.optim.SGD(model.parameters(), lr=world.size)
-        run = sl.distribute(model, optimizer, strategy="ssp(slack=2)", collective="ring")
+        run = sl.distribute(model, optimizer, strategy="ssp(slack=2)", algorithm="ring")
         for step in range(12):
             world.compute(1.0 + 3.0 * world.rank)
             step_tag(model, optimizer, world.rank, step)
@@ -133,7 +133,7 @@ def test_who_waits_in_vain_is_told_for_what() -> None:
     def work(world: sl.World) -> None:
         model = Tags(world.size, 10)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        sl.distribute(model, optimizer, strategy="ssp(slack=1)", collective="ring")
+        sl.distribute(model, optimizer, strategy="ssp(slack=1)", algorithm="ring")
         world.compute(1000.0 * world.rank)
         for step in range(10):
             step_tag(model, optimizer, world.rank, step)

@@ -16,7 +16,7 @@ from tests.strategies.cases import backward, mlp
 
 def attach(model: nn.Module, **options: Any) -> tuple[sl.Run, torch.optim.Optimizer]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return sl.distribute(model, optimizer, **{"collective": "ring", **options}), optimizer
+    return sl.distribute(model, optimizer, **{"algorithm": "ring", **options}), optimizer
 
 
 class Places(nn.Module):
@@ -182,7 +182,7 @@ def test_a_grad_scaler_follows_too() -> None:
         model = nn.Linear(1, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-        run = sl.distribute(model, optimizer, schedulers=[scaler], collective="ring")
+        run = sl.distribute(model, optimizer, schedulers=[scaler], algorithm="ring")
         for _ in range(4):
             for x in run.shard([torch.ones(1, 1)] * (3 - world.rank), split=False, name="own"):
                 optimizer.zero_grad()

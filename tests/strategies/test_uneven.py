@@ -20,7 +20,7 @@ def own_data(world: sl.World, lengths: list[int], epochs: int = 2, momentum: flo
     model = nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    run = sl.distribute(model, optimizer, schedulers=[scheduler], **{"collective": "ring", **options})
+    run = sl.distribute(model, optimizer, schedulers=[scheduler], **{"algorithm": "ring", **options})
     seen: list[float] = []
     batches = [torch.full((1, 1), float(world.rank + 1)) for _ in range(lengths[world.rank])]
     for _ in range(epochs):
@@ -74,7 +74,7 @@ def test_delayed_gradients_too() -> None:
 def own_data_delayed(world: sl.World, lengths: list[int]) -> Tensor:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    run = sl.distribute(model, optimizer, strategy="allreduce(delay=1)", collective="ring")
+    run = sl.distribute(model, optimizer, strategy="allreduce(delay=1)", algorithm="ring")
     batches = [torch.randn(2, 6, generator=torch.Generator().manual_seed(i)) for i in range(lengths[world.rank])]
     for _ in range(3):
         for x in run.shard(batches, split=False):
@@ -92,7 +92,7 @@ def test_a_short_last_batch_counts_by_its_samples(samples: int, ranks: int) -> N
         data = TensorDataset(torch.randn(samples, 6, generator=draw), torch.randn(samples, 3, generator=draw))
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        run = sl.distribute(model, optimizer, collective="ring")
+        run = sl.distribute(model, optimizer, algorithm="ring")
         for _ in range(3):
             for x, y in run.shard(DataLoader(data, batch_size=12 // world.size, shuffle=True), name="train"):
                 optimizer.zero_grad()
@@ -118,7 +118,7 @@ def test_a_stream_of_unknown_length_is_shared_out_once() -> None:
     def case(world: sl.World) -> tuple[list[float], Tensor]:
         model = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-        run = sl.distribute(model, optimizer, collective="ring")
+        run = sl.distribute(model, optimizer, algorithm="ring")
         seen: list[float] = []
         for x in run.shard(DataLoader(Stream(11), batch_size=2)):
             seen += x.view(-1).tolist()
@@ -135,7 +135,7 @@ def test_a_stream_of_unknown_length_is_shared_out_once() -> None:
 def test_reading_without_training_does_not_hang() -> None:
     def case(world: sl.World) -> int:
         model = nn.Linear(1, 1)
-        run = sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), collective="ring")
+        run = sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm="ring")
         return sum(len(x) for x in run.shard(DataLoader(Stream(7), batch_size=2)))
 
     assert sum(sl.simulate(case, ranks=3).results) == 7
@@ -149,7 +149,7 @@ def test_a_global_batch_held_fixed_by_micro_batches(ranks: int, micro: int | Non
         data = TensorDataset(torch.randn(29, 6, generator=draw), torch.randn(29, 3, generator=draw))
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        run = sl.distribute(model, optimizer, collective="ring")
+        run = sl.distribute(model, optimizer, algorithm="ring")
         loader = DataLoader(data, batch_size=4, shuffle=True)
         count = 0
         for _ in range(3):

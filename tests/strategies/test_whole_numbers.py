@@ -41,7 +41,7 @@ def test_whole_numbers_are_rank_0s_and_stay_so(strategy: str, tmp_path: Path) ->
     def work(world: sl.World, resume: bool) -> list[Any]:
         model = Counted(0 if world.rank or resume else 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        run = sl.distribute(model, optimizer, strategy, collective="ring")
+        run = sl.distribute(model, optimizer, strategy, algorithm="ring")
         if resume:
             sl.load(tmp_path, run=run)
         for step in range(3):

@@ -41,7 +41,7 @@ def training(
     model = net(seed=3)
     descent = OPTIMIZERS[optimizer](model.parameters())
     schedule = torch.optim.lr_scheduler.ExponentialLR(descent, 0.95)
-    run = distribute(model, descent, strategy, collective="ring", schedulers=[schedule])
+    run = distribute(model, descent, strategy, algorithm="ring", schedulers=[schedule])
     loader = DataLoader(dataset(), batch_size=4, shuffle=True)  # four steps an epoch on three ranks
     torch.manual_seed(100 + world.rank)
     told = None if folder is None else load(folder, run=run, schedule=schedule)
@@ -98,7 +98,7 @@ def test_batch_norm_is_agreed_in_the_shared_part_and_own_in_each_rank(tmp_path: 
 def test_saving_inside_agreed_keeps_each_ranks_own_statistics(tmp_path: Path) -> None:
     def script(world: sl.World) -> bool:
         model = net()
-        run = distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), collective="ring")
+        run = distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm="ring")
         model(torch.randn(4, 3) + world.rank)
         own = bits(model)
         with run.agreed():
@@ -115,7 +115,7 @@ def test_on_another_number_of_workers(tmp_path: Path) -> None:
 
     def resume(world: sl.World) -> tuple[dict[str, Any], float, int]:
         model = net(seed=4)
-        run = distribute(model, torch.optim.Adam(model.parameters(), lr=0.01), collective="ring")
+        run = distribute(model, torch.optim.Adam(model.parameters(), lr=0.01), algorithm="ring")
         told = load(tmp_path, run=run)
         assert told is not None
         return bits(model), float(torch.rand(1)), int(told["step"])

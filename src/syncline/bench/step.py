@@ -110,7 +110,7 @@ class StepPlan:
         """Build a contender with the options of the plan."""
         options = {
             "strategy": self.strategy,
-            "collective": self.collective,
+            "algorithm": self.collective,
             "bucket_bytes": self.bucket_bytes,
             "check_finite": self.check_finite,
         }

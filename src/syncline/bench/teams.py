@@ -45,7 +45,7 @@ class _PausingModel:
         numel = max(1, int(megabytes * 1e6 / 4 / 8))
         self.model = nn.ParameterList([nn.Parameter(torch.zeros(numel)) for _ in range(8)])
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.run = distribute(self.model, self.optimizer, collective=collective, bucket_bytes=1 << 20)
+        self.run = distribute(self.model, self.optimizer, algorithm=collective, bucket_bytes=1 << 20)
         self.world = world
         self.pause = pause / 1e3
 

@@ -247,7 +247,7 @@ class Shard(_Epochs[Sharded]):
     >>> import torch, syncline as sl
     >>> def seen(world):
     ...     model = torch.nn.Linear(1, 1)
-    ...     run = sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), collective="ring")
+    ...     run = sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm="ring")
     ...     loader = torch.utils.data.DataLoader(torch.arange(6.0), batch_size=2)
     ...     return [batch.tolist() for batch in run.shard(loader)]
     >>> sl.simulate(seen, ranks=2).results
@@ -270,7 +270,7 @@ class Steps(_Epochs[MicroBatches]):
     >>> import torch, syncline as sl
     >>> def count(world):
     ...     model = torch.nn.Linear(1, 1)
-    ...     run = sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), collective="ring")
+    ...     run = sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), algorithm="ring")
     ...     loader = torch.utils.data.DataLoader(torch.arange(24.0))
     ...     return len(run.steps(loader, global_batch=8, micro_batch=2))
     >>> sl.simulate(count, ranks=2).results
@@ -289,7 +289,7 @@ class Step:
     >>> def train(world):
     ...     model = torch.nn.Linear(1, 1, bias=False)
     ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    ...     run = sl.distribute(model, optimizer, collective="ring")
+    ...     run = sl.distribute(model, optimizer, algorithm="ring")
     ...     for step in run.steps(torch.utils.data.DataLoader(torch.arange(8.0)), global_batch=8, micro_batch=1):
     ...         optimizer.zero_grad()
     ...         for x in step:                      # only the last one's backward reduces

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from syncline.codecs import Codec, build_codec, check_optimizer_momentum
-from syncline.errors import IncompatibleError, SpecError
+from syncline.errors import IncompatibleError, SpecError, warn_deprecated
 from syncline.reduction import BUCKET_BYTES, Communicator, broadcast_tensors, check_same
 from syncline.strategies import Run, RunSettings, Strategy, build_strategy
 from syncline.strategies.model_watch import refuse_wrapped, refuse_wrapper_around
@@ -33,13 +33,14 @@ def distribute(
     optimizer: Optimizer | Sequence[Optimizer],
     strategy: str | Strategy = "allreduce",
     codec: str | Codec | None = None,
-    collective: str = "auto",
+    algorithm: str = "auto",
     bucket_bytes: int | None = None,
     check_finite: bool = False,
     schedulers: Sequence[Any] = (),
     seed: int = 0,
     diagnose: int = 0,
     find_unused_parameters: bool = False,
+    collective: str | None = None,
 ) -> Run:
     """Train `model` on all workers of the current world with a synchronisation strategy.
 
@@ -49,7 +50,7 @@ def distribute(
     `codec` says how gradients look on the wire: "quantize(4)", "topk(0.01)|quantize(4)", …; None sends them as they
     are. What it loses is kept and sent later, where it is biased; `seed` is that of its random bits. With `diagnose=n`
     every n-th step records what it does to each layer.
-    `collective` is "auto" (chosen now, for this network and these sizes), "native" (the engine's own) or a schedule;
+    `algorithm` is "auto" (chosen now, for this network and these sizes), "native" (the engine's own) or a schedule;
     with a codec whose payloads do not sum on the wire "gather", "split" and others.
     With `check_finite` NaN or Inf in a gradient raises a `DivergedError` that names rank, parameter and step; leave it
     off with a GradScaler, which needs to see them. A worker that runs out of data before the others gets the state of
@@ -63,12 +64,15 @@ def distribute(
     >>> def train(world):
     ...     model = torch.nn.Linear(1, 1, bias=False)
     ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    ...     with sl.distribute(model, optimizer, collective="ring"):
+    ...     with sl.distribute(model, optimizer, algorithm="ring"):
     ...         model(torch.tensor([[float(world.rank)]])).sum().backward()
     ...     return model.weight.grad.item()          # the mean of 0 and 1
     >>> sl.simulate(train, ranks=2).results
     (0.5, 0.5)
     """
+    if collective is not None:
+        warn_deprecated("distribute(collective=…)", "distribute(algorithm=…)")
+        algorithm = collective
     _check_kinds(model, optimizer)
     world = current_world()
     coder = build_codec(codec)
@@ -90,7 +94,7 @@ def distribute(
     if coder is not None:
         check_optimizer_momentum(coder, max(map(momentum_of, optimizers)))
         way.check_codec(coder)
-    exchange = Communicator(world, collective, coder)
+    exchange = Communicator(world, algorithm, coder)
     check_same(exchange, "models", _describe_model(model))
     for each in optimizers:
         check_same(exchange, "optimizers", _describe_optimizer(each))

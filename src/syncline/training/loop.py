@@ -124,7 +124,7 @@ def _distributed(
         optimizer,
         strategy=strategy or settings.strategy,
         codec=settings.codec,
-        collective=settings.collective,
+        algorithm=settings.collective,
         check_finite=settings.check_finite,
         schedulers=() if scheduler is None else (scheduler,),
         seed=settings.seed,

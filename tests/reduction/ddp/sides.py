@@ -44,7 +44,7 @@ class Side:
         held = [parameter for parameter in model.parameters() if parameter.requires_grad] or [*model.parameters()]
         self.optimizer = torch.optim.SGD(held, lr=0.1, momentum=0.9) if optimizer is None else optimizer
         if self.ours:
-            run = sl.distribute(model, self.optimizer, collective="native", **options, **(syncline or {}))
+            run = sl.distribute(model, self.optimizer, algorithm="native", **options, **(syncline or {}))
             self.runs.append(run)
             self.no_sync = run.no_sync
             return model

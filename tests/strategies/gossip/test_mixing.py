@@ -78,7 +78,7 @@ def test_with_everybody_the_form_after_is_synchronous_sgd_and_beside_is_not() ->
     """From the same weights on, which is where the theory compares them."""
 
     def work(world: sl.World, strategy: Any) -> Tensor:
-        model, optimizer, run = begin(world, strategy, 0.3, scattered=False, collective="ring")
+        model, optimizer, run = begin(world, strategy, 0.3, scattered=False, algorithm="ring")
         for _ in range(5):
             take_step(model, optimizer)
         run.close()
@@ -160,7 +160,7 @@ def test_who_has_no_data_left_goes_on_mixing(form: Any, period: int) -> None:
         model = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        run = sl.distribute(model, optimizer, Gossip(form=form, period=period), collective="ring")
+        run = sl.distribute(model, optimizer, Gossip(form=form, period=period), algorithm="ring")
         assert isinstance(run, GossipRun)
         own = 0
         loader = DataLoader(TensorDataset(torch.ones(9, 1)), batch_size=1)

@@ -86,7 +86,7 @@ class Seen:
 def work(world: sl.World, case: Case) -> Seen:
     model = Scale(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    run: Any = sl.distribute(model, optimizer, case.strategy, collective="ring")
+    run: Any = sl.distribute(model, optimizer, case.strategy, algorithm="ring")
     draw = random.Random(f"{case.seed}/{world.rank}")
     seen = Seen([], [], 0.0, set())
     for _ in range(case.epochs):

@@ -26,7 +26,7 @@ class Bowl(nn.Module):
 
 def distributed(model: nn.Module, strategy: EASGD, rate: float, **options: Any) -> tuple[torch.optim.Optimizer, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    usual = {"collective": "ring" if options.get("codec") is None else "gather"}
+    usual = {"algorithm": "ring" if options.get("codec") is None else "gather"}
     return optimizer, sl.distribute(model, optimizer, strategy=strategy, **{**usual, **options})
 
 

@@ -129,7 +129,7 @@ class Rows(nn.Module):
 def prepared(case: Case, world: sl.World) -> tuple[Rows, torch.optim.Optimizer, ElasticRun | ServerElasticRun]:
     model = Rows()
     optimizer = torch.optim.SGD([{"params": [model.first]}, {"params": [model.second]}], lr=0.0)
-    run = sl.distribute(model, optimizer, strategy=case.strategy, collective="ring")
+    run = sl.distribute(model, optimizer, strategy=case.strategy, algorithm="ring")
     assert isinstance(run, ElasticRun | ServerElasticRun)
     # The speed is taken from the way: without a rate it is what the exchanges did not explain, so none.
     model.fill(run, case.starts(world.rank))

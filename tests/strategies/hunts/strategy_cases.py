@@ -129,7 +129,7 @@ class Worker:
         case = self.case
         model = Marks(case.tags)
         optimizer = torch.optim.SGD(model.groups(), lr=1.0)
-        run = sl.distribute(model, optimizer, strategy=case.spec, collective="ring")
+        run = sl.distribute(model, optimizer, strategy=case.spec, algorithm="ring")
         assert isinstance(run, ParameterServerRun)
         self.journal.opened = True
         taken = 0

@@ -226,7 +226,7 @@ def _hint(error: str) -> str:
         return ""
     return (
         "; NCCL needs a GPU of its own for each rank: start no more workers on a host than it has GPUs, or take a "
-        "schedule such as collective='ring', which sends through the CPU, or hide the GPUs with CUDA_VISIBLE_DEVICES="
+        "schedule such as algorithm='ring', which sends through the CPU, or hide the GPUs with CUDA_VISIBLE_DEVICES="
     )
 
 

@@ -112,7 +112,7 @@ def test_a_deadlock_is_named_at_once() -> None:
         assert f"rank {rank} (main) waits since t=0 s for a message from rank {(rank + 1) % 3}" in str(caught.value)
 
 
-def test_waiting_for_one_who_has_returned_is_a_deadlock() -> None:
+def test_waiting_for_a_rank_that_has_returned_is_a_deadlock() -> None:
     def early(world: sl.World) -> None:
         if world.rank == 0:
             sl.recv(torch.zeros(1), source=1)
@@ -153,7 +153,7 @@ def test_a_seeded_script_draws_alike_on_all_ranks() -> None:
     assert results[0] == results[1] == results[2]
 
 
-def test_what_a_rank_raises_is_raised_with_a_way_to_replay_it() -> None:
+def test_an_exception_of_a_rank_says_how_to_replay_it() -> None:
     def fail(world: sl.World) -> None:
         world.compute(world.rank * 1.0)
         if world.rank == 2:

@@ -60,7 +60,7 @@ def test_a_killed_rank_is_gone_even_while_it_sleeps() -> None:
     assert run.time == 1.0
 
 
-def test_a_server_that_waits_for_anyone_gives_up_at_the_timeout() -> None:
+def test_a_receive_from_anyone_ends_at_the_timeout() -> None:
     def serve(world: sl.World) -> None:
         if world.rank == 0:
             sl.recv(torch.zeros(1))
@@ -91,7 +91,7 @@ def test_delays_and_a_partition_that_heals_change_the_time_alone() -> None:
     assert apart.time > 0.5
 
 
-def test_a_partition_for_good_ends_in_lost_peers() -> None:
+def test_a_permanent_partition_ends_in_lost_peers() -> None:
     run = sl.simulate(steps, 4, faults=[sl.faults.Partition((0, 1), start=2e-4)], timeout=10.0, return_exceptions=True)
     assert all(isinstance(result, sl.PeerLostError) for result in run.results)
     assert len({result.peer for result in run.results}) == 1
@@ -113,7 +113,7 @@ def count_lossy(world: sl.World) -> int:
     return counted[0]
 
 
-def test_only_lossy_messages_are_dropped_and_doubled() -> None:
+def test_only_lossy_messages_are_dropped_and_duplicated() -> None:
     assert sl.simulate(count_lossy, 2).results[1] == 200
     assert 100 < sl.simulate(count_lossy, 2, faults=[sl.faults.Drop(0.2)]).results[1] < 200
     assert 200 < sl.simulate(count_lossy, 2, faults=[sl.faults.Duplicate(0.2)]).results[1] < 300

@@ -14,7 +14,7 @@ from syncline.environment import Environment, Rendezvous
 from syncline.testing import Pool
 from syncline.testing.processes import PATIENCE
 from syncline.transports import Transport, torch_dist
-from tests.transports.zeromq_crew import serve_a_store
+from tests.transports.zeromq_worlds import serve_a_store
 
 pytestmark = pytest.mark.xdist_group("gloo")
 
@@ -88,7 +88,7 @@ def leave_early(channel: Transport) -> str:
     return str(caught.value)
 
 
-def test_who_closed_only_a_channel_is_not_told_to_be_in_the_operation(gloo: Pool) -> None:
+def test_a_rank_that_closed_a_channel_is_not_in_the_operation(gloo: Pool) -> None:
     told = [text for text in gloo.run(leave_early, 2) if text]
     assert all("closed or given up this channel" in text or "has not entered" in text for text in told), told
 

@@ -13,7 +13,7 @@ import torch
 import syncline as sl
 from syncline.transports import SingleTransport, Transport
 from syncline.transports.zeromq import node
-from tests.transports.zeromq_crew import Here
+from tests.transports.zeromq_worlds import Here
 
 PATIENCE = 60.0
 
@@ -35,7 +35,7 @@ def ask(transport: Transport, server: int, value: float) -> float:
     return float(answer)
 
 
-def test_a_server_in_the_background_waits_longer_than_any_timeout() -> None:
+def test_an_idle_server_waits_longer_than_any_timeout() -> None:
     def work(world: sl.World) -> float:
         channel = world.transport.split(range(world.size))
         assert channel is not None
@@ -48,7 +48,7 @@ def test_a_server_in_the_background_waits_longer_than_any_timeout() -> None:
 
 
 @pytest.mark.parametrize("chaos", [False, True])
-def test_a_deadlock_is_found_beside_an_idle_task(chaos: bool) -> None:
+def test_a_deadlock_is_found_despite_an_idle_task(chaos: bool) -> None:
     def work(world: sl.World) -> None:
         channel = world.transport.split(range(world.size))
         assert channel is not None
@@ -60,7 +60,7 @@ def test_a_deadlock_is_found_beside_an_idle_task(chaos: bool) -> None:
         sl.simulate(work, 2, chaos=chaos)
 
 
-def test_a_wait_that_has_a_timeout_ends_beside_one_that_has_none() -> None:
+def test_a_wait_with_a_timeout_ends_next_to_an_idle_one() -> None:
     def work(world: sl.World) -> None:
         channel = world.transport.split(range(world.size))
         assert channel is not None
@@ -104,7 +104,7 @@ def test_the_simulator_knows_who_is_gone() -> None:
     assert run.results[1] == run.results[0]
 
 
-def test_closing_the_world_of_a_simulated_rank_ends_what_waits_and_init_comes_back() -> None:
+def test_closing_a_simulated_world_ends_waits_and_init_reopens_it() -> None:
     def work(world: sl.World) -> list[str]:
         ended: list[str] = []
 
@@ -126,7 +126,7 @@ def test_closing_the_world_of_a_simulated_rank_ends_what_waits_and_init_comes_ba
         assert ended == ["this rank has closed the channel: no message arrives for tag 9 any more"]
 
 
-def test_the_world_of_one_turns_away_what_is_asked_after_its_end() -> None:
+def test_a_closed_world_of_one_refuses_operations() -> None:
     transport = SingleTransport()
     transport.close()
     with pytest.raises(sl.WorldError, match="closed the channel"):
@@ -140,7 +140,7 @@ def wait_until(true: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_nothing_is_said_of_an_idle_wait(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_idle_wait_logs_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """On real threads: one waits without end, one with a timeout, and only of the second is it said."""
     monkeypatch.setattr(node, "WARN_AFTER_S", 0.05)
     with Here(2) as here, caplog.at_level(logging.WARNING, logger="syncline"):

@@ -11,7 +11,7 @@ import torch
 from syncline.errors import PeerLostError, WorldError
 from syncline.transports import RequestListener
 from syncline.transports.zeromq.connection import CREDIT_MESSAGES, MAX_EAGER_BYTES, PART_BYTES
-from tests.transports.zeromq_crew import Here, seize, until
+from tests.transports.zeromq_worlds import Here, seize, until
 
 TAG, MOST = 5, 2 * MAX_EAGER_BYTES
 
@@ -131,7 +131,7 @@ def test_a_body_of_another_length_is_refused(here: Here) -> None:
     assert "exactly" in str(done[0])
 
 
-def test_who_is_gone_is_told_after_all_it_sent(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_is_reported_after_all_messages(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     ear = Ear(here, lambda source, data: seen.append(len(ear.lost)))
     seize(here.ranks[0], monkeypatch)

@@ -86,7 +86,7 @@ def test_all_name_the_frozen_rank_of_a_ring(gone: dict[int, str] | None) -> None
     assert all("no heartbeat" in each.reason for each in verdicts if each is not None)
 
 
-def test_who_ended_because_of_another_is_not_blamed() -> None:
+def test_a_rank_that_ended_because_of_another_is_not_blamed() -> None:
     """Rank 2 has named rank 1 before it left; rank 3, which only sees rank 2 go, names rank 1 too."""
     gone = {1: "its connection broke"}
     _, watch = watching(gone)
@@ -120,7 +120,7 @@ def test_a_blame_does_not_outlive_the_next_wait() -> None:
     assert sl.simulate(wait, ranks=3).results[0] == LossReason(1, "its connection broke")
 
 
-def test_a_rank_that_has_left_is_named_though_it_beat_meanwhile() -> None:
+def test_a_rank_that_left_is_named_despite_its_heartbeats() -> None:
     """Its last record is written while it leaves: it seems alive, and the operation can only have ended with it."""
     _, watch = watching()
 
@@ -156,7 +156,7 @@ def test_the_chain_ends_at_the_rank_that_is_busy() -> None:
     assert "alive but did not answer; rank 2 has not delivered the gradient of fc1" in verdict.reason
 
 
-def test_ranks_that_wait_in_a_circle_are_told_so() -> None:
+def test_ranks_that_wait_in_a_circle_are_named() -> None:
     _, watch = watching()
 
     def wait(world: sl.World) -> LossReason:
@@ -170,7 +170,7 @@ def test_ranks_that_wait_in_a_circle_are_told_so() -> None:
     assert "ranks 0, 1, 2 wait for each other in a circle" in verdicts[0].reason
 
 
-def test_another_loss_in_a_team_of_survivors_is_named() -> None:
+def test_another_loss_in_a_group_of_survivors_is_named() -> None:
     """The rank that all have named before is no member of theirs."""
     table, watch = watching()
     table.set("lost/0", json.dumps({"rank": 2, "reason": "it was killed"}))
@@ -185,7 +185,7 @@ def test_another_loss_in_a_team_of_survivors_is_named() -> None:
     assert [each and each.rank for each in sl.simulate(wait, ranks=4).results] == [3, 3, None, None]
 
 
-def test_different_operations_break_each_other_off() -> None:
+def test_ranks_in_different_operations_end_their_waits() -> None:
     """Both wait in their third call: neither would ever end. Both are told soon, with both names."""
     _, watch = watching()
     broken: list[tuple[int, float]] = []
@@ -222,7 +222,7 @@ def test_who_is_late_breaks_nothing_off() -> None:
     assert sl.simulate(wait, ranks=2).results == (False, False)
 
 
-def test_a_death_is_read_whatever_befalls_the_store(caplog: pytest.LogCaptureFixture) -> None:
+def test_deaths_are_read_despite_errors_of_the_store(caplog: pytest.LogCaptureFixture) -> None:
     """Neither an entry that nobody can read nor a store that fails midway ends the beat or hides another death."""
 
     class Flaky(Table):
@@ -250,7 +250,7 @@ def test_a_death_is_read_whatever_befalls_the_store(caplog: pytest.LogCaptureFix
     assert "cannot read how rank 1 ended, and ignores it: b'not JSON'" in caplog.text
 
 
-def test_the_launcher_sees_signs_of_life_until_the_world_is_closed() -> None:
+def test_the_launcher_sees_heartbeats_until_the_world_closes() -> None:
     table = Table()
 
     def live(world: sl.World) -> list[str]:
@@ -267,7 +267,7 @@ def test_the_launcher_sees_signs_of_life_until_the_world_is_closed() -> None:
     assert seen[-1] == "left"
 
 
-def test_a_rank_lives_though_what_it_owes_cannot_be_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_heartbeats_continue_if_pending_work_cannot_be_described(caplog: pytest.LogCaptureFixture) -> None:
     """What it is asked for is the strategy's own code: an error there must not end its heartbeats."""
     table = Table()
 
@@ -337,7 +337,7 @@ def test_closing_does_not_hang_on_a_store_that_does() -> None:
 
 
 @pytest.mark.parametrize("text", ["never", "-1", "0.1", "inf"])
-def test_the_time_after_which_one_is_lost_is_checked(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variable_of_the_silence_limit_is_checked(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SYNCLINE_LOST_AFTER", text)
     with pytest.raises(sl.SpecError, match=f"SYNCLINE_LOST_AFTER={text}: give a number of seconds"):
         lost_after()

@@ -236,7 +236,7 @@ def test_a_receive_that_was_given_up_is_withdrawn(mailbox: Mailbox) -> None:
     assert not mailbox.withdraw(served)
 
 
-def test_a_closed_mailbox_turns_everything_away(mailbox: Mailbox) -> None:
+def test_a_closed_mailbox_discards_everything(mailbox: Mailbox) -> None:
     """Receives break, now and later; senders learn that they are done, of what has come and of what still comes."""
     done: list[str] = []
     taken: list[PostedReceive | None] = []

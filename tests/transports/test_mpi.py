@@ -170,7 +170,7 @@ def test_a_lost_peer_is_named_and_the_job_ends(flavour: Flavour, tmp_path: Path)
 
 
 @one_or_both
-def test_a_long_wait_says_for_whom_and_an_early_exit_ends_the_job(flavour: Flavour, tmp_path: Path) -> None:
+def test_a_long_wait_names_the_peer_and_an_early_exit_aborts(flavour: Flavour, tmp_path: Path) -> None:
     """Nobody is told of a sys.exit(3): the rank that made it waits for the others at its end, and says so."""
     ended = run_job(flavour, "leaves", 2, tmp_path)
     assert ended.code != 0

@@ -25,9 +25,9 @@ from syncline.transports.zeromq.connection import ACCEPT, CREDIT, OFFER, PART, P
 from syncline.transports.zeromq.membership import MemberEntry, choose_key
 from syncline.transports.zeromq.node import IDENTITY, MAX_UNREAD_FRAMES
 from tests.transports import zeromq_cases as cases
-from tests.transports.zeromq_crew import Crew, Here, come_later, seize, serve_a_store, talk, until
 from tests.transports.zeromq_rogues import Caller, Rogue
-from tests.transports.zeromq_storm import Storm, rage
+from tests.transports.zeromq_stress import Storm, rage
+from tests.transports.zeromq_worlds import Crew, Here, come_later, seize, serve_a_store, talk, until
 
 pytestmark = pytest.mark.xdist_group("zeromq")
 
@@ -97,7 +97,7 @@ def test_dropped_handles_are_delivered_at_close() -> None:
         assert [member.hear() for member in members] == [None, True]
 
 
-def test_what_a_leaver_sent_is_read_after_its_farewell(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_of_a_leaving_rank_are_read_after_its_goodbye(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that was busy all the while finds both the messages and the news that their sender has left."""
     reader, leaver = here.ranks[:2]
     seize(reader, monkeypatch)
@@ -134,7 +134,7 @@ def test_those_who_come_later_talk_to_all(either: Here) -> None:
         talk(late, rank)
 
 
-def test_news_that_others_have_read_is_not_lost(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_news_that_a_refresh_has_read_is_not_lost(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """`present()` reads the log too: that a rank was given up still reaches the one who waits."""
     waiting, other = here.ranks[0], here.ranks[2]
     waiting.node.connection(2)
@@ -160,7 +160,7 @@ def test_a_large_message_comes_while_the_receiver_computes(zeromq: Pool, tmp_pat
     assert zeromq.run(cases.deliver_while_it_computes, 2, tmp_path / "taken")[1] > 0
 
 
-def test_a_sender_is_pressed_back_but_not_stopped(zeromq: Pool) -> None:
+def test_a_fast_sender_is_slowed_but_not_stopped(zeromq: Pool) -> None:
     grown = zeromq.run(cases.press, 2, 2 * connection.MAX_OFFERS)[1]
     assert grown < 32 * MB
 

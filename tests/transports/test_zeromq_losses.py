@@ -15,8 +15,8 @@ from syncline.runtime import RealRuntime
 from syncline.testing.processes import PATIENCE
 from syncline.transports import zeromq
 from syncline.transports.zeromq import ZmqTransport, node
-from tests.transports.zeromq_crew import Here, enter, serve_a_store, talk, until
 from tests.transports.zeromq_rogues import Caller, Rogue
+from tests.transports.zeromq_worlds import Here, enter, serve_a_store, talk, until
 
 pytestmark = pytest.mark.xdist_group("zeromq")
 
@@ -60,7 +60,7 @@ def test_a_silent_member_is_lost_after_the_stated_time(here: Here) -> None:
         until(lambda: silent.rank in here.ranks[1].lost(), "the others are told")
 
 
-def test_what_a_lost_member_says_comes_too_late(here: Here) -> None:
+def test_messages_of_a_lost_member_are_dropped(here: Here) -> None:
     """The others have gone on without it: nothing of it is delivered any more."""
     first = here.ranks[0]
     first.node.lost_after_s = 0.5
@@ -78,7 +78,7 @@ def test_what_a_lost_member_says_comes_too_late(here: Here) -> None:
         talk(*here.ranks[:2])
 
 
-def test_a_process_that_was_held_up_itself_blames_nobody(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_was_suspended_blames_nobody(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stopped and woken again, it finds old words from everybody; that is its own doing."""
     first = here.ranks[0]
     first.monitor.watch([1, 2])
@@ -92,7 +92,7 @@ def test_a_process_that_was_held_up_itself_blames_nobody(here: Here, monkeypatch
     assert first.lost() == {}
 
 
-def test_the_launcher_decides_about_a_process_that_is_silent_everywhere(here: Here) -> None:
+def test_the_launcher_decides_about_a_completely_silent_process(here: Here) -> None:
     """A process that only computes writes nothing into the store either; one that does is cut off from this rank."""
     first, silent = here.ranks[0], here.ranks[1].node
     first.monitor.watch([1])
@@ -125,7 +125,7 @@ def test_all_name_the_frozen_rank_of_a_chain(here: Here) -> None:
     assert "no heartbeat" in str(errors[1])
 
 
-def test_who_left_because_of_another_is_not_blamed(here: Here) -> None:
+def test_a_rank_that_left_because_of_another_is_not_blamed(here: Here) -> None:
     """Rank 1 has lost a peer, and leaves for that; rank 0, which waited for rank 1, names the one behind it."""
     with Rogue(here) as killed:
         until(lambda: killed.rank in here.ranks[1].present(), "it is there")
@@ -139,7 +139,7 @@ def test_who_left_because_of_another_is_not_blamed(here: Here) -> None:
     assert str(error).endswith("it was killed by signal 9")
 
 
-def test_a_loss_is_known_before_those_who_wait_are_told(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_is_recorded_before_the_waits_end(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server's client asks who is lost as soon as its wait breaks."""
     first, known = here.ranks[0], list[bool]()
     lose = node.Node.lose

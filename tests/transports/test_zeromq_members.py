@@ -17,8 +17,8 @@ from syncline.transports.zeromq import ZmqTransport, join, membership, node
 from syncline.transports.zeromq.connection import MAX_EAGER_BYTES
 from syncline.transports.zeromq.membership import MemberEntry, MembershipLog
 from syncline.transports.zeromq.node import Node
-from tests.transports.zeromq_crew import Here, come_later, talk, until
 from tests.transports.zeromq_rogues import Rogue
+from tests.transports.zeromq_worlds import Here, come_later, talk, until
 
 pytestmark = pytest.mark.xdist_group("zeromq")
 
@@ -83,7 +83,7 @@ class Late(Rogue):
             self.store.set(key, line)
 
 
-def test_who_calls_before_its_entry_is_there_is_heard(locked: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_before_the_membership_entry_are_kept(locked: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that it says is lost, and the order stays."""
     victim = locked.ranks[0]
     with Late(locked, monkeypatch) as late:
@@ -103,7 +103,7 @@ def test_who_calls_before_its_entry_is_there_is_heard(locked: Here, monkeypatch:
     assert victim.node.unverified.nbytes == 0
 
 
-def test_who_never_appears_in_the_directory_is_a_stranger(
+def test_a_sender_without_a_membership_entry_is_unknown(
     here: Here, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(membership, "MISSING_ENTRY_TIMEOUT_S", 0.5)
@@ -117,7 +117,7 @@ def test_who_never_appears_in_the_directory_is_a_stranger(
     assert not victim.node.unverified.frames
 
 
-def test_the_undecided_cannot_say_without_end(
+def test_frames_of_unverified_peers_are_bounded(
     here: Here, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(node, "MAX_UNVERIFIED_BYTES", 5000)
@@ -143,7 +143,7 @@ def test_a_stranger_counts_up_the_log(here: Here) -> None:
     talk(*here.ranks[:2])
 
 
-def test_a_writer_that_was_held_up_writes_again(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suspended_writer_posts_its_entry_again(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others may have given its number up."""
     ours = here.ranks[0].node.membership
     before = ours.store.add("version", 0)
@@ -152,7 +152,7 @@ def test_a_writer_that_was_held_up_writes_again(here: Here, monkeypatch: pytest.
     assert ours.store.add("version", 0) == before + membership.MAX_POST_ATTEMPTS
 
 
-def test_a_join_that_fails_lets_go_of_its_sockets(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_join_closes_its_sockets(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     nodes: list[Node] = []
     enrol = Node.join
 
@@ -179,7 +179,7 @@ def spread(world: Here, rank: int) -> None:
     world.store.add("syncline/dead", 1)
 
 
-def test_with_a_key_a_rumour_strikes_nobody_out(locked: Here) -> None:
+def test_with_a_key_an_unsigned_record_removes_nobody(locked: Here) -> None:
     """All of them answer: the rumour is forgotten."""
     for rank in range(3):
         spread(locked, rank)
@@ -191,7 +191,7 @@ def test_with_a_key_a_rumour_strikes_nobody_out(locked: Here) -> None:
     talk(*locked.ranks[:2])
 
 
-def test_with_a_key_a_silent_rank_is_lost_when_it_is_said_to_be(locked: Here) -> None:
+def test_with_a_key_a_silent_rank_is_lost_after_a_hint(locked: Here) -> None:
     with Rogue(locked) as silent:
         until(lambda: silent.rank in locked.ranks[0].present(), "it is there")
         spread(locked, silent.rank)
@@ -199,7 +199,7 @@ def test_with_a_key_a_silent_rank_is_lost_when_it_is_said_to_be(locked: Here) ->
             until(lambda rank=rank: rank.lost() == {silent.rank: "it was killed"}, "it is lost")  # type: ignore[misc]
 
 
-def test_the_lost_are_told_apart_from_those_who_left(here: Here, caplog: pytest.LogCaptureFixture) -> None:
+def test_lost_ranks_differ_from_ranks_that_left(here: Here, caplog: pytest.LogCaptureFixture) -> None:
     first = here.ranks[0]
     with Rogue(here) as killed:
         until(lambda: killed.rank in first.present(), "it is there")
@@ -239,7 +239,7 @@ def test_what_is_known_when_nobody_has_sent(here: Here) -> None:
 # Channels that are closed, or given up.
 
 
-def test_closing_a_channel_settles_what_was_sent_to_it(here: Here) -> None:
+def test_closing_a_channel_finishes_the_sends_to_it(here: Here) -> None:
     """Before and after: senders are done, their room comes back, and no mailbox stays."""
     sender, receiver = team(here)
     link = receiver.node.connection(0)

@@ -12,7 +12,7 @@ import torch
 from syncline.errors import PeerLostError
 from syncline.transports import Transport
 from syncline.transports.zeromq import ZmqTransport, connection
-from tests.transports.zeromq_crew import TIMEOUT, Pipe, enter, forget_the_peak, peak
+from tests.transports.zeromq_worlds import TIMEOUT, Pipe, enter, forget_the_peak, peak
 
 LARGE = 3_000_000
 

@@ -12,7 +12,7 @@ from syncline.transports.messages import MessageHeader
 from syncline.transports.zeromq.connection import EAGER
 from syncline.transports.zeromq.membership import MemberEntry
 from syncline.transports.zeromq.node import IDENTITY
-from tests.transports.zeromq_crew import Here
+from tests.transports.zeromq_worlds import Here
 
 CUT_OFF = (
     zmq.EVENT_DISCONNECTED

@@ -208,7 +208,7 @@ class Borrowed:
 @pytest.mark.parametrize(
     "call", [lambda x: sl.allreduce(x, "sum"), sl.allgather, lambda x: sl.send(x, to=0), lambda x: sl.recv(x, source=0)]
 )
-def test_arrays_without_values_are_refused_in_words(call: Any) -> None:
+def test_arrays_without_values_are_refused(call: Any) -> None:
     with sl.init():
         with pytest.raises(sl.IncompatibleError, match=r"DynamicTracer of JAX.*io_callback"):
             call(type("DynamicTracer", (Tracer,), {})())

@@ -177,7 +177,7 @@ world.close()
 """
 
 
-def test_a_header_from_a_stranger_is_refused_and_the_world_goes_on() -> None:
+def test_a_foreign_header_is_refused_and_the_world_continues() -> None:
     for rank, one in enumerate(launch(STRANGER, torch_variables(2))):
         assert f"REFUSED {1 - rank} header from rank {1 - rank} refused: it starts with" in one.out, one
         assert one.out.endswith("2.0\n")
@@ -271,7 +271,7 @@ else:
 """
 
 
-def test_a_server_on_gloo_is_told_when_its_last_client_is_killed() -> None:
+def test_a_gloo_server_notices_the_end_of_its_last_client() -> None:
     variables = torch_variables(2)
     server = start(["-c", SERVER], variables[0])
     client = subprocess.Popen(

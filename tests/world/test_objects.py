@@ -79,7 +79,7 @@ def deep() -> list[Any]:
         (lambda: 10**5000, "too many digits"),
     ],
 )
-def test_what_is_not_plain_is_refused_on_every_rank(make: Callable[[], Any], words: str, ranks: int) -> None:
+def test_unsupported_objects_are_refused_on_every_rank(make: Callable[[], Any], words: str, ranks: int) -> None:
     def share(world: sl.World) -> None:
         with pytest.raises(sl.IncompatibleError, match=words):
             sl.broadcast_object(make() if world.rank == 0 else None)

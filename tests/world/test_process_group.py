@@ -41,7 +41,7 @@ def test_a_world_of_one_has_a_group_as_long_as_it_lives() -> None:
         assert sys.excepthook is hook
 
 
-def test_without_it_there_is_none_and_it_can_be_had_later() -> None:
+def test_the_process_group_is_optional_and_can_be_made_later() -> None:
     with sl.init() as world:
         assert not dist.is_initialized()
         assert sl.init(process_group=True) is world
@@ -66,7 +66,7 @@ def test_a_simulation_has_none() -> None:
 LAUNCHER = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "SLURM_NTASKS": "1"}
 
 
-def test_the_launchers_variables_are_hidden_until_the_world_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_variables_are_hidden_until_the_world_closes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SYNCLINE_TRANSPORT", "single")
     for name, value in LAUNCHER.items():
         monkeypatch.setenv(name, value)

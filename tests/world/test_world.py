@@ -24,7 +24,7 @@ def test_alone() -> None:
         world.compute(0.0)
 
 
-def test_a_second_init_gives_the_same_world_and_close_makes_room() -> None:
+def test_a_second_init_returns_the_same_world_until_close() -> None:
     first = sl.init(timeout=60)
     assert sl.init() is first
     assert sl.init("single", timeout=60) is first
@@ -156,7 +156,7 @@ def test_a_long_simulation_tells_its_progress() -> None:
 
 
 @pytest.mark.usefixtures("soon")
-def test_what_progress_raises_ends_a_simulation() -> None:
+def test_an_exception_of_progress_ends_a_simulation() -> None:
     def work(world: sl.World) -> None:
         while True:
             world.compute(1.0)

@@ -7,7 +7,7 @@ import pytest
 from syncline.errors import PeerLostError
 from syncline.transports.zeromq import connection
 from syncline.transports.zeromq.connection import ABANDONED, ACCEPT, DONE, EAGER, OFFER, PART
-from tests.transports.zeromq_ear import SMALL, Ear, blank, loss, refused
+from tests.transports.zeromq_peer import SMALL, Ear, blank, loss, refused
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ from syncline.transports.zeromq.connection import (
     PeerConnection,
     TooManyOffersError,
 )
-from tests.transports.zeromq_ear import SMALL, Ear, blank, loss, refused
+from tests.transports.zeromq_peer import SMALL, Ear, blank, loss, refused
 
 LENGTHS = (0, 1, 8, 9, 16, 53, 160)
 LONGEST = max(LENGTHS)
@@ -202,7 +202,7 @@ def test_any_interleaving() -> None:
 
 
 @pytest.mark.parametrize(("what", "length"), [("NUMBER_MODULUS", 1), ("BYTES_MODULUS", 8)])
-def test_counts_begin_again(monkeypatch: pytest.MonkeyPatch, what: str, length: int) -> None:
+def test_counts_wrap_around(monkeypatch: pytest.MonkeyPatch, what: str, length: int) -> None:
     """After the last number comes the first, of messages and of bytes: counting goes on, and so does the credit."""
     monkeypatch.setattr(connection, what, 32 if what == "NUMBER_MODULUS" else 256)
     play = Play(0)
@@ -215,7 +215,7 @@ def test_counts_begin_again(monkeypatch: pytest.MonkeyPatch, what: str, length: 
         assert (posted.done, posted.error, posted.data.tolist()) == (True, None, [number] * length)
 
 
-def test_a_link_outlives_a_tebibyte() -> None:
+def test_a_connection_outlives_a_tebibyte() -> None:
     """Credit for more bytes than a header may name."""
     play = Play(0)
     link, back, box = play.links[0, 1], play.links[1, 0], play.boxes[1]
@@ -268,7 +268,7 @@ def test_more_messages_than_there_is_room_for(ear: Ear) -> None:
     refused(ear, "more than it had credit for", EAGER, 12)
 
 
-def test_room_comes_back_when_messages_are_taken(ear: Ear) -> None:
+def test_credit_returns_when_messages_are_taken(ear: Ear) -> None:
     for number in range(100):
         ear.hears(EAGER, number, 8, bytes(8))
         if number >= 7:
@@ -372,7 +372,7 @@ def test_a_sender_out_of_room_offers(ear: Ear) -> None:
     assert outgoing.done
 
 
-def test_a_crowded_sender_is_told_for_whom_to_wait(ear: Ear) -> None:
+def test_a_sender_with_too_many_offers_names_the_oldest(ear: Ear) -> None:
     offers = [ear.connection.send(0, 0, blank(9)) for _ in range(6)]
     with pytest.raises(TooManyOffersError) as caught:
         ear.connection.send(0, 0, blank(9))

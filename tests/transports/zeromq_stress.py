@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.transports.zeromq_crew import TIMEOUT, Crew, Member, Pipe, come_later, enter, forget_the_peak, peak
+from tests.transports.zeromq_worlds import TIMEOUT, Crew, Member, Pipe, come_later, enter, forget_the_peak, peak
 
 MAX_MESSAGE_BYTES = 4 << 20
 SPARE = 1 << 16

@@ -34,7 +34,7 @@ def ask_for_ever(world: sl.World, member: int) -> None:
         world.compute(0.1)
 
 
-def test_ranks_reach_those_beside_them_and_count_only_themselves() -> None:
+def test_ranks_reach_extra_processes_and_count_only_ranks() -> None:
     def work(world: sl.World) -> tuple[int, float, float, float]:
         total = sl.allreduce(torch.ones(1), op="sum")
         return world.size, float(total), ask(world, 3), ask(world, 4)
@@ -59,7 +59,7 @@ def test_roles_of_those_beside_are_known() -> None:
     assert sl.simulate(work, 1, extra=[echo, ExtraProcess(echo, "evaluator")]).results == (("server", "evaluator"),)
 
 
-def test_one_beside_the_ranks_may_be_killed_and_slowed() -> None:
+def test_an_extra_process_may_be_killed_and_slowed() -> None:
     def work(world: sl.World) -> tuple[float, dict[int, str], dict[int, str]]:
         ask(world, 2)
         with pytest.raises(sl.PeerLostError, match="rank 2"):
@@ -83,7 +83,7 @@ def test_one_beside_the_ranks_may_be_killed_and_slowed() -> None:
     assert slow > 2 * quick
 
 
-def test_what_one_beside_the_ranks_raises_is_raised() -> None:
+def test_the_exception_of_an_extra_process_is_raised() -> None:
     def broken(transport: Transport) -> None:
         transport.recv(torch.zeros(1), 0, 1).wait()
         raise ValueError("the server broke")
@@ -110,7 +110,7 @@ def test_a_deadlock_names_those_beside_too() -> None:
     assert "rank 0 (main) waits" in str(caught.value)
 
 
-def test_the_same_seed_gives_the_same_run_with_members_beside() -> None:
+def test_the_same_seed_gives_the_same_run_with_extra_processes() -> None:
     def work(world: sl.World) -> list[float]:
         return [ask(world, 2 + number % 2) + float(torch.rand(1)) for number in range(5)]
 
@@ -129,7 +129,7 @@ class Kept:
             raise self._problem
 
 
-def test_a_world_keeps_one_for_each_key_and_closes_the_last_first(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_world_keeps_one_object_per_key_and_closes_in_reverse(caplog: pytest.LogCaptureFixture) -> None:
     closed: list[str] = []
     with sl.init() as world:
         first = world.keep("first", lambda: Kept(closed, "first"))
@@ -142,7 +142,7 @@ def test_a_world_keeps_one_for_each_key_and_closes_the_last_first(caplog: pytest
         world.keep("third", lambda: Kept(closed, "third"))
 
 
-def test_what_is_kept_is_closed_before_the_transport() -> None:
+def test_resources_are_closed_before_the_transport() -> None:
     def work(world: sl.World) -> list[str]:
         closed: list[str] = []
         with sl.init():

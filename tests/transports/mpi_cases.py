@@ -23,7 +23,7 @@ import syncline as sl
 from syncline.environment import Environment, detect
 from syncline.errors import PeerLostError, ProtocolError, UnsupportedError, WorldError
 from syncline.testing.functional import check_functional
-from syncline.testing.transports import CASES, give_up_a_receive
+from syncline.testing.transports import CASES, withdraw_a_receive
 from syncline.transports.mpi import MpiTransport, connect
 from syncline.transports.mpi.connect import load
 
@@ -219,7 +219,7 @@ def work_as_a_world(transport: MpiTransport) -> None:
 
 
 MORE: tuple[Callable[[MpiTransport], None], ...] = (
-    give_up_a_receive,
+    withdraw_a_receive,
     wait_for_sends_first,
     keep_posting_order,
     deliver_what_nobody_holds,

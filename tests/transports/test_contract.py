@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from syncline.testing import Pool, TransportContract
-from syncline.testing.transports import Case, give_up_a_receive
+from syncline.testing.transports import Case, withdraw_a_receive
 from syncline.transports import Network, SingleTransport, Transport
 from syncline.world import World, simulate
 from tests.hunting import seeds
@@ -60,13 +60,13 @@ class TestZeroMQ(TransportContract):
         self.pool.run(case, size)
 
     def test_a_receive_that_was_given_up_takes_no_message(self) -> None:
-        self.pool.run(give_up_a_receive, 2)
+        self.pool.run(withdraw_a_receive, 2)
 
 
 def test_a_receive_that_was_given_up_takes_no_message() -> None:
     """Not in the contract: on gloo a timeout ends the channel."""
-    give_up_a_receive(SingleTransport())
-    simulate(lambda world: give_up_a_receive(world.transport), 1)
+    withdraw_a_receive(SingleTransport())
+    simulate(lambda world: withdraw_a_receive(world.transport), 1)
 
 
 def test_the_contract_can_fail() -> None:

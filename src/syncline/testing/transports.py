@@ -1,4 +1,4 @@
-"""The contract of transports: what every one of them must do alike, from one rank to nine."""
+"""The contract of transports: cases that every transport must pass, with one to nine ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = (0, 1, 7, 8, 9, 1013, 300_000)
 
 
 def exchange_with_everyone(transport: Transport) -> None:
-    """All pairs, itself included, sizes from nothing to large, known and unknown lengths."""
+    """All pairs of ranks, also a rank with itself; sizes from zero to large; known and unknown lengths."""
     rank, size = transport.rank, transport.size
     for exact in (False, True):
         for tag, numel in enumerate(SIZES):
@@ -37,7 +37,7 @@ def exchange_with_everyone(transport: Transport) -> None:
 
 
 def keep_order_and_tags(transport: Transport) -> None:
-    """One tag arrives in order; tags do not mix; handles may be waited for in any order."""
+    """Messages with one tag arrive in order; tags do not mix; handles may be waited for in any order."""
     to, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     sends = [
         transport.send(torch.tensor([number, tag], dtype=torch.int64), to, tag) for number in range(5) for tag in (3, 4)
@@ -52,22 +52,22 @@ def keep_order_and_tags(transport: Transport) -> None:
         assert [buffer.tolist() for buffer in buffers] == [[number, tag] for number in range(5)]
 
 
-def tell_and_take(transport: Transport) -> None:
-    """Short messages from several places, each with memory of its own; one that is too long is refused."""
+def send_and_receive_bytes(transport: Transport) -> None:
+    """Short messages that consist of several parts; one that is too long is refused."""
     to, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
-    takings = [transport.recv_bytes(64, source, 21) for _ in range(4)]
+    handles = [transport.recv_bytes(64, source, 21) for _ in range(4)]
     for number in range(3):
         transport.send_bytes((bytes([transport.rank, number]), memoryview(bytes(number))), to, 21)
     transport.send_bytes((bytes(65),), to, 21)
     for number in range(3):
-        takings[number].wait()
-    assert [bytes(each.data) for each in takings[:3]] == [bytes([source, n]) + bytes(n) for n in range(3)]
+        handles[number].wait()
+    assert [bytes(each.data) for each in handles[:3]] == [bytes([source, n]) + bytes(n) for n in range(3)]
     with pytest.raises(ProtocolError):
-        takings[3].wait()
+        handles[3].wait()
 
 
-def hear_from_anyone(transport: Transport) -> None:
-    """Rank 0 receives from anyone, itself included, and is told from whom and how much; directed ones still work."""
+def receive_from_any_rank(transport: Transport) -> None:
+    """Rank 0 receives from any rank, also itself, with sender and length; receives with a source still work."""
     rank, size = transport.rank, transport.size
     handle = transport.send(torch.full((rank + 1,), rank, dtype=torch.int16), 0, 11)
     if rank == 0:
@@ -93,8 +93,8 @@ def hear_from_anyone(transport: Transport) -> None:
         assert rank != 0 or directed.tolist() == [size - 1, 5]
 
 
-def wake_the_anyone_of_another_task(transport: Transport) -> None:
-    """A message to oneself wakes a task of the same rank that already waits for anyone."""
+def wake_a_receive_of_another_task(transport: Transport) -> None:
+    """A message to oneself wakes a task of the same rank that waits for any rank."""
     runtime = transport.runtime
     heard: list[int] = []
     ready = runtime.event()
@@ -113,8 +113,8 @@ def wake_the_anyone_of_another_task(transport: Transport) -> None:
     assert heard == [transport.rank]
 
 
-def wait_without_end(transport: Transport) -> None:
-    """An idle wait is ended by its message, in a task of its own; of a neighbour, of anyone, and for sends."""
+def wait_without_a_deadline(transport: Transport) -> None:
+    """A message ends an idle wait in another task: from a neighbour, from any rank, and for sends."""
     to, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     runtime = transport.runtime
     heard: list[tuple[int, float]] = []
@@ -138,13 +138,13 @@ def wait_without_end(transport: Transport) -> None:
 
 
 def end_an_idle_wait(transport: Transport) -> None:
-    """Closing a channel ends the idle waits of this rank on it, and so does giving it up."""
+    """Closing or aborting a channel ends the idle waits of this rank."""
     for give_up in (False, True):
         channel = transport.split([transport.rank])
         assert channel is not None
         ended: list[SynclineError] = []
         ready = transport.runtime.event()
-        task = transport.runtime.spawn(_wait_in_vain, channel, ready, ended, name="idle")
+        task = transport.runtime.spawn(_wait_for_nothing, channel, ready, ended, name="idle")
         assert ready.wait(60)
         if give_up:
             channel.abort()
@@ -153,7 +153,7 @@ def end_an_idle_wait(transport: Transport) -> None:
         assert len(ended) == 1
 
 
-def _wait_in_vain(channel: Transport, ready: Event, ended: list[SynclineError]) -> None:
+def _wait_for_nothing(channel: Transport, ready: Event, ended: list[SynclineError]) -> None:
     handle = channel.recv(torch.zeros(1), None, 3)
     ready.set()
     try:
@@ -163,7 +163,7 @@ def _wait_in_vain(channel: Transport, ready: Event, ended: list[SynclineError]) 
 
 
 def refuse_a_long_message(transport: Transport) -> None:
-    """A message longer than its buffer is a ProtocolError that names the peer; the channel goes on."""
+    """A message longer than its buffer is a ProtocolError that names the peer; the channel stays usable."""
     to, source = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     handle = transport.send(torch.zeros(100, dtype=torch.uint8), to, 20)
     with pytest.raises(ProtocolError, match=rf"rank {source} sent 100 B .*at most 40 B") as caught:
@@ -195,7 +195,7 @@ def split_into_parts(transport: Transport) -> None:
 
 
 def split_by_halves(transport: Transport) -> None:
-    """Each half may split itself off at the same call: the two do not meet."""
+    """Each half may split at the same call: the two channels do not mix."""
     half = transport.size // 2 or 1
     mine = range(half) if transport.rank < half else range(half, transport.size)
     channel = transport.split(mine)
@@ -207,8 +207,8 @@ def split_by_halves(transport: Transport) -> None:
     assert int(buffer) == mine[(channel.rank - 1) % channel.size]
 
 
-def give_up_a_receive(transport: Transport) -> None:
-    """A receive from oneself that timed out is withdrawn: the message that comes later goes to the next one."""
+def withdraw_a_receive(transport: Transport) -> None:
+    """A receive from oneself that timed out is withdrawn: a later message goes to the next receive."""
     with pytest.raises(PeerLostError):
         transport.recv(torch.zeros(1), transport.rank, 40).wait(timeout=0.01)
     handle = transport.send(torch.ones(1), transport.rank, 40)
@@ -218,8 +218,8 @@ def give_up_a_receive(transport: Transport) -> None:
     assert float(buffer) == 1.0
 
 
-def refuse_strangers(transport: Transport) -> None:
-    """Ranks that do not exist, doubles and bad tags are refused before anything is sent."""
+def refuse_unknown_ranks(transport: Transport) -> None:
+    """Unknown ranks, repeated ranks and bad tags are refused before anything is sent."""
     size = transport.size
     with pytest.raises(WorldError, match="is not a rank"):
         transport.send(torch.zeros(1), size)
@@ -235,7 +235,7 @@ def refuse_strangers(transport: Transport) -> None:
 
 
 def reduce_natively(transport: Transport) -> None:
-    """Where the engine has collectives of its own they agree with arithmetic."""
+    """The results of native collectives are right, if there are any."""
     native, rank, size = transport.native, transport.rank, transport.size
     if not native.available:
         return
@@ -257,8 +257,8 @@ def reduce_natively(transport: Transport) -> None:
     native.barrier().wait()
 
 
-def reach_into_windows(transport: Transport) -> None:
-    """put, accumulate and get of one-sided memory, where there is any; a clear word where not."""
+def access_windows(transport: Transport) -> None:
+    """put, accumulate and get of windows; a clear error if there are none."""
     rank, size = transport.rank, transport.size
     try:
         window = transport.memory.window(size + 1, torch.float32)
@@ -287,22 +287,22 @@ def reach_into_windows(transport: Transport) -> None:
 CASES: tuple[Case, ...] = (
     exchange_with_everyone,
     keep_order_and_tags,
-    tell_and_take,
-    hear_from_anyone,
-    wake_the_anyone_of_another_task,
-    wait_without_end,
+    send_and_receive_bytes,
+    receive_from_any_rank,
+    wake_a_receive_of_another_task,
+    wait_without_a_deadline,
     end_an_idle_wait,
     refuse_a_long_message,
     split_into_parts,
     split_by_halves,
-    refuse_strangers,
+    refuse_unknown_ranks,
     reduce_natively,
-    reach_into_windows,
+    access_windows,
 )
 
 
 class TransportContract:
-    """Inherit and give `run`: it runs `case(transport)` on each of `size` ranks and raises what any of them raised."""
+    """Inherit and define `run`: it runs `case(transport)` on each of `size` ranks and raises the error of any rank."""
 
     sizes: Sequence[int] = range(1, 10)
 

@@ -172,6 +172,6 @@ def test_what_is_ours_has_no_part_in_it(strategy: Strategy) -> None:
         with pytest.raises(IncompatibleError, match="leave the codec out"):
             attach(world, codec="cast('fp16')")
         with pytest.raises(IncompatibleError, match="leave it out"):
-            attach(world, collective="ring")
+            attach(world, algorithm="ring")
     with pytest.raises(UnsupportedError, match=r"cannot run in sl\.simulate"):
         sl.simulate(attach, ranks=2)

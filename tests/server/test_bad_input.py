@@ -23,8 +23,8 @@ def test_on_the_simulator() -> None:
         run = sl.simulate(work, 2, extra=[served], seed=seed)
         assert len(run.results[1]) == len(REASONS)
         mailbox: Any = sides[-1].mailbox
-        assert mailbox._arrived == [], "what was refused stays queued"
-        assert mailbox._waiting_bytes == 0
+        assert mailbox.arrived == [], "what was refused stays queued"
+        assert mailbox.waiting_bytes == 0
 
 
 def test_co_located_on_the_simulator_in_any_order() -> None:

@@ -101,7 +101,7 @@ def test_what_a_server_keeps_of_one_client_is_bounded() -> None:
     sl.simulate(work, 2, extra=[watched])
     kept = watched.server.desk._sessions
     assert sum(len(each.answers) for each in kept.values()) <= 2 * protocol.SLOTS
-    assert watched.transport.mailbox._waiting_bytes == 0
+    assert watched.transport.mailbox.waiting_bytes == 0
 
 
 def test_a_client_of_ours_stays_within_its_window() -> None:

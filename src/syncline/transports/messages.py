@@ -155,7 +155,7 @@ class Mailbox:
         self.runtime = runtime
         self._lock = runtime.lock()
         self.posted: list[PostedReceive] = []
-        self._arrived: list[ArrivedMessage] = []
+        self.arrived: list[ArrivedMessage] = []
         self.waiting_bytes = 0
         self._changed = runtime.event()  # set when a message was taken or a receive posted: there may be room
         self._closed_error: Callable[[PostedReceive], Exception] | None = None
@@ -171,8 +171,8 @@ class Mailbox:
                 self._listeners.pop(tag, None)
                 return
             self._listeners[tag] = on_message
-            for message in [each for each in self._arrived if each.tag == tag]:
-                self._arrived.remove(message)
+            for message in [each for each in self.arrived if each.tag == tag]:
+                self.arrived.remove(message)
                 self.waiting_bytes -= 0 if message.data is None else message.nbytes
                 on_message(message)
 
@@ -185,7 +185,7 @@ class Mailbox:
             if self._place(ArrivedMessage(nbytes, source, tag, data, matched or _nothing)):
                 return
             if self.waiting_bytes + nbytes > MAX_UNRECEIVED_BYTES:
-                self._arrived.pop()
+                self.arrived.pop()
                 raise ProtocolError(
                     f"{format_bytes(self.waiting_bytes)} wait unreceived and rank {source} sends "
                     f"{format_bytes(nbytes)} more (tag {tag}); receive before sending on",
@@ -216,7 +216,7 @@ class Mailbox:
         if self._closed_error is not None:
             _discard(message)
             return True
-        self._arrived.append(message)
+        self.arrived.append(message)
         return False
 
     def post(
@@ -235,9 +235,9 @@ class Mailbox:
         with self._lock:
             if not self._changed.is_set():
                 self._changed.set()
-            for index, message in enumerate(self._arrived):
+            for index, message in enumerate(self.arrived):
                 if message.tag == posted.tag and (posted.wanted is None or posted.wanted == message.source):
-                    del self._arrived[index]
+                    del self.arrived[index]
                     self.waiting_bytes -= 0 if message.data is None else message.nbytes
                     _match(posted, message)
                     return posted
@@ -301,7 +301,7 @@ class Mailbox:
             if self._closed_error is not None:
                 return
             self._closed_error = error
-            arrived, self._arrived, self.waiting_bytes = self._arrived, [], 0
+            arrived, self.arrived, self.waiting_bytes = self.arrived, [], 0
             for message in arrived:
                 _discard(message)
             posted, self.posted = self.posted, []

@@ -18,7 +18,7 @@ from syncline.environment import detect
 from syncline.errors import SpecError
 from syncline.reduction import Communicator, broadcast_tree
 from syncline.strategies import RunSettings, Strategy, StrategyRun
-from syncline.transports.store import find_place, listening_address
+from syncline.transports.store import find_rendezvous, listening_address
 
 __all__ = ["Hivemind"]
 
@@ -85,7 +85,7 @@ class _HivemindRun(ForeignRun):
 
     def _join(self, hivemind: ModuleType) -> None:
         """Join the hash table, which rank 0 starts."""
-        rank, place = self.exchange.rank, find_place(detect())
+        rank, place = self.exchange.rank, find_rendezvous(detect())
         address = listening_address(place.address, len(set(self.world.hosts)) == 1)
         options = {"host_maddrs": [f"/ip4/{address}/tcp/0"], "use_relay": False, "use_auto_relay": False}
         peers: list[str] = []

@@ -248,3 +248,11 @@ class _Lines(logging.Handler):
         self.lines.append(record.getMessage())
         if "has not delivered" in self.lines[-1]:
             self.told.touch()
+
+
+def test_collective_is_the_old_name_of_algorithm() -> None:
+    model = mlp()
+    with sl.init():
+        with pytest.warns(DeprecationWarning, match="algorithm="):
+            run = sl.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), collective="ring")
+        assert "ring" in repr(run)

@@ -71,7 +71,7 @@ def distribute(
     (0.5, 0.5)
     """
     if collective is not None:
-        warn_deprecated("distribute(algorithm=…)", "distribute(algorithm=…)")
+        warn_deprecated("collective= of distribute", "algorithm=")
         algorithm = collective
     _check_kinds(model, optimizer)
     world = current_world()

@@ -1,4 +1,4 @@
-"""Who and where we are, as torchrun, MPI, Slurm or nobody tells it: one file each."""
+"""Rank, size and host of this process, from the variables of torchrun, MPI or Slurm."""
 
 from syncline.environment.base import Environment, Rendezvous, hide, restore
 from syncline.environment.launchers import detect

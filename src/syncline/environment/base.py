@@ -33,7 +33,7 @@ FIRST_PORT, PORT_COUNT = 20000, 12000
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks meet. `hosted` when the launcher already serves a store there (torchrun's agent)."""
+    """The address at which the ranks find each other. `hosted`: the launcher already serves a store there."""
 
     address: str
     port: int
@@ -42,7 +42,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What a launcher says of this process."""
+    """What the launcher says about this process."""
 
     source: str
     rank: int = 0
@@ -50,7 +50,7 @@ class Environment:
     local_rank: int = 0
     local_size: int = 1
     local_known: bool = True
-    """False when the launcher did not say which ranks share a host: the ranks find out when they meet."""
+    """False if the launcher did not say which ranks share a host: the ranks then find out when they join."""
     host: str = field(default_factory=socket.gethostname)
     rendezvous: Rendezvous | None = None
 
@@ -64,7 +64,7 @@ class Environment:
 
 
 class Variables:
-    """Environment variables of one launcher, read as whole numbers or with an error that names them."""
+    """The environment variables of one launcher. A missing or wrong one raises an error that names it."""
 
     def __init__(self, source: str, environ: Mapping[str, str]) -> None:
         self.source = source
@@ -83,7 +83,7 @@ class Variables:
             raise WorldError(f"{self.source}: {name}={text!r} is not a whole number") from None
 
     def rendezvous(self, job: str | None, address: str | None) -> Rendezvous | None:
-        """MASTER_ADDR and MASTER_PORT where set; otherwise `address`, with a port drawn from the job's name."""
+        """MASTER_ADDR and MASTER_PORT if set; otherwise `address`, with a port derived from the job's name."""
         address = self.environ.get("MASTER_ADDR", address)
         if address is None:
             return None
@@ -151,7 +151,7 @@ MPI_PREFIXES = ("OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 
 
 def hide(environ: MutableMapping[str, str]) -> dict[str, str]:
-    """Remove the variables that tell a process its rank and the number of ranks; returns them.
+    """Remove the variables with the rank and the number of ranks, and return them.
 
     >>> environ = {"RANK": "0", "WORLD_SIZE": "2", "HOME": "/root"}
     >>> hidden = hide(environ)

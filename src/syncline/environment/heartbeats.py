@@ -1,4 +1,4 @@
-"""Where launcher and ranks tell each other which programs are alive, and after how long one counts as lost."""
+"""Keys of the store under which launcher and ranks write heartbeats, and the time after which a process is lost."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ READERS = (read_torchrun, read_openmpi, read_intel, read_mpich, read_slurm)
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Environment:
-    """Who this process is, by the variables of its launcher; alone when no launcher set any.
+    """Rank, size and rendezvous of this process, from its launcher's variables; a world of one without a launcher.
 
     >>> detect({}).source
     'no launcher'

@@ -16,7 +16,7 @@ Kind = Literal["POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"]
 
 @dataclass(frozen=True)
 class RunEvent:
-    """One thing that happened at `seconds` of the recorder's clock."""
+    """One event at `seconds` of the recorder's clock."""
 
     key: str
     value: Any
@@ -26,7 +26,7 @@ class RunEvent:
 
 
 class Sink(Protocol):
-    """Takes events: the run log, a TensorBoard writer, a list in a test."""
+    """Receives events: the run log, a TensorBoard writer, a list in a test."""
 
     def write(self, event: RunEvent) -> None: ...
 
@@ -70,7 +70,7 @@ class Recorder:
             self.sinks = tuple(one for one in self.sinks if one is not sink)
 
     def count(self, key: str, amount: float = 1) -> None:
-        """Add to a running total. Nothing is written: a sum is read when somebody asks."""
+        """Add to a running total. Nothing is written to the sinks."""
         with self._lock:
             self._count(key, amount)
 
@@ -79,15 +79,15 @@ class Recorder:
         self._tell(key, value, "POINT_IN_TIME", metadata)
 
     def begin(self, key: str, value: Any = None, **metadata: Any) -> None:
-        """Write that something begins whose end has a key of its own: `run_start` and `run_stop`. Nothing is timed."""
+        """Write the start of an interval whose end has another key, such as `run_start` and `run_stop`."""
         self._tell(key, value, "INTERVAL_START", metadata)
 
     def end(self, key: str, value: Any = None, **metadata: Any) -> None:
-        """Write that what a `begin` told of has ended."""
+        """Write the end of an interval that `begin` has started."""
         self._tell(key, value, "INTERVAL_END", metadata)
 
     def interval(self, key: str, start: float, stop: float, **metadata: Any) -> None:
-        """Take note of a span whose ends are known only afterwards, as readings of this recorder's clock.
+        """Record an interval after its end; both times are readings of this recorder's clock.
 
         >>> recorder = Recorder(clock=lambda: 0.0)
         >>> recorder.interval("sl_comm_seconds", 2.0, 2.5, lane="communication")
@@ -101,11 +101,11 @@ class Recorder:
                 self._write(RunEvent(key, stop - start, stop, "INTERVAL_END", metadata))
 
     def span(self, key: str, **metadata: Any) -> AbstractContextManager[None]:
-        """Time a block: its seconds are added to the total of `key`, its two ends go to the sinks."""
+        """Measure a block: its seconds are added to the total of `key`, and both ends go to the sinks."""
         return _Span(self, key, metadata)
 
     def close(self) -> None:
-        """Close every sink. What is reported afterwards is only counted."""
+        """Close every sink. Later events are only counted."""
         with self._lock:
             sinks, self.sinks = self.sinks, ()
         for sink in sinks:
@@ -125,7 +125,7 @@ class Recorder:
 
 
 class _Span:
-    """A block being timed. A class of its own: there are several in every step, and generators take twice as long."""
+    """A block that is measured. A class, because every step has several and generators take twice as long."""
 
     __slots__ = ("_key", "_metadata", "_recorder", "_start")
 

@@ -75,8 +75,8 @@ class BoundedStore:
         self.store = store
         self._runtime = runtime
         self.timeout_s = timeout_s
-        self._calls: Queue[_Call | None] = runtime.queue(1 << 16)
-        self._hangs: _Call | None = None
+        self._calls: Queue[_StoreCall | None] = runtime.queue(1 << 16)
+        self._hangs: _StoreCall | None = None
         self._closed = False
         self._task = runtime.spawn(self._serve, name="store")
 
@@ -110,7 +110,7 @@ class BoundedStore:
             raise RuntimeError("this connection to the store is closed")
         if hangs is not None and not hangs.done.is_set():
             raise StoreSilentError(f"the store has not answered for {self._runtime.now() - hangs.since:.0f} s")
-        call = _Call(question, self._runtime.event(), self._runtime.now())
+        call = _StoreCall(question, self._runtime.event(), self._runtime.now())
         self._calls.put(call)
         if not call.done.wait(self.timeout_s):
             self._hangs = call
@@ -124,7 +124,7 @@ class BoundedStore:
             call.make()
 
 
-class _Call:
+class _StoreCall:
     """One call to the store."""
 
     def __init__(self, question: Callable[[], Any], done: Event, since: float) -> None:

@@ -1,4 +1,4 @@
-"""Arrays of any kind in and out, and dtypes that the engines lack through wider ones."""
+"""Converts arrays of any library to tensors and back, and dtypes that the engines lack to wider ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SIGN = torch.iinfo(torch.int64).min
 
 
 def import_array(x: Any) -> tuple[Tensor, Back]:
-    """A detached tensor over `x`, and the way back to the kind of array that `x` is.
+    """A detached tensor of `x`, and a function that converts a tensor to the type of `x`.
 
     >>> tensor, back = import_array(np.arange(3.0))
     >>> back(tensor * 2)
@@ -82,7 +82,7 @@ def _is_traced(x: Any) -> bool:
 
 
 def widen(tensor: Tensor, op: Op) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """A fresh contiguous tensor that can be reduced with `op` in place, and the way back to the dtype.
+    """A new contiguous tensor that can be reduced with `op` in place, and a function that restores the dtype.
 
     >>> wide, back = widen(torch.tensor([1, 2], dtype=torch.int16), "sum")
     >>> wide.dtype, back(wide).dtype

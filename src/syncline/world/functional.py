@@ -115,11 +115,11 @@ REDUCTIONS = ("mean", "sum", "min", "max", "product")
 def allreduce(
     x: Any, op: Reduction | None = None, algorithm: str = NATIVE, group: Group | None = None, async_: bool = False
 ) -> Any:
-    """Combine `x` over all ranks; every rank gets the same bits. `x` itself stays as it is.
+    """Reduce `x` over all ranks; every rank gets the same bits. `x` itself does not change.
 
-    `algorithm` is "native" (the engine's own), "auto" (what suits this network and size: predicted, then measured in
-    the first calls) or a schedule: "ring", "halving_doubling", "double_tree(chunks=16)", …
-    With `async_` a `Pending` is returned at once, and its `wait()` gives the result.
+    `op` is "mean", "sum", "min", "max" or "product". `algorithm` is "native" (the engine's own), "auto" (predicted for
+    this network and size, then measured in the first calls) or a schedule: "ring", "double_tree(chunks=16)", …
+    With `async_` a `Pending` is returned at once, and its `wait()` returns the result.
 
     >>> import torch, syncline as sl
     >>> sl.simulate(lambda world: sl.allreduce(torch.tensor([world.rank + 1.0]), "mean"), ranks=3).results[2]
@@ -153,7 +153,7 @@ def allreduce(
 
 
 def broadcast(x: Any, root: int = 0, algorithm: str = NATIVE, group: Group | None = None, async_: bool = False) -> Any:
-    """The root's `x`, on every rank; the others give an `x` of the same shape and dtype.
+    """Return the root's `x` on every rank. The others pass an `x` of the same shape and dtype.
 
     >>> import torch, syncline as sl
     >>> sl.simulate(lambda world: sl.broadcast(torch.tensor([world.rank]), root=1), ranks=3).results
@@ -182,7 +182,7 @@ def broadcast(x: Any, root: int = 0, algorithm: str = NATIVE, group: Group | Non
 
 
 def allgather(x: Any, algorithm: str = NATIVE, group: Group | None = None, async_: bool = False) -> Any:
-    """All ranks' `x` joined along the first dimension, which may differ between them.
+    """Concatenate the `x` of all ranks along the first dimension, which may differ between them.
 
     >>> import torch, syncline as sl
     >>> sl.simulate(lambda world: sl.allgather(torch.full((world.rank,), world.rank)), ranks=3).results[0]
@@ -192,7 +192,7 @@ def allgather(x: Any, algorithm: str = NATIVE, group: Group | None = None, async
 
 
 def gather(x: Any, root: int = 0, algorithm: str = NATIVE, group: Group | None = None, async_: bool = False) -> Any:
-    """As `allgather`, on the root alone; None elsewhere.
+    """Like `allgather`, but only the root gets the result; the others get None.
 
     >>> import torch, syncline as sl
     >>> sl.simulate(lambda world: sl.gather(torch.tensor([world.rank])), ranks=3).results
@@ -204,7 +204,7 @@ def gather(x: Any, root: int = 0, algorithm: str = NATIVE, group: Group | None =
 def reduce_scatter(
     x: Any, op: Reduction | None = None, algorithm: str = NATIVE, group: Group | None = None, async_: bool = False
 ) -> Any:
-    """Combine `x` over all ranks and leave each with its part of the first dimension.
+    """Reduce `x` over all ranks; each rank gets its part of the first dimension.
 
     Rank i gets rows ⌊i·n/p⌋ to ⌊(i+1)·n/p⌋ of the n: parts differ by one row at most.
 
@@ -249,9 +249,9 @@ def alltoall(
     group: Group | None = None,
     async_: bool = False,
 ) -> Any:
-    """Send the i-th part of the first dimension to rank i; get everyone's part for this rank, joined by rank.
+    """Send the i-th part of the first dimension to rank i; return the parts from all ranks, in rank order.
 
-    `splits` says how many rows go to each rank; equal parts without it.
+    `splits` has the number of rows for each rank; without it the parts are equal.
 
     >>> import torch, syncline as sl
     >>> sl.simulate(lambda world: sl.alltoall(torch.arange(2) + 10 * world.rank), ranks=2).results
@@ -286,7 +286,7 @@ def alltoall(
 
 
 def send(x: Any, to: int, tag: int = 0, group: Group | None = None) -> None:
-    """Send an array to one rank, which receives it with `recv`. Returns when `x` may be changed again.
+    """Send an array to one rank, which calls `recv`. Returns when `x` may change again.
 
     >>> import torch, syncline as sl
     >>> def ping(world):
@@ -306,9 +306,9 @@ def send(x: Any, to: int, tag: int = 0, group: Group | None = None) -> None:
 
 
 def recv(x: Any, source: int | None = None, tag: int = 0, group: Group | None = None) -> int:
-    """Receive into `x`, a tensor or a writable NumPy array, from `source` or from anyone. Returns the sender's rank.
+    """Receive into `x`, a tensor or a writable NumPy array, from `source` or from any rank. Returns the sender's rank.
 
-    What was sent must have as many bytes as `x`: anything else is a `ProtocolError`.
+    The message must have exactly as many bytes as `x`; otherwise a `ProtocolError` is raised.
     """
     comm = _resolve_group(group)
     target = x.detach() if isinstance(x, Tensor) else import_dlpack(x) if hasattr(x, "__dlpack__") else None
@@ -331,7 +331,7 @@ def recv(x: Any, source: int | None = None, tag: int = 0, group: Group | None = 
 
 
 def barrier(group: Group | None = None) -> None:
-    """Return when every rank of the group has called it.
+    """Wait until every rank of the group has called it.
 
     >>> import syncline as sl
     >>> sl.simulate(lambda world: sl.barrier(), ranks=3).results
@@ -395,7 +395,7 @@ def _run_counted(group: Group, name: str, tensor: Tensor, describe: str, work: C
 
 
 def _exchange_lengths(group: Group, rows: Tensor, operation: str) -> list[int]:
-    """The first dimension of every rank; whatever else differs is refused on every rank alike."""
+    """The first dimension of every rank. Any other difference raises an error on every rank."""
     table = _gather_numbers(group, [len(rows), zlib.crc32(_describe_rows(rows).encode())])
     if len({tuple(row[1:]) for row in table}) > 1:
         different = [rank for rank, row in enumerate(table) if row[1:] != table[0][1:]]
@@ -455,7 +455,7 @@ OTHER_REDUCTION_NAMES = {
     "maximum": "max",
     "minimum": "min",
 }
-"""Names that users may know a reduction by, and our names for them."""
+"""Other names of the reductions, each with our name."""
 
 
 def _default_op(function: str) -> Reduction:
@@ -491,7 +491,7 @@ def _share_errors(group: Group, name: str) -> Iterator[None]:
     try:
         yield
     except SynclineError as error:
-        if group.world.check and group.size > 1:
+        if group.world.check:
             refusal = f"{name}(refused on this rank: {error})"
             group.call(name, lambda: compare_calls(group, refusal), async_=False)
         raise

@@ -1,4 +1,4 @@
-"""Hooks on a user's module that are not copied: a copied or unpickled module has a hook that does nothing.
+"""Hooks on a user's module that are not copied with it: the hook of a copied module does nothing.
 
 A bound method as a hook would be copied with its object: `copy.deepcopy(model)` would copy a whole run.
 """

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import syncline as sl
 from syncline.testing import Pool
-from syncline.testing.functional import world_on
+from syncline.testing.collectives import world_on
 from syncline.transports import Transport
 from tests.launching import ROOT
 from tests.reduction.ddp import autograd, parameters, training

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncline as sl
-from syncline.testing.functional import world_on
+from syncline.testing.collectives import world_on
 from syncline.transports import Transport
 
 Make = Callable[[Any], Optimizer]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import syncline as sl
 from syncline.strategies import strategy_run
 from syncline.strategies.control import SharedMemoryChannel
-from syncline.testing.functional import world_on
+from syncline.testing.collectives import world_on
 from syncline.transports import Transport
 from syncline.workloads import build
 from tests.strategies.cases import backward

@@ -23,7 +23,7 @@ class Elastic(StrategyContract):
         return self.strategy
 
     def total(self, run: Run) -> Tensor:
-        return flat(run.model) + self.looks(run) / run.world.size
+        return flat(run.model) + self.agreed(run) / run.world.size
 
 
 class TestEasgd(Elastic):

@@ -211,7 +211,7 @@ def test_a_stall_names_the_rank_and_the_parameter(gloo: Pool, tmp_path: Path) ->
 
 def _stall(transport: Transport, folder: str) -> str:
     """Rank 1 stays in its backward until rank 0 has complained."""
-    from syncline.testing.functional import world_on
+    from syncline.testing.collectives import world_on
 
     world = world_on(transport)
     told = Path(folder) / "told"

@@ -12,7 +12,7 @@ import torch
 import syncline as sl
 from syncline.environment import Environment, Rendezvous
 from syncline.testing import Pool
-from syncline.testing.processes import PATIENCE
+from syncline.testing.processes import TEST_TIMEOUT_S
 from syncline.transports import Transport, torch_dist
 from tests.transports.zeromq_worlds import serve_a_store
 
@@ -101,4 +101,4 @@ def test_a_rank_that_ends_before_it_joins_is_named_at_once() -> None:
     place = Rendezvous("127.0.0.1", store.port, hosted=True)
     environment = Environment(source="a test", rank=0, size=2, local_rank=0, local_size=2, rendezvous=place)
     with pytest.raises(sl.WorldError, match=r"rank 1 has ended before all had joined: it was killed by signal 9"):
-        torch_dist.connect(environment, 10 * PATIENCE)
+        torch_dist.connect(environment, 10 * TEST_TIMEOUT_S)

@@ -17,7 +17,7 @@ import zmq
 from syncline.environment import Rendezvous
 from syncline.errors import PeerLostError, ProtocolError, WorldError
 from syncline.testing import Pool
-from syncline.testing.processes import PATIENCE, free_port
+from syncline.testing.processes import TEST_TIMEOUT_S, free_port
 from syncline.transports.base import Transport
 from syncline.transports.messages import HEADER_BYTES
 from syncline.transports.zeromq import connection, join
@@ -185,7 +185,7 @@ def test_many_threads_send_to_one_that_does_not_receive(here: Here, monkeypatch:
         got[int(buffer[0])] += 1
         assert bool((buffer == buffer[0]).all())
     assert got == dict.fromkeys(range(8), 5)
-    assert all(task.join(PATIENCE) for task in tasks)
+    assert all(task.join(TEST_TIMEOUT_S) for task in tasks)
 
 
 def test_closing_tells_the_threads_that_wait(here: Here) -> None:
@@ -200,7 +200,7 @@ def test_closing_tells_the_threads_that_wait(here: Here) -> None:
     tasks = [one.runtime.spawn(wait, source) for source in (None, 0, 2)]
     until(lambda: one.node.loop.driver == "thread" and len(one.node.loop.waiting) == 2, "all three wait")
     one.close()
-    assert all(task.join(PATIENCE) for task in tasks)
+    assert all(task.join(TEST_TIMEOUT_S) for task in tasks)
     assert all("closed" in word for word in words), words
     with pytest.raises(WorldError, match="closed"):
         one.recv(torch.zeros(1), None, 9).wait()
@@ -273,7 +273,7 @@ def test_raw_bytes_to_the_port(either: Here) -> None:
         b"\xff" * 100_000,
         b"\xff\0\0\0\0\0\0\0\x01\x7f\x03" * 99,
     ):
-        with socket.create_connection((address, int(port)), timeout=PATIENCE) as raw:
+        with socket.create_connection((address, int(port)), timeout=TEST_TIMEOUT_S) as raw:
             with suppress(OSError):  # it may be cut off before it has said all
                 raw.sendall(text)
                 raw.shutdown(socket.SHUT_WR)

@@ -12,7 +12,7 @@ import torch
 from syncline.environment import Environment, Rendezvous
 from syncline.errors import PeerLostError, WorldError
 from syncline.runtime import RealRuntime
-from syncline.testing.processes import PATIENCE
+from syncline.testing.processes import TEST_TIMEOUT_S
 from syncline.transports import zeromq
 from syncline.transports.zeromq import ZmqTransport, node
 from tests.transports.zeromq_rogues import Caller, Rogue
@@ -41,7 +41,7 @@ def waiting(rank: ZmqTransport, source: int, timeout: float) -> Callable[[], Pee
     task = rank.runtime.spawn(lambda: found.append(failure(receipt.wait)))
 
     def result() -> PeerLostError:
-        assert task.join(PATIENCE)
+        assert task.join(TEST_TIMEOUT_S)
         return found[0]
 
     return result
@@ -97,7 +97,7 @@ def test_the_launcher_decides_about_a_completely_silent_process(here: Here) -> N
     first, silent = here.ranks[0], here.ranks[1].node
     first.monitor.watch([1])
     silent.liveness.closed.set()
-    assert silent.liveness._task.join(PATIENCE)
+    assert silent.liveness._task.join(TEST_TIMEOUT_S)
     first.node.launched, silent.next_ping = True, float("inf")
     first.node.lost_after_s = 0.2
     peer = first.node.peers[1]
@@ -129,7 +129,7 @@ def test_a_rank_that_left_because_of_another_is_not_blamed(here: Here) -> None:
     """Rank 1 has lost a peer, and leaves for that; rank 0, which waited for rank 1, names the one behind it."""
     with Rogue(here) as killed:
         until(lambda: killed.rank in here.ranks[1].present(), "it is there")
-        result = waiting(here.ranks[0], 1, PATIENCE)
+        result = waiting(here.ranks[0], 1, TEST_TIMEOUT_S)
         here.store.set(f"syncline/dead/{killed.rank}", json.dumps({"reason": "it was killed by signal 9"}))
         here.store.add("syncline/dead", 1)
         assert failure(here.ranks[1].recv(torch.zeros(1), killed.rank, 5).wait).peer == killed.rank
@@ -185,7 +185,7 @@ class Stuck:
         self._mended = mended
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *what: self._mended.wait(PATIENCE)
+        return lambda *what: self._mended.wait(TEST_TIMEOUT_S)
 
 
 # Joining.
@@ -197,7 +197,7 @@ def test_a_rank_that_ends_before_it_joins_is_named_at_once() -> None:
     store.set("syncline/dead/1", json.dumps({"rank": 1, "reason": "it was killed by signal 9 (SIGKILL)"}))
     store.add("syncline/dead", 1)
     with pytest.raises(WorldError, match=r"rank 1 has ended before all had joined: it was killed by signal 9"):
-        enter(store.port, 0, 2, timeout=PATIENCE)
+        enter(store.port, 0, 2, timeout=TEST_TIMEOUT_S)
 
 
 def test_a_server_that_ends_before_it_joins_is_named() -> None:
@@ -207,13 +207,13 @@ def test_a_server_that_ends_before_it_joins_is_named() -> None:
     place = Rendezvous("127.0.0.1", store.port, hosted=True)
     environment = Environment(source="a test", rank=0, size=2, local_rank=0, local_size=2, rendezvous=place)
     with pytest.raises(WorldError, match="server 0 has ended before all had joined: it was killed"):
-        zeromq.connect(environment, PATIENCE, label="server", name_of=("rank 0", "server 0").__getitem__)
+        zeromq.connect(environment, TEST_TIMEOUT_S, label="server", name_of=("rank 0", "server 0").__getitem__)
 
 
 def test_members_of_different_versions_refuse_each_other(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "package_version", lambda: "9.9.9")
     with pytest.raises(WorldError, match=r"rank 0 runs Syncline \S+, rank 3 runs 9.9.9: install the same version"):
-        zeromq.join(Rendezvous("127.0.0.1", here.port), PATIENCE)
+        zeromq.join(Rendezvous("127.0.0.1", here.port), TEST_TIMEOUT_S)
 
 
 def test_launched_ranks_of_different_versions_all_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +227,7 @@ def test_launched_ranks_of_different_versions_all_say_so(monkeypatch: pytest.Mon
         told.append(str(caught.value))
 
     tasks = [RealRuntime().spawn(come, rank) for rank in range(2)]
-    assert all(task.join(PATIENCE) for task in tasks)
+    assert all(task.join(TEST_TIMEOUT_S) for task in tasks)
     assert all("install the same version" in text and "9.9.9" in text for text in told)
     assert len(told) == 2
 

@@ -12,7 +12,7 @@ import zmq
 
 from syncline.environment import Rendezvous
 from syncline.errors import PeerLostError, WorldError
-from syncline.testing.processes import PATIENCE
+from syncline.testing.processes import TEST_TIMEOUT_S
 from syncline.transports.zeromq import ZmqTransport, join, membership, node
 from syncline.transports.zeromq.connection import MAX_EAGER_BYTES
 from syncline.transports.zeromq.membership import MemberEntry, MembershipLog
@@ -272,7 +272,7 @@ def test_abort_breaks_sends_too(here: Here, caplog: pytest.LogCaptureFixture) ->
     task = first.runtime.spawn(send)
     until(lambda: receiver.node.connection(0).offered == 1, "it is offered")
     sender.abort()
-    assert task.join(PATIENCE)
+    assert task.join(TEST_TIMEOUT_S)
     assert words == ["the channel was given up while rank 0 waited for rank 1 to take 65.5 kB"]
     for start in (sender.send, sender.recv):
         with pytest.raises(WorldError, match="the channel was given up"):

@@ -7,7 +7,7 @@ from typing import Any
 
 import zmq
 
-from syncline.testing.processes import PATIENCE
+from syncline.testing.processes import TEST_TIMEOUT_S
 from syncline.transports.messages import MessageHeader
 from syncline.transports.zeromq.connection import EAGER
 from syncline.transports.zeromq.membership import MemberEntry
@@ -52,7 +52,7 @@ class Caller:
 
     def await_the_cut(self) -> None:
         """Wait until the other side has ended the connection."""
-        assert self.monitor.poll(int(1000 * PATIENCE)), "the connection still stands"
+        assert self.monitor.poll(int(1000 * TEST_TIMEOUT_S)), "the connection still stands"
 
     def close(self) -> None:
         self.socket.disable_monitor()

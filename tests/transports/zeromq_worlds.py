@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from syncline.environment import Environment, Rendezvous
 from syncline.runtime import RealRuntime
-from syncline.testing.processes import PATIENCE, fork_context
+from syncline.testing.processes import TEST_TIMEOUT_S, fork_context
 from syncline.transports import zeromq
 from syncline.transports.zeromq import ZmqTransport, node
 from syncline.transports.zeromq.connection import PART_BYTES
@@ -75,14 +75,14 @@ class Member:
 
     def hear(self) -> Any:
         """What it says next; what went wrong with it is raised here."""
-        assert self.pipe.poll(PATIENCE), f"process {self.process.pid} said nothing for {PATIENCE:.0f} s"
+        assert self.pipe.poll(TEST_TIMEOUT_S), f"process {self.process.pid} said nothing for {TEST_TIMEOUT_S:.0f} s"
         kind, word = self.pipe.recv()
         assert kind == "said", word
         return word
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.join(PATIENCE)
+        self.process.join(TEST_TIMEOUT_S)
 
 
 class Crew:
@@ -109,7 +109,7 @@ class Crew:
     def __exit__(self, kind: object, *how: object) -> None:
         for member in self.members:
             if kind is None:
-                member.process.join(PATIENCE)
+                member.process.join(TEST_TIMEOUT_S)
             member.process.kill()
             member.process.join()
             member.pipe.close()
@@ -125,7 +125,7 @@ class Pipe:
         self._pipe.send(("said", word))
 
     def hear(self) -> Any:
-        assert self._pipe.poll(PATIENCE), f"the test said nothing for {PATIENCE:.0f} s"
+        assert self._pipe.poll(TEST_TIMEOUT_S), f"the test said nothing for {TEST_TIMEOUT_S:.0f} s"
         return self._pipe.recv()
 
 
@@ -153,7 +153,7 @@ def forget_the_peak() -> int:
 def until(condition: Callable[[], object], what: str) -> None:
     """Wait for a condition; every test's only way to wait."""
     runtime = RealRuntime()
-    deadline = runtime.now() + PATIENCE
+    deadline = runtime.now() + TEST_TIMEOUT_S
     while not condition():
         assert runtime.now() < deadline, f"it never came about: {what}"
         runtime.sleep(0.005)

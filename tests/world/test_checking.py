@@ -9,7 +9,7 @@ import torch
 
 import syncline as sl
 from syncline.testing import Pool
-from syncline.testing.functional import world_on
+from syncline.testing.collectives import world_on
 from syncline.transports import Handle, Transport
 from syncline.world.functional import DESCRIPTION_TAG
 from syncline.world.group import FIRST_CHECKED_CALLS, MAX_CHECKED_KINDS

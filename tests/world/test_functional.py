@@ -10,7 +10,7 @@ import torch
 
 import syncline as sl
 from syncline.testing import Pool
-from syncline.testing.functional import check_functional
+from syncline.testing.collectives import check_functional
 from syncline.transports import SingleTransport
 from tests.hunting import HUNTING, seeds
 

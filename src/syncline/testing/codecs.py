@@ -1,4 +1,4 @@
-"""The contract of codecs: what every one of them must do alike, whatever it is given to encode or to decode."""
+"""The contract of codecs: the behaviour that all codecs share, for any input and any payload."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ CANARY = 0xA5
 def sum_in_lockstep(
     codec: Codec, ranks: Sequence[Sequence[TensorSlice]], rng: RngKey | None = None
 ) -> list[torch.dtype]:
-    """Run a codec's `rounds` on every rank's parts, in this process; what it yields is summed for all. The dtypes."""
+    """Run `reduce_rounds` of a codec on the tensors of all ranks in this process, and sum what it yields.
+
+    Returns the dtypes of the summed tensors.
+    """
     rng = rng or RngKey()
     running = [
         codec.reduce_rounds(parts, RngKey(rng.seed, rng.step, rank), len(ranks)) for rank, parts in enumerate(ranks)
@@ -37,7 +40,7 @@ def sum_in_lockstep(
     while True:
         yielded = [next(each, None) for each in running]
         tensors = [each for each in yielded if each is not None]
-        assert len(tensors) in (0, len(ranks)), "the ranks do not take the same number of rounds"
+        assert len(tensors) in (0, len(ranks)), "the ranks have different numbers of rounds"
         if not tensors:
             return seen
         assert len({(each.shape, each.dtype) for each in tensors}) == 1, "the ranks yield tensors that differ in shape"
@@ -51,7 +54,7 @@ def sum_in_lockstep(
 
 @contextmanager
 def canaries(numel: int, dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
-    """A tensor of zeros between two fences; assert that nobody has written outside it."""
+    """A tensor of zeros between guard bytes; assert that nothing was written outside the tensor."""
     size, fence = numel * dtype.itemsize, 256
     memory = torch.full((size + 2 * fence,), CANARY, dtype=torch.uint8)
     memory[fence : fence + size] = 0
@@ -61,12 +64,24 @@ def canaries(numel: int, dtype: torch.dtype = torch.float32) -> Iterator[Tensor]
 
 
 class CodecContract:
-    """Inherit, and say how to make the codec."""
+    """The contract of codecs.
+
+    Inherit, define `make`, and set the attributes that differ:
+
+    ```python
+    class TestMyCodec(CodecContract):
+        stochastic = True
+
+        @classmethod
+        def make(cls):
+            return MyCodec(bits=4)
+    ```
+    """
 
     stochastic: ClassVar[bool] = False
-    """Whether a rank's own random bits decide what is sent."""
+    """Whether random numbers of the rank decide what is sent."""
     rounding: ClassVar[float] = 0.0
-    """How far off a value, as a fraction of it, one that is called unbiased may be: rounding to nearest has no sign."""
+    """Maximum relative error of the mean for an unbiased codec that rounds to nearest."""
 
     @classmethod
     @abstractmethod
@@ -75,25 +90,27 @@ class CodecContract:
 
     @pytest.fixture
     def codec(self) -> Codec:
-        """One for each test; codecs have no state."""
+        """The codec under test; codecs have no state."""
         return self.make()
 
-    def test_what_is_not_sent_is_left_in_the_residual(self, codec: Codec) -> None:
+    def test_residual_is_the_encoding_error(self, codec: Codec) -> None:
         for shape in SHAPES:
             sent = _normal(shape, seed=sum(shape))
             kept = sent.clone()
             with leaving_randomness():
-                decoded, residual, payload = _there_and_back(codec, sent)
-            assert torch.equal(sent, kept), "encoding has changed its input"
+                decoded, residual, payload = _round_trip(codec, sent)
+            assert torch.equal(sent, kept), "encode has changed its input"
             assert payload.dtype == torch.uint8
             assert HEADER.size <= payload.numel() <= codec.max_bytes(sent.numel())
             _same(residual, sent - decoded)
             if codec.traits.exact:
                 _same(decoded, sent)
             elif codec.traits.biased and not self.stochastic:
-                assert (sent - decoded).norm() <= sent.norm() * (1 + 1e-6), f"it loses more than there was ({shape})"
+                assert (sent - decoded).norm() <= sent.norm() * (1 + 1e-6), (
+                    f"the error is larger than the tensor ({shape})"
+                )
 
-    def test_a_residual_is_sent_first(self, codec: Codec) -> None:
+    def test_residual_is_added_before_encoding(self, codec: Codec) -> None:
         sent, residual = _normal((30, 40), 1), _normal((30, 40), 2)
         wanted = (residual + sent).flatten()
         left = residual.flatten().clone()
@@ -102,7 +119,7 @@ class CodecContract:
         assert torch.equal(decoded, alone)
         _same(left, wanted - decoded.flatten())
 
-    def test_nothing_is_lost_over_many_steps(self, codec: Codec) -> None:
+    def test_error_feedback_conserves_the_sum(self, codec: Codec) -> None:
         """Σ sent + residual = Σ gradients."""
         shape = (24, 50)
         residual, given, arrived = torch.zeros(1200), torch.zeros(1200).double(), torch.zeros(1200).double()
@@ -116,21 +133,21 @@ class CodecContract:
         assert bool((arrived.abs() > 0).any())
         assert bool(((arrived + residual - given).abs() <= 1e-6 * moved + 1e-6).all())
 
-    def test_it_is_right_on_average(self, codec: Codec) -> None:
+    def test_unbiased(self, codec: Codec) -> None:
         if codec.traits.biased or codec.traits.exact:
-            pytest.skip("it does not claim to be, and keeps a residual" if codec.traits.biased else "it is exact")
+            pytest.skip("it is biased and keeps a residual" if codec.traits.biased else "it is exact")
         repeats, shape = (1000 if self.stochastic else 2), (8, 24)
         generator = torch.Generator().manual_seed(5)
         sent = (0.1 + 0.9 * torch.rand(shape, generator=generator)) * _normal(shape, 6).sign()
         seen = torch.stack([codec.decode(codec.encode(sent, RngKey(n)), torch.empty(shape)) for n in range(repeats)])
         off = seen.double() - sent
-        # A level that is rarely taken shows in no variance: one more observation, as far off as any, stands for it.
+        # A rare level may be missing in the variance, so one more observation with the largest error is added.
         rarely = off.abs().max() / repeats if self.stochastic else 0.0
         sigma = (off.var(dim=0) / repeats + rarely**2).sqrt()
         most = 4 * sigma + 1e-6 + self.rounding * sent.abs()
         assert bool((off.mean(dim=0).abs() <= most).all()), f"off by up to {(off.mean(dim=0).abs() / most).max()} of 1"
 
-    def test_nothing_at_all(self, codec: Codec) -> None:
+    def test_empty_tensor(self, codec: Codec) -> None:
         residual = torch.zeros(0)
         payload = codec.encode(torch.zeros(0), residual=residual)
         assert payload.numel() <= codec.max_bytes(0)
@@ -138,30 +155,30 @@ class CodecContract:
 
     def test_zeros_stay_zero(self, codec: Codec) -> None:
         for shape in ((1,), (130,), (30, 40), (3000,)):
-            decoded, residual, _ = _there_and_back(codec, torch.zeros(shape))
+            decoded, residual, _ = _round_trip(codec, torch.zeros(shape))
             assert not decoded.any()
             assert not residual.any()
 
     @pytest.mark.parametrize("scale", [3e38, 1e-40, 1.5e-45], ids=["huge", "denormal", "smallest"])
-    def test_the_ends_of_the_range(self, codec: Codec, scale: float) -> None:
+    def test_huge_and_denormal_values(self, codec: Codec, scale: float) -> None:
         shapes = ((1,), (130,), (30, 40))
         rows = [(_normal(shape, 3).sign(), torch.ones(shape), _normal(shape, 3).clamp(-1, 1)) for shape in shapes]
         for pattern in (pattern for row in rows for pattern in row):
             sent = pattern * scale
-            decoded, residual, payload = _there_and_back(codec, sent)
-            assert bool(torch.isfinite(decoded).all()), "a finite tensor arrives as NaN or Inf"
+            decoded, residual, payload = _round_trip(codec, sent)
+            assert bool(torch.isfinite(decoded).all()), "a finite tensor is decoded as NaN or Inf"
             assert bool(torch.isfinite(residual).all())
             assert payload.numel() <= codec.max_bytes(sent.numel())
             _same(residual, sent - decoded)
 
-    def test_large_beside_small(self, codec: Codec) -> None:
+    def test_large_and_small_values_together(self, codec: Codec) -> None:
         sent = torch.full((30, 40), 1e-40)
         sent[7, 11], sent[20, 1] = 3e38, -1e-3
-        decoded, residual, _ = _there_and_back(codec, sent)
+        decoded, residual, _ = _round_trip(codec, sent)
         assert bool(torch.isfinite(decoded).all())
         _same(residual, sent - decoded)
 
-    def test_the_layout_of_the_input_does_not_matter(self, codec: Codec) -> None:
+    def test_strided_input_and_output(self, codec: Codec) -> None:
         wide = _normal((40, 60), 4)
         for view in (wide.T, wide[:, ::2], wide[5:, 3:]):
             payload = codec.encode(view, RngKey(3))
@@ -170,7 +187,7 @@ class CodecContract:
             slanted = torch.full((view.shape[1], view.shape[0]), 9.0).T
             assert torch.equal(codec.decode(payload, slanted), straight)
 
-    def test_other_precisions(self, codec: Codec) -> None:
+    def test_other_float_dtypes(self, codec: Codec) -> None:
         for dtype in (torch.float16, torch.bfloat16, torch.float64):
             sent = _normal((30, 40), 5).to(dtype)
             payload = codec.encode(sent, RngKey(3))
@@ -180,7 +197,7 @@ class CodecContract:
             base = torch.ones(30, 40, dtype=dtype)
             assert torch.equal(codec.decode(payload, base, accumulate=True), (1.0 + straight).to(dtype))
 
-    def test_what_is_no_number_is_refused(self, codec: Codec) -> None:
+    def test_nan_and_inf_are_refused(self, codec: Codec) -> None:
         places = (((30, 40), 0), ((30, 40), 1199), ((90, 100), 7777))
         for (shape, at), wrong in product(places, (float("nan"), float("inf"), float("-inf"))):
             sent, residual = _normal(shape, 6), _normal((_numel(shape),), 7)
@@ -190,14 +207,14 @@ class CodecContract:
                 codec.encode(sent)
             with pytest.raises(DivergedError):
                 codec.encode(sent, residual=residual)
-            assert torch.equal(residual, kept), "what was left unsent has changed"
+            assert torch.equal(residual, kept), "the residual has changed"
 
-    def test_what_is_not_real_is_refused(self, codec: Codec) -> None:
+    def test_integer_and_complex_dtypes_are_refused(self, codec: Codec) -> None:
         for dtype in (torch.int64, torch.uint8, torch.bool, torch.complex64):
             with pytest.raises(IncompatibleError, match=str(dtype)):
                 codec.encode(torch.ones(30, 40).to(dtype))
 
-    def test_accumulating(self, codec: Codec) -> None:
+    def test_decode_accumulates(self, codec: Codec) -> None:
         sent, base = _normal((30, 40), 7), _normal((30, 40), 8)
         payload = codec.encode(sent, RngKey(2))
         decoded = codec.decode(payload, torch.empty(30, 40))
@@ -205,18 +222,18 @@ class CodecContract:
         assert codec.decode(payload, into, accumulate=True) is into
         assert torch.equal(into, base + decoded)
 
-    def test_decoding_leaves_nothing_of_what_was_there(self, codec: Codec) -> None:
+    def test_decode_overwrites_the_output(self, codec: Codec) -> None:
         payload = codec.encode(_normal((30, 40), 7), RngKey(2))
         over = torch.full((30, 40), float("nan"))
         assert torch.equal(codec.decode(payload, over), codec.decode(payload, torch.zeros(30, 40)))
 
-    def test_the_draw_decides(self, codec: Codec) -> None:
+    def test_rng_key_decides_the_payload(self, codec: Codec) -> None:
         sent = _normal((30, 40), 9)
         first, again, other = (codec.encode(sent, RngKey(1, 2, rank)) for rank in (0, 0, 1))
         assert torch.equal(first, again)
         assert torch.equal(first, other) != self.stochastic
 
-    def test_the_plain_kernels_give_the_same_bits(self, codec: Codec) -> None:
+    def test_reference_kernels_give_equal_bits(self, codec: Codec) -> None:
         for shape, sent in ((each, sent) for each in SHAPES for sent in _ragged(each)):
             start = _normal((_numel(shape),), 11) * 0.01
             quick, slow = start.clone(), start.clone()
@@ -228,9 +245,9 @@ class CodecContract:
             assert _bits(quick) == _bits(slow)
             assert _bits(codec.decode(payload, torch.ones(shape), accumulate=True, step=1)) == _bits(decoded)
 
-    def test_a_bucket_of_parts(self, codec: Codec) -> None:
+    def test_bucket_of_several_tensors(self, codec: Codec) -> None:
         if not isinstance(codec, PayloadCodec):
-            pytest.skip("it has no bodies")
+            pytest.skip("it is not a PayloadCodec")
         sizes = (5, 0, 1000, 1, 129)
         parts = [TensorSlice(_normal((size,), size), f"p{size}", start=3, residual=torch.zeros(size)) for size in sizes]
         kept = [part.flat.clone() for part in parts]
@@ -240,13 +257,13 @@ class CodecContract:
         outs = [torch.empty(size) for size in sizes]
         unpack(codec, payload, outs, accumulate=False, step=1)
         for part, out, before in zip(parts, outs, kept, strict=True):
-            assert torch.equal(part.flat, before), "encoding has changed its input"
+            assert torch.equal(part.flat, before), "encode has changed its input"
             assert part.residual is not None
             _same(part.residual, part.flat - out)
 
-    def test_a_body_stays_in_its_place(self, codec: Codec) -> None:
+    def test_nothing_is_written_outside_the_buffers(self, codec: Codec) -> None:
         if not isinstance(codec, PayloadCodec):
-            pytest.skip("it has no bodies")
+            pytest.skip("it is not a PayloadCodec")
         for numel in (1, 7, 64, 1025):
             part = TensorSlice(_normal((numel,), 1))
             with canaries(codec.body_bytes(numel), torch.uint8) as body, canaries(numel) as out:
@@ -255,14 +272,14 @@ class CodecContract:
                 codec.read(body[:used], out, False)
                 codec.read(body[:used], out, True)
 
-    def test_a_payload_of_another_kind_is_refused(self, codec: Codec) -> None:
+    def test_payload_of_another_codec_is_refused(self, codec: Codec) -> None:
         for at, what in ((0, "not a payload"), (2, "version"), (3, "codec"), (4, "codec")):
             payload = codec.encode(_normal((30, 40), 1))
             payload[at] += 1
             with pytest.raises(ProtocolError, match=what):
                 codec.decode(payload, torch.empty(30, 40))
 
-    def test_a_payload_of_another_length_is_refused(self, codec: Codec) -> None:
+    def test_payload_of_wrong_length_is_refused(self, codec: Codec) -> None:
         payload = codec.encode(_normal((30, 40), 1))
         with pytest.raises(ProtocolError, match="1200 elements, and 1199 are expected"):
             codec.decode(payload, torch.empty(1199))
@@ -277,7 +294,7 @@ class CodecContract:
             with pytest.raises(ProtocolError, match="1 B too many"):
                 codec.decode(torch.cat([payload, payload[:1]]), torch.empty(30, 40))
 
-    def test_the_repr_reads_back(self, codec: Codec) -> None:
+    def test_repr_is_the_spec(self, codec: Codec) -> None:
         again = build_codec(repr(codec))
         assert again == codec
         assert repr(again) == repr(codec)
@@ -285,10 +302,10 @@ class CodecContract:
         assert hash(again) == hash(codec)
 
     @pytest.mark.parametrize("size", [1, 2, 3])
-    def test_sums_on_the_wire(self, codec: Codec, size: int) -> None:
-        """Every rank has the same bits, and the sum and the residuals hold all that was given."""
+    def test_allreduce_of_payloads(self, codec: Codec, size: int) -> None:
+        """All ranks have equal bits, and the sum plus the residuals equals the sum of the gradients."""
         if not codec.traits.allreducible:
-            pytest.skip("it does not sum on the wire")
+            pytest.skip("it is not allreducible")
         shapes = ((30, 40), (7,), (1,), (4, 5, 25))
         ranks = [
             [TensorSlice(torch.zeros(_numel(s)), str(s), shape=s, residual=torch.zeros(_numel(s))) for s in shapes]
@@ -309,9 +326,9 @@ class CodecContract:
                 assert step or column[0].flat.any()
 
     def test_a_sum_at_the_end_of_the_range_is_finite(self, codec: Codec) -> None:
-        """What float32 can add up, the wire can: where it is narrower, ranks send less, and each addition may round."""
+        """A sum that fits into float32 does not overflow on the wire, even if the wire has a narrower dtype."""
         if not codec.traits.allreducible:
-            pytest.skip("it does not sum on the wire")
+            pytest.skip("it is not allreducible")
         for size in (3, 10):
             ranks = [[TensorSlice(torch.full((1200,), 3e38 / size), shape=(30, 40))] for _ in range(size)]
             sum_in_lockstep(codec, ranks)
@@ -319,8 +336,8 @@ class CodecContract:
             assert ranks[0][0].flat.any()
 
 
-def _there_and_back(codec: Codec, sent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What arrives, the residual and the payload."""
+def _round_trip(codec: Codec, sent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Encode and decode a tensor; return the decoded tensor, the residual and the payload."""
     residual = torch.zeros(sent.numel())
     payload = codec.encode(sent, RngKey(11), residual)
     return codec.decode(payload, torch.full(sent.shape, 7.0)), residual.view(sent.shape), payload
@@ -328,7 +345,7 @@ def _there_and_back(codec: Codec, sent: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 def _same(residual: Tensor, wanted: Tensor) -> None:
     most = torch.finfo(torch.float32).max
-    wanted = wanted.clamp(-most, most)  # 3e38 less -3e38 has no float32
+    wanted = wanted.clamp(-most, most)  # 3e38 - (-3e38) is not a float32
     assert torch.equal(residual, wanted), f"off by up to {(residual - wanted).abs().max()}"
 
 
@@ -337,7 +354,7 @@ def _normal(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def _ragged(shape: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Values of many magnitudes, and of one."""
+    """Tensors with values of many magnitudes, and of one magnitude."""
     ragged = _normal(shape, seed=10) * torch.logspace(-6, 3, _numel(shape)).view(shape)
     return ragged, torch.zeros(shape), torch.ones(shape), ragged * 1e-38, ragged.sign() * 3e38
 

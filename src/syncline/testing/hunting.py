@@ -1,4 +1,4 @@
-"""Looking for a bad interleaving over many seeds."""
+"""Searches for races: runs a function under many random schedules of the simulator."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def hunt(
     return_exceptions: bool = False,
     extra: Sequence[ExtraProcess | Callable[[Transport], Any]] = (),
 ) -> int:
-    """Run `fn` in chaos mode for every seed and check `invariant` (which raises when it is broken) on the outcome.
+    """Run `fn` in chaos mode for every seed, and call `invariant` with the outcome; it raises if something is wrong.
 
-    The first failure is raised as an `AssertionError` whose message says how to replay it. Returns the number of seeds.
+    The first failure is raised as an `AssertionError` whose message says how to repeat it. Returns the number of seeds.
 
     >>> hunt(lambda world: world.rank, ranks=2, seeds=range(3))
     3
@@ -58,9 +58,9 @@ def hunt(
 
 
 def hunt_cases(check: Callable[[int], object], seeds: Iterable[int], replay: str) -> int:
-    """Call `check(seed)` for every seed, where the seed draws the whole case: members, faults, what each does.
+    """Call `check(seed)` for every seed; `check` derives the whole case from the seed.
 
-    The first that raises is raised as an `AssertionError`; `replay` says what to call, with {seed} in it.
+    The first failure is raised as an `AssertionError`. `replay` is the call that repeats it, with {seed} in it.
 
     >>> hunt_cases(lambda seed: None, range(5), "check({seed})")
     5
@@ -77,8 +77,8 @@ def hunt_cases(check: Callable[[int], object], seeds: Iterable[int], replay: str
 
 
 def kill_soon(world: World) -> None:
-    """Let the process of this rank end without a word, at a moment from now on that the seed draws in chaos mode.
+    """Kill the simulated process of this rank at a random later moment, which the seed decides in chaos mode.
 
-    `Kill` knows only virtual times, which mean little in chaos mode: it strikes before anything has begun.
+    `Kill` has virtual times, which do not fit chaos mode: it would kill the rank before anything has started.
     """
     kill_rank(world.transport)

@@ -1,6 +1,6 @@
-"""Real processes for tests: a pool of workers that meet once and run what they are told.
+"""A pool of real processes for tests: they connect once and then run the functions of many tests.
 
-The pool talks to its own children over pipes of `multiprocessing`; nothing of that leaves the machine.
+The pool communicates with its own children over pipes of `multiprocessing`, within this machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["PRELOADED", "Pool", "fork_context", "free_port"]
 
 PRELOADED = (
     "torch",
-    "torch._dynamo",  # torch imports it at the first step of an optimizer, in one second
+    "torch._dynamo",  # torch imports it at the first step of an optimizer, which takes one second
     "torch.distributed.checkpoint.hf_storage",
     "torch.distributed.checkpoint.state_dict_loader",
     "torch.distributed.checkpoint.state_dict_saver",
@@ -38,28 +38,34 @@ PRELOADED = (
     "syncline.transports.torch_dist",
     "syncline.transports.zeromq",
 )
-"""What processes of tests use, whichever asks first; none of these starts a thread, MPI or CUDA."""
+"""Modules that the fork server imports; none of them starts a thread, MPI or CUDA."""
 
-PATIENCE = 120.0
-"""Seconds that a test's slowest step may take on a busy machine."""
+TEST_TIMEOUT_S = 120.0
+"""Timeout of the slowest step of a test on a busy machine."""
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A port of the loopback interface on which nothing listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def fork_context() -> ForkServerContext:
-    """Processes that are forked from one which has imported torch and syncline: importing them takes seconds."""
+    """A multiprocessing context whose processes are forked from a server that has imported torch and syncline."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     return context
 
 
 class Pool:
-    """`size` processes joined by an engine on the loopback interface; `run` uses the first few of them."""
+    """`size` processes, connected by a transport on the loopback interface.
+
+    ```python
+    with Pool(4) as pool:
+        results = pool.run(check_my_collective, 3)      # on the first three processes
+    ```
+    """
 
     def __init__(self, size: int, timeout: float = 60.0, engine: str = "torch_dist") -> None:
         self.size = size
@@ -76,14 +82,14 @@ class Pool:
             self._processes.append(process)
 
     def run(self, fn: Callable[..., Any], size: int, *args: Any) -> list[Any]:
-        """`fn(transport, *args)` on `size` ranks, on a fresh channel among them; what each returned."""
+        """Call `fn(transport, *args)` on the first `size` ranks, and return the results in the order of ranks."""
         for pipe in self._pipes:
             pipe.send((fn, size, args))
         results: list[Any] = []
         problems: list[str] = []
         for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(PATIENCE):
-                problems.append(f"rank {rank} of {size} did not answer within {PATIENCE:.0f} s in {fn.__name__}")
+            if not pipe.poll(TEST_TIMEOUT_S):
+                problems.append(f"rank {rank} of {size} did not answer within {TEST_TIMEOUT_S:.0f} s in {fn.__name__}")
                 continue
             try:
                 result, problem = pipe.recv()
@@ -130,8 +136,10 @@ def _work(pipe: Connection, engine: str, rank: int, size: int, port: int, timeou
             fn, members, args = pipe.recv()
         except EOFError:
             break
-        _let_go(before)
-        before = contextvars.copy_context()  # of its own: a world that a case makes current is not the next one's
+        _close_channels(before)
+        before = (
+            contextvars.copy_context()
+        )  # one context per call, so that a current world is not visible in the next call
         try:
             if members not in channels:
                 channels[members] = everyone.split(range(members))
@@ -142,10 +150,10 @@ def _work(pipe: Connection, engine: str, rank: int, size: int, port: int, timeou
     everyone.close()
 
 
-def _let_go(context: contextvars.Context) -> None:
-    """Close the channels that the case before has left open, now that all ranks are through with it.
+def _close_channels(context: contextvars.Context) -> None:
+    """Close the channels that the last call has left open, after all ranks have finished it.
 
-    gloo's threads look for news a hundred times a second each, and a pool lives long.
+    Each thread of gloo polls a hundred times a second, and a pool lives long.
     """
     from syncline.world import current_world
 

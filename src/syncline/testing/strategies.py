@@ -1,4 +1,4 @@
-"""The contract of strategies: what every way of agreeing must do alike, on simulated workers."""
+"""The contract of strategies: the behaviour that all synchronisation strategies share, on simulated workers."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 def net() -> nn.Sequential:
-    """A small network, the same each time."""
+    """A small network with fixed initial weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
 def flat(model: nn.Module) -> Tensor:
-    """Its parameters in one row."""
+    """The parameters of a model as one vector."""
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).clone()
 
 
 def batch(worker: int, step: int) -> tuple[Tensor, Tensor]:
-    """What a worker sees in a step."""
+    """The batch of a worker in a step."""
     draw = torch.Generator().manual_seed(1000 * worker + step)
     return torch.randn(6, 4, generator=draw), torch.randint(0, 2, (6,), generator=draw)
 
@@ -56,36 +56,45 @@ def take_step(model: nn.Module, optimizer: Optimizer, worker: int, step: int) ->
 
 
 class StrategyContract:
-    """Inherit, and say how to make the strategy."""
+    """The contract of strategies.
+
+    Inherit, define `make`, and set the attributes that differ:
+
+    ```python
+    class TestMyStrategy(StrategyContract):
+        exact_resume = False
+
+        def make(self):
+            return MyStrategy(period=4)
+    ```
+    """
 
     ranks: ClassVar[int] = 3
     options: ClassVar[dict[str, Any]] = {}
-    """More for `distribute`: a codec, a collective."""
+    """More arguments of `distribute`: a codec, a collective."""
     optimizers: ClassVar[tuple[str, ...]] = ("sgd", "momentum", "adam")
-    """Those it works with."""
+    """The optimizers that it supports."""
     as_one: ClassVar[bool] = True
-    """Whether workers with the same data do what one worker does."""
+    """Whether workers with equal data compute the same as one worker."""
     exact_resume: ClassVar[bool] = True
-    """Whether a resumed run equals one that was not interrupted, bit for bit."""
+    """Whether a resumed run equals an uninterrupted run, bit for bit."""
     keeps_own: ClassVar[bool] = False
-    """Whether `close()` leaves each worker its own model."""
+    """Whether each worker keeps its own model after `close()`."""
     conserves: ClassVar[bool] = True
-    """Whether, without gradients, exchanges leave `total` as it is."""
+    """Whether synchronisation without gradients conserves the sum of `total` over workers."""
     silent: ClassVar[bool] = False
-    """Whether nothing is sent before the end."""
+    """Whether nothing is sent before `close()`."""
 
     @abstractmethod
     def make(self) -> Strategy:
-        """The strategy."""
+        """Make the strategy under test."""
 
     def total(self, run: Run) -> Tensor:
-        """What exchanges conserve, on this worker; its sum over the workers is looked at."""
+        """The quantity of this worker whose sum over workers is conserved."""
         return flat(run.model)
 
-    # Helpers.
-
     def attach(self, optimizer: str = "sgd", rate: float | None = None) -> tuple[nn.Module, Optimizer, Run]:
-        """A model in training."""
+        """Make a model, its optimizer and its run."""
         model = net()
         made = OPTIMIZERS[optimizer](model.parameters())
         if rate is not None:
@@ -93,22 +102,20 @@ class StrategyContract:
                 group["lr"] = rate
         return model, made, sl.distribute(model, made, self.make(), **self.options)
 
-    def play(self, work: Callable[[sl.World], Any], ranks: int | None = None, **how: Any) -> tuple[Any, ...]:
-        """Run it on simulated workers."""
+    def simulate(self, work: Callable[[sl.World], Any], ranks: int | None = None, **how: Any) -> tuple[Any, ...]:
+        """Run a function on simulated workers; return the results."""
         return sl.simulate(work, ranks=ranks or self.ranks, **how).results
 
-    def looks(self, run: Run) -> Tensor:
-        """The agreed model."""
+    def agreed(self, run: Run) -> Tensor:
+        """The parameters of the agreed model."""
         with run.agreed():
             return flat(run.model)
 
-    # The contract.
-
-    def test_its_repr_is_its_spec(self) -> None:
+    def test_repr_is_the_spec(self) -> None:
         strategy = self.make()
         assert build_strategy(repr(strategy)) == strategy
 
-    def test_one_worker_is_plain_training(self) -> None:
+    def test_one_worker_equals_plain_training(self) -> None:
         for optimizer in self.optimizers:
 
             def alone(world: sl.World, optimizer: str = optimizer) -> Tensor:
@@ -122,11 +129,11 @@ class StrategyContract:
             plain = OPTIMIZERS[optimizer](model.parameters())
             for step in range(STEPS):
                 take_step(model, plain, 0, step)
-            assert torch.equal(self.play(alone, ranks=1)[0], flat(model)), optimizer
+            assert torch.equal(self.simulate(alone, ranks=1)[0], flat(model)), optimizer
 
-    def test_workers_with_the_same_data_are_as_one(self) -> None:
+    def test_workers_with_equal_data_equal_one_worker(self) -> None:
         if not self.as_one:
-            pytest.skip("not by its theory")
+            pytest.skip("the strategy does not promise it")
 
         def work(world: sl.World) -> Tensor:
             model, made, run = self.attach("sgd")
@@ -139,12 +146,12 @@ class StrategyContract:
         plain = OPTIMIZERS["sgd"](model.parameters())
         for step in range(STEPS):
             take_step(model, plain, 0, step)
-        for found in self.play(work):
+        for found in self.simulate(work):
             torch.testing.assert_close(found, flat(model), rtol=1e-5, atol=1e-6)
 
-    def test_exchanges_conserve(self) -> None:
+    def test_synchronisation_conserves_the_total(self) -> None:
         if not self.conserves:
-            pytest.skip("it does not claim to")
+            pytest.skip("the strategy does not promise it")
 
         def work(world: sl.World) -> tuple[Tensor, Tensor]:
             model, made, run = self.attach("sgd", rate=0.0)
@@ -160,23 +167,23 @@ class StrategyContract:
             run.close()
             return before, after
 
-        found = self.play(work)
+        found = self.simulate(work)
         before, after = (torch.stack([pair[number] for pair in found]).sum(dim=0) for number in (0, 1))
         torch.testing.assert_close(before, after, rtol=1e-5, atol=1e-5)
 
-    def test_close_leaves_the_agreed_model_everywhere(self) -> None:
+    def test_close_leaves_the_agreed_model_on_all_workers(self) -> None:
         def work(world: sl.World) -> tuple[Tensor, Tensor, Tensor]:
             model, made, run = self.attach("momentum" if "momentum" in self.optimizers else "sgd")
             for step in range(STEPS + 1):
                 take_step(model, made, world.rank, step)
             world.barrier()
-            own, shown = flat(model), self.looks(run)
-            assert torch.equal(flat(model), own), "agreed() gives back what each worker had"
+            own, shown = flat(model), self.agreed(run)
+            assert torch.equal(flat(model), own), "agreed() restores the weights of each worker"
             world.barrier()
             run.close()
             return own, shown, flat(model)
 
-        found = self.play(work)
+        found = self.simulate(work)
         for own, shown, left in found:
             torch.testing.assert_close(shown, found[0][1], rtol=0, atol=0)
             if self.keeps_own:
@@ -184,9 +191,9 @@ class StrategyContract:
             else:
                 torch.testing.assert_close(left, shown, rtol=0, atol=0)
 
-    def test_a_resumed_run_goes_on_as_if_nothing_had_happened(self, tmp_path: Path) -> None:
+    def test_resumed_run_equals_uninterrupted_run(self, tmp_path: Path) -> None:
         if not self.exact_resume:
-            pytest.skip("it is not deterministic")
+            pytest.skip("the strategy is not deterministic")
 
         def work(world: sl.World, first: int, last: int, resume: bool, save: bool) -> Tensor:
             model, made, run = self.attach("momentum" if "momentum" in self.optimizers else "sgd")
@@ -200,13 +207,13 @@ class StrategyContract:
             run.close()
             return flat(model)
 
-        whole = self.play(lambda world: work(world, 0, STEPS, resume=False, save=False))
-        self.play(lambda world: work(world, 0, 7, resume=False, save=True))
-        rest = self.play(lambda world: work(world, 7, STEPS, resume=True, save=False))
+        whole = self.simulate(lambda world: work(world, 0, STEPS, resume=False, save=False))
+        self.simulate(lambda world: work(world, 0, 7, resume=False, save=True))
+        rest = self.simulate(lambda world: work(world, 7, STEPS, resume=True, save=False))
         for one, other in zip(whole, rest, strict=True):
             assert torch.equal(one, other)
 
-    def test_what_it_tells(self) -> None:
+    def test_stats(self) -> None:
         def work(world: sl.World) -> tuple[int, int, int, float | None]:
             model, made, run = self.attach("sgd")
             for step in range(STEPS):
@@ -217,16 +224,16 @@ class StrategyContract:
             run.close()
             return told
 
-        for steps, sent, staleness, consensus in self.play(work):
+        for steps, sent, staleness, consensus in self.simulate(work):
             assert steps == STEPS
             assert (sent == 0) == self.silent
             assert staleness >= 0
             assert consensus is None or consensus >= 0.0
 
-    def test_the_loss_of_a_worker(self) -> None:
-        """Who does not survive it says whom it has lost; who does is tested where servers stand apart."""
+    def test_lost_worker_is_named(self) -> None:
+        """A strategy that needs all workers raises an error that names the lost worker."""
         if self.make().asynchronous or self.silent:
-            pytest.skip("nobody waits for anybody")
+            pytest.skip("workers do not wait for each other")
 
         def work(world: sl.World) -> str:
             model, made, run = self.attach("sgd")
@@ -240,5 +247,5 @@ class StrategyContract:
             return ""
 
         killed = self.ranks - 1
-        told = self.play(work, faults=[faults.Kill(killed, at=0.5)], return_exceptions=True)
+        told = self.simulate(work, faults=[faults.Kill(killed, at=0.5)], return_exceptions=True)
         assert all(f"rank {killed}" in str(word) for word in told[:killed]), told

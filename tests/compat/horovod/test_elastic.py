@@ -476,4 +476,4 @@ def test_nobody_takes_the_place_of_a_killed_process(runs: Runs) -> None:
     for rank in (0, 1):
         assert runs.read(f"left{rank}").startswith("4 "), done.describe()
     assert "rank 2 is gone (" in done.err
-    assert "save checkpoints to a file beside commits, and start the run again" in done.err
+    assert "save checkpoints to files besides commits" in done.err

@@ -9,7 +9,7 @@ import torch
 
 import syncline as sl
 from syncline.strategies.gossip import Gossip, GossipRun, PairwiseRun
-from syncline.testing.functional import world_on
+from syncline.testing.collectives import world_on
 from syncline.transports import Transport
 from tests.strategies.gossip.cases import begin, row, start, take_step
 

@@ -72,7 +72,7 @@ def started(script: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("-np 2 python -m", SpecError, "names no script and no module"),
         ("-np 2 python nowhere.py", SpecError, "there is no script 'nowhere.py' in /"),
         ("-np 2 nowhere", SpecError, "there is no command 'nowhere' in /"),
-        ("-np 2 sh train.sh", UnsupportedError, "'sh' is no Python script"),
+        ("-np 2 sh train.sh", UnsupportedError, "'sh' is not a Python script"),
         ("-np 2 python -c pass", UnsupportedError, "put the code into a file"),
         ("-np 2 python -I train.py", UnsupportedError, "python -I: this option cannot be passed on; those that can: "),
         ("-np 2 python -X tracemalloc train.py", UnsupportedError, "python -X tracemalloc"),
@@ -158,7 +158,7 @@ def test_where_ranks_go(started: dict[str, Any], script: Path) -> None:
     assert hosts("-np", "3", "-hostfile", "hosts") == hosts("-np", "3", "--hostfile", "hosts") == [("a", 2), ("b", 1)]
 
 
-@pytest.mark.parametrize(("text", "words"), [("a 2\n", "line 1: 'a 2'; each line is as: a slots=2"), ("\n", "no host")])
+@pytest.mark.parametrize(("text", "words"), [("a 2\n", "line 1: 'a 2'; write lines like: a slots=2"), ("\n", "no host")])
 def test_a_bad_hostfile(script: Path, text: str, words: str) -> None:
     Path("hosts").write_text(text)
     with pytest.raises(SpecError, match=words):

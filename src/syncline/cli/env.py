@@ -1,4 +1,4 @@
-"""Say what a bug report needs: versions, machine, launcher, network. No secret is shown.
+"""Print what a bug report needs: versions, machine, launcher, network. No secret is shown.
 
 examples:
   syncline env
@@ -35,12 +35,12 @@ Facts = dict[str, dict[str, object]]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Say what this command takes."""
+    """Add the options of this command."""
     parser.add_argument("--json", action="store_true", help="as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show it."""
+    """Print the facts."""
     facts = collect(os.environ)
     if arguments.json:
         print(json.dumps(facts, indent=2))
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def collect(environ: Mapping[str, str]) -> Facts:
-    """All that is told, by heading."""
+    """All facts, by heading."""
     return {
         "versions": describe_versions(),
         "machine": _machine(),
@@ -64,7 +64,7 @@ def collect(environ: Mapping[str, str]) -> Facts:
 
 
 def visible(environ: Mapping[str, str]) -> dict[str, object]:
-    """The variables that matter here; of secrets only that they are set.
+    """The relevant environment variables; "set" for secrets.
 
     >>> visible({"SYNCLINE_KEY": "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7", "OMP_NUM_THREADS": "2", "HOME": "/root"})
     {'OMP_NUM_THREADS': '2', 'SYNCLINE_KEY': 'set'}
@@ -112,7 +112,7 @@ def _first_version(text: str) -> str:
 def _launcher(environ: Mapping[str, str]) -> dict[str, object]:
     try:
         found = detect(environ)
-    except SynclineError as error:  # half-set variables are worth a bug report's line, not its end
+    except SynclineError as error:  # incomplete variables belong into a bug report
         return {"problem": str(error)}
     place = found.rendezvous
     return {

@@ -8,8 +8,8 @@ examples:
   syncline horovodrun -np 2 --timeline-filename t.json --fusion-threshold-mb 32 python train.py
   syncline horovodrun --check-build
 
-OutputForwarder, exit code and Ctrl-C are those of `syncline run`. The script changes one line: import
-syncline.compat.horovod.torch as hvd. Workers find HOROVOD_RANK, HOROVOD_SIZE and their kin, except with --mpi.
+Output, exit code and Ctrl-C are those of `syncline run`. Change one line of the script: import
+syncline.compat.horovod.torch as hvd. Workers have HOROVOD_RANK, HOROVOD_SIZE and similar variables, except with --mpi.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ __all__ = ["PythonCommand", "configure", "parse_command", "place_ranks", "read_h
 logger = logging.getLogger("syncline")
 
 VALUES = (
-    ("--cycle-time-ms", "CYCLE_TIME", "MS", "how long requests are gathered before others are told"),
-    ("--cache-capacity", "CACHE_CAPACITY", "N", "how many requests are remembered; 0: none"),
+    ("--cycle-time-ms", "CYCLE_TIME", "MS", "how long requests are collected before they are sent"),
+    ("--cache-capacity", "CACHE_CAPACITY", "N", "number of cached requests; 0: none"),
     ("--timeline-filename", "TIMELINE", "FILE", "write a Chrome trace; {rank} in the name: one for each rank"),
-    ("--stall-check-warning-time-seconds", "STALL_CHECK_TIME_SECONDS", "S", "report who is missing after that"),
-    ("--stall-check-shutdown-time-seconds", "STALL_SHUTDOWN_TIME_SECONDS", "S", "and fail after that"),
+    ("--stall-check-warning-time-seconds", "STALL_CHECK_TIME_SECONDS", "S", "report missing ranks after this time"),
+    ("--stall-check-shutdown-time-seconds", "STALL_SHUTDOWN_TIME_SECONDS", "S", "fail after this time"),
     ("--log-level", "LOG_LEVEL", "LEVEL", "trace, debug, info, warning, error or fatal"),
 )
-"""Flags that become variables: the flag, the variable's name without HOROVOD_, what it takes and means."""
+"""Flags that set variables: the flag, the variable without HOROVOD_, its value, and the help text."""
 SWITCHES = (
     ("--hierarchical-allreduce", "HIERARCHICAL_ALLREDUCE", "1"),
     ("--no-hierarchical-allreduce", "HIERARCHICAL_ALLREDUCE", "0"),
@@ -87,23 +87,25 @@ IDLE = {
     "--log-hide-timestamp": 0,
     "--no-log-hide-timestamp": 0,
 }
-"""Flags of horovodrun that do nothing here, and how many values each takes."""
+"""Flags of horovodrun without effect, and their numbers of values."""
 REFUSED = {
     "--output-filename": "output goes to the terminal, each line with its rank; write it to a file with > FILE",
     "--config-file": "YAML is not read here; give its settings as flags or as HOROVOD_* variables",
     "--host-discovery-script": "the hosts of a run are fixed when it is started; name them with -H",
     "--jsrun": "LSF's jsrun is not supported; use -H with ssh, --mpi, or syncline run --hosts slurm",
 }
-"""Flags of horovodrun that ask for what there is not, and what to do instead."""
+"""Flags of horovodrun that are not supported, and what to do instead."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Say what this command takes."""
+    """Add the options of this command."""
     parser.add_argument("-v", "--version", action="version", version=f"syncline {syncline.__version__}")
-    parser.add_argument("-np", "--num-proc", type=int, dest="ranks", metavar="N", help="workers; -H may give it too")
-    parser.add_argument("-cb", "--check-build", action="store_true", help="say what is built in, and run nothing")
-    parser.add_argument("--verbose", action="store_true", help="say more of what the launcher does")
-    parser.add_argument("--disable-cache", action="store_true", help="nothing is cached between runs: as always")
+    parser.add_argument(
+        "-np", "--num-proc", type=int, dest="ranks", metavar="N", help="number of workers; -H may give it too"
+    )
+    parser.add_argument("-cb", "--check-build", action="store_true", help="print what is built in, and run nothing")
+    parser.add_argument("--verbose", action="store_true", help="print more messages of the launcher")
+    parser.add_argument("--disable-cache", action="store_true", help="no effect: nothing is cached between runs")
     hosts = parser.add_argument_group("hosts").add_mutually_exclusive_group()
     hosts.add_argument("-H", "--hosts", metavar="a:2,b:2", help="hosts and their slots; the first are filled first")
     hosts.add_argument("-hostfile", "--hostfile", metavar="FILE", help="the same as lines: a slots=2")
@@ -119,7 +121,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     ssh.add_argument("--tcp", action="store_true", help="no InfiniBand for NCCL")
     engine = parser.add_argument_group("engine")
-    engine.add_argument("--gloo", action="store_true", help="gloo, or NCCL between GPUs: as always without --mpi")
+    engine.add_argument("--gloo", action="store_true", help="gloo, or NCCL between GPUs: the default")
     add_placement_options(engine, "--mpi")
     engine.add_argument("--mpi-args", metavar='="…"', default="", help="more options for mpiexec")
     engine.add_argument("--binding-args", metavar='="…"', default="", help="more options for mpiexec")
@@ -137,27 +139,27 @@ def _configure_tuning(parser: argparse.ArgumentParser) -> None:
         type=_in_bytes,
         dest=PREFIX + "FUSION_THRESHOLD",
         metavar="MB",
-        help="at most so much is reduced as one; 0: each tensor alone",
+        help="maximum size of a fused reduction; 0: each tensor alone",
     )
     for flag, name, metavar, text in VALUES:
         tuning.add_argument(flag, dest=PREFIX + name, metavar=metavar, help=text)
     for flag, name, value in SWITCHES:
         tuning.add_argument(flag, dest=PREFIX + name, action="store_const", const=value)
-    idle = parser.add_argument_group("without effect here", "horovodrun has them; one line says that they do nothing")
+    idle = parser.add_argument_group("without effect here", "options of horovodrun; a message names those that are set")
     for flag, count in IDLE.items():
         names = ("-prefix-timestamp", flag) if flag == "--prefix-output-with-timestamp" else (flag,)
         values: dict[str, object] = {"nargs": count, "metavar": "X"} if count else {"action": "store_true"}
         idle.add_argument(*names, dest=flag, **values)  # type: ignore[arg-type]
-    refused = parser.add_argument_group("refused", "horovodrun has them; what to do instead is said")
+    refused = parser.add_argument_group("refused", "options of horovodrun; a message says what to do instead")
     for flag in REFUSED:
         kind: dict[str, object] = {"action": "store_true"} if flag == "--jsrun" else {"metavar": "X"}
         refused.add_argument(flag, dest=flag, **kind)  # type: ignore[arg-type]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run it; the exit code."""
+    """Run the command and return the exit code."""
     if arguments.check_build:
-        print(_what_is_built_in())
+        print(_describe_build())
         return 0
     if arguments.verbose:
         logger.setLevel(logging.INFO)
@@ -167,8 +169,8 @@ def run(arguments: argparse.Namespace) -> int:
     hosts = _hosts(arguments)
     _check_elastic(arguments, sum(host.slots for host in hosts))
     variables = {**command.variables, **_variables(arguments)}
-    read({**os.environ, **variables})  # a value that cannot be read is refused here, not on every rank
-    _name_the_idle(arguments)
+    read({**os.environ, **variables})  # an invalid value is refused here, not on every rank
+    _warn_without_effect(arguments)
     job = Job(target=command.target, mpi=arguments.mpi, variables=variables, horovod=True)
     ranks, elsewhere = sum(host.slots for host in hosts), () if [host.name for host in hosts] == [LOCALHOST] else hosts
     if arguments.mpi:
@@ -189,7 +191,7 @@ def _hosts(arguments: argparse.Namespace) -> tuple[Host, ...]:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse what cannot be, and what cannot be together."""
+    """Refuse invalid options, and options that cannot be used together."""
     given = vars(arguments)
     for flag, instead in REFUSED.items():
         if given[flag] not in (None, False):
@@ -197,7 +199,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.ranks is not None and arguments.ranks < 1:
         raise SpecError(f"-np {arguments.ranks}: a run takes at least one worker")
     if arguments.mpi and arguments.gloo:
-        raise IncompatibleError("--gloo and --mpi: one engine carries the bytes; leave one out")
+        raise IncompatibleError("--gloo and --mpi are two backends; leave one out")
     if arguments.mpi and (arguments.ssh_port is not None or arguments.ssh_identity_file is not None):
         raise IncompatibleError("-p and -i are for ssh, and with --mpi mpiexec calls it; set them in ~/.ssh/config")
     if not arguments.mpi and (arguments.mpi_args or arguments.binding_args):
@@ -208,22 +210,23 @@ def _check_elastic(arguments: argparse.Namespace, ranks: int) -> None:
     for flag, count in (("--min-np", arguments.min_np), ("--max-np", arguments.max_np)):
         if count is not None and count != ranks:
             raise UnsupportedError(
-                f"{flag} {count} with {ranks} worker{'s' * (ranks > 1)}: their number is fixed, none is added and none "
-                f"replaced; leave {flag} out"
+                f"{flag} {count} with {ranks} worker{'s' * (ranks > 1)}: their number is fixed; leave {flag} out"
             )
 
 
 def _variables(arguments: argparse.Namespace) -> dict[str, str]:
-    """What the flags ask for, as variables."""
-    told = {name: value for name, value in vars(arguments).items() if name.startswith(PREFIX) and value is not None}
+    """The variables that the flags set."""
+    variables = {
+        name: value for name, value in vars(arguments).items() if name.startswith(PREFIX) and value is not None
+    }
     if arguments.nics:
-        told |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), ",".join(arguments.nics))
+        variables |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), ",".join(arguments.nics))
     if arguments.tcp:
-        told["NCCL_IB_DISABLE"] = "1"
-    return told
+        variables["NCCL_IB_DISABLE"] = "1"
+    return variables
 
 
-def _name_the_idle(arguments: argparse.Namespace) -> None:
+def _warn_without_effect(arguments: argparse.Namespace) -> None:
     given = vars(arguments)
     idle = [flag for flag in IDLE if given[flag] not in (None, False)]
     if idle:
@@ -232,7 +235,7 @@ def _name_the_idle(arguments: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _ssh_options(port: int | None, key: str | None) -> Iterator[None]:
-    """Have ssh called with these, while it lasts."""
+    """Add options to the ssh command inside the context."""
     before = os.environ.get("SYNCLINE_SSH")
     options = [*(["-p", str(port)] if port is not None else []), *(["-i", key] if key is not None else [])]
     os.environ["SYNCLINE_SSH"] = shlex.join([*ssh_command(), *options])
@@ -252,7 +255,7 @@ def _in_bytes(text: str) -> str:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of MB") from None
 
 
-def _what_is_built_in() -> str:
+def _describe_build() -> str:
     mpi = why_no_mpi() is None
     gloo, nccl = has_backend("Gloo"), has_backend("NCCL")
     groups = {
@@ -268,7 +271,7 @@ def _what_is_built_in() -> str:
 
 PYTHON = re.compile(r"python(?:3(?:\.(\d+))?)?")
 OPTIONS = {
-    "-u": "",  # workers are unbuffered anyway
+    "-u": "",  # workers are always unbuffered
     "-q": "",
     "-B": "PYTHONDONTWRITEBYTECODE=1",
     "-O": "PYTHONOPTIMIZE=1",
@@ -281,19 +284,19 @@ OPTIONS = {
     "-X faulthandler": "PYTHONFAULTHANDLER=1",
     "-X utf8": "PYTHONUTF8=1",
 }
-"""Python's options, and the variables that ask for the same: the worker's Python is started by us."""
+"""Options of Python, and the equivalent variables, because the launcher starts Python itself."""
 
 
 @dataclass(frozen=True)
 class PythonCommand:
-    """What to run, as `syncline run` is given it, and the variables that stand for Python's options."""
+    """The target of a job, and the variables that replace options of Python."""
 
     target: tuple[str, ...]
     variables: dict[str, str]
 
 
 def parse_command(words: Sequence[str]) -> PythonCommand:
-    """A command that begins with `python` or is a Python script.
+    """Parse a command that begins with `python` or is a Python script.
 
     >>> parse_command(["python3", "-u", "-m", "package.train", "--epochs", "3"])
     PythonCommand(target=('-m', 'package.train', '--epochs', '3'), variables={})
@@ -316,7 +319,7 @@ def parse_command(words: Sequence[str]) -> PythonCommand:
 
 
 def _check_python(word: str, minor: str | None) -> None:
-    """Refuse another Python than this one: workers need the syncline that is installed here."""
+    """Refuse another Python than this one: workers need the installed syncline."""
     here = os.path.dirname(os.path.abspath(sys.executable))
     elsewhere = "/" in word and os.path.dirname(os.path.abspath(word)) != here
     if elsewhere or (minor is not None and int(minor) != sys.version_info.minor):
@@ -343,12 +346,14 @@ def _take_option(rest: list[str], variables: dict[str, str]) -> None:
 
 
 def _script(word: str) -> str:
-    """A Python script by its path, or by its name on PATH as `pip` puts one there."""
+    """The path of a Python script, or of a command on PATH that `pip` has installed."""
     path = word if os.path.exists(word) else shutil.which(word)
     if path is None:
         raise SpecError(f"there is no command {word!r} in {os.getcwd()} or on PATH; write python train.py")
     if not path.endswith(".py") and not _begins_with_python(path):
-        raise UnsupportedError(f"{word!r} is no Python script: what can be run is python train.py or python -m module")
+        raise UnsupportedError(
+            f"{word!r} is not a Python script: the command must be python train.py or python -m module"
+        )
     _check_script(path)
     return path
 
@@ -370,7 +375,7 @@ def _begins_with_python(path: str) -> bool:
 
 
 def read_hostfile(path: str) -> str:
-    """A file of lines like `a slots=2`, as `a:2,b:2`; empty lines and what follows a # do not count."""
+    """Read a file of lines like `a slots=2`, as `a:2,b:2`. Empty lines and text after a # are ignored."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -382,14 +387,14 @@ def read_hostfile(path: str) -> str:
         if found is not None:
             hosts.append(f"{found[1]}:{found[2]}")
         elif text:
-            raise SpecError(f"the hostfile {path!r}, line {number}: {text!r}; each line is as: a slots=2")
+            raise SpecError(f"the hostfile {path!r}, line {number}: {text!r}; write lines like: a slots=2")
     if not hosts:
-        raise SpecError(f"the hostfile {path!r} names no host; each line is as: a slots=2")
+        raise SpecError(f"the hostfile {path!r} names no host; write lines like: a slots=2")
     return ",".join(hosts)
 
 
 def place_ranks(text: str, ranks: int | None) -> tuple[Host, ...]:
-    """The hosts of `a:2,b:2` that `ranks` ranks fill, the first ones first; all of their slots where that is None.
+    """The hosts of `a:2,b:2` that `ranks` ranks fill, the first hosts first; all slots if `ranks` is None.
 
     >>> place_ranks("127.0.0.1:4", 2)
     (Host(name='localhost', slots=2),)
@@ -398,7 +403,7 @@ def place_ranks(text: str, ranks: int | None) -> tuple[Host, ...]:
     """
     slots: dict[str, int] = {}
     for host in parse_hosts(text):
-        name = LOCALHOST if host.name in _own_names() else host.name
+        name = LOCALHOST if host.name in _names_of_this_machine() else host.name
         slots[name] = slots.get(name, 0) + host.slots
     total = sum(slots.values())
     left = total if ranks is None else ranks
@@ -412,6 +417,6 @@ def place_ranks(text: str, ranks: int | None) -> tuple[Host, ...]:
     return tuple(placed)
 
 
-def _own_names() -> set[str]:
+def _names_of_this_machine() -> set[str]:
     name = socket.gethostname()
     return {LOCALHOST, "127.0.0.1", name, name.partition(".")[0]}

@@ -4,8 +4,8 @@ examples:
   syncline lab 4 100mbit -- python train.py
   syncline lab 2 1gbit -- sh -c 'echo $RANK of $WORLD_SIZE at $MASTER_ADDR'
 
-Each host is a network namespace with a link of that rate and no latency of its own. The command finds RANK, WORLD_SIZE,
-MASTER_ADDR and MASTER_PORT as a worker of `syncline run` does. When one fails all are ended.
+Each host is a network namespace with a link of that rate and no additional latency. The command has RANK, WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT like a worker of `syncline run`. When one command fails, all are ended.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ HINTS = {"-n": "the number of hosts comes first: syncline lab 4 100mbit -- comma
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Say what this command takes."""
-    parser.add_argument("hosts", type=_hosts, metavar="N", help="how many hosts")
+    """Add the options of this command."""
+    parser.add_argument("hosts", type=_hosts, metavar="N", help="number of hosts")
     parser.add_argument("rate", metavar="RATE", help="the rate of each link: 100mbit, 1gbit")
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- command…", help="what each host runs")
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- command…", help="the command of each host")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run it; the exit code."""
+    """Run the command on every host and return the exit code."""
     from syncline.launch.lab import parse_lab
     from syncline.launch.start import run_in_lab
 

@@ -1,4 +1,4 @@
-"""The command `syncline`: finds the command's module and prints errors as sentences."""
+"""The command `syncline`: finds the module of a command, parses its options, and prints errors as sentences."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ REFUSED = 2
 
 
 class CommandParser(argparse.ArgumentParser):
-    """argparse without its usage dump.
+    """An argparse parser whose errors are one sentence, without a usage text.
 
-    `hints` maps options that users of other tools may try to what to write here; the hint under "" is for all others.
+    `hints` maps options of other tools to what to write instead; the hint under "" is for all other options.
 
     >>> parser = CommandParser(prog="syncline run", hints={"--np": "write -n"})
     >>> _ = parser.add_argument("-n", type=int)
@@ -40,12 +40,12 @@ class CommandParser(argparse.ArgumentParser):
         self._hints = hints or {}
         self.register("type", int, _whole_number)
         self.register("type", float, _number)
-        self.set_defaults(parser=self)  # the innermost command's parser is set last
+        self.set_defaults(parser=self)  # the parser of the innermost command is set last
 
     def error(self, message: str) -> NoReturn:
         """End with exit code 2, after one sentence and an example."""
-        told = message.removeprefix("argument ").replace("the following arguments are required:", "missing:")
-        self.refuse(f"{told.replace('expected one argument', 'its value is missing')}; {self._example()}")
+        sentence = message.removeprefix("argument ").replace("the following arguments are required:", "missing:")
+        self.refuse(f"{sentence.replace('expected one argument', 'its value is missing')}; {self._example()}")
 
     def refuse(self, sentence: str) -> NoReturn:
         """End with exit code 2."""
@@ -107,15 +107,15 @@ COMMANDS = {
     "horovodrun": "run a script with horovodrun's options",
     "train": "train a workload on many workers",
     "race": "compare strategies: which one reaches a target accuracy first",
-    "report": "write the report of a race anew",
+    "report": "write the report of a race again",
     "lint": "check the logs of a race or a run for twelve reporting mistakes",
-    "watch": "follow a race or a training in the browser",
-    "new": "write a workload of your own to begin with",
+    "watch": "watch a race or a training in the browser",
+    "new": "write a template of a workload",
     "lab": "run a command on each host of an emulated cluster",
     "bench": "measure collectives, codecs, the network, servers and training steps",
-    "env": "say what a bug report needs: versions, machine, launcher, network",
+    "env": "print what a bug report needs: versions, machine, launcher, network",
 }
-"""Each is a module of this package with `configure(parser)` and `run(arguments) -> exit code`."""
+"""Each command is a module of this package with `configure(parser)` and `run(arguments) -> exit code`."""
 STARTING = ("run", "train", "race", "bench")
 """The commands that start workers; `horovodrun` has the options of Horovod's."""
 OVERVIEW = f"""\
@@ -137,14 +137,14 @@ HINTS = {
     **dict.fromkeys(("init", "create", "template"), "did you mean 'new'?"),
     **dict.fromkeys(("info", "doctor"), "did you mean 'env'?"),
 }
-"""Commands that users of other tools may try, and what to write here."""
+"""Commands that users of other tools may try, and what to write instead."""
 
 FILE_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 """Errors of a file that are printed with its name: no permission, or a full disk."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code."""
+    """Run one command and return its exit code."""
     logging.basicConfig(format="syncline: %(message)s", level=logging.WARNING)
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
@@ -181,7 +181,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _parser(chosen: str) -> CommandParser:
-    """All commands with a line each, and the options of the chosen one, whose module alone is imported."""
+    """The parser of all commands. Only the module of the chosen command is imported, for its options."""
     parser = CommandParser(
         prog="syncline",
         description="Train neural networks on many workers, and measure which synchronisation strategy suits them.",
@@ -199,7 +199,7 @@ def _parser(chosen: str) -> CommandParser:
         command = commands.add_parser(name, help=line, description=module.__doc__, hints=hints)
         module.configure(command)
         if name in STARTING:
-            command.add_argument("--verbose", action="store_true", help="say how the workers are started")
+            command.add_argument("--verbose", action="store_true", help="print how the workers are started")
         command.set_defaults(run=module.run)
     return parser
 

@@ -6,12 +6,12 @@ examples:
   syncline run --hosts a:2,b:2 train.py            over ssh; every host has the same paths
   syncline run --hosts slurm -n 8 train.py         inside a Slurm job, by srun
   syncline run -n 4 --mpi train.py                 by mpiexec
-  syncline run -n 4 --servers 2 train.py           two parameter servers beside the workers
+  syncline run -n 4 --servers 2 train.py           with two parameter servers
   syncline run --lab 4@100mbit train.py            four hosts at 100 Mbit/s, emulated on this machine
   syncline run --lab 4@100mbit --mpi train.py      the same by mpiexec
 
 Rank 0 writes to the terminal itself; each line of the others begins with its rank. When a rank fails, the others are
-ended, its traceback is shown once with all ranks that raised the same error, and the exit code is its own.
+ended. Its traceback is shown once, with all ranks that raised the same error, and its exit code is returned.
 """
 
 from __future__ import annotations

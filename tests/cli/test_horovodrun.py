@@ -158,7 +158,9 @@ def test_where_ranks_go(started: dict[str, Any], script: Path) -> None:
     assert hosts("-np", "3", "-hostfile", "hosts") == hosts("-np", "3", "--hostfile", "hosts") == [("a", 2), ("b", 1)]
 
 
-@pytest.mark.parametrize(("text", "words"), [("a 2\n", "line 1: 'a 2'; write lines like: a slots=2"), ("\n", "no host")])
+@pytest.mark.parametrize(
+    ("text", "words"), [("a 2\n", "line 1: 'a 2'; write lines like: a slots=2"), ("\n", "no host")]
+)
 def test_a_bad_hostfile(script: Path, text: str, words: str) -> None:
     Path("hosts").write_text(text)
     with pytest.raises(SpecError, match=words):

@@ -227,7 +227,7 @@ def test_check_build_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"syncline {syncline.__version__}\n"
 
 
-def test_the_users_variables_go_along_to_other_hosts_but_not_an_outer_runs_ranks() -> None:
+def test_variables_are_forwarded_without_those_of_an_outer_run() -> None:
     environ = {"HOROVOD_CYCLE_TIME": "5", "HOROVOD_RANK": "3", "HOROVOD_LOCAL_SIZE": "4"}
     assert forwarded_variables(environ) == {"HOROVOD_CYCLE_TIME": "5"}
 

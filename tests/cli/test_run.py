@@ -64,7 +64,7 @@ def test_refused(line: str, kind: type[SynclineError], words: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_what_follows_the_script_is_its_own() -> None:
+def test_arguments_after_the_script_belong_to_it() -> None:
     found = parsed("-n", "2", "train.py", "-n", "9", "--mpi", "--", "-m")
     assert (found.ranks, found.mpi, found.module) == (2, False, False)
     assert found.program == ["train.py", "-n", "9", "--mpi", "--", "-m"]
@@ -72,7 +72,7 @@ def test_what_follows_the_script_is_its_own() -> None:
     assert (found.module, found.mpi, found.program) == (True, False, ["package.train", "--mpi"])
 
 
-def test_a_crowd_is_warned_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversubscription_warning(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "cores", lambda: 2)
     monkeypatch.setattr(machine, "available_memory", lambda: 1 << 30)
     with caplog.at_level(logging.WARNING, logger="syncline"):
@@ -86,7 +86,7 @@ def test_a_crowd_is_warned_of(caplog: pytest.LogCaptureFixture, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("key", "length"), [("none", 4), ("", 40)])
-def test_a_key_goes_along_with_mpi_on_hosts(monkeypatch: pytest.MonkeyPatch, key: str, length: int) -> None:
+def test_mpi_on_hosts_gets_a_key(monkeypatch: pytest.MonkeyPatch, key: str, length: int) -> None:
     monkeypatch.setenv("SYNCLINE_KEY", key)
     commands: list[list[str]] = []
     handed: list[Mapping[str, str]] = []
@@ -106,7 +106,7 @@ def test_a_key_goes_along_with_mpi_on_hosts(monkeypatch: pytest.MonkeyPatch, key
     assert "SYNCLINE_KEY" not in handed[1]
 
 
-def test_of_hosts_only_those_that_are_here_make_a_crowd(
+def test_oversubscription_counts_local_hosts_only(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "cores", lambda: 2)
@@ -119,7 +119,9 @@ def test_of_hosts_only_those_that_are_here_make_a_crowd(
     assert caplog.messages == ["3 workers share 2 cores: they take turns"]
 
 
-def test_all_hosts_of_a_lab_make_a_crowd(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversubscription_counts_all_lab_hosts(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(hosts: int, rate: str) -> Lab:
         raise UnsupportedError("no lab here")
 

@@ -52,7 +52,7 @@ post(f"done{rank}")
 
 @pytest.mark.hunt
 @pytest.mark.parametrize("repetition", range(REPETITIONS))
-def test_the_others_go_on_and_are_told(runs: Runs, repetition: int) -> None:
+def test_other_workers_continue_and_are_informed(runs: Runs, repetition: int) -> None:
     run = runs.start("run", "-n", "4", "--on-failure", "continue", runs.script(SURVIVING))
     pid = int(runs.read("ready2"))
     if repetition % 2:  # now and then it dies before anybody looks
@@ -79,7 +79,7 @@ until("go")
 
 @pytest.mark.hunt
 @pytest.mark.parametrize("repetition", range(REPETITIONS))
-def test_a_killed_supervisor_takes_its_ranks_along(runs: Runs, repetition: int) -> None:
+def test_ranks_end_with_a_killed_supervisor(runs: Runs, repetition: int) -> None:
     run = runs.start("run", "-n", "4", runs.script(WITH_A_CHILD))
     for rank in range(repetition % 5):  # at any stage of the start
         runs.read(f"ready{rank}")
@@ -89,7 +89,7 @@ def test_a_killed_supervisor_takes_its_ranks_along(runs: Runs, repetition: int) 
     runs.assert_nothing_left()
 
 
-def test_a_failure_that_the_others_survive(runs: Runs) -> None:
+def test_on_failure_continue(runs: Runs) -> None:
     script = runs.script(
         """
 if rank == 1:
@@ -129,7 +129,7 @@ until("never")
         (signal.SIGHUP, "SIGTERM", 129),
     ],
 )
-def test_signals_are_passed_on(runs: Runs, sent: signal.Signals, passed_on: str, code: int) -> None:
+def test_signals_are_forwarded(runs: Runs, sent: signal.Signals, passed_on: str, code: int) -> None:
     run = runs.start("run", "-n", "2", runs.script(POLITE))
     for rank in range(2):
         runs.read(f"ready{rank}")
@@ -180,7 +180,7 @@ def test_ctrl_c_again_kills_at_once(runs: Runs) -> None:
     runs.assert_nothing_left()
 
 
-def test_those_who_do_not_listen_are_killed_after_the_grace(runs: Runs) -> None:
+def test_workers_that_ignore_signals_are_killed(runs: Runs) -> None:
     run = runs.start("run", "-n", "2", runs.script("if rank == 1:\n    until('asked0'); sys.exit(4)\n" + STUBBORN))
     runs.read("ready0")
     (runs.folder / "asked0").touch()

@@ -44,7 +44,7 @@ def test_a_frozen_worker_is_lost_and_ended(runs: Runs, strategy: str, servers: i
     wait_for(lambda: not runs.processes(), "no process is left")
 
 
-def test_an_agent_is_told_whom_to_kill() -> None:
+def test_agent_reads_orders() -> None:
     """The launcher's lines: a signal for all, for the ranks alone, or the end of one program."""
     reading, writing = os.pipe()
     lines = ({"signal": 15}, {"signal": 2, "ranks_only": True}, {"signal": 9, "name": "rank 3"})

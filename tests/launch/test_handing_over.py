@@ -72,7 +72,7 @@ def test_options_of_each_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpi, "find_mpiexec", lambda: "/opt/mpiexec")
     monkeypatch.setattr(mpi, "mpiexec_version", lambda path: said["text"])
     monkeypatch.setattr(mpi, "installed_mpis", list)
-    monkeypatch.setattr(mpi, "_has", lambda name: True)
+    monkeypatch.setattr(mpi, "is_installed", lambda name: True)
     monkeypatch.setattr(mpi, "cores", lambda: 2)
     worker = [sys.executable, str(WORKER), "train.py"]
     assert mpi.mpi_command(["train.py"], 4, (), {}) == ["/opt/mpiexec", "-n", "4", *worker]
@@ -103,7 +103,7 @@ def test_options_of_each_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
         mpi.mpi_command(["train.py"], 4, (), {}, 1, SERVER)
 
 
-def test_no_mpi_and_two_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_mpi_and_two_mpis_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpi, "find_mpiexec", lambda: None)
     with pytest.raises(UnsupportedError, match=r"pip install 'syncline\[mpi\]'"):
         mpi.mpi_command(["train.py"], 2, (), {})
@@ -116,7 +116,7 @@ def fail() -> str:
     raise importlib.metadata.PackageNotFoundError
 
 
-def test_srun_is_told_how_many_tasks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_srun_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="SLURM_JOB_ID is not set"):
         srun_command(["train.py"], 4, {})
     monkeypatch.setenv("PATH", str(tmp_path))

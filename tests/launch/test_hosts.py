@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -18,7 +19,7 @@ from syncline.errors import SpecError, WorldError
 from syncline.launch import ssh as ssh_module
 from syncline.launch.output import OutputForwarder
 from syncline.launch.programs import Host, Program, parse_hosts
-from syncline.launch.ssh import HostPrograms, RemoteProcesses, _remote_command, address_towards
+from syncline.launch.ssh import HostPrograms, RemoteProcesses, address_towards, agent_command
 from syncline.launch.store import ProcessEvents, serve_store
 from tests.launch.runs import Runs, wait_for
 from tests.launch.sshd import SSHD, ssh_server
@@ -99,7 +100,7 @@ post(f"key{rank}", os.environ["SYNCLINE_KEY"])
 
 @needs_sshd
 @pytest.mark.parametrize("hosts", ["alpha,localhost", "alpha"])
-def test_a_key_of_the_users_own_is_kept(runs: Runs, ssh: str, hosts: str) -> None:
+def test_key_of_the_user_is_used(runs: Runs, ssh: str, hosts: str) -> None:
     variables = {"SYNCLINE_SSH": ssh, "SYNCLINE_KEY": "none"}
     run = runs.run("run", "--hosts", hosts, remote_script(runs, KEY), variables=variables)
     assert run.code == 0, run.describe()
@@ -116,7 +117,7 @@ until("never")
 
 
 @needs_sshd
-def test_one_elsewhere_who_has_raised_and_does_not_end(runs: Runs, ssh: str) -> None:
+def test_remote_worker_that_raises_and_does_not_end(runs: Runs, ssh: str) -> None:
     run = runs.run("run", "--hosts", "localhost,alpha", remote_script(runs, HANGING), variables={"SYNCLINE_SSH": ssh})
     assert run.code == 1, run.describe()
     assert run.err.startswith("syncline: rank 1 has raised ValueError: boom but does not end")
@@ -128,9 +129,9 @@ def address(family: int, place: tuple[object, ...]) -> tuple[int, int, int, str,
     return family, socket.SOCK_DGRAM, 0, "", place
 
 
-def test_the_meeting_point_is_an_ipv4_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_address_is_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [address(socket.AF_INET6, ("2001:db8::7", 9, 0, 0)), address(socket.AF_INET, ("127.0.0.2", 9))]
-    monkeypatch.setattr(ssh_module, "_real_name", lambda name: name)
+    monkeypatch.setattr(ssh_module, "resolve_alias", lambda name: name)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **more: found)
     assert address_towards([Host("localhost", 1), Host("a", 1)]) == "127.0.0.1"
     del found[1]
@@ -139,16 +140,19 @@ def test_the_meeting_point_is_an_ipv4_address(monkeypatch: pytest.MonkeyPatch) -
 
 
 class Recorded:
-    """A link that writes down what it is told."""
+    """A connection that records the messages to its agent."""
+
+    made: ClassVar[list[Recorded]] = []
 
     def __init__(self, host: Host) -> None:
-        self.told: list[object] = []
+        self.sent: list[object] = []
+        self.made.append(self)
 
     def start(self, job: Mapping[str, object]) -> None:
         return
 
     def send(self, what: Mapping[str, object]) -> None:
-        self.told.append(what)
+        self.sent.append(what)
 
 
 def test_each_signal_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,12 +164,10 @@ def test_each_signal_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
         crew.start(lambda: False)
         for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM):
             crew.signal(number)
-    [(_, link)] = crew._links
-    assert isinstance(link, Recorded)
-    assert link.told == [{"signal": 15}, {"signal": 9}]
+    assert Recorded.made[-1].sent == [{"signal": 15}, {"signal": 9}]
 
 
-def test_ssh_asks_whether_the_host_is_there(runs: Runs) -> None:
+def test_ssh_uses_keepalive(runs: Runs) -> None:
     ssh = runs.folder / "ssh"
     ssh.write_text(f'#!/bin/sh\n[ $1 = -G ] && exec echo hostname 127.0.0.1\necho "$@" > {runs.folder}/words\nexit 3\n')
     ssh.chmod(0o755)
@@ -189,7 +191,7 @@ def alive(pid: int) -> bool:
 
 
 @needs_sshd
-def test_a_failure_elsewhere_ends_all(runs: Runs, ssh: str) -> None:
+def test_remote_failure_ends_all(runs: Runs, ssh: str) -> None:
     run = runs.start("run", "--hosts", "localhost,alpha", remote_script(runs, REMOTE), variables={"SYNCLINE_SSH": ssh})
     pids = [int(runs.read(f"ready{rank}")) for rank in range(2)]
     runs.post("go")
@@ -223,7 +225,7 @@ def test_the_agents_end_with_the_launcher(runs: Runs, ssh: str, sent: signal.Sig
         (3, "host a: the agent ended with exit code 3 (no route to a)"),
     ],
 )
-def test_what_is_said_when_an_agent_does_not_come(runs: Runs, code: int, words: str) -> None:
+def test_agent_that_does_not_start_is_reported(runs: Runs, code: int, words: str) -> None:
     ssh = runs.folder / "ssh"
     ssh.write_text(f"#!/bin/sh\n[ $1 = -G ] && exec echo hostname 127.0.0.1\necho no route to a >&2\nexit {code}\n")
     ssh.chmod(0o755)
@@ -234,9 +236,9 @@ def test_what_is_said_when_an_agent_does_not_come(runs: Runs, code: int, words: 
     runs.assert_nothing_left()
 
 
-def test_what_the_other_host_checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_agent_command_checks_the_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def code() -> int:
-        return subprocess.run(["sh", "-c", _remote_command()], capture_output=True, check=False, timeout=60).returncode
+        return subprocess.run(["sh", "-c", agent_command()], capture_output=True, check=False, timeout=60).returncode
 
     bare = tmp_path / "python with a space"
     bare.write_text("#!/bin/sh\nexit 1\n")

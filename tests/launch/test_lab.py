@@ -57,7 +57,7 @@ class Witness:
         return sum(name.startswith("w") for _, name in self.here.call(socket.if_nameindex))
 
     def watch_lab(self, lab: Lab) -> int:
-        networks = [namespace.net for namespace in lab._namespaces]
+        networks = [namespace.net for namespace in lab.namespaces]
         self.watch(*networks)
         assert self.alive() >= len(networks)
         return len(networks)
@@ -126,7 +126,7 @@ def test_links_off_the_rate_are_refused(monkeypatch: pytest.MonkeyPatch, factor:
 
 
 @needs_lab
-def test_one_bad_sample_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lab_retries_after_a_bad_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = iter([50e6, 100e6, 99e6, 101e6])
     monkeypatch.setattr("syncline.launch.lab.throughput", lambda *_: next(samples))
     with Lab(2, "100mbit") as lab:
@@ -154,7 +154,7 @@ def test_three_senders_into_one_port_lose_nothing() -> None:
         for end in (*senders, *receivers):
             end.close()
         port = (
-            lab._namespaces[0]
+            lab.namespaces[0]
             .call(
                 lambda: subprocess.run(
                     ["tc", "-s", "qdisc", "show", "dev", "p0"], capture_output=True, text=True, check=True
@@ -175,7 +175,7 @@ def test_open_links_have_no_bucket() -> None:
         assert "tbf" not in run_inside(lab.hosts[0], "tc", "qdisc")
 
 
-def test_a_bucket_holds_about_a_millisecond_and_at_least_two_packets() -> None:
+def test_bucket_size() -> None:
     for rate in (50e6, 100e6, 1e9, 10e9):
         shape = LinkShape(rate)
         assert 0.5e-3 <= shape.burst * 8 / rate <= 1.3e-3
@@ -203,7 +203,7 @@ def test_hosts_have_names_and_addresses_of_their_own() -> None:
 
 
 @needs_lab
-def test_hosts_reach_each_other_and_nothing_else() -> None:
+def test_hosts_reach_only_each_other() -> None:
     with Lab(2, "100mbit", check=False) as lab, socket.create_server(("127.0.0.1", 0)) as outside:
         first, second = lab.hosts
         with serve(second) as listener, connect(first, listener.getsockname()) as out:
@@ -222,7 +222,7 @@ def test_hosts_reach_each_other_and_nothing_else() -> None:
 
 
 @needs_lab
-def test_labs_side_by_side_do_not_meet() -> None:
+def test_two_labs_are_isolated() -> None:
     with Lab(2, "100mbit", check=False) as one, Lab(2, "10mbit", check=False) as other:
         with serve(one.hosts[0]) as listener:
             connect(one.hosts[1], listener.getsockname()).close()
@@ -233,7 +233,7 @@ def test_labs_side_by_side_do_not_meet() -> None:
 
 
 @needs_lab
-def test_call_gives_back_values_and_errors_and_leaves_the_caller_where_it_was() -> None:
+def test_call_returns_values_and_raises_errors() -> None:
     def network() -> int:
         return os.stat("/proc/thread-self/ns/net").st_ino
 
@@ -324,7 +324,7 @@ def test_kill_9_leaves_nothing(witness: Witness) -> None:
     script = (
         "from syncline.launch.lab import Lab\n"
         "lab = Lab(2, '100mbit', check=False)\n"
-        "print(*(namespace.net for namespace in lab._namespaces), flush=True)\n"
+        "print(*(namespace.net for namespace in lab.namespaces), flush=True)\n"
         "input()\n"
     )
     holder = subprocess.Popen(
@@ -349,7 +349,7 @@ def test_kill_9_leaves_nothing(witness: Witness) -> None:
     "rate",
     ["fast", "100", "mbit", "0mbit", "-1mbit", "1e9mbit", "100mbps", "100 mbit", "1.mbit", "", "999gbit", "1kbit"],
 )
-def test_rates_that_are_none(rate: str) -> None:
+def test_invalid_rates_are_refused(rate: str) -> None:
     with pytest.raises(SpecError, match=r"100mbit|256kbit"):
         Lab(2, rate)
     with pytest.raises(SpecError, match=r"100mbit|256kbit"):
@@ -357,7 +357,7 @@ def test_rates_that_are_none(rate: str) -> None:
 
 
 @pytest.mark.parametrize("hosts", [0, -1, 65, True, 2.0, "2"])
-def test_numbers_of_hosts_that_are_none(hosts: int) -> None:
+def test_invalid_numbers_of_hosts_are_refused(hosts: int) -> None:
     with pytest.raises(SpecError, match="1 to 64 hosts"):
         Lab(hosts, "100mbit")
 
@@ -380,11 +380,11 @@ def test_missing_commands_are_named_with_their_package(monkeypatch: pytest.Monke
         Lab(2, "100mbit")
 
 
-def test_without_rights_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_privileges_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr("syncline.launch.namespaces._kernel", refuse)
+    monkeypatch.setattr("syncline.launch.namespaces.call_libc", refuse)
     monkeypatch.setattr(lab_module, "require_tools", lambda: None)
     with pytest.raises(WorldError, match=r"CAP_SYS_ADMIN and CAP_NET_ADMIN .*run as root"):
         Lab(2, "100mbit")

@@ -53,13 +53,13 @@ def use_mpiexec(monkeypatch: pytest.MonkeyPatch, says: str) -> None:
     monkeypatch.setattr(mpi, "find_mpiexec", lambda: "/opt/mpiexec")
     monkeypatch.setattr(mpi, "mpiexec_version", lambda path: says)
     monkeypatch.setattr(mpi, "installed_mpis", list)
-    monkeypatch.setattr(mpi, "_has", lambda name: True)
+    monkeypatch.setattr(mpi, "is_installed", lambda name: True)
 
 
 # The command.
 
 
-def test_mpiexec_stands_in_the_first_host_and_knows_the_way_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpiexec_runs_on_the_first_host_of_a_lab(monkeypatch: pytest.MonkeyPatch) -> None:
     use_mpiexec(monkeypatch, HYDRA)
     monkeypatch.setenv("MPIR_CVAR_ASYNC_PROGRESS", "0")
     (program,), nobody = mpiexec_programs(PLACES, ["train.py"], {"SYNCLINE_WORKERS": "4"}, 1, SERVER, plain=False)
@@ -79,7 +79,7 @@ def test_mpiexec_stands_in_the_first_host_and_knows_the_way_to_the_others(monkey
     assert "RANK" not in told, "that is mpiexec's to say"
 
 
-def test_here_it_takes_any_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpiexec_here_uses_any_network(monkeypatch: pytest.MonkeyPatch) -> None:
     use_mpiexec(monkeypatch, HYDRA)
     ((program,),) = mpiexec_programs([LaunchHost(name="localhost", slots=2)], ["train.py"], {})
     assert program.target[:4] == ("--exec", "/opt/mpiexec", "-n", "2")
@@ -96,7 +96,7 @@ def test_in_the_lab_it_must_be_mpich(monkeypatch: pytest.MonkeyPatch) -> None:
         mpiexec_programs(PLACES, ["train.py"], {})
 
 
-def test_the_first_rank_that_failed_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_failed_mpi_rank_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("SYNCLINE_TRANSPORT", "mpi")
     path = str(tmp_path / "error.json")
@@ -194,7 +194,7 @@ with sl.init() as world:
 @needs_mpich
 @pytest.mark.usefixtures("lab")
 @pytest.mark.xdist_group("lab")
-def test_bytes_cross_the_links_and_puts_land_while_the_target_computes(runs: Runs) -> None:
+def test_mpi_uses_the_links_and_puts_complete(runs: Runs) -> None:
     run = runs.run("run", "--mpi", "--lab", "2@100mbit", runs.script(CROSSING))
     assert run.code == 0, run.describe()
     size, first, crossed = json.loads(runs.read("told"))
@@ -208,7 +208,7 @@ def test_bytes_cross_the_links_and_puts_land_while_the_target_computes(runs: Run
 @needs_mpich
 @pytest.mark.usefixtures("lab")
 @pytest.mark.xdist_group("lab")
-def test_who_fails_is_named_and_a_killed_launcher_takes_all_along(runs: Runs) -> None:
+def test_failed_mpi_rank_is_named_in_the_lab(runs: Runs) -> None:
     failing = """
 import syncline as sl
 with sl.init() as world:

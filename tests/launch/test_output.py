@@ -52,7 +52,7 @@ class Endless(io.BytesIO):
         return super().write(data)  # type: ignore[arg-type]
 
 
-def test_lines_are_passed_on_whole(tmp_path: Path) -> None:
+def test_lines_are_forwarded_whole(tmp_path: Path) -> None:
     out = io.BytesIO()
     path = tmp_path / "log"
     with path.open("wb", buffering=0) as writer, OutputForwarder(out, io.BytesIO()) as output:
@@ -69,7 +69,7 @@ def test_lines_are_passed_on_whole(tmp_path: Path) -> None:
     assert out.getvalue().decode() == "[1] half a line ±\n[1] and the end\n"
 
 
-def test_some_are_passed_on_as_they_come(tmp_path: Path) -> None:
+def test_output_without_prefix_is_unchanged(tmp_path: Path) -> None:
     err = io.BytesIO()
     path = tmp_path / "log"
     path.write_bytes(b"10%\r20%")
@@ -79,7 +79,7 @@ def test_some_are_passed_on_as_they_come(tmp_path: Path) -> None:
         assert err.getvalue() == b"10%\r20%"
 
 
-def test_nobody_reads_any_more(tmp_path: Path) -> None:
+def test_closed_reader_does_not_stop_the_workers(tmp_path: Path) -> None:
     out, err = Broken(), io.BytesIO()
     for name in ("out", "err"):
         (tmp_path / name).write_text("words\n")
@@ -96,7 +96,7 @@ def blocked() -> Iterator[Blocked]:
     sink.released.set()  # its thread may go
 
 
-def test_a_blocked_reader_holds_up_nobody_who_speaks(tmp_path: Path, blocked: Blocked) -> None:
+def test_blocked_reader_does_not_block_messages(tmp_path: Path, blocked: Blocked) -> None:
     for name in ("one", "two"):
         (tmp_path / name).write_text(f"{name}\n")
     with OutputForwarder(blocked, blocked) as output:
@@ -111,9 +111,7 @@ def test_a_blocked_reader_holds_up_nobody_who_speaks(tmp_path: Path, blocked: Bl
     assert blocked.getvalue() == b"[1] one\n[2] two\nfirst words\nlast words\n"
 
 
-def test_at_the_end_a_reader_who_takes_nothing_is_left(
-    tmp_path: Path, blocked: Blocked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reader_that_takes_nothing_times_out(tmp_path: Path, blocked: Blocked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "READER_TIMEOUT_S", 0.0)
     err = io.BytesIO()
     (tmp_path / "one").write_text("one\n")
@@ -127,13 +125,13 @@ def test_at_the_end_a_reader_who_takes_nothing_is_left(
     )
 
 
-def test_one_who_writes_without_end_holds_up_nobody_else(tmp_path: Path) -> None:
+def test_endless_stream_does_not_block_others(tmp_path: Path) -> None:
     path, other = tmp_path / "one", tmp_path / "two"
     path.write_bytes(b"x" * 99 + b"\n")
     other.write_text("two\n")
     sink = Endless(path)
     with OutputForwarder(sink, sink) as output:
-        with output._lock:  # both are there when the first has its turn
+        with output.lock:  # both are there when the first has its turn
             output.follow(str(path), sink, "[1] ")
             output.follow(str(other), sink, "[2] ")
             output.say("words")
@@ -147,7 +145,7 @@ def test_streams_take_turns(tmp_path: Path) -> None:
     path.write_bytes((b"x" * 1023 + b"\n") * (3 * READ_BYTES // 1024))
     other.write_text("two\n")
     out = io.BytesIO()
-    with OutputForwarder(out, out) as output, output._lock:
+    with OutputForwarder(out, out) as output, output.lock:
         output.follow(str(path), out, "[1] ")
         output.follow(str(other), out, "[2] ")
         output.say("done")
@@ -157,7 +155,7 @@ def test_streams_take_turns(tmp_path: Path) -> None:
     assert len(lines) == 3 * READ_BYTES // 1024 + 2
 
 
-def test_a_progress_bar_that_never_ends_its_line_takes_no_room(tmp_path: Path) -> None:
+def test_progress_bar_needs_no_memory(tmp_path: Path) -> None:
     out = io.BytesIO()
     path = tmp_path / "log"
     path.write_bytes(b"".join(b"\r%6d of many" % number for number in range(300_000)))
@@ -165,29 +163,29 @@ def test_a_progress_bar_that_never_ends_its_line_takes_no_room(tmp_path: Path) -
     output = OutputForwarder(out, out)
     output.follow(str(path), out, "[1] ")
     output.drain()
-    assert output._streams[0].rest == b"299999 of many"
+    assert output.buffered_bytes == len(b"299999 of many")
     with path.open("ab") as file:
         file.write(b"\r")
     output.drain()
-    assert output._streams[0].rest == b"299999 of many\r"
+    assert output.buffered_bytes == len(b"299999 of many\r")
     output.close()
     assert out.getvalue() == b"[1] 299999 of many\n"
 
 
-def test_a_line_without_end_is_cut(tmp_path: Path) -> None:
+def test_long_line_is_cut(tmp_path: Path) -> None:
     out = io.BytesIO()
     path = tmp_path / "log"
     path.write_bytes(b"x" * (5 * READ_BYTES))
     with OutputForwarder(out, out) as output:
         output.follow(str(path), out, "[1] ")
         output.drain()
-        assert len(output._streams[0].rest) <= READ_BYTES
+        assert output.buffered_bytes <= READ_BYTES
     lines = out.getvalue().splitlines()
     assert sum(len(line) - len("[1] ") for line in lines) == 5 * READ_BYTES
     assert max(map(len, lines)) <= 2 * READ_BYTES + len("[1] ")
 
 
-def test_what_has_been_read_is_given_back_to_the_disk(tmp_path: Path) -> None:
+def test_disk_space_of_read_output_is_freed(tmp_path: Path) -> None:
     line = b"x" * 1023 + b"\n"
     path = tmp_path / "log"
     path.write_bytes(line * 8)
@@ -220,7 +218,7 @@ def test_a_terminal_that_does_not_block(tmp_path: Path) -> None:
     assert found == b"x" * (1 << 20)
 
 
-def test_what_is_no_report_is_refused() -> None:
+def test_invalid_event_is_refused() -> None:
     board = ProcessEvents(serve_store("127.0.0.1"))
     board.store.set("run/ended/1", '["nonsense"]')
     board.store.add("run/ended", 1)

@@ -59,14 +59,14 @@ sys.exit("enough" if rank else 0)
 def no_preforks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run the test without existing prefork processes, and end those that it starts."""
     started: dict[Any, Prefork] = {}
-    monkeypatch.setattr(prefork, "_preforks", started)
+    monkeypatch.setattr(prefork, "running_preforks", started)
     monkeypatch.setattr(prefork, "PRELOADED", ())
     yield
     for each in started.values():
         each.close()
 
 
-def test_a_rank_finds_the_same_both_ways(tmp_path: Path) -> None:
+def test_forked_rank_equals_a_new_process(tmp_path: Path) -> None:
     told: dict[str, list[Any]] = {}
     for way, variables in WAYS.items():
         (tmp_path / way / "here").mkdir(parents=True)
@@ -144,7 +144,7 @@ def test_a_prefork_process_that_has_ended_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_preforks")
-def test_other_variables_take_another_prefork_process() -> None:
+def test_other_variables_use_another_prefork_process() -> None:
     first, _ = find_prefork(SERVER, {**os.environ, "RANK": "0"})
     assert find_prefork(SERVER, {**os.environ, "RANK": "1", "MASTER_PORT": "7"})[0] is first
     for name in ("OMP_NUM_THREADS", "PYTHONPATH", "TORCH_LOGS", "LC_ALL"):
@@ -152,7 +152,7 @@ def test_other_variables_take_another_prefork_process() -> None:
 
 
 @pytest.mark.usefixtures("no_preforks")
-def test_what_cannot_be_forked_is_a_new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unforkable_targets_are_new_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("sets.py").write_text("import os\nos.environ.update(OMP_NUM_THREADS='3')\nimport torch")
     Path("plain.py").write_text("print('hello')")

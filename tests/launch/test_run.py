@@ -43,7 +43,7 @@ def test_lines_come_while_the_worker_runs(runs: Runs) -> None:
     assert run.finish().code == 0
 
 
-def test_what_a_worker_is_told(runs: Runs) -> None:
+def test_variables_of_a_worker(runs: Runs) -> None:
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "OMP_NUM_THREADS"]
     names += ["TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT", "PYTHONUNBUFFERED", "SYNCLINE_SERVERS"]
     hidden = ["SYNCLINE_KEY", "SYNCLINE_SUPERVISOR", "TORCHELASTIC_RUN_ID", "SYNCLINE_HANDLERS"]
@@ -87,7 +87,7 @@ threading.Thread(target=later).start()
     "what",
     [["look.py", "a", "--b"], ["sub/look.py"], ["-m", "sub.look", "-n", "3"], ["-m", "package", "x"], ["folder", "y"]],
 )
-def test_a_script_finds_what_plain_python_gives(runs: Runs, what: list[str]) -> None:
+def test_script_runs_as_under_plain_python(runs: Runs, what: list[str]) -> None:
     for name in ("look.py", "sub/look.py", "package/__main__.py", "folder/__main__.py"):
         runs.script(LOOK, name)
     (runs.folder / "package" / "__init__.py").touch()
@@ -221,7 +221,7 @@ until("never")
     runs.assert_nothing_left()
 
 
-def test_a_server_that_fails_counts(runs: Runs) -> None:
+def test_failed_server_fails_the_run(runs: Runs) -> None:
     server = runs.script(
         "if os.environ['SYNCLINE_SERVER'] == '1': raise ValueError('full')\nuntil('never')", "server.py"
     )

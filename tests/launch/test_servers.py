@@ -120,7 +120,7 @@ until("never")
 """
 
 
-def test_workers_hear_of_a_killed_server(runs: Runs) -> None:
+def test_workers_learn_of_a_killed_server(runs: Runs) -> None:
     killed = runs.script(KILLED, "server.py")
     job = {"servers": 2, "server": (killed,), "policy": "continue"}
     run = runs.run(runs.script(DYING), job=job, **HERE)
@@ -130,7 +130,7 @@ def test_workers_hear_of_a_killed_server(runs: Runs) -> None:
     runs.assert_nothing_left()
 
 
-def test_workers_reach_servers_of_their_own_which_import_a_module_of_handlers(runs: Runs) -> None:
+def test_servers_import_a_module_of_handlers(runs: Runs) -> None:
     (runs.folder / "my_handlers.py").write_text("print('imported by', __import__('os').environ['SYNCLINE_ROLE'])")
     run = runs.run(runs.script(USE), job={**ECHO, "handlers": "my_handlers"}, **HERE)
     assert run.code == 0, run.describe()
@@ -173,7 +173,7 @@ def test_an_evaluator_finishes_its_work(runs: Runs) -> None:
     runs.assert_nothing_left()
 
 
-def test_an_evaluator_that_fails_counts(runs: Runs) -> None:
+def test_failed_evaluator_fails_the_run(runs: Runs) -> None:
     script = runs.script("if os.environ['SYNCLINE_ROLE'] == 'evaluator': raise ValueError('odd')\nuntil('never')")
     run = runs.run(script, job={"evaluators": 1})
     assert run.code == 1

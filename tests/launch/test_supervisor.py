@@ -45,12 +45,12 @@ def ended(rank: int, code: int, report: ErrorReport | None = None, time: float =
         ([ended(0, -9, time=3.0), ended(1, -9, time=2.0)], 1),
     ],
 )
-def test_the_culprit(failures: list[ProcessExit], guilty: int) -> None:
+def test_first_failure(failures: list[ProcessExit], guilty: int) -> None:
     assert first_failure(failures).rank == guilty
     assert first_failure(failures[::-1]).rank == guilty
 
 
-def test_what_ended_goes_through_json() -> None:
+def test_process_exit_as_json() -> None:
     for one in (ended(2, 1, OWN), ended(0, -9), ProcessExit(name="server 0", rank=None, code=0)):
         assert ProcessExit.from_json(one.to_json()) == one
 
@@ -98,7 +98,7 @@ def supervise(crew: Scripted, policy: FailurePolicy = "stop") -> tuple[int, list
     return code, said, board
 
 
-def test_one_who_was_left_alone_is_not_blamed_while_another_is_still_ending() -> None:
+def test_consequence_is_not_the_first_failure() -> None:
     crew = Scripted([ended(0, 1, LOST)], [], [ended(1, -15)], raised=[ended(1, 1, OWN)])
     code, said, board = supervise(crew)
     assert code == 1
@@ -107,12 +107,12 @@ def test_one_who_was_left_alone_is_not_blamed_while_another_is_still_ending() ->
     assert board.store.add("syncline/dead", 0) == 2
 
 
-def test_when_only_those_left_alone_are_known_one_of_them_is_told() -> None:
+def test_only_consequences_are_known() -> None:
     crew = Scripted([ended(0, 1, LOST)], [], [ended(1, -15)], raised=[])
     assert supervise(crew)[:2] == (1, ["rank 0 failed (exit code 1)\nTraceback\nPeerLostError"])
 
 
-def test_others_that_failed_by_themselves_are_told_in_a_line() -> None:
+def test_other_failures_take_one_line() -> None:
     later = ErrorReport(summary="KeyError: 'x'", traceback="Traceback\nKeyError: 'x'", time=3.0)
     crew = Scripted([ended(0, 1, later), ended(1, 1, OWN)], raised=[])
     assert supervise(crew)[:2] == (
@@ -143,7 +143,7 @@ def test_same_exit_code_without_report_takes_one_line() -> None:
     assert supervise(crew)[:2] == (3, ["ranks 0 and 1 failed (exit code 3)"])
 
 
-def test_where_others_go_on_one_error_is_shown_once() -> None:
+def test_same_error_is_shown_once_with_continue() -> None:
     crew = Scripted([ended(0, 1, OWN), ended(1, 1, OWN)], raised=[])
     assert supervise(crew, "continue")[:2] == (
         1,
@@ -179,7 +179,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_one_who_has_raised_and_does_not_end_counts_as_failed() -> None:
+def test_rank_that_raises_and_does_not_end_has_failed() -> None:
     """Nobody ends before they are asked to."""
     crew = Scripted([], [ended(0, -15), ended(1, -15)], raised=[ended(0, 1, OWN)])
     code, said, board = supervise(crew)
@@ -205,7 +205,7 @@ class Lingering(Scripted):
 
 
 @pytest.mark.usefixtures("quick")
-def test_where_the_others_go_on_it_is_only_told() -> None:
+def test_hanging_exit_is_only_reported_with_continue() -> None:
     said: list[str] = []
     crew = Lingering(said)
     assert Supervisor(crew, ProcessEvents(serve_store("127.0.0.1")), 2, policy="continue", say=said.append).run() == 1
@@ -221,7 +221,7 @@ class CutOff(Scripted):
 
 
 @pytest.mark.usefixtures("quick")
-def test_those_who_do_not_answer_to_being_killed_are_left() -> None:
+def test_processes_that_do_not_end_are_given_up() -> None:
     crew = CutOff([ended(0, 3)], [ended(1, 0)], raised=[])
     code, said, _ = supervise(crew)
     assert code == 3
@@ -256,7 +256,7 @@ class Signs(ProcessEvents):
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("answers", [True, False], ids=["ends", "cut off"])
 @pytest.mark.parametrize("policy", ["stop", "continue"])
-def test_one_without_a_sign_of_life_is_killed_and_has_failed(policy: FailurePolicy, answers: bool) -> None:
+def test_silent_rank_is_killed_and_has_failed(policy: FailurePolicy, answers: bool) -> None:
     """The run ends, whether the killed one is seen to end or not; the others are told why it is gone."""
     crew, said, board = Frozen(answers=answers), list[str](), Signs(serve_store("127.0.0.1"))
     code = Supervisor(crew, board, 2, policy=policy, say=said.append, lost_after=0.05).run()
@@ -269,7 +269,7 @@ def test_one_without_a_sign_of_life_is_killed_and_has_failed(policy: FailurePoli
     assert "no heartbeat" in json.loads(board.store.get("syncline/dead/1"))["reason"]
 
 
-def test_a_silence_while_the_launcher_itself_was_held_up_does_not_count() -> None:
+def test_suspended_launcher_does_not_count_as_silence() -> None:
     """A laptop that sleeps, Ctrl-Z: all beats are old then, and nobody is lost."""
     monitor = HeartbeatMonitor(lost_after=10.0)
     beats = {"rank 0": "7"}
@@ -277,7 +277,7 @@ def test_a_silence_while_the_launcher_itself_was_held_up_does_not_count() -> Non
     assert monitor.check(1000.0, beats, dict) == {}
 
 
-def test_who_computes_lives_though_its_beats_stay_out() -> None:
+def test_busy_process_is_alive_without_heartbeats() -> None:
     """Compiled code may keep all other threads of its process from running."""
     monitor = HeartbeatMonitor(lost_after=3.0)
     found = [monitor.check(float(now), {"rank 0": "7"}, lambda: {"rank 0": "busy"}) for now in range(20)]
@@ -285,7 +285,7 @@ def test_who_computes_lives_though_its_beats_stay_out() -> None:
 
 
 @pytest.mark.parametrize("sign", ["", "left"], ids=["no world yet", "has left"])
-def test_who_owes_no_sign_of_life_is_lost_only_when_it_is_stopped(sign: str) -> None:
+def test_process_without_world_is_lost_only_if_stopped(sign: str) -> None:
     monitor = HeartbeatMonitor(lost_after=3.0)
     for now in range(20):
         assert monitor.check(float(now), {"rank 0": sign}, dict) == {}
@@ -323,14 +323,14 @@ def test_an_evaluator_may_finish_when_the_ranks_have_ended(monkeypatch: pytest.M
     assert crew.sent == []
 
 
-def test_an_evaluator_that_does_not_finish_is_asked_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluator_that_does_not_finish_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "EVALUATOR_TIMEOUT_S", 0.0)
     crew = Evaluating(ended(0, 0), ended(1, 0))
     assert supervise_evaluator(crew)[0] == 0
     assert crew.sent == [signal.SIGTERM]
 
 
-def test_an_evaluator_has_no_time_when_a_rank_has_failed_unless_the_others_were_to_go_on() -> None:
+def test_evaluator_ends_at_once_after_a_failure() -> None:
     crew = Evaluating(ended(0, 0), ended(1, 3))
     assert supervise_evaluator(crew)[0] == 3
     assert crew.sent == [signal.SIGTERM]
@@ -339,7 +339,7 @@ def test_an_evaluator_has_no_time_when_a_rank_has_failed_unless_the_others_were_
     assert crew.sent == []
 
 
-def test_reports_that_are_not_ours(tmp_path: Path) -> None:
+def test_report_of_torch_is_read(tmp_path: Path) -> None:
     path = f"{tmp_path}/error.json"
     assert read_error_report(path) is None
     with open(path, "w") as file:
@@ -369,7 +369,7 @@ class Signalled(Scripted):
         (self.of_ranks if ranks_only else self.sent).append(number)
 
 
-def test_sigterm_asks_ranks_that_save_as_ctrl_c_does() -> None:
+def test_sigterm_makes_ranks_save() -> None:
     """The server, which they need until they have saved, is ended after them."""
     crew, said = Signalled(), list[str]()
     code = Supervisor(
@@ -380,7 +380,7 @@ def test_sigterm_asks_ranks_that_save_as_ctrl_c_does() -> None:
 
 
 @pytest.mark.parametrize("policy", ["stop", "continue"])
-def test_ranks_that_were_asked_to_stop_by_others_have_not_failed(policy: FailurePolicy) -> None:
+def test_stopped_ranks_have_not_failed(policy: FailurePolicy) -> None:
     """SIGTERM to a single worker: all save, and say so by their exit code."""
     crew, said = Scripted([ended(1, 130)], [ended(0, 130)], raised=[]), list[str]()
     crew.sent = [0]  # the second one ends by itself
@@ -390,7 +390,7 @@ def test_ranks_that_were_asked_to_stop_by_others_have_not_failed(policy: Failure
     assert (code, said, crew.sent) == (130, [], [0])
 
 
-def test_an_evaluator_that_was_lost_is_no_failure_of_the_ranks() -> None:
+def test_lost_evaluator_is_not_a_failure_of_the_ranks() -> None:
     gone = ProcessExit(name="evaluator", rank=None, code=-9)
     crew = Scripted([gone], [ended(0, 0), ended(1, 0)], raised=[])
     crew.sent = [0]

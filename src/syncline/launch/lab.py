@@ -76,7 +76,8 @@ class Lab:
         self.measured = None
         shape = parse_rate(rate)
         require_tools()
-        self._namespaces: list[Namespace] = []
+        self.namespaces: list[Namespace] = []
+        """The namespaces of the switch and of the hosts."""
         self._shell: NamespaceShell | None = None
         try:
             self.hosts = self._build(hosts, shape)
@@ -102,7 +103,7 @@ class Lab:
 
     def _namespace(self, name: str) -> Namespace:
         made = Namespace(name)
-        self._namespaces.append(made)
+        self.namespaces.append(made)
         return made
 
     @property
@@ -117,7 +118,7 @@ class Lab:
         if self._shell is not None:
             self._shell.close()
             self._shell = None
-        for namespace in self._namespaces:
+        for namespace in self.namespaces:
             namespace.close()
 
     def __enter__(self) -> Lab:

@@ -77,7 +77,7 @@ def why_no_mpi(lab: bool = False) -> str | None:
     mpiexec = find_mpiexec()
     if mpiexec is None:
         return f"mpiexec was found neither beside Python nor on PATH; {INSTALL}"
-    if not _has("mpi4py"):
+    if not is_installed("mpi4py"):
         return f"mpi4py is missing; {INSTALL}"
     if lab and flavour_of(mpiexec_version(mpiexec)) != "MPICH":
         return f"in the lab ranks are started by MPICH's mpiexec, and {mpiexec} is another's; {INSTALL}"
@@ -92,7 +92,7 @@ def find_mpiexec() -> str | None:
 
 def installed_mpis() -> list[str]:
     """The MPI libraries that are installed as Python packages."""
-    return [name for name in WHEELS if _has(name)]
+    return [name for name in WHEELS if is_installed(name)]
 
 
 def flavour_of(version: str) -> str:
@@ -148,7 +148,8 @@ def mpiexec_version(mpiexec: str) -> str:
     return done.stdout + done.stderr
 
 
-def _has(distribution: str) -> bool:
+def is_installed(distribution: str) -> bool:
+    """Whether a Python package is installed."""
     try:
         importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -68,8 +68,8 @@ class Namespace:
         net, uts = self._net, self._uts
 
         def inside() -> T:
-            _kernel("setns", net, CLONE_NEWNET)
-            _kernel("setns", uts, CLONE_NEWUTS)
+            call_libc("setns", net, CLONE_NEWNET)
+            call_libc("setns", uts, CLONE_NEWUTS)
             return fn()
 
         return _in_thread(inside)
@@ -112,7 +112,7 @@ class Namespace:
 def _create(name: str) -> tuple[int, int]:
     """Move the calling thread to new namespaces, and return a descriptor of each."""
     try:
-        _kernel("unshare", CLONE_NEWNET | CLONE_NEWUTS)
+        call_libc("unshare", CLONE_NEWNET | CLONE_NEWUTS)
     except PermissionError:
         raise WorldError(
             f"making the lab's host {name} needs CAP_SYS_ADMIN and CAP_NET_ADMIN (user id here: {os.geteuid()}): run "
@@ -124,7 +124,7 @@ def _create(name: str) -> tuple[int, int]:
             "CONFIG_NET_NS and CONFIG_UTS_NS, and a large enough /proc/sys/user/max_net_namespaces"
         ) from None
     encoded = name.encode()
-    _kernel("sethostname", encoded, len(encoded))
+    call_libc("sethostname", encoded, len(encoded))
     net = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
         return net, os.open("/proc/thread-self/ns/uts", os.O_RDONLY)
@@ -133,7 +133,7 @@ def _create(name: str) -> tuple[int, int]:
         raise
 
 
-def _kernel(function: str, *arguments: int | bytes) -> None:
+def call_libc(function: str, *arguments: int | bytes) -> None:
     """Call a function of the C library that Python 3.10 does not have."""
     if getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments):
         number = ctypes.get_errno()

@@ -51,7 +51,8 @@ class OutputForwarder:
         self._streams: list[_Stream] = []
         self._messages: deque[bytes] = deque()
         self._written = 0
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+        """Held while output is forwarded; another holder pauses it."""
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -75,7 +76,7 @@ class OutputForwarder:
 
     def drain(self) -> None:
         """Forward everything that was written so far."""
-        with self._lock:
+        with self.lock:
             messages = len(
                 self._messages
             )  # read first: output that was written before a message is forwarded before it
@@ -92,6 +93,11 @@ class OutputForwarder:
             for _ in range(messages):
                 self._put(self.err, self._messages[0])
                 self._messages.popleft()
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes of incomplete lines."""
+        return sum(len(stream.rest) for stream in self._streams)
 
     def close(self) -> None:
         """Forward the rest, as long as somebody reads it."""

@@ -184,7 +184,7 @@ class Prefork:
             self.process.kill()
 
 
-_preforks: dict[tuple[tuple[str, str], ...], Prefork] = {}
+running_preforks: dict[tuple[tuple[str, str], ...], Prefork] = {}
 """The prefork processes of this launcher, by the values of the variables in `READ_EARLY`."""
 
 
@@ -197,24 +197,24 @@ def start_prefork(target: Sequence[str], variables: Mapping[str, str]) -> str | 
     if why is not None:
         return why
     key = _read_early(variables)
-    if key in _preforks and _preforks[key].died:
-        _preforks.pop(key).close()
-    if key not in _preforks:
-        for other in _preforks:
+    if key in running_preforks and running_preforks[key].died:
+        running_preforks.pop(key).close()
+    if key not in running_preforks:
+        for other in running_preforks:
             changed = sorted({name for name, _ in set(key) ^ set(other)})
             logger.info("starting another prefork process: %s differs", ", ".join(changed))
         rest = {name: value for name, value in os.environ.items() if not READ_EARLY.fullmatch(name)}
         try:
-            _preforks[key] = Prefork.launch({**rest, **dict(key)})
+            running_preforks[key] = Prefork.launch({**rest, **dict(key)})
         except OSError as error:
             return f"the prefork process cannot be started: {error}"
-        atexit.register(_preforks[key].close)
+        atexit.register(running_preforks[key].close)
     return None
 
 
 def adopt(prefork: Prefork, variables: Mapping[str, str]) -> None:
     """Use a prefork process that the caller has started with these variables."""
-    _preforks[_read_early(variables)] = prefork
+    running_preforks[_read_early(variables)] = prefork
 
 
 def find_prefork(
@@ -227,7 +227,7 @@ def find_prefork(
     why = start_prefork(target, variables)
     if why is not None:
         return None, why
-    found = _preforks[_read_early(variables)]
+    found = running_preforks[_read_early(variables)]
     if not found.wait_until_ready(give_up):
         return None, found.fault or "the launcher stopped waiting for the prefork process"
     return found, ""

@@ -28,6 +28,8 @@ __all__ = [
     "HostPrograms",
     "RemoteProcesses",
     "address_towards",
+    "agent_command",
+    "resolve_alias",
     "ssh_command",
 ]
 
@@ -70,7 +72,7 @@ class AgentConnection:
         try:
             # In a session of its own, because the launcher forwards Ctrl-C itself.
             self._ssh = subprocess.Popen(
-                [*command, _remote_command()], stdin=subprocess.PIPE, stderr=self._errors, start_new_session=True
+                [*command, agent_command()], stdin=subprocess.PIPE, stderr=self._errors, start_new_session=True
             )
         except OSError as error:
             raise WorldError(f"cannot run {command[0]!r}: {error.strerror}; install ssh or set SYNCLINE_SSH") from error
@@ -149,7 +151,8 @@ class AgentConnection:
         return f"host {name}: the agent ended with exit code {code}{self.last_error()}"
 
 
-def _remote_command() -> str:
+def agent_command() -> str:
+    """The shell command that starts the agent on a host, with an exit code for each missing requirement."""
     python = shlex.quote(sys.executable)
     return (
         f"cd {shlex.quote(os.getcwd())} || exit {NO_FOLDER}; test -x {python} || exit {NO_PYTHON}; "
@@ -164,7 +167,7 @@ def address_towards(hosts: Sequence[Host]) -> str:
     if not others:
         return "127.0.0.1"
     try:
-        found = socket.getaddrinfo(_real_name(others[0]), 9, type=socket.SOCK_DGRAM)
+        found = socket.getaddrinfo(resolve_alias(others[0]), 9, type=socket.SOCK_DGRAM)
         # Workers listen on IPv4 only, and many hosts have both kinds of addresses.
         places = [place for family, _, _, _, place in found if family == socket.AF_INET]
         if not places:
@@ -181,7 +184,7 @@ def address_towards(hosts: Sequence[Host]) -> str:
         ) from error
 
 
-def _real_name(name: str) -> str:
+def resolve_alias(name: str) -> str:
     """The host name behind an alias of the ssh configuration."""
     try:
         output = subprocess.run(

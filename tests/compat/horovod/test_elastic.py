@@ -92,14 +92,14 @@ def test_a_value_with_a_methods_name_is_refused() -> None:
         TorchState(restore=torch.nn.Linear(1, 1))
 
 
-def test_a_state_of_ones_own_has_to_say_how() -> None:
+def test_own_state_must_define_its_methods() -> None:
     state = State(bcast_object=lambda value: value, get_rank=lambda: 0)
     for name in ("save", "restore", "sync"):
         with pytest.raises(NotImplementedError, match=rf"State must define {name}\(\)"):
             getattr(state, name)()
 
 
-def test_models_optimizers_and_schedulers_are_restored_to_the_bit() -> None:
+def test_models_optimizers_and_schedulers_are_restored() -> None:
     def train(world: sl.World) -> None:
         model, optimizer = model_of(world)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
@@ -193,7 +193,7 @@ def test_nothing_interrupts_by_itself() -> None:
 
 
 @pytest.mark.parametrize(("told", "skip"), [((ADDED,), False), ((REMOVED,), True), ((REMOVED, ADDED), False)])
-def test_what_rank_0_is_told_of_hosts_interrupts_all_at_the_same_step(told: tuple[int, ...], skip: bool) -> None:
+def test_changed_hosts_interrupt_all_ranks_at_the_same_step(told: tuple[int, ...], skip: bool) -> None:
     def train(world: sl.World) -> tuple[int, bool]:
         state = TorchState(epoch=0)
         for _ in range(5):
@@ -316,7 +316,7 @@ def test_callbacks_are_called_in_order_in_the_new_world() -> None:
     assert on_ranks(2, main) == (["first of 2", "second"],) * 2
 
 
-def test_what_fails_again_and_again_is_not_tried_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+def test_repeated_failures_end_the_training(caplog: pytest.LogCaptureFixture) -> None:
     def main(world: sl.World) -> int:
         state = TorchState(batch=0)
         calls: list[int] = []
@@ -351,7 +351,7 @@ def test_other_errors_are_the_users() -> None:
     on_ranks(2, main)
 
 
-def test_a_lost_rank_ends_it_with_the_last_commit_in_the_state(caplog: pytest.LogCaptureFixture) -> None:
+def test_lost_rank_ends_training_with_the_last_commit(caplog: pytest.LogCaptureFixture) -> None:
     left: dict[int, int] = {}
 
     def main(world: sl.World) -> str:
@@ -470,7 +470,7 @@ except HorovodInternalError as error:
 """
 
 
-def test_nobody_takes_the_place_of_a_killed_process(runs: Runs) -> None:
+def test_killed_process_is_not_replaced(runs: Runs) -> None:
     done = runs.run("run", "-n", "3", "--on-failure", "continue", runs.script(LOST))
     assert done.code == 137, done.describe()
     for rank in (0, 1):

@@ -133,7 +133,7 @@ def test_optimizer_state_whatever_the_others_hold(kind: str, who: list[int]) -> 
         assert same_tree(found, results[0])
 
 
-def test_the_state_of_a_distributed_optimizer_while_only_the_root_has_one() -> None:
+def test_optimizer_state_that_only_the_root_has() -> None:
     def case(world: sl.World) -> Tensor:
         init()
         model = mlp()

@@ -33,7 +33,7 @@ def test_an_operation_is_ready_when_the_last_rank_has_asked() -> None:
     assert not table.waiting
 
 
-def test_known_ones_are_asked_for_by_bits_and_come_in_the_order_of_their_numbers() -> None:
+def test_known_operations_are_requested_by_bits() -> None:
     table = NegotiationTable(2, 8)
     for name in "abc":
         ask_all(table, [summed(name, 2), summed(name, 2)])
@@ -68,7 +68,7 @@ def test_a_bit_means_what_was_asked_for_the_last_time() -> None:
         assert table.settle().mask == 1
 
 
-def test_a_changed_shape_on_one_rank_is_a_mismatch_though_the_other_set_a_bit() -> None:
+def test_changed_shape_on_one_rank_is_a_mismatch() -> None:
     table = NegotiationTable(2, 8)
     ask_all(table, [summed("w", 4), summed("w", 4)])
     table.settle()
@@ -85,7 +85,7 @@ def test_what_differs_is_named_with_its_ranks() -> None:
     assert table.settle().failures[0].why == "the ranks differ in op: sum on ranks 0, 2, min on rank 1"
 
 
-def test_unnamed_ones_and_those_beyond_the_capacity_get_no_number() -> None:
+def test_unnamed_operations_are_not_cached() -> None:
     table = NegotiationTable(2, 1)
     for name in ("noname.0", "a", "b"):
         ask_all(table, [summed(name, 2), summed(name, 2)])
@@ -110,7 +110,7 @@ def test_a_rank_that_has_joined_takes_part_in_sums_known_or_new() -> None:
     assert not table.waiting
 
 
-def test_known_gathers_fail_after_a_join_but_not_if_they_were_asked_for_before() -> None:
+def test_known_gathers_fail_after_a_join() -> None:
     table = NegotiationTable(2, 8)
     ask_all(table, [gathered("g", 1), gathered("g", 1)])
     table.settle()
@@ -140,7 +140,7 @@ def test_who_has_left_is_named_to_those_who_ask() -> None:
     assert not table.waiting
 
 
-def test_a_join_that_a_rank_which_has_left_will_not_ask_for_fails() -> None:
+def test_join_fails_after_a_rank_has_left() -> None:
     table = NegotiationTable(3, 8)
     table.request(0, 0, [OperationRequest("join", "join.noname.0")], 0.0)
     assert not table.settle()
@@ -165,7 +165,7 @@ def test_what_a_rank_has_asked_for_before_it_left_is_carried_out() -> None:
     assert not answer.failures
 
 
-def test_what_stalls_is_told_with_the_ranks_that_miss_and_may_be_given_up() -> None:
+def test_stalled_operations_name_the_missing_ranks() -> None:
     table = NegotiationTable(3, 8)
     ask_all(table, [summed("a", 2)] * 3)
     table.settle()

@@ -148,7 +148,7 @@ def test_a_longer_message_is_refused() -> None:
         unpack(WHOLE + b"N", 0)
 
 
-def test_broken_messages_give_an_object_or_an_error_and_nothing_else() -> None:
+def test_broken_messages_raise_protocol_errors() -> None:
     draw, refused = random.Random(0), 0
     for _ in range(3000):
         broken = bytearray(WHOLE)

@@ -263,7 +263,7 @@ def test_a_gan_that_steps_at_the_end() -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_one_loss_for_two_optimizers_whose_gradients_come_in_another_order_on_each_rank() -> None:
+def test_two_optimizers_with_different_gradient_orders() -> None:
     def loss(models: tuple[nn.Module, nn.Module], rank: int) -> Tensor:
         first, second = models if rank % 2 == 0 else models[::-1]
         x: Tensor = first(batch(0, rank)).sum()

@@ -91,7 +91,7 @@ def test_passes_add_up(strategy: str) -> None:
         torch.testing.assert_close(found, flat(model))
 
 
-def test_half_of_the_passes_are_refused_where_gradients_are_reduced() -> None:
+def test_step_after_half_of_the_passes_is_refused() -> None:
     def case(world: sl.World) -> None:
         init()
         model = mlp()

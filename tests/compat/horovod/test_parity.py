@@ -442,7 +442,7 @@ def test_a_group_that_is_added_later_is_refused(op: int) -> None:
 
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
-def test_a_parameter_that_is_thawed_later_is_the_same_on_every_rank(op: int) -> None:
+def test_parameter_unfrozen_later_stays_equal_on_all_ranks(op: int) -> None:
     def case(world: sl.World) -> Tensor:
         model = mlp()
         model[0].bias.requires_grad_(False)

@@ -55,9 +55,7 @@ def test_what_is_packed_is_read_again(plan: OperationPlan) -> None:
 
 
 @given(requests, st.data())
-def test_what_is_cut_or_changed_is_refused_or_read_but_never_breaks(
-    request: OperationRequest, data: st.DataObject
-) -> None:
+def test_cut_or_changed_messages_are_handled(request: OperationRequest, data: st.DataObject) -> None:
     writer = MessageWriter()
     request.pack(writer)
     raw = bytearray(writer.data)
@@ -74,7 +72,7 @@ def test_what_is_cut_or_changed_is_refused_or_read_but_never_breaks(
     assert isinstance(found, OperationRequest) or found == 3
 
 
-def test_a_length_that_lies_is_refused_before_anything_is_made_of_it() -> None:
+def test_wrong_length_is_refused() -> None:
     with pytest.raises(ProtocolError, match="rank 5 sent an invalid message"):
         MessageReader(b"\x01\x02", peer=5).numbers(1 << 40)
 

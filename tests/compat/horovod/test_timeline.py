@@ -110,7 +110,7 @@ def test_only_rank_0_writes_unless_the_path_tells_ranks_apart(tmp_path: Path) ->
     assert spans(tmp_path / "all-2.json") == spans(tmp_path / "one.json") == [("grad", "ALLREDUCE")]
 
 
-def test_a_file_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_timeline_gives_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="syncline"):
         timeline = Timeline(tmp_path / "nowhere" / "timeline.json", rank=0, now=lambda: 0.0)
     assert "No such file or directory; training continues without" in caplog.text

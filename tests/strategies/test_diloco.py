@@ -125,7 +125,7 @@ def test_the_inner_state_stays_with_its_worker() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_coded_deltas(codec: str, overlap: bool) -> None:
     def outer(run: Any, step: int) -> Tensor:
-        return torch.cat([each.reshape(-1) for each in run._outer])
+        return torch.cat([each.reshape(-1) for each in run.outer])
 
     found = everywhere(DiLoCo(period=2, overlap=overlap), steps=8, codec=codec, look=outer)
     for step in range(8):

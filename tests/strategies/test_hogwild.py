@@ -260,7 +260,7 @@ def test_a_post_that_is_half_written_is_not_seen() -> None:
     writer, reader = make_boards(2)
     writer.post("whole", [1.0])
     writer.post("half", [2.0, 3.0])
-    rings = writer._rings
+    rings = writer.rings
     rings[0, 1, 60] ^= 1  # a byte of its values is not there yet
     assert [post.kind for post in reader.read_posts(0)] == ["whole"]
     rings[0, 1, 60] ^= 1

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from syncline.errors import SpecError
-from syncline.optim.checks import fraction, not_negative, positive
-from syncline.optim.layerwise import batches, check_exclude, norms
+from syncline.optim.base import batches, check_exclude, fraction, norms, not_negative, positive
 
 __all__ = ["LAMB"]
 
@@ -22,10 +21,10 @@ class LAMB(Optimizer):
 
         m ← β₁·m + (1 − β₁)·g,   v ← β₂·v + (1 − β₂)·g²
         r = m̂ / (√v̂ + eps) + decay · w                   m̂, v̂: corrected for their start at zero, as in Adam
-        w ← w − lr · ‖w‖ / ‖r‖ · r                       the ratio is 1 where ‖w‖ or ‖r‖ is 0
+        w ← w − lr · ‖w‖ / ‖r‖ · r                       the ratio is 1 if ‖w‖ or ‖r‖ is 0
 
-    `exclude` says which parameters take plain Adam without decay: `"vectors"` (biases and norms: fewer than two
-    dimensions), `"none"` or `"all"`. Like the rest it may differ between parameter groups.
+    `exclude` selects the parameters that take plain Adam without decay: `"vectors"` (biases and norms: fewer than two
+    dimensions), `"none"` or `"all"`. Each option may differ between parameter groups.
 
     You et al., *Large batch optimization for deep learning: training BERT in 76 minutes*, 2019.
 
@@ -52,17 +51,17 @@ class LAMB(Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with options of their own; torch calls it for those of the constructor too."""
-        given = {**self.defaults, **param_group}
-        if not isinstance(given["lr"], Tensor):
-            not_negative("lr", given["lr"])
-        if not isinstance(given["betas"], (tuple, list)) or len(given["betas"]) != 2:
-            raise SpecError(f"betas must be two numbers, such as (0.9, 0.999), not {given['betas']!r}")
-        for beta in given["betas"]:
+        """Add a parameter group. torch calls it also for the groups of the constructor."""
+        options = {**self.defaults, **param_group}
+        if not isinstance(options["lr"], Tensor):
+            not_negative("lr", options["lr"])
+        if not isinstance(options["betas"], (tuple, list)) or len(options["betas"]) != 2:
+            raise SpecError(f"betas must be two numbers, such as (0.9, 0.999), not {options['betas']!r}")
+        for beta in options["betas"]:
             fraction("each of betas", beta, below_one=True)
-        positive("eps", given["eps"])
-        not_negative("weight_decay", given["weight_decay"])
-        check_exclude(given["exclude"])
+        positive("eps", options["eps"])
+        not_negative("weight_decay", options["weight_decay"])
+        check_exclude(options["exclude"])
         super().add_param_group(param_group)
 
     @overload
@@ -73,7 +72,7 @@ class LAMB(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step; `closure`, where given, computes the loss and the gradients first."""
+        """Take a step. `closure`, if given, computes the loss and the gradients first."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -104,7 +103,7 @@ class LAMB(Optimizer):
         torch._foreach_addcmul_(squares, gradients, gradients, value=1 - second)
         for state in states:
             state["step"] += 1
-        taken = [int(state["step"]) for state in states]  # they differ where a parameter was unused for a while
+        taken = [int(state["step"]) for state in states]  # they differ if a parameter was unused for some steps
         moves: list[Tensor] = list(torch._foreach_div(means, [1 - first**step for step in taken]))
         scales: list[Tensor] = list(torch._foreach_div(squares, [1 - second**step for step in taken]))
         torch._foreach_sqrt_(scales)

@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from syncline.errors import SpecError
-from syncline.optim.checks import fraction, not_negative, positive
-from syncline.optim.layerwise import batches, check_exclude, norms
+from syncline.optim.base import batches, check_exclude, fraction, norms, not_negative, positive
 
 __all__ = ["LARS"]
 
@@ -20,14 +19,14 @@ __all__ = ["LARS"]
 class LARS(Optimizer):
     """SGD with momentum whose rate is adapted to each layer, for batches of thousands.
 
-        local = trust · ‖w‖ / (‖g‖ + decay · ‖w‖)        1 where ‖w‖ or ‖g‖ is 0
+        local = trust · ‖w‖ / (‖g‖ + decay · ‖w‖)        1 if ‖w‖ or ‖g‖ is 0
         v ← momentum · v + local · (g + decay · w)
         w ← w − lr · v                                   nesterov: w − lr · (local · (g + decay · w) + momentum · v)
 
-    `exclude` says which parameters take plain SGD with momentum, without decay: `"vectors"` (biases and norms: fewer
-    than two dimensions), `"none"` or `"all"`. Like the rest it may differ between parameter groups. The rate stands
-    outside v, as in torch's SGD, so that a warm-up needs no correction of the momentum; with a constant rate it is
-    the paper's.
+    `exclude` selects the parameters that take plain SGD with momentum and no decay: `"vectors"` (biases, norms: fewer
+    than two dimensions), `"none"` or `"all"`. Each option may differ between parameter groups. The rate is
+    applied outside v, as in torch's SGD, so that a warm-up needs no momentum correction. With a constant rate it equals
+    the paper's formula.
 
     A step moves a layer by about lr · trust of its own norm, so `lr` is far larger than SGD's.
 
@@ -63,15 +62,15 @@ class LARS(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with options of their own; torch calls it for those of the constructor too."""
-        given = {**self.defaults, **param_group}
-        if not isinstance(given["lr"], Tensor):
-            not_negative("lr", given["lr"])
-        fraction("momentum", given["momentum"], below_one=True)
-        not_negative("weight_decay", given["weight_decay"])
-        positive("trust", given["trust"])
-        check_exclude(given["exclude"])
-        if given["nesterov"] and not given["momentum"]:
+        """Add a parameter group. torch calls it also for the groups of the constructor."""
+        options = {**self.defaults, **param_group}
+        if not isinstance(options["lr"], Tensor):
+            not_negative("lr", options["lr"])
+        fraction("momentum", options["momentum"], below_one=True)
+        not_negative("weight_decay", options["weight_decay"])
+        positive("trust", options["trust"])
+        check_exclude(options["exclude"])
+        if options["nesterov"] and not options["momentum"]:
             raise SpecError("nesterov=True looks ahead along the momentum, and momentum is 0: give momentum=0.9")
         super().add_param_group(param_group)
 
@@ -83,7 +82,7 @@ class LARS(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step; `closure`, where given, computes the loss and the gradients first."""
+        """Take a step. `closure`, if given, computes the loss and the gradients first."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,15 +1,15 @@
-"""Warm-up and decay, as ordinary torch schedulers that are called once a step.
+"""Learning rates: scaling with the number of workers, and warm-up and decay as torch schedulers, called once a step.
 
-Each multiplies the rate that a parameter group began with by a factor of the step alone:
+Each scheduler multiplies the initial rate of a parameter group by a factor that depends only on the step:
 
     warmup              start ╱‾‾‾‾‾‾‾      linearly from a fraction of the rate to the rate
-    step_decay          ‾‾‾‾‾|____|___      × factor at each of the steps named
-    exponential_decay   ‾‾\\__________      × factor within every `steps`, smoothly
+    step_decay          ‾‾‾‾‾|____|___      × factor at each of the given steps
+    exponential_decay   ‾‾\\__________      × factor in every `steps` steps, smoothly
     cosine_decay        ‾‾‾‾\\_             half a cosine from the rate to a fraction of it
 
-One after the other with torch's `SequentialLR`, all at once with its `ChainedScheduler` (the factors multiply).
-torch's own forms update the last rate and gather rounding; these take the factor from the step, and their state is
-numbers alone.
+Combine them with torch's `SequentialLR` (one after the other) or `ChainedScheduler` (the factors multiply). torch's own
+schedulers update the last rate and accumulate rounding errors. These compute the factor from the step, and their state
+consists of numbers.
 """
 
 from __future__ import annotations
@@ -24,37 +24,81 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from syncline.errors import SpecError
-from syncline.optim.checks import count, fraction, positive
-from syncline.optim.rates import scale_of
+from syncline.environment import detect
+from syncline.errors import SpecError, WorldError
+from syncline.optim.base import count, fraction, positive
+from syncline.scaling import scale_factor
+from syncline.world import current_world
 
-__all__ = ["cosine_decay", "exponential_decay", "step_decay", "warmup"]
+__all__ = ["cosine_decay", "exponential_decay", "scale_lr", "scale_of", "step_decay", "warmup"]
+
+
+def scale_lr(rate: float, rule: str = "linear", workers: int | None = None) -> float:
+    """The learning rate for p workers, where `rate` is that of one worker.
+
+    | rule | rate | when |
+    |---|---|---|
+    | `"linear"` | η·p | SGD, with `warmup` if p is large (Goyal et al. 2017) |
+    | `"sqrt"` | η·√p | adaptive optimizers; SGD if linear diverges (Krizhevsky 2014) |
+    | `"none"` | η | the global batch did not grow |
+
+    `workers` is by default the size of the current world: call this after `sl.init()`. Without a world it is 1; if a
+    launcher has started several workers, an error is raised. It is the factor by which the global batch grows. If the
+    global batch stays the same, do not scale the rate.
+
+    >>> scale_lr(0.1, workers=8), scale_lr(0.1, "sqrt", workers=4)
+    (0.8, 0.2)
+    >>> scale_lr(0.1)                                        # no world: one worker
+    0.1
+    >>> import syncline as sl
+    >>> sl.simulate(lambda world: scale_lr(0.5), ranks=4).results
+    (2.0, 2.0, 2.0, 2.0)
+    """
+    return positive("rate", rate) * scale_of(rule, workers)
+
+
+def scale_of(rule: str, workers: int | None = None) -> float:
+    """The factor of the learning rate by a rule.
+
+    >>> scale_of("sqrt", 9)
+    3.0
+    """
+    return scale_factor(rule, _current_size() if workers is None else count("workers", workers))
+
+
+def _current_size() -> int:
+    try:
+        return current_world().size
+    except WorldError:  # a script without sl.init() has one worker
+        if detect().size > 1:  # a launcher has started several
+            raise
+        return 1
 
 
 class _FactorOfStep(LRScheduler):
-    """rate(t) = base · factor(t), or, where others change the rate too, rate(t−1) · factor(t) / factor(t−1)."""
+    """rate(t) = base · factor(t). If other code changes the rate too: rate(t−1) · factor(t) / factor(t−1)."""
 
     @abstractmethod
     def factor(self, step: int) -> float:
-        """What the base rate is multiplied by in this step, counted from 0."""
+        """The factor of the base rate in this step. Steps count from 0."""
 
     def get_lr(self) -> list[float | Tensor]:
         groups = self.optimizer.param_groups
         if self.last_epoch == 0:
             return [group["lr"] * self.factor(0) for group in groups]
-        if self._is_initial:  # made for a resumed run: the optimizer's state has the rate of this step
+        if self._is_initial:  # constructed for a resumed run: the optimizer's state has the rate of this step
             return [group["lr"] for group in groups]
         return [self._next(base, group) for base, group in zip(self.base_lrs, groups, strict=True)]
 
     def _next(self, base: float | Tensor, group: dict[str, Any]) -> float | Tensor:
         before, now = self.factor(self.last_epoch - 1), self.factor(self.last_epoch)
-        if before == 0 or group["lr"] == base * before:  # nobody else's hand: no rounding to gather
+        if before == 0 or group["lr"] == base * before:  # no other code has changed it: avoid a rounding error
             return base * now
         rate: float | Tensor = group["lr"] * (now / before)
         return rate
 
     def _get_closed_form_lr(self) -> list[float | Tensor]:
-        """What `SequentialLR` asks for when it is this scheduler's turn."""
+        """`SequentialLR` calls it when this scheduler starts."""
         return [base * self.factor(self.last_epoch) for base in self.base_lrs]
 
 

@@ -1,13 +1,15 @@
-"""Local SGD whose period shrinks as the loss does: long at first, when it saves most, short where it costs accuracy.
+"""Local SGD whose period shrinks with the loss: long at first, when it saves most, and short later, for accuracy.
 
-τ' = ⌈τ₀ · √(F / F₀)⌉ after every interval, with F the mean loss of all workers in it; where that is not below τ it is
-⌈τ/2⌉, and at least 1::
+τ' = ⌈τ₀ · √(F / F₀)⌉ after every interval, with F the mean loss of all workers in it. If that is not below τ, it is
+⌈τ/2⌉. The least is 1::
 
     loss       2     1    .5   .125  .125  .125
     period     16    12    8     4     2     1
 
-Where the learning rate η has changed, √(η₀·F / (η·F₀)). Wang and Joshi, Adaptive communication strategies to achieve
-the best error-runtime trade-off in local-update SGD (2019).
+If the learning rate η has changed, the root is √(η₀·F / (η·F₀)).
+
+Wang and Joshi, Adaptive communication strategies to achieve the best error-runtime trade-off in local-update SGD
+(2019).
 """
 
 from __future__ import annotations
@@ -33,17 +35,16 @@ __all__ = ["AdaComm", "next_period"]
 
 logger = logging.getLogger("syncline")
 
-INTERVAL = 100
-"""Steps, where nobody says anything."""
+DEFAULT_INTERVAL_STEPS = 100
 
 
 @dataclass(frozen=True, repr=False)
 class AdaComm(Strategy):
     """Local SGD with a period that begins at `start` and follows the loss down to `least`.
 
-    The period is set anew every `interval` steps (100 by default), or every `seconds` by rank 0's clock; both at the
-    next round. `state` is as in `Local`. The loop behind `syncline train` tells the loss; a script of your own calls
-    `run.note_loss(loss)` after backward.
+    The period changes every `interval` steps (100 by default), or every `seconds` by rank 0's clock, each at the next
+    round. `state` is as in `Local`. `syncline train` reports the loss; your own script calls `run.note_loss(loss)`
+    after backward.
 
     >>> AdaComm(start=32, interval=200)
     adacomm(start=32, interval=200)
@@ -83,7 +84,7 @@ class AdaComm(Strategy):
 def next_period(start: int, period: int, loss: float, slower: float = 1.0, before: float = 1.0) -> int:
     """The period after an interval: `loss` is F / F₀, `slower` is η₀ / η now, and `before` what it was an interval ago.
 
-    A smaller rate bears a longer period, so the one before counts at the rate of now: a plateau halves that.
+    A smaller rate allows a longer period, so the previous period is converted to the current rate. A plateau halves it.
 
     >>> period, found = 16, []
     >>> for loss in (2.0, 1.0, 0.5, 0.125, 0.125, 0.125, 0.125):
@@ -96,8 +97,8 @@ def next_period(start: int, period: int, loss: float, slower: float = 1.0, befor
     """
     wanted = math.ceil(start * math.sqrt(slower * loss) - 1e-9)
     had = period * math.sqrt(slower / before)
-    found = wanted if wanted < had else math.ceil(had / 2)
-    return max(1, min(start, found))
+    chosen = wanted if wanted < had else math.ceil(had / 2)
+    return max(1, min(start, chosen))
 
 
 class _AdaCommRun(LocalRun):
@@ -113,17 +114,17 @@ class _AdaCommRun(LocalRun):
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings, period=period)
         self._rule = strategy
-        self._interval = INTERVAL if strategy.interval is None else strategy.interval
+        self._interval = DEFAULT_INTERVAL_STEPS if strategy.interval is None else strategy.interval
         self._steps = 0
-        """Steps in this interval, by the rounds: the same on every worker."""
+        """Steps in this interval, counted in whole rounds, so that it is the same on every worker."""
         self._began = self.world.runtime.now()
         self._sum: Tensor = torch.zeros((), dtype=torch.float64)
         self._count = 0
-        """Losses told in this interval, on this worker."""
+        """The number of losses in this interval on this worker."""
         self._first: float | None = None
-        """F₀, of the first round."""
+        """F₀: the loss of the first round."""
         self._top = 0.0
-        """η₀, the largest rate so far: a warm-up is no reason to meet more often."""
+        """η₀: the largest rate so far, because a warm-up must not shorten the period."""
         self._slower = 1.0
         self._warned = False
 
@@ -134,7 +135,7 @@ class _AdaCommRun(LocalRun):
     def note_loss(self, loss: float | Tensor) -> None:
         if isinstance(loss, Tensor):
             loss = loss.detach().double()
-            self._sum = self._sum.to(loss.device)  # added up where it is: reading it would wait for the device
+            self._sum = self._sum.to(loss.device)  # summed on its device: reading it would wait for the device
         self._sum = self._sum + loss
         self._count += 1
 
@@ -142,9 +143,9 @@ class _AdaCommRun(LocalRun):
         self._steps += self.period
         if (self._first is not None or self._warned) and not self._due():
             return
-        loss, rate = self._look()
+        loss, rate = self._mean_loss()
         if loss is None and self._first is not None:
-            return  # a round without steps, when data has ended: the interval goes on
+            return  # a round without steps, after the end of the data: the interval continues
         if loss is None or not math.isfinite(loss):
             self._warn()
         elif self._first is None:
@@ -153,8 +154,8 @@ class _AdaCommRun(LocalRun):
             self._top = max(self._top, rate)
             slower = self._top / rate if rate > 0.0 else self._slower
             ratio = loss / self._first if self._first > 0.0 else 1.0
-            found = next_period(self._rule.start, self.period, max(0.0, ratio), slower, self._slower)
-            self.period, self._slower = max(self._rule.least, found), slower
+            period = next_period(self._rule.start, self.period, max(0.0, ratio), slower, self._slower)
+            self.period, self._slower = max(self._rule.least, period), slower
         self._begin_interval()
 
     def _due(self) -> bool:
@@ -163,8 +164,8 @@ class _AdaCommRun(LocalRun):
         due = self.world.runtime.now() - self._began >= self._rule.seconds
         return bool(self.exchange.from_root(torch.tensor([due], dtype=torch.uint8)).item())
 
-    def _look(self) -> tuple[float | None, float]:
-        """The mean loss of this interval and the mean rate, over the workers; None where nobody was told a loss."""
+    def _mean_loss(self) -> tuple[float | None, float]:
+        """The mean loss of this interval and the mean rate over the workers. The loss is None if no worker has one."""
         rate = next((float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group), 0.0)
         own = torch.tensor([float(self._sum), float(self._count), rate], dtype=torch.float64)
         total, count, rates = allreduce(own, op="sum", group=self.exchange.team).tolist()
@@ -178,7 +179,7 @@ class _AdaCommRun(LocalRun):
     def _warn(self) -> None:
         if not self._warned and self.exchange.rank == 0:
             logger.warning(
-                "%r was told no loss, or none that is finite, and keeps its period of %d: call run.note_loss(loss) "
+                "%r got no loss, or none that is finite, and keeps its period of %d: call run.note_loss(loss) "
                 "after backward",
                 self.strategy,
                 self.period,
@@ -188,22 +189,22 @@ class _AdaCommRun(LocalRun):
     # State.
 
     def shared_state(self) -> dict[str, Any]:
-        told = {
+        interval = {
             "steps": self._steps,
             "seconds": self.world.runtime.now() - self._began,
             "first": self._first,
             "top": self._top,
             "slower": self._slower,
         }
-        return super().shared_state() | {"interval": told}
+        return super().shared_state() | {"interval": interval}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         super().load_shared_state(state)
         if "interval" in state:
-            told = state["interval"]
-            self._steps, self._began = int(told["steps"]), self.world.runtime.now() - float(told["seconds"])
-            self._first = None if told["first"] is None else float(told["first"])
-            self._top, self._slower = float(told["top"]), float(told["slower"])
+            interval = state["interval"]
+            self._steps, self._began = int(interval["steps"]), self.world.runtime.now() - float(interval["seconds"])
+            self._first = None if interval["first"] is None else float(interval["first"])
+            self._top, self._slower = float(interval["top"]), float(interval["slower"])
 
     def own_state(self) -> dict[str, Any]:
         return {"sum": float(self._sum), "count": self._count}

@@ -1,11 +1,11 @@
-"""All workers take the same step: the mean of their gradients.
+"""Synchronous data parallelism: all workers take the same step, with the mean of their gradients.
 
 w ← w − η · (1/p) Σ g_i(w). With `delay=d` a step applies the mean of d steps ago, so that a reduction may take a whole
 step and more::
 
     step          0     1     2     3    …          delay=1, warmup=2
     gradient      g0    g1    g2    g3
-    applied       g0    g1    –     g2              the first d delayed steps have nothing to apply yet
+    applied       g0    g1    –     g2              the first d delayed steps apply nothing
 
 Pipelined all-reduce: Cray's Machine Learning Plugin (Balma et al. 2018), CaffeGPI's overlay (Kuehn et al. 2017).
 """
@@ -42,8 +42,8 @@ FOUND_INF = "found_inf"
 class AllReduce(Strategy):
     """Synchronous data parallelism, or stale by exactly `delay` steps.
 
-    The first `warmup` and the last `cooldown` steps are synchronous; the latter needs to know how many there are, by
-    `steps` or `run.expect()`. What is still on its way when the cool-down begins is dropped.
+    The first `warmup` and the last `cooldown` steps are synchronous. `cooldown` needs the number of steps, by `steps`
+    or `run.expect()`. Gradients in flight when the cool-down begins are dropped.
 
     >>> AllReduce(delay=1, warmup=100)
     allreduce(delay=1, warmup=100)
@@ -57,7 +57,7 @@ class AllReduce(Strategy):
     name: ClassVar[str] = "allreduce"
     several_optimizers: ClassVar[bool] = True
     reduces_gradients: ClassVar[bool] = True
-    # Staleness acts as momentum (Mitliagkas et al. 2016), so that less of it is left for the optimizer.
+    # Staleness acts as momentum (Mitliagkas et al. 2016), so the optimizer's own must be smaller.
     presets: ClassVar[tuple[Preset, ...]] = (
         Preset(spec="allreduce"),
         Preset(spec="allreduce(delay=1)", momentum=0.7),
@@ -84,8 +84,8 @@ class AllReduce(Strategy):
         return _AllReduceRun(self, model, optimizer, exchange, settings)
 
 
-class _Gradients(Protocol):
-    """The reduced gradients of a step, now or later."""
+class _StepGradients(Protocol):
+    """The reduced gradients of a step, which may still be in flight."""
 
     def install(self) -> None: ...
 
@@ -100,8 +100,10 @@ class _AllReduceRun(StrategyRun):
         self._cooldown = strategy.cooldown
         self.total_steps = strategy.steps
         self._rounds = 0
-        self._waiting: deque[_Gradients] = deque()
-        self.synchronised = {id(parameter) for parameter in model.parameters()}  # frozen ones may be trained later
+        self._in_flight: deque[_StepGradients] = deque()
+        self.synchronised = {
+            id(parameter) for parameter in model.parameters()
+        }  # frozen parameters may be trained later
         self._gradients = GradientReducer(
             dict(model.named_parameters()),
             exchange,
@@ -116,9 +118,9 @@ class _AllReduceRun(StrategyRun):
             find_unused_parameters=settings.find_unused_parameters,
         )
         self._arrivals: set[int] = set()
-        """How many gradients a pass had, for each number that has occurred."""
+        """Every number of gradients that a pass has had."""
         self._stepped_at = 0
-        """The number of rounds at the latest step."""
+        """`_rounds` at the latest step."""
         self.hooks += [
             *(each.register_step_pre_hook(self._check_step) for each in self.optimizers),
             optimizer.register_step_pre_hook(self._before_step),
@@ -133,7 +135,7 @@ class _AllReduceRun(StrategyRun):
 
     @property
     def needs_same_parameters(self) -> bool:
-        """No: what the codec has left, and gradients on their way, are kept by name."""
+        """False: the codec's residuals and gradients in flight are saved by parameter name."""
         return False
 
     def predict(self) -> dict[str, float] | None:
@@ -144,12 +146,12 @@ class _AllReduceRun(StrategyRun):
         self._gradients.careful = uneven
 
     def join_idle(self) -> bool:
-        found = self._gradients.empty_round()
-        anybody = found.complete().active > 0
+        reduction = self._gradients.empty_round()
+        anybody = reduction.complete().active > 0
         if anybody:
-            self._finish(found)
+            self._finish(reduction)
         else:
-            self._gradients.done(found)
+            self._gradients.done(reduction)
         return anybody
 
     def detach(self) -> None:
@@ -160,29 +162,31 @@ class _AllReduceRun(StrategyRun):
         self._marked = []
 
     def restart(self) -> None:
-        self._rounds, self._waiting = 0, deque()
+        self._rounds, self._in_flight = 0, deque()
         if self._gradients.coding is not None:
             self._gradients.coding.load_shared_state({})
             self._gradients.coding.load([])
 
     def shared_state(self) -> dict[str, Any]:
-        """Gradients that are still on their way are waited for: a resumed run applies them as this one would."""
+        """Waits for gradients in flight. A resumed run applies them as this one would."""
         self._gradients.judge_deferred()
         if self._gradients.accumulating:
-            logger.warning("gradients that have added up under no_sync() are not part of the state: save after a step")
-        waiting = [self._named(found) for found in self._waiting]
-        return {"rounds": self._rounds, "waiting": waiting, **coding_of_all(self._gradients)}
+            logger.warning(
+                "gradients that were accumulated under no_sync() are not part of the state: save after a step"
+            )
+        in_flight = [self._named(reduction) for reduction in self._in_flight]
+        return {"rounds": self._rounds, "waiting": in_flight, **coding_of_all(self._gradients)}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         self._rounds = int(state.get("rounds", 0))
         if len(state.get("waiting", [])) > self._delay:
             raise IncompatibleError(
-                f"the checkpoint holds {len(state['waiting'])} steps of gradients on their way, and {self.strategy!r} "
+                f"the checkpoint holds {len(state['waiting'])} steps of gradients in flight, and {self.strategy!r} "
                 f"keeps {self._delay}: resume with the strategy that was saved"
             )
         load_coding_of_all(self._gradients, state)
         parameters = {plain_name(name): parameter for name, parameter in self.model.named_parameters()}
-        self._waiting = deque(_Restored(parameters, gradients) for gradients in state.get("waiting", []))
+        self._in_flight = deque(_Restored(parameters, gradients) for gradients in state.get("waiting", []))
 
     def local_state(self) -> dict[str, Any]:
         return coding_here(self._gradients)
@@ -191,43 +195,43 @@ class _AllReduceRun(StrategyRun):
         if self._gradients.coding is not None:
             self._gradients.coding.load(states)
         elif any(state.get("residuals") for state in states):
-            logger.warning("the checkpoint was made with a codec, and there is none now: what it had left is dropped")
+            logger.warning("the checkpoint was made with a codec, and there is none now: its residuals are dropped")
 
-    # Within.
+    # Steps.
 
-    def _after_backward(self, found: ReductionPass) -> None:
+    def _after_backward(self, reduction: ReductionPass) -> None:
         self.reductions += 1
         if self.uneven.rates is not None:
             self.uneven.note_rates()
-        self._finish(found)
-        if len(found.arrivals) not in self._arrivals and self.exchange.size > 1:
-            self._arrivals.add(len(found.arrivals))
+        self._finish(reduction)
+        if len(reduction.arrivals) not in self._arrivals and self.exchange.size > 1:
+            self._arrivals.add(len(reduction.arrivals))
             self._check_parameters()
 
-    def _finish(self, found: ReductionPass) -> None:
-        """Backward is over: which gradients does the step apply?"""
+    def _finish(self, reduction: ReductionPass) -> None:
+        """Backward has ended: choose the gradients that the step applies."""
         stale = self._stale()
         self._rounds += 1
         if not stale:
-            while self._waiting:  # the cool-down begins: what is on its way is dropped
-                late = self._waiting.popleft()
+            while self._in_flight:  # the cool-down begins: drop gradients in flight
+                late = self._in_flight.popleft()
                 if isinstance(late, ReductionPass):
                     late.complete()
                     self._gradients.done(late)
-            found.complete()
+            reduction.complete()
             self.stats.staleness = 0
-            self._gradients.done(found)
+            self._gradients.done(reduction)
             return
-        self._waiting.append(found)
-        if len(self._waiting) <= self._delay:
+        self._in_flight.append(reduction)
+        if len(self._in_flight) <= self._delay:
             for parameter in self._gradients.parameters:
                 parameter.grad = None
             return
-        ripe = self._waiting.popleft()
-        ripe.install()
+        oldest = self._in_flight.popleft()
+        oldest.install()
         self.stats.staleness = self._delay
-        if isinstance(ripe, ReductionPass):
-            self._gradients.done(ripe)
+        if isinstance(oldest, ReductionPass):
+            self._gradients.done(oldest)
 
     def _stale(self) -> bool:
         if self._delay == 0 or self._rounds < self._warmup:
@@ -241,7 +245,7 @@ class _AllReduceRun(StrategyRun):
         return True
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A closure's loss decides on line searches: it must be the same number on every worker."""
+        """Average a closure's loss over the workers, because line searches depend on it."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the optimizer comes first
         if closure is None:
             return None
@@ -273,7 +277,7 @@ class _AllReduceRun(StrategyRun):
                     "the optimizer steps while backward runs, before the workers have averaged the gradients: the mean "
                     "is there when backward() returns, so step then"
                 )
-            if self._rounds == self._stepped_at and optimizer is self.optimizer:  # no gradient since
+            if self._rounds == self._stepped_at and optimizer is self.optimizer:  # no gradient since the latest step
                 self._check_parameters()
             self._stepped_at = self._rounds
         if self._delay and FOUND_INF in vars(optimizer):
@@ -285,17 +289,17 @@ class _AllReduceRun(StrategyRun):
             )
 
     def _check_parameters(self) -> None:
-        """Gradients have not come, or not those that came before: refuse parameters that nobody averages any more."""
+        """Refuse parameters that are no longer averaged. Called when the number of gradients is new."""
         self.watch.check_replaced()
         self._gradients.check_attached()
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.stats.steps += 1
 
-    def _named(self, found: _Gradients) -> dict[str, Tensor]:
-        """A step's gradients by parameter name, without a change to those that the model holds now."""
+    def _named(self, reduction: _StepGradients) -> dict[str, Tensor]:
+        """A step's gradients by parameter name. The gradients that the model holds do not change."""
         before = [parameter.grad for parameter in self._gradients.parameters]
-        found.install()
+        reduction.install()
         named = {
             plain_name(name): parameter.grad.detach().clone()
             for name, parameter in self.model.named_parameters()
@@ -307,7 +311,7 @@ class _AllReduceRun(StrategyRun):
 
 
 class _Restored:
-    """Gradients on their way, out of a checkpoint."""
+    """Gradients in flight, from a checkpoint."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor]) -> None:
         self._parameters = parameters
@@ -320,7 +324,7 @@ class _Restored:
 
 
 def _sparse_names(model: nn.Module) -> frozenset[str]:
-    """Parameters whose gradients are known to be sparse before any has come."""
+    """Parameters whose gradients are known to be sparse before the first backward pass."""
     sparse = {
         id(module.weight)
         for module in model.modules()

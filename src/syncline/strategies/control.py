@@ -203,7 +203,7 @@ class SharedMemoryChannel:
         self._stop = words[:HEADER_WORDS]
         self._steps = words[HEADER_WORDS : HEADER_WORDS + size]
         self._finished = words[HEADER_WORDS + size : HEADER_WORDS + 2 * size]
-        self._rings = words[HEADER_WORDS + 2 * size :].reshape(size, MAX_POSTS, POST_WORDS).view(np.uint8)
+        self.rings = words[HEADER_WORDS + 2 * size :].reshape(size, MAX_POSTS, POST_WORDS).view(np.uint8)
         self._rank = rank
         self._lock = lock
         self._load_weights = load_weights
@@ -261,7 +261,7 @@ class SharedMemoryChannel:
             self._written += 1
             check = POST_CHECK.pack(self._written, _checksum(self._written, body))
             entry = np.frombuffer(check + body, dtype=np.uint8)
-            self._rings[self._rank, (self._written - 1) % MAX_POSTS, : entry.size] = entry
+            self.rings[self._rank, (self._written - 1) % MAX_POSTS, : entry.size] = entry
 
     def read_posts(self, since: int) -> list[Post]:
         """Posts after the `since`-th that this process has read. They are numbered in the order of reading."""
@@ -276,7 +276,7 @@ class SharedMemoryChannel:
     def _read_ring(self, writer: int) -> None:
         while True:
             due = self._next[writer]
-            data = self._rings[writer, (due - 1) % MAX_POSTS].tobytes()
+            data = self.rings[writer, (due - 1) % MAX_POSTS].tobytes()
             number, checksum = POST_CHECK.unpack_from(data)
             body = data[POST_CHECK.size : POST_CHECK.size + POST_BODY.size]
             if number < due or checksum != _checksum(number, body):

@@ -1,11 +1,11 @@
-"""Workers step alone for long, and an outer optimizer steps on what they have moved by.
+"""DiLoCo: workers train alone for many steps, and an outer optimizer steps on the mean of their changes.
 
-Every H steps, with w the weights that all had after the last round: Δ = (1/p) Σ (w − w_i); v ← μ·v + Δ;
-w ← w − η·(Δ + μ·v), Nesterov's; w_i ← w. With `overlap` the mean is under way while the workers go on, for D steps::
+Every H steps, with w the weights of all workers after the last round: Δ = (1/p) Σ (w − w_i); v ← μ·v + Δ;
+w ← w − η·(Δ + μ·v), Nesterov's; w_i ← w. With `overlap` the mean is reduced during the next D steps::
 
     step            H                H+D                2H
-    worker i   ── Δ_i = w − w_i ──── Δ is there: ────── Δ_i = w − w_i ─     D = `delay`; 0: a whole period
-                     └ on its way ┘  w steps, and w_i ← w + what worker i has moved by since H
+    worker i   ── Δ_i = w − w_i ──── Δ is complete: ─── Δ_i = w − w_i ─     D = `delay`; 0: a whole period
+                     └ in flight ─┘  w steps, and w_i ← w + the change of worker i since H
 
 Each inner step is in exactly one Δ_i, with `overlap` too. Douillard et al., DiLoCo: distributed low-communication
 training of language models (2023); with overlap as in Douillard et al., Streaming DiLoCo (2025).
@@ -32,10 +32,10 @@ __all__ = ["DiLoCo", "nesterov"]
 
 @dataclass(frozen=True, repr=False)
 class DiLoCo(Strategy):
-    """Local steps, and an outer Nesterov step on their mean every `period`.
+    """Local steps, and an outer Nesterov step on their mean change every `period` steps.
 
-    The inner optimizer's state stays with its worker. With `overlap` an outer step takes effect `delay` steps after its
-    mean was asked for, by default a whole period.
+    The inner optimizer's state stays with its worker. With `overlap` an outer step takes effect `delay` steps
+    after its reduction began, by default a whole period.
 
     >>> DiLoCo(period=50, overlap=True)
     diloco(period=50, overlap=True)
@@ -65,7 +65,7 @@ class DiLoCo(Strategy):
             raise SpecError(f"{self!r}: a delay of {self.delay} steps needs overlap=True; leave it out")
         if self.delay > self.period:
             raise SpecError(
-                f"{self!r}: the next mean is asked for after {self.period} steps, and this one takes effect after "
+                f"{self!r}: the next reduction begins after {self.period} steps, and this one takes effect after "
                 f"{self.delay}: a delay of at most {self.period}"
             )
 
@@ -76,7 +76,7 @@ class DiLoCo(Strategy):
 
 
 def nesterov(weight: Tensor, velocity: Tensor, moved: Tensor, rate: float, momentum: float) -> tuple[Tensor, Tensor]:
-    """A weight and its velocity after an outer step on what the workers have moved down by.
+    """A weight and its velocity after an outer step on the mean decrease of the workers' weights.
 
     >>> one = torch.ones(1)
     >>> nesterov(one, one, one, rate=0.5, momentum=0.5)      # v = 0.5 + 1; w = 1 − 0.5 · (1 + 0.75)
@@ -94,15 +94,15 @@ class _DiLoCoRun(AveragingRun):
         self._rule = strategy
         self._delay = (strategy.delay or strategy.period) if strategy.overlap else 0
         self._since = 0
-        """Steps since the last mean was asked for."""
-        self._outer = [_precise(weight) for weight in self.weights] if exchange.size > 1 else []
-        """What all had after the latest outer step."""
-        self._velocity = [torch.zeros_like(weight) for weight in self._outer]
+        """Steps since the last reduction began."""
+        self.outer = [_precise(weight) for weight in self.weights] if exchange.size > 1 else []
+        """The weights of all workers after the latest outer step."""
+        self._velocity = [torch.zeros_like(weight) for weight in self.outer]
         self._sent: list[Tensor] = []
-        """This worker's weights when it asked for the mean that is under way."""
-        self._flight: ReductionPass | None = None
+        """This worker's weights when the reduction in flight began."""
+        self._reduction: ReductionPass | None = None
         self._moved: list[Tensor] | None = None
-        """The mean, once it was waited for: an evaluation or a checkpoint may do so before it is due."""
+        """The completed mean. An evaluation or a checkpoint may wait for it before it is due."""
         self._alive = 0
         self.deltas.prepare()
 
@@ -118,49 +118,48 @@ class _DiLoCoRun(AveragingRun):
 
     def after_step(self) -> None:
         self._since += 1
-        if self._under_way and self._since >= self._delay:
-            self._land()
+        if self._in_progress and self._since >= self._delay:
+            self._finish_round()
         if self._since >= self._rule.period:
-            self._leave(active=True)
+            self._begin_round(active=True)
             if not self._rule.overlap:
-                self._land()
+                self._finish_round()
 
     def sync(self, active: bool = True) -> int:
-        if self._under_way:
-            self._land()
-        self._leave(active)
-        return self._land()
+        if self._in_progress:
+            self._finish_round()
+        self._begin_round(active)
+        return self._finish_round()
 
     @property
-    def _under_way(self) -> bool:
-        return self._flight is not None or self._moved is not None
+    def _in_progress(self) -> bool:
+        return self._reduction is not None or self._moved is not None
 
-    def _leave(self, active: bool) -> None:
-        """Ask for the mean of what the workers have moved by."""
+    def _begin_round(self, active: bool) -> None:
+        """Begin the reduction of the workers' changes."""
         self._since = 0
         self._sent = [weight.clone() for weight in self.weights]
-        given = [(outer - own).to(own.dtype) for outer, own in zip(self._outer, self._sent, strict=True)]
-        self._flight = self.deltas.begin(given, active=active)
+        changes = [(outer - own).to(own.dtype) for outer, own in zip(self.outer, self._sent, strict=True)]
+        self._reduction = self.deltas.begin(changes, active=active)
 
-    def _arrive(self) -> list[Tensor]:
-        """Wait for the mean; what becomes of it is another matter."""
-        if self._flight is not None:
-            means, self._alive = self.deltas.finish(self._flight)
+    def _wait(self) -> list[Tensor]:
+        """Wait for the mean, without applying it."""
+        if self._reduction is not None:
+            means, self._alive = self.deltas.finish(self._reduction)
             self._moved = [mean.clone() for mean in means]
-            self._flight = None
-        assert self._moved is not None, "asked for before"
+            self._reduction = None
+        assert self._moved is not None, "a reduction has begun"
         return self._moved
 
-    def _land(self) -> int:
-        """Take the outer step; how many workers had data when its mean was asked for."""
-        moved = self._arrive()
+    def _finish_round(self) -> int:
+        """Take the outer step. Returns how many workers had data when its reduction began."""
+        moved = self._wait()
         if self.rounds % CONSENSUS_EVERY_ROUNDS == 0:
-            mean = [outer - each for outer, each in zip(self._outer, moved, strict=True)]
-            apart = sum(float((a - b).double().square().sum()) for a, b in zip(self._sent, mean, strict=True))
-            self.stats.consensus = self.exchange.mean(apart) ** 0.5
+            mean = [outer - each for outer, each in zip(self.outer, moved, strict=True)]
+            self.note_consensus(mean, self._sent)
         stepped = self._stepped(moved)
         self.set_weights(self._with_own_steps([outer for outer, _ in stepped]))
-        self._outer, self._velocity = [outer for outer, _ in stepped], [velocity for _, velocity in stepped]
+        self.outer, self._velocity = [outer for outer, _ in stepped], [velocity for _, velocity in stepped]
         self._sent, self._moved = [], None
         self.rounds += 1
         self.stats.staleness = self._delay
@@ -169,11 +168,11 @@ class _DiLoCoRun(AveragingRun):
     def _stepped(self, moved: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """The outer weights and velocities after a step."""
         rate, momentum = self._rule.outer_lr, self._rule.outer_momentum
-        rows = zip(self._outer, self._velocity, moved, strict=True)
+        rows = zip(self.outer, self._velocity, moved, strict=True)
         return [nesterov(outer, velocity, each.to(outer.dtype), rate, momentum) for outer, velocity, each in rows]
 
     def _with_own_steps(self, outer: Sequence[Tensor]) -> list[Tensor]:
-        """The outer weights, and what this worker has moved by since it asked for the mean."""
+        """The outer weights plus this worker's change since the reduction began."""
         if self._since == 0:
             return list(outer)
         return [new + (own - sent) for new, own, sent in zip(outer, self.weights, self._sent, strict=True)]
@@ -181,10 +180,10 @@ class _DiLoCoRun(AveragingRun):
     # The model.
 
     def model_of_all(self) -> list[Tensor]:
-        """The mean of the workers' weights, as they would be with the outer step that is under way."""
-        if not self._under_way:
+        """The mean of the workers' weights, including the outer step in flight."""
+        if not self._in_progress:
             return mean_of_all(self.exchange, self.weights)
-        stepped = [outer for outer, _ in self._stepped(self._arrive())]
+        stepped = [outer for outer, _ in self._stepped(self._wait())]
         own = self._with_own_steps(stepped)
         return mean_of_all(self.exchange, own)
 
@@ -192,17 +191,17 @@ class _DiLoCoRun(AveragingRun):
 
     def restart(self) -> None:
         super().restart()
-        if self._flight is not None:
-            self._arrive()
+        if self._reduction is not None:
+            self._wait()
         self._since, self._sent, self._moved = 0, [], None
-        self._outer = [_precise(weight) for weight in self.weights] if self.exchange.size > 1 else []
-        self._velocity = [torch.zeros_like(weight) for weight in self._outer]
+        self.outer = [_precise(weight) for weight in self.weights] if self.exchange.size > 1 else []
+        self._velocity = [torch.zeros_like(weight) for weight in self.outer]
 
     def shared_state(self) -> dict[str, Any]:
-        moved = self._arrive() if self._under_way else []
+        moved = self._wait() if self._in_progress else []
         return super().shared_state() | {
             "since": self._since,
-            "outer": dict(zip(self._names, self._outer, strict=False)),
+            "outer": dict(zip(self._names, self.outer, strict=False)),
             "velocity": dict(zip(self._names, self._velocity, strict=False)),
             "moved": dict(zip(self._names, moved, strict=False)),
         }
@@ -213,17 +212,17 @@ class _DiLoCoRun(AveragingRun):
         if self.exchange.size == 1:
             return
         outer, velocity = state.get("outer"), state.get("velocity")
-        if not outer or not velocity:  # saved by a world of one: the model was loaded before
-            self._outer = [_precise(weight) for weight in self.weights]
-            self._velocity, self._since = [torch.zeros_like(weight) for weight in self._outer], 0
+        if not outer or not velocity:  # saved by a world of one; the model is loaded already
+            self.outer = [_precise(weight) for weight in self.weights]
+            self._velocity, self._since = [torch.zeros_like(weight) for weight in self.outer], 0
             return
-        self._outer, self._velocity = self._taken(outer, self._outer), self._taken(velocity, self._outer)
+        self.outer, self._velocity = self._taken(outer, self.outer), self._taken(velocity, self.outer)
         moved = state.get("moved")
-        self._flight, self._moved = None, self._taken(moved, self.weights) if moved else None
+        self._reduction, self._moved = None, self._taken(moved, self.weights) if moved else None
         if self._moved is not None and not self.same_size:
-            # All begin with the model of all then, and that has this outer step in it.
+            # All workers begin with the model of all, which includes this outer step.
             stepped = self._stepped(self._moved)
-            self._outer, self._velocity = [outer for outer, _ in stepped], [velocity for _, velocity in stepped]
+            self.outer, self._velocity = [outer for outer, _ in stepped], [velocity for _, velocity in stepped]
             self._moved, self.rounds = None, self.rounds + 1
 
     def own_state(self) -> dict[str, Any]:
@@ -240,7 +239,7 @@ class _DiLoCoRun(AveragingRun):
 
 
 def _precise(weight: Tensor) -> Tensor:
-    """A copy in which small steps are not lost to rounding."""
+    """A copy in at least float32, so that small steps are not rounded away."""
     return weight.to(wide_dtype(weight.dtype), copy=True)
 
 

@@ -1,7 +1,7 @@
-"""The two ends: workers that do not talk while they train, and what is made of their models then.
+"""Workers that do not communicate in training; at the end their weights, or their predictions, are averaged.
 
-`average`: one model, w = (1/p) Σ w_i, whenever somebody asks for it. `ensemble`: p models, and the mean of what they
-predict, P(y|x) = (1/p) Σ softmax(f(x; w_i))::
+`average`: one model, w = (1/p) Σ w_i, computed when it is needed. `ensemble`: p models, and the mean of their
+predictions, P(y|x) = (1/p) Σ softmax(f(x; w_i))::
 
     worker 0   w0 ─ step ─ step ─ step ─ … ─┐
     worker 1   w1 ─ step ─ step ─ step ─ … ─┼─ at the end: the mean of weights, or of predictions
@@ -42,7 +42,7 @@ MEANS = ("probabilities", "outputs")
 
 @dataclass(frozen=True, repr=False)
 class Average(Strategy):
-    """Every worker trains alone; *the* model is the mean of their weights, taken when it is asked for.
+    """Every worker trains alone. *The* model is the mean of their weights, computed when it is needed.
 
     >>> Average()
     average
@@ -60,11 +60,11 @@ class Average(Strategy):
 
 @dataclass(frozen=True, repr=False)
 class Ensemble(Strategy):
-    """Every worker trains a model of its own; inside `agreed()` the model predicts as all of them do, on average.
+    """Every worker trains its own model. Inside `agreed()` the model returns the mean prediction of all workers.
 
     With `mean="probabilities"` the model's outputs are logits in their last dimension, and the logarithm of the mean
-    takes their place; with "outputs" they are averaged as they are. With `seed` every worker but the first begins with
-    weights of its own: the modules' `reset_parameters()` draws them.
+    is returned; with "outputs" they are averaged directly. With `seed` every worker except the first begins with
+    its own random weights, drawn by the modules' `reset_parameters()`.
 
     >>> Ensemble(seed=1)
     ensemble(seed=1)
@@ -87,12 +87,12 @@ class Ensemble(Strategy):
     ) -> StrategyRun:
         _refuse_codec(self, exchange)
         if self.seed is not None and exchange.size > 1:
-            _begin_anew(self, model, exchange.rank)
+            _draw_weights(self, model, exchange.rank)
         return _EnsembleRun(self, model, optimizer, exchange, settings)
 
 
 def mean_prediction(outputs: Sequence[Tensor], mean: str = "probabilities") -> Tensor:
-    """What several models predict on average, in the form in which one of them would say it.
+    """The mean prediction of several models, in the form of one model's output.
 
     >>> sure, unsure = torch.tensor([[0.0, 100.0]]), torch.tensor([[0.0, 0.0]])
     >>> mean_prediction([sure, unsure]).exp()
@@ -119,7 +119,7 @@ class _AloneRun(LocalWeightsRun):
         return None
 
     def after_step(self) -> None:
-        """Nobody talks."""
+        """No communication."""
 
     def sync(self, active: bool = True) -> int:
         return 0
@@ -131,8 +131,8 @@ class _EnsembleRun(_AloneRun):
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
         self._mean = strategy.mean
-        self._asking = False
-        """Whether the members are being asked: they are the model itself, with other weights."""
+        self._evaluating = False
+        """Whether the members are being evaluated: they are the model itself, with other weights."""
         self._others: list[dict[str, Tensor]] = []
         """The other workers' members, inside `agreed()`."""
 
@@ -142,15 +142,15 @@ class _EnsembleRun(_AloneRun):
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Inside, the model holds the first worker's weights, and its forward asks every member.
+        """Inside, the model holds the first worker's weights, and its forward evaluates every member.
 
-        Every worker enters it and gets all of them: p models in memory.
+        Every worker enters it and receives all of them: p models in memory.
         """
         if self.inside_agreed or self.exchange.size == 1:
             yield
             return
         with super().agreed():
-            hook = self.model.register_forward_hook(ModuleHook(self._ask), with_kwargs=True)
+            hook = self.model.register_forward_hook(ModuleHook(self._predict), with_kwargs=True)
             try:
                 yield
             finally:
@@ -158,27 +158,27 @@ class _EnsembleRun(_AloneRun):
                 self._others = []
 
     def shown_tensors(self) -> dict[str, Tensor]:
-        """All tensors of a member: parameters, frozen ones too, and buffers."""
+        """All tensors of a member: all parameters, including frozen ones, and buffers."""
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         return {plain_name(name): tensor.detach() for name, tensor in named}
 
     def show_agreed(self) -> None:
-        held = {name: each.detach() for name, each in (*self.model.named_parameters(), *self.model.named_buffers())}
-        first, *self._others = self._gathered(held)
+        tensors = {name: each.detach() for name, each in (*self.model.named_parameters(), *self.model.named_buffers())}
+        first, *self._others = self._gathered(tensors)
         self._note_spread([first, *self._others])
-        for name, tensor in held.items():
+        for name, tensor in tensors.items():
             tensor.copy_(first[name])
 
     @property
     def needs_same_parameters(self) -> bool:
-        """No: each member goes on with all of its weights."""
+        """False: each member continues with all of its weights."""
         return False
 
     def finish(self) -> None:
-        """Every worker keeps its own member: there is no one model."""
+        """Every worker keeps its own member: there is no single model."""
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Members go on as they were; those that nobody takes over are gone."""
+        """Members continue; those without a worker are dropped."""
         if not self.same_size and self.exchange.rank == 0:
             logger.warning(
                 "the checkpoint is of another number of workers than these %d: members without a worker are left out, "
@@ -188,13 +188,11 @@ class _EnsembleRun(_AloneRun):
         self.same_size = True
         super().load_local_states(states)
 
-    # Within.
-
-    def _gathered(self, held: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-        """What every worker holds: all tensors of a kind in one go."""
+    def _gathered(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+        """The tensors of every worker, with one all-gather for each dtype."""
         members: list[dict[str, Tensor]] = [{} for _ in range(self.exchange.size)]
-        for kind in {tensor.dtype: None for tensor in held.values()}:
-            same = {name: tensor for name, tensor in held.items() if tensor.dtype == kind}
+        for kind in {tensor.dtype: None for tensor in tensors.values()}:
+            same = {name: tensor for name, tensor in tensors.items() if tensor.dtype == kind}
             flat = torch.cat([tensor.reshape(-1) for tensor in same.values()]).cpu()
             rows = allgather(flat.view(1, -1), group=self.exchange.team)
             for member, row in zip(members, rows, strict=True):
@@ -204,27 +202,27 @@ class _EnsembleRun(_AloneRun):
         return members
 
     def _note_spread(self, members: Sequence[Mapping[str, Tensor]]) -> None:
-        apart = 0.0
+        spread = 0.0
         for name, parameter in self.model.named_parameters():
             if parameter.requires_grad:
                 rows = torch.stack([member[name] for member in members]).double()
-                apart += float((rows - rows.mean(dim=0)).square().sum()) / len(members)
-        self.stats.consensus = math.sqrt(apart)
+                spread += float((rows - rows.mean(dim=0)).square().sum()) / len(members)
+        self.stats.consensus = math.sqrt(spread)
 
-    def _ask(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """The mean prediction of all members; `output` is that of the first."""
-        if self._asking:
+    def _predict(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """The mean prediction of all members. `output` is that of the first."""
+        if self._evaluating:
             return None
         if not isinstance(output, Tensor):
             raise IncompatibleError(
                 f"{self.strategy!r} averages predictions, and the model gives a {type(output).__name__}, not a "
                 "tensor: take average, or local"
             )
-        self._asking = True
+        self._evaluating = True
         try:
             others = [functional_call(module, member, args, kwargs) for member in self._others]
         finally:
-            self._asking = False
+            self._evaluating = False
         return mean_prediction([output, *others], self._mean)
 
 
@@ -236,8 +234,8 @@ def _refuse_codec(strategy: Strategy, exchange: Communicator) -> None:
         )
 
 
-def _begin_anew(strategy: Ensemble, model: nn.Module, rank: int) -> None:
-    """Draw this worker's first weights; the first worker keeps what it was given."""
+def _draw_weights(strategy: Ensemble, model: nn.Module, rank: int) -> None:
+    """Draw this worker's initial weights. The first worker keeps the given ones."""
     fresh = [(module, reset) for module in model.modules() if (reset := _reset_of(module)) is not None]
     covered = {id(parameter) for module, _ in fresh for parameter in module.parameters(recurse=False)}
     alike = [plain_name(name) for name, parameter in model.named_parameters() if id(parameter) not in covered]
@@ -264,6 +262,6 @@ def _begin_anew(strategy: Ensemble, model: nn.Module, rank: int) -> None:
 
 
 def _reset_of(module: nn.Module) -> Callable[[], None] | None:
-    """The method that initialises a module's own weights; that of attention is private."""
-    found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    return found if callable(found) else None
+    """The method that initialises a module's own weights. That of attention is private."""
+    method = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return method if callable(method) else None

@@ -1,14 +1,14 @@
-"""Workers of one host update one copy of the weights in shared memory, without locks.
+"""Hogwild: workers of one host update one copy of the weights in shared memory, without locks.
 
-w ← w − η · g_i(w), by each worker i whenever it has a gradient, whatever the others do at that moment::
+w ← w − η · g_i(w), by each worker i whenever it has a gradient, at any time::
 
-    memory    │ fc1.weight │ fc1.bias │ fc2.weight │ …        one for each dtype
+    memory    │ fc1.weight │ fc1.bias │ fc2.weight │ …        one block for each dtype
                    ▲ ▲           ▲
     worker 0 ──────┘ │           │                            each worker's parameters are views of it, and its
     worker 1 ────────┴───────────┘                            optimizer steps in place
 
-Two that write the same element at once may lose one of the two updates: where gradients are sparse that is rare, and
-where they are dense it has been found to do little harm. Recht, Ré, Wright, Niu: Hogwild! (2011).
+If two workers write the same element at once, one update may be lost. With sparse gradients that is rare, and with
+dense ones it does little harm in practice. Recht, Ré, Wright, Niu: Hogwild! (2011).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from syncline.world import World, barrier
 
 __all__ = ["Hogwild"]
 
-ALIGNED = 64
-"""Bytes: a tensor begins on a cache line of its own."""
+CACHE_LINE_BYTES = 64
+"""A tensor begins on its own cache line."""
 
 
 @dataclass(frozen=True, repr=False)
 class Hogwild(Strategy):
-    """Every worker steps at its own pace, on weights that all share.
+    """Every worker steps at its own pace, on weights that all workers share.
 
     >>> Hogwild()
     hogwild
@@ -74,8 +74,8 @@ class _HogwildRun(AsynchronousRun):
         self, strategy: Hogwild, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
-        self.synchronised = {id(parameter) for parameter in model.parameters()}  # frozen ones are shared too
-        self._buffer_homes = _buffer_homes(model)
+        self.synchronised = {id(parameter) for parameter in model.parameters()}  # frozen parameters are shared too
+        self._buffer_places = _buffer_places(model)
         own = {
             plain_name(name): tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())
         }
@@ -85,7 +85,7 @@ class _HogwildRun(AsynchronousRun):
             for name, tensor in own.items():
                 self._shared[name].copy_(tensor)
         if exchange.size > 1:
-            barrier(exchange.team)  # before anybody steps on weights that are not there yet
+            barrier(exchange.team)  # no worker steps before the weights are there
         for name, parameter in model.named_parameters():
             parameter.data = self._shared[plain_name(name)]
         self._first = next(iter(model.named_parameters()))
@@ -93,7 +93,7 @@ class _HogwildRun(AsynchronousRun):
             words, exchange.rank, exchange.size, exchange.world.runtime.lock(), self._load_weights
         )
         self._total: int | None = 0
-        """Steps of all workers when this one's latest ended."""
+        """Steps of all workers at the end of this worker's latest step."""
         self.hooks = [optimizer.register_step_post_hook(self._after_step)]
         if settings.check_finite:
             self.hooks.append(optimizer.register_step_pre_hook(self._before_step))
@@ -103,7 +103,7 @@ class _HogwildRun(AsynchronousRun):
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Inside, the model holds a copy of the shared weights, and the buffers of the lowest worker that is left."""
+        """Inside, the model holds a copy of the shared weights, and the buffers of the lowest rank that is not lost."""
         shared = [(parameter, parameter.data) for parameter in self.model.parameters()]
         try:
             with super().agreed():
@@ -119,7 +119,7 @@ class _HogwildRun(AsynchronousRun):
         self.wait_for_all("copy the weights")
 
     def shown_tensors(self) -> dict[str, Tensor]:
-        """No weights: they are shared, and `agreed()` saves them itself."""
+        """Only buffers: the weights are shared, and `agreed()` restores them itself."""
         return {name: buffer.detach() for name, buffer in self.buffers().items()}
 
     def finish(self) -> None:
@@ -137,7 +137,7 @@ class _HogwildRun(AsynchronousRun):
             parameter.data = parameter.data.clone()
 
     def resume_steps(self) -> None:
-        """The weights are the model's own; each worker counts on from its own steps."""
+        """Each worker continues from its own step count."""
         self._channel.resume(self.stats.steps)
         self._total = None
 
@@ -148,12 +148,12 @@ class _HogwildRun(AsynchronousRun):
         self._channel.finish()
         super().detach()
         for parameter in self.model.parameters():
-            parameter.data = parameter.data.clone()  # after an error the others may still train
+            parameter.data = parameter.data.clone()  # after an error the other workers may still train
 
-    # Within.
+    # Steps.
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What is not finite must not come into the memory of all."""
+        """Values that are not finite must not reach the shared memory."""
         check_gradients(self)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -165,10 +165,10 @@ class _HogwildRun(AsynchronousRun):
         self._publish_buffers()
 
     def _publish_buffers(self) -> None:
-        """The lowest worker that is left shows its buffers to all."""
-        gone = self.world.lost
-        if all(rank in gone for rank in range(self.exchange.rank)):
-            for name, (holder, key) in self._buffer_homes.items():
+        """The lowest rank that is not lost copies its buffers into the shared memory."""
+        lost = self.world.lost
+        if all(rank in lost for rank in range(self.exchange.rank)):
+            for name, (holder, key) in self._buffer_places.items():
                 buffer = holder[key]
                 if buffer is not None:
                     self._shared[name].copy_(buffer.detach())
@@ -183,7 +183,7 @@ class _HogwildRun(AsynchronousRun):
             )
 
     def _load_weights(self, model: nn.Module) -> None:
-        """The weights as they are now, and the lowest worker's buffers as of its latest step."""
+        """Fill a model with the current weights, and the lowest rank's buffers of its latest step."""
         with torch.no_grad():
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 tensor.detach().copy_(self._shared[plain_name(name)])
@@ -201,26 +201,26 @@ def _check_hosts(world: World) -> None:
 
 
 def _share(exchange: Communicator, own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Memory that all workers see, for tensors like these; by name."""
+    """Shared memory for tensors of these shapes, by name."""
     kinds: dict[torch.dtype, list[str]] = {}
     for name, tensor in own.items():
         kinds.setdefault(tensor.dtype, []).append(name)
     shared: dict[str, Tensor] = {}
     for dtype, names in kinds.items():
-        grain = ALIGNED // dtype.itemsize
-        rooms = [-(-own[name].numel() // grain) * grain for name in names]
-        flat = exchange.team.transport.memory.shared(sum(rooms), dtype)
+        grain = CACHE_LINE_BYTES // dtype.itemsize
+        sizes = [-(-own[name].numel() // grain) * grain for name in names]
+        flat = exchange.team.transport.memory.shared(sum(sizes), dtype)
         offset = 0
-        for name, room in zip(names, rooms, strict=True):
+        for name, size in zip(names, sizes, strict=True):
             shared[name] = flat[offset : offset + own[name].numel()].view(own[name].shape)
-            offset += room
+            offset += size
     return shared
 
 
-def _buffer_homes(model: nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str]]:
-    """Where each buffer is found now and later: a module may put another tensor in its place."""
-    homes: dict[str, tuple[dict[str, Tensor | None], str]] = {}
+def _buffer_places(model: nn.Module) -> dict[str, tuple[dict[str, Tensor | None], str]]:
+    """The dict and key of each buffer, because a module may replace the tensor."""
+    places_of: dict[str, tuple[dict[str, Tensor | None], str]] = {}
     for name, _ in model.named_buffers():
         path, _, key = name.rpartition(".")
-        homes[plain_name(name)] = (model.get_submodule(path)._buffers, key)
-    return homes
+        places_of[plain_name(name)] = (model.get_submodule(path)._buffers, key)
+    return places_of

@@ -36,7 +36,7 @@ def test_the_hunt_sees_a_worker_that_keeps_its_own_weights() -> None:
     set_weights = LocalWeightsRun.set_weights
 
     def plant(run: LocalWeightsRun, values: object) -> None:
-        if run.exchange.rank or run._closed:
+        if run.exchange.rank or run not in run.world.runs:
             set_weights(run, values)  # type: ignore[arg-type]
 
     with (

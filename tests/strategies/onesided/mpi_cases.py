@@ -38,7 +38,7 @@ def deaf(world: sl.World) -> None:
         slots.settle()
         tell("deaf", rank=0, placed=time.monotonic())
     else:
-        memory, matrix = slots._slots, np.eye(64)
+        memory, matrix = slots.memory, np.eye(64)
         world.transport.send(token, 0).wait()
         begun = time.monotonic()
         seen: float | None = None

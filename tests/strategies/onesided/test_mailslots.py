@@ -62,15 +62,15 @@ def test_an_unread_message_is_overwritten() -> None:
 def test_a_message_that_is_half_there_is_torn_and_found_later(cut: int) -> None:
     slots = alone()
     old, new = pack(0, 1, 0, np.ones(SIZE)), pack(0, 2, 0, np.full(SIZE, 2.0))
-    slots._slots[0, : len(old)] = old
+    slots.memory[0, : len(old)] = old
     assert len(slots.collect()) == 1
-    slots._slots[0, :cut] = new[:cut]
+    slots.memory[0, :cut] = new[:cut]
     for _ in range(3):  # looked at again and again, and counted once
         assert slots.collect() == []
     assert slots.counts.torn <= 1
     if cut >= 16:  # its number has arrived
         assert slots.counts.torn == 1
-    slots._slots[0, : len(new)] = new
+    slots.memory[0, : len(new)] = new
     (found,) = slots.collect()
     assert found.values.tolist() == [2.0] * SIZE
     slots.close()
@@ -82,7 +82,7 @@ def test_a_message_that_is_half_there_is_torn_and_found_later(cut: int) -> None:
 )
 def test_a_head_that_cannot_be_never_reads_out_of_bounds(sender: int, first: int, count: int) -> None:
     slots = alone()
-    mailslots.MESSAGE_FIELDS.pack_into(slots._slots[0].data, 4, sender, 1, first, count)
+    mailslots.MESSAGE_FIELDS.pack_into(slots.memory[0].data, 4, sender, 1, first, count)
     assert slots.collect() == []
     assert slots.counts.torn == 1
     slots.close()

@@ -98,7 +98,7 @@ class Mailslots:
         self._chunk_bytes = chunk_bytes
         self._stride = -(-(HEADER_BYTES + numel * self.dtype.itemsize) // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
         self._window = transport.memory.window(buffers * self._stride, torch.uint8)
-        self._slots = self._window.local.numpy().reshape(buffers, self._stride)
+        self.memory = self._window.local.numpy().reshape(buffers, self._stride)
         self.counts = MessageCounts()
         self.lost: set[int] = set()
         """Lost peers, to which nothing is put any more."""
@@ -165,13 +165,13 @@ class Mailslots:
         if self._poster is not None:
             self._queue.put(None, timeout=self.transport.timeout)
             self._poster.join(self.transport.timeout)
-        self._slots = self._slots.copy()
+        self.memory = self.memory.copy()
         self._window.close()
 
     # Within.
 
     def _read(self, number: int) -> SlotMessage | None:
-        slot = self._slots[number]
+        slot = self.memory[number]
         head = slot[:HEADER_BYTES].tobytes()
         sender, sequence, first, count = MESSAGE_FIELDS.unpack_from(head, CHECKSUM.size)
         if not sequence or (sender < len(self._latest) and sequence <= self._latest[sender]):

@@ -124,7 +124,7 @@ FED_BACK = [
 
 
 @pytest.mark.parametrize(("codec", "way"), FED_BACK)
-def test_what_was_applied_and_what_is_left_is_all_there_was(codec: str, way: str) -> None:
+def test_applied_plus_residual_equals_all_gradients(codec: str, way: str) -> None:
     results = sl.simulate(lambda world: _accounts(world, codec, way), ranks=3).results
     gradients = sum(made for made, _, _ in results) / 3
     left = sum(kept for _, _, kept in results) / 3
@@ -217,7 +217,7 @@ def test_delayed_steps_and_accumulation() -> None:
 
 
 @pytest.mark.parametrize("codec", ["topk(0.2)|quantize(4)", "onebit", "cast('fp16')", "powersgd(2)"])
-def test_a_rank_without_data_adds_nothing_and_keeps_what_it_has_left(codec: str) -> None:
+def test_a_rank_without_data_keeps_its_residual(codec: str) -> None:
     def case(world: sl.World) -> Tensor:
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -322,7 +322,7 @@ def _life(world: sl.World, folder: Path | None, stop: int, codec: str, way: str)
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize(("codec", "way"), [("topk(0.2)", "gather"), ("onebit", "split"), ("powersgd(1)", "auto")])
-def test_what_is_left_survives_another_number_of_workers(tmp_path: Path, codec: str, way: str, ranks: int) -> None:
+def test_residuals_survive_another_number_of_workers(tmp_path: Path, codec: str, way: str, ranks: int) -> None:
     before = sl.simulate(lambda world: _life(world, tmp_path, 4, codec, way), ranks=3).results
     numel = flat(mlp()).numel()
     left = sum(result[numel:] for result in before) / 3

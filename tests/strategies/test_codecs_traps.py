@@ -19,7 +19,7 @@ from tests.strategies.test_codecs import left_of
 
 @pytest.mark.xdist_group("gloo")
 @pytest.mark.parametrize("codec", ["randomk(0.1)", "topk(0.05, warmup=30)", "powersgd(1)"])
-def test_random_bits_and_lengths_are_those_of_the_step_also_when_it_is_encoded_later(gloo: Pool, codec: str) -> None:
+def test_late_encoding_uses_the_random_bits_of_its_step(gloo: Pool, codec: str) -> None:
     results = gloo.run(on_gloo, 2, _delayed, codec)
     assert torch.equal(results[0], results[1])
 
@@ -151,7 +151,7 @@ def test_what_owners_had_left_is_applied_when_the_way_changes(tmp_path: Path) ->
     assert after == (0.0, 0.0)
 
 
-def test_a_warm_start_is_the_same_everywhere_after_nan_and_without_data() -> None:
+def test_warm_start_is_equal_on_all_ranks_after_nan() -> None:
     def case(world: sl.World) -> dict[str, Tensor]:
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

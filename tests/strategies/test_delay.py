@@ -88,7 +88,7 @@ def test_parameters_stay_the_same_everywhere() -> None:
     assert all(torch.equal(results[0], other) for other in results)
 
 
-def test_gradients_on_their_way_are_part_of_the_state() -> None:
+def test_gradients_in_flight_are_part_of_the_state() -> None:
     def steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, numbers: range) -> None:
         for number in numbers:
             optimizer.zero_grad()

@@ -153,7 +153,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, rule: DiLoCo, cod
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_on_another_number_of_workers_in_the_middle_of_an_exchange(tmp_path: Path, ranks: int) -> None:
+def test_resume_during_an_exchange_with_other_worker_count(tmp_path: Path, ranks: int) -> None:
     rule = DiLoCo(period=4, overlap=True, delay=3)
     saved = everywhere(rule, 3, steps=5, save=tmp_path)[0][-1]
 
@@ -170,7 +170,7 @@ def test_on_another_number_of_workers_in_the_middle_of_an_exchange(tmp_path: Pat
 
 @pytest.mark.parametrize("lengths", [[1, 5, 3, 3], [4, 1, 2, 9]])
 @pytest.mark.parametrize("delay", [1, 2, 0])
-def test_workers_that_run_out_of_data_in_the_middle_of_an_exchange(lengths: list[int], delay: int) -> None:
+def test_workers_run_out_of_data_during_an_exchange(lengths: list[int], delay: int) -> None:
     """With a plain outer step every inner step counts once, whenever it was taken."""
     rule = DiLoCo(period=2, outer_lr=1.0, outer_momentum=0.0, overlap=True, delay=delay)
 
@@ -213,7 +213,7 @@ def test_what_it_tells() -> None:
     assert seen[0][4][1] > 0.0
 
 
-def test_the_exchange_goes_on_beside_the_inner_steps() -> None:
+def test_the_reduction_overlaps_the_inner_steps() -> None:
     """On a slow network the workers wait for it without overlap, and do not with it."""
 
     def exposed(rule: DiLoCo) -> float:

@@ -160,9 +160,7 @@ def test_all_meet_until_the_last_has_no_more_data() -> None:
 
 @pytest.mark.parametrize("strategy", [EASGD(period=3), EASGD(period=3, momentum=0.9), EASGD(period=2, centres=2)])
 @pytest.mark.parametrize("codec", [None, "topk(0.2)"])
-def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(
-    tmp_path: Any, strategy: EASGD, codec: str | None
-) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Any, strategy: EASGD, codec: str | None) -> None:
     def work(world: sl.World, first: int, last: int) -> tuple[Tensor, Tensor]:
         model = mlp()
         optimizer, run = distributed(model, strategy, 0.1, codec=codec)

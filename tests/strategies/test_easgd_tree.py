@@ -109,7 +109,7 @@ def test_the_root_is_asked_seldom() -> None:
     assert seldom[1] < often[1]
 
 
-def test_groups_that_run_out_of_data_meet_the_others_at_the_root() -> None:
+def test_groups_without_data_take_part_at_the_root() -> None:
     """9 batches for 4 workers of two groups: the first has more steps than all others."""
 
     def work(world: sl.World) -> tuple[int, int, Tensor]:
@@ -189,7 +189,7 @@ def test_at_the_servers_it_does_what_one_does_by_hand() -> None:
     assert (other, idle) == (1.0, 0.0)
 
 
-def test_at_the_servers_a_group_is_tied_to_the_root_without_its_first() -> None:
+def test_a_group_reaches_the_root_without_its_first_worker() -> None:
     """The first worker of a group of two takes no steps: the other climbs in every second of its own exchanges."""
 
     def work(world: sl.World) -> float:

@@ -133,7 +133,7 @@ def test_a_worker_that_left_without_closing_is_named_at_once(monkeypatch: pytest
     assert found[0] < 10.0
 
 
-def test_a_worker_that_closes_while_another_enters_agreed_is_named() -> None:
+def test_an_early_close_is_named_when_others_enter_agreed() -> None:
     def work(world: sl.World) -> None:
         run = begin("downpour")
         train(world, run, 1)

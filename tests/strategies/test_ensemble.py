@@ -192,7 +192,7 @@ def test_members_find_their_own_on_another_number_of_workers(tmp_path: Path, cap
 
 
 @pytest.mark.parametrize("strategy", [Average(), Ensemble()], ids=repr)
-def test_workers_that_run_out_of_data_wait_for_nobody(strategy: Any) -> None:
+def test_workers_without_data_do_not_wait(strategy: Any) -> None:
     def work(world: sl.World) -> int:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

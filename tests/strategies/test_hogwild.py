@@ -315,7 +315,7 @@ def test_a_model_that_is_not_on_the_cpu_is_refused() -> None:
         sl.Hogwild().attach(model, optimizer, Communicator(world, "auto"), RunSettings())
 
 
-def test_what_is_not_finite_does_not_reach_the_others() -> None:
+def test_nonfinite_gradients_do_not_reach_the_others() -> None:
     def case(world: sl.World) -> str:
         model = nn.Linear(1, 1)
         optimizer, _, _ = begin(model, check_finite=True)

@@ -92,7 +92,7 @@ def test_what_nobody_uses_stays_without_a_gradient() -> None:
     assert all(sl.simulate(work, ranks=2).results)
 
 
-def test_what_a_codec_has_left_of_gradients_never_becomes_weights() -> None:
+def test_gradient_residuals_are_not_added_to_weights() -> None:
     """Rounds move no weights that no step moves, whatever the synchronous steps have left."""
 
     def work(world: sl.World) -> float:
@@ -272,7 +272,7 @@ def uneven(world: sl.World, spec: str, lengths: list[int], **options: Any) -> tu
 
 @pytest.mark.parametrize("lengths", [[1, 5, 3, 3], [4, 1, 2, 7], [3, 3, 3, 2]])
 @pytest.mark.parametrize("period", [1, 2, 100])
-def test_workers_that_run_out_of_data_meet_the_others(lengths: list[int], period: int) -> None:
+def test_workers_without_data_take_part_in_rounds(lengths: list[int], period: int) -> None:
     results = sl.simulate(lambda world: uneven(world, f"local(period={period})", lengths), ranks=4).results
     total = sum(2 * length * 2.0**rank for rank, length in enumerate(lengths))  # every step counts once
     for row, steps, scheduled in results:
@@ -280,7 +280,7 @@ def test_workers_that_run_out_of_data_meet_the_others(lengths: list[int], period
         assert steps == scheduled == 2 * max(lengths)
 
 
-def test_averaged_memory_with_a_worker_that_has_none() -> None:
+def test_average_optimizer_state_without_one_on_a_worker() -> None:
     """A worker that has not used a parameter yet remembers nothing of it: nothing is averaged until all do."""
 
     def work(world: sl.World) -> tuple[bool, Tensor]:
@@ -336,7 +336,7 @@ def test_on_another_number_of_workers(tmp_path: Path, ranks: int) -> None:
     assert ranks == 1 or not torch.equal(later[0][2], later[1][2])
 
 
-def test_a_checkpoint_of_a_synchronous_run_is_a_beginning(tmp_path: Path) -> None:
+def test_a_synchronous_checkpoint_starts_an_asynchronous_run(tmp_path: Path) -> None:
     saved = everywhere("allreduce", 2, steps=4, save=tmp_path, algorithm="ring")[0][-1]
     found = everywhere("local(period=2)", 2, steps=4, first=4, load=tmp_path)
     assert all(torch.equal(saved, each[-1]) for each in found)

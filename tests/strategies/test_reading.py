@@ -162,7 +162,7 @@ def test_a_loop_left_early_begins_a_fresh_epoch() -> None:
         assert len({tuple(epoch) for epoch in epochs}) == 6
 
 
-def test_a_loader_made_anew_for_each_epoch_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_loader_for_each_epoch_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     data = Numbers(6)
     with sl.init():
         run = Trainer().run
@@ -192,9 +192,7 @@ def test_it_has_the_attributes_of_its_loader() -> None:
 
 @pytest.mark.parametrize("stop", range(1, 13))
 @pytest.mark.parametrize("loop", [by_zip, to_the_end])
-def test_resumed_anywhere_it_does_what_the_uninterrupted_run_does(
-    loop: Callable[[sl.Shard], Iterator[Any]], stop: int
-) -> None:
+def test_resume_at_any_step_equals_the_uninterrupted_run(loop: Callable[[sl.Shard], Iterator[Any]], stop: int) -> None:
     """Three epochs of three steps, each with something at its end; a look at the data first."""
 
     def train(saved: Any, log: list[Any], states: dict[int, Any]) -> None:
@@ -242,7 +240,7 @@ def saving(trainer: Trainer, world: sl.World) -> None:
 @pytest.mark.parametrize("then", [metrics, evaluation, saving, None])
 @pytest.mark.parametrize("limit", [2, 3])
 @pytest.mark.parametrize("strategy", SYNCHRONOUS)
-def test_loops_that_stop_early_on_uneven_data_do_not_part_the_workers(strategy: str, limit: int, then: Any) -> None:
+def test_loops_that_stop_early_on_uneven_data_stay_in_step(strategy: str, limit: int, then: Any) -> None:
     """Rank 0 has three batches of the five samples, rank 1 two: one runs out, and the other stops by itself."""
 
     def train(world: sl.World) -> tuple[list[int], float, int]:
@@ -265,7 +263,7 @@ def test_loops_that_stop_early_on_uneven_data_do_not_part_the_workers(strategy: 
     assert first[2] == second[2] or then is None, "counted alike"
 
 
-def test_leaving_an_epoch_while_all_have_data_is_no_meeting() -> None:
+def test_leaving_an_epoch_early_together_needs_no_messages() -> None:
     """A run that is stopped there and saved is as it was."""
 
     def train(world: sl.World, limit: int) -> float:

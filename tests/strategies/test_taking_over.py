@@ -137,7 +137,7 @@ def test_a_part_loaded_after_distribute_counts(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ["bsp", "diloco(period=2)", "easgd(period=2)", "gossip(pairwise=True)"])
-def test_weights_swapped_on_one_worker_and_put_back_change_nothing(spec: str) -> None:
+def test_weights_swapped_and_restored_change_nothing(spec: str) -> None:
     """As for an evaluation of averaged weights on rank 0 alone."""
 
     def work(world: sl.World, swap: bool) -> Tensor:
@@ -160,7 +160,7 @@ def test_weights_swapped_on_one_worker_and_put_back_change_nothing(spec: str) ->
 
 
 @pytest.mark.parametrize("spec", ["easgd(period=2)", "diloco(period=2)", "bsp", "gossip(pairwise=True)"])
-def test_what_one_worker_has_trained_goes_on_with_more(spec: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_one_worker_resumes_on_more(spec: str, tmp_path: Path) -> None:
     def work(world: sl.World, resume: bool) -> float:
         run = begin(spec, start=100.0 if resume else 0.0)
         if resume:
@@ -270,7 +270,7 @@ def test_the_optimizer_has_its_state_after_close(spec: str) -> None:
         assert 0.5 < float(state["momentum_buffer"]) <= 2.0
 
 
-def test_a_checkpoint_from_workers_at_their_own_pace_brings_others_into_step(tmp_path: Path) -> None:
+def test_an_asynchronous_checkpoint_resumes_synchronously(tmp_path: Path) -> None:
     """Each worker of downpour stands somewhere else in its data; workers of allreduce stand in one place."""
 
     def first(world: sl.World) -> None:

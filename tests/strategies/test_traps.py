@@ -102,7 +102,7 @@ def test_a_channels_last_weight_that_thaws() -> None:
     assert torch.equal(first, second)
 
 
-def test_state_of_gradients_on_their_way_leaves_the_model_alone() -> None:
+def test_saving_gradients_in_flight_keeps_the_models_own() -> None:
     def case(world: sl.World) -> bool:
         model = nn.Embedding(5, 2, sparse=True)
         run, optimizer = attach(model, strategy="allreduce(delay=1)")
@@ -141,7 +141,7 @@ def test_a_compiled_model_takes_the_state_of_a_plain_one() -> None:
     assert sl.simulate(case, ranks=2).results == (True, True)
 
 
-def test_what_would_part_the_workers_on_uneven_data_is_refused() -> None:
+def test_uneven_data_with_unshared_schedules_is_refused() -> None:
     batches = [torch.ones(1, 1)] * 4
 
     def rates(world: sl.World, strategy: str) -> None:

@@ -66,7 +66,7 @@ def test_the_mean_stays_and_workers_come_together(codec: str) -> None:
     assert codec == "lossless" or told["wire"] < told["logical"]
 
 
-def test_planted_without_estimates_of_each_other_nobody_meets() -> None:
+def test_without_estimates_workers_do_not_converge() -> None:
     """What a codec leaves out must stay in x − x̂: sending C(x) itself, as if x̂ were 0, comes to nothing."""
     begin_round = Choco.begin
 
@@ -108,7 +108,7 @@ def test_an_exact_codec_is_plain_gossip() -> None:
     torch.testing.assert_close(plain, found, rtol=1e-5, atol=1e-5)
 
 
-def test_with_a_gradient_the_mean_moves_by_the_mean_of_the_gradients() -> None:
+def test_the_mean_moves_by_the_mean_gradient() -> None:
     def work(world: sl.World) -> list[tuple[Tensor, Tensor]]:
         model, optimizer, run = begin(world, Gossip(), 0.1, codec="topk(0.3)")
         seen = []
@@ -125,7 +125,7 @@ def test_with_a_gradient_the_mean_moves_by_the_mean_of_the_gradients() -> None:
         torch.testing.assert_close(moved, -0.1 * gradient, rtol=1e-4, atol=1e-4)
 
 
-def test_after_a_checkpoint_everybody_add_payloadss_the_same_as_before(tmp_path: Any) -> None:
+def test_estimates_survive_a_checkpoint(tmp_path: Any) -> None:
     def work(world: sl.World, resume: bool) -> tuple[Tensor, dict[int, Tensor]]:
         model, optimizer, run = begin(world, Gossip(), 0.1, codec="topk(0.3)")
         assert isinstance(run, GossipRun)

@@ -105,7 +105,7 @@ with sl.init() as world:
 """
 
 
-def test_processes_take_all_their_steps_beside_a_slow_and_a_killed_one(runs: Runs) -> None:
+def test_processes_continue_with_a_slow_and_a_killed_one(runs: Runs) -> None:
     run = runs.start(
         "run", "-n", "4", "--on-failure", "continue", runs.script(UNEVEN), variables={"PYTHONPATH": str(ROOT)}
     )

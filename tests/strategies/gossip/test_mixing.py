@@ -64,7 +64,7 @@ def test_the_mean_moves_by_the_mean_of_the_gradients(form: Any) -> None:
         torch.testing.assert_close(moved, -0.2 * (before - goals).mean(dim=0), rtol=1e-4, atol=1e-5)
 
 
-def test_a_matrix_without_columns_that_sum_to_one_would_move_the_mean() -> None:
+def test_a_matrix_with_wrong_column_sums_moves_the_mean() -> None:
     """Planted: rows alone. The check of `Gossip` is what keeps such a matrix out."""
     lopsided = ((0.9, 0.1, 0.0, 0.0, 0.0), (0.5, 0.5, 0.0, 0.0, 0.0), (0.0, 0.5, 0.5, 0.0, 0.0),
                 (0.0, 0.0, 0.5, 0.5, 0.0), (0.0, 0.0, 0.0, 0.5, 0.5))  # fmt: skip
@@ -74,7 +74,7 @@ def test_a_matrix_without_columns_that_sum_to_one_would_move_the_mean() -> None:
     assert float((found[-1].mean(dim=0) - found[0].mean(dim=0)).abs().max()) > 0.1
 
 
-def test_with_everybody_the_form_after_is_synchronous_sgd_and_beside_is_not() -> None:
+def test_complete_graph_with_form_after_is_synchronous_sgd() -> None:
     """From the same weights on, which is where the theory compares them."""
 
     def work(world: sl.World, strategy: Any) -> Tensor:
@@ -107,7 +107,7 @@ def run_of_equal(strategy: Gossip) -> Tensor:
 
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("form", ["after", "beside"])
-def test_without_gradients_every_round_contracts_at_least_as_the_gap_says(graph: Any, form: Any) -> None:
+def test_rounds_contract_at_least_by_the_spectral_gap(graph: Any, form: Any) -> None:
     found = run_of(Gossip(graph, form=form), 10, 0.0)
     contraction = build_graph(Gossip(graph).graph, WORKERS).contraction
     for before, after in itertools.pairwise(found):
@@ -115,7 +115,7 @@ def test_without_gradients_every_round_contracts_at_least_as_the_gap_says(graph:
     torch.testing.assert_close(found[-1].mean(dim=0), found[0].mean(dim=0), rtol=1e-5, atol=1e-5)
 
 
-def test_planted_a_round_that_mixes_twice_the_difference_would_not_contract() -> None:
+def test_mixing_twice_the_difference_does_not_contract() -> None:
     finish = PlainMixing.finish
 
     def twice(self: PlainMixing) -> list[Tensor]:
@@ -142,7 +142,7 @@ def test_what_a_run_tells() -> None:
         assert config["spectral_gap"] == pytest.approx(build_graph("ring", WORKERS).gap)
 
 
-def test_how_far_large_models_are_apart_is_told_within_a_few_percent() -> None:
+def test_consensus_of_large_models_is_accurate_to_percents() -> None:
     weights = [torch.randn(300, 100, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
     exact = distance(torch.stack([each.reshape(-1).double() for each in weights]))
     apart = ConsensusSketch(weights[:1])
@@ -153,7 +153,7 @@ def test_how_far_large_models_are_apart_is_told_within_a_few_percent() -> None:
 
 @pytest.mark.parametrize("form", ["after", "beside"])
 @pytest.mark.parametrize("period", [1, 2])
-def test_who_has_no_data_left_goes_on_mixing(form: Any, period: int) -> None:
+def test_workers_without_data_continue_to_mix(form: Any, period: int) -> None:
     """Nine samples in batches of one over four workers: three epochs in which one worker takes a step more."""
 
     def work(world: sl.World) -> tuple[int, int, int, Tensor]:

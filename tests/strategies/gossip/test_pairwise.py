@@ -85,7 +85,7 @@ def test_two_tasks_ask_at_once() -> None:
     assert sl.simulate(work, 2).results == ((0, 2, [1, 2]), (0, 0, []))
 
 
-def test_one_that_was_given_up_and_lives_is_told_of_the_end() -> None:
+def test_a_peer_given_up_by_mistake_learns_of_the_end() -> None:
     def work(world: sl.World) -> tuple[bool, float]:
         _, _, run = begin(world, PAIRS, 0.0)
         peers = pairwise(run).peers
@@ -280,7 +280,7 @@ def test_the_loop_trains_with_it(tmp_path: Path) -> None:
     assert found[0].stopped_by == "target"
 
 
-def test_who_closes_early_answers_until_all_have_closed() -> None:
+def test_a_closed_worker_answers_until_all_have_closed() -> None:
     def work(world: sl.World) -> tuple[int, Tensor]:
         model, optimizer, run = begin(world, PAIRS, 0.1)
         for _ in range(5 if world.rank else 50):

@@ -37,7 +37,7 @@ def test_a_message_is_found_once() -> None:
     slots.close()
 
 
-def test_what_was_found_stays_when_the_slot_is_written_again() -> None:
+def test_a_collected_message_survives_an_overwritten_slot() -> None:
     slots = alone()
     slots.post(np.ones(SIZE), to=0)
     slots.settle()
@@ -59,7 +59,7 @@ def test_an_unread_message_is_overwritten() -> None:
 
 
 @pytest.mark.parametrize("cut", [4, 8, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 8, HEADER_BYTES + 8 * SIZE - 1])
-def test_a_message_that_is_half_there_is_torn_and_found_later(cut: int) -> None:
+def test_a_torn_message_is_collected_later(cut: int) -> None:
     slots = alone()
     old, new = pack(0, 1, 0, np.ones(SIZE)), pack(0, 2, 0, np.full(SIZE, 2.0))
     slots.memory[0, : len(old)] = old
@@ -80,7 +80,7 @@ def test_a_message_that_is_half_there_is_torn_and_found_later(cut: int) -> None:
     ("sender", "first", "count"),
     [(7, 0, SIZE), (0, -1, SIZE), (0, 1, SIZE), (0, 0, 0), (0, 0, -3), (0, 1 << 62, 1 << 62), (0, 0, 1 << 62)],
 )
-def test_a_head_that_cannot_be_never_reads_out_of_bounds(sender: int, first: int, count: int) -> None:
+def test_an_invalid_header_never_reads_out_of_bounds(sender: int, first: int, count: int) -> None:
     slots = alone()
     mailslots.MESSAGE_FIELDS.pack_into(slots.memory[0].data, 4, sender, 1, first, count)
     assert slots.collect() == []
@@ -88,7 +88,7 @@ def test_a_head_that_cannot_be_never_reads_out_of_bounds(sender: int, first: int
     slots.close()
 
 
-def test_every_sender_has_a_slot_of_its_own_where_there_are_enough() -> None:
+def test_every_sender_has_its_own_slot_if_there_are_enough() -> None:
     def case(world: sl.World) -> list[int]:
         slots = Mailslots(world.transport, 2, np.float64, buffers=3)
         if world.rank != 2:

@@ -27,7 +27,7 @@ from syncline.bench.race.runner import (
 from syncline.bench.race.worker import WorkerPlan
 from syncline.bench.runlog import read_race
 from syncline.errors import IncompatibleError, ProtocolError, SpecError, WorldError
-from syncline.training.folder import RunFolder
+from syncline.training.run_folder import RunFolder
 from syncline.workloads import build
 from tests.bench.racing import NETWORK, PLAN, WORKLOAD, Silent, make_race
 

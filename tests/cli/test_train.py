@@ -294,7 +294,7 @@ def test_sigterm_and_go_on(runs: Runs) -> None:
     folder = runs.folder / "a"
     last = run.out.splitlines()[-1]
     assert last.startswith("stopped: ")
-    assert last.endswith(f"go on with --resume {folder.name}")
+    assert last.endswith(f"--resume {folder.name}")
     step = latest(folder / "checkpoints")
     assert step is not None
     assert read_log(folder)[-1]["metadata"] == {"status": "aborted", "stopped_by": "signal", "step": step}

@@ -11,18 +11,20 @@ import syncline as sl
 from syncline.errors import PeerLostError
 from syncline.strategies import AllReduce, Strategy
 from syncline.strategies.control import ControlChannel
+from syncline.training.control_state import REASONS, ControlState, post_staleness
 from syncline.training.evaluator import Evaluator, is_evaluator, wants_evaluator
-from syncline.training.notes import REASONS, Notes, post_staleness
 from syncline.training.settings import Settings
 from syncline.world import World
 from tests.hunting import seeds
-from tests.training.loosely import Common, Loosely, MemoryBoard
+from tests.training.asynchronous_strategy import Common, Loosely, MemoryBoard
 from tests.training.tiny import Tiny
 
 Script = Callable[[World, MemoryBoard], None]
 
 
-def watched(script: Script, settings: Settings, seed: int = 0, timeout: float = 300.0, late: float = 0.0) -> Notes:
+def watched(
+    script: Script, settings: Settings, seed: int = 0, timeout: float = 300.0, late: float = 0.0
+) -> ControlState:
     """Rank 0 plays two workers; rank 1 evaluates, with a clock of its own. What was posted."""
     common = Common(2)
     workload = Tiny()
@@ -36,7 +38,7 @@ def watched(script: Script, settings: Settings, seed: int = 0, timeout: float = 
         if world.rank == 0:
             common.weights |= {name: tensor.clone() for name, tensor in model.state_dict().items()}
             world.compute(0.5)  # preparing
-            notes = Notes(board)
+            notes = ControlState(board)
             while not notes.ready:
                 world.compute(0.01)
                 notes.read()
@@ -45,7 +47,7 @@ def watched(script: Script, settings: Settings, seed: int = 0, timeout: float = 
         Evaluator(board, workload, resolved, model, workers=2, runtime=world.runtime, timeout=timeout).run()
 
     sl.simulate(work, ranks=2, seed=seed)
-    notes = Notes(MemoryBoard(common, None))  # type: ignore[arg-type]  # without latency it asks for no time
+    notes = ControlState(MemoryBoard(common, None))  # type: ignore[arg-type]  # without latency it asks for no time
     notes.read()
     return notes
 
@@ -92,7 +94,7 @@ def test_the_target_ends_the_run() -> None:
 
 
 def test_nobody_begins() -> None:
-    with pytest.raises(PeerLostError, match="waited 2 s for rank 0 to begin"):
+    with pytest.raises(PeerLostError, match="waited 2 s for rank 0"):
         watched(lambda world, board: world.compute(10.0), Settings(epochs=1), timeout=2.0)
 
 
@@ -123,7 +125,7 @@ def test_histograms_of_any_length_pass_through_posts() -> None:
         board = MemoryBoard(Common(1), world)
         post_staleness(board, 0, counts)
         post_staleness(board, 3, {2: 5})
-        notes = Notes(board)
+        notes = ControlState(board)
         notes.read()
         return notes.staleness
 

@@ -13,8 +13,8 @@ import syncline as sl
 from syncline.errors import IncompatibleError, SpecError
 from syncline.events import read_log
 from syncline.training.checkpoint import latest
-from syncline.training.folder import RunFolder
 from syncline.training.loop import Outcome, train
+from syncline.training.run_folder import RunFolder
 from syncline.training.settings import Settings
 from syncline.world import World, current_world
 from tests.training.tiny import Tiny

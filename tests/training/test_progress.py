@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 
-from syncline.training.progress import Moment, Progress, Silent, Speedometer, Speeds
+from syncline.training.progress import NoProgress, Progress, ProgressReport, SpeedMeter, Speeds
 
-MOMENT = Moment(epoch=2, epochs=5, step=30, steps=85, loss=0.4321, speeds=Speeds(12_400.0, 3.1e6, 0.125), left=75.0)
+REPORT = ProgressReport(
+    epoch=2, epochs=5, step=30, steps=85, loss=0.4321, speeds=Speeds(12_400.0, 3.1e6, 0.125), left=75.0
+)
 LINE = "epoch 2/5  step 30/85  loss 0.4321  12.4 k samples/s  3.1 MB/s  12 % exposed  1:15 left"
 
 
@@ -20,10 +22,10 @@ class Clock:
 def test_a_terminal_line_rewrites_itself_and_lines_that_stay_take_its_place() -> None:
     stream, clock = io.StringIO(), Clock()
     progress = Progress(stream, clock, terminal=True, width=200)
-    progress.show(MOMENT)
-    progress.show(MOMENT)
+    progress.show(REPORT)
+    progress.show(REPORT)
     progress.say("epoch 2/5: validation accuracy 0.9")
-    progress.show(MOMENT)
+    progress.show(REPORT)
     progress.close()
     progress.close()
     erase = "\r\x1b[K"
@@ -34,7 +36,7 @@ def test_a_terminal_line_rewrites_itself_and_lines_that_stay_take_its_place() ->
 
 def test_a_narrow_terminal_gets_a_line_that_fits() -> None:
     stream = io.StringIO()
-    Progress(stream, Clock(), terminal=True, width=40).show(MOMENT)
+    Progress(stream, Clock(), terminal=True, width=40).show(REPORT)
     assert stream.getvalue() == "\r\x1b[K" + LINE[:39]
 
 
@@ -46,34 +48,34 @@ def test_elsewhere_lines_are_plain_and_rare() -> None:
         clock.seconds = tenth / 10
         if progress.due():
             seen.append(clock.seconds)
-            progress.show(MOMENT)
+            progress.show(REPORT)
     progress.close()
     assert seen == [10.0, 20.0]
     assert stream.getvalue() == f"{LINE}\n{LINE}\n"
 
 
 def test_nobody_is_shown_anything() -> None:
-    silent = Silent()
+    silent = NoProgress()
     assert not silent.due()
-    silent.show(MOMENT)
+    silent.show(REPORT)
     silent.say("nothing")
     silent.close()
 
 
 def test_speeds_are_those_of_the_last_seconds() -> None:
-    meter = Speedometer(window=5.0)
+    meter = SpeedMeter(window=5.0)
     for second in range(11):
         speeds = meter.read(second, samples=10 * second if second <= 5 else 50 + 100 * (second - 5), sent=0, exposed=0)
     assert speeds.samples == 100.0
 
 
 def test_no_speed_without_time() -> None:
-    meter = Speedometer()
+    meter = SpeedMeter()
     meter.read(1.0, 0, 0, 0.0)
     assert meter.read(1.0, 10, 10, 0.0) == Speeds()
 
 
 def test_a_loss_that_is_no_number_and_an_end_nobody_knows() -> None:
-    moment = Moment(epoch=1, epochs=1, step=1, steps=1, loss=float("nan"), speeds=Speeds(), left=float("inf"))
+    moment = ProgressReport(epoch=1, epochs=1, step=1, steps=1, loss=float("nan"), speeds=Speeds(), left=float("inf"))
     assert "loss nan" in str(moment)
     assert str(moment).endswith("? left")

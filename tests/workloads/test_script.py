@@ -17,8 +17,8 @@ from syncline.cli import placement
 from syncline.cli.main import main
 from syncline.errors import SpecError
 from syncline.testing.workloads import WorkloadContract, leaving_randomness
-from syncline.training.folder import fresh_name
 from syncline.training.loop import train
+from syncline.training.run_folder import fresh_name
 from syncline.training.settings import Settings
 from syncline.workloads import ScriptWorkload, build
 from syncline.workloads.base import Workload

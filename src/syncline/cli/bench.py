@@ -38,7 +38,7 @@ from syncline.cli import bench_server, bench_step
 from syncline.cli.placement import Placement, add_placement_options
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
 from syncline.launch.start import Job
-from syncline.training.folder import make_writable
+from syncline.training.run_folder import make_writable
 
 __all__ = ["configure", "run"]
 

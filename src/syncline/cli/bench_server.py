@@ -14,7 +14,7 @@ from syncline.bench.measuring import parse_size, parse_sizes
 from syncline.cli.placement import Placement, add_placement_options
 from syncline.errors import IncompatibleError, SpecError
 from syncline.launch.start import Job
-from syncline.training.folder import make_writable
+from syncline.training.run_folder import make_writable
 
 if TYPE_CHECKING:
     from syncline.bench.server.rates import RatesPlan

@@ -16,7 +16,7 @@ from syncline.errors import SpecError
 from syncline.launch.lab import parse_lab
 from syncline.launch.start import Job
 from syncline.specs import nearest
-from syncline.training.folder import make_writable
+from syncline.training.run_folder import make_writable
 
 if TYPE_CHECKING:
     from syncline.bench.step import StepPlan

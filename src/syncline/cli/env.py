@@ -20,8 +20,7 @@ from syncline.environment import detect
 from syncline.errors import SynclineError
 from syncline.launch import machine
 from syncline.launch.mpi import find_mpiexec, flavour_of, installed_mpis, mpiexec_version
-from syncline.training.system import describe_machine, describe_versions
-from syncline.training.torch_build import has_backend, nccl_version
+from syncline.training.system import describe_machine, describe_versions, has_backend, nccl_version
 
 __all__ = ["collect", "configure", "run"]
 

@@ -35,7 +35,7 @@ from syncline.launch.mpi import why_no_mpi
 from syncline.launch.programs import LOCALHOST, Host, parse_hosts
 from syncline.launch.ssh import ssh_command
 from syncline.launch.start import Job, run_by_mpiexec
-from syncline.training.torch_build import has_backend
+from syncline.training.system import has_backend
 
 __all__ = ["PythonCommand", "configure", "parse_command", "place_ranks", "read_hostfile", "run"]
 

@@ -35,8 +35,8 @@ from syncline.cli.placement import add_placement_options
 from syncline.errors import IncompatibleError, SpecError
 from syncline.launch.lab import Lab, parse_lab
 from syncline.launch.machine import warn_if_oversubscribed
-from syncline.training.folder import fresh_name
 from syncline.training.progress import duration
+from syncline.training.run_folder import fresh_name
 from syncline.training.signals import INTERRUPTED_EXIT_CODE
 from syncline.training.system import code_digest, code_version
 

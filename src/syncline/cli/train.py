@@ -34,7 +34,7 @@ from syncline.cli.placement import Placement, add_placement_options
 from syncline.cli.train_kmeans import is_kmeans, train_kmeans
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
 from syncline.launch.start import Job
-from syncline.training.folder import RunFolder, fresh_name
+from syncline.training.run_folder import RunFolder, fresh_name
 from syncline.training.settings import DECAYS, Settings
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ def _folder(arguments: argparse.Namespace, workload: Workload) -> tuple[RunFolde
     """Where the run writes, and what it goes on from."""
     from syncline.training.checkpoint import latest
     from syncline.training.checkpoint.manifest import MANIFEST
-    from syncline.training.start import checkpoints_in
+    from syncline.training.run_folder import checkpoints_in
 
     resume = arguments.resume
     if resume is None:

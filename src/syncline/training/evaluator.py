@@ -1,4 +1,4 @@
-"""The evaluator: looks at the weights of a loose run while the workers go on, and says when the target is reached.
+"""The evaluator of an asynchronous run: evaluates the weights while the workers train, and stops them at the target.
 
 ```text
 worker 0   step step step step step step step step step step │ finished
@@ -7,7 +7,7 @@ evaluator  ······ weights ── evaluates ── post ··· weights ─�
 ```
 
 It is a separate process if the launcher started one, else a task of rank 0. If it is lost, the lowest worker that is
-not lost runs another as a task.
+not lost replaces it by a task.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from syncline.runtime import Runtime
 from syncline.server.network import read_roles, server_network
 from syncline.strategies import Strategy
 from syncline.strategies.control import ControlChannel
-from syncline.training.notes import Evaluation, Notes, Tally
-from syncline.training.outcome import At
-from syncline.training.pace import FORWARD
+from syncline.training.control_state import ControlState, EvaluationPost, RoundCounter
+from syncline.training.run_state import LoopState
 from syncline.training.settings import Settings
+from syncline.training.stragglers import FORWARD_SHARE
 from syncline.workloads.base import Batch, Workload
 from syncline.world import init
 
 __all__ = ["Evaluator", "is_evaluator", "observe", "wants_evaluator"]
 
-SHORTEST = 1e-3
-"""Seconds between two looks at the board, at least."""
-LONGEST = 0.25
-"""And at most, unless a step takes longer."""
+MIN_POLL_S = 1e-3
+"""Shortest interval between two reads of the channel."""
+MAX_POLL_S = 0.25
+"""Longest interval, unless a step takes longer."""
 
 
 class Evaluator:
-    """Evaluates whenever the workers together have passed the next multiple of `evaluate_every` steps each.
+    """Evaluates each time the workers have taken, on average, another `evaluate_every` steps.
 
-    `clock` gives the seconds since the run began, where this process has the same clock as rank 0. Without it rank 0
-    waits until the evaluator is ready, and the beginning is taken to be the last look at the board that did not find it
-    yet: never later than it was. `start` are the values of the post "start", for one that takes the place of another.
+    `clock` returns the seconds since the start of the run, if this process shares rank 0's clock. Without it, rank 0
+    waits until the evaluator is ready. The start is then the last read of the channel without the post "start", which
+    is never too late. `start` has the values of that post, for an evaluator that replaces another.
     """
 
     def __init__(
         self,
-        board: ControlChannel,
+        channel: ControlChannel,
         workload: Workload,
         settings: Settings,
         model: nn.Module,
@@ -60,139 +60,141 @@ class Evaluator:
         clock: Callable[[], float] | None = None,
         start: Sequence[float] | None = None,
     ) -> None:
-        self._board, self._workload, self._settings, self._model = board, workload, settings, model
+        self._channel, self._workload, self._settings, self._model = channel, workload, settings, model
         self._runtime, self._timeout = runtime, timeout
         self._start = start
         self._clock = clock
-        self._tally = Tally(workload.splits().sizes()["train"], settings.a_step(workers), workers)
-        every = self._tally.epoch if settings.evaluate_every is None else settings.evaluate_every
+        self._counter = RoundCounter(workload.splits().sizes()["train"], settings.samples_per_step(workers), workers)
+        every = self._counter.epoch if settings.evaluate_every is None else settings.evaluate_every
         self._every = every * workers
-        self._notes = Notes(board)
-        self._at = At()
+        self._control = ControlState(channel)
+        self._state = LoopState()
         self._evaluated = -1
-        """Rounds that the weights had behind them when they were last evaluated."""
+        """Rounds of the weights that were evaluated last."""
         self._filled = False
-        """Whether the model holds weights of this run."""
-        self._a_sample = 0.0
+        """Whether the model has weights of this run."""
+        self._seconds_per_sample = 0.0
         self._rate = 0.0
-        """Rounds a second, of all workers together, between the latest looks."""
+        """Rounds per second, of all workers together, between the latest reads."""
 
     def run(self) -> None:
-        """Go on until the run is over; the last word is the post "test"."""
-        self._take_up(self._await_start() if self._start is None else self._start)
+        """Evaluate until the run is over. The last post is "test"."""
+        self._continue_from(self._await_start() if self._start is None else self._start)
         due = (max(0, self._evaluated) // self._every + 1) * self._every
-        gap, seen, moved = SHORTEST, -1, self._runtime.now()
-        while self._notes.over is None:
-            steps = self._board.steps()
-            rounds, now = self._tally.rounds(steps), self._runtime.now()
+        gap, seen, moved = MIN_POLL_S, -1, self._runtime.now()
+        while self._control.over is None:
+            steps = self._channel.steps()
+            rounds, now = self._counter.rounds(steps), self._runtime.now()
             if rounds > seen:
                 self._rate = (rounds - seen) / (now - moved) if seen >= 0 and now > moved else self._rate
                 seen, moved = rounds, now
             elif now - moved > self._timeout:
                 raise PeerLostError(
                     f"the evaluator has seen no step of any worker for {self._timeout:g} s (steps: {steps}), and "
-                    "nobody has said that the run is over",
+                    "the run is not over",
                     pending="the next step",
                     seconds=now - moved,
                 )
-            if rounds >= due and not self._at.satisfied(self._settings.evaluations_after):
+            if rounds >= due and not self._state.target_confirmed(self._settings.evaluations_after):
                 self._evaluate()
                 due = (self._evaluated // self._every + 1) * self._every
             else:
                 gap = self._pause(due - rounds, gap)
-            self._notes.read()
+            self._control.read()
         self._conclude()
 
     def _pause(self, left: int, gap: float) -> float:
-        """Sleep for about half of the time that is left; how long it was."""
-        longest = max(LONGEST, 1 / self._rate) if self._rate else LONGEST
+        """Sleep for about half of the time until the next evaluation. Returns the seconds."""
+        longest = max(MAX_POLL_S, 1 / self._rate) if self._rate else MAX_POLL_S
         wanted = left / self._rate / 2 if self._rate and left > 0 else 2 * gap
-        gap = min(max(wanted, SHORTEST), longest)
+        gap = min(max(wanted, MIN_POLL_S), longest)
         self._runtime.sleep(gap)
         return gap
 
     def _await_start(self) -> Sequence[float]:
         """Wait for the post "start" and return its values. It also sets this process's clock to rank 0's."""
-        begun = before = self._runtime.now()
+        began = before = self._runtime.now()
         self._workload.splits()
         if self._clock is None:
-            before = self._runtime.now()  # rank 0 begins after it has read this
-            self._board.post("ready", [])
+            before = self._runtime.now()  # rank 0 starts after it has read this
+            self._channel.post("ready", [])
         while True:
             asked = self._runtime.now()
-            self._notes.read()
-            if self._notes.start is not None:
+            self._control.read()
+            if self._control.start is not None:
                 break
-            if asked - begun > self._timeout:
+            if asked - began > self._timeout:
                 raise PeerLostError(
-                    f"the evaluator has waited {self._timeout:g} s for rank 0 to begin the run", peer=0,
-                    pending="the post 'start'", seconds=asked - begun,
+                    f"the evaluator has waited {self._timeout:g} s for rank 0 to start the run", peer=0,
+                    pending="the post 'start'", seconds=asked - began,
                 )  # fmt: skip
             before = asked
-            self._runtime.sleep(SHORTEST)
+            self._runtime.sleep(MIN_POLL_S)
         if self._clock is None:
-            zero, now = before - self._notes.start[0], self._runtime.now
+            zero, now = before - self._control.start[0], self._runtime.now
             self._clock = lambda: now() - zero
-        return self._notes.start
+        return self._control.start
 
-    def _take_up(self, start: Sequence[float]) -> None:
+    def _continue_from(self, start: Sequence[float]) -> None:
         """Continue after the evaluations of an earlier run or of a lost evaluator."""
-        _, evaluated, reached, since, a_sample = start
+        _, evaluated, reached, since, seconds_per_sample = start
         self._evaluated = int(evaluated)
-        self._at.time_to_target = None if math.isnan(reached) else reached
-        self._at.since_target = int(since)
-        self._a_sample = 0.0 if math.isnan(a_sample) else a_sample
-        self._notes.read()
+        self._state.time_to_target = None if math.isnan(reached) else reached
+        self._state.since_target = int(since)
+        self._seconds_per_sample = 0.0 if math.isnan(seconds_per_sample) else seconds_per_sample
+        self._control.read()
         self._stop_if_satisfied(math.nan)
 
     def _evaluate(self) -> None:
-        """Look at the weights as they are now, and tell what is found."""
-        # Counted before the weights are fetched: these have at least so many steps behind them.
-        steps = self._board.steps()
+        """Evaluate the current weights, and post the result."""
+        # Counted before the weights are read, so these have at least as many steps.
+        steps = self._channel.steps()
         self._fetch()
-        self._evaluated = self._tally.rounds(steps)
-        found = self._measure(self._workload.splits().validation)
-        assert self._clock is not None, "the run has begun"
-        metric, elapsed = found[self._workload.metric], self._clock()
-        told = Evaluation(self._evaluated, self._tally.samples(steps), found.get("loss", math.nan), metric, elapsed)
-        self._board.post("evaluation", told.values())
+        self._evaluated = self._counter.rounds(steps)
+        measures = self._measure(self._workload.splits().validation)
+        assert self._clock is not None, "the run has started"
+        metric, elapsed = measures[self._workload.metric], self._clock()
+        post = EvaluationPost(
+            self._evaluated, self._counter.samples(steps), measures.get("loss", math.nan), metric, elapsed
+        )
+        self._channel.post("evaluation", post.values())
         target = self._settings.target
-        self._at.judge(metric, elapsed, target is not None and self._workload.reached(metric, target))
+        self._state.record(metric, elapsed, target is not None and self._workload.reached(metric, target))
         self._stop_if_satisfied(metric)
 
     def _stop_if_satisfied(self, metric: float) -> None:
-        """End the run if its target was reached and the run was not ended yet."""
-        if self._at.satisfied(self._settings.evaluations_after) and not self._board.stop_requested():
-            self._board.post("target", [metric])
-            self._board.request_stop()
+        """Stop the run if its target is reached and it was not stopped yet."""
+        if self._state.target_confirmed(self._settings.evaluations_after) and not self._channel.stop_requested():
+            self._channel.post("target", [metric])
+            self._channel.request_stop()
 
     def _conclude(self) -> None:
-        """The weights that the workers ended with; where the target ended the run, those that reached it."""
-        assert self._notes.over is not None, "the loop ends with it"
-        assert self._clock is not None, "the run has begun"
-        found: dict[str, float] = {}
-        if self._notes.over[0] != "signal":
-            fresh = self._tally.rounds(self._board.steps()) != self._evaluated
-            if fresh and not self._at.satisfied(self._settings.evaluations_after):
+        """Test the final weights; if the target ended the run, the weights that reached it."""
+        assert self._control.over is not None, "the loop in run() ends with it"
+        assert self._clock is not None, "the run has started"
+        measures: dict[str, float] = {}
+        if self._control.over[0] != "signal":
+            fresh = self._counter.rounds(self._channel.steps()) != self._evaluated
+            if fresh and not self._state.target_confirmed(self._settings.evaluations_after):
                 self._evaluate()
-            if not self._filled:  # a run that goes on after its end
+            if not self._filled:  # a run that is resumed after its end
                 self._fetch()
-            found = self._measure(self._workload.splits().test)
-        metric, loss = found.get(self._workload.metric, math.nan), found.get("loss", math.nan)
-        self._board.post("test", [metric, loss, self._clock()])
+            measures = self._measure(self._workload.splits().test)
+        metric, loss = measures.get(self._workload.metric, math.nan), measures.get("loss", math.nan)
+        self._channel.post("test", [metric, loss, self._clock()])
 
     def _fetch(self) -> None:
-        self._board.load_weights(self._model)
+        self._channel.load_weights(self._model)
         self._filled = True
 
     def _measure(self, dataset: Dataset[Batch]) -> dict[str, float]:
-        if self._a_sample:
-            self._runtime.sleep(FORWARD * self._a_sample * len(cast(Sized, dataset)))
+        if self._seconds_per_sample:
+            self._runtime.sleep(FORWARD_SHARE * self._seconds_per_sample * len(cast(Sized, dataset)))
         return self._workload.evaluate(self._model, dataset)
 
 
 def wants_evaluator(strategy: Strategy) -> bool:
-    """Whether a launcher should start a process that evaluates: others see this strategy's weights too.
+    """Whether the launcher should start a process that evaluates: another process can read this strategy's weights.
 
     >>> from syncline.strategies import AllReduce
     >>> wants_evaluator(AllReduce())
@@ -207,18 +209,18 @@ def is_evaluator() -> bool:
 
 
 def observe(workload: Workload, settings: Settings, strategy: Strategy) -> None:
-    """What an evaluator's process does: join the servers' network, and evaluate until the run is over."""
+    """The program of an evaluator process: join the servers' network, and evaluate until the run is over."""
     workers = read_roles().workers
     with init("single") as world:
         settings = settings.resolved(workload, workers)
         model = workload.model(settings.seed)
-        board = strategy.observe(model, server_network(world))
-        if board is None:
+        channel = strategy.observe(model, server_network(world))
+        if channel is None:
             raise IncompatibleError(
-                f"{strategy!r} shows its weights to its own workers alone: start no process to evaluate it"
+                f"{strategy!r} shows its weights to its own workers only: start no process to evaluate it"
             )
         timeout = world.transport.timeout
         try:
-            Evaluator(board, workload, settings, model, workers=workers, runtime=world.runtime, timeout=timeout).run()
+            Evaluator(channel, workload, settings, model, workers=workers, runtime=world.runtime, timeout=timeout).run()
         finally:
-            board.close()
+            channel.close()

@@ -1,55 +1,64 @@
-"""The loop behind `syncline train`: epochs of steps, an evaluation after each, checkpoints, and the run log.
+"""The training loop of `syncline train`: epochs of steps, evaluations, checkpoints and the run log.
 
 ```text
         ┌───────────────── an epoch ─────────────────┐
  load ─►│ step step step ·· checkpoint ·· step step  │─► evaluate ─► checkpoint ─► … ─► test
-        └───── training seconds, but the checkpoint ─┘
+        └── training seconds, without checkpoints ───┘
         └──────────────── time to target: everything up to an evaluation ─┘
 ```
+
+`Trainer` has the loop. A `SyncPolicy` does what needs the other workers: evaluate, stop, save and end the run.
+
+| policy | steps | evaluation | decisions |
+|---|---|---|---|
+| `SynchronousPolicy` | the same on all workers | rank 0, between two steps | by collectives |
+| `AsynchronousPolicy` | each worker its own | an evaluator, meanwhile | by posts on the control channel |
 """
 
 from __future__ import annotations
 
-import math
+import random
 import sys
-from collections.abc import Callable, Sequence, Sized
-from contextlib import ExitStack
-from dataclasses import asdict, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch import Tensor
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
+from torch.utils.data import DataLoader
 
-from syncline.errors import DivergedError
+from syncline.errors import DivergedError, IncompatibleError, SpecError
 from syncline.reduction import check_same
-from syncline.strategies import Strategy, StrategyRun, strategy_run
-from syncline.training.basis import Basis, Schedule
+from syncline.strategies import Shard, Step, Steps, Strategy, StrategyRun, strategy_run
+from syncline.training.checkpoint import load, save
+from syncline.training.checkpoint.meeting import Meeting
 from syncline.training.distribute import distribute
-from syncline.training.folder import RunFolder
-from syncline.training.journal import Journal
-from syncline.training.loose import LooseLoop
-from syncline.training.outcome import Outcome, Reason
-from syncline.training.phases import AGREEING, DATA, EVALUATION, phases
-from syncline.training.progress import Progress, Silent, duration
-from syncline.training.ranks import RankTable
-from syncline.training.rehearsal import rehearse
-from syncline.training.settings import Settings, steps_of_epoch
-from syncline.training.start import find_checkpoints, folder_held, seed_everything
-from syncline.training.stragglers import Slow, check_slow
-from syncline.workloads.base import Workload
-from syncline.world import World, broadcast, current_world
+from syncline.training.phases import DATA, phases
+from syncline.training.progress import NoProgress, Progress, ProgressReport, SpeedMeter, duration
+from syncline.training.records import RunLogWriter, describe_run, summarize
+from syncline.training.run_folder import FileLock, RunFolder, checkpoints_in
+from syncline.training.run_state import LoopState, Outcome, StopReason, TrainingClock
+from syncline.training.settings import Settings, steps_per_epoch
+from syncline.training.stragglers import ComputePacer, Slow, check_slow
+from syncline.training.system import describe_world
+from syncline.workloads.base import Workload, batches
+from syncline.world import World, current_world
 
-__all__ = ["Outcome", "train"]
+__all__ = ["Outcome", "Schedule", "SyncPolicy", "Trainer", "train"]
 
-LOOK = 1.0
-"""Seconds between two looks whether somebody wants the run to stop, about."""
-RARELY = 1000
-"""Steps between two such looks, at most."""
-NOTE = 5.0
-"""Seconds between two notes of speeds in the log within an epoch."""
-OLD = 30.0
-"""Seconds after which a checkpoint is worth replacing between epochs."""
+LOG_PROGRESS_EVERY_S = 5.0
+"""Interval between two log lines of speeds and loss within an epoch."""
+WARM_UP_STEPS = 2
+"""Steps before the clock starts that compile the kernels of a codec."""
+DATA_KEYS = ("workload", "sha256", "script_sha256")
+"""Parts of a workload's description that must be the same on all ranks."""
+
+Schedule = LRScheduler | ChainedScheduler
 
 
 def train(
@@ -72,51 +81,403 @@ def train(
 ) -> Outcome:
     """Train a workload on the current world; every rank calls it with the same arguments.
 
-    Files are written where `folder` says, and only then; `lock` keeps other jobs from writing there. `resume=True`
-    goes on from the newest checkpoint in it, if there is one; a path goes on from what lies there. `stop` is asked
-    about once a second: where it says yes on any rank, all stop after the same step with a checkpoint. The generators
+    Files are written to `folder`, and nowhere else. `lock` keeps other jobs from writing there. `resume=True` continues
+    from the newest checkpoint in it, if there is one; a path continues from the checkpoints there. `stop` is called
+    about once a second: if it returns True on any rank, all stop after the same step with a checkpoint. The generators
     of torch, NumPy and `random` are seeded.
 
-    `strategy` is used in place of the one that the settings name, where that has no spec of ours. With `predict` the
-    configuration tells what `costs` expects of a step. `seconds_a_sample` is what a worker computes for one sample:
-    virtual seconds on the simulator, where that takes no time by itself, a sleep on real workers. Those that `slow`
-    names take a multiple of it for a while. With `rehearsed` a codec's kernels are compiled before the clock.
+    `strategy` replaces the one of the settings, if it has no spec. With `predict`, config.json has the step time that
+    `costs` predicts. `seconds_a_sample` is the time that a worker computes for one sample: virtual seconds on the
+    simulator, where computing takes no time, and a sleep on real workers. `slow` names workers that take a multiple of
+    it. With `rehearsed` the kernels of a codec are compiled before the clock starts.
 
-    Where the strategy lets every worker go at its own pace, each takes its own steps; see `syncline.training.loose`.
+    If the strategy is asynchronous, each worker takes its own steps; see `syncline.training.asynchronous`.
     """
+    from syncline.training.asynchronous import AsynchronousPolicy
+    from syncline.training.synchronous import SynchronousPolicy
+
     world = current_world() if world is None else world
     settings = (settings or Settings()).resolved(workload, world.size)
     check_slow(slow, world.size, seconds_a_sample)
     place = None if folder is None else RunFolder(folder)
-    source = find_checkpoints(place, resume)
+    source = _checkpoint_source(place, resume)
     with ExitStack() as stack:
-        stack.enter_context(folder_held(world, place, begins=resume is False, lock=lock))
+        stack.enter_context(_hold_folder(world, place, new_run=resume is False, lock=lock))
         if rehearsed and settings.codec is not None and not world.transport.timing.virtual:
-            rehearse(workload, settings, strategy, world)
+            _compile_codec(workload, settings, strategy, world)
         run, scheduler = _distributed(workload, settings, strategy, world)
         stack.enter_context(run)
-        kept = ("workload", "sha256", "script_sha256")
-        told = {key: str(value) for key, value in workload.describe().items() if key in kept}
-        check_same(run.exchange, "data", told)  # hosts may have other files, or another Python's library
-        kind = LooseLoop if run.asynchronous else _Loop
-        loop: LooseLoop | _Loop = kind(workload, settings, run, scheduler, place)
-        loop.predicted = run.predict() if predict else None
+        description = {key: str(value) for key, value in workload.describe().items() if key in DATA_KEYS}
+        check_same(run.exchange, "data", description)  # hosts may have other files, or another Python's library
+        trainer = Trainer(workload, settings, run, scheduler, place, stop)
+        policy = (AsynchronousPolicy if run.asynchronous else SynchronousPolicy)(trainer)
+        trainer.predicted = run.predict() if predict else None
         if source is not None:
-            loop.load(source, needed=resume is not True)
-        loop.prepare()
-        journal = Journal(world, place, trace=trace, tensorboard=tensorboard, step=loop.at.step)
-        with loop.telling(journal, progress or Silent()), loop.paced(seconds_a_sample, slow):
-            return loop.run(stop)
+            trainer.load(source, needed=resume is not True)
+            policy.after_load()
+        policy.prepare()
+        log = RunLogWriter(world, place, trace=trace, tensorboard=tensorboard, step=trainer.state.step)
+        with trainer.recording(log, progress or NoProgress(), policy), trainer.paced(seconds_a_sample, slow):
+            return trainer.run(policy)
+
+
+class SyncPolicy(ABC):
+    """What the loop does together with the other workers. `Trainer` calls it; it uses the trainer's state."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """The clock runs, and the first step follows."""
+
+    @abstractmethod
+    def stop_reason(self) -> StopReason | None:
+        """Why no epoch follows; None if one does. Called before each epoch."""
+
+    @abstractmethod
+    def between_steps(self, samples: int) -> StopReason | None:
+        """Act between two steps of an epoch, after a step of `samples` samples; why the run stops here, or None."""
+
+    @abstractmethod
+    def after_epoch(self, reason: StopReason | None) -> StopReason | None:
+        """Act after an epoch that ended for `reason`, or None if it is complete; why the run stops, or None."""
+
+    @abstractmethod
+    def conclude(self, reason: StopReason) -> Outcome:
+        """End the run together: the last checkpoint, the test and the result."""
+
+    def prepare(self) -> None:  # noqa: B027 (optional)
+        """Prepare before the clock runs. Every rank calls it."""
+
+    def after_load(self) -> None:  # noqa: B027 (optional)
+        """A checkpoint was loaded."""
+
+    def on_divergence(self) -> None:  # noqa: B027 (optional)
+        """This worker raises a `DivergedError`."""
+
+    @property
+    def writer(self) -> int:
+        """The rank that writes the result of the run."""
+        return 0
+
+
+class Trainer:
+    """The loop of one worker: its steps, its place in the data, its clock, its log and its checkpoints."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        settings: Settings,
+        run: StrategyRun,
+        scheduler: Schedule | None,
+        folder: RunFolder | None,
+        stop: Callable[[], bool] | None,
+    ) -> None:
+        self.workload, self.settings, self.attached, self.world = workload, settings, run, run.world
+        self.scheduler, self.folder, self.stop = scheduler, folder, stop
+        self.total = 0
+        """Steps of the whole run."""
+        self.state = LoopState()
+        self.length = workload.splits().sizes()["train"]
+        self.batch = settings.samples_per_step(self.world.size)
+        self.reader = _reader(run, workload, settings)
+        self.events, self.now = self.world.events, self.world.runtime.now
+        self.clock, self.speeds = TrainingClock(self.now), SpeedMeter()
+        self.log, self.progress = RunLogWriter(self.world, None), cast(Progress, NoProgress())
+        self.loss: Tensor | None = None
+        self.logged_at = self.saved_at = self.now()
+        self.first_step = 0
+        """The step with which this attempt started."""
+        self.saved_step = -1
+        self.predicted: dict[str, float] | None = None
+        self.pacer: ComputePacer | None = None
+
+    # The loop.
+
+    def run(self, policy: SyncPolicy) -> Outcome:
+        """Train until the policy ends the run."""
+        self.total = self._total_steps()
+        self.attached.expect(self.total)
+        self.report()  # speeds are measured from here on
+        policy.begin()
+        try:
+            reason = policy.stop_reason()
+            while reason is None:
+                reason = self._epoch(policy)
+                if reason is None:
+                    self.state.epoch, self.state.position = self.state.epoch + 1, 0
+                reason = policy.after_epoch(reason)
+        except DivergedError:
+            policy.on_divergence()
+            raise
+        return policy.conclude(reason)
+
+    def _total_steps(self) -> int:
+        """Steps that were taken, perhaps by another number of workers, and steps that are left."""
+        state, epochs = self.state, cast(int, self.settings.epochs)
+        left = -(-(self.length - state.position) // self.batch) if state.epoch < epochs else 0
+        later = max(0, epochs - state.epoch - 1) * -(-self.length // self.batch)
+        return max(1, min(state.step + left + later, self.settings.steps or sys.maxsize))
+
+    def _epoch(self, policy: SyncPolicy) -> StopReason | None:
+        """Train the rest of an epoch; why it was broken off, or None."""
+        state = self.state
+        self.log.epoch_started(state.epoch + 1, state.step)
+        self.attached.model.train()
+        self.clock.start()
+        reason: StopReason | None = None
+        for batch in self._batches():
+            self._step(batch)
+            samples = self._count_step()
+            if state.position < self.length:
+                reason = self._between_steps(policy, samples)
+            if reason is not None:
+                break
+        if reason is None and state.position < self.length:
+            self._count_step()  # the last round had no data for this rank
+        self.log_progress()
+        self.clock.pause()
+        self.log.epoch_stopped(state.epoch + 1, state.step)
+        return reason
+
+    def _batches(self) -> Iterator[Any]:
+        reader = iter(self.reader)
+        while True:
+            with self.events.span(DATA, lane="data", what="next batch"):
+                batch = next(reader, None)
+            if batch is None:
+                return
+            yield batch
+
+    def _step(self, batch: Any) -> None:
+        """Forward, backward and update."""
+        span = self.events.span
+        self.attached.optimizer.zero_grad()
+        parts: list[Tensor] = []
+        for micro in batch if isinstance(batch, Step) else (batch,):
+            with span("sl_forward_seconds", lane="compute", what="forward"):
+                loss = self.workload.loss(self.attached.replica, micro)
+                if self.pacer is not None:
+                    self.pacer.forward(len(micro[0]))
+            with span("sl_backward_seconds", lane="compute", what="backward"):
+                part = batch.part(loss) if isinstance(batch, Step) else loss
+                part.backward()  # type: ignore[no-untyped-call]
+            parts.append(part.detach())
+        if self.attached.wants_loss:
+            self.attached.note_loss(sum(parts[1:], parts[0]))
+        with span("sl_update_seconds", lane="compute", what="update"):
+            self.attached.optimizer.step()
+            if self.scheduler is not None:
+                self.scheduler.step()
+        self.loss = loss.detach()
+
+    def _count_step(self) -> int:
+        """Count a step. Returns its samples on all ranks."""
+        samples = min(self.batch, self.length - self.state.position)
+        self.state.step += 1
+        self.state.samples += samples
+        self.state.position += samples
+        return samples
+
+    def _between_steps(self, policy: SyncPolicy, samples: int) -> StopReason | None:
+        if self.progress.due():
+            self.progress.show(self.report())
+        if self.now() - self.logged_at >= LOG_PROGRESS_EVERY_S:
+            self.log_progress()
+        return policy.between_steps(samples)
+
+    # Log and result.
+
+    def report(self) -> ProgressReport:
+        """How far the run is, and how fast."""
+        state, stats = self.state, self.attached.stats
+        seconds_per_step = (self.clock.elapsed - self.clock.elapsed_before) / max(1, state.step - self.first_step)
+        speeds = self.speeds.read(self.clock.trained, state.samples, stats.bytes_wire, stats.exposed_seconds)
+        return ProgressReport(
+            epoch=state.epoch + 1,
+            epochs=cast(int, self.settings.epochs),
+            step=state.step,
+            steps=self.total,
+            loss=float("nan") if self.loss is None else float(self.loss),
+            speeds=speeds,
+            left=seconds_per_step * (self.total - state.step),
+        )
+
+    def log_progress(self) -> None:
+        """Write speeds and loss into rank 0's log."""
+        self.logged_at = self.now()
+        if self.world.rank == 0 and self.loss is not None:
+            self.log.progress(self.report(), float(self.attached.optimizer.param_groups[0]["lr"]))
+
+    def record_evaluation(
+        self, measures: dict[str, float], value: float, epoch: int, step: int, *, elapsed: float, samples: int,
+        staleness: float,
+    ) -> None:  # fmt: skip
+        """Log a validation and what the run has cost until then, and store whether it reached the target.
+
+        `measures` are empty on ranks that did not evaluate; `value` is the metric on every rank.
+        """
+        stats, metric, target = self.attached.stats, self.workload.metric, self.settings.target
+        costs = {
+            "metric": value,
+            "split": "validation",
+            "count": self.workload.splits().sizes()["validation"],
+            "elapsed": elapsed,
+            "trained": min(self.clock.trained, elapsed),
+            "samples": samples,
+            "epochs": samples / self.length,
+            "bytes_logical": stats.bytes_logical,
+            "bytes_wire": stats.bytes_wire,
+            "staleness": staleness,
+            "consensus": stats.consensus,
+            "phases": phases(self.events.totals, stats),
+        }
+        self.log.evaluated(measures, epoch, step, costs)
+        self.state.record(value, elapsed, target is not None and self.workload.reached(value, target))
+        rest = "".join(f", {key} {number:.4g}" for key, number in measures.items() if key != metric)
+        self.progress.say(
+            f"epoch {epoch}/{self.settings.epochs}: validation {metric} {value:.4g}{rest}, after {duration(elapsed)}"
+        )
+
+    def _write_config(self) -> None:
+        """Write config.json on rank 0: first at the start, and again at the end, when `auto` has chosen."""
+        if self.folder is not None and self.world.rank == 0:
+            config = describe_run(self.workload, self.settings, self.attached, self.predicted)
+            self.folder.write("config", config)
+
+    def write_result(self, outcome: Outcome, policy: SyncPolicy, tested: int | None = None) -> None:
+        """Write the result into the log, config.json and summary.json. `tested`: the step of the tested weights."""
+        self._write_config()
+        stats = self.attached.stats
+        totals = {**stats.as_dict(), DATA: self.events.totals.get(DATA, 0.0)}
+        del totals["steps"]
+        if self.attached.asynchronous:  # logged for all workers together
+            totals.pop("sl_staleness_histogram", None)
+        self.log.concluded(outcome, totals, phases(self.events.totals, stats), tested)
+        self._write_summary(outcome, policy)
+
+    def _write_summary(self, outcome: Outcome, policy: SyncPolicy, error: BaseException | None = None) -> None:
+        if self.folder is not None and self.world.rank == policy.writer:
+            config = describe_run(self.workload, self.settings, self.attached, self.predicted)
+            summary = summarize(outcome, self.folder, config, self.attached.stats, self.world.lost, error)
+            self.folder.write("summary", summary)
+
+    def outcome(self, reason: StopReason, test: float | None = None) -> Outcome:
+        """The result of this worker."""
+        state = self.state
+        return Outcome(
+            metric=self.workload.metric,
+            test=None if reason == "signal" else test,
+            validation=state.validation,
+            seconds=self.clock.trained,
+            elapsed=self.clock.elapsed,
+            time_to_target=state.time_to_target,
+            epochs=state.epoch,
+            steps=state.step,
+            samples=state.samples,
+            stopped_by=reason,
+        )
+
+    @contextmanager
+    def recording(self, log: RunLogWriter, progress: Progress, policy: SyncPolicy) -> Iterator[None]:
+        """Write log, configuration and progress inside. If it raises, the log and summary.json say so."""
+        self.log, self.progress = log, progress
+        try:
+            if self.folder is not None and self.world.rank == 0:
+                self.folder.remove("summary")  # of an earlier attempt
+                self.folder.write("system", describe_world(self.world))
+            self._write_config()
+            config, asynchronous = self.attached.config, self.attached.asynchronous
+            log.run_started(self.workload, self.settings, config, self.first_step, asynchronous)
+            self.clock.begin()
+            yield
+        except BaseException as error:
+            log.run_stopped("aborted", error=f"{type(error).__name__}: {error}")
+            with suppress(Exception):  # the error itself must be reported
+                self._write_summary(self.outcome("signal"), policy, error)
+            raise
+        finally:
+            progress.close()
+            log.close()
+
+    # Checkpoints.
+
+    def checkpoint_due(self) -> bool:
+        """Whether `checkpoint_every` asks for a checkpoint after this step."""
+        every = self.settings.checkpoint_every
+        return bool(every) and self.state.step % cast(int, every) == 0
+
+    def save(self) -> None:
+        """Save a checkpoint, unless this step has one."""
+        if self.folder is not None and self.saved_step != self.state.step:
+            self.save_as(self.folder, self.state.step)
+
+    def save_as(self, folder: RunFolder, step: int) -> None:
+        """Save a checkpoint under a step that is the same on all ranks. Its seconds are not training time."""
+        with self.clock_paused():
+            began = self.now()
+            state = {**asdict(self.state), "trained": self.clock.trained, "elapsed": self.clock.elapsed}
+            state |= {"target": self.settings.target, "step": step}
+            path = save(folder.checkpoints, **self._objects(), **state)  # it counts its own seconds
+            self.saved_step, self.saved_at = step, self.now()
+            self.log.saved(path.name, step, self.saved_at - began)
+
+    def load(self, source: Path, needed: bool) -> None:
+        """Continue from the newest checkpoint. Without one the run starts anew, or raises if one is `needed`."""
+        state = load(source, **self._objects())
+        if state is None:
+            if needed:
+                raise IncompatibleError(f"there is no checkpoint in {source} to continue from")
+            return
+        for key in asdict(self.state):
+            if key in state:  # old checkpoints have fewer keys
+                setattr(self.state, key, state[key])
+        if state["target"] != self.settings.target:
+            self.state.time_to_target, self.state.since_target = None, 0
+        self.clock = TrainingClock(self.now, state["trained"], state["elapsed"])
+        self.first_step = self.saved_step = self.state.step
+
+    def _objects(self) -> dict[str, Any]:
+        scheduler = {} if self.scheduler is None else {"scheduler": self.scheduler}
+        return {"run": self.attached, **scheduler}
+
+    # Time.
+
+    @contextmanager
+    def clock_paused(self) -> Iterator[None]:
+        """Inside, no training time is counted."""
+        running = self.clock.running
+        self.clock.pause()
+        yield
+        if running:
+            self.clock.start()
+
+    @contextmanager
+    def paced(self, seconds_a_sample: float | None, slow: Sequence[Slow] = ()) -> Iterator[None]:
+        """Inside, computing takes `seconds_a_sample` for each sample; None changes nothing."""
+        if seconds_a_sample is None:
+            yield
+            return
+        self.pacer = ComputePacer(self.world, self.attached.model, seconds_a_sample, slow)
+        try:
+            yield
+        finally:
+            self.pacer.close()
+
+
+def _reader(run: StrategyRun, workload: Workload, settings: Settings) -> Shard | Steps:
+    loader: DataLoader[Any] = DataLoader(workload.splits().train, batch_size=settings.batch, shuffle=True)
+    if settings.global_batch is None:
+        return run.shard(loader, seed=settings.seed)
+    return run.steps(loader, global_batch=settings.global_batch, micro_batch=settings.batch, seed=settings.seed)
 
 
 def _distributed(
     workload: Workload, settings: Settings, strategy: Strategy | None, world: World
 ) -> tuple[StrategyRun, Schedule | None]:
-    """Model, optimizer and schedule, kept together on all workers."""
-    seed_everything(settings.seed, world.rank)
+    """The model, its optimizer and its schedule, attached to the strategy."""
+    _seed_everything(settings.seed, world.rank)
     model = workload.model(settings.seed).to(world.device)
     optimizer = settings.optimizer(workload, model, world.size)
-    steps = steps_of_epoch(workload, settings.a_step(world.size))
+    steps = steps_per_epoch(workload, settings.samples_per_step(world.size))
     total = min(steps * cast(int, settings.epochs), settings.steps or sys.maxsize)
     scheduler = settings.schedule(optimizer, world.size, epoch_steps=steps, total_steps=total)
     run = distribute(
@@ -133,177 +494,63 @@ def _distributed(
     return strategy_run(run), scheduler
 
 
-class _Loop(Basis):
-    """Every worker takes the same steps, and all do everything together."""
+def _compile_codec(workload: Workload, settings: Settings, strategy: Strategy | None, world: World) -> None:
+    """Take steps with a model that is thrown away, so that a codec's kernels are compiled. Every rank calls it.
 
-    def __init__(
-        self,
-        workload: Workload,
-        settings: Settings,
-        run: StrategyRun,
-        scheduler: Schedule | None,
-        place: RunFolder | None,
-    ) -> None:
-        super().__init__(workload, settings, run, scheduler, place)
-        self.look = 0
-        """The step before which nobody asks whether to stop."""
-        self.looked = (0, 0.0)
-        """Steps and seconds of training at the latest such question."""
-        self.ranks = RankTable(self.world, run.stats)
+    The first use of a codec on a machine compiles for about ten seconds, in the code that a step runs. Random numbers
+    are drawn: seed afterwards.
+    """
+    model = workload.model(settings.seed).to(world.device)
+    optimizer = settings.optimizer(workload, model, world.size)
+    used, codec = strategy or settings.strategy, settings.codec
+    with distribute(model, optimizer, used, codec, settings.collective, seed=settings.seed) as run:
+        batch = next(batches(workload.splits().train, settings.batch or 1))
+        for _ in range(WARM_UP_STEPS):
+            optimizer.zero_grad()
+            workload.loss(strategy_run(run).replica, batch).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
 
-    def run(self, stop: Callable[[], bool] | None) -> Outcome:
-        at = self.at
-        self.total = self.steps_in_all()
-        self.attached.expect(self.total)
-        self.looked = (at.step, self.watch.trained)
-        self.moment()  # speeds are taken from here on
-        reason = self._finished()
-        while reason is None:
-            reason = self._epoch(stop)
-            if reason == "signal":
-                break
-            if at.position >= self.length:
-                at.epoch, at.position = at.epoch + 1, 0
-            reason = reason or self._finished()
-            old = self._validate() if reason or self._due() else False
-            reason = self._finished() or reason
-            if reason is None and self._asked_to_stop(stop):
-                reason = "signal"
-            every = self.settings.checkpoint_every
-            if reason is None and (old or (every and at.step % every == 0)):
-                self.save()
-        if self.settings.checkpoint_every != 0:
-            self.save()
-        return self._conclude(reason)
 
-    def _finished(self) -> Reason | None:
-        target, validation, after = self.settings.target, self.at.validation, self.settings.evaluations_after
-        if self.at.satisfied(after):
-            return "target"
-        if target is not None and validation is not None and not after and self.workload.reached(validation, target):
-            return "target"
-        if self.at.epoch >= cast(int, self.settings.epochs):
-            return "epochs"
-        return "steps" if self.at.step >= self.total else None
+def _seed_everything(seed: int, rank: int) -> None:
+    """Seed torch, NumPy and `random`, differently on each rank, so that dropout differs too."""
+    mixed = (1_000_003 * seed + rank) % 2**63
+    torch.manual_seed(mixed)
+    np.random.seed(mixed % 2**32)
+    random.seed(mixed)
 
-    def _due(self) -> bool:
-        """Whether to evaluate at the end of an epoch."""
-        every = self.settings.evaluate_every
-        return every is None or self.at.step % every == 0
 
-    def _epoch(self, stop: Callable[[], bool] | None) -> Reason | None:
-        """The rest of an epoch; why it was broken off, if it was."""
-        self.journal.epoch_started(self.at.epoch + 1, self.at.step)
-        self.attached.model.train()
-        self.watch.start()
-        batches = iter(self.reader)
-        reason: Reason | None = None
-        while reason is None:
-            with self.events.span(DATA, lane="data", what="next batch"):
-                batch = next(batches, None)
-            if batch is None:
-                break
-            self.step(batch)
-            taken = self.count()
-            # In a short last step a rank may have no data and not come by here. What all do together waits for the
-            # end of the epoch then, which all reach.
-            if taken >= self.world.size and self.at.position < self.length:
-                reason = self._between_steps(stop)
-        if reason is None and self.at.position < self.length:
-            self.count()  # the step in which this rank took part with empty hands
-        self.note()
-        self.watch.pause()
-        self.journal.epoch_stopped(self.at.epoch + 1, self.at.step)
-        return reason
-
-    def _between_steps(self, stop: Callable[[], bool] | None) -> Reason | None:
-        if self.progress.due():
-            self.progress.show(self.moment())
-        if self.now() - self.noted >= NOTE:
-            self.note()
-        if self.at.step >= self.total:
-            return "steps"
-        if self.settings.evaluate_every is not None and self._due():
-            running = self.watch.running
-            self.watch.pause()
-            self._validate()
-            self.attached.model.train()
-            if running:
-                self.watch.start()
-            if self._finished() == "target":
-                return "target"
-        if self.at.step >= self.look and self._asked_to_stop(stop):
-            return "signal"
-        every = self.settings.checkpoint_every
-        if every and self.at.step % every == 0:
-            self.save()
+def _checkpoint_source(folder: RunFolder | None, resume: bool | str | Path) -> Path | None:
+    """The folder to load from, or None for a new run."""
+    if resume is True and folder is None:
+        raise SpecError("resume=True continues from the newest checkpoint in the run's folder: give folder=")
+    if resume is False:
         return None
+    return folder.checkpoints if resume is True and folder is not None else checkpoints_in(str(resume))
 
-    def _asked_to_stop(self, stop: Callable[[], bool] | None) -> bool:
-        """Whether any rank is asked to. When to look again says the one that is furthest from doing so."""
-        if stop is None:
-            return False
-        steps, seconds = self.looked
-        self.looked = (self.at.step, self.watch.trained)
-        pace = (self.at.step - steps) / max(self.watch.trained - seconds, 1e-9)
-        gap = min(RARELY, max(1, int(LOOK * pace)))
-        with self.events.span(AGREEING, lane="compute", what="asks whether to stop"):
-            told = self.ranks.tell(self.at.step, [float(stop()), float(gap)])
-        self.journal.ranks(self.ranks.latest)
-        self.look = self.at.step + int(told[1])
-        return bool(told[0])
 
-    def _validate(self) -> bool:
-        """Evaluate and tell of it; whether rank 0 finds the last checkpoint old."""
-        at, metric = self.at, self.workload.metric
-        if at.evaluated == at.step:
-            return False
-        # An epoch that has just ended is not the next one yet.
-        epoch = at.epoch + (at.position > 0)
-        self.journal.evaluating(epoch, at.step)
-        found = self._evaluate(self.workload.splits().validation)
-        old = self.settings.checkpoint_every is None and self.now() - self.kept >= OLD
-        loss = 0.0 if self.loss is None else float(self.loss)
-        with self.events.span(EVALUATION, lane="compute", what="waits for the result"):
-            told = self._from_rank_0([found.get(metric, 0.0), self.watch.elapsed, float(old), loss])
-        validation, elapsed, due, loss = told
-        if self.settings.check_finite and not math.isfinite(loss):
-            raise DivergedError(f"the loss of rank 0 is {loss}", rank=0, step=at.step)
-        at.evaluated = at.step
-        standing = self.standing(validation, elapsed, at.samples, self.attached.stats.staleness)
-        self.journal.evaluated(found, epoch, at.step, standing)
-        target = self.settings.target
-        at.judge(validation, elapsed, target is not None and self.workload.reached(validation, target))
-        rest = "".join(f", {key} {value:.4g}" for key, value in found.items() if key != metric)
-        self.progress.say(
-            f"epoch {epoch}/{self.settings.epochs}: validation {metric} {validation:.4g}{rest}, "
-            f"after {duration(elapsed)}"
-        )
-        return bool(due)
+@contextmanager
+def _hold_folder(world: World, folder: RunFolder | None, new_run: bool, lock: bool) -> Iterator[None]:
+    """Inside, rank 0 holds the lock of the run's folder. Refuses a folder in use, or one with a run for a new run.
 
-    def _evaluate(self, dataset: Dataset[Any]) -> dict[str, float]:
-        """What rank 0 finds with the weights that all agree on; nothing on the other ranks."""
-        with self.events.span(EVALUATION, lane="compute", what="evaluation"), self.attached.agreed():
-            if self.world.rank != 0:
-                return {}
-            if self.pace is not None:
-                self.pace.forward(self.attached.members * len(cast(Sized, dataset)))
-            return self.workload.evaluate(self.attached.model, dataset)
+    Every rank calls it, and all raise the same error: another rank may already see what rank 0 writes. Without `lock`
+    the launcher holds the lock.
+    """
+    if folder is None:
+        yield
+        return
+    locks: list[FileLock] = []
 
-    def _from_rank_0(self, numbers: list[float]) -> list[float]:
-        told = broadcast(torch.tensor(numbers, dtype=torch.float64), group=self.world.everyone)
-        return [float(number) for number in told]
+    def check() -> None:
+        if world.rank != 0:
+            return
+        if lock:
+            locks.append(folder.lock())
+        if new_run and folder.used():
+            raise IncompatibleError(folder.refusal())
 
-    def _conclude(self, reason: Reason) -> Outcome:
-        metric = self.workload.metric
-        found = {} if reason == "signal" else self._evaluate(self.workload.splits().test)
-        watch = self.watch
-        with self.events.span(EVALUATION, lane="compute", what="waits for the result"):
-            test, seconds, elapsed = self._from_rank_0([found.get(metric, 0.0), watch.trained, watch.elapsed])
-        outcome = replace(self.outcome(reason, test), seconds=seconds, elapsed=elapsed)
-        self.write_config()
-        totals = {**self.attached.stats.as_dict(), DATA: self.events.totals.get(DATA, 0.0)}
-        del totals["steps"]
-        self.journal.concluded(asdict(outcome), totals, phases(self.events.totals, self.attached.stats))
-        self.write_summary(outcome)
-        return outcome
+    try:
+        Meeting(world).at_once("take the run's folder", check)
+        yield
+    finally:
+        for each in locks:
+            each.release()

@@ -1,13 +1,13 @@
-"""Where the time of a rank goes, in phases that add up to the wall clock but for what is spent between them.
+"""The time of a rank by phase. The sum is the wall-clock time, except for the time between phases.
 
 ```text
-compute      forward, backward and update, without the waiting and encoding inside them
-exposed      communication that compute did not hide
-codec        encoding and decoding that held up this rank; what was done beside backward is hidden
+compute      forward, backward and update, without waiting and encoding inside them
+exposed      communication that did not overlap with compute
+codec        encoding and decoding that delayed this rank; work that overlapped with backward is not in it
 data         waiting for the next batch
 evaluation   with the wait for rank 0's result
 checkpoint   saving
-agreeing     asking the others whether to go on
+agreeing     asking the other ranks whether to stop
 ```
 """
 
@@ -31,7 +31,7 @@ AGREEING = "sl_agreeing_seconds"
 
 
 def phases(totals: Mapping[str, float], stats: Stats) -> dict[str, float]:
-    """Seconds of each phase so far, from a recorder's totals and a run's counts.
+    """Seconds of each phase so far, from a recorder's totals and the stats of a run.
 
     >>> from syncline.events import Recorder
     >>> from syncline.reduction import Stats

@@ -1,4 +1,4 @@
-"""How a run is getting on, for people: one line that rewrites itself on a terminal, lines now and then elsewhere."""
+"""Progress on the terminal: one line that is rewritten, or a line every few seconds if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO
 
-__all__ = ["Moment", "Progress", "Silent", "Speedometer", "Speeds", "duration"]
+__all__ = ["NoProgress", "Progress", "ProgressReport", "SpeedMeter", "Speeds", "duration"]
 
-WINDOW = 5.0
-"""Seconds of training over which speeds are taken."""
-TERMINAL = 0.1
-PLAIN = 10.0
-"""Seconds between lines."""
-ERASE = "\r\x1b[K"
+SPEED_WINDOW_S = 5.0
+"""Seconds of training over which speeds are averaged."""
+TERMINAL_EVERY_S = 0.1
+PLAIN_EVERY_S = 10.0
+"""Interval between two lines if the output is not a terminal."""
+ERASE_LINE = "\r\x1b[K"
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """What the run does in a second of training, all ranks together."""
+    """Rates per second of training, of all ranks together."""
 
     samples: float = 0.0
     bytes: float = 0.0
-    """On the wire, sent by rank 0."""
+    """Bytes that rank 0 sends."""
     exposed: float = 0.0
     """The share of training time in which rank 0 waits for communication."""
 
 
-class Speedometer:
+class SpeedMeter:
     """Speeds over the last seconds of training, from readings of counters that only grow.
 
-    >>> meter = Speedometer()
+    >>> meter = SpeedMeter()
     >>> meter.read(seconds=0.0, samples=0, sent=0, exposed=0.0)
     Speeds(samples=0.0, bytes=0.0, exposed=0.0)
     >>> meter.read(seconds=2.0, samples=640, sent=4_000_000, exposed=0.5)
     Speeds(samples=320.0, bytes=2000000.0, exposed=0.25)
     """
 
-    def __init__(self, window: float = WINDOW) -> None:
+    def __init__(self, window: float = SPEED_WINDOW_S) -> None:
         self._window = window
         self._readings: deque[tuple[float, float, float, float]] = deque()
 
     def read(self, seconds: float, samples: float, sent: float, exposed: float) -> Speeds:
-        """Take a reading; the speeds since the oldest one in the window."""
+        """Add a reading. Returns the speeds since the oldest reading in the window."""
         self._readings.append((seconds, samples, sent, exposed))
         while len(self._readings) > 2 and seconds - self._readings[1][0] >= self._window:
             self._readings.popleft()
@@ -56,8 +56,8 @@ class Speedometer:
 
 
 @dataclass(frozen=True)
-class Moment:
-    """Where a run stands."""
+class ProgressReport:
+    """How far a run is, and how fast."""
 
     epoch: int
     epochs: int
@@ -66,7 +66,7 @@ class Moment:
     loss: float
     speeds: Speeds
     left: float
-    """Seconds, as far as can be told."""
+    """Estimated seconds until the end."""
 
     def __str__(self) -> str:
         return (
@@ -77,7 +77,7 @@ class Moment:
 
 
 class Progress:
-    """Shows moments, not too many of them, and lines that stay.
+    """Shows reports at intervals, and lines that stay.
 
     >>> import sys
     >>> progress = Progress(sys.stdout, clock=lambda: 0.0, terminal=False)
@@ -94,29 +94,29 @@ class Progress:
         self._open = False
 
     def due(self) -> bool:
-        """Whether it is time to show another moment."""
-        return self._clock() - self._shown >= (TERMINAL if self._terminal else PLAIN)
+        """Whether it is time to show another report."""
+        return self._clock() - self._shown >= (TERMINAL_EVERY_S if self._terminal else PLAIN_EVERY_S)
 
-    def show(self, moment: Moment) -> None:
-        """Rewrite the line, or write one more where lines cannot be rewritten."""
+    def show(self, report: ProgressReport) -> None:
+        """Rewrite the line; write a new one if the output is not a terminal."""
         self._shown = self._clock()
-        text = str(moment)
+        text = str(report)
         if self._terminal:
-            # A line that is wider than the terminal is not rewritten but scrolls.
-            self._put(ERASE + (text[: self._width - 1] if self._width > 1 else text))
+            # A line wider than the terminal would scroll.
+            self._put(ERASE_LINE + (text[: self._width - 1] if self._width > 1 else text))
             self._open = True
         else:
             self._put(text + "\n")
 
     def say(self, line: str) -> None:
         """Write a line that stays."""
-        self._put(f"{ERASE if self._open else ''}{line}\n")
+        self._put(f"{ERASE_LINE if self._open else ''}{line}\n")
         self._open = False
 
     def close(self) -> None:
-        """Leave no half line behind."""
+        """Remove the line that is being rewritten."""
         if self._open:
-            self._put(ERASE)
+            self._put(ERASE_LINE)
             self._open = False
 
     def _put(self, text: str) -> None:
@@ -124,8 +124,8 @@ class Progress:
         self._stream.flush()
 
 
-class Silent(Progress):
-    """Shows nothing: every rank but the first, and simulations."""
+class NoProgress(Progress):
+    """Shows nothing: for ranks other than 0, and for simulations."""
 
     def __init__(self) -> None:
         pass
@@ -133,7 +133,7 @@ class Silent(Progress):
     def due(self) -> bool:
         return False
 
-    def show(self, moment: Moment) -> None:
+    def show(self, report: ProgressReport) -> None:
         pass
 
     def say(self, line: str) -> None:
@@ -144,7 +144,7 @@ class Silent(Progress):
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people.
+    """Format seconds.
 
     >>> duration(9.25), duration(75), duration(3725)
     ('9.2 s', '1:15', '1:02:05')

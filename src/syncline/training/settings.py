@@ -1,4 +1,4 @@
-"""What shapes the result of a run: the same settings on the same world give the same bits."""
+"""The settings of a run. The same settings on the same world give the same bits."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-    from syncline.training.basis import Schedule
+    from syncline.training.loop import Schedule
     from syncline.workloads.base import Workload
 
-__all__ = ["DECAYS", "Settings", "steps_of_epoch"]
+__all__ = ["DECAYS", "Settings", "steps_per_epoch"]
 
 DECAYS = ("none", "cosine")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How to train. What is None is the workload's default.
+    """How to train. None means the workload's default.
 
     >>> Settings(epochs=3, scaling="linear", warmup=1).epochs
     3
@@ -35,37 +35,37 @@ class Settings:
     codec: str | None = None
     collective: str = "auto"
     diagnose: int = 0
-    """Every so many steps the log tells what the codec does to each layer; 0: never."""
+    """Steps between two log entries about the codec's error in each layer; 0: never."""
     batch: int | None = None
-    """Samples of each worker in a step; with `global_batch` in a micro-batch, at most."""
+    """Samples of each worker in a step. With `global_batch`: the largest micro-batch."""
     global_batch: int | None = None
-    """Samples of all workers in a step, whatever their number: strong scaling. None: `batch` times the workers."""
+    """Samples of all workers in a step, for any number of workers (strong scaling). None: `batch` times the workers."""
     epochs: int | None = None
     steps: int | None = None
-    """Steps after which the run ends, if the epochs do not end it before."""
+    """Steps after which the run ends, unless the epochs end it earlier."""
     learning_rate: float | None = None
-    """Of one worker; `scaling` makes it that of all."""
+    """The rate for one worker; `scaling` makes the rate for all."""
     scaling: str = "none"
     warmup: float = 0.0
-    """Epochs, or parts of one, from the rate of one worker to the scaled one."""
+    """Epochs, or a fraction, in which the rate rises from that of one worker to the scaled one."""
     decay: str = "none"
     target: float | None = None
-    """The validation metric at which the run ends. None: it does not end early."""
+    """The validation metric at which the run ends; None: it does not end early."""
     evaluate_every: int | None = None
-    """Steps between evaluations, and one at the end. None: after each epoch."""
+    """Steps between two evaluations; one more at the end. None: after each epoch."""
     evaluations_after: int = 0
-    """Evaluations that still follow the one which found the target reached: it may have been luck."""
+    """Evaluations after the one that reached the target, which may have been chance."""
     momentum: float | None = None
-    """The optimizer's; None: as the workload has it. A codec with a momentum of its own wants 0."""
+    """The optimizer's momentum; None: the workload's. A codec with its own momentum needs 0."""
     seed: int = 0
     check_finite: bool = True
     checkpoint_every: int | None = None
-    """Steps. 0: never; None: between epochs, when the last one is old, and at the end."""
+    """Steps between two checkpoints. 0: never; None: between epochs, if the last one is old, and at the end."""
 
     def resolved(self, workload: Workload, workers: int) -> Settings:
-        """With the workload's defaults filled in, and what cannot be meant refused.
+        """These settings with the workload's defaults; refuses impossible ones.
 
-        Where steps are given and epochs are not, there are as many epochs as the steps take.
+        With steps and without epochs, there are as many epochs as the steps need.
         """
         self.check()
         if self.target is not None:
@@ -75,11 +75,11 @@ class Settings:
         rate = defaults.learning_rate if self.learning_rate is None else self.learning_rate
         epochs = defaults.epochs if self.epochs is None else self.epochs
         if self.epochs is None and self.steps is not None:
-            epochs = -(-self.steps // steps_of_epoch(workload, self.global_batch or batch * workers))
+            epochs = -(-self.steps // steps_per_epoch(workload, self.global_batch or batch * workers))
         return replace(self, batch=batch, epochs=epochs, learning_rate=rate)
 
     def check(self) -> None:
-        """Refuse numbers that make no run."""
+        """Refuse numbers out of range."""
         leasts = dict.fromkeys(("batch", "global_batch", "epochs", "steps", "evaluate_every"), 1)
         leasts |= dict.fromkeys(("checkpoint_every", "diagnose", "evaluations_after"), 0)
         for name, least in leasts.items():
@@ -99,18 +99,18 @@ class Settings:
             raise SpecError(f"lr {rate}: a finite number above 0")
         scale_factor(self.scaling, workers=1)  # refuses an unknown rule
 
-    def a_step(self, workers: int) -> int:
-        """Samples that all workers together take in a step."""
+    def samples_per_step(self, workers: int) -> int:
+        """Samples of all workers together in a step."""
         assert self.batch is not None, "settings are resolved before they are used"
         return self.global_batch or self.batch * workers
 
     def rate(self, workers: int) -> float:
-        """The learning rate for so many workers."""
+        """The learning rate for this number of workers."""
         assert self.learning_rate is not None, "settings are resolved before they are used"
         return self.learning_rate * scale_factor(self.scaling, workers)
 
     def optimizer(self, workload: Workload, model: nn.Module, workers: int) -> Optimizer:
-        """The workload's, with the rate for so many workers and the momentum that is asked for."""
+        """The workload's optimizer, with the rate for this number of workers and the momentum of these settings."""
         made = workload.optimizer(model, self.rate(workers))
         for group in made.param_groups if self.momentum is not None else ():
             if "momentum" not in group:
@@ -121,7 +121,7 @@ class Settings:
         return made
 
     def schedule(self, optimizer: Optimizer, workers: int, epoch_steps: int, total_steps: int) -> Schedule | None:
-        """Warm-up and decay as one scheduler, or None where the rate stays as it is."""
+        """Warm-up and decay as one scheduler; None if the rate is constant."""
         from torch.optim.lr_scheduler import ChainedScheduler
 
         from syncline.optim import cosine_decay, warmup
@@ -129,7 +129,7 @@ class Settings:
         parts: list[LRScheduler] = []
         steps = round(self.warmup * epoch_steps)
         if steps:
-            # An unscaled rate has no rate of one worker to begin with: a tenth of it instead.
+            # An unscaled rate starts from a tenth of itself.
             scaled = self.scaling != "none" and workers > 1
             parts.append(warmup(optimizer, steps, self.scaling if scaled else 0.1, workers=workers))
         if self.decay == "cosine":
@@ -137,6 +137,6 @@ class Settings:
         return ChainedScheduler(parts, optimizer=optimizer) if len(parts) > 1 else parts[0] if parts else None
 
 
-def steps_of_epoch(workload: Workload, a_step: int) -> int:
-    """Steps of so many samples that go over the training split once, the last one with what is left."""
-    return -(-workload.splits().sizes()["train"] // a_step)
+def steps_per_epoch(workload: Workload, samples_per_step: int) -> int:
+    """Steps of an epoch; the last one may be short."""
+    return -(-workload.splits().sizes()["train"] // samples_per_step)

@@ -1,22 +1,27 @@
-"""Workers that are slow on purpose: who, how much, from when to when."""
+"""Artificial compute time: on the simulator, where computing takes no time, and for slow workers in experiments."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+
+from torch import Tensor, nn
 
 from syncline.errors import SpecError
 from syncline.specs import nearest
-from syncline.transports.faults import Slow
+from syncline.transports.faults import Slow, slowness
+from syncline.world import World
 
-__all__ = ["Slow", "check_slow", "parse_slow"]
+__all__ = ["FORWARD_SHARE", "ComputePacer", "Slow", "check_slow", "parse_slow"]
 
+FORWARD_SHARE = 1 / 3
+"""The share of forward in the compute time: backward computes two products for each one of forward."""
 EXAMPLE = "rank=2,factor=4,start=1,stop=3"
 
 
 def parse_slow(text: str) -> Slow:
-    """What `--slow` says: rank and factor, and the seconds since the first step between which it holds.
+    """Parse `--slow`: rank, factor, and the seconds after the first step at which it starts and stops.
 
     >>> parse_slow("rank=2,factor=4,start=1,stop=3")
     Slow(rank=2, factor=4.0, start=1.0, stop=3.0)
@@ -51,7 +56,7 @@ def parse_slow(text: str) -> Slow:
 
 
 def check_slow(slow: Sequence[Slow], workers: int, seconds_a_sample: float | None) -> None:
-    """Refuse slowness that would slow nobody down."""
+    """Refuse a slowness that has no effect."""
     if seconds_a_sample is not None and not 0 <= seconds_a_sample < math.inf:
         raise SpecError(f"{seconds_a_sample} seconds a sample: a number from 0 on")
     if slow and not seconds_a_sample:
@@ -64,3 +69,49 @@ def check_slow(slow: Sequence[Slow], workers: int, seconds_a_sample: float | Non
             raise SpecError(f"{one} names no worker: there are {workers}, from 0 to {workers - 1}")
         if not one.start < one.stop:
             raise SpecError(f"stop must be after start, and stop={one.stop:g} is not after start={one.start:g}")
+
+
+class ComputePacer:
+    """Makes computing take a given time per sample; backward is charged layer by layer, so that reductions overlap it.
+
+    ```text
+    forward ├───────┤ backward ├─ layer 3 ─┤├── layer 2 ──┤├ layer 1 ┤      in proportion to their parameters
+                                           └ its gradient is ready
+    ```
+
+    The virtual clock of the simulator advances; real workers sleep. A worker in `slow` takes its factor times as long,
+    between the given seconds after this object was made.
+    """
+
+    def __init__(self, world: World, model: nn.Module, seconds_a_sample: float, slow: Sequence[Slow] = ()) -> None:
+        self._world = world
+        self.seconds_a_sample = seconds_a_sample
+        self._slow = tuple(slow)
+        self._began = world.runtime.now()
+        self._samples = 0
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        total = sum(parameter.numel() for parameter in trained)
+        self._hooks = [
+            parameter.register_hook(self._layer(parameter.numel() / total))  # type: ignore[no-untyped-call]
+            for parameter in trained
+        ]
+
+    def forward(self, samples: int) -> None:
+        """Charge the forward pass of `samples` samples."""
+        self._samples = samples
+        self._compute(FORWARD_SHARE * samples)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _layer(self, share: float) -> Callable[[Tensor], None]:
+        def charge(gradient: Tensor) -> None:
+            self._compute((1 - FORWARD_SHARE) * share * self._samples)
+
+        return charge
+
+    def _compute(self, samples: float) -> None:
+        factor = slowness(self._slow, self._world.rank, self._world.runtime.now() - self._began)
+        self._world.compute(factor * self.seconds_a_sample * samples)

@@ -15,7 +15,7 @@ from syncline.strategies.gossip import Gossip, PairwiseRun
 from syncline.strategies.gossip.pairwise import AVERAGE, HEADER_BYTES, OK, READ, PairMessage, comes_before, mean_of
 from syncline.testing import hunt
 from syncline.training.loop import train
-from syncline.training.outcome import Outcome
+from syncline.training.run_state import Outcome
 from syncline.training.settings import Settings
 from syncline.transports.faults import Kill, Slow
 from syncline.world.simulation import ExtraProcess

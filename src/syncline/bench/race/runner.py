@@ -26,7 +26,7 @@ from syncline.launch.start import LOOPBACK, Job, JobExit, hosts_in_lab, local_ho
 from syncline.launch.store import serve_store
 from syncline.specs import Registry
 from syncline.training.evaluator import wants_evaluator
-from syncline.training.folder import RunFolder
+from syncline.training.run_folder import RunFolder
 from syncline.training.signals import INTERRUPTED_EXIT_CODE
 from syncline.training.system import describe_machine, describe_versions
 from syncline.transports import Network

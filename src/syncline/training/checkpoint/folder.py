@@ -24,7 +24,7 @@ from pathlib import Path
 from syncline.errors import ProtocolError
 from syncline.training.checkpoint.files import sync
 from syncline.training.checkpoint.manifest import verify_changed
-from syncline.training.lock import FileLock
+from syncline.training.run_folder import FileLock
 
 __all__ = ["Attempt", "Entry", "Resumed", "entries", "entries_aside", "prune", "set_abandoned_aside", "sweep"]
 

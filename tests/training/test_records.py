@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import syncline as sl
-from syncline.training.clocks import shared_zero
+from syncline.training.records import common_clock_zero
 from syncline.world import World
 
 
@@ -17,7 +17,7 @@ def test_clocks_that_are_hours_apart_get_one_zero() -> None:
         ahead = 3600.0 * world.rank
         runtime = SimpleNamespace(now=lambda: world.runtime.now() + ahead)
         skewed = SimpleNamespace(rank=world.rank, size=world.size, everyone=world.everyone, runtime=runtime)
-        zero, error = shared_zero(cast(World, skewed))
+        zero, error = common_clock_zero(cast(World, skewed))
         return zero - ahead, error
 
     network = sl.Network(latency=1e-3, bandwidth=1e9)
@@ -29,5 +29,5 @@ def test_clocks_that_are_hours_apart_get_one_zero() -> None:
 
 
 def test_a_world_of_one() -> None:
-    (found,) = sl.simulate(shared_zero, ranks=1).results
+    (found,) = sl.simulate(common_clock_zero, ranks=1).results
     assert found == (0.0, 0.0)

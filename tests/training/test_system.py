@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.training import torch_build
-from syncline.training.torch_build import gpu_names, has_backend, nccl_version
+from syncline.training import system
+from syncline.training.system import gpu_names, has_backend, nccl_version
 
 
 @pytest.mark.parametrize("name", ["Gloo", "NCCL", "MPI", "UCC"])
@@ -30,8 +30,8 @@ def test_gpus_are_those_that_torch_sees() -> None:
 def test_torch_is_asked_for_gpus_only_with_cuda_and_driver(
     cuda: str | None, driver: bool, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_build, "_version", lambda: SimpleNamespace(cuda=cuda, hip=None))
-    monkeypatch.setattr(torch_build, "_has_cuda_driver", lambda: driver)
+    monkeypatch.setattr(system, "torch_version", lambda: SimpleNamespace(cuda=cuda, hip=None))
+    monkeypatch.setattr(system, "has_cuda_driver", lambda: driver)
     gpus = SimpleNamespace(is_available=lambda: True, device_count=lambda: 2, get_device_name="GPU {}".format)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=gpus))
     assert gpu_names() == (["GPU 0", "GPU 1"] if asked else [])
@@ -39,12 +39,12 @@ def test_torch_is_asked_for_gpus_only_with_cuda_and_driver(
 
 def test_version_of_nccl_is_that_of_the_package_or_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {"nvidia-nccl-cu13": "2.29.3"}
-    monkeypatch.setattr(torch_build, "has_backend", lambda name: True)
+    monkeypatch.setattr(system, "has_backend", lambda name: True)
     monkeypatch.setattr(metadata, "requires", lambda name: ["sympy", "nvidia-nccl-cu13==2.29.3; linux"])
     monkeypatch.setattr(metadata, "version", versions.__getitem__)
     assert nccl_version() == "2.29.3"
     monkeypatch.setattr(metadata, "requires", lambda name: [])
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 21, 5))
     assert nccl_version() == "2.21.5"
-    monkeypatch.setattr(torch_build, "has_backend", lambda name: False)
+    monkeypatch.setattr(system, "has_backend", lambda name: False)
     assert nccl_version() is None

@@ -11,8 +11,8 @@ import pytest
 
 import syncline as sl
 from syncline.errors import IncompatibleError, SpecError
-from syncline.training.folder import RunFolder, make_writable
 from syncline.training.loop import train
+from syncline.training.run_folder import RunFolder, make_writable
 from syncline.training.settings import Settings
 from tests.training.tiny import Tiny
 

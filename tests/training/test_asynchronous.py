@@ -14,15 +14,15 @@ import torch
 import syncline as sl
 from syncline.errors import DivergedError, PeerLostError, SpecError
 from syncline.events import read_log
+from syncline.training.control_state import RoundCounter
 from syncline.training.loop import train
-from syncline.training.notes import Tally
-from syncline.training.outcome import Outcome
+from syncline.training.run_state import Outcome
 from syncline.training.settings import Settings
 from syncline.training.stragglers import Slow, parse_slow
 from syncline.transports.faults import Kill
 from syncline.world import Simulation, World, current_world
 from tests.hunting import seeds
-from tests.training.loosely import Common, Loosely
+from tests.training.asynchronous_strategy import Common, Loosely
 from tests.training.tiny import Tiny
 
 PACE = 0.01
@@ -67,7 +67,7 @@ def test_each_worker_takes_its_own_steps(ranks: int, seed: int) -> None:
         assert outcome.test == found.results[0].test
         assert outcome.validation == found.results[0].validation
     assert common.finished == set(range(ranks))
-    assert Tally(50, 4 * ranks, ranks).rounds(common.steps) == rounds * ranks
+    assert RoundCounter(50, 4 * ranks, ranks).rounds(common.steps) == rounds * ranks
 
 
 @pytest.mark.parametrize("steps", [1, 6, 7, 10])
@@ -79,11 +79,11 @@ def test_it_ends_after_so_many_steps_of_each(steps: int) -> None:
 
 def test_samples_follow_from_steps() -> None:
     """Rounds of 8 over 50 samples: seven an epoch, the last of two samples, one for each of two workers."""
-    tally = Tally(50, 8, 2)
+    tally = RoundCounter(50, 8, 2)
     assert tally.samples([7, 7]) == 50
     assert tally.samples([7, 0]) == 25
     assert tally.samples([6, 1]) == 24 + 4
-    three = Tally(50, 12, 3)  # two in the last round: nothing for rank 2
+    three = RoundCounter(50, 12, 3)  # two in the last round: nothing for rank 2
     assert three.samples([5, 5, 4]) == 50
     assert three.rounds([5, 5, 4]) == 15
     assert three.rounds([6, 6, 5]) == 18
@@ -190,19 +190,19 @@ def test_the_others_end_without_rank_0(seed: int, caplog: pytest.LogCaptureFixtu
 
 def test_an_evaluator_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher says that it has started one, and there is none."""
-    monkeypatch.setattr("syncline.training.loose.LooseLoop.apart", True)
-    with pytest.raises(PeerLostError, match=r"rank . has waited 5 s for the evaluator's process to be ready"):
+    monkeypatch.setattr("syncline.training.asynchronous.AsynchronousPolicy.has_evaluator_process", True)
+    with pytest.raises(PeerLostError, match=r"waited 5 s for the evaluator process"):
         simulate(Settings(epochs=1), 2, timeout=5.0)
 
 
 def test_a_silent_evaluator_is_replaced(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Its process came and was frozen: after the timeout a worker tests the final weights."""
-    monkeypatch.setattr("syncline.training.loose.LooseLoop.apart", True)
-    monkeypatch.setattr("syncline.training.loose.LooseLoop.prepare", lambda self: None)
+    monkeypatch.setattr("syncline.training.asynchronous.AsynchronousPolicy.has_evaluator_process", True)
+    monkeypatch.setattr("syncline.training.asynchronous.AsynchronousPolicy.prepare", lambda self: None)
     found, _ = simulate(Settings(epochs=1), 2, timeout=5.0)
     assert all(outcome.test is not None for outcome in found.results)
     assert 5.0 < found.time < 10.0
-    assert "the evaluator is lost (it has said nothing for 5 s): rank 0 evaluates" in caplog.text
+    assert "rank 0 evaluates" in caplog.text
 
 
 @pytest.mark.parametrize("when", [0.0, 0.2, 99.0])
@@ -213,10 +213,10 @@ def test_an_evaluator_that_was_killed_is_replaced(monkeypatch: pytest.MonkeyPatc
         now = current_world().runtime.now
         return lambda: "it was killed" if now() >= min(when, 1.5) else None
 
-    monkeypatch.setattr("syncline.training.loose.LooseLoop.apart", True)
-    monkeypatch.setattr("syncline.training.loose.watch_program", told)
+    monkeypatch.setattr("syncline.training.asynchronous.AsynchronousPolicy.has_evaluator_process", True)
+    monkeypatch.setattr("syncline.training.asynchronous.watch_program", told)
     if when:  # its process was ready
-        monkeypatch.setattr("syncline.training.loose.LooseLoop.prepare", lambda self: None)
+        monkeypatch.setattr("syncline.training.asynchronous.AsynchronousPolicy.prepare", lambda self: None)
     found, _ = simulate(Settings(epochs=4), 2)
     assert all(outcome.test is not None and outcome.stopped_by == "epochs" for outcome in found.results)
     assert found.time < 5.0

@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler
 import syncline as sl
 from syncline.state_trees import decode, encode
 from syncline.training.checkpoint import latest, load, save
-from syncline.training.checkpoint.folder import Attempt, sweep
+from syncline.training.checkpoint.files import PendingCheckpoint, remove_leftovers
 from tests.training.checkpointing import Holder, Solo, bits, net, same, train
 
 VALUES: list[Any] = [
@@ -382,14 +382,14 @@ def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
 
 
 def test_leftovers_go_and_those_of_the_living_stay(tmp_path: Path) -> None:
-    mine = Attempt(tmp_path, 3)
+    mine = PendingCheckpoint(tmp_path, 3)
     (mine.path / "half").write_text("written")
     dead = tmp_path / ".step-00000002.0dead0"
     dead.mkdir()
     dead.with_name(dead.name + ".lock").touch()  # its holder is gone
     (tmp_path / ".step-00000009.0half0").mkdir()  # removed in part
     (tmp_path / ".stepson").mkdir()  # not ours
-    sweep(tmp_path)
+    remove_leftovers(tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == sorted([mine.path.name, mine.path.name + ".lock", ".stepson"])
     mine.discard()

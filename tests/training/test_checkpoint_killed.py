@@ -21,7 +21,7 @@ from torch import nn
 import syncline as sl
 from syncline.testing.processes import fork_context
 from syncline.training.checkpoint import load, save
-from syncline.training.checkpoint.folder import entries
+from syncline.training.checkpoint.files import list_checkpoints
 from tests.launching import finish, start, torch_variables
 
 pytestmark = pytest.mark.xdist_group("killed")  # they share a fixture that takes long
@@ -68,7 +68,7 @@ def look(folder: str, told: Connection) -> None:
     """What a fresh process finds: the step, the numbers in the model, and every other checkpoint verified."""
     model = Marked()
     found = load(folder, model=model)
-    every = [load(folder, step=entry.step) for entry in entries(Path(folder))]
+    every = [load(folder, step=entry.step) for entry in list_checkpoints(Path(folder))]
     told.send((found, model.marks(), [one["also"] for one in every if one is not None]))
 
 
@@ -126,7 +126,7 @@ def test_killed_while_writing(tmp_path: Path, spawn: Any, repetition: int) -> No
     assert found["step"] in (last, last + 1)  # the one under way may have got its name before the kill
     assert marks == {float(found["step"])}
     assert found["also"] == found["step"]
-    assert others == [entry.step for entry in entries(tmp_path)]
+    assert others == [entry.step for entry in list_checkpoints(tmp_path)]
     save(tmp_path, step=found["step"] + 1, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == [f"step-{found['step'] + 1:08d}"]  # no leftovers
 
@@ -200,4 +200,4 @@ def test_a_simulated_rank_dies(tmp_path: Path, victim: int) -> None:
         model = Marked()
         found = load(folder, model=model)
         assert model.marks() == {0.0 if found is None else float(found["step"])}
-        assert len(entries(folder)) == (0 if found is None else found["step"])
+        assert len(list_checkpoints(folder)) == (0 if found is None else found["step"])

@@ -261,7 +261,7 @@ def _settings(arguments: argparse.Namespace, workload: Workload, workers: int) -
 def _folder(arguments: argparse.Namespace, workload: Workload) -> tuple[RunFolder, bool | str]:
     """Where the run writes, and what it goes on from."""
     from syncline.training.checkpoint import latest
-    from syncline.training.checkpoint.manifest import MANIFEST
+    from syncline.training.checkpoint.files import MANIFEST
     from syncline.training.run_folder import checkpoints_in
 
     resume = arguments.resume

@@ -36,7 +36,7 @@ from syncline.errors import DivergedError, IncompatibleError, SpecError
 from syncline.reduction import check_same
 from syncline.strategies import Shard, Step, Steps, Strategy, StrategyRun, strategy_run
 from syncline.training.checkpoint import load, save
-from syncline.training.checkpoint.meeting import Meeting
+from syncline.training.checkpoint.participants import Participants
 from syncline.training.distribute import distribute
 from syncline.training.phases import DATA, phases
 from syncline.training.progress import NoProgress, Progress, ProgressReport, SpeedMeter, duration
@@ -549,7 +549,7 @@ def _hold_folder(world: World, folder: RunFolder | None, new_run: bool, lock: bo
             raise IncompatibleError(folder.refusal())
 
     try:
-        Meeting(world).at_once("take the run's folder", check)
+        Participants(world).run_on_all("take the run's folder", check)
         yield
     finally:
         for each in locks:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from syncline.events import ChromeTrace, Recorder, RunEvent, RunLog, TensorBoardSink
 from syncline.reduction import Stats
 from syncline.strategies import StrategyRun
-from syncline.training.checkpoint.folder import entries
+from syncline.training.checkpoint.files import list_checkpoints
 from syncline.training.progress import ProgressReport
 from syncline.training.run_folder import RunFolder
 from syncline.training.run_state import Outcome
@@ -277,7 +277,7 @@ def json_number(value: Any) -> Any:
 
 
 def _newest_checkpoint(folder: Path) -> str | None:
-    names = entries(folder)
+    names = list_checkpoints(folder)
     return str((folder / names[-1].name).absolute()) if names else None
 
 

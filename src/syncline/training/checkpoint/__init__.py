@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there, and hold no code."""
+"""Checkpoints: complete or not there, and without code."""
 
 from syncline.training.checkpoint.load import latest, load
 from syncline.training.checkpoint.save import save

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: verify, read, check everything, and only then change anything."""
+"""Load a checkpoint: verify, read, check everything, and only then change anything."""
 
 from __future__ import annotations
 
@@ -12,21 +12,32 @@ from torch import nn
 
 from syncline.errors import IncompatibleError, ProtocolError, SpecError
 from syncline.state_trees import clone
-from syncline.training.checkpoint import randomness
-from syncline.training.checkpoint.files import read_part
-from syncline.training.checkpoint.folder import Entry, entries, entries_aside
-from syncline.training.checkpoint.manifest import ABOUT, MANIFEST, SHARED, Manifest, rank_part, verify
-from syncline.training.checkpoint.meeting import Meeting
+from syncline.training.checkpoint.files import (
+    ABOUT,
+    MANIFEST,
+    SHARED,
+    CheckpointName,
+    Manifest,
+    list_checkpoints,
+    list_set_aside,
+    rank_part,
+    read_part,
+    verify,
+)
 from syncline.training.checkpoint.objects import (
     check_model,
     check_optimizer,
+    check_rng_states,
     kind_of,
+    load_model,
+    load_optimizer,
     model_tree,
-    names_of,
     optimizer_tree,
-    put_model,
-    put_optimizer,
+    parameter_names,
+    seed_new_rank,
+    set_rng_states,
 )
+from syncline.training.checkpoint.participants import Participants
 
 __all__ = ["latest", "load"]
 
@@ -34,24 +45,24 @@ logger = logging.getLogger("syncline")
 
 
 def latest(folder: str | PathLike[str]) -> int | None:
-    """The step of the newest checkpoint in a folder, by its name; None where there is none.
+    """The step of the newest checkpoint in a folder; None if there is none.
 
     >>> latest("a folder that does not exist") is None
     True
     """
-    found = entries(Path(folder))
-    return found[-1].step if found else None
+    names = list_checkpoints(Path(folder))
+    return names[-1].step if names else None
 
 
 def load(
     folder: str | PathLike[str], *, step: int | None = None, verify: bool = True, **objects: Any
 ) -> dict[str, Any] | None:
-    """Go on from the newest checkpoint in `folder`, or that of `step`, or the one that it is; every rank calls it.
+    """Load the newest checkpoint in `folder`, or that of `step`, or `folder` itself. Every rank calls it.
 
-    Gives the plain values that were saved, with "step"; None where there is no checkpoint. The objects go by the names
-    they were saved with; a module in the place of a run takes its model alone. One that does not fit is refused before
-    anything is changed. A damaged checkpoint is a `ProtocolError`, or passed over with a warning where an older good
-    one exists. `verify=False` compares sizes alone, no checksums.
+    Returns the plain values that were saved, with "step"; None if there is no checkpoint. Objects have the names with
+    which they were saved; a module in place of a run gets the run's model. An object that does not fit is refused
+    before anything is changed. A damaged checkpoint is a `ProtocolError`, or skipped with a warning if an older good
+    one exists. `verify=False` compares sizes only, no checksums.
 
     >>> import tempfile, torch
     >>> from syncline.training.checkpoint import save
@@ -60,40 +71,40 @@ def load(
     >>> load(folder, model=torch.nn.Linear(2, 1))
     {'epoch': 3, 'step': 100}
     """
-    meeting = Meeting.of(objects)
+    participants = Participants.of(objects)
     place = Path(folder)
-    with meeting.span("sl_checkpoint_seconds", step):
-        # Rank 0 decides for all: another rank may see a newer one, or judge another way.
-        choose: Callable[[], Any] = (lambda: _choose(place, step, verify)) if meeting.rank == 0 else (lambda: None)
-        chosen = meeting.patiently("find a good checkpoint", choose)[0]
+    with participants.span("sl_checkpoint_seconds", step):
+        # Rank 0 decides for all: another rank may see other files.
+        choose: Callable[[], Any] = (lambda: _choose(place, step, verify)) if participants.rank == 0 else (lambda: None)
+        chosen = participants.run_in_task("find a good checkpoint", choose)[0]
         if chosen is None:
             return None
-        loading = _Loading(meeting, place / chosen["name"], Manifest(**chosen["manifest"]), objects)
-        meeting.patiently("read the checkpoint", loading.read)
+        loading = _Loading(participants, place / chosen["name"], Manifest(**chosen["manifest"]), objects)
+        participants.run_in_task("read the checkpoint", loading.read)
         try:
-            meeting.at_once("take over the checkpoint", loading.apply)
+            participants.run_on_all("take over the checkpoint", loading.apply)
         except BaseException:
             loading.undo()
             raise
         loading.restore_randomness()
         if any(kind_of(value) in ("run", "optimizer") for value in objects.values()):  # loaded to continue training
-            meeting.resumed[loading.path.resolve().parent] = loading.manifest.step
+            participants.resumed[loading.path.resolve().parent] = loading.manifest.step
         return loading.values | {"step": loading.manifest.step}
 
 
 def _choose(folder: Path, step: int | None, checksums: bool) -> dict[str, Any] | None:
-    """The checkpoint to load: where it is below the folder, and its manifest."""
+    """The name and the manifest of the checkpoint to load."""
     if (folder / MANIFEST).exists():
         manifest = verify(folder, checksums)
         if step is not None and manifest.step != step:
             raise SpecError(f"{folder} is the checkpoint of step {manifest.step}, not {step}")
         return {"name": ".", "manifest": vars(manifest)}
-    found = entries(folder)
-    candidates = [entry for entry in reversed(found) if step is None or entry.step == step]
+    names = list_checkpoints(folder)
+    candidates = [entry for entry in reversed(names) if step is None or entry.step == step]
     if step is not None and not candidates:
-        there = ", ".join(str(entry.step) for entry in found) or "none"
-        aside = ", ".join(entries_aside(folder, step))
-        hint = f"; of that step there is {aside}, which was set aside: load it by its path" if aside else ""
+        there = ", ".join(str(entry.step) for entry in names) or "none"
+        aside = ", ".join(list_set_aside(folder, step))
+        hint = f"; of that step there is {aside}, which was renamed: load it by its path" if aside else ""
         raise SpecError(f"{folder} has no checkpoint of step {step}; there are: {there}{hint}")
     first: ProtocolError | None = None
     for entry in candidates:
@@ -104,23 +115,23 @@ def _choose(folder: Path, step: int | None, checksums: bool) -> dict[str, Any] |
             first = first or error
             continue
         if first is not None:
-            logger.warning("%s; the checkpoint of step %d is taken instead", first, entry.step)
+            logger.warning("%s; the checkpoint of step %d is loaded instead", first, entry.step)
         return {"name": entry.name, "manifest": vars(manifest)}
     if first is not None:
         raise first
     return None
 
 
-def _check_step(folder: Path, entry: Entry, manifest: Manifest) -> None:
+def _check_step(folder: Path, entry: CheckpointName, manifest: Manifest) -> None:
     if manifest.step != entry.step:
-        raise ProtocolError(f"{folder / entry.name} holds step {manifest.step}: somebody has renamed it")
+        raise ProtocolError(f"{folder / entry.name} has step {manifest.step}: it was renamed")
 
 
 class _Loading:
     """One call of `load` on one rank."""
 
-    def __init__(self, meeting: Meeting, path: Path, manifest: Manifest, objects: dict[str, Any]) -> None:
-        self.meeting = meeting
+    def __init__(self, participants: Participants, path: Path, manifest: Manifest, objects: dict[str, Any]) -> None:
+        self.participants = participants
         self.path = path
         self.manifest = manifest
         self.objects = objects
@@ -138,12 +149,12 @@ class _Loading:
         self.about = self.states.pop(ABOUT)
         saved: dict[str, list[str]] = self.about["objects"]
         self.values = {name: self.states[name] for name, (kind, _) in saved.items() if kind == "value"}
-        # With fewer ranks than before each takes over what some of those that are gone have kept.
-        mine = range(self.meeting.rank, self.manifest.ranks, self.meeting.size)
+        # With fewer ranks than before, each rank takes over the parts of some missing ranks.
+        mine = range(self.participants.rank, self.manifest.ranks, self.participants.size)
         parts = [rank_part(rank) for rank in mine if self.manifest.has_part(rank)]  # a lost rank has none
         if parts:
             self.own, *self.others = [read_part(self.path / part) for part in parts]
-            randomness.check(self.own["random"], str(self.path / parts[0]))
+            check_rng_states(self.own["random"], str(self.path / parts[0]))
         for name, value in self.objects.items():
             self._check(name, value, saved)
 
@@ -165,7 +176,7 @@ class _Loading:
             raise IncompatibleError(f"{source} was saved as a {kind_there}, and is given as a {kind}")
         elif kind == "run":
             self._check_model(name, value.model, source)
-            check_optimizer(value.optimizer, self.states[name]["optimizer"], names_of(value.model), source)
+            check_optimizer(value.optimizer, self.states[name]["optimizer"], parameter_names(value.model), source)
         elif kind == "optimizer":
             check_optimizer(value, self.states[name], {}, source)
         elif class_there != type(value).__qualname__:
@@ -176,38 +187,38 @@ class _Loading:
         check_model(model, self.models[name], source)
 
     def apply(self) -> None:
-        """Hand every object its state; what it had is kept until all ranks have taken theirs."""
+        """Load the state of every object. The old states are copied, for `undo`."""
         for name, value in self.objects.items():
             kind = kind_of(value)
             if kind == "module":
-                self._change(value, model_tree, put_model, self.models[name])
+                self._change(value, model_tree, load_model, self.models[name])
             elif kind == "run":
                 self._apply_run(name, value)
             elif kind == "optimizer":
-                put: Callable[[Any, Any], None] = lambda target, tree: put_optimizer(target, tree, {})  # noqa: E731
+                put: Callable[[Any, Any], None] = lambda target, tree: load_optimizer(target, tree, {})  # noqa: E731
                 self._change(value, lambda target: optimizer_tree(target, {}), put, self.states[name])
             else:
                 self._change(value, _state_of, _give_state, self.states[name])
 
     def _apply_run(self, name: str, run: Any) -> None:
-        names = names_of(run.model)
+        names = parameter_names(run.model)
         local = None if self.own is None else self.own["runs"][name]
-        if local is not None and self.manifest.ranks != self.meeting.size:
+        if local is not None and self.manifest.ranks != self.participants.size:
             # The shares of the data have changed: all continue from the position of the rank that wrote it.
             local = {key: value for key, value in local.items() if key != "place"}
         state = {"shared": self.states[name]["shared"], "local": local}
         if self.others:
             state["others"] = [other["runs"][name]["strategy"] for other in self.others]
 
-        def give(model: Any, optimizer: Any, own: Any) -> None:
-            put_model(run.model, model)
-            put_optimizer(run.optimizer, optimizer, names)
-            # Last: the model's own part has the agreed buffers, the run's has this rank's.
+        def put(model: Any, optimizer: Any, own: Any) -> None:
+            load_model(run.model, model)
+            load_optimizer(run.optimizer, optimizer, names)
+            # Last: the model's part has the agreed buffers, the run's part has this rank's.
             run.load_state_dict(own)
 
         before = [clone(each) for each in (_state_of(run), model_tree(run.model), optimizer_tree(run.optimizer, names))]
-        self._undo.append(lambda: give(before[1], before[2], before[0]))
-        give(self.models[name], self.states[name]["optimizer"], state)
+        self._undo.append(lambda: put(before[1], before[2], before[0]))
+        put(self.models[name], self.states[name]["optimizer"], state)
 
     def _change(self, target: Any, take: Callable[[Any], Any], put: Callable[[Any, Any], Any], state: Any) -> None:
         before = clone(take(target))
@@ -215,15 +226,15 @@ class _Loading:
         put(target, state)
 
     def undo(self) -> None:
-        """Give the objects back what they had: a rank has failed, and none may go on with another state."""
+        """Restore the old states, because a rank has failed."""
         for step in reversed(self._undo):
             step()
 
     def restore_randomness(self) -> None:
         if self.own is not None:
-            randomness.restore(self.own["random"])
+            set_rng_states(self.own["random"])
         else:
-            randomness.seed_anew(self.about["seed"], self.meeting.rank, self.manifest.step)
+            seed_new_rank(self.about["seed"], self.participants.rank, self.manifest.step)
 
 
 def _state_of(target: Any) -> Any:

@@ -1,16 +1,19 @@
-"""What can be saved: runs, modules, optimizers, whatever has a state dict, and plain values."""
+"""The states of objects as trees: runs, modules, optimizers, objects with a state dict, plain values, generators."""
 
 from __future__ import annotations
 
+import hashlib
+import random
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from syncline.errors import IncompatibleError
+from syncline.errors import IncompatibleError, ProtocolError
 from syncline.world import World
 
 __all__ = [
@@ -19,27 +22,32 @@ __all__ = [
     "Stateful",
     "check_model",
     "check_optimizer",
+    "check_rng_states",
+    "get_rng_states",
     "kind_of",
+    "load_model",
+    "load_optimizer",
     "model_tree",
-    "names_of",
     "optimizer_tree",
-    "put_model",
-    "put_optimizer",
+    "parameter_names",
+    "rng_seed",
+    "seed_new_rank",
+    "set_rng_states",
 ]
 
 Kind = Literal["run", "module", "optimizer", "stateful", "value"]
 
-COMPILED = "_orig_mod."
-"""What `torch.compile` puts into the names of a module's state."""
+COMPILED_PREFIX = "_orig_mod."
+"""`torch.compile` adds it to the names of a module's state."""
 VERSIONS = "(versions)"
-"""No parameter is called that."""
-SHOWN = 5
-"""Names of each sort in a message; the rest is counted."""
+"""The key of the modules' versions. No parameter has this name."""
+MAX_SHOWN_NAMES = 5
+"""Names of each kind in a message; the rest is counted."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A scheduler, a scaler, a sampler: anything that can say its state and take it back."""
+    """A scheduler, a scaler, a sampler: any object with a state dict."""
 
     def state_dict(self) -> Any: ...
 
@@ -48,7 +56,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class RunLike(Stateful, Protocol):
-    """What `sl.distribute` returns, as far as a checkpoint needs it."""
+    """The part of a run that a checkpoint needs."""
 
     @property
     def model(self) -> nn.Module: ...
@@ -78,21 +86,21 @@ def kind_of(value: Any) -> Kind:
 
 
 def model_tree(model: nn.Module) -> dict[str, Any]:
-    """A module's state by name, and its modules' versions, by which they know how to read an old state."""
+    """A module's state by name, and its submodules' versions, which torch needs to read an old state."""
     state = model.state_dict()
-    versions = {str(name): dict(told) for name, told in getattr(state, "_metadata", {}).items()}
+    versions = {str(name): dict(local) for name, local in getattr(state, "_metadata", {}).items()}
     return {**{_plain(name): value for name, value in state.items()}, VERSIONS: versions}
 
 
-def put_model(model: nn.Module, tree: Mapping[str, Any]) -> None:
-    """Load what `model_tree` gave, into the tensors that the model has."""
+def load_model(model: nn.Module, tree: Mapping[str, Any]) -> None:
+    """Load the tree of `model_tree` into the model's tensors."""
     state: OrderedDict[str, Any] = OrderedDict((name, tree[_plain(name)]) for name in model.state_dict())
-    setattr(state, "_metadata", tree[VERSIONS])  # noqa: B010 (torch keeps it as an attribute of the dict)
+    setattr(state, "_metadata", tree[VERSIONS])  # noqa: B010 (torch stores it as an attribute of the dict)
     model.load_state_dict(state)
 
 
 def check_model(model: nn.Module, tree: Mapping[str, Any], source: str) -> None:
-    """Refuse the state of another model, naming what differs."""
+    """Refuse the state of another model, with the differences."""
     here = {_plain(name): value for name, value in model.state_dict().items()}
     there = {name: value for name, value in tree.items() if name != VERSIONS}
     different = [
@@ -105,38 +113,40 @@ def check_model(model: nn.Module, tree: Mapping[str, Any], source: str) -> None:
         _listed("it has, and the model has not,", [name for name in there if name not in here]),
         _listed("other shapes or dtypes:", different),
     ]
-    told = "; ".join(problem for problem in problems if problem)
-    if told:
-        raise IncompatibleError(f"{source} is of another model: {told}; build the model as it was when it was saved")
+    differences = "; ".join(problem for problem in problems if problem)
+    if differences:
+        raise IncompatibleError(
+            f"{source} is of another model: {differences}; build the model as it was when it was saved"
+        )
 
 
-def names_of(model: nn.Module) -> dict[int, str]:
-    """The name of each parameter, by identity; a tied one has its first."""
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """The name of each parameter, by its id; a tied parameter has its first name."""
     return {id(parameter): _plain(name) for name, parameter in model.named_parameters()}
 
 
 def optimizer_tree(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """An optimizer's state keyed by parameter name instead of by position."""
+    """An optimizer's state by parameter name instead of by position."""
     packed = optimizer.state_dict()
     labels = _labels(optimizer, names)
     by_number: dict[int, str] = {}
     groups = []
-    for told, mine in zip(packed["param_groups"], labels, strict=True):
-        by_number.update(zip(told["params"], mine, strict=True))
-        groups.append({**told, "params": mine})
-    state = {by_number.get(number, number): kept for number, kept in packed["state"].items()}
+    for group, names_here in zip(packed["param_groups"], labels, strict=True):
+        by_number.update(zip(group["params"], names_here, strict=True))
+        groups.append({**group, "params": names_here})
+    state = {by_number.get(number, number): entry for number, entry in packed["state"].items()}
     return {"class": type(optimizer).__qualname__, "groups": groups, "state": state}
 
 
-def put_optimizer(optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], names: Mapping[int, str]) -> None:
-    """Load what `optimizer_tree` gave, in the order that the parameters have here."""
+def load_optimizer(optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], names: Mapping[int, str]) -> None:
+    """Load the tree of `optimizer_tree`, in the order of the parameters here."""
     numbers: dict[str, int] = {}
     groups = []
-    for told, mine in zip(tree["groups"], _labels(optimizer, names), strict=True):
-        for label in mine:
+    for group, names_here in zip(tree["groups"], _labels(optimizer, names), strict=True):
+        for label in names_here:
             numbers[label] = len(numbers)
-        groups.append({**told, "params": [numbers[label] for label in mine]})
-    state = {numbers.get(label, label): dict(kept) for label, kept in tree["state"].items()}
+        groups.append({**group, "params": [numbers[label] for label in names_here]})
+    state = {numbers.get(label, label): dict(entry) for label, entry in tree["state"].items()}
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
@@ -154,12 +164,12 @@ def check_optimizer(
         lacks = _listed("it lacks", [label for label in mine if label not in theirs])
         more = _listed("it has, and the optimizer has not,", [label for label in theirs if label not in mine])
         if lacks or more:
-            told = "; ".join(filter(None, (lacks, more)))
-            raise IncompatibleError(f"parameter group {number} of {source} has other parameters: {told}")
+            differences = "; ".join(filter(None, (lacks, more)))
+            raise IncompatibleError(f"parameter group {number} of {source} has other parameters: {differences}")
 
 
 def _labels(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[str]]:
-    """The parameters of each group by name; one that the model does not have, by its place."""
+    """The parameters of each group by name; by position, if the model does not have them."""
     return [
         [names.get(id(parameter), f"{number}:{place}") for place, parameter in enumerate(group["params"])]
         for number, group in enumerate(optimizer.param_groups)
@@ -167,15 +177,70 @@ def _labels(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[
 
 
 def _plain(name: str) -> str:
-    return name.replace(COMPILED, "")
+    return name.replace(COMPILED_PREFIX, "")
 
 
 def _signature(value: Any) -> str:
     if not isinstance(value, Tensor):
-        return "state of its own"  # get_extra_state()
+        return "extra state"  # get_extra_state()
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
 def _listed(what: str, names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{what} {', '.join(names[:SHOWN])}{more}" if names else ""
+    more = f" and {len(names) - MAX_SHOWN_NAMES} more" if len(names) > MAX_SHOWN_NAMES else ""
+    return f"{what} {', '.join(names[:MAX_SHOWN_NAMES])}{more}" if names else ""
+
+
+def get_rng_states() -> dict[str, Any]:
+    """The states of the generators of torch, NumPy and `random`, and of the current GPU if it is in use.
+
+    >>> before = get_rng_states()
+    >>> drawn = torch.rand(1)
+    >>> set_rng_states(before)
+    >>> bool(torch.rand(1) == drawn)
+    True
+    """
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(legacy=False),
+        "python": random.getstate(),
+        "cuda": torch.cuda.get_rng_state() if in_use else None,
+    }
+
+
+def set_rng_states(states: dict[str, Any]) -> None:
+    """Restore the states of `get_rng_states`. A GPU's state is ignored without a GPU."""
+    torch.set_rng_state(states["torch"])
+    np.random.set_state(states["numpy"])
+    random.setstate(states["python"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def check_rng_states(states: Any, source: str) -> None:
+    """Refuse states that `set_rng_states` could not use, before anything is changed."""
+    try:
+        torch.Generator().set_state(states["torch"])
+        mine = np.random.get_state(legacy=False)["bit_generator"]
+        if states["numpy"]["bit_generator"] != mine:
+            raise ValueError(f"NumPy draws by {mine} here, by {states['numpy']['bit_generator']} there")
+        generator: Any = getattr(np.random, str(mine))
+        np.random.RandomState(generator()).set_state(states["numpy"])
+        random.Random().setstate(states["python"])
+        assert states["cuda"] is None or states["cuda"].dtype == torch.uint8
+    except Exception as error:  # each library raises its own errors
+        raise ProtocolError(f"{source} has random-number states that cannot be used: {error}") from error
+
+
+def rng_seed(states: dict[str, Any]) -> int:
+    """A number made of the states, from which ranks that join later are seeded."""
+    return int.from_bytes(hashlib.sha256(states["torch"].numpy().tobytes()).digest()[:8], "big")
+
+
+def seed_new_rank(seed: int, rank: int, step: int) -> None:
+    """Seed a rank without saved states: the same for each load of a checkpoint, different on every rank."""
+    for_torch, for_numpy, for_python = np.random.SeedSequence([seed, rank, step]).generate_state(3)
+    torch.manual_seed(int(for_torch))
+    np.random.seed(int(for_numpy))
+    random.seed(int(for_python))

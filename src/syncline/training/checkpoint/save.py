@@ -1,10 +1,10 @@
-"""Writing a checkpoint: aside, on the disk, and in place by one rename.
+"""Save a checkpoint: under a hidden name, to the disk, and in place by one rename.
 
 every rank   its own part ──┐                          ┌── returns the path
 rank 0       makes a folder ┴ shared part · manifest · rename · prune
-             aside
+             with a hidden name
 
-If workers of an asynchronous run are lost, the others save (`survivors`); the lowest of them does rank 0's part.
+If workers of an asynchronous run are lost, the others save (`participants`); the lowest of them does rank 0's part.
 """
 
 from __future__ import annotations
@@ -16,39 +16,57 @@ from typing import Any
 
 from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SpecError
 from syncline.state_trees import clone
-from syncline.training.checkpoint import randomness
-from syncline.training.checkpoint.files import describe, write_part
-from syncline.training.checkpoint.folder import Attempt, Entry, prune, set_abandoned_aside, sweep
-from syncline.training.checkpoint.manifest import ABOUT, SHARED, Manifest, rank_part, write_manifest
-from syncline.training.checkpoint.meeting import Meeting
-from syncline.training.checkpoint.objects import RunLike, kind_of, model_tree, names_of, optimizer_tree
+from syncline.training.checkpoint.files import (
+    ABOUT,
+    SHARED,
+    CheckpointName,
+    Manifest,
+    PendingCheckpoint,
+    describe_files,
+    prune,
+    rank_part,
+    remove_leftovers,
+    set_abandoned_aside,
+    write_manifest,
+    write_part,
+)
+from syncline.training.checkpoint.objects import (
+    RunLike,
+    get_rng_states,
+    kind_of,
+    model_tree,
+    optimizer_tree,
+    parameter_names,
+    rng_seed,
+)
+from syncline.training.checkpoint.participants import Participants
 
 __all__ = ["save"]
 
 
 def save(folder: str | PathLike[str], *, step: int, keep: int | None = 3, **objects: Any) -> Path:
-    """Keep everything that is needed to go on from here, in `folder/step-…`; every rank calls it.
+    """Save everything that is needed to continue from here, in `folder/step-…`. Every rank calls it.
 
     An object is a run, a module, an optimizer, anything with `state_dict()` (a scheduler, a GradScaler), or a plain
-    value; its keyword is its name for `load`. The random-number states of every rank go along. The checkpoint is there
-    whole or not at all, whatever happens meanwhile; if a rank cannot write, every rank raises. The newest `keep` stay,
-    all with None; those of later steps, if training went back, are renamed.
+    value; its keyword is its name for `load`. The random-number states of every rank are saved too. The checkpoint is
+    complete or does not exist, even if a process is killed; if a rank cannot write, every rank raises. The newest
+    `keep` checkpoints stay (None: all). If training went back, checkpoints of later steps are renamed.
 
     >>> import tempfile, torch
     >>> folder, model = tempfile.mkdtemp(), torch.nn.Linear(2, 1)
     >>> save(folder, step=100, model=model, epoch=3).name
     'step-00000100'
     """
-    meeting = Meeting.to_save(objects)
-    with meeting.span("sl_checkpoint_seconds", step):
+    participants = Participants.to_save(objects)
+    with participants.span("sl_checkpoint_seconds", step):
         edition: int | None = None
         try:
             while edition is None:
-                meeting.assemble()
-                edition = meeting.settle(*_attempt(_Saving(meeting, Path(folder), step, objects), keep))
+                participants.assemble()
+                edition = participants.settle(*_attempt(_Saving(participants, Path(folder), step, objects), keep))
         finally:
-            meeting.release()
-        return Path(folder) / Entry(step, edition).name
+            participants.release()
+        return Path(folder) / CheckpointName(step, edition).name
 
 
 def _attempt(saving: _Saving, keep: int | None) -> tuple[int | None, PeerLostError | None]:
@@ -68,94 +86,97 @@ def _attempt(saving: _Saving, keep: int | None) -> tuple[int | None, PeerLostErr
 class _Saving:
     """One call of `save` on one rank."""
 
-    def __init__(self, meeting: Meeting, folder: Path, step: int, objects: dict[str, Any]) -> None:
-        self.meeting = meeting
+    def __init__(self, participants: Participants, folder: Path, step: int, objects: dict[str, Any]) -> None:
+        self.participants = participants
         self.folder = folder
         self.step = step
         self.objects = objects
         self.runs: dict[str, RunLike] = {name: value for name, value in objects.items() if kind_of(value) == "run"}
-        self.random = randomness.take()
-        self.attempt: Attempt | None = None
-        self.aside = folder
+        self.random = get_rng_states()
+        self.pending: PendingCheckpoint | None = None
+        self.hidden = folder
         self.files: dict[str, Any] = {}
         self.run_states: dict[str, Any] = {}
 
     def begin(self, keep: int | None) -> None:
-        """Agree on what is saved; rank 0 makes the folder aside; every run says its state."""
+        """Check that all ranks save the same objects; the root makes the hidden folder; every run returns its state."""
 
         def work() -> dict[str, Any]:
             _check_arguments(self.step, keep, self.objects)
-            if self.meeting.rank == self.meeting.root:
-                sweep(self.folder)
-                self.attempt = Attempt(self.folder, self.step)
+            if self.participants.rank == self.participants.root:
+                remove_leftovers(self.folder)
+                self.pending = PendingCheckpoint(self.folder, self.step)
             kinds = {name: kind_of(value) for name, value in self.objects.items()}
-            return {"aside": self.attempt.path.name if self.attempt else "", "what": [self.step, sorted(kinds.items())]}
+            return {
+                "hidden": self.pending.path.name if self.pending else "",
+                "what": [self.step, sorted(kinds.items())],
+            }
 
-        notes = self.meeting.at_once("begin a checkpoint", work)
-        for rank, note in zip(self.meeting.ranks, notes, strict=True):
-            if note["what"] != notes[0]["what"]:
+        replies = self.participants.run_on_all("begin a checkpoint", work)
+        for rank, reply in zip(self.participants.ranks, replies, strict=True):
+            if reply["what"] != replies[0]["what"]:
                 raise IncompatibleError(
-                    f"the ranks save different things: rank {self.meeting.root} {_told(notes[0])}, rank {rank} "
-                    f"{_told(note)}"
+                    f"the ranks save different things: rank {self.participants.root} "
+                    f"{_describe_reply(replies[0])}, rank {rank} {_describe_reply(reply)}"
                 )
-        self.aside = self.folder / notes[0]["aside"]
-        # Not in a task: a strategy may have to ask the others for its state.
-        self.meeting.at_once("say the state of its runs", self._ask_runs)
+        self.hidden = self.folder / replies[0]["hidden"]
+        # Not in a task: a strategy may need the other ranks for its state.
+        self.participants.run_on_all("get the state of its runs", self._ask_runs)
 
     def _ask_runs(self) -> None:
         for name, run in self.runs.items():
             state = run.state_dict()
-            # Inside agreed() what these tensors share with the model would be somebody else's.
-            first = self.meeting.rank == self.meeting.root
+            # A copy: inside agreed() the tensors that these share with the model have other values.
+            first = self.participants.rank == self.participants.root
             self.run_states[name] = {"local": state["local"], "shared": clone(state["shared"]) if first else None}
 
     def write_own_part(self) -> None:
-        """Each rank writes what is its own; all learn the files of all."""
+        """Every rank writes its own part, and learns the files of all ranks."""
 
         def work() -> dict[str, Any]:
-            part = rank_part(self.meeting.rank)
+            part = rank_part(self.participants.rank)
             local = {name: state["local"] for name, state in self.run_states.items()}
-            write_part(self.aside / part, {"random": self.random, "runs": local}, part)
-            return describe(self.aside, part)
+            write_part(self.hidden / part, {"random": self.random, "runs": local}, part)
+            return describe_files(self.hidden, part)
 
-        for files in self.meeting.patiently("write its part of the checkpoint", work):
+        for files in self.participants.run_in_task("write its part of the checkpoint", work):
             self.files |= files
 
     def write_shared_part(self, keep: int | None) -> int:
-        """The root writes what all agree on, seals the checkpoint and gives it its name; the edition of the step."""
+        """The root writes the shared part and the manifest, and renames the checkpoint. Returns its edition."""
 
         def work() -> int:
-            if self.attempt is None:
+            if self.pending is None:
                 return 0
             models: dict[str, Any] = {name: run.model for name, run in self.runs.items()}
             models |= {name: value for name, value in self.objects.items() if kind_of(value) == "module"}
             for name, model in models.items():
-                write_part(self.aside / f"model-{name}", model_tree(model), "")
-                self.files |= describe(self.aside, f"model-{name}")
-            write_part(self.aside / SHARED, self._shared_tree(), "")
-            self.files |= describe(self.aside, SHARED)
-            self._look_for_parts()
-            write_manifest(self.aside, Manifest(self.step, self.meeting.size, self.files))
-            set_abandoned_aside(self.folder, self.step, self.meeting.resumed.get(self.folder.resolve()))
-            edition = self.attempt.commit()
-            self.meeting.resumed.pop(self.folder.resolve(), None)
+                write_part(self.hidden / f"model-{name}", model_tree(model), "")
+                self.files |= describe_files(self.hidden, f"model-{name}")
+            write_part(self.hidden / SHARED, self._shared_tree(), "")
+            self.files |= describe_files(self.hidden, SHARED)
+            self._check_parts()
+            write_manifest(self.hidden, Manifest(self.step, self.participants.size, self.files))
+            set_abandoned_aside(self.folder, self.step, self.participants.resumed.get(self.folder.resolve()))
+            edition = self.pending.commit()
+            self.participants.resumed.pop(self.folder.resolve(), None)
             return edition
 
         with ExitStack() as stack:
             for run in self.runs.values():
                 stack.enter_context(run.agreed())
-            edition = int(self.meeting.patiently("write the shared part of the checkpoint", work)[0])
-        self.meeting.resumed.pop(self.folder.resolve(), None)
-        if self.attempt is not None:
-            prune(self.folder, Entry(self.step, edition), keep)
+            edition = int(self.participants.run_in_task("write the shared part of the checkpoint", work)[0])
+        self.participants.resumed.pop(self.folder.resolve(), None)
+        if self.pending is not None:
+            prune(self.folder, CheckpointName(self.step, edition), keep)
         return edition
 
     def _shared_tree(self) -> dict[str, Any]:
-        """Every object's state under its name, so that a refusal reads "scheduler.lr_lambdas[0] is a function"."""
+        """Every object's state by its name, so that an error reads "scheduler.lr_lambdas[0] is a function"."""
         states: dict[str, Any] = {}
         for name, value in self.objects.items():
             if isinstance(value, RunLike):
-                optimizer = optimizer_tree(value.optimizer, names_of(value.model))
+                optimizer = optimizer_tree(value.optimizer, parameter_names(value.model))
                 states[name] = {"optimizer": optimizer, "shared": self.run_states[name]["shared"]}
             elif kind_of(value) == "optimizer":
                 states[name] = optimizer_tree(value, {})
@@ -164,22 +185,22 @@ class _Saving:
             elif kind_of(value) == "value":
                 states[name] = value
         about = {name: [kind_of(value), type(value).__qualname__] for name, value in self.objects.items()}
-        return {**states, ABOUT: {"objects": about, "seed": randomness.material(self.random)}}
+        return {**states, ABOUT: {"objects": about, "seed": rng_seed(self.random)}}
 
-    def _look_for_parts(self) -> None:
-        for name, told in self.files.items():
-            path = self.aside / name
-            if not path.exists() or path.stat().st_size != told["bytes"]:
+    def _check_parts(self) -> None:
+        for name, written in self.files.items():
+            path = self.hidden / name
+            if not path.exists() or path.stat().st_size != written["bytes"]:
                 raise ProtocolError(
-                    f"rank {self.meeting.root} does not see {path} as it was written: the folder must be on a file "
-                    "system that all ranks share"
+                    f"rank {self.participants.root} does not see {path} as it was written: the folder must be on a "
+                    "file system that all ranks share"
                 )
 
     def give_up(self) -> None:
-        """Leave nothing behind. Where this rank is not there to do it, the next attempt does."""
-        self.meeting.abandon()
-        if self.attempt is not None:
-            self.attempt.discard()
+        """Remove the files of this attempt. If this rank dies before, the next attempt removes them."""
+        self.participants.cancel()
+        if self.pending is not None:
+            self.pending.discard()
 
 
 def _check_arguments(step: Any, keep: Any, objects: dict[str, Any]) -> None:
@@ -192,6 +213,6 @@ def _check_arguments(step: Any, keep: Any, objects: dict[str, Any]) -> None:
             raise SpecError(f"{name!r} is no name for something in a checkpoint: letters, digits and underscores")
 
 
-def _told(note: dict[str, Any]) -> str:
-    step, kinds = note["what"]
+def _describe_reply(reply: dict[str, Any]) -> str:
+    step, kinds = reply["what"]
     return f"step {step} with {', '.join(f'{name} ({kind})' for name, kind in kinds) or 'nothing'}"

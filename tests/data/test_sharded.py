@@ -268,17 +268,17 @@ class Unsized:
 
 
 def test_data_that_does_not_go_round() -> None:
-    refused(loader(3, 2), IncompatibleError, "3 samples cannot be shared out over 4 workers")
+    refused(loader(3, 2), IncompatibleError, "3 samples cannot be split over 4 workers")
     refused(loader(0, 2), IncompatibleError, "empty")
     refused(Numbers(0), IncompatibleError, "empty", batch=2)
     refused(loader(7, 2, drop_last=True), IncompatibleError, "drop_last leaves nothing of 7 samples.* takes 8")
-    refused([1, 2, 3], IncompatibleError, "3 batches cannot be shared out over 4 workers")
+    refused([1, 2, 3], IncompatibleError, "3 batches cannot be split over 4 workers")
     refused([], IncompatibleError, "empty")
-    refused(Unsized(), IncompatibleError, "3 batches cannot be shared out over 4 workers")
-    refused(DataLoader(Counting(3), batch_size=2), IncompatibleError, "3 items cannot be shared out over 4 workers")
+    refused(Unsized(), IncompatibleError, "3 batches cannot be split over 4 workers")
+    refused(DataLoader(Counting(3), batch_size=2), IncompatibleError, "3 items cannot be split over 4 workers")
     refused(DataLoader(Counting(0), batch_size=2), IncompatibleError, "empty")
     batches = DataLoader(Numbers(9), batch_sampler=Buckets(3))
-    refused(batches, IncompatibleError, "3 batches cannot be shared out over 4 workers")
+    refused(batches, IncompatibleError, "3 batches cannot be split over 4 workers")
 
 
 def test_loaders_that_cannot_be_shared_out() -> None:
@@ -286,8 +286,8 @@ def test_loaders_that_cannot_be_shared_out() -> None:
     refused(loader(8, 2, sampler=sampler), IncompatibleError, r"DistributedSampler \(rank 1 of 4\).*split=False")
     assert sorted(joined(read(loader(8, 2, sampler=sampler), split=False))) == sorted(sampler)
     refused(DataLoader(Numbers(8), batch_size=None), IncompatibleError, "batch_size=None")
-    refused(8, IncompatibleError, "a int cannot be shared out")
+    refused(8, IncompatibleError, "a int cannot be sharded")
     refused(Numbers(8), SpecError, "batch=None for a Numbers")
-    refused(loader(8, 2), SpecError, "a DataLoader has said both", batch=3)
+    refused(loader(8, 2), SpecError, "a DataLoader has its own", batch=3)
     with pytest.raises(SpecError, match="rank=2 is not one of 2 ranks"):
         Sharded(loader(8, 2), rank=2, size=2)

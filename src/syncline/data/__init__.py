@@ -1,9 +1,9 @@
-"""Sharded, shuffled, resumable reading."""
+"""Sharded, shuffled, resumable reading of data."""
 
-from syncline.data.base import Piece
 from syncline.data.cursor import Cursor
-from syncline.data.micro import Micro, MicroBatches, Step
-from syncline.data.move import move
+from syncline.data.loader import move
+from syncline.data.micro_batches import Micro, MicroBatches, MicroStep
 from syncline.data.sharded import Sharded
+from syncline.data.sources import Piece
 
-__all__ = ["Cursor", "Micro", "MicroBatches", "Piece", "Sharded", "Step", "move"]
+__all__ = ["Cursor", "Micro", "MicroBatches", "MicroStep", "Piece", "Sharded", "move"]

@@ -1,4 +1,4 @@
-"""`Sharded`: this rank's share of any data, shuffled, resumable."""
+"""`Sharded`: this rank's share of any data, shuffled and resumable."""
 
 from __future__ import annotations
 
@@ -7,27 +7,33 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from syncline.data.base import Counts, Piece, Source
-from syncline.data.cursor import Cursor, Place
-from syncline.data.indexed import Batches, Samples, check_length
-from syncline.data.plan import Part, mixed
-from syncline.data.ready import Ready
-from syncline.data.samplers import refuse_distributed
-from syncline.data.streams import Stream
+from syncline.data.cursor import Cursor, DataPosition
+from syncline.data.order import refuse_distributed
+from syncline.data.partition import Partition, mix_seeds
+from syncline.data.sources import (
+    BatchSource,
+    Piece,
+    PieceCounts,
+    ReadyBatchSource,
+    SampleSource,
+    Source,
+    StreamSource,
+    check_length,
+)
 from syncline.errors import IncompatibleError, SpecError
 
-__all__ = ["Sharded", "as_loader", "part_of"]
+__all__ = ["Sharded", "as_loader", "partition_of"]
 
 
 class Sharded:
-    """The share of `rank` of what `size` ranks read together; iterating gives an epoch's `Piece`s.
+    """One rank's share of the data that `size` ranks read together. Iterating returns the `Piece`s of an epoch.
 
-    `data` is a DataLoader, whose batch size is that of one rank; a Dataset, with `batch` saying how many samples a
-    rank takes (shuffled, unless `shuffle` is False); or any iterable of ready batches. All that a DataLoader was told
-    is kept. Every rank passes the same data and seed; with `split=False` each passes its own, and nothing is shared.
+    `data` is a DataLoader, whose batch size is that of one rank; a Dataset, with the samples of a rank in `batch`
+    (shuffled, unless `shuffle` is False); or any iterable of ready batches. All options of a DataLoader stay. Every
+    rank passes the same data and seed; with `split=False` each passes its own data, and nothing is shared.
 
-    Each iteration is a fresh epoch, as with a DataLoader; the first one after the cursor was loaded goes on where the
-    checkpoint was made. With `pad=False`, for evaluation, a rank may have nothing at all.
+    Each iteration is a new epoch, as with a DataLoader; the first one after the cursor was loaded continues where the
+    checkpoint was saved. With `pad=False`, for evaluation, a rank may have no data at all.
 
     >>> loader = DataLoader(range(10), batch_size=2)
     >>> for rank in (0, 1):
@@ -57,12 +63,12 @@ class Sharded:
         self._pad = pad
         loader = as_loader(data, batch, shuffle)
         self.data = data if loader is None else loader
-        """The DataLoader that is read, also where a Dataset was given; else the iterable."""
-        self._source = _source(data, loader, part_of(rank, size, seed, split, pad), split, drop_last)
+        """The DataLoader that is read, also for a Dataset; else the iterable."""
+        self._source = _source(data, loader, partition_of(rank, size, seed, split, pad), split, drop_last)
 
     @property
     def batch(self) -> int:
-        """Samples in a usual batch of one rank: what a weight of 1.0 stands for."""
+        """Samples of a full batch of one rank, which has the weight 1.0."""
         return self._source.batch
 
     @property
@@ -75,63 +81,65 @@ class Sharded:
 
     @property
     def steps(self) -> int | None:
-        """How many steps a whole epoch has, the same on every rank; None where that shows only at the end."""
+        """The number of steps of a whole epoch, the same on every rank; None if it is unknown before the end."""
         return self._source.pieces(0)
 
-    def counts(self, place: Place) -> Counts | None:
-        """How many pieces the ranks have in an epoch read from `place` on, where that is known for all."""
+    def counts(self, position: DataPosition) -> PieceCounts | None:
+        """The number of pieces of the ranks in an epoch from `position` on, if it is known for all."""
         ranks = (0, self._rank, self._size - 1)
-        most, own, fewest = (self._source.pieces(rank, place.samples) for rank in ranks)
+        most, own, fewest = (self._source.pieces(rank, position.samples) for rank in ranks)
         if most is None or own is None or fewest is None or not self._split:
             return None
-        return Counts(most, own, fewest)
+        return PieceCounts(most, own, fewest)
 
     def __len__(self) -> int:
-        """How many pieces this rank has in a whole epoch."""
+        """The number of pieces of this rank in a whole epoch."""
         found = self._source.pieces(self._rank)
         if found is None:
-            raise TypeError("the length of this data is not known before it was read")
+            raise TypeError("the length of this data is unknown before it was read")
         return found
 
-    def begin(self, work: int | None = None) -> Place:
-        """Begin an iteration; `work`: as `Cursor.begin` has it."""
-        return self.cursor.begin(self._source.goes_on, work)
+    def begin(self, work: int | None = None) -> DataPosition:
+        """Start an iteration; see `Cursor.begin` for `work`."""
+        return self.cursor.begin(self._source.read_once, work)
 
-    def read(self, place: Place) -> Iterator[Piece]:
-        """The pieces of an iteration that has begun; the cursor moves before each is handed out."""
-        nothing = place.samples == 0
-        for piece in self._source.read(place):
-            nothing = False
-            self.cursor.follow(place, piece.last)
+    def read(self, position: DataPosition) -> Iterator[Piece]:
+        """The pieces of an iteration. The cursor moves before each piece is returned."""
+        empty = position.samples == 0
+        for piece in self._source.read(position):
+            empty = False
+            self.cursor.follow(position, piece.last)
             yield piece
-        if nothing and self._pad:
+        if empty and self._pad:
             raise IncompatibleError(
-                f"epoch {place.epoch} has no data for rank {self._rank}: an iterator or generator can be read "
-                "only once (pass an iterable that begins anew), and every worker needs one batch at least"
+                f"epoch {position.epoch} has no data for rank {self._rank}: an iterator or generator can be read "
+                "only once (pass an iterable that starts again), and every worker needs at least one batch"
             )
-        self.cursor.finish(place)
+        self.cursor.finish(position)
 
     def __iter__(self) -> Iterator[Piece]:
-        place = self.begin()
+        position = self.begin()
         try:
-            yield from self.read(place)
+            yield from self.read(position)
         finally:
-            self.cursor.leave(place)
+            self.cursor.leave(position)
 
 
-def part_of(rank: int, size: int, seed: int, split: bool = True, pad: bool = True) -> Part:
-    """Who takes which share; where nothing is split each rank is alone, and shuffles in its own way."""
+def partition_of(rank: int, size: int, seed: int, split: bool = True, pad: bool = True) -> Partition:
+    """The partition of a rank. Without a split each rank is alone, with its own seed."""
     if not 0 <= rank < size:
         raise SpecError(f"rank={rank} is not one of {size} ranks")
-    return Part(rank, size, seed, rank, not pad) if split else Part(0, 1, mixed(seed, rank), rank, not pad)
+    return (
+        Partition(rank, size, seed, rank, not pad) if split else Partition(0, 1, mix_seeds(seed, rank), rank, not pad)
+    )
 
 
 def as_loader(data: Any, batch: int | None, shuffle: bool | None) -> DataLoader[Any] | None:
-    """The DataLoader that `data` is, or one over the Dataset that it is; None for anything else."""
+    """`data` if it is a DataLoader, a DataLoader over it if it is a Dataset, else None."""
     if isinstance(data, DataLoader):
         if batch is not None or shuffle is not None:
-            raise SpecError(f"batch={batch}, shuffle={shuffle}: a DataLoader has said both already; leave them out")
-        # One that iterates in its own way has its reasons: it is an iterable of ready batches to us.
+            raise SpecError(f"batch={batch}, shuffle={shuffle}: a DataLoader has its own; leave them out")
+        # A subclass with its own __iter__ is read as an iterable of ready batches.
         return data if type(data).__iter__ is DataLoader.__iter__ else None
     if not isinstance(data, Dataset):
         return None
@@ -146,20 +154,20 @@ def as_loader(data: Any, batch: int | None, shuffle: bool | None) -> DataLoader[
     return DataLoader(data, batch_size=batch, shuffle=shuffle is not False)
 
 
-def _source(data: Any, loader: DataLoader[Any] | None, part: Part, split: bool, drop_last: bool | None) -> Source:
+def _source(data: Any, loader: DataLoader[Any] | None, part: Partition, split: bool, drop_last: bool | None) -> Source:
     if loader is None:
         if not isinstance(data, Iterable):
             raise IncompatibleError(
-                f"a {type(data).__name__} cannot be shared out: pass a DataLoader, a Dataset or an iterable of batches"
+                f"a {type(data).__name__} cannot be sharded: pass a DataLoader, a Dataset or an iterable of batches"
             )
-        return Ready(data, part, drop_last)
+        return ReadyBatchSource(data, part, drop_last)
     if isinstance(loader.dataset, IterableDataset):
-        return Stream(loader, part, drop_last)
+        return StreamSource(loader, part, drop_last)
     if split:
         refuse_distributed(loader)
     if loader.batch_sampler is None:
         raise IncompatibleError(
-            "the loader has batch_size=None over a dataset whose samples have numbers: say how many samples each "
+            "the loader has batch_size=None over a dataset with indices: say how many samples each "
             "worker takes in a step, for example DataLoader(..., batch_size=32)"
         )
-    return (Batches if loader.batch_size is None else Samples)(loader, part, drop_last)
+    return (BatchSource if loader.batch_size is None else SampleSource)(loader, part, drop_last)

@@ -2,44 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.data.plan import Deal, Part, count_pieces, cut, deal, ends_unevenly, mixed, order
+from syncline.data.partition import (
+    Partition,
+    RankShare,
+    count_shares,
+    ends_unevenly,
+    epoch_order,
+    mix_seeds,
+    share_samples,
+    split_evenly,
+)
 
 
-def dealt(samples: list[int], size: int, batch: int, drop_last: bool = False) -> list[list[Deal]]:
-    """What each rank gets."""
-    found = []
+def shares_of(samples: list[int], size: int, batch: int, drop_last: bool = False) -> list[list[RankShare]]:
+    """The shares of each rank."""
+    shares = []
     for rank in range(size):
         left = iter(samples)
-        part = Part(rank, size, 0, rank)
-        found.append(list(deal(lambda count, left=left: list(islice(left, count)), part, batch * size, drop_last)))  # type: ignore[misc]
-    return found
+
+        def take(count: int, left: Iterator[int] = left) -> list[int]:
+            return list(islice(left, count))
+
+        shares.append(list(share_samples(take, Partition(rank, size, 0, rank), batch * size, drop_last)))
+    return shares
 
 
 def test_an_order_has_every_sample_once() -> None:
-    assert sorted(order(1000, seed=3, epoch=2, shuffle=True)) == list(range(1000))
-    assert list(order(5, seed=3, epoch=2, shuffle=False)) == [0, 1, 2, 3, 4]
+    assert sorted(epoch_order(1000, seed=3, epoch=2, shuffle=True)) == list(range(1000))
+    assert list(epoch_order(5, seed=3, epoch=2, shuffle=False)) == [0, 1, 2, 3, 4]
 
 
 def test_seed_and_epoch_change_the_order_and_nothing_else_does() -> None:
-    first = order(100, seed=0, epoch=1, shuffle=True)
-    assert first == order(100, seed=0, epoch=1, shuffle=True)
-    assert len({tuple(order(100, seed, epoch, True)) for seed in range(4) for epoch in range(4)}) == 16
+    first = epoch_order(100, seed=0, epoch=1, shuffle=True)
+    assert first == epoch_order(100, seed=0, epoch=1, shuffle=True)
+    assert len({tuple(epoch_order(100, seed, epoch, True)) for seed in range(4) for epoch in range(4)}) == 16
 
 
 def test_mixing_is_the_same_everywhere() -> None:
     """Ranks on different machines, and runs resumed under another NumPy, must draw the same."""
-    assert mixed(0, 0) == 7896617691693857887
-    assert mixed(1, 2, 3) == mixed(1, 2, 3) != mixed(3, 2, 1)
+    assert mix_seeds(0, 0) == 7896617691693857887
+    assert mix_seeds(1, 2, 3) == mix_seeds(1, 2, 3) != mix_seeds(3, 2, 1)
 
 
 def test_the_drawing() -> None:
-    first, second = dealt([7, 2, 9, 4, 0, 5, 8, 1, 6, 3], size=2, batch=2)
+    first, second = shares_of([7, 2, 9, 4, 0, 5, 8, 1, 6, 3], size=2, batch=2)
     assert [each.indices for each in first] == [[7, 9], [0, 8], [6]]
     assert [each.indices for each in second] == [[2, 4], [5, 1], [3]]
     assert [(each.start, each.samples, each.last) for each in first] == [(0, 4, False), (4, 4, False), (8, 2, True)]
@@ -47,13 +60,13 @@ def test_the_drawing() -> None:
 
 @given(st.integers(0, 60), st.integers(1, 7), st.integers(1, 6), st.booleans())
 def test_disjoint_complete_and_even(length: int, size: int, batch: int, drop_last: bool) -> None:
-    shares = dealt(list(range(length)), size, batch, drop_last)
+    shares = shares_of(list(range(length)), size, batch, drop_last)
     kept = length - length % (size * batch) if drop_last else length
     everything = [index for share in shares for each in share for index in each.indices]
     assert sorted(everything) == list(range(kept))
 
     counts = [len(share) for share in shares]
-    assert counts == [count_pieces(length, size * batch, rank, drop_last) for rank in range(size)]
+    assert counts == [count_shares(length, size * batch, rank, drop_last) for rank in range(size)]
     assert (len(set(counts)) > 1) == ends_unevenly(length, size * batch, size, drop_last)
     assert all(each.last == (place == len(share) - 1) for share in shares for place, each in enumerate(share))
     for step in range(max(counts)):
@@ -64,7 +77,7 @@ def test_disjoint_complete_and_even(length: int, size: int, batch: int, drop_las
 
 @given(st.lists(st.integers(), min_size=1, max_size=50), st.integers(1, 60))
 def test_a_cut_loses_nothing_and_is_even(samples: list[int], most: int) -> None:
-    parts = cut(samples, most)
+    parts = split_evenly(samples, most)
     assert [each for part in parts for each in part] == samples
     sizes = [len(part) for part in parts]
     assert max(sizes) <= most

@@ -1,0 +1,160 @@
+"""The global order of an epoch, and the samples of each rank: pure functions, the same on every rank.
+
+    order        7 2 9 4 0 5 8 1 6 3          ten samples, two ranks, two samples a rank: B = 4
+    batch 0      7 2 9 4    rank 0: 7 9    rank 1: 2 4
+    batch 1      0 5 8 1    rank 0: 0 8    rank 1: 5 1
+    batch 2      6 3        rank 0: 6      rank 1: 3      a short batch is split evenly
+
+A position in an epoch is the number of samples that all ranks together have read. It does not depend on the number of
+ranks, so a run can continue with another number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = [
+    "Partition",
+    "RankShare",
+    "Take",
+    "count_shares",
+    "ends_unevenly",
+    "epoch_order",
+    "mix_seeds",
+    "share_batches",
+    "share_samples",
+    "split_evenly",
+]
+
+Take = Callable[[int], list[Any]]
+"""Returns the next n items of an epoch's order; fewer at the end."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The rank, the number of ranks, and their common seed."""
+
+    rank: int
+    size: int
+    seed: int
+    who: int
+    """The rank in the world, also without a split. It seeds what must differ between ranks."""
+    may_be_empty: bool = False
+    """Whether a rank may have no data in an epoch, as in an evaluation."""
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """One rank's share of one global batch."""
+
+    indices: list[Any]
+    start: int
+    """The position in the epoch at which the global batch starts."""
+    samples: int
+    """Samples of the global batch, of all ranks."""
+    last: bool
+    """Whether it is this rank's last share of the epoch."""
+
+
+def mix_seeds(*numbers: int) -> int:
+    """One seed made of several numbers; each number changes all bits.
+
+    >>> mix_seeds(0, 1) != mix_seeds(1, 0), 0 <= mix_seeds(-5) < 2**63
+    (True, True)
+    """
+    entropy = [number % 2**64 for number in numbers]
+    return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]) >> 1
+
+
+def epoch_order(length: int, seed: int, epoch: int, shuffle: bool) -> Sequence[int]:
+    """The samples of an epoch, in the order in which all ranks together read them.
+
+    >>> list(epoch_order(4, seed=0, epoch=0, shuffle=False))
+    [0, 1, 2, 3]
+    >>> sorted(epoch_order(4, seed=0, epoch=0, shuffle=True))
+    [0, 1, 2, 3]
+    """
+    if not shuffle:
+        return range(length)
+    generator = torch.Generator().manual_seed(mix_seeds(seed, epoch))
+    shuffled: list[int] = torch.randperm(length, generator=generator).tolist()
+    return shuffled
+
+
+def share_samples(take: Take, part: Partition, batch: int, drop_last: bool, start: int = 0) -> Iterator[RankShare]:
+    """Split global batches of `batch` samples: rank r of k takes every k-th sample, starting with r.
+
+    >>> samples = iter([7, 2, 9, 4, 0, 5, 8, 1, 6])
+    >>> take = lambda count: [index for _, index in zip(range(count), samples)]
+    >>> part = Partition(rank=1, size=2, seed=0, who=1)
+    >>> [share.indices for share in share_samples(take, part, batch=4, drop_last=False)]
+    [[2, 4], [5, 1]]
+    """
+    following = take(batch)
+    least = batch if drop_last else 1
+    while len(following) >= least:
+        # One batch of indices is drawn ahead, to know which is the last. The samples are not read ahead.
+        now, following = following, take(batch)
+        mine = now[part.rank :: part.size]
+        if not mine:
+            return
+        last = len(following) < least or len(following) <= part.rank
+        yield RankShare(mine, start, len(now), last)
+        start += len(now)
+
+
+def share_batches(take: Take, part: Partition, drop_last: bool, start: int = 0) -> Iterator[RankShare]:
+    """Share ready batches: batch i goes to rank i mod k.
+
+    >>> batches = iter([[3, 1], [4], [1, 5], [9], [2]])
+    >>> take = lambda count: [batch for _, batch in zip(range(count), batches)]
+    >>> [share.indices for share in share_batches(take, Partition(rank=1, size=2, seed=0, who=1), drop_last=False)]
+    [[4], [9]]
+    """
+    following = take(part.size)
+    least = part.size if drop_last else 1
+    while len(following) >= least:
+        now, following = following, take(part.size)
+        if part.rank >= len(now):
+            return
+        last = len(following) < least or len(following) <= part.rank
+        samples = sum(len(each) for each in now)
+        yield RankShare(list(now[part.rank]), start, samples, last)
+        start += samples
+
+
+def count_shares(length: int, batch: int, rank: int, drop_last: bool) -> int:
+    """The number of global batches of `length` samples that have data for `rank`.
+
+    >>> [count_shares(9, batch=4, rank=rank, drop_last=False) for rank in (0, 1)]
+    [3, 2]
+    """
+    full, rest = divmod(length, batch)
+    return full + (rest > rank and not drop_last)
+
+
+def ends_unevenly(length: int, batch: int, size: int, drop_last: bool) -> bool:
+    """Whether some rank has no data in the last global batch.
+
+    >>> ends_unevenly(9, batch=4, size=2, drop_last=False), ends_unevenly(10, batch=4, size=2, drop_last=False)
+    (True, False)
+    """
+    return not drop_last and 0 < length % batch < size
+
+
+def split_evenly(indices: Sequence[Any], most: int) -> list[list[Any]]:
+    """Split a share into parts of at most `most`, whose sizes differ by at most one.
+
+    >>> split_evenly(range(10), most=4)
+    [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    """
+    parts = -(-len(indices) // most)
+    small, larger = divmod(len(indices), parts)
+    bounds = [number * small + min(number, larger) for number in range(parts + 1)]
+    return [list(indices[low:high]) for low, high in pairwise(bounds)]

@@ -1,0 +1,423 @@
+"""Sources of data: the contract (`Source`), and one class for each kind of data.
+
+| source | data | sharing |
+|---|---|---|
+| `SampleSource` | a DataLoader over a dataset with indices | every k-th sample of a global batch |
+| `BatchSource` | a DataLoader with the user's batch sampler | batch i to rank i mod k |
+| `ReadyBatchSource` | any iterable of batches | batch i to rank i mod k |
+| `StreamSource` | a DataLoader over an IterableDataset | item i to rank i mod k |
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from syncline.data.cursor import DataPosition
+from syncline.data.loader import BatchReader, BatchRequest, loader_like
+from syncline.data.order import CommonRandomState, Order, length_of, order_of, reseed
+from syncline.data.partition import (
+    Partition,
+    RankShare,
+    Take,
+    count_shares,
+    ends_unevenly,
+    mix_seeds,
+    share_batches,
+    share_samples,
+)
+from syncline.errors import IncompatibleError
+
+__all__ = [
+    "BatchSource",
+    "Piece",
+    "PieceCounts",
+    "ReadyBatchSource",
+    "SampleSource",
+    "Source",
+    "StreamSource",
+    "check_length",
+    "check_position",
+    "skip",
+]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rank's batch of one step, and its weight in the mean over all ranks.
+
+    >>> Piece(batch=[1, 2, 3], weight=0.75, last=True, count=3, total=1.25).weight
+    0.75
+    """
+
+    batch: Any
+    weight: float
+    """Samples of this batch ÷ the batch size: 1.0 unless the batch is short."""
+    last: bool = False
+    """Whether it is this rank's last batch of the epoch; False if that is unknown before the end."""
+    count: int | None = None
+    """Samples of this batch, if they can be counted."""
+    total: float | None = None
+    """The sum of the weights of all ranks in this step, if it is known without communication."""
+
+
+class PieceCounts(NamedTuple):
+    """The number of pieces of ranks in the rest of an epoch. Rank 0 has the most, the last rank the fewest."""
+
+    most: int
+    own: int
+    fewest: int
+
+
+class Source(ABC):
+    """The contract of a source: data of one kind, and this rank's pieces of it."""
+
+    batch: int
+    """Samples of a full batch of one rank; 1 for ready batches."""
+
+    @property
+    def read_once(self) -> bool:
+        """Whether a second iteration continues where the first one stopped, as with an iterator."""
+        return False
+
+    @abstractmethod
+    def read(self, position: DataPosition) -> Iterator[Piece]:
+        """The pieces of the rest of the epoch. The position advances before each piece is returned."""
+
+    @abstractmethod
+    def uneven(self, start: int) -> bool:
+        """Whether some rank may have fewer pieces than another in an epoch from `start` on."""
+
+    @abstractmethod
+    def pieces(self, rank: int, start: int = 0) -> int | None:
+        """The number of pieces of `rank` in an epoch from `start` on; None if it is unknown."""
+
+
+class SampleSource(Source):
+    """Single samples: a global batch has k·b of them, and rank r takes every k-th, starting with r."""
+
+    def __init__(self, loader: DataLoader[Any], part: Partition, drop_last: bool | None) -> None:
+        assert loader.batch_size is not None
+        self.batch = loader.batch_size
+        self._part = part
+        self._drop_last = loader.drop_last if drop_last is None else drop_last
+        self._order = order_of(loader, part.seed)
+        if not part.may_be_empty:
+            check_length(self._order.length, part.size, self.batch * part.size, self._drop_last)
+        self._reader: BatchReader[RankShare] = BatchReader(loader)
+
+    def read(self, position: DataPosition) -> Iterator[Piece]:
+        take = self._order.begin(position.epoch)
+        check_position(position, self._order)
+        skip(take, position.samples)
+        shares = share_samples(take, self._part, self.batch * self._part.size, self._drop_last, position.samples)
+        yield from _read_shares(self._reader, shares, self._part, self.batch, position)
+
+    def uneven(self, start: int) -> bool:
+        length = self._order.length
+        batch, size = self.batch * self._part.size, self._part.size
+        return length is None or ends_unevenly(max(length - start, 0), batch, size, self._drop_last)
+
+    def pieces(self, rank: int, start: int = 0) -> int | None:
+        length = self._order.length
+        if length is None:
+            return None
+        return count_shares(max(length - start, 0), self.batch * self._part.size, rank, self._drop_last)
+
+
+class BatchSource(Source):
+    """Batches of a user's batch sampler: batch i goes to rank i mod k."""
+
+    def __init__(self, loader: DataLoader[Any], part: Partition, drop_last: bool | None) -> None:
+        usual = getattr(loader.batch_sampler, "batch_size", None)
+        self.batch = usual if isinstance(usual, int) and usual > 0 else 1
+        self._usual = self.batch if self.batch == usual else None
+        self._part = part
+        self._drop_last = bool(drop_last)
+        self._order = order_of(loader, part.seed)
+        if not part.may_be_empty:
+            check_length(self._order.length, part.size, part.size, self._drop_last, "batches")
+        self._reader: BatchReader[RankShare] = BatchReader(loader)
+
+    def read(self, position: DataPosition) -> Iterator[Piece]:
+        take = self._order.begin(position.epoch)
+        batches = chain.from_iterable(iter(partial(take, 1), []))
+        first = list(islice(batches, 1))  # of the epoch, so that all ranks know it, also after a resume
+        usual = self._usual or max([1, *map(len, first)])
+        batches = chain(first, batches)
+        passed = 0
+        while passed < position.samples and (gone := list(islice(batches, 1))):
+            passed += len(gone[0])
+        shares = share_batches(
+            lambda count: list(islice(batches, count)), self._part, self._drop_last, position.samples
+        )
+        yield from _read_shares(self._reader, shares, self._part, usual, position)
+
+    def uneven(self, start: int) -> bool:
+        # The number of batches before `start` is unknown until they are drawn.
+        length = self._order.length
+        return length is None or (not self._drop_last and (start > 0 or length % self._part.size != 0))
+
+    def pieces(self, rank: int, start: int = 0) -> int | None:
+        length = self._order.length
+        if length is None or start > 0:
+            return None
+        return count_shares(length, self._part.size, rank, self._drop_last)
+
+
+def _read_shares(
+    reader: BatchReader[RankShare], shares: Iterator[RankShare], part: Partition, batch: int, position: DataPosition
+) -> Iterator[Piece]:
+    """The pieces of a rank's shares. The position advances before each piece is returned."""
+
+    def requests() -> Iterator[BatchRequest[RankShare]]:
+        for each in shares:
+            yield each, each.indices, (part.seed, epoch, each.start, part.who)
+
+    epoch = position.epoch
+    for each, data in reader.read(requests(), mix_seeds(part.seed, epoch, part.who)):
+        position.advance(each.samples)
+        count = len(each.indices)
+        yield Piece(data, count / batch, each.last, count, each.samples / batch)
+
+
+def skip(take: Take, count: int) -> None:
+    """Skip the items that were read before, some thousand at a time."""
+    while count > 0 and (passed := len(take(min(count, 65536)))):
+        count -= passed
+
+
+def check_length(length: int | None, size: int, batch: int, drop_last: bool, what: str = "samples") -> None:
+    """Refuse data that leaves some rank without data in every epoch."""
+    if length == 0:
+        raise IncompatibleError(f"the data is empty (0 {what}): nothing to train on")
+    if length is not None and length < size:
+        raise IncompatibleError(
+            f"{length} {what} cannot be split over {size} workers: each needs at least one. Use at most {length} "
+            "workers, or pass split=False if each worker has data of its own"
+        )
+    if length is not None and drop_last and length < batch:
+        raise IncompatibleError(
+            f"drop_last leaves nothing of {length} {what}: one step of {size} workers takes {batch}. Use a smaller "
+            "batch, fewer workers, or drop_last=False"
+        )
+
+
+def check_position(position: DataPosition, order: Order) -> None:
+    """Refuse a position behind the end: it belongs to other data."""
+    if order.length is not None and position.samples > order.length:
+        raise IncompatibleError(
+            f"the run stands at sample {position.samples} of epoch {position.epoch}, but an epoch of this data has "
+            f"{order.length}: it was saved with other data"
+        )
+
+
+class ReadyBatchSource(Source):
+    """Any iterable of ready batches: batch i goes to rank i mod k, and each has weight 1.
+
+    A rank reads all k batches of a step before it returns its own, so that all ranks know which ranks have one.
+    """
+
+    def __init__(self, data: Iterable[Any], part: Partition, drop_last: bool | None) -> None:
+        self.batch = 1
+        self._data = data
+        self._part = part
+        self._drop_last = bool(drop_last)
+        self._length = length_of(data)
+        self._read = 0  # items read from an iterator, which cannot go back
+        if not part.may_be_empty:
+            check_length(self._length, part.size, part.size, self._drop_last, "batches")
+
+    @property
+    def read_once(self) -> bool:
+        return isinstance(self._data, Iterator) and self._read > 0
+
+    def read(self, position: DataPosition) -> Iterator[Piece]:
+        rank, size = self._part.rank, self._part.size
+        fresh = position.samples == 0 and not self._part.may_be_empty
+        # The random numbers of a generator must be the same on all ranks.
+        state = CommonRandomState(mix_seeds(self._part.seed, position.epoch))
+        with state.active():
+            batches = iter(self._data)
+            behind = self._read if batches is self._data else 0
+            deque(islice(batches, max(0, position.samples - behind)), maxlen=0)
+        while True:
+            with state.active():
+                mine, seen = self._step(batches)
+            self._read = position.samples + seen
+            if fresh and (seen > 0 or batches is not self._data):
+                check_length(seen, size, size, self._drop_last, "batches")
+            fresh = False
+            if seen <= rank or (self._drop_last and seen < size):
+                return
+            position.advance(seen)
+            yield Piece(mine, 1.0, self._is_last(position.samples), total=float(seen))
+
+    def _is_last(self, consumed: int) -> bool:
+        if self._length is None:
+            return False
+        return count_shares(self._length - consumed, self._part.size, self._part.rank, self._drop_last) == 0
+
+    def _step(self, batches: Iterator[Any]) -> tuple[Any, int]:
+        mine, seen = None, 0
+        for batch in islice(batches, self._part.size):
+            if seen == self._part.rank:
+                mine = batch
+            seen += 1
+        return mine, seen
+
+    def uneven(self, start: int) -> bool:
+        if self._drop_last:
+            return False
+        return self._length is None or (self._length - start) % self._part.size != 0
+
+    def pieces(self, rank: int, start: int = 0) -> int | None:
+        if self._length is None:
+            return None
+        return count_shares(max(self._length - start, 0), self._part.size, rank, self._drop_last)
+
+
+class StreamSource(Source):
+    """An iterable dataset: item i of the stream goes to rank i mod k, and b items are a rank's batch.
+
+    Every rank reads the whole stream, because its length is unknown. Each worker process of the loader reads its own
+    stream, which is shared in the same way. So a step reads k·b items of one stream, and the processes take turns. A
+    batch has the number of its process, because the other streams continue when one has ended.
+    """
+
+    def __init__(self, loader: DataLoader[Any], part: Partition, drop_last: bool | None) -> None:
+        self.batch = 1 if loader.batch_size is None else loader.batch_size
+        self._part = part
+        self._drop_last = loader.drop_last if drop_last is None else drop_last
+        self._processes = loader.num_workers
+        self._dataset = _SharedStream(loader, part, self.batch, self._drop_last)
+        self._generator = torch.Generator()
+        # All ranks drop a short batch or none does, which only the shared dataset knows.
+        self._loader = loader_like(
+            loader,
+            self._dataset,
+            generator=self._generator,
+            batch_size=loader.batch_size,
+            collate_fn=_CountingCollate(loader.collate_fn, loader.batch_size is not None),
+        )
+
+    def read(self, position: DataPosition) -> Iterator[Piece]:
+        epoch = position.epoch
+        self._generator.manual_seed(mix_seeds(self._part.seed, epoch))
+        position.streams = self._streams(position)
+        self._dataset.begin(epoch, position.streams or [position.samples])
+        # All ranks must see the same stream, so it draws from a state that they have in common. A worker process of
+        # the loader has its own state.
+        state = CommonRandomState(mix_seeds(self._part.seed, epoch))
+        drawing: Callable[[], Any] = nullcontext if self._processes else state.active
+        with drawing():
+            batches = iter(self._loader)
+        while True:
+            with drawing():
+                found = next(batches, None)
+            if found is None:
+                return
+            process, count, data = found
+            if count == 0:
+                continue
+            step = self.batch * self._part.size
+            position.advance(step)
+            if position.streams:
+                position.streams[process] += step
+            yield Piece(data, count / self.batch, count=count)
+
+    def _streams(self, position: DataPosition) -> list[int]:
+        """The position in each process's stream; empty if there is only one stream."""
+        if self._processes < 2 and not position.streams:
+            return []
+        if position.samples == 0:
+            return [0] * self._processes
+        if len(position.streams) == self._processes:
+            return position.streams
+        raise IncompatibleError(
+            f"the run was saved in the middle of an epoch (item {position.samples}), which "
+            f"{max(1, len(position.streams))} loader processes read, and now num_workers={self._processes}: resume "
+            "with as many, or from an epoch's end"
+        )
+
+    def uneven(self, start: int) -> bool:
+        return not (self._drop_last and self._processes < 2)
+
+    def pieces(self, rank: int, start: int = 0) -> int | None:
+        length = length_of(self._dataset.inner)
+        if length is None or self._processes > 1:  # the length of several streams is unknown
+            return None
+        return count_shares(max(length - start, 0), self.batch * self._part.size, rank, self._drop_last)
+
+
+class _SharedStream(IterableDataset[Any]):
+    """A rank's share of an iterable dataset."""
+
+    def __init__(self, loader: DataLoader[Any], part: Partition, batch: int, drop_last: bool) -> None:
+        self.inner: Any = loader.dataset
+        self._part = part
+        self._batch = batch
+        self._drop_last = drop_last
+        self._unit = 1 if loader.batch_size is None else batch
+        self._single = loader.num_workers < 2
+        # The epoch, and the position in each process's stream: in shared memory, for persistent workers.
+        self._position = torch.zeros(1 + max(1, loader.num_workers), dtype=torch.int64)
+        if loader.num_workers:
+            self._position.share_memory_()  # type: ignore[no-untyped-call]
+
+    def begin(self, epoch: int, consumed: list[int]) -> None:
+        self._position.copy_(torch.tensor([epoch, *consumed]))
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, *consumed = self._position.tolist()
+        info = get_worker_info()
+        process = 0 if info is None else info.id
+        if info is not None:
+            reseed(mix_seeds(self._part.seed, epoch, process))
+        items = iter(self.inner)
+        deque(islice(items, consumed[process]), maxlen=0)
+        if process < consumed.index(min(consumed)):
+            # Its batch of this round was read before: an empty one takes its turn.
+            yield from [_AlreadyRead] * self._unit
+        group = self._batch * self._part.size
+        first = self._single and consumed[process] == 0 and not self._part.may_be_empty
+        while True:
+            mine, seen = [], 0
+            for item in islice(items, group):
+                if seen % self._part.size == self._part.rank:
+                    mine.append(item)
+                seen += 1
+            if first:
+                check_length(seen, self._part.size, group, self._drop_last, "items")
+                first = False
+            if seen < (group if self._drop_last else 1):
+                return
+            yield from mine
+
+
+class _AlreadyRead:
+    """Stands for an item that was read before the run was resumed."""
+
+
+class _CountingCollate:
+    """Collates with the user's function, and adds the number of the process and of the items."""
+
+    def __init__(self, collate: Callable[[Any], Any], together: bool) -> None:
+        self._collate = collate
+        self._together = together
+
+    def __call__(self, items: Any) -> tuple[int, int, Any]:
+        info = get_worker_info()
+        process = 0 if info is None else info.id
+        if (items[0] if self._together else items) is _AlreadyRead:
+            return process, 0, None
+        return process, len(items) if self._together else 1, self._collate(items)

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from syncline.workloads.fashion import DEBIAN
+from syncline.workloads.fashion import DEBIAN_FOLDER
 from tests.launching import ROOT
 
 
@@ -41,7 +41,7 @@ def table_of(*arguments: str) -> Ran:
     return Ran(code, out.getvalue(), err.getvalue())
 
 
-@pytest.mark.skipif(not DEBIAN.is_dir(), reason="needs Debian's dataset-fashion-mnist")
+@pytest.mark.skipif(not DEBIAN_FOLDER.is_dir(), reason="needs Debian's dataset-fashion-mnist")
 def test_a_small_table_twice(tmp_path: Path) -> None:
     """The second run trains only what the first has not, and shows both."""
     path = tmp_path / "cells.json"

@@ -19,7 +19,7 @@ from syncline.testing.workloads import WorkloadContract
 from syncline.workloads import fashion
 from syncline.workloads.base import Workload
 from syncline.workloads.datasets import Pairs
-from syncline.workloads.fashion import DEBIAN, FILES, Fashion, fetch, read_idx
+from syncline.workloads.fashion import DEBIAN_FOLDER, FILES, Fashion, fetch, read_idx
 
 pytestmark = pytest.mark.xdist_group("fashion")  # they share a fixture that takes long
 
@@ -54,7 +54,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """No files in any of the usual places; the cache is in the folder returned."""
-    monkeypatch.setattr(fashion, "DEBIAN", tmp_path / "debian")
+    monkeypatch.setattr(fashion, "DEBIAN_FOLDER", tmp_path / "debian")
     monkeypatch.delenv("SYNCLINE_DATA", raising=False)
     monkeypatch.setenv("SYNCLINE_CACHE", str(tmp_path / "cache"))
     return tmp_path
@@ -99,10 +99,10 @@ def test_splits_are_disjoint_and_complete(made: Path) -> None:
     assert image[0, 5, 5].item() == pytest.approx(25 / 255)
 
 
-@pytest.mark.skipif(not DEBIAN.is_dir(), reason="needs apt install dataset-fashion-mnist")
+@pytest.mark.skipif(not DEBIAN_FOLDER.is_dir(), reason="needs apt install dataset-fashion-mnist")
 def test_debians_files_are_the_ones_whose_checksums_we_hold() -> None:
     for file in FILES:
-        content = gzip.decompress((DEBIAN / f"{file.name}.gz").read_bytes())
+        content = gzip.decompress((DEBIAN_FOLDER / f"{file.name}.gz").read_bytes())
         assert len(content) == file.bytes
         assert hashlib.sha256(content).hexdigest() == file.sha256
 

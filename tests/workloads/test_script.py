@@ -105,18 +105,21 @@ def refusal(path: str) -> str:
         ),
         ("def loss(model, batch, more): ...\n", "(missing a required argument: 'more'); write def loss(model, batch):"),
         ("def model(seed): ...\n", "model(seed) cannot be called as model() (missing a required argument: 'seed')"),
-        ("def model():\n    return 3\n", "model() gives int, not an nn.Module"),
-        ("def model():\n    return nn.ReLU()\n", "model() gives a ReLU without a parameter to train"),
-        ("def model():\n    return nn.Linear(2, 1).requires_grad_(False)\n", "a Linear without a parameter to train"),
-        ("def model():\n    return nn.LazyLinear(1)\n", "model() has lazy layers that have no sizes yet"),
+        ("def model():\n    return 3\n", "model() returns int, not an nn.Module"),
+        ("def model():\n    return nn.ReLU()\n", "model() returns a ReLU without trainable parameters"),
+        ("def model():\n    return nn.Linear(2, 1).requires_grad_(False)\n", "a Linear without trainable parameters"),
+        ("def model():\n    return nn.LazyLinear(1)\n", "model() has lazy layers"),
         ("def model():\n    raise OSError('no\\nweights')\n", f"line {LAST + 2}: model() raised OSError: no weights"),
         (
             "import itertools\ncount = itertools.count()\n"
             "def model():\n    made = nn.Linear(2, 1)\n    made.bias.data.fill_(next(count))\n    return made\n",
-            "model() gives another bias each time",
+            "model() returns another bias each time",
         ),
-        ("def data():\n    return pair(8), pair(4)\n", "data() gives three splits, not 2 of them; end it with return"),
-        ("def data():\n    return {}\n", "data() gives three splits, not a dict"),
+        (
+            "def data():\n    return pair(8), pair(4)\n",
+            "data() returns three splits, not 2 of them; end it with return",
+        ),
+        ("def data():\n    return {}\n", "data() returns three splits, not a dict"),
         ("def data():\n    open('/nowhere/at/all')\n", f"line {LAST + 2}: data() raised FileNotFoundError"),
         ("def data():\n    return pair(8), pair(0), pair(4)\n", "the validation split of data() is empty"),
         ("def data():\n    return pair(8), 3, pair(4)\n", "the validation split of data() is a int; give a dataset"),
@@ -157,9 +160,9 @@ def refusal(path: str) -> str:
             "def data():\n    return [(torch.ones(2), 1), (torch.ones(3), 1)], pair(4), pair(4)\n",
             "putting samples of the train split into a batch raised RuntimeError",
         ),
-        ("def loss(model, batch):\n    return 1.0\n", "loss(model, batch) gives a float, not one number"),
-        ("def loss(model, batch): ...\n", "loss(model, batch) gives None, not one number"),
-        ("def loss(model, batch):\n    return model(batch[0])\n", "gives a tensor of shape (2, 1), not one number"),
+        ("def loss(model, batch):\n    return 1.0\n", "loss(model, batch) returns a float, not one number"),
+        ("def loss(model, batch): ...\n", "loss(model, batch) returns None, not one number"),
+        ("def loss(model, batch):\n    return model(batch[0])\n", "returns a tensor of shape (2, 1), not one number"),
         (
             "def loss(model, batch):\n    return model(batch[1])\n",
             f"line {LAST + 2}: loss(model, batch) raised Runtime",
@@ -178,11 +181,14 @@ def refusal(path: str) -> str:
             "gives no parameter of the model a gradient",
         ),
         ("def loss(model, batch):\n    return (model(batch[0]) - 1).square().sum()\n", "is the sum over the batch"),
-        ("def metric(model, batch):\n    return 'good'\n", "gives 'good' for 'metric', not a number"),
-        ("def metric(model, batch):\n    return torch.ones(2)\n", "gives tensor([1., 1.]) for 'metric', not a number"),
+        ("def metric(model, batch):\n    return 'good'\n", "returns 'good' for 'metric', not a number"),
+        (
+            "def metric(model, batch):\n    return torch.ones(2)\n",
+            "returns tensor([1., 1.]) for 'metric', not a number",
+        ),
         (
             "def metric(model, batch):\n    return {'f1': 1}\n",
-            "gives ['f1'] and not 'metric'; give it, or name another",
+            "returns ['f1'] and not 'metric'",
         ),
         (
             "METRIC = 'accuracy'\ndef metric(model, batch):\n    return 50\n",
@@ -190,7 +196,7 @@ def refusal(path: str) -> str:
         ),
         ("def metric(model, batch):\n    return float('nan')\n", "metric by metric(model, batch) is nan on the first"),
         ("def metric(model, batch):\n    return 1 / 0\n", f"line {LAST + 2}: metric(model, batch) raised ZeroDivision"),
-        ("METRIC = 'accuracy'\n", "METRIC is 'accuracy' and there is no metric(model, batch) that gives it"),
+        ("METRIC = 'accuracy'\n", "METRIC is 'accuracy' and there is no metric(model, batch) that returns it"),
         ("METRIC = 3\n", "METRIC is a name such as 'accuracy' (METRIC: 3)"),
         ("HIGHER_IS_BETTER = True\n", "HIGHER_IS_BETTER is True and the metric is the loss"),
         ("HIGHER_IS_BETTER = 1\n", "HIGHER_IS_BETTER is True or False (HIGHER_IS_BETTER: 1)"),
@@ -202,7 +208,7 @@ def refusal(path: str) -> str:
         ("BATCH = 0\n", "BATCH is a whole number from 1"),
         ("EPOCHS = 1.5\n", "EPOCHS is a whole number from 1"),
         ("LEARNING_RATE = 0\n", "LEARNING_RATE is a number above 0 (LEARNING_RATE: 0)"),
-        ("def optimizer(model, learning_rate): ...\n", "gives NoneType, not an optimizer; return one of torch.optim"),
+        ("def optimizer(model, learning_rate): ...\n", "returns NoneType, not an optimizer; return one of torch.optim"),
         (
             "def optimizer(model, learning_rate):\n    return torch.optim.SGD(model.parameters(), lr=0.1)\n",
             "has the rates [0.1] whatever learning_rate is; pass it on",
@@ -227,7 +233,7 @@ def test_files_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "is no workload: a script's name ends in .py" in refusal("nowhere/mine")
     (tmp_path / "folder.py").mkdir()
     assert refusal("folder.py").startswith("folder.py cannot be read (Is a directory)")
-    with pytest.raises(SpecError, match=r"unknown workload 'mine'; .*; for the script beside you write mine\.py"):
+    with pytest.raises(SpecError, match=r"unknown workload 'mine'.* write mine\.py"):
         build("mine")
     with pytest.raises(SpecError, match=r"available: 'digits', .*'stdlib'$"):
         build("yours")
@@ -318,7 +324,7 @@ def test_names_that_are_nearly_right_are_told(tmp_path: Path, caplog: pytest.Log
     workload.check()
     told = sorted(record.getMessage().rpartition("mine.py: ")[2] for record in caplog.records)
     assert [words.split()[0] for words in told] == ["EPOCH", "LR", "TARGETS", "metrics"]
-    assert told[1] == "LR is not read; did you mean LEARNING_RATE?"
+    assert told[1] == "LR is not used; did you mean LEARNING_RATE?"
 
 
 def test_the_template_reaches_its_target_and_two_ranks_agree() -> None:
@@ -342,7 +348,7 @@ def test_train_refuses_before_a_worker_is_started(
     monkeypatch.setattr(placement, "run_here", lambda *_: pytest.fail("it was started"))
     script(tmp_path, "def loss(model, batch):\n    return 1.0\n")
     assert main(["train", "mine.py", "-n", "2"]) == 2
-    assert "syncline train: mine.py: loss(model, batch) gives a float" in capsys.readouterr().err
+    assert "syncline train: mine.py: loss(model, batch) returns a float" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
@@ -359,7 +365,7 @@ def test_a_run_that_goes_on_with_another_script_says_so(
     assert "other settings" not in caplog.text
     script(tmp_path, "EPOCHS = 4\n")
     assert main(line) == 0
-    assert "a goes on with other settings than it began with: a script of SHA-256" in caplog.text
+    assert "other settings than it started with: a script of SHA-256" in caplog.text
 
 
 @pytest.mark.xdist_group("launch")

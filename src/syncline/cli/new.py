@@ -1,10 +1,10 @@
-"""Write a workload of your own to begin with: one file of plain functions, with comments that say what to change.
+"""Write an example workload: one file of plain functions, with comments that say what to change.
 
 examples:
   syncline new workload.py
-  syncline new workload.py --force                              over a file that is there
+  syncline new workload.py --force                              replace an existing file
 
-It works as it stands: `syncline train workload.py -n 2` trains it, `syncline race workload.py -n 2` compares
+It works without changes: `syncline train workload.py -n 2` trains it, `syncline race workload.py -n 2` compares
 synchronisation strategies on it.
 """
 
@@ -21,13 +21,13 @@ __all__ = ["configure", "run"]
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Say what this command takes."""
+    """Add the options of this command."""
     parser.add_argument("path", metavar="workload.py", help="the file to write")
-    parser.add_argument("--force", action="store_true", help="write over a file that is there")
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write it, and say what comes next."""
+    """Write the file, and print the next commands."""
     text, path = arguments.path, Path(arguments.path)
     if path.suffix != ".py":
         raise SpecError(f"{text}: a workload's file is Python, so its name ends in .py: syncline new {text}.py")
@@ -36,12 +36,12 @@ def run(arguments: argparse.Namespace) -> int:
         with path.open("wb" if arguments.force else "xb") as file:
             file.write(template)
     except FileExistsError:
-        raise IncompatibleError(f"{text} is there already: name another file, or write over it with --force") from None
+        raise IncompatibleError(f"{text} exists: name another file, or replace it with --force") from None
     except FileNotFoundError:
-        raise SpecError(f"{text}: there is no folder {path.parent}; make it first") from None
+        raise SpecError(f"{text}: there is no folder {path.parent}; create it first") from None
     except OSError as error:
         raise SpecError(f"{text} cannot be written ({error.strerror}); name another file") from None
-    named = shlex.quote(text)
-    print(f"wrote {text}; it works as it stands: syncline train {named} -n 2")
-    print(f"change what it says, then compare synchronisation strategies: syncline race {named} -n 2")
+    quoted = shlex.quote(text)
+    print(f"wrote {text}; it works without changes: syncline train {quoted} -n 2")
+    print(f"edit it, then compare synchronisation strategies: syncline race {quoted} -n 2")
     return 0

@@ -8,10 +8,11 @@ examples:
   syncline train fashion --lab 4@100mbit --codec "topk(0.01)|quantize(4)"
   syncline train digits --lab 4@100mbit --trace                 on four emulated hosts; a trace of every rank
   syncline train digits --lab 4@100mbit --mpi                   the same by mpiexec, on MPI
-  syncline train digits -n 2 --out runs/a --resume auto         go on with runs/a, or begin it
+  syncline train digits -n 2 --out runs/a --resume auto         continue runs/a, or start it
   syncline train workload.py -n 2                               a workload of your own: see syncline new
   syncline train digits -n 4 --strategy hogwild --pace 0.001 --slow rank=2,factor=4      one of four is slow
-  syncline train digits -n 4 --strategy "ssp(slack=3)" --servers 1 --on-failure continue      go on without the lost
+  syncline train digits -n 4 --strategy "ssp(slack=3)" --servers 1 --on-failure continue      survives lost workers
+  syncline train kmeans -n 4 --strategy aggregate               k-means by one all-reduce per round
 
 Workloads: digits, fashion, stdlib, regression, logistic, or a script of yours by its path. The run folder (runs/… or
 --out) has log.jsonl, config.json, system.json, summary.json and checkpoints/. Ctrl-C or SIGTERM ends the run after a
@@ -31,7 +32,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from syncline.cli.placement import Placement, add_placement_options
-from syncline.cli.train_kmeans import is_kmeans, train_kmeans
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
 from syncline.launch.start import Job
 from syncline.training.run_folder import RunFolder, fresh_name
@@ -40,23 +40,49 @@ from syncline.training.settings import DECAYS, Settings
 if TYPE_CHECKING:
     from syncline.workloads.base import Workload
 
-__all__ = ["configure", "run"]
+__all__ = ["configure", "is_kmeans", "run", "train_kmeans"]
 
 HINTS = {
     **dict.fromkeys(("--learning-rate", "--learning_rate", "--rate"), "write --lr"),
     **dict.fromkeys(("--batch-size", "--batch_size"), "write --batch"),
     **dict.fromkeys(("--algorithm", "--allreduce"), "write --collective"),
     **dict.fromkeys(("--compression", "--compress"), "write --codec"),
-    "--checkpoint": "write --checkpoint-every STEPS, or --resume auto to go on",
+    "--checkpoint": "write --checkpoint-every STEPS, or --resume auto to continue",
 }
 
 logger = logging.getLogger("syncline")
 
 AUTO = "auto"
+"""The value of --resume for the newest checkpoint in --out."""
+KMEANS_OPTIONS = {"batch": "batch", "epochs": "epochs", "learning_rate": "rate"}
+"""Options of `train` for one-sided SGD, and their names there."""
+NETWORK_OPTIONS: dict[str, Any] = {
+    "codec": None,
+    "diagnose": 0,
+    "global_batch": None,
+    "steps": None,
+    "warmup": 0.0,
+    "target": None,
+    "evaluate_every": None,
+    "evaluations_after": 0,
+    "momentum": None,
+    "out": None,
+    "resume": None,
+    "checkpoint_every": None,
+    "trace": False,
+    "tensorboard": False,
+    "servers": 0,
+    "on_failure": "stop",
+    "lab": None,
+    "pace": None,
+    "slow": [],
+    "hosts": None,
+}
+"""Options of `train` that k-means does not have, and their defaults."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Say what this command takes."""
+    """Add the options of this command."""
     usual = Settings()
     parser.add_argument(
         "workload", metavar="WORKLOAD|script.py", help="what to train: digits, \"digits(model='cnn')\", …, or your own"
@@ -65,9 +91,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _configure_training(parser, usual)
     files = parser.add_argument_group("files")
     files.add_argument("--out", type=Path, metavar="FOLDER", help="the run's folder; default runs/WORKLOAD-time")
-    files.add_argument("--resume", metavar="auto|FOLDER", help="go on from the newest checkpoint in --out, or there")
+    files.add_argument("--resume", metavar="auto|FOLDER", help="continue from the newest checkpoint there")
     files.add_argument(
-        "--checkpoint-every", type=int, metavar="STEPS", help="0: never; default: between epochs now and then"
+        "--checkpoint-every",
+        type=int,
+        metavar="STEPS",
+        help="0: never; default: at times between epochs",
     )
     files.add_argument("--trace", action="store_true", help="a trace of each rank, for ui.perfetto.dev")
     files.add_argument("--tensorboard", action="store_true", help="scalars for TensorBoard")
@@ -75,11 +104,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _configure_training(parser: argparse.ArgumentParser, usual: Settings) -> None:
-    """Add the options that say how the workers synchronise and what they train."""
+    """Add the options of synchronisation and training."""
     how = parser.add_argument_group("synchronisation")
     how.add_argument("--strategy", default=usual.strategy, help="allreduce, ssp(slack=3), …; default allreduce")
-    how.add_argument("--codec", help="how gradients look on the wire; default: as they are")
-    how.add_argument("--diagnose", type=int, default=0, metavar="STEPS", help="log now and then what the codec loses")
+    how.add_argument("--codec", help="compression of gradients; default: none")
+    how.add_argument("--diagnose", type=int, default=0, metavar="STEPS", help="log the codec's error at this interval")
     how.add_argument("--collective", default=usual.collective, help="auto, native, ring, …; default auto")
     what = parser.add_argument_group("training; defaults are the workload's")
     what.add_argument("--batch", type=int, help="samples of each worker in a step")
@@ -125,7 +154,7 @@ def _configure_place(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train; the exit code."""
+    """Train. Returns the exit code."""
     if is_kmeans(arguments.workload):
         return train_kmeans(arguments)
     from syncline.strategies import build_strategy
@@ -135,7 +164,7 @@ def run(arguments: argparse.Namespace) -> int:
     from syncline.workloads import build
 
     placement = _placement(arguments)
-    _check_company(arguments)
+    _check_servers(arguments)
     _check_memory(arguments, placement.ranks)
     workload = build(arguments.workload)
     settings = _settings(arguments, workload, placement.ranks)
@@ -143,7 +172,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_slow(slow, placement.ranks, arguments.pace)
     folder, resume = _folder(arguments, workload)
     if resume is not False:
-        _compare(folder if resume is True else RunFolder(str(resume)), workload, settings)
+        _check_resumed(folder if resume is True else RunFolder(str(resume)), workload, settings)
     if arguments.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UnsupportedError("--tensorboard needs the package tensorboard: pip install 'syncline[tensorboard]'")
     terminal = sys.stdout.isatty()
@@ -187,16 +216,16 @@ def _placement(arguments: argparse.Namespace) -> Placement:
     return Placement.read(arguments, default_ranks=1)
 
 
-def _check_company(arguments: argparse.Namespace) -> None:
-    """Refuse servers that nobody would ask, and going on where those who are left could not."""
+def _check_servers(arguments: argparse.Namespace) -> None:
+    """Refuse servers that the strategy does not use, and --on-failure continue if it needs all workers."""
     from syncline.strategies import Gossip, build_strategy
     from syncline.strategies.parameter_server import ParameterServerStrategy
 
     strategy, servers = build_strategy(arguments.strategy), arguments.servers
     served = isinstance(strategy, ParameterServerStrategy) and strategy.asynchronous
-    talks = isinstance(strategy, Gossip) and strategy.pairwise  # its board may outlive worker 0 there
-    if servers and not (served or talks):
-        raise IncompatibleError(f"--servers {servers}: {strategy!r} asks no servers; leave it out, or take bsp, ssp, …")
+    pairwise = isinstance(strategy, Gossip) and strategy.pairwise  # a server keeps its control channel
+    if servers and not (served or pairwise):
+        raise IncompatibleError(f"--servers {servers}: {strategy!r} uses no servers; leave it out, or take bsp, ssp, …")
     if arguments.on_failure == "stop":
         return
     if arguments.mpi:
@@ -204,7 +233,7 @@ def _check_company(arguments: argparse.Namespace) -> None:
     if not strategy.survives:
         raise IncompatibleError(
             f"--on-failure continue: every step of {strategy!r} needs all workers; leave it out, or take a strategy "
-            "whose workers go at their own pace, such as ssp with --servers 1"
+            "that is asynchronous, such as ssp with --servers 1"
         )
     if served and not servers:
         raise IncompatibleError(
@@ -230,24 +259,23 @@ def _check_memory(arguments: argparse.Namespace, workers: int) -> None:
 
 
 def _settings(arguments: argparse.Namespace, workload: Workload, workers: int) -> Settings:
-    """The settings, refused here rather than on every rank."""
+    """The settings. Errors are raised here, before any rank starts."""
     from syncline.codecs import build_codec
     from syncline.reduction import check_collective
     from syncline.strategies import build_strategy
     from syncline.workloads import ScriptWorkload
 
-    given = {name: getattr(arguments, name) for name in asdict(Settings())}
-    settings = Settings(**given)
+    settings = Settings(**{name: getattr(arguments, name) for name in asdict(Settings())})
     settings.check()
     if settings.diagnose and build_codec(settings.codec) is None:
         raise IncompatibleError(
-            f"--diagnose {settings.diagnose} logs what a codec loses: give --codec, or leave it out"
+            f"--diagnose {settings.diagnose} logs the error of a codec: give --codec, or leave it out"
         )
     build_strategy(settings.strategy)
     check_collective(settings.collective, build_codec(settings.codec))
     if settings.target is not None:
         workload.check_target(settings.target)
-    if not arguments.hosts:  # elsewhere the data may lie where this machine has none
+    if not arguments.hosts:  # other hosts may have data that this one does not
         if isinstance(workload, ScriptWorkload):
             workload.check()
         samples = workload.splits().sizes()["train"]
@@ -259,7 +287,7 @@ def _settings(arguments: argparse.Namespace, workload: Workload, workers: int) -
 
 
 def _folder(arguments: argparse.Namespace, workload: Workload) -> tuple[RunFolder, bool | str]:
-    """Where the run writes, and what it goes on from."""
+    """The run's folder, and the checkpoints from which it continues."""
     from syncline.training.checkpoint import latest
     from syncline.training.checkpoint.files import MANIFEST
     from syncline.training.run_folder import checkpoints_in
@@ -273,7 +301,7 @@ def _folder(arguments: argparse.Namespace, workload: Workload) -> tuple[RunFolde
     if resume == AUTO:
         if arguments.out is None:
             raise SpecError(
-                "--resume auto goes on in the run's own folder: name it with --out, or write --resume FOLDER"
+                "--resume auto continues in the run's own folder: name it with --out, or write --resume FOLDER"
             )
         return RunFolder(arguments.out), True
     source = checkpoints_in(resume)
@@ -285,17 +313,17 @@ def _folder(arguments: argparse.Namespace, workload: Workload) -> tuple[RunFolde
             raise IncompatibleError(folder.refusal())
         return folder, str(Path(resume).absolute())
     if source == Path(resume):
-        raise SpecError(f"--resume {resume} is not a run's folder: say with --out where this run's files go")
+        raise SpecError(f"--resume {resume} is not a run's folder: give --out for the files of this run")
     return RunFolder(resume), True
 
 
-def _compare(folder: RunFolder, workload: Workload, settings: Settings) -> None:
-    """Refuse another workload; say so where a run goes on with other settings than it began with."""
+def _check_resumed(folder: RunFolder, workload: Workload, settings: Settings) -> None:
+    """Refuse another workload or learning rate; warn if other settings differ from those of the run."""
     from syncline.workloads import ScriptWorkload
 
     before = folder.read("config") or {}
     if before.get("workload", workload.spec) != workload.spec:
-        raise IncompatibleError(f"{folder.path} holds a run of {before['workload']}, not of {workload.spec}")
+        raise IncompatibleError(f"{folder.path} has a run of {before['workload']}, not of {workload.spec}")
     usual = workload.defaults
     now: dict[str, Any] = asdict(settings)
     for name in ("batch", "learning_rate"):
@@ -320,15 +348,45 @@ def _compare(folder: RunFolder, workload: Workload, settings: Settings) -> None:
         if before.get("script_sha256", digest) != digest:
             changed.append(f"a script of SHA-256 {digest[:12]}… (it was {before['script_sha256'][:12]}…)")
     rates = ["learning_rate", "scaling", "warmup", "decay"]
-    if now["decay"] != "none":  # it was laid out for so many
+    if now["decay"] != "none":  # the decay depends on them
         rates += [name for name in ("epochs", "steps") if now[name] is not None]
     refused = [
         f"{name} {now[name]} (it was {before[name]})" for name in rates if before.get(name, now[name]) != now[name]
     ]
     if refused:
         raise IncompatibleError(
-            f"{folder.path} goes on with the learning rates that it was saved with, and cannot with "
-            f"{', '.join(refused)}; begin a new run for others"
+            f"{folder.path} continues with the learning rates that it was saved with, and cannot use "
+            f"{', '.join(refused)}; start a new run for others"
         )
     if changed:
-        logger.warning("%s goes on with other settings than it began with: %s", folder.path, ", ".join(changed))
+        logger.warning("%s continues with other settings than it started with: %s", folder.path, ", ".join(changed))
+
+
+def is_kmeans(spec: str) -> bool:
+    """Whether the workload is k-means, which is not a network."""
+    return spec.partition("(")[0].strip() == "kmeans"
+
+
+def train_kmeans(arguments: argparse.Namespace) -> int:
+    """Solve k-means. Returns the exit code. One-sided SGD on several workers runs under mpiexec."""
+    from syncline.bench.kmeans import KMeansPlan, build_blobs
+
+    ranks = 1 if arguments.ranks is None else arguments.ranks
+    if ranks < 1:
+        raise SpecError(f"-n {ranks}: a run takes at least one worker")
+    for name, usual in NETWORK_OPTIONS.items():
+        if getattr(arguments, name, usual) != usual:
+            raise IncompatibleError(
+                f"--{name.replace('_', '-')}: kmeans is no network and has no use for it; it takes -n, --strategy, "
+                "--batch, --epochs, --lr and --seed"
+            )
+    given = {
+        new: getattr(arguments, old) for old, new in KMEANS_OPTIONS.items() if getattr(arguments, old, None) is not None
+    }
+    plan = KMeansPlan(problem=arguments.workload, strategy=arguments.strategy, given=given, seed=arguments.seed)
+    problem = build_blobs(plan.problem)
+    name, _, _ = plan.solver()
+    if problem.points < ranks:
+        raise IncompatibleError(f"{problem} has too few points for {ranks} workers; take fewer (-n)")
+    target = ("-m", "syncline.bench.kmeans", plan.as_json())
+    return Placement(ranks, mpi=name == "onesided" and ranks > 1).run(Job(target=target))

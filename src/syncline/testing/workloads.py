@@ -1,4 +1,4 @@
-"""The contract of workloads: the same for everybody, a mean over the batch, and no trace left in the generators."""
+"""Contract tests of workloads: the same on every rank, a mean over the batch, and unchanged generators."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ __all__ = ["WorkloadContract", "leaving_randomness"]
 
 @contextmanager
 def leaving_randomness() -> Iterator[None]:
-    """Assert that the global generators of torch, NumPy and `random` are afterwards as they were."""
-    kept = torch.get_rng_state(), _numpy_state(), random.getstate()
+    """Assert that the global generators of torch, NumPy and `random` do not change."""
+    before = torch.get_rng_state(), _numpy_state(), random.getstate()
     yield
-    assert torch.equal(torch.get_rng_state(), kept[0]), "torch's generator has moved"
-    assert _numpy_state() == kept[1], "NumPy's generator has moved"
-    assert random.getstate() == kept[2], "random's generator has moved"
+    assert torch.equal(torch.get_rng_state(), before[0]), "torch's generator has moved"
+    assert _numpy_state() == before[1], "NumPy's generator has moved"
+    assert random.getstate() == before[2], "random's generator has moved"
 
 
 class WorkloadContract:
-    """Inherit, and say how to make the workload: a fresh one at every call."""
+    """Inherit from it, and define `make`."""
 
     @classmethod
     @abstractmethod
     def make(cls) -> Workload:
-        """A fresh workload that has read nothing yet."""
+        """A new workload that has not read its data."""
 
     @pytest.fixture(scope="class")
     @classmethod
     def workload(cls) -> Workload:
-        """One that the tests share, its data read once."""
+        """One workload for all tests, so that its data is read once."""
         return cls.make()
 
     @pytest.fixture(scope="class")
@@ -51,7 +51,7 @@ class WorkloadContract:
         """The first 16 samples."""
         return next(batches(workload.splits().train, 16))
 
-    def test_nobody_elses_random_numbers_change(self) -> None:
+    def test_global_generators_do_not_change(self) -> None:
         with leaving_randomness():
             workload = self.make()
             splits = workload.splits()
@@ -62,7 +62,7 @@ class WorkloadContract:
             workload.evaluate(model, splits.test, batch=1024)
             workload.describe()
 
-    def test_two_readings_are_alike(self, workload: Workload) -> None:
+    def test_two_instances_have_the_same_data(self, workload: Workload) -> None:
         other = self.make()
         assert other.spec == workload.spec
         assert other.describe() == workload.describe()
@@ -71,7 +71,7 @@ class WorkloadContract:
             for index in (0, len(first) // 2, len(first) - 1):
                 assert all(torch.equal(a, b) for a, b in zip(first[index], second[index], strict=True))
 
-    def test_many_samples_at_once_are_the_same_samples(self, workload: Workload) -> None:
+    def test_getitems_returns_the_same_samples(self, workload: Workload) -> None:
         train = workload.splits().train
         several = getattr(train, "__getitems__", None)
         if several is None:
@@ -103,19 +103,19 @@ class WorkloadContract:
             optimizer.step()
         assert workload.loss(model, batch).item() < 0.9 * before
 
-    def test_the_rate_that_is_asked_for_is_taken(self, workload: Workload) -> None:
+    def test_optimizer_uses_the_learning_rate(self, workload: Workload) -> None:
         model = workload.model(0)
         assert workload.optimizer(model, 0.125).param_groups[0]["lr"] == 0.125
         assert workload.optimizer(model).param_groups[0]["lr"] == workload.defaults.learning_rate
 
-    def test_evaluation_leaves_the_model_as_it_was(self, workload: Workload) -> None:
+    def test_evaluation_does_not_change_the_model(self, workload: Workload) -> None:
         model = nn.Sequential(workload.model(0), nn.Identity(), nn.Identity())
         model.train()
         model[1].eval()
         before = [value.clone() for value in model.state_dict().values()]
-        found = workload.evaluate(model, workload.splits().validation)
-        assert {"loss", workload.metric} <= set(found)
-        assert all(math.isfinite(value) for value in found.values())
+        measures = workload.evaluate(model, workload.splits().validation)
+        assert {"loss", workload.metric} <= set(measures)
+        assert all(math.isfinite(value) for value in measures.values())
         assert [module.training for module in model] == [True, False, True]
         assert all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))
         assert all(parameter.grad is None for parameter in model.parameters())
@@ -138,10 +138,10 @@ class WorkloadContract:
         assert workload.reached(0.6, 0.5) == workload.higher_is_better
         assert workload.reached(0.5, 0.5)
 
-    def test_every_simulated_rank_has_the_same_bytes(self, workload: Workload) -> None:
-        told = simulate(lambda world: self.make().describe(), 2).results
-        assert told[0] == told[1] == workload.describe()
-        assert len(str(told[0]["sha256"])) == 64
+    def test_every_simulated_rank_has_the_same_data(self, workload: Workload) -> None:
+        descriptions = simulate(lambda world: self.make().describe(), 2).results
+        assert descriptions[0] == descriptions[1] == workload.describe()
+        assert len(str(descriptions[0]["sha256"])) == 64
 
 
 def _numpy_state() -> list[Any]:

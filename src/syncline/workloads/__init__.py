@@ -37,11 +37,14 @@ OTHER_NAMES = {
     "logisticregression": "logistic",
     **dict.fromkeys(("transformer", "gpt", "charlm", "language", "text"), "stdlib"),
 }
-"""Names that users may know a workload by, and our names for it."""
+"""Other names of workloads, and our names for them."""
+REGISTRY = Registry[Workload]("workload", OTHER_NAMES)
+for _kind in (Digits, Fashion, Logistic, Regression, Stdlib):
+    REGISTRY.add(_kind.name, _kind)
 
 
 def build(spec: str) -> Workload:
-    """The workload that a spec describes, or the script at a path. No data is read before its `splits()` are asked for.
+    """Build the workload of a spec, or of the script at a path. Its data is read by the first `splits()`.
 
     >>> build("digits(model='cnn')").metric
     'accuracy'
@@ -52,32 +55,24 @@ def build(spec: str) -> Workload:
     """
     if _is_path(spec):
         return ScriptWorkload(spec)
-    registry = _registry()
     try:
-        return registry.build(spec)
+        return REGISTRY.build(spec)
     except SpecError as error:
         name = str(spec).partition("(")[0].strip()
-        if name.isidentifier() and name not in registry.names() and os.path.isfile(f"{name}.py"):
-            raise SpecError(f"{error}; for the script beside you write {name}.py") from None
+        if name.isidentifier() and name not in REGISTRY.names() and os.path.isfile(f"{name}.py"):
+            raise SpecError(f"{error}; for the script in this folder write {name}.py") from None
         raise
 
 
 def names() -> list[str]:
-    """The workloads there are.
+    """The names of all workloads.
 
     >>> names()
     ['digits', 'fashion', 'logistic', 'regression', 'stdlib']
     """
-    return _registry().names()
+    return REGISTRY.names()
 
 
 def _is_path(text: str) -> bool:
-    """Whether it names a file. Arguments in brackets may hold paths, and make a spec all the same."""
+    """Whether it names a file. A text with arguments in brackets is a spec, even if they contain a path."""
     return isinstance(text, str) and (text.endswith(".py") or ("(" not in text and (os.sep in text or "." in text)))
-
-
-def _registry() -> Registry[Workload]:
-    registry = Registry[Workload]("workload", OTHER_NAMES)
-    for kind in (Digits, Fashion, Logistic, Regression, Stdlib):
-        registry.add(kind.name, kind)
-    return registry

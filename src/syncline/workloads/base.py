@@ -1,4 +1,4 @@
-"""The contract of a workload: data in three splits, a model, a loss, and one number that says how good it is.
+"""The contract of a workload: data in three splits, a model, a loss, and one metric.
 
     Workload ── splits() ──► train · validation · test      the same bytes on every rank
         ├─ model(seed)                                      the same weights for the same seed
@@ -6,7 +6,8 @@
         ├─ loss(model, batch)                               mean over the batch
         └─ evaluate(model, dataset)                         {"loss": …, metric: …}
 
-Nothing here knows of ranks: who gets which samples is the business of `data`, what is exchanged that of a strategy.
+An author writes `defaults`, `model`, `make_splits` and `loss`, and may override `measures`, `optimizer`, `evaluate` and
+`describe`. Nothing here knows of ranks: `data` splits the samples, and a strategy synchronises the workers.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ OPTIMIZERS = ("sgd", "adam", "adamw")
 
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """What a run takes where the user says nothing.
+    """The settings of a run if the user gives none.
 
     >>> Defaults(batch=32, epochs=5, learning_rate=0.1).optimizer
     'sgd'
     """
 
     batch: int
-    """Samples a step, per worker."""
+    """Samples per step and worker."""
     epochs: int
     learning_rate: float
-    """For one worker."""
+    """The rate for one worker."""
     optimizer: str = "sgd"
     momentum: float = 0.0
     weight_decay: float = 0.0
@@ -66,31 +67,33 @@ class Defaults:
 
 @dataclass(frozen=True)
 class Splits:
-    """Three disjoint map-style datasets of (input, target). Choose by validation; look at test once, at the end."""
+    """Three disjoint map-style datasets of (input, target). Choose by validation; use test once, at the end."""
 
     train: Dataset[Batch]
     validation: Dataset[Batch]
     test: Dataset[Batch]
 
     def sizes(self) -> dict[str, int]:
-        """Samples in each."""
+        """The number of samples of each split."""
         return {name: len(cast(Sized, split)) for name, split in vars(self).items()}
 
 
 class Workload(ABC):
-    """Something to train. `repr()` is its spec; arguments that are as by default are left out of it."""
+    """A training problem. `repr()` is its spec, without arguments that have their default."""
 
     name: ClassVar[str]
     metric: ClassVar[str]
-    """The key of `evaluate()` that a target is about."""
+    """The key of `evaluate()` that is compared with a target."""
     higher_is_better: ClassVar[bool]
     metric_range: ClassVar[tuple[float, float]]
-    """No target lies outside. The end nearer to "worse" is no target either: it is reached untrained."""
+    """The range of targets. Its worse end is no target, because an untrained model reaches it."""
 
     def __init__(self, **arguments: Any) -> None:
-        usual = inspect.signature(type(self)).parameters
-        given = {key: arguments[key] for key in usual if key in arguments and arguments[key] != usual[key].default}
-        self.spec = str(Spec(self.name, (), given))
+        defaults = inspect.signature(type(self)).parameters
+        changed = {
+            key: arguments[key] for key in defaults if key in arguments and arguments[key] != defaults[key].default
+        }
+        self.spec = str(Spec(self.name, (), changed))
         self._splits: Splits | None = None
 
     def __repr__(self) -> str:
@@ -99,32 +102,32 @@ class Workload(ABC):
     @property
     @abstractmethod
     def defaults(self) -> Defaults:
-        """Batch, epochs, optimizer and so on, where the user says nothing."""
+        """Batch, epochs, optimizer and so on, if the user gives none."""
 
     @abstractmethod
     def model(self, seed: int = 0) -> nn.Module:
-        """A fresh model on the CPU. The seed alone decides its weights; the global generators are left as they are."""
+        """A new model on the CPU. Its weights depend on the seed only; the global generators do not change."""
 
     @abstractmethod
     def make_splits(self) -> Splits:
-        """Read or make the data: the same for every rank and every call."""
+        """Read or generate the data: the same on every rank and in every call."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The mean loss over a batch, to call `backward()` on."""
+        """The mean loss over a batch, for `backward()`."""
 
     def splits(self) -> Splits:
-        """The data, made at the first call and kept."""
+        """The data; made at the first call."""
         if self._splits is None:
             self._splits = self.make_splits()
         return self._splits
 
     def measures(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """What `evaluate` reports, as means over a batch."""
+        """The values of `evaluate`, as means over a batch."""
         return {"loss": self.loss(model, batch)}
 
     def evaluate(self, model: nn.Module, dataset: Dataset[Batch], batch: int = 512) -> dict[str, float]:
-        """Means over the dataset, with "loss" and the metric. Every module goes back to the mode it was in."""
+        """Means over the dataset, with "loss" and the metric. Every module returns to its mode."""
         if not len(cast(Sized, dataset)):
             raise SpecError(
                 f"{self}: no samples to evaluate on; give each rank at least one, or evaluate the whole split"
@@ -140,20 +143,22 @@ class Workload(ABC):
         return {key: value / count for key, value in sums.items()}
 
     def optimizer(self, model: nn.Module, learning_rate: float | None = None) -> torch.optim.Optimizer:
-        """The optimizer that the defaults name, over all parameters that are trained."""
-        usual = self.defaults
-        rate = usual.learning_rate if learning_rate is None else learning_rate
+        """The optimizer of the defaults, over all parameters that require gradients."""
+        defaults = self.defaults
+        rate = defaults.learning_rate if learning_rate is None else learning_rate
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if usual.optimizer == "sgd":
-            return torch.optim.SGD(trained, lr=rate, momentum=usual.momentum, weight_decay=usual.weight_decay)
-        if usual.optimizer == "adam":
-            return torch.optim.Adam(trained, lr=rate, weight_decay=usual.weight_decay)
-        if usual.optimizer == "adamw":
-            return torch.optim.AdamW(trained, lr=rate, weight_decay=usual.weight_decay)
-        raise SpecError(f"{self}: unknown optimizer {usual.optimizer!r}; available: {', '.join(map(repr, OPTIMIZERS))}")
+        if defaults.optimizer == "sgd":
+            return torch.optim.SGD(trained, lr=rate, momentum=defaults.momentum, weight_decay=defaults.weight_decay)
+        if defaults.optimizer == "adam":
+            return torch.optim.Adam(trained, lr=rate, weight_decay=defaults.weight_decay)
+        if defaults.optimizer == "adamw":
+            return torch.optim.AdamW(trained, lr=rate, weight_decay=defaults.weight_decay)
+        raise SpecError(
+            f"{self}: unknown optimizer {defaults.optimizer!r}; available: {', '.join(map(repr, OPTIMIZERS))}"
+        )
 
     def describe(self) -> dict[str, Any]:
-        """What `config.json` keeps: spec, metric, sizes. Where "sha256" differs between ranks, so does their data."""
+        """The entries of config.json: spec, metric, sizes. "sha256" shows whether the ranks have the same data."""
         return {
             "workload": self.spec,
             "metric": self.metric,
@@ -167,7 +172,7 @@ class Workload(ABC):
         return value >= target if self.higher_is_better else value <= target
 
     def check_target(self, value: float, metric: str | None = None) -> float:
-        """The target, if it can be one for this workload; else a `SpecError` with the range."""
+        """Return the target if this workload can reach it; otherwise raise a `SpecError` with the range."""
         low, high = self.metric_range
         side = "higher" if self.higher_is_better else "lower"
         known = f"{self.spec} is judged by {self.metric} ({side} is better)"
@@ -186,7 +191,7 @@ class Workload(ABC):
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside; afterwards each module is as it was, also where modes were mixed."""
+    """Inside, the model is in evaluation mode. Afterwards each module returns to its own mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -197,7 +202,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def batches(dataset: Dataset[Batch], size: int) -> Iterator[Batch]:
-    """The dataset in order, `size` samples at a time. (A DataLoader would draw from the global generator.)
+    """The dataset in order, in batches of `size`. (A DataLoader would draw from the global generator.)
 
     >>> from torch.utils.data import TensorDataset
     >>> [len(x) for x, y in batches(TensorDataset(torch.arange(5), torch.arange(5)), 2)]
@@ -215,7 +220,7 @@ def batches(dataset: Dataset[Batch], size: int) -> Iterator[Batch]:
 
 
 def check_choice(workload: str, argument: str, value: Any, known: Iterable[str]) -> str:
-    """One of the known words.
+    """Check that an argument is one of the known names.
 
     >>> check_choice("digits", "model", "cn", ["mlp", "cnn"])
     Traceback (most recent call last):
@@ -229,14 +234,14 @@ def check_choice(workload: str, argument: str, value: Any, known: Iterable[str])
 
 
 def check_whole(workload: str, argument: str, value: Any, least: int, most: int) -> int:
-    """A whole number in a range, both ends included."""
+    """Check that an argument is a whole number in a range, with both ends."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise SpecError(f"{workload}: {argument} is a whole number from {least:,} to {most:,} ({argument}: {value!r})")
     return value
 
 
 def check_number(workload: str, argument: str, value: Any, least: float, most: float) -> float:
-    """A finite number in a range, both ends included."""
+    """Check that an argument is a finite number in a range, with both ends."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or not least <= value <= most:
         raise SpecError(f"{workload}: {argument} is a number from {least:g} to {most:g} ({argument}: {value!r})")

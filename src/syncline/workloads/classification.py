@@ -1,4 +1,4 @@
-"""What the workloads that name a class have in common."""
+"""The base of workloads that classify, and their models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Classification", "image_cnn", "mlp"]
 
 
 class Classification(Workload):
-    """Cross-entropy is trained, the share of right answers counts."""
+    """The loss is cross-entropy, and the metric is accuracy."""
 
     metric = "accuracy"
     higher_is_better = True
@@ -27,14 +27,14 @@ class Classification(Workload):
         return F.cross_entropy(model(inputs), targets)
 
     def measures(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Cross-entropy and the share of right answers."""
+        """Cross-entropy and accuracy."""
         inputs, targets = on_device_of(model, batch)
         outputs = model(inputs)
         right = (outputs.argmax(-1) == targets).double().mean()
         return {"loss": F.cross_entropy(outputs, targets), "accuracy": right}
 
     def describe(self) -> dict[str, Any]:
-        """With the SHA-256 of all samples."""
+        """Adds the SHA-256 of all samples."""
         tensors: list[Tensor] = []
         for split in vars(self.splits()).values():
             assert isinstance(split, Pairs)
@@ -55,7 +55,7 @@ def mlp(*widths: int) -> nn.Sequential:
 
 
 def image_cnn(side: int, channels: tuple[int, ...], classes: int, norm: bool) -> nn.Sequential:
-    """Convolutions of 3×3, each halving the image, then one linear layer; `norm` puts batch norm before each ReLU."""
+    """3×3 convolutions, each with 2×2 pooling, then one linear layer; `norm` adds batch norm before each ReLU."""
     layers: list[nn.Module] = []
     before = 1
     for after in channels:

@@ -1,7 +1,6 @@
-"""Convex problems whose optimum is known: how far a strategy is from it can be seen to the last digit.
+"""Convex problems with a known optimum, so that the distance of a strategy from it is exact.
 
-Data is drawn from the seed and rounded to 1/256, so that sums in float64 are exact and every machine has the
-same bytes.
+Data is drawn from the seed and rounded to 1/256. So sums in float64 are exact, and every machine has the same bytes.
 """
 
 from __future__ import annotations
@@ -21,11 +20,12 @@ from syncline.workloads.datasets import Pairs, digest, draw, on_device_of, seede
 
 __all__ = ["Convex", "Logistic", "Regression"]
 
-GRID = 256
+STEPS_PER_UNIT = 256
+"""Data is rounded to multiples of 1/256."""
 
 
 class Convex(Workload):
-    """A linear model with no bias. The metric is the gap: the *training* objective less its least possible value."""
+    """A linear model without bias. The metric is the gap: the *training* objective minus its minimum."""
 
     metric = "gap"
     higher_is_better = False
@@ -41,7 +41,7 @@ class Convex(Workload):
 
     @abstractmethod
     def objective(self, weights: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
-        """What is minimised, over any samples and in any precision."""
+        """The objective over any samples, in any precision."""
 
     @abstractmethod
     def solve(self, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -49,10 +49,10 @@ class Convex(Workload):
 
     @abstractmethod
     def answers(self, scores: Tensor, generator: torch.Generator) -> Tensor:
-        """Targets for inputs of which the true weights make `scores`."""
+        """The targets of inputs with these `scores` under the true weights."""
 
     def optimum(self) -> tuple[Tensor, float]:
-        """The best weights (float64) and the objective there, found at the first call and kept."""
+        """The optimal weights (float64) and their objective, computed at the first call."""
         if self._optimum is None:
             inputs, targets = self._train64()
             weights = self.solve(inputs, targets)
@@ -65,11 +65,11 @@ class Convex(Workload):
             return nn.Linear(self.features, 1, bias=False)
 
     def make_splits(self) -> Splits:
-        """`samples` to train, a quarter as many to validate and to test."""
+        """`samples` for training, a quarter as many each for validation and test."""
         generator = draw(self.seed)
         quarter = self.samples // 4
         total = self.samples + 2 * quarter
-        # The Hessian's eigenvalues lie about as far apart as `condition` says.
+        # The Hessian's condition number is about `condition`.
         spread = torch.logspace(0, -0.5, self.features, base=self.condition, dtype=torch.float64)
         inputs = _rounded(torch.randn(total, self.features, generator=generator, dtype=torch.float64) * spread)
         truth = _rounded(torch.randn(self.features, 1, generator=generator, dtype=torch.float64))
@@ -84,7 +84,7 @@ class Convex(Workload):
         return self._of_outputs(model(inputs), targets) + self._penalty(_weights(model))
 
     def evaluate(self, model: nn.Module, dataset: Dataset[Batch], batch: int = 512) -> dict[str, float]:
-        """The objective over the dataset, and the gap, always of the training split; both in float64."""
+        """The objective over the dataset, and the gap on the training split; both in float64."""
         found = super().evaluate(model, dataset, batch)
         with torch.no_grad():
             value = self.objective(_weights(model).detach().double().cpu(), *self._train64())
@@ -96,7 +96,7 @@ class Convex(Workload):
         return {"loss": self.objective(_weights(model).detach().double(), inputs.double(), targets.double())}
 
     def describe(self) -> dict[str, Any]:
-        """With the least value of the objective, to nine digits: the rest depends on how many threads compute it."""
+        """Adds the minimum of the objective, to nine digits: the rest depends on the number of threads."""
         tensors: list[Tensor] = []
         for split in vars(self.splits()).values():
             tensors += [split.inputs, split.targets]
@@ -130,7 +130,7 @@ class Regression(Convex):
 
     @property
     def defaults(self) -> Defaults:
-        """Plain gradient descent on batches: no momentum, so that the theory of SGD applies as it stands."""
+        """SGD without momentum, so that its theory applies."""
         return Defaults(batch=32, epochs=10, learning_rate=0.04, target=1e-3)
 
     def answers(self, scores: Tensor, generator: torch.Generator) -> Tensor:
@@ -143,7 +143,7 @@ class Regression(Convex):
         return self._of_outputs(inputs @ weights.T, targets)
 
     def solve(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """By QR; by the pseudo-inverse where features outnumber samples."""
+        """By QR; by the pseudo-inverse if there are more features than samples."""
         driver = "gels" if len(inputs) > self.features else "gelsd"
         return cast(Tensor, torch.linalg.lstsq(inputs, targets, driver=driver).solution).T
 
@@ -168,23 +168,23 @@ class Logistic(Convex):
 
     @property
     def defaults(self) -> Defaults:
-        """Plain gradient descent on batches."""
+        """SGD without momentum."""
         return Defaults(batch=32, epochs=10, learning_rate=0.2, target=1e-3)
 
     def answers(self, scores: Tensor, generator: torch.Generator) -> Tensor:
-        """0 or 1, drawn with the logistic function's probability."""
+        """0 or 1, drawn with the probability of the logistic function."""
         return (torch.rand(scores.shape, generator=generator, dtype=scores.dtype) < scores.sigmoid()).double()
 
     def objective(self, weights: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Targets are kept as 0 and 1, which stands for y = −1 and +1."""
+        """Targets are 0 and 1, for y = −1 and +1."""
         return self._of_outputs(inputs @ weights.T, targets) + self._penalty(weights)
 
     def gradient(self, weights: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Of the objective: mean x(σ(xᵀw) − y) + λw."""
+        """The gradient of the objective: mean x(σ(xᵀw) − y) + λw."""
         return ((inputs @ weights.T).sigmoid() - targets).T @ inputs / len(inputs) + self.l2 * weights
 
     def solve(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Gradients are by formula: a caller may have turned autograd off."""
+        """By L-BFGS, with gradients by formula, because a caller may have disabled autograd."""
         weights = torch.zeros(1, self.features, dtype=torch.float64)
         solver = torch.optim.LBFGS(
             [weights], max_iter=1000, tolerance_grad=1e-11, tolerance_change=0.0, line_search_fn="strong_wolfe"
@@ -209,10 +209,10 @@ class Logistic(Convex):
 
 
 def _rounded(values: Tensor) -> Tensor:
-    return (values * GRID).round() / GRID
+    return (values * STEPS_PER_UNIT).round() / STEPS_PER_UNIT
 
 
 def _weights(model: nn.Module) -> Tensor:
-    """The one matrix there is, also where the model is wrapped."""
+    """The only matrix of the model, also if the model is wrapped."""
     (weights,) = model.parameters()
     return weights

@@ -1,4 +1,4 @@
-"""Samples held in tensors, and how they are split."""
+"""Datasets in tensors, splits, and helpers for models and batches."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["Pairs", "Windows", "digest", "draw", "on_device_of", "seeded", "stra
 
 
 class Pairs(Dataset[Batch]):
-    """Inputs and targets of equal number. With `scale`, inputs are kept as they are and become floats when taken:
-    bytes of images take a quarter of the memory.
+    """Pairs of input and target. With `scale`, inputs are divided by it when they are read, and stored
+    as they are: images as bytes need a quarter of the memory.
 
     >>> Pairs(torch.tensor([[0, 255]], dtype=torch.uint8), torch.tensor([3]), scale=255)[0]
     (tensor([0., 1.]), tensor(3))
@@ -37,7 +37,7 @@ class Pairs(Dataset[Batch]):
         return self._scaled(self.inputs[index]), self.targets[index]
 
     def __getitems__(self, indices: list[int]) -> list[Batch]:
-        """Many at once, as DataLoader asks for them: one gather instead of one look-up each."""
+        """Several samples by one gather; DataLoader calls it."""
         chosen = torch.tensor(indices)
         inputs, targets = self._scaled(self.inputs[chosen]), self.targets[chosen]
         return list(zip(inputs.unbind(0), targets.unbind(0), strict=True))
@@ -47,7 +47,7 @@ class Pairs(Dataset[Batch]):
 
 
 class Windows(Dataset[Batch]):
-    """A text in windows: the target of each byte is the one after it. Windows do not overlap, targets neither.
+    """A text in windows that do not overlap. The target of each byte is the next byte.
 
     >>> inputs, targets = Windows(torch.tensor(list(b"abcdefgh"), dtype=torch.uint8), length=3)[1]
     >>> bytes(inputs.tolist()), bytes(targets.tolist())
@@ -66,18 +66,18 @@ class Windows(Dataset[Batch]):
         return row[:-1], row[1:]
 
     def __getitems__(self, indices: list[int]) -> list[Batch]:
-        """Many at once, as DataLoader asks for them."""
+        """Several samples at once; DataLoader calls it."""
         rows = self.rows[torch.tensor(indices)].long()
         return list(zip(rows[:, :-1].unbind(0), rows[:, 1:].unbind(0), strict=True))
 
 
 def draw(seed: int) -> torch.Generator:
-    """A generator of one's own, so that nobody else's numbers change."""
+    """A new generator, so that the global one does not change."""
     return torch.Generator().manual_seed(seed)
 
 
 def stratified(inputs: Tensor, targets: Tensor, seed: int, scale: float | None = None) -> Splits:
-    """Three fifths, one fifth, one fifth of every class, each shuffled.
+    """Split every class into three fifths, one fifth and one fifth, and shuffle each split.
 
     >>> sizes = stratified(torch.rand(20, 3), torch.arange(20) % 2, seed=0).sizes()
     >>> sizes["train"], sizes["validation"], sizes["test"]
@@ -100,7 +100,7 @@ def stratified(inputs: Tensor, targets: Tensor, seed: int, scale: float | None =
 
 
 def digest(*tensors: Tensor) -> str:
-    """The SHA-256 of the tensors' bytes, one after the other."""
+    """The SHA-256 of the concatenated bytes of tensors."""
     total = hashlib.sha256()
     for tensor in tensors:
         total.update(cast(Any, tensor.contiguous().numpy()))
@@ -108,16 +108,16 @@ def digest(*tensors: Tensor) -> str:
 
 
 def on_device_of(model: nn.Module, batch: Batch) -> Batch:
-    """The batch where the model is."""
+    """Move a batch to the device of the model."""
     device = next(model.parameters()).device
     return batch[0].to(device, non_blocking=True), batch[1].to(device, non_blocking=True)
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """The CPU's generator starts from `seed` inside, and is as it was afterwards.
+    """Inside, torch's CPU generator starts from `seed`. Afterwards it has its old state.
 
-    `torch.manual_seed` would reach the generators of the GPUs too.
+    `torch.manual_seed` would also seed the generators of GPUs.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Handwritten digits, 8×8 pixels, 1,797 of them: small enough for a test, real enough to show something."""
+"""Handwritten digits: 1,797 real images of 8×8 pixels, small enough for tests."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ class Digits(Classification):
 
     @property
     def defaults(self) -> Defaults:
-        """Plain momentum; seconds on one core."""
+        """SGD with momentum; it takes seconds on one core."""
         if self.architecture == "cnn":
             return Defaults(batch=32, epochs=10, learning_rate=0.05, momentum=0.9, target=0.96)
         return Defaults(batch=32, epochs=20, learning_rate=0.1, momentum=0.9, target=0.95)
 
     def model(self, seed: int = 0) -> nn.Module:
-        """64-64-10, or two convolutions; no batch norm, so that k workers × batch b is one worker × batch k·b."""
+        """64-64-10, or two convolutions. Without batch norm k workers × batch b equals one worker × batch k·b."""
         with seeded(seed):
             return mlp(64, 64, 10) if self.architecture == "mlp" else image_cnn(8, (16, 32), 10, norm=False)
 
     def make_splits(self) -> Splits:
-        """From the files that scikit-learn brings along."""
+        """From the files of scikit-learn."""
         images, labels = _from_file() or _from_package()
         pixels = torch.from_numpy(images).to(torch.float32).view(-1, 1, 8, 8) / 16
         return stratified(pixels, torch.from_numpy(labels).long(), seed=1797)
 
 
 def _from_file() -> Arrays | None:
-    """Images and labels out of scikit-learn's own file, without importing it: that takes longer than the training."""
+    """Images and labels from scikit-learn's file. Importing scikit-learn would take longer than the training."""
     spec = importlib.util.find_spec("sklearn")
     for place in (spec.submodule_search_locations or []) if spec is not None else []:
         path = Path(place) / "datasets" / "data" / "digits.csv.gz"

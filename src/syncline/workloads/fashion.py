@@ -1,12 +1,12 @@
-"""Fashion-MNIST: 70,000 pictures of clothes, 28×28, in ten classes (Xiao, Rasul and Vollgraf, 2017).
+"""Fashion-MNIST: 70,000 images of clothes, 28×28, in ten classes (Xiao, Rasul and Vollgraf, 2017).
 
-Files are looked for in this order, and the first folder that has all four is taken:
+Files are searched in this order, and the first folder with all four is used:
 
-1. the folder that the user names (and then nowhere else);
+1. the folder that the user names (and no other);
 2. `SYNCLINE_DATA`/fashion-mnist, then `SYNCLINE_DATA`;
 3. Debian's /usr/share/datasets/fashion-mnist (`apt install dataset-fashion-mnist`);
 4. fashion-mnist in the user's cache (`SYNCLINE_CACHE`, else ~/.cache/syncline);
-5. with `download=True` they are fetched into that cache.
+5. with `download=True` they are downloaded into that cache.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from syncline.workloads.datasets import Pairs, draw, seeded
 
 __all__ = ["Fashion"]
 
-DEBIAN = Path("/usr/share/datasets/fashion-mnist")
-MIRROR = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
-VALIDATION = 10_000
+DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
+MIRROR_URL = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/"
+VALIDATION_SAMPLES = 10_000
 CLASSES = 10
 
 
 @dataclass(frozen=True)
 class _File:
-    """One of the four. The checksum is of the unpacked content: gzip writes a name and a time beside it."""
+    """One of the four files. The checksum is of the unpacked content, because gzip adds a name and a time."""
 
     name: str
     shape: tuple[int, ...]
@@ -84,7 +84,7 @@ FILES = (
 
 
 class Fashion(Classification):
-    """Fashion-MNIST, 50,000 / 10,000 / 10,000; the test split is the one that everybody reports.
+    """Fashion-MNIST, 50,000 / 10,000 / 10,000, with the standard test split.
 
     >>> Fashion(model="cnn", download=True)
     fashion(model='cnn', download=True)
@@ -93,7 +93,7 @@ class Fashion(Classification):
     name = "fashion"
 
     def __init__(
-        self, model: str = "mlp", folder: str | None = None, download: bool = False, url: str = MIRROR
+        self, model: str = "mlp", folder: str | None = None, download: bool = False, url: str = MIRROR_URL
     ) -> None:
         self.architecture = check_choice(self.name, "model", model, ["mlp", "cnn"])
         if not isinstance(folder, (str, type(None))) or not isinstance(download, bool):
@@ -105,7 +105,7 @@ class Fashion(Classification):
 
     @property
     def defaults(self) -> Defaults:
-        """Momentum at a constant rate."""
+        """SGD with momentum at a constant rate."""
         if self.architecture == "cnn":
             return Defaults(batch=64, epochs=2, learning_rate=0.05, momentum=0.9, target=0.87)
         return Defaults(batch=64, epochs=10, learning_rate=0.02, momentum=0.9, target=0.87)
@@ -120,7 +120,7 @@ class Fashion(Classification):
         folder = self._find()
         images, labels, test_images, test_labels = (_checked(_in(folder, file), file) for file in FILES)
         order = torch.randperm(len(labels), generator=draw(60_000))
-        train, validation = order[:-VALIDATION], order[-VALIDATION:]
+        train, validation = order[:-VALIDATION_SAMPLES], order[-VALIDATION_SAMPLES:]
         return Splits(
             _pairs(images[train], labels[train]),
             _pairs(images[validation], labels[validation]),
@@ -148,11 +148,11 @@ class Fashion(Classification):
 def _places() -> list[Path]:
     data = os.environ.get("SYNCLINE_DATA")
     named = [Path(data) / "fashion-mnist", Path(data)] if data else []
-    return [*named, DEBIAN, cache_folder() / "fashion-mnist"]
+    return [*named, DEBIAN_FOLDER, cache_folder() / "fashion-mnist"]
 
 
 def _in(folder: Path, file: _File) -> Path:
-    """The packed file where there is one, else the plain one."""
+    """The packed file if it exists, else the plain one."""
     packed = folder / f"{file.name}.gz"
     return packed if packed.is_file() else folder / file.name
 
@@ -161,7 +161,7 @@ def _checked(path: Path, file: _File) -> Tensor:
     values = read_idx(path)
     if tuple(values.shape) != file.shape:
         raise ProtocolError(
-            f"{path} has {tuple(values.shape)} values where {file.shape} were due; is it another data set?"
+            f"{path} has {tuple(values.shape)} values where {file.shape} are expected; is it another data set?"
         )
     if len(file.shape) == 1 and int(values.max()) >= CLASSES:
         raise ProtocolError(
@@ -175,13 +175,16 @@ def _pairs(images: Tensor, labels: Tensor) -> Pairs:
 
 
 UNSIGNED_BYTE = 8
-MOST_DIMENSIONS = 4
-MOST_BYTES = 1 << 30
-"""A header that claims more is wrong: it is refused before memory is taken for it."""
+MAX_DIMENSIONS = 4
+MAX_IDX_BYTES = 1 << 30
+"""A header with more bytes is refused before memory is allocated."""
 
 
 def read_idx(path: Path) -> Tensor:
-    """The values of a file of bytes, gzipped or plain, in the shape that its header says."""
+    """Read an IDX file of bytes, gzipped or plain.
+
+    The format: two zero bytes, the type 8, the number of dimensions n, n sizes (big-endian u32), the values.
+    """
     try:
         with unpacked(path) as file:
             return _read(file, path)
@@ -194,7 +197,7 @@ def read_idx(path: Path) -> Tensor:
 
 
 def unpacked(path: Path) -> IO[bytes]:
-    """The file's content, whether it is gzipped or not: its first bytes say so, not its name."""
+    """Open a file, unpacked if its first bytes are those of gzip."""
     with path.open("rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
     return cast(IO[bytes], gzip.open(path, "rb")) if packed else path.open("rb")
@@ -205,14 +208,16 @@ def _read(file: IO[bytes], path: Path) -> Tensor:
     zeros, kind, dimensions = struct.unpack(">HBB", head)
     if zeros != 0:
         raise ProtocolError(f"{path} is no IDX file: it begins with {head.hex(' ')}, not with 00 00")
-    if kind != UNSIGNED_BYTE or not 1 <= dimensions <= MOST_DIMENSIONS:
+    if kind != UNSIGNED_BYTE or not 1 <= dimensions <= MAX_DIMENSIONS:
         raise ProtocolError(
-            f"{path}: IDX type 0x{kind:02x} in {dimensions} dimensions; bytes (0x08) in 1 to {MOST_DIMENSIONS} are read"
+            f"{path}: IDX type 0x{kind:02x} in {dimensions} dimensions; bytes (0x08) in 1 to {MAX_DIMENSIONS} are read"
         )
     shape = struct.unpack(f">{dimensions}I", _exactly(file, 4 * dimensions, path, "of sizes"))
     count = math.prod(shape)
-    if not 0 < count <= MOST_BYTES:
-        raise ProtocolError(f"{path}: the header says {'×'.join(map(str, shape))} values; 1 to {MOST_BYTES:,} are read")
+    if not 0 < count <= MAX_IDX_BYTES:
+        raise ProtocolError(
+            f"{path}: the header says {'×'.join(map(str, shape))} values; 1 to {MAX_IDX_BYTES:,} are read"
+        )
     values = bytearray(_exactly(file, count, path, f"for {'×'.join(map(str, shape))}"))
     if file.read(1):
         raise ProtocolError(f"{path}: bytes follow the {count:,} values of the header; fetch the file again")
@@ -222,17 +227,17 @@ def _read(file: IO[bytes], path: Path) -> Tensor:
 def _exactly(file: IO[bytes], count: int, path: Path, what: str) -> bytes:
     data = file.read(count)
     if len(data) != count:
-        raise ProtocolError(f"{path}: truncated, {len(data):,} bytes where {count:,} {what} were due")
+        raise ProtocolError(f"{path}: truncated, {len(data):,} bytes where {count:,} {what} are expected")
     return data
 
 
-TIMEOUT = 30.0
-"""Seconds that a server may be silent."""
-PIECE = 1 << 16
+DOWNLOAD_TIMEOUT_S = 30.0
+"""Read timeout of a download."""
+DOWNLOAD_CHUNK_BYTES = 1 << 16
 
 
 def check_url(workload: str, url: str) -> str:
-    """An address to fetch from: https, or http on this very machine.
+    """Check a download address: https, or http on this machine.
 
     >>> check_url("fashion", "http://example.org/data")
     Traceback (most recent call last):
@@ -249,16 +254,16 @@ def check_url(workload: str, url: str) -> str:
 
 
 def fetch(url: str, target: Path, sha256: str, size: int) -> None:
-    """Put what `url` has at `target`. `sha256` and `size` are of the content, unpacked where it is gzipped.
+    """Download `url` to `target`. `sha256` and `size` are those of the unpacked content.
 
-    It is written aside and renamed when all of it is right: who finds `target` finds it complete.
+    It is written under another name and renamed when it is verified, so that `target` is always complete.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as aside:
             part = Path(aside.name)
             try:
-                _receive(url, aside, most=size + PIECE)
+                _receive(url, aside, most=size + DOWNLOAD_CHUNK_BYTES)
                 aside.flush()
                 os.fsync(aside.fileno())
                 _check(part, url, sha256, size)
@@ -271,18 +276,18 @@ def fetch(url: str, target: Path, sha256: str, size: int) -> None:
         raise UnsupportedError(f"{url} answers {error.code} {error.reason}; {_instead(target)}") from None
     except (OSError, http.client.HTTPException) as error:
         raise UnsupportedError(
-            f"{url} could not be fetched into {target.parent} ({error or type(error).__name__}; a server may "
-            f"be silent for {TIMEOUT:g} s); {_instead(target)}"
+            f"{url} could not be downloaded into {target.parent} ({error or type(error).__name__}; a server may "
+            f"be silent for {DOWNLOAD_TIMEOUT_S:g} s); {_instead(target)}"
         ) from None
 
 
 def _receive(url: str, file: IO[bytes], most: int) -> None:
-    with urllib.request.urlopen(url, timeout=TIMEOUT) as answer:  # noqa: S310  check_url has seen the scheme
+    with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_S) as answer:  # noqa: S310  check_url has seen the scheme
         received = 0
-        while piece := answer.read(PIECE):
+        while piece := answer.read(DOWNLOAD_CHUNK_BYTES):
             received += len(piece)
             if received > most:
-                raise ProtocolError(f"{url} sends more than {most:,} bytes; it is not the file that was asked for")
+                raise ProtocolError(f"{url} sends more than {most:,} bytes; it is not the requested file")
             file.write(piece)
 
 
@@ -291,7 +296,7 @@ def _check(path: Path, url: str, sha256: str, size: int) -> None:
     count = 0
     try:
         with unpacked(path) as content:
-            while count <= size and (piece := content.read(PIECE)):  # a gzip bomb ends here
+            while count <= size and (piece := content.read(DOWNLOAD_CHUNK_BYTES)):  # a gzip bomb ends here
                 total.update(piece)
                 count += len(piece)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -299,7 +304,7 @@ def _check(path: Path, url: str, sha256: str, size: int) -> None:
     if count != size or total.hexdigest() != sha256:
         found = f"{count:,} bytes" if count <= size else f"more than {size:,} bytes"
         raise ProtocolError(
-            f"{url}: {found} with SHA-256 {total.hexdigest()} where {size:,} with {sha256} were due; "
+            f"{url}: {found} with SHA-256 {total.hexdigest()} where {size:,} with {sha256} are expected; "
             "nothing was kept: try again or name another url"
         )
 

@@ -1,4 +1,4 @@
-"""A workload from a user's file: plain functions and constants, no base class, nothing of Syncline to import.
+"""A workload from a user's file of plain functions and constants. The file imports nothing of Syncline.
 
     def model(): …                    an nn.Module; random numbers are seeded before the call
     def data(): …                     train, validation, test
@@ -8,7 +8,7 @@
     def optimizer(model, learning_rate): …                               optional: SGD with momentum 0.9
     METRIC, HIGHER_IS_BETTER, METRIC_RANGE, TARGET, BATCH, EPOCHS, LEARNING_RATE                optional
 
-`template.py` is an example of it all, and `syncline new` copies it.
+`template.py` is an example, which `syncline new` copies.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from syncline.workloads.script_file import ScriptFile, load_script, randomness
 
 __all__ = ["ScriptWorkload"]
 
-OWN = "script"
-"""The name, in the log, of an optimizer that the script makes."""
-MOST = 1_000_000_000
+SCRIPT_OPTIMIZER = "script"
+"""The name in the log of an optimizer that the script makes."""
+MAX_COUNT = 1_000_000_000
+"""Largest BATCH and EPOCHS."""
 
 
 class ScriptWorkload(Workload):
-    """What a script defines. Its spec is the file's absolute path, so that every process finds it.
+    """The workload of a script. Its spec is the absolute path of the file, for all processes.
 
     >>> from importlib.resources import files
     >>> workload = ScriptWorkload(str(files("syncline.workloads") / "template.py"))
@@ -49,7 +50,7 @@ class ScriptWorkload(Workload):
     ('template', 'accuracy', {'train': 3000, 'validation': 600, 'test': 600})
     """
 
-    name = OWN
+    name = SCRIPT_OPTIMIZER
     metric = "loss"
     higher_is_better = False
     metric_range = (-math.inf, math.inf)
@@ -59,45 +60,45 @@ class ScriptWorkload(Workload):
         self.script = load_script(path)
         self.spec = Path(self.script.path).as_posix()
         self._digest: str | None = None
-        # The contract has these of the class; here each script has its own.
+        # Class attributes in the contract; here they differ between scripts.
         vars(self).update(name=Path(path).stem, **_judged(self.script))
         self._defaults = self._read_defaults()
 
     @property
     def defaults(self) -> Defaults:
-        """The script's constants; where it has none, batch 32, ten epochs, a rate of 0.01."""
+        """The script's constants; without them batch 32, ten epochs, a rate of 0.01."""
         return self._defaults
 
     def model(self, seed: int = 0) -> nn.Module:
-        """What `model()` gives after all generators were seeded."""
-        with randomness(seed), self.script.telling("model()"):
+        """The result of `model()`, with all generators seeded."""
+        with randomness(seed), self.script.errors_at("model()"):
             made = self.script.module.model()
         if not isinstance(made, nn.Module):
-            raise SpecError(f"{self.script.shown}: model() gives {type(made).__name__}, not an nn.Module; return one")
+            raise SpecError(f"{self.script.shown}: model() returns {type(made).__name__}, not an nn.Module; return one")
         if not any(parameter.requires_grad for parameter in made.parameters()):
             raise SpecError(
-                f"{self.script.shown}: model() gives a {type(made).__name__} without a parameter to train; "
+                f"{self.script.shown}: model() returns a {type(made).__name__} without trainable parameters; "
                 "return one with requires_grad"
             )
         if any(isinstance(parameter, UninitializedParameter) for parameter in made.parameters()):
             raise SpecError(
-                f"{self.script.shown}: model() has lazy layers that have no sizes yet; call it once, then return it"
+                f"{self.script.shown}: model() has lazy layers without sizes; call it on a batch, then return it"
             )
         return made
 
     def make_splits(self) -> Splits:
-        """What `data()` gives. Seeded as well: a script that draws its data gets the same on every rank."""
-        with randomness(0), self.script.telling("data()"):
+        """The result of `data()`, with all generators seeded, so that random data is the same on every rank."""
+        with randomness(0), self.script.errors_at("data()"):
             found = self.script.module.data()
         return as_splits(self.script.shown, found)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The script's loss; the batch is where the model is."""
+        """The script's loss; the batch is on the model's device."""
         found: Tensor = self.script.module.loss(model, _moved(model, batch))
         return found
 
     def measures(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """The loss, and what `metric` says. Where that has a "loss" too, it is not computed twice."""
+        """The loss, and the result of `metric`. If that has a "loss" too, it is not computed twice."""
         judge = self.script.get("metric")
         if judge is None:
             return {"loss": self.loss(model, batch)}
@@ -105,7 +106,7 @@ class ScriptWorkload(Workload):
         means = dict(found) if isinstance(found, Mapping) else {self.metric: found}
         if self.metric not in means:
             raise SpecError(
-                f"{self.script.shown}: metric(model, batch) gives {sorted(map(str, means))} and not {self.metric!r}; "
+                f"{self.script.shown}: metric(model, batch) returns {sorted(map(str, means))} and not {self.metric!r}; "
                 f"give it, or name another one with METRIC"
             )
         numbers = {str(key): self._number(str(key), value) for key, value in means.items()}
@@ -116,25 +117,25 @@ class ScriptWorkload(Workload):
         make = self.script.get("optimizer")
         if make is None:
             return super().optimizer(model, learning_rate)
-        with self.script.telling("optimizer(model, learning_rate)"):
+        with self.script.errors_at("optimizer(model, learning_rate)"):
             made = make(model, self.defaults.learning_rate if learning_rate is None else learning_rate)
         if not isinstance(made, torch.optim.Optimizer):
             raise SpecError(
-                f"{self.script.shown}: optimizer(model, learning_rate) gives {type(made).__name__}, not an optimizer; "
-                "return one of torch.optim"
+                f"{self.script.shown}: optimizer(model, learning_rate) returns {type(made).__name__}, not an "
+                "optimizer; return one of torch.optim"
             )
         return made
 
     def describe(self) -> dict[str, Any]:
-        """With the SHA-256 of the script, and of the samples where they are tensors."""
+        """Adds the SHA-256 of the script, and of the samples if they are tensors."""
         if self._digest is None:
             self._digest = digest_of(self.splits())
         data = {} if self._digest is None else {"sha256": self._digest}
         return {**super().describe(), **data, "script_sha256": self.script.sha256}
 
     def check(self) -> None:
-        """Try it all on two samples: what is wrong with the script is told here, before a worker is started."""
-        try_out(self, self.script)
+        """Try the script on two samples, so that errors are raised before a worker starts."""
+        _try_script(self, self.script)
 
     def _number(self, key: str, value: Any) -> Tensor:
         given = value if isinstance(value, Tensor) else None
@@ -142,7 +143,7 @@ class ScriptWorkload(Workload):
             given = torch.tensor(float(value), dtype=torch.float64)
         if given is None or given.numel() != 1 or given.is_complex():
             raise SpecError(
-                f"{self.script.shown}: metric(model, batch) gives {value!r} for {key!r}, not a number; "
+                f"{self.script.shown}: metric(model, batch) returns {value!r} for {key!r}, not a number; "
                 "give the mean over the batch"
             )
         return given
@@ -154,23 +155,23 @@ class ScriptWorkload(Workload):
         if not _is_number(rate) or not 0 < rate < math.inf:
             raise SpecError(f"{shown}: LEARNING_RATE is a number above 0 (LEARNING_RATE: {rate!r})")
         return Defaults(
-            batch=32 if given["BATCH"] is None else check_whole(shown, "BATCH", given["BATCH"], 1, MOST),
-            epochs=10 if given["EPOCHS"] is None else check_whole(shown, "EPOCHS", given["EPOCHS"], 1, MOST),
+            batch=32 if given["BATCH"] is None else check_whole(shown, "BATCH", given["BATCH"], 1, MAX_COUNT),
+            epochs=10 if given["EPOCHS"] is None else check_whole(shown, "EPOCHS", given["EPOCHS"], 1, MAX_COUNT),
             learning_rate=float(rate),
-            optimizer="sgd" if script.get("optimizer") is None else OWN,
+            optimizer="sgd" if script.get("optimizer") is None else SCRIPT_OPTIMIZER,
             momentum=0.9 if script.get("optimizer") is None else 0.0,
             target=None if given["TARGET"] is None else self.check_target(given["TARGET"]),
         )
 
 
 def _judged(script: ScriptFile) -> dict[str, Any]:
-    """By what, and in which direction, models are compared."""
+    """The metric, its direction and its range."""
     shown, own = script.shown, script.get("metric") is not None
     name = script.get("METRIC") or ("metric" if own else "loss")
     if not isinstance(name, str) or not name.isidentifier():
         raise SpecError(f"{shown}: METRIC is a name such as 'accuracy' (METRIC: {name!r})")
     if not own and name != "loss":
-        raise SpecError(f"{shown}: METRIC is {name!r} and there is no metric(model, batch) that gives it; write one")
+        raise SpecError(f"{shown}: METRIC is {name!r} and there is no metric(model, batch) that returns it; write one")
     higher = script.get("HIGHER_IS_BETTER")
     higher = name != "loss" if higher is None else higher
     if not isinstance(higher, bool):
@@ -199,7 +200,7 @@ RETURN = "return train, validation, test"
 
 
 def as_splits(shown: str, found: Any) -> Splits:
-    """The splits of what `data()` has returned.
+    """Make splits of the result of `data()`.
 
     >>> pairs = [(torch.rand(n, 2), torch.zeros(n)) for n in (6, 2, 2)]
     >>> as_splits("workload.py", pairs).sizes()
@@ -207,7 +208,7 @@ def as_splits(shown: str, found: Any) -> Splits:
     """
     if not isinstance(found, (tuple, list)) or len(found) != len(NAMES):
         count = f"{len(found)} of them" if isinstance(found, (tuple, list)) else f"a {type(found).__name__}"
-        raise SpecError(f"{shown}: data() gives three splits, not {count}; end it with {RETURN}")
+        raise SpecError(f"{shown}: data() returns three splits, not {count}; end it with {RETURN}")
     named = dict(zip(NAMES, found, strict=True))
     for first, second in combinations(NAMES, 2):
         if named[first] is named[second]:
@@ -221,14 +222,14 @@ def as_splits(shown: str, found: Any) -> Splits:
 
 
 def digest_of(splits: Splits) -> str | None:
-    """The SHA-256 of all samples where the splits are tensors; None where they are not."""
+    """The SHA-256 of all samples if the splits are tensors, else None."""
     tensors: list[Tensor] = []
     for split in vars(splits).values():
         held = _tensors(split)
         if not held:
             return None
         tensors += held
-    # As bytes, because NumPy does not know every type that torch has.
+    # As bytes, because NumPy does not have every dtype of torch.
     return digest(*(tensor.detach().cpu().contiguous().flatten().view(torch.uint8) for tensor in tensors))
 
 
@@ -247,7 +248,7 @@ def _as_dataset(shown: str, name: str, given: Any) -> Dataset[Batch]:
         raise SpecError(f"{shown}: the {name} split of data() is a loader; give its dataset, batches are made of it")
     try:
         size = len(split) if hasattr(split, "__getitem__") else None
-    except TypeError:  # an iterable dataset has the methods and no length
+    except TypeError:  # an iterable dataset has no length
         size = None
     if size is None or isinstance(split, (Mapping, str, bytes, Tensor, np.ndarray)):
         raise SpecError(
@@ -267,7 +268,7 @@ def _not_apart(shown: str, first: str, second: str, why: str) -> str:
 
 
 def _overlap(first: Any, second: Any) -> str:
-    """How two splits hold the same samples, as far as that is seen without reading them; empty if they do not."""
+    """How two splits overlap, as far as it is known without reading them; empty if they do not."""
     if isinstance(first, Subset) and isinstance(second, Subset) and first.dataset is second.dataset:
         common = len(set(first.indices) & set(second.indices))
         return f"have {common} samples in common" if common else ""
@@ -294,9 +295,9 @@ METRIC = "metric(model, batch)"
 logger = logging.getLogger("syncline")
 
 
-def try_out(workload: Workload, script: ScriptFile) -> None:
-    """Model, data, a step and an evaluation; the generators are afterwards as they were."""
-    for phrase in script.unread():
+def _try_script(workload: Workload, script: ScriptFile) -> None:
+    """Try model, data, a step and an evaluation. The generators keep their states."""
+    for phrase in script.unused_names():
         logger.warning("%s: %s", script.shown, phrase)
     with randomness(0):
         model = workload.model(0)
@@ -313,20 +314,20 @@ def _check_seed(script: ScriptFile, model: nn.Module, again: nn.Module) -> None:
     for (name, one), other in zip(model.named_parameters(), again.parameters(), strict=False):
         if not torch.equal(one, other):
             raise SpecError(
-                f"{script.shown}: model() gives another {name} each time; draw from torch's, NumPy's or random's own "
+                f"{script.shown}: model() returns another {name} each time; draw from torch's, NumPy's or random's own "
                 "generators, which are seeded before it is called"
             )
 
 
 def _two_samples(script: ScriptFile, name: str, split: Dataset[Batch]) -> Batch:
-    """The first two, or the only one, as a batch."""
+    """The first two samples, or the only one, as a batch."""
     where = f"{script.shown}: a sample of the {name} split"
     size: int = len(split)  # type: ignore[arg-type]
-    with script.telling(f"reading the {name} split"):
+    with script.errors_at(f"reading the {name} split"):
         samples: list[Any] = [split[index] for index in range(min(2, size))]
     if not all(isinstance(sample, (tuple, list)) and len(sample) == 2 for sample in samples):
         raise SpecError(f"{where} is {_kind(samples[0])}; give pairs of input and target")
-    with script.telling(f"putting samples of the {name} split into a batch"):
+    with script.errors_at(f"putting samples of the {name} split into a batch"):
         inputs, targets = default_collate(samples)
     for part, it in (("input", inputs), ("target", targets)):
         if not isinstance(it, Tensor):
@@ -355,11 +356,11 @@ def _try_optimizer(workload: Workload, script: ScriptFile, model: nn.Module) -> 
 
 def _try_loss(workload: Workload, script: ScriptFile, model: nn.Module, batch: Batch) -> None:
     model.train()
-    with script.telling(LOSS):
+    with script.errors_at(LOSS):
         loss: Any = workload.loss(model, batch)
     where = f"{script.shown}: {LOSS}"
     if not isinstance(loss, Tensor) or loss.shape != ():
-        raise SpecError(f"{where} gives {_kind(loss)}, not one number; give the mean over the batch, a scalar tensor")
+        raise SpecError(f"{where} returns {_kind(loss)}, not one number; give the mean over the batch, a scalar tensor")
     if not math.isfinite(float(loss.detach())):
         raise SpecError(f"{where} is {float(loss.detach())} on the first samples; look at the data and the loss")
     if not loss.requires_grad:
@@ -367,7 +368,7 @@ def _try_loss(workload: Workload, script: ScriptFile, model: nn.Module, batch: B
             f"{where} is not differentiable: nothing leads back to the model's parameters; leave out .item(), "
             ".detach(), argmax and no_grad"
         )
-    with script.telling(f"backward() of {LOSS}"):
+    with script.errors_at(f"backward() of {LOSS}"):
         loss.backward()  # type: ignore[no-untyped-call]
     grown = {name: it.grad for name, it in model.named_parameters() if it.grad is not None}
     if not grown:
@@ -379,7 +380,7 @@ def _try_loss(workload: Workload, script: ScriptFile, model: nn.Module, batch: B
 
 
 def _check_mean(workload: Workload, script: ScriptFile, model: nn.Module, batch: Batch) -> None:
-    """Refuse the sum over a batch: its gradients would grow with the batch, and so would every comparison be wrong."""
+    """Refuse the sum over a batch: its gradients grow with the batch, so that comparisons are wrong."""
     inputs, targets = batch
     if len(inputs) < 2:
         return
@@ -387,7 +388,7 @@ def _check_mean(workload: Workload, script: ScriptFile, model: nn.Module, batch:
         with evaluating(model), torch.no_grad():
             whole = float(workload.loss(model, batch))
             one, other = (float(workload.loss(model, (inputs[i : i + 1], targets[i : i + 1]))) for i in range(2))
-    except Exception:  # a loss that needs more than one sample says nothing here
+    except Exception:  # a loss that needs more than one sample cannot be checked
         return
     total = one + other
     if math.isclose(whole, total, rel_tol=1e-5) and not math.isclose(whole, total / 2, rel_tol=1e-3):
@@ -397,7 +398,7 @@ def _check_mean(workload: Workload, script: ScriptFile, model: nn.Module, batch:
 
 
 def _try_metric(workload: Workload, script: ScriptFile, model: nn.Module, batch: Batch) -> None:
-    with evaluating(model), torch.no_grad(), script.telling(METRIC if script.get("metric") else LOSS):
+    with evaluating(model), torch.no_grad(), script.errors_at(METRIC if script.get("metric") else LOSS):
         found: Any = workload.measures(model, batch)
     value = float(found[workload.metric])
     low, high = workload.metric_range
@@ -405,7 +406,7 @@ def _try_metric(workload: Workload, script: ScriptFile, model: nn.Module, batch:
         which = METRIC if script.get("metric") else LOSS
         raise SpecError(
             f"{script.shown}: {workload.metric} by {which} is {value:g} on the first samples, not from {low:g} to "
-            f"{high:g}; mend it, or say METRIC_RANGE"
+            f"{high:g}; fix it, or set METRIC_RANGE"
         )
 
 

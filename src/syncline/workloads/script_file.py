@@ -1,6 +1,6 @@
-"""A user's file, imported: which parts it defines, at which line it fails, and random numbers that a seed decides.
+"""The import of a user's script: its functions, the lines of its errors, and seeded random numbers.
 
-The file is a program that the user names, so it is run. What runs is what was hashed: its bytes are read once.
+The user names the file, so it is executed. Its bytes are read once, so the hash is that of the executed code.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ import torch
 from syncline.errors import SpecError, SynclineError
 from syncline.specs import nearest
 
-__all__ = ["CONSTANTS", "PARTS", "Part", "ScriptFile", "load_script", "randomness"]
+__all__ = ["CONSTANTS", "FUNCTIONS", "ScriptFile", "ScriptFunction", "load_script", "randomness"]
 
-SHORT = 300
-"""Characters of a foreign error's message that fit into a sentence."""
+MAX_MESSAGE_CHARS = 300
+"""Characters of another error's message in ours."""
 
 
-class Part(NamedTuple):
-    """A function of the protocol. `str()` is how it is called.
+class ScriptFunction(NamedTuple):
+    """A function that a script defines. `str()` is its call.
 
-    >>> print(Part("loss", ("model", "batch")))
+    >>> print(ScriptFunction("loss", ("model", "batch")))
     loss(model, batch)
     """
 
@@ -49,31 +49,31 @@ class Part(NamedTuple):
         return f"{self.name}({', '.join(self.arguments)})"
 
 
-PARTS = (
-    Part("model"),
-    Part("data"),
-    Part("loss", ("model", "batch")),
-    Part("metric", ("model", "batch"), required=False),
-    Part("optimizer", ("model", "learning_rate"), required=False),
+FUNCTIONS = (
+    ScriptFunction("model"),
+    ScriptFunction("data"),
+    ScriptFunction("loss", ("model", "batch")),
+    ScriptFunction("metric", ("model", "batch"), required=False),
+    ScriptFunction("optimizer", ("model", "learning_rate"), required=False),
 )
 CONSTANTS = ("METRIC", "HIGHER_IS_BETTER", "METRIC_RANGE", "TARGET", "BATCH", "EPOCHS", "LEARNING_RATE")
-USUAL = (("LR", "LEARNING_RATE"), ("BATCH_SIZE", "BATCH"), ("NUM_EPOCHS", "EPOCHS"))
-"""What others call our constants, where the spelling is too far away to be found."""
+SIMILAR_NAMES = (("LR", "LEARNING_RATE"), ("BATCH_SIZE", "BATCH"), ("NUM_EPOCHS", "EPOCHS"))
+"""Other names of our constants that a spelling check does not find."""
 
 
 @dataclass(frozen=True)
 class ScriptFile:
-    """A script that has been imported."""
+    """An imported script."""
 
     shown: str
-    """Its path as the user wrote it, for messages."""
+    """The path as the user wrote it, for messages."""
     path: str
-    """Absolute, for other processes."""
+    """The absolute path, for other processes."""
     sha256: str
     module: ModuleType
 
     def get(self, name: str) -> Any:
-        """What the script calls `name`, or None."""
+        """The script's value of `name`, or None."""
         return getattr(self.module, name, None)
 
     def names(self) -> list[str]:
@@ -82,35 +82,35 @@ class ScriptFile:
         found = vars(self.module).items()
         return [name for name, it in found if callable(it) and getattr(it, "__module__", "") == own and name[0] != "_"]
 
-    def unread(self) -> list[str]:
-        """Phrases about names that look like parts of the protocol and are not."""
-        taken = {part.name for part in PARTS} | set(CONSTANTS)
+    def unused_names(self) -> list[str]:
+        """Warnings about names that are similar to ours and are not used."""
+        taken = {part.name for part in FUNCTIONS} | set(CONSTANTS)
         constants = [name for name in vars(self.module) if name.isupper()]
         phrases = []
         for name in [*self.names(), *constants]:
             close = difflib.get_close_matches(name, taken - set(vars(self.module)), n=1, cutoff=0.8)
-            meant = dict(USUAL).get(name) or (close[0] if close else None)
+            meant = dict(SIMILAR_NAMES).get(name) or (close[0] if close else None)
             if name not in taken and meant is not None and not hasattr(self.module, meant):
-                phrases.append(f"{name} is not read; did you mean {meant}?")
+                phrases.append(f"{name} is not used; did you mean {meant}?")
         return phrases
 
     @contextmanager
-    def telling(self, what: str) -> Iterator[None]:
-        """Turn what the user's code raises inside into a sentence with the line of theirs that it came from."""
+    def errors_at(self, what: str) -> Iterator[None]:
+        """Raise errors of the user's code as a `SpecError` with the line of the script."""
         try:
             yield
         except SynclineError:
             raise
         except (Exception, SystemExit) as error:
-            raise SpecError(f"{_place(self.shown, self.path, error)}: {what} raised {_told(error)}") from error
+            raise SpecError(f"{_place(self.shown, self.path, error)}: {what} raised {_one_line(error)}") from error
 
 
 def load_script(path: str | Path) -> ScriptFile:
-    """Import the file and see that it has the functions of the protocol, each to be called as we call it."""
+    """Import the file, and check that it has all functions, with our arguments."""
     shown, place = str(path), Path(os.path.abspath(path))
     source = _read(shown, place)
     folder = str(place.parent)
-    if folder not in sys.path:  # as `python script.py` would have it; imports inside functions need it later, too
+    if folder not in sys.path:  # as for `python script.py`; imports inside functions need it later too
         sys.path.insert(0, folder)
     name = f"syncline_script_{re.sub(r'[^0-9A-Za-z]', '_', place.stem)}_{hashlib.sha256(bytes(place)).hexdigest()[:8]}"
     loader = _Loader(name, str(place), source)
@@ -120,12 +120,12 @@ def load_script(path: str | Path) -> ScriptFile:
         line = getattr(error, "lineno", None)
         where = shown if line is None else f"{shown}, line {line}"
         why = getattr(error, "msg", None) or str(error)
-        raise SpecError(f"{where}: not Python ({why}); mend it there, or name another file") from None
+        raise SpecError(f"{where}: not Python ({why}); fix it, or name another file") from None
     _refuse_training_script(shown, source)
     spec = spec_from_loader(name, loader)
     assert spec is not None
     module = module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up while they are made
+    sys.modules[name] = module  # dataclasses need their module while they are defined
     try:
         with randomness(0):
             loader.exec_module(module)
@@ -140,15 +140,15 @@ def load_script(path: str | Path) -> ScriptFile:
 
 
 def _refuse_training_script(shown: str, source: bytes) -> None:
-    """Refuse a script that trains when it is run, before importing it runs it.
+    """Refuse a training script before its import would run it.
 
-    Such a script has statements that do something, or imports Syncline, and defines no function of the protocol.
+    Such a script has loops at the top level or imports Syncline, and defines none of our functions.
     """
     body = ast.parse(source).body
     imports = [node for node in body if isinstance(node, (ast.Import, ast.ImportFrom))]
     defined = {getattr(node, "name", "") for node in body}
     defined |= {alias.asname or alias.name for node in imports for alias in node.names}
-    functions = [part for part in PARTS if part.required]
+    functions = [part for part in FUNCTIONS if part.required]
     if "*" in defined or any(part.name in defined for part in functions):
         return
     named = [alias.name for node in imports for alias in node.names] + [getattr(node, "module", "") for node in imports]
@@ -164,7 +164,7 @@ def _refuse_training_script(shown: str, source: bytes) -> None:
 
 @contextmanager
 def randomness(seed: int) -> Iterator[None]:
-    """The generators of torch (on the CPU), NumPy and `random` start from `seed` inside, and are as they were after.
+    """Inside, the generators of torch (CPU), NumPy and `random` start from `seed`. Afterwards they are as before.
 
     >>> with randomness(3):
     ...     first = torch.rand(1)
@@ -185,7 +185,7 @@ def randomness(seed: int) -> Iterator[None]:
 
 
 class _Loader(SourceFileLoader):
-    """Runs bytes that are read already, and leaves no `__pycache__`: a stale one would not be what was hashed."""
+    """Executes bytes that were read before, without `__pycache__`, which may differ from the hashed bytes."""
 
     def __init__(self, name: str, path: str, source: bytes) -> None:
         super().__init__(name, path)
@@ -195,7 +195,7 @@ class _Loader(SourceFileLoader):
         return self.source
 
     def path_stats(self, path: str) -> Any:
-        raise OSError("not kept as bytecode")
+        raise OSError("no bytecode")
 
 
 def _read(shown: str, place: Path) -> bytes:
@@ -222,11 +222,11 @@ def _failed_import(shown: str, path: str, error: BaseException) -> str:
         hint = "put what the script runs under if __name__ == '__main__'"
     elif isinstance(error, ModuleNotFoundError):
         hint = "install it, or put it beside the script"
-    return f"{_place(shown, path, error)}: importing it raised {_told(error)}; {hint}"
+    return f"{_place(shown, path, error)}: importing it raised {_one_line(error)}; {hint}"
 
 
 def _place(shown: str, path: str, error: BaseException) -> str:
-    """The file, and the deepest line of it that the error came through."""
+    """The file, and the deepest line of it in the traceback."""
     line, trace = None, error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == path:
@@ -235,35 +235,35 @@ def _place(shown: str, path: str, error: BaseException) -> str:
     return shown if line is None else f"{shown}, line {line}"
 
 
-def _told(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     """An error in one line."""
     words = " ".join(str(error).split())
-    words = words if len(words) <= SHORT else f"{words[:SHORT]}…"
+    words = words if len(words) <= MAX_MESSAGE_CHARS else f"{words[:MAX_MESSAGE_CHARS]}…"
     return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
 def _check_parts(script: ScriptFile) -> None:
-    missing = [part for part in PARTS if part.required and script.get(part.name) is None]
+    missing = [part for part in FUNCTIONS if part.required and script.get(part.name) is None]
     if missing:
-        needed = ", ".join(str(part) for part in PARTS if part.required)
-        there = [name for name in script.names() if name not in {part.name for part in PARTS}]
+        needed = ", ".join(str(part) for part in FUNCTIONS if part.required)
+        there = [name for name in script.names() if name not in {part.name for part in FUNCTIONS}]
         near = "".join(f"; for {part.name}: {nearest(part.name, there)}" for part in missing if there)
         raise SpecError(
             f"{script.shown} has no {' and no '.join(map(str, missing))}: a workload's script defines {needed}{near}; "
             "syncline new workload.py writes an example"
         )
-    for part in PARTS:
+    for part in FUNCTIONS:
         given = script.get(part.name)
         if given is not None:
             _check_signature(script.shown, part, given)
 
 
-def _check_signature(shown: str, part: Part, given: Callable[..., Any]) -> None:
+def _check_signature(shown: str, part: ScriptFunction, given: Callable[..., Any]) -> None:
     if not callable(given):
         raise SpecError(f"{shown}: {part.name} is {given!r}, not a function; write def {part}:")
     try:
         signature = inspect.signature(given)
-    except (ValueError, TypeError):  # some that are written in C have none
+    except (ValueError, TypeError):  # some C functions have no signature
         return
     try:
         signature.bind(*part.arguments)

@@ -1,4 +1,4 @@
-"""A language model of bytes on the source of Python's own standard library: real text that is already there."""
+"""A byte-level language model on the source of Python's standard library, which every machine has."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Stdlib"]
 
 
 class Stdlib(Workload):
-    """Predict the next byte; 8 bits per byte is knowing nothing.
+    """Predict the next byte. A uniform guess has 8 bits per byte.
 
     >>> Stdlib(model="rnn")
     stdlib(model='rnn')
@@ -56,13 +56,13 @@ class Stdlib(Workload):
             return Transformer(self.length) if self.architecture == "transformer" else GRULanguageModel()
 
     def corpus(self) -> Corpus:
-        """The text, read at the first call and kept."""
+        """The text; read at the first call."""
         if self._corpus is None:
             self._corpus = read_corpus(self.size)
         return self._corpus
 
     def make_splits(self) -> Splits:
-        """By file: no split has a line of another's files."""
+        """Each file is in one split."""
         corpus = self.corpus()
         made = [_windows(text, self.length) for text in (corpus.train, corpus.validation, corpus.test)]
         if not all(len(windows) for windows in made):
@@ -82,7 +82,7 @@ class Stdlib(Workload):
         return {"loss": loss, "bits_per_byte": loss / math.log(2)}
 
     def describe(self) -> dict[str, Any]:
-        """With the corpus: other Python versions have other files."""
+        """Adds the corpus, because other Python versions have other files."""
         corpus = self.corpus()
         python = platform.python_version()
         return {**super().describe(), "sha256": corpus.sha256, "files": corpus.files, "python": python}
@@ -105,15 +105,15 @@ PACKAGES = (
     "urllib",
     "xml",
 )
-"""Read beside the modules of the top level."""
+"""Packages that are read in addition to the top-level modules."""
 SHARES = MappingProxyType({"train": 0.8, "validation": 0.1, "test": 0.1})
-MOST_OF_A_FILE = 1 << 16
-"""Bytes: no file makes up a split by itself."""
+MAX_FILE_BYTES = 1 << 16
+"""Bytes that are read of one file, so that no file is a whole split."""
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Three texts of different files; `sha256` is that of all of them with their names."""
+    """Three texts of different files, and the SHA-256 of all texts and names."""
 
     train: bytes
     validation: bytes
@@ -123,9 +123,9 @@ class Corpus:
 
 
 def read_corpus(limit: int, folder: Path | None = None) -> Corpus:
-    """`limit` bytes of the library's modules, in the order of their names' hashes.
+    """Read `limit` bytes of the library's modules, in the order of the hashes of their names.
 
-    A file goes whole to one split: the one that is furthest below its share.
+    Each file goes to the split that is furthest below its share.
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     texts: dict[str, list[bytes]] = {split: [] for split in SHARES}
@@ -135,7 +135,7 @@ def read_corpus(limit: int, folder: Path | None = None) -> Corpus:
     for name, path in sorted(_modules(folder), key=lambda module: hashlib.sha256(module[0].encode()).digest()):
         if taken == limit:
             break
-        text = path.read_bytes()[: min(MOST_OF_A_FILE, limit - taken)]
+        text = path.read_bytes()[: min(MAX_FILE_BYTES, limit - taken)]
         taken += len(text)
         files += 1
         total.update(f"{name}\0{len(text)}\0".encode())
@@ -145,7 +145,7 @@ def read_corpus(limit: int, folder: Path | None = None) -> Corpus:
         texts[split].append(text)
     if taken < limit:
         raise UnsupportedError(
-            f"the modules in {folder} have {taken:,} bytes (at most {MOST_OF_A_FILE:,} of each count), {limit:,} were "
+            f"the modules in {folder} have {taken:,} bytes (at most {MAX_FILE_BYTES:,} of each count), {limit:,} were "
             "asked for; write a smaller bytes=, or use a Python that has its library's source"
         )
     train, validation, test = (b"".join(texts[split]) for split in ("train", "validation", "test"))
@@ -155,7 +155,7 @@ def read_corpus(limit: int, folder: Path | None = None) -> Corpus:
 def _modules(folder: Path) -> Iterator[tuple[str, Path]]:
     for pattern in ("*.py", *(f"{package}/**/*.py" for package in PACKAGES)):
         for path in folder.glob(pattern):
-            # _sysconfigdata is written when Python is built: the paths and flags of one machine.
+            # _sysconfigdata has the paths and flags of one machine.
             if not path.name.startswith("_sysconfigdata"):
                 yield path.relative_to(folder).as_posix(), path
 
@@ -165,7 +165,7 @@ def _furthest_below(sizes: dict[str, int], taken: int) -> str:
 
 
 class Block(nn.Module):
-    """Causal attention, then a feed-forward layer; each added to its input and normalised before."""
+    """Causal attention and a feed-forward layer, each with a pre-norm and a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -214,11 +214,11 @@ class GRULanguageModel(nn.Module):
         self.head = nn.Linear(width, 256)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of the next byte; each window starts from nothing."""
+        """Logits of the next byte; each window starts from a zero state."""
         hidden, _ = self.recurrent(self.bytes(x))
         return _called(self.head, hidden)
 
 
 def _called(module: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """`module(x)`, whose type torch gives as Any."""
+    """`module(x)` with a type: torch declares Any."""
     return module(x)

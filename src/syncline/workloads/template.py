@@ -1,19 +1,19 @@
-"""A workload: what to train, on what, and how good it has to become.
+"""A workload: a model, its data, its loss and its target.
 
 Train it on two workers, then compare synchronisation strategies:
 
     syncline train workload.py -n 2
     syncline race workload.py -n 2
 
-As it stands it tells three rings of points in the plane apart, in seconds. Change the functions to make it yours.
+It separates three rings of points in the plane, in seconds. Change the functions to make it yours.
 """
 
 import torch
 from torch import Tensor, nn
 
-# Validation accuracy at which a run has done its job. One worker should reach it within EPOCHS.
+# Validation accuracy at which a run ends. One worker should reach it within EPOCHS.
 TARGET = 0.97
-METRIC = "accuracy"  # the name of what metric() gives
+METRIC = "accuracy"  # the name of the value of metric()
 HIGHER_IS_BETTER = True
 
 BATCH = 32  # samples of each worker in a step
@@ -22,28 +22,28 @@ LEARNING_RATE = 0.02  # for one worker
 
 
 def model() -> nn.Module:
-    """A fresh model. Random numbers are seeded before the call, so there is no need to."""
+    """A new model. Random numbers are seeded before the call."""
     return nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3))
 
 
 def data() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Train, validation and test: each a pair (inputs, targets), or any dataset of such pairs.
 
-    No sample may be in two of them. Every worker calls this, and all must get the same: random numbers are seeded here
-    as well.
+    No sample may be in two of them. Every worker calls this, and all must get the same data: random numbers are seeded
+    here too.
     """
     return rings(3000), rings(600), rings(600)
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """What is made small: the mean over the batch."""
+    """The loss to minimise: the mean over the batch."""
     inputs, targets = batch
     return nn.functional.cross_entropy(model(inputs), targets)
 
 
 def metric(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
-    """What counts in the end: the mean over the batch again. To be judged by the loss, leave out this and what is
-    above under METRIC, HIGHER_IS_BETTER and TARGET.
+    """The metric of the target: the mean over the batch too. To use the loss instead, remove this function, METRIC,
+    HIGHER_IS_BETTER and TARGET.
     """
     inputs, targets = batch
     right = model(inputs).argmax(1) == targets
@@ -51,12 +51,12 @@ def metric(model: nn.Module, batch: tuple[Tensor, Tensor]) -> float:
 
 
 def optimizer(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """What makes the steps. Leave it out for just this: SGD with momentum."""
+    """The optimizer. Without this function it is the same: SGD with momentum."""
     return torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=0.9)
 
 
 def rings(count: int) -> tuple[Tensor, Tensor]:
-    """Points about circles of radius 1, 2 and 3, and which circle it is. Replace it by reading data of yours."""
+    """Points near circles of radius 1, 2 and 3, and the number of the circle. Replace it by reading your data."""
     labels = torch.randint(3, (count,))
     radius = labels + 1 + 0.2 * torch.randn(count)
     angle = 2 * torch.pi * torch.rand(count)

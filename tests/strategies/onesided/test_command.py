@@ -10,7 +10,7 @@ import pytest
 import syncline as sl
 from syncline.bench.kmeans import Blobs, KMeansPlan, build_blobs, describe, solve
 from syncline.cli import train
-from syncline.cli.train_kmeans import is_kmeans, train_kmeans
+from syncline.cli.train import is_kmeans, train_kmeans
 from tests.forking import forked_python
 from tests.launching import finish, start
 from tests.mpi import MPICH, collect, job_environ, need
@@ -49,8 +49,8 @@ def test_it_finds_the_blobs(strategy: str) -> None:
 
 
 CALL = (
-    "import argparse, sys; from syncline.cli import train; from syncline.cli.train_kmeans import train_kmeans; "
-    "parser = argparse.ArgumentParser(); train.configure(parser); sys.exit(train_kmeans(parser.parse_args()))"
+    "import argparse, sys; from syncline.cli import train; "
+    "parser = argparse.ArgumentParser(); train.configure(parser); sys.exit(train.train_kmeans(parser.parse_args()))"
 )
 
 

@@ -19,9 +19,7 @@ from tests.data.cases import Counting, Mixed, Noisy, Numbers, flat, joined
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 5), st.integers(0, 15), st.integers(1, 8), st.integers(5, 50))
-def test_steps_hold_the_same_samples_whatever_the_number_of_ranks(
-    size: int, more: int, micro: int, length: int
-) -> None:
+def test_steps_have_the_same_samples_on_any_number_of_ranks(size: int, more: int, micro: int, length: int) -> None:
     batch = size + more
     alone = [
         sorted(index for part in step for index in flat(part.batch))
@@ -124,7 +122,7 @@ def test_an_epoch_in_the_middle_may_end_otherwise() -> None:
     assert not steps.uneven
 
 
-def test_what_cannot_be_cut() -> None:
+def test_data_that_micro_batches_refuse() -> None:
     with pytest.raises(IncompatibleError, match="a global batch of 3 cannot be split over 4 workers"):
         MicroBatches(Numbers(12), global_batch=3, rank=0, size=4)
     with pytest.raises(IncompatibleError, match="3 samples cannot be split over 4 workers"):
@@ -147,7 +145,7 @@ class Marked(OrderedDict[str, Any]):
     mark = ""
 
 
-def test_a_batch_is_moved_whatever_it_is_made_of() -> None:
+def test_batches_of_any_structure_are_moved() -> None:
     batch: dict[str, Any] = {"a": [torch.ones(1), (torch.ones(2), "text")], "b": Pair(torch.ones(3), None)}
     moved = move(batch, "meta")
     assert moved["a"][0].is_meta

@@ -51,7 +51,7 @@ def test_mixing_is_the_same_everywhere() -> None:
     assert mix_seeds(1, 2, 3) == mix_seeds(1, 2, 3) != mix_seeds(3, 2, 1)
 
 
-def test_the_drawing() -> None:
+def test_the_example_of_the_module() -> None:
     first, second = shares_of([7, 2, 9, 4, 0, 5, 8, 1, 6, 3], size=2, batch=2)
     assert [each.indices for each in first] == [[7, 9], [0, 8], [6]]
     assert [each.indices for each in second] == [[2, 4], [5, 1], [3]]
@@ -76,7 +76,7 @@ def test_disjoint_complete_and_even(length: int, size: int, batch: int, drop_las
 
 
 @given(st.lists(st.integers(), min_size=1, max_size=50), st.integers(1, 60))
-def test_a_cut_loses_nothing_and_is_even(samples: list[int], most: int) -> None:
+def test_split_evenly_is_complete_and_even(samples: list[int], most: int) -> None:
     parts = split_evenly(samples, most)
     assert [each for part in parts for each in part] == samples
     sizes = [len(part) for part in parts]

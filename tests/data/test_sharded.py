@@ -108,7 +108,7 @@ def test_resumed_on_as_many_ranks_the_batches_are_the_same() -> None:
 
 
 @pytest.mark.parametrize("stop", range(1, 13))
-def test_an_interrupted_loop_does_what_the_uninterrupted_one_does(stop: int) -> None:
+def test_an_interrupted_loop_equals_an_uninterrupted_one(stop: int) -> None:
     """Wherever the run was saved: also in the body of an epoch's last batch, and after it."""
 
     def train(cursor: Cursor, log: list[Any], saved: dict[int, Any]) -> None:
@@ -145,13 +145,13 @@ def test_each_iteration_is_a_fresh_epoch() -> None:
     assert sharded.cursor.state_dict() == {"epoch": 4, "samples": 0, "streams": []}
 
 
-def test_a_resume_goes_on_once() -> None:
+def test_only_the_first_iteration_after_a_load_continues() -> None:
     sharded = Sharded(loader(6, 2), rank=0, size=1, cursor=resumed(Cursor(samples=2)))
     assert [flat(piece.batch) for piece in sharded] == [[2, 3], [4, 5]]
     assert [flat(piece.batch) for piece in sharded] == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_a_look_is_undone() -> None:
+def test_peeking_is_undone() -> None:
     """Nothing was trained between the beginning of the loop and its end: the next one reads the same."""
     cursor = resumed(Cursor(epoch=3, samples=4))
     sharded = Sharded(loader(6, 2), rank=0, size=1, cursor=cursor)
@@ -172,7 +172,7 @@ def test_a_look_is_undone() -> None:
     assert cursor.epoch == 5
 
 
-def test_a_loop_that_began_before_a_load_does_not_move_the_cursor() -> None:
+def test_a_loop_from_before_a_load_does_not_move_the_cursor() -> None:
     sharded = Sharded(loader(6, 2), rank=0, size=1)
     before = iter(sharded)
     next(before)
@@ -182,7 +182,7 @@ def test_a_loop_that_began_before_a_load_does_not_move_the_cursor() -> None:
     assert [flat(piece.batch) for piece in sharded] == [[2, 3], [4, 5]]
 
 
-def test_an_iterator_is_read_on() -> None:
+def test_a_second_loop_continues_an_iterator() -> None:
     sharded = Sharded(iter([[0], [1], [2], [3]]), rank=0, size=1)
     assert next(iter(sharded)).batch == [0]
     assert [piece.batch for piece in sharded] == [[1], [2], [3]]
@@ -225,7 +225,7 @@ def test_drop_last_can_be_said_here() -> None:
     assert read(loader(7, 2, drop_last=True), drop_last=False)[-1] == [6]
 
 
-def test_data_of_ones_own_is_not_shared_out() -> None:
+def test_split_false_shares_nothing() -> None:
     first, second = (Sharded(loader(20, 20, shuffle=True), rank=rank, size=2, split=False) for rank in (0, 1))
     assert first.uneven
     orders = [flat(next(iter(each)).batch) for each in (first, second)]
@@ -244,12 +244,12 @@ def test_on_the_simulator() -> None:
 
 
 @pytest.mark.parametrize("place", [{}, {"epoch": 1}, {"epoch": -1, "samples": 0}, {"epoch": True, "samples": 0}])
-def test_a_place_that_is_none(place: dict[str, Any]) -> None:
+def test_invalid_positions_are_refused(place: dict[str, Any]) -> None:
     with pytest.raises(IncompatibleError, match="cannot be read"):
         Cursor().load_state_dict(place)
 
 
-def test_a_place_in_other_data() -> None:
+def test_a_position_in_other_data_is_refused() -> None:
     with pytest.raises(IncompatibleError, match=r"sample 50 of epoch 0, but an epoch of this data has 10"):
         read(loader(10, 2), cursor=Cursor(samples=50))
 
@@ -267,7 +267,7 @@ class Unsized:
         return iter(range(3))
 
 
-def test_data_that_does_not_go_round() -> None:
+def test_too_little_data_is_refused() -> None:
     refused(loader(3, 2), IncompatibleError, "3 samples cannot be split over 4 workers")
     refused(loader(0, 2), IncompatibleError, "empty")
     refused(Numbers(0), IncompatibleError, "empty", batch=2)
@@ -281,7 +281,7 @@ def test_data_that_does_not_go_round() -> None:
     refused(batches, IncompatibleError, "3 batches cannot be split over 4 workers")
 
 
-def test_loaders_that_cannot_be_shared_out() -> None:
+def test_loaders_that_cannot_be_sharded() -> None:
     sampler: DistributedSampler[int] = DistributedSampler(Numbers(8), num_replicas=4, rank=1)
     refused(loader(8, 2, sampler=sampler), IncompatibleError, r"DistributedSampler \(rank 1 of 4\).*split=False")
     assert sorted(joined(read(loader(8, 2, sampler=sampler), split=False))) == sorted(sampler)

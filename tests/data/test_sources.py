@@ -150,7 +150,7 @@ def test_a_stream_of_ready_batches() -> None:
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_a_stream_that_draws_is_the_same_on_every_rank_and_when_resumed(processes: int) -> None:
+def test_a_random_stream_is_the_same_on_every_rank_and_resumed(processes: int) -> None:
     data: DataLoader[Any] = DataLoader(Restless(20), batch_size=2, num_workers=processes)
     torch.manual_seed(1)
     alone = together(data, 1)
@@ -173,7 +173,7 @@ def test_streams_of_several_processes_resume_with_the_right_one(size: int, steps
         assert read(data, rank, size, resumed(sharded.cursor)) == whole[steps:]
 
 
-def test_streams_of_several_processes_resume_on_another_number_of_ranks() -> None:
+def test_streams_resume_on_another_number_of_ranks() -> None:
     data: DataLoader[Any] = DataLoader(Counting(60), batch_size=2, num_workers=2)
     seen: list[int] = []
     for rank in range(3):
@@ -206,7 +206,7 @@ def test_ready_batches(sized: bool) -> None:
     assert not Sharded(data, rank=1, size=3, drop_last=True).uneven
 
 
-def test_an_iterator_goes_on_but_not_back() -> None:
+def test_an_iterator_cannot_go_back() -> None:
     sharded = Sharded(iter(range(6)), rank=0, size=2)
     assert next(iter(sharded)).batch == 0
     assert [piece.batch for piece in sharded] == [2, 4]

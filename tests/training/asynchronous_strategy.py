@@ -1,4 +1,4 @@
-"""A loose strategy of a few lines: plain SGD on weights that lie in this process, and a board beside them."""
+"""An asynchronous strategy of a few lines: SGD on weights in this process, and a control channel."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Common:
         self.steps = [0] * self.workers
 
 
-class MemoryBoard:
+class MemoryChannel:
     """One rank's door to it. With a latency every call takes so long: others come in between."""
 
     def __init__(self, common: Common, world: World, latency: float = 0.0) -> None:
@@ -76,10 +76,10 @@ class MemoryBoard:
 
 
 @dataclass(frozen=True, repr=False)
-class Loosely(Strategy):
+class PlainAsynchronous(Strategy):
     """Each worker takes its gradient to the common weights when it has it, and takes the weights back."""
 
-    name: ClassVar[str] = "loosely"
+    name: ClassVar[str] = "plain_asynchronous"
     common: Common | None = field(default=None, compare=False)
     latency: float = 0.0
     share: float = 1.0
@@ -96,19 +96,24 @@ class Loosely(Strategy):
         self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> StrategyRun:
         assert self.common is not None
-        return LooseRun(self, model, optimizer, exchange, settings)
+        return PlainAsynchronousRun(self, model, optimizer, exchange, settings)
 
 
-class LooseRun(AsynchronousRun):
-    strategy: Loosely
+class PlainAsynchronousRun(AsynchronousRun):
+    strategy: PlainAsynchronous
 
     def __init__(
-        self, strategy: Loosely, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self,
+        strategy: PlainAsynchronous,
+        model: nn.Module,
+        optimizer: Optimizer,
+        exchange: Communicator,
+        settings: RunSettings,
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
         assert strategy.common is not None
         self.common = strategy.common
-        self._board = MemoryBoard(self.common, exchange.world, strategy.latency)
+        self._channel = MemoryChannel(self.common, exchange.world, strategy.latency)
         self._seen = 0
         if exchange.rank == 0:
             self._give()
@@ -117,8 +122,8 @@ class LooseRun(AsynchronousRun):
             optimizer.register_step_post_hook(self._after),
         ]
 
-    def control_channel(self) -> MemoryBoard:
-        return self._board
+    def control_channel(self) -> MemoryChannel:
+        return self._channel
 
     def _give(self) -> None:
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
@@ -147,7 +152,7 @@ class LooseRun(AsynchronousRun):
         self._seen = sum(self.common.steps)
 
     def join_idle(self) -> bool:
-        raise AssertionError("a loose run has no rounds of all")
+        raise AssertionError("an asynchronous run has no common rounds")
 
     def shared_state(self) -> dict[str, Any]:
         return {"weights": {name: tensor.clone() for name, tensor in self.common.weights.items()}}

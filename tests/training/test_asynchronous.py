@@ -22,7 +22,7 @@ from syncline.training.stragglers import Slow, parse_slow
 from syncline.transports.faults import Kill
 from syncline.world import Simulation, World, current_world
 from tests.hunting import seeds
-from tests.training.asynchronous_strategy import Common, Loosely
+from tests.training.asynchronous_strategy import Common, PlainAsynchronous
 from tests.training.tiny import Tiny
 
 PACE = 0.01
@@ -40,7 +40,7 @@ def simulate(
     **options: Any,
 ) -> tuple[Simulation, Common]:
     common = Common(ranks)
-    strategy = Loosely(common, latency, share=1 / ranks)
+    strategy = PlainAsynchronous(common, latency, share=1 / ranks)
     chosen = workload or Tiny()
     options = {"seconds_a_sample": PACE, **options}
 
@@ -71,13 +71,13 @@ def test_each_worker_takes_its_own_steps(ranks: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 6, 7, 10])
-def test_it_ends_after_so_many_steps_of_each(steps: int) -> None:
+def test_a_run_ends_after_the_steps_of_each_worker(steps: int) -> None:
     found, common = simulate(Settings(steps=steps), 2)
     assert common.steps == [steps, steps]
     assert {outcome.stopped_by for outcome in found.results} == {"epochs" if steps == 7 else "steps"}
 
 
-def test_samples_follow_from_steps() -> None:
+def test_sample_counts_follow_from_steps() -> None:
     """Rounds of 8 over 50 samples: seven an epoch, the last of two samples, one for each of two workers."""
     tally = RoundCounter(50, 8, 2)
     assert tally.samples([7, 7]) == 50
@@ -135,7 +135,7 @@ def lines_of_allreduce(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("seed", seeds(1, every=4))
-def test_a_straggler_holds_nobody_back(seed: int) -> None:
+def test_a_straggler_delays_no_other_worker(seed: int) -> None:
     """Three times as slow, and for a while: the others are done when they would have been without it."""
     alone, _ = simulate(Settings(epochs=4), 3, seed=seed)
     slow = [Slow(2, 3.0)]
@@ -151,7 +151,7 @@ def test_a_straggler_holds_nobody_back(seed: int) -> None:
 
 def test_slowness_and_faults_of_the_simulator_multiply() -> None:
     network = sl.Network(slow={1: 2.0})
-    strategy = Loosely(Common(2))
+    strategy = PlainAsynchronous(Common(2))
     options: dict[str, Any] = {"seconds_a_sample": PACE, "slow": [Slow(1, 3.0)], "strategy": strategy}
     found = sl.simulate(lambda w: train(Tiny(), Settings(epochs=1), world=w, **options), ranks=2, network=network)
     assert found.results[1].seconds == pytest.approx(6 * found.results[0].seconds)
@@ -248,7 +248,7 @@ def test_evaluations_take_no_time_from_workers() -> None:
     assert often.results[0].seconds == pytest.approx(rarely.results[0].seconds)
 
 
-def test_a_wish_to_stop_is_everybodys(tmp_path: Path) -> None:
+def test_a_stop_request_stops_all_workers(tmp_path: Path) -> None:
     calls = iter(range(10**6))
     found, common = simulate(Settings(epochs=100), 3, folder=tmp_path, stop=lambda: next(calls) > 20)
     assert {outcome.stopped_by for outcome in found.results} == {"signal"}
@@ -259,7 +259,7 @@ def test_a_wish_to_stop_is_everybodys(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(1, every=3))
-def test_a_stopped_run_goes_on(tmp_path: Path, seed: int) -> None:
+def test_a_stopped_run_resumes(tmp_path: Path, seed: int) -> None:
     """Each worker where it was: with the straggler behind the others, nothing is read twice and nothing left out."""
     slow = [Slow(1, 3.0)]
     calls = iter(range(10**6))
@@ -279,7 +279,7 @@ def test_a_stopped_run_goes_on(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_on_another_number_of_workers_all_go_on_from_one_place(tmp_path: Path, ranks: int) -> None:
+def test_resume_on_another_number_of_workers_uses_one_position(tmp_path: Path, ranks: int) -> None:
     """That of rank 0: the straggler's own share of the samples is another one now."""
     calls = iter(range(10**6))
     simulate(Settings(epochs=4), 2, folder=tmp_path, slow=[Slow(1, 3.0)], stop=lambda: next(calls) > 15)
@@ -291,7 +291,7 @@ def test_on_another_number_of_workers_all_go_on_from_one_place(tmp_path: Path, r
     assert all(left - workload.losses[rank] in (0, 1, 2) for rank in range(ranks)), "but for rounds without data"
 
 
-def test_checkpoints_are_met_for_after_going_on(tmp_path: Path) -> None:
+def test_workers_wait_for_checkpoints_after_a_resume(tmp_path: Path) -> None:
     """The straggler was stopped behind the others: it waits nowhere for those who have been there already."""
     slow, calls = [Slow(1, 3.0)], iter(range(10**6))
     how = Settings(epochs=4, checkpoint_every=2)
@@ -304,7 +304,7 @@ def test_checkpoints_are_met_for_after_going_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", seeds(1, every=3))
-def test_checkpoints_are_met_for(tmp_path: Path, seed: int) -> None:
+def test_workers_wait_for_checkpoints(tmp_path: Path, seed: int) -> None:
     """After every fifth step of each: the fast wait there, and nowhere else."""
     settings = Settings(epochs=2, checkpoint_every=5)
     simulate(settings, 3, seed=seed, folder=tmp_path, slow=[Slow(2, 3.0)], latency=1e-4)
@@ -315,7 +315,7 @@ def test_checkpoints_are_met_for(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", seeds(1, every=6))
 @pytest.mark.parametrize("at", [0.2, 0.35, 0.5])
-def test_who_is_killed_before_a_checkpoint_holds_nobody_up(tmp_path: Path, seed: int, at: float) -> None:
+def test_a_worker_killed_before_a_checkpoint_delays_none(tmp_path: Path, seed: int, at: float) -> None:
     settings = Settings(epochs=4, checkpoint_every=4)
     faults = [Kill(2, at=at)]
     found, _ = simulate(settings, 3, seed=seed, folder=tmp_path, faults=faults, slow=[Slow(2, 3.0)], latency=1e-4)
@@ -324,7 +324,7 @@ def test_who_is_killed_before_a_checkpoint_holds_nobody_up(tmp_path: Path, seed:
 
 
 @pytest.mark.parametrize("seed", seeds(1, every=6))
-def test_who_is_stopped_before_a_checkpoint_holds_nobody_up(tmp_path: Path, seed: int) -> None:
+def test_a_worker_stopped_before_a_checkpoint_delays_none(tmp_path: Path, seed: int) -> None:
     """The straggler is asked to stop while the others wait for it."""
     calls = iter(range(10**6))
     simulate(
@@ -340,7 +340,7 @@ def test_who_is_stopped_before_a_checkpoint_holds_nobody_up(tmp_path: Path, seed
     assert (tmp_path / "checkpoints").exists()
 
 
-def test_a_loss_that_is_no_number_is_the_end() -> None:
+def test_a_nan_loss_ends_the_run() -> None:
     class Broken(Tiny):
         def loss(self, model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
             return super().loss(model, batch) + (math.inf if model.training else 0.0)
@@ -349,7 +349,7 @@ def test_a_loss_that_is_no_number_is_the_end() -> None:
         simulate(Settings(epochs=20), 2, workload=Broken())
 
 
-def test_what_the_evaluator_raises_ends_the_run() -> None:
+def test_an_error_of_the_evaluator_ends_the_run() -> None:
     class Blind(Tiny):
         def measures(self, model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
             raise ValueError("cannot see")
@@ -370,7 +370,7 @@ def test_what_the_evaluator_raises_ends_the_run() -> None:
         ("2", "write for example rank=2,factor=4"),
     ],
 )
-def test_slowness_that_cannot_be(text: str, words: str) -> None:
+def test_invalid_slowness_is_refused(text: str, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         parse_slow(text)
 
@@ -384,6 +384,6 @@ def test_slowness_that_cannot_be(text: str, words: str) -> None:
         ([], -1.0, "-1.0 seconds a sample"),
     ],
 )
-def test_slowness_that_slows_nobody(slow: list[Slow], pace: float | None, words: str) -> None:
+def test_slowness_without_effect_is_refused(slow: list[Slow], pace: float | None, words: str) -> None:
     with pytest.raises(SpecError, match=words):
         simulate(Settings(epochs=1), 2, slow=slow, seconds_a_sample=pace)

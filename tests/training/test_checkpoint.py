@@ -39,7 +39,7 @@ VALUES: list[Any] = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_plain_values_come_back(value: Any) -> None:
+def test_plain_values_round_trip(value: Any) -> None:
     told, tensors = encode(value, "value")
     assert not tensors
     assert decode(json.loads(json.dumps(told, allow_nan=False)), {}, "a test") == value
@@ -93,7 +93,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("as_run", [True, False], ids=["run", "apart"])
-def test_going_on_gives_the_same_bits(tmp_path: Path, make: Callable[[Any], Any], as_run: bool) -> None:
+def test_resuming_gives_the_same_bits(tmp_path: Path, make: Callable[[Any], Any], as_run: bool) -> None:
     def begin(seed: int) -> tuple[nn.Module, Any, Any, dict[str, Any]]:
         model = net(seed)
         optimizer = make(model.parameters())
@@ -220,7 +220,7 @@ def test_a_compiled_model_and_a_plain_one_exchange_state(tmp_path: Path) -> None
     load(tmp_path, model=torch.compile(net(2), backend="eager"))
 
 
-def test_a_module_in_the_place_of_a_run(tmp_path: Path) -> None:
+def test_a_module_loads_the_model_of_a_run(tmp_path: Path) -> None:
     with sl.init() as world:
         model = net()
         save(tmp_path, step=1, run=Solo(model, torch.optim.SGD(model.parameters()), world))
@@ -262,7 +262,7 @@ def _knot() -> Any:
         ({"knot": _knot()}, r"scheduler\.knot\[0\].* nested more than 100 deep"),
     ],
 )
-def test_what_a_checkpoint_cannot_hold(tmp_path: Path, state: Any, message: str) -> None:
+def test_values_that_a_checkpoint_refuses(tmp_path: Path, state: Any, message: str) -> None:
     with pytest.raises(sl.IncompatibleError, match=message):
         save(tmp_path, step=1, scheduler=Holder(state))
     assert list(tmp_path.iterdir()) == []
@@ -292,7 +292,7 @@ def test_a_worker_without_a_world_is_refused(tmp_path: Path, monkeypatch: pytest
 # Which checkpoint.
 
 
-def test_the_newest_are_kept(tmp_path: Path) -> None:
+def test_keep_removes_older_checkpoints(tmp_path: Path) -> None:
     assert (latest(tmp_path), load(tmp_path), load(tmp_path / "nowhere")) == (None, None, None)
     for step in (5, 10, 15, 20):
         save(tmp_path, step=step, value=step)
@@ -347,7 +347,7 @@ def test_a_rollback_keeps_steps_that_are_saved_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["cut", "flipped", "no manifest", "dangling link"])
-def test_damaged_ones_do_not_count_in_keep(tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str) -> None:
+def test_damaged_checkpoints_do_not_count_in_keep(tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str) -> None:
     for step in (10, 20, 30):
         save(tmp_path, step=step, value=torch.full((8,), float(step)))
     damage(tmp_path / "step-00000030", how)
@@ -381,7 +381,7 @@ def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
     assert (latest(tmp_path), load(tmp_path)) == (7, {"step": 7, "value": 3})
 
 
-def test_leftovers_go_and_those_of_the_living_stay(tmp_path: Path) -> None:
+def test_leftovers_of_dead_writers_are_removed(tmp_path: Path) -> None:
     mine = PendingCheckpoint(tmp_path, 3)
     (mine.path / "half").write_text("written")
     dead = tmp_path / ".step-00000002.0dead0"

@@ -83,7 +83,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, optimizer: s
     assert not same(wanted[0][0], wanted[1][0])  # each rank has its own batch norm
 
 
-def test_batch_norm_is_agreed_in_the_shared_part_and_own_in_each_rank(tmp_path: Path) -> None:
+def test_batch_norm_is_shared_in_the_model_and_own_in_each_rank(tmp_path: Path) -> None:
     run = sl.simulate(lambda world: training(world, tmp_path, 2, "adam", "allreduce"), ranks=3)
     kept = load_file(tmp_path / "step-00000002" / "model-run" / "model-00001-of-00001.safetensors")
     for own, agreed, _ in run.results:
@@ -145,7 +145,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, part: str, act: Any) -> None:
 
 
 @pytest.mark.parametrize("part", ["rank-00000", "rank-00001", "model-model", "shared"])
-def test_what_one_rank_cannot_write_is_told_to_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+def test_a_write_error_of_one_rank_is_raised_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     def full(folder: Path) -> None:
         folder.mkdir()
         (folder / "half").write_text("half")
@@ -175,7 +175,7 @@ def test_a_part_that_rank_0_does_not_see(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_slower_than_a_wait_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_slower_than_the_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for part in ("rank-00001", "shared"):
         failing(monkeypatch, part, lambda folder: current_world().runtime.sleep(100))
     run = sl.simulate(lambda world: save(tmp_path, step=1, value=1), ranks=3, timeout=4)
@@ -203,7 +203,7 @@ def test_a_foreign_object_is_named_on_every_rank(tmp_path: Path) -> None:
     assert str(results[1]).startswith("rank 0 could not write the shared part of the checkpoint: holder.f is a builtin")
 
 
-def test_a_rank_that_cannot_take_its_state_keeps_all_from_it(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_load_makes_all_ranks_fail(tmp_path: Path) -> None:
     class Picky(Holder):
         def load_state_dict(self, state: Any) -> None:
             if state["who"] == 0 and current_world().rank == 1 and self.state["who"] == 7:
@@ -224,7 +224,7 @@ def test_a_rank_that_cannot_take_its_state_keeps_all_from_it(tmp_path: Path) -> 
     assert [result[1:] for result in results] == [({"who": 7}, True, True)] * 3
 
 
-def test_all_take_what_rank_0_finds_good(tmp_path: Path) -> None:
+def test_all_ranks_load_the_checkpoint_that_rank_0_chooses(tmp_path: Path) -> None:
     def script(world: sl.World) -> Any:
         for step in (1, 2):
             save(tmp_path, step=step, value=step)

@@ -112,7 +112,7 @@ def test_another_model_is_refused_unchanged(tmp_path: Path) -> None:
     assert holder.state == {"a": 0}
 
 
-def test_what_else_does_not_fit(tmp_path: Path) -> None:
+def test_other_mismatches_are_refused(tmp_path: Path) -> None:
     model = net()
     named = dict(model.named_parameters())
     groups = [{"params": [named["0.weight"]]}, {"params": [named["0.bias"]]}]

@@ -16,10 +16,10 @@ from syncline.training.evaluator import Evaluator, is_evaluator, wants_evaluator
 from syncline.training.settings import Settings
 from syncline.world import World
 from tests.hunting import seeds
-from tests.training.asynchronous_strategy import Common, Loosely, MemoryBoard
+from tests.training.asynchronous_strategy import Common, MemoryChannel, PlainAsynchronous
 from tests.training.tiny import Tiny
 
-Script = Callable[[World, MemoryBoard], None]
+Script = Callable[[World, MemoryChannel], None]
 
 
 def watched(
@@ -31,7 +31,7 @@ def watched(
     resolved = settings.resolved(workload, 2)
 
     def work(world: World) -> None:
-        board = MemoryBoard(common, world, latency=1e-4)
+        board = MemoryChannel(common, world, latency=1e-4)
         model = workload.model(0)
         if world.rank == 1:
             world.compute(late)
@@ -47,12 +47,12 @@ def watched(
         Evaluator(board, workload, resolved, model, workers=2, runtime=world.runtime, timeout=timeout).run()
 
     sl.simulate(work, ranks=2, seed=seed)
-    notes = ControlState(MemoryBoard(common, None))  # type: ignore[arg-type]  # without latency it asks for no time
+    notes = ControlState(MemoryChannel(common, None))  # type: ignore[arg-type]  # without latency it asks for no time
     notes.read()
     return notes
 
 
-def steady(world: World, board: MemoryBoard, steps: int = 10, seconds: float = 0.1) -> None:
+def steady(world: World, board: MemoryChannel, steps: int = 10, seconds: float = 0.1) -> None:
     nan = float("nan")
     board.post("start", [0.0, -1, nan, 0, nan])
     for _ in range(steps):
@@ -65,7 +65,7 @@ def steady(world: World, board: MemoryBoard, steps: int = 10, seconds: float = 0
 
 @pytest.mark.parametrize("late", [0.0, 2.0])
 @pytest.mark.parametrize("seed", seeds(1, every=3))
-def test_it_looks_when_the_multiple_is_passed_and_not_before(seed: int, late: float) -> None:
+def test_evaluates_after_each_multiple_of_steps(seed: int, late: float) -> None:
     """Also where its process comes seconds after the workers': they wait for it, and its clock is theirs."""
     notes = watched(steady, Settings(epochs=9, evaluate_every=3), seed, late=late)
     assert [one.rounds for one in notes.evaluations] == [6, 12, 18, 20]
@@ -76,7 +76,7 @@ def test_it_looks_when_the_multiple_is_passed_and_not_before(seed: int, late: fl
         assert true <= one.elapsed < true + 0.1, "soon after; and its own clock never says earlier than it was"
 
 
-def test_late_looks_leave_multiples_out() -> None:
+def test_a_slow_evaluator_skips_multiples() -> None:
     """Steps come faster than anybody can look: it evaluates what there is, and never one multiple twice."""
     notes = watched(lambda world, board: steady(world, board, 60, 1e-5), Settings(epochs=99, evaluate_every=1))
     rounds = [one.rounds for one in notes.evaluations]
@@ -93,13 +93,13 @@ def test_the_target_ends_the_run() -> None:
     assert notes.over is not None
 
 
-def test_nobody_begins() -> None:
+def test_a_run_that_never_starts_times_out() -> None:
     with pytest.raises(PeerLostError, match="waited 2 s for rank 0"):
         watched(lambda world, board: world.compute(10.0), Settings(epochs=1), timeout=2.0)
 
 
-def test_nobody_steps() -> None:
-    def still(world: World, board: MemoryBoard) -> None:
+def test_a_run_without_steps_times_out() -> None:
+    def still(world: World, board: MemoryChannel) -> None:
         board.post("start", [0.0, -1, float("nan"), 0, float("nan")])
         world.compute(10.0)
 
@@ -108,7 +108,7 @@ def test_nobody_steps() -> None:
 
 
 def test_a_stopped_run_is_not_tested() -> None:
-    def stopped(world: World, board: MemoryBoard) -> None:
+    def stopped(world: World, board: MemoryChannel) -> None:
         board.post("start", [0.0, -1, float("nan"), 0, float("nan")])
         board.post("over", [REASONS.index("signal"), 1.0, 3])
 
@@ -118,11 +118,11 @@ def test_a_stopped_run_is_not_tested() -> None:
     assert notes.evaluations == []
 
 
-def test_histograms_of_any_length_pass_through_posts() -> None:
+def test_long_histograms_are_split_over_posts() -> None:
     counts = {staleness: staleness + 1 for staleness in range(40)}
 
     def work(world: World) -> dict[int, dict[int, int]]:
-        board = MemoryBoard(Common(1), world)
+        board = MemoryChannel(Common(1), world)
         post_staleness(board, 0, counts)
         post_staleness(board, 3, {2: 5})
         notes = ControlState(board)
@@ -132,12 +132,12 @@ def test_histograms_of_any_length_pass_through_posts() -> None:
     assert sl.simulate(work, ranks=1).results[0] == {0: counts, 3: {2: 5}}
 
 
-def test_who_wants_a_process_to_evaluate(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Seen(Loosely):
+def test_strategies_that_want_an_evaluator_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Seen(PlainAsynchronous):
         def observe(self, model: torch.nn.Module, network: object) -> ControlChannel | None:
             return None
 
-    found: list[Strategy] = [AllReduce(), Loosely(), Seen()]
+    found: list[Strategy] = [AllReduce(), PlainAsynchronous(), Seen()]
     assert [wants_evaluator(strategy) for strategy in found] == [False, False, True]
     assert not is_evaluator()
     monkeypatch.setenv("SYNCLINE_ROLE", "evaluator")

@@ -34,7 +34,7 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("collective", ["ring", "auto"])
-def test_every_rank_ends_alike(ranks: int, collective: str) -> None:
+def test_every_rank_has_the_same_outcome(ranks: int, collective: str) -> None:
     """50 samples in steps of 4·k: with three ranks, one has nothing in the last step of an epoch."""
     workload = Tiny()
     outcomes = run(workload, ranks, Settings(epochs=3, collective=collective, warmup=1, decay="cosine"))
@@ -50,7 +50,7 @@ def test_every_rank_ends_alike(ranks: int, collective: str) -> None:
             assert torch.equal(workload.weights(0)[name], workload.weights(rank)[name]), f"{name} of rank {rank}"
 
 
-def test_a_global_batch_stays_what_it_is() -> None:
+def test_a_global_batch_does_not_depend_on_workers() -> None:
     """Micro-batches of four on however many workers: the same steps, and the same loss."""
     settings = Settings(epochs=1, global_batch=50, batch=4, collective="ring")
     found = [
@@ -63,7 +63,7 @@ def test_a_global_batch_stays_what_it_is() -> None:
         assert other.test == pytest.approx(found[0].test, rel=1e-3)
 
 
-def test_the_log_tells_the_run(tmp_path: Path) -> None:
+def test_the_log_has_the_events_of_a_run(tmp_path: Path) -> None:
     run(Tiny(), 2, Settings(epochs=2, batch=5, scaling="linear", seed=3), folder=tmp_path / "run")
     lines = read_log(tmp_path / "run")
     keys = [line["key"] for line in lines]
@@ -141,7 +141,7 @@ def test_a_summary_for_scripts(tmp_path: Path) -> None:
     assert told["steps"] == stopped[0].steps
 
 
-def test_no_files_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_files_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run(Tiny(), 2, Settings(epochs=1))
     assert list(tmp_path.iterdir()) == []
@@ -171,7 +171,7 @@ def test_it_stops_after_so_many_steps(steps: int) -> None:
     assert found.test is not None
 
 
-def test_a_better_seed_is_another_run() -> None:
+def test_another_seed_gives_another_result() -> None:
     first, again, other = Tiny(), Tiny(), Tiny()
     run(first, 2, Settings(epochs=1))
     run(again, 2, Settings(epochs=1))
@@ -218,7 +218,7 @@ def test_a_failure_is_in_the_log(tmp_path: Path) -> None:
     assert (told["steps"], told["checkpoint"]) == (3, None)
 
 
-def test_another_run_is_not_written_over(tmp_path: Path) -> None:
+def test_a_folder_with_a_run_is_refused(tmp_path: Path) -> None:
     run(Tiny(), 2, Settings(epochs=1), folder=tmp_path)
     before = (tmp_path / "log.jsonl").read_bytes()
     with pytest.raises(IncompatibleError, match="holds a run already: continue it with --resume auto"):
@@ -242,7 +242,7 @@ def test_another_run_is_not_written_over(tmp_path: Path) -> None:
         ({"target": 1.5}, "target 1.5 cannot be: tiny is judged by accuracy"),
     ],
 )
-def test_settings_that_make_no_run(settings: dict[str, Any], words: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError, match=words):
         Settings(**settings).resolved(Tiny(), 1)
 
@@ -269,7 +269,7 @@ def test_warm_up_begins_at_the_rate_of_one_worker(tmp_path: Path) -> None:
     assert seen["none"] == pytest.approx([0.01, 0.0325, 0.055, 0.0775, 0.1, 0.1])
 
 
-def test_evaluations_come_every_so_many_steps(tmp_path: Path) -> None:
+def test_evaluate_every_steps(tmp_path: Path) -> None:
     """13 steps an epoch on one worker: the cadence crosses the ends of epochs, and the last step is evaluated too."""
     run(Tiny(), 1, Settings(epochs=2, evaluate_every=5), folder=tmp_path)
     lines = [line for line in read_log(tmp_path) if line["key"] == "sl_evaluation"]
@@ -281,7 +281,7 @@ def test_evaluations_come_every_so_many_steps(tmp_path: Path) -> None:
         assert all(outcome == found[0] for outcome in found)
 
 
-def test_evaluations_follow_the_hit(tmp_path: Path) -> None:
+def test_evaluations_after_the_target(tmp_path: Path) -> None:
     settings = Settings(epochs=9, evaluate_every=2, target=0.6, evaluations_after=3)
     (outcome,) = run(Tiny(), 1, settings, folder=tmp_path)
     assert outcome.stopped_by == "target"
@@ -291,7 +291,7 @@ def test_evaluations_follow_the_hit(tmp_path: Path) -> None:
     assert outcome.time_to_target == values[hit]["elapsed"]
 
 
-def test_the_mode_is_training_after_an_evaluation_within_an_epoch() -> None:
+def test_training_mode_after_an_evaluation_within_an_epoch() -> None:
     workload = Tiny()
     modes: list[bool] = []
     workload.watcher = lambda _: modes.append(workload.models[0].training)
@@ -299,7 +299,7 @@ def test_the_mode_is_training_after_an_evaluation_within_an_epoch() -> None:
     assert modes == [True] * 13
 
 
-def test_a_momentum_is_given_to_the_optimizer(tmp_path: Path) -> None:
+def test_momentum_is_passed_to_the_optimizer(tmp_path: Path) -> None:
     run(Tiny(), 1, Settings(epochs=1, momentum=0.25), folder=tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["optimizer"]["momentum"] == 0.25
     with pytest.raises(SpecError, match="AdamW has no such setting"):
@@ -331,14 +331,14 @@ def test_computing_takes_virtual_time_and_hides_communication(tmp_path: Path) ->
         assert slow == pytest.approx(3 * fast, rel=0.01)
 
 
-def test_what_is_predicted_is_in_the_configuration(tmp_path: Path) -> None:
+def test_the_prediction_is_in_config_json(tmp_path: Path) -> None:
     run(Tiny(), 2, Settings(epochs=1, collective="ring"), folder=tmp_path, predict=True)
     found = json.loads((tmp_path / "config.json").read_text())["predicted"]
     assert found["communication"] > 0
     assert found["codec"] == 0
 
 
-def test_a_loss_that_is_no_number_is_the_end() -> None:
+def test_a_nan_loss_ends_the_run() -> None:
     """Also where nobody looks at the gradients: somebody else's way of agreeing."""
 
     class Broken(Tiny):

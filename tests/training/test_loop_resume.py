@@ -121,7 +121,7 @@ def test_a_stop_between_epochs(tmp_path: Path, whole: dict[int, tuple[Tiny, list
     assert_same(resumed, whole[2][0], 2)
 
 
-def test_a_run_that_is_over_stays_over(tmp_path: Path) -> None:
+def test_a_finished_run_is_not_continued(tmp_path: Path) -> None:
     first = run(Tiny(), 2, HOW, folder=tmp_path)
     again = Tiny()
     second = run(again, 2, HOW, folder=tmp_path, resume=True)
@@ -129,7 +129,7 @@ def test_a_run_that_is_over_stays_over(tmp_path: Path) -> None:
     assert (second[0].test, second[0].steps, second[0].seconds) == (first[0].test, first[0].steps, first[0].seconds)
 
 
-def test_a_target_that_was_reached_is_not_trained_for_again(tmp_path: Path) -> None:
+def test_a_reached_target_is_not_trained_again(tmp_path: Path) -> None:
     how = Settings(epochs=200, target=0.7)
     first = run(Tiny(), 2, how, folder=tmp_path)
     again = Tiny()
@@ -165,7 +165,7 @@ def test_from_another_folder(tmp_path: Path, whole: dict[int, tuple[Tiny, list[O
     assert sorted((tmp_path / "a").rglob("*")) == before
 
 
-def test_the_trace_of_a_resumed_run_is_its_own(tmp_path: Path) -> None:
+def test_a_resumed_run_has_its_own_trace(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="pulled the plug"):
         run(Tiny(watcher=crash_at(5)), 2, HOW, folder=tmp_path, trace=True)
     run(Tiny(), 2, HOW, folder=tmp_path, trace=True, resume=True)
@@ -174,7 +174,7 @@ def test_the_trace_of_a_resumed_run_is_its_own(tmp_path: Path) -> None:
     }
 
 
-def test_checkpoints_are_left_out_where_nobody_wants_them(tmp_path: Path) -> None:
+def test_checkpoint_every_0_saves_nothing(tmp_path: Path) -> None:
     run(Tiny(), 2, Settings(epochs=1, checkpoint_every=0), folder=tmp_path)
     assert not RunFolder(tmp_path).checkpoints.exists()
 

@@ -70,7 +70,7 @@ def test_survivors_write_checkpoints(tmp_path: Path, strategy: str) -> None:
     assert all(outcome.test is not None for outcome in again.results)
 
 
-def test_going_on_with_those_that_are_left(tmp_path: Path) -> None:
+def test_resume_after_workers_were_lost(tmp_path: Path) -> None:
     simulate("ssp(slack=3)", tmp_path, faults=[Kill(1, at=0.25)])
     again = simulate("ssp(slack=3)", tmp_path, ranks=2, resume=True, given={"epochs": 5})
     assert all(outcome.epochs == 5 for outcome in again.results)

@@ -19,7 +19,7 @@ class Clock:
         return self.seconds
 
 
-def test_a_terminal_line_rewrites_itself_and_lines_that_stay_take_its_place() -> None:
+def test_a_terminal_line_is_rewritten_and_replaced() -> None:
     stream, clock = io.StringIO(), Clock()
     progress = Progress(stream, clock, terminal=True, width=200)
     progress.show(REPORT)
@@ -40,7 +40,7 @@ def test_a_narrow_terminal_gets_a_line_that_fits() -> None:
     assert stream.getvalue() == "\r\x1b[K" + LINE[:39]
 
 
-def test_elsewhere_lines_are_plain_and_rare() -> None:
+def test_plain_output_has_few_lines() -> None:
     stream, clock = io.StringIO(), Clock()
     progress = Progress(stream, clock, terminal=False)
     seen = []
@@ -54,7 +54,7 @@ def test_elsewhere_lines_are_plain_and_rare() -> None:
     assert stream.getvalue() == f"{LINE}\n{LINE}\n"
 
 
-def test_nobody_is_shown_anything() -> None:
+def test_no_progress_shows_nothing() -> None:
     silent = NoProgress()
     assert not silent.due()
     silent.show(REPORT)
@@ -75,7 +75,7 @@ def test_no_speed_without_time() -> None:
     assert meter.read(1.0, 10, 10, 0.0) == Speeds()
 
 
-def test_a_loss_that_is_no_number_and_an_end_nobody_knows() -> None:
+def test_a_nan_loss_and_an_unknown_end_are_shown() -> None:
     moment = ProgressReport(epoch=1, epochs=1, step=1, steps=1, loss=float("nan"), speeds=Speeds(), left=float("inf"))
     assert "loss nan" in str(moment)
     assert str(moment).endswith("? left")

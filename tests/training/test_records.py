@@ -10,7 +10,7 @@ from syncline.training.records import common_clock_zero
 from syncline.world import World
 
 
-def test_clocks_that_are_hours_apart_get_one_zero() -> None:
+def test_clocks_hours_apart_get_one_zero() -> None:
     """Rank r's clock is r hours ahead; the answer is off by half a round trip at most, and says so."""
 
     def ask(world: World) -> tuple[float, float]:

@@ -22,7 +22,7 @@ def handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def test_sigterm_is_a_wish_however_often_it_comes() -> None:
+def test_repeated_sigterm_only_requests_a_stop() -> None:
     stop = StopSignals(terminated=True)
     assert not stop()
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):  # the launcher passes on what it is sent

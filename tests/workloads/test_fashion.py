@@ -107,9 +107,9 @@ def test_debians_files_are_the_ones_whose_checksums_we_hold() -> None:
         assert hashlib.sha256(content).hexdigest() == file.sha256
 
 
-def test_where_files_are_looked_for(made: Path, nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_of_the_searched_folders(made: Path, nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> Path:
-        return Fashion()._find()
+        return Fashion().find_folder()
 
     with pytest.raises(UnsupportedError, match="apt install dataset-fashion-mnist") as missing:
         found()
@@ -227,7 +227,7 @@ def server() -> Iterator[Server]:
     assert not thread.is_alive()
 
 
-def test_what_is_fetched_is_kept(server: Server, tmp_path: Path) -> None:
+def test_a_download_is_stored(server: Server, tmp_path: Path) -> None:
     content = b"some bytes" * 1000
     server.files = {"plain": content, "packed": gzip.compress(content, mtime=0)}
     for name in server.files:
@@ -250,7 +250,7 @@ def test_what_is_fetched_is_kept(server: Server, tmp_path: Path) -> None:
         ("cut", b"some byte", ProtocolError, "9 bytes with"),
     ],
 )
-def test_what_is_not_right_is_not_kept(
+def test_a_wrong_download_is_removed(
     server: Server, tmp_path: Path, name: str, content: bytes | None, error: type[SynclineError], message: str
 ) -> None:
     if content is not None:
@@ -261,7 +261,7 @@ def test_what_is_not_right_is_not_kept(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nobody_answers(tmp_path: Path) -> None:
+def test_a_server_that_does_not_answer(tmp_path: Path) -> None:
     taken = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     port = taken.server_address[1]
     taken.server_close()
@@ -275,7 +275,7 @@ def test_download_only_when_asked_and_only_once(
     """The real checksums hold for the real files alone, so these have their own."""
     files = []
     for file in FILES:
-        path = fashion._in(made, file)
+        path = fashion.path_in(made, file)
         content = gzip.decompress(path.read_bytes()) if path.suffix else path.read_bytes()
         server.files[f"{file.name}.gz"] = path.read_bytes() if path.suffix else gzip.compress(content, mtime=0)
         digest = hashlib.sha256(content).hexdigest()

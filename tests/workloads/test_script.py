@@ -219,12 +219,12 @@ def refusal(path: str) -> str:
         ),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, more: str, words: str) -> None:
+def test_errors_name_the_mistake(tmp_path: Path, more: str, words: str) -> None:
     with leaving_randomness():
         assert words in refusal(script(tmp_path, more))
 
 
-def test_files_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert refusal("mine.py") == "there is no file mine.py; syncline new mine.py writes one to begin with"
     script(tmp_path)
@@ -317,7 +317,7 @@ def test_data_of_every_type_has_a_digest(tmp_path: Path) -> None:
     assert len(workload.describe()["sha256"]) == 64
 
 
-def test_names_that_are_nearly_right_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_similar_names_give_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     more = "LR = 1\nTARGETS = 2\nEPOCH = 3\nCLASSES = 4\ndef metrics(model, batch): ...\n"
     workload = build(script(tmp_path, more))
     assert isinstance(workload, ScriptWorkload)
@@ -352,7 +352,7 @@ def test_train_refuses_before_a_worker_is_started(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_that_goes_on_with_another_script_says_so(
+def test_resuming_with_another_script_warns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)

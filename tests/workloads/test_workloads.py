@@ -102,7 +102,7 @@ def test_a_spec_reads_back(spec: str) -> None:
     assert build(spec).spec == spec
 
 
-def test_what_is_as_by_default_is_not_written() -> None:
+def test_a_spec_omits_default_arguments() -> None:
     assert build("stdlib(length=128, model='rnn')").spec == "stdlib(model='rnn')"
 
 
@@ -129,7 +129,7 @@ def test_every_name_builds() -> None:
         ("logistic(condition=1e999)", "condition: inf"),
     ],
 )
-def test_what_cannot_be_built(spec: str, message: str) -> None:
+def test_invalid_specs_are_refused(spec: str, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         build(spec)
 
@@ -145,13 +145,13 @@ def test_what_cannot_be_built(spec: str, message: str) -> None:
         ("regression", 0, "gap .lower is better., so write a number above 0$"),
     ],
 )
-def test_targets_that_cannot_be(spec: str, target: Any, message: str) -> None:
+def test_impossible_targets_are_refused(spec: str, target: Any, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         build(spec).check_target(target)
 
 
 def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.workloads.digits._from_file", lambda: None)
+    monkeypatch.setattr("syncline.workloads.digits.read_file", lambda: None)
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(UnsupportedError, match=r"pip install 'syncline\[workloads\]'"):
         Digits().splits()
@@ -221,7 +221,7 @@ def test_the_optimum_is_one(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ["regression", "logistic"])
-def test_the_gap_at_the_optimum_is_nothing(spec: str) -> None:
+def test_the_gap_at_the_optimum_is_zero(spec: str) -> None:
     workload = cast(Convex, build(spec))
     model = workload.model(0)
     assert workload.evaluate(model, workload.splits().test)["gap"] > 0.01
@@ -230,7 +230,7 @@ def test_the_gap_at_the_optimum_is_nothing(spec: str) -> None:
     assert 0 <= workload.evaluate(model, workload.splits().test)["gap"] < 1e-12
 
 
-def test_the_condition_is_about_what_was_asked_for() -> None:
+def test_the_condition_number_is_about_the_argument() -> None:
     inputs = cast(Pairs, Regression(condition=100.0).splits().train).inputs.double()
     eigenvalues = torch.linalg.eigvalsh(inputs.T @ inputs / len(inputs))
     assert 50 < (eigenvalues[-1] / eigenvalues[0]).item() < 200

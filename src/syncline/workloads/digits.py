@@ -51,12 +51,12 @@ class Digits(Classification):
 
     def make_splits(self) -> Splits:
         """From the files of scikit-learn."""
-        images, labels = _from_file() or _from_package()
+        images, labels = read_file() or read_package()
         pixels = torch.from_numpy(images).to(torch.float32).view(-1, 1, 8, 8) / 16
         return stratified(pixels, torch.from_numpy(labels).long(), seed=1797)
 
 
-def _from_file() -> Arrays | None:
+def read_file() -> Arrays | None:
     """Images and labels from scikit-learn's file. Importing scikit-learn would take longer than the training."""
     spec = importlib.util.find_spec("sklearn")
     for place in (spec.submodule_search_locations or []) if spec is not None else []:
@@ -68,7 +68,7 @@ def _from_file() -> Arrays | None:
     return None
 
 
-def _from_package() -> Arrays:
+def read_package() -> Arrays:
     state = random.getstate()
     try:
         datasets = importlib.import_module("sklearn.datasets")

@@ -117,8 +117,8 @@ class Fashion(Classification):
 
     def make_splits(self) -> Splits:
         """The last 10,000 training images of one fixed shuffle are for validation."""
-        folder = self._find()
-        images, labels, test_images, test_labels = (_checked(_in(folder, file), file) for file in FILES)
+        folder = self.find_folder()
+        images, labels, test_images, test_labels = (_checked(path_in(folder, file), file) for file in FILES)
         order = torch.randperm(len(labels), generator=draw(60_000))
         train, validation = order[:-VALIDATION_SAMPLES], order[-VALIDATION_SAMPLES:]
         return Splits(
@@ -127,15 +127,15 @@ class Fashion(Classification):
             _pairs(test_images, test_labels),
         )
 
-    def _find(self) -> Path:
+    def find_folder(self) -> Path:
         places = [Path(self.folder).expanduser()] if self.folder is not None else _places()
         for place in places:
-            if all(_in(place, file).is_file() for file in FILES):
+            if all(path_in(place, file).is_file() for file in FILES):
                 return place
         if self.folder is None and self.download:
             cache = places[-1]
             for file in FILES:
-                if not _in(cache, file).is_file():
+                if not path_in(cache, file).is_file():
                     fetch(f"{self.url}{file.name}.gz", cache / f"{file.name}.gz", file.sha256, file.bytes)
             return cache
         raise UnsupportedError(
@@ -151,7 +151,7 @@ def _places() -> list[Path]:
     return [*named, DEBIAN_FOLDER, cache_folder() / "fashion-mnist"]
 
 
-def _in(folder: Path, file: _File) -> Path:
+def path_in(folder: Path, file: _File) -> Path:
     """The packed file if it exists, else the plain one."""
     packed = folder / f"{file.name}.gz"
     return packed if packed.is_file() else folder / file.name

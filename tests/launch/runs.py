@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from tests.launch.forked import Forked
 
-PATIENCE = 90.0
+WAIT_TIMEOUT_S = 90.0
 """Timeout in seconds of every wait."""
 SLOW = ("they take turns", "before they hold any model", "then a signal ends them")
 """Parts of messages that appear only on busy machines."""
@@ -36,14 +36,14 @@ def until(name):
 
 
 def wait_for(what: Callable[[], T], why: str) -> T:
-    """Call `what` until its result is true, and return the result; fail with `why` after `PATIENCE` seconds."""
-    until = time.monotonic() + PATIENCE
+    """Call `what` until its result is true, and return the result; fail with `why` after `WAIT_TIMEOUT_S` seconds."""
+    until = time.monotonic() + WAIT_TIMEOUT_S
     while time.monotonic() < until:
         found = what()
         if found:
             return found
         time.sleep(0.01)
-    raise AssertionError(f"not within {PATIENCE:.0f} s: {why}")
+    raise AssertionError(f"not within {WAIT_TIMEOUT_S:.0f} s: {why}")
 
 
 class Runs:
@@ -134,7 +134,7 @@ class Runs:
     def close(self) -> None:
         for run in self.started:
             run.process.kill()
-            run.process.join(PATIENCE)
+            run.process.join(WAIT_TIMEOUT_S)
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -188,7 +188,7 @@ class Run:
         return sorted(rank for prefork in _children(self.pid) for rank in _children(prefork))
 
     def finish(self) -> Run:
-        self.process.join(PATIENCE)
+        self.process.join(WAIT_TIMEOUT_S)
         return self
 
     def describe(self) -> str:

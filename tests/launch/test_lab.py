@@ -28,13 +28,13 @@ from tests.launching import ROOT
 
 pytestmark = pytest.mark.xdist_group("lab")
 
-PATIENCE = 60.0
+WAIT_TIMEOUT_S = 60.0
 
 
 def eventually(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + WAIT_TIMEOUT_S
     while not condition():
-        assert time.monotonic() < deadline, f"{what}: not within {PATIENCE:.0f} s"
+        assert time.monotonic() < deadline, f"{what}: not within {WAIT_TIMEOUT_S:.0f} s"
         time.sleep(0.01)
 
 
@@ -82,17 +82,17 @@ needs_lab = pytest.mark.usefixtures("witness")
 
 def serve(host: LabHost) -> socket.socket:
     listener = host.call(lambda: socket.create_server((host.address, 0)))
-    listener.settimeout(PATIENCE)
+    listener.settimeout(WAIT_TIMEOUT_S)
     return listener
 
 
 def connect(host: LabHost, address: tuple[str, int]) -> socket.socket:
-    return host.call(lambda: socket.create_connection(address, timeout=PATIENCE))
+    return host.call(lambda: socket.create_connection(address, timeout=WAIT_TIMEOUT_S))
 
 
 def run_inside(host: LabHost, *command: str) -> str:
     done = subprocess.run(
-        [*host.enter, *command], capture_output=True, text=True, timeout=PATIENCE, check=False, cwd=ROOT
+        [*host.enter, *command], capture_output=True, text=True, timeout=WAIT_TIMEOUT_S, check=False, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -143,14 +143,14 @@ def test_three_senders_into_one_port_lose_nothing() -> None:
         for thread in threads:
             thread.start()
         for receiver in receivers:
-            receiver.settimeout(PATIENCE)
+            receiver.settimeout(WAIT_TIMEOUT_S)
             left = nbytes
             while left:
                 got = len(receiver.recv(1 << 16))
                 assert got, f"{left} of {nbytes} bytes are missing"
                 left -= got
         for thread in threads:
-            thread.join(PATIENCE)
+            thread.join(WAIT_TIMEOUT_S)
         for end in (*senders, *receivers):
             end.close()
         port = (
@@ -211,7 +211,7 @@ def test_hosts_reach_only_each_other() -> None:
             with into:
                 assert peer[0] == first.address
                 out.sendall(b"hello")
-                into.settimeout(PATIENCE)
+                into.settimeout(WAIT_TIMEOUT_S)
                 assert into.recv(5) == b"hello"
         with pytest.raises(OSError, match="unreachable") as unreachable:
             connect(first, ("192.0.2.1", 80))
@@ -316,7 +316,7 @@ def test_a_process_inside_keeps_its_host_until_it_ends(witness: Witness) -> None
         eventually(lambda: witness.alive() == 1, "the empty host is gone")
         assert inside.poll() is None
     finally:
-        inside.communicate("out\n", timeout=PATIENCE)
+        inside.communicate("out\n", timeout=WAIT_TIMEOUT_S)
     eventually(lambda: witness.alive() == 0, "the other host is gone with its process")
 
 
@@ -338,7 +338,7 @@ def test_kill_9_leaves_nothing(witness: Witness) -> None:
         assert witness.alive() == 3
     finally:
         holder.send_signal(signal.SIGKILL)
-        holder.communicate(timeout=PATIENCE)
+        holder.communicate(timeout=WAIT_TIMEOUT_S)
     eventually(lambda: witness.alive() == 0, "the networks of a killed process are gone")
 
 

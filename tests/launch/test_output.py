@@ -14,7 +14,7 @@ from syncline.errors import ProtocolError
 from syncline.launch import output as module
 from syncline.launch.output import FREE_EVERY_BYTES, READ_BYTES, OutputForwarder, free_disk_space
 from syncline.launch.store import ProcessEvents, serve_store
-from tests.launch.runs import PATIENCE, wait_for
+from tests.launch.runs import WAIT_TIMEOUT_S, wait_for
 
 
 class Broken(io.BytesIO):
@@ -33,7 +33,7 @@ class Blocked(io.BytesIO):
 
     def write(self, data: object) -> int:
         self.reached.set()
-        assert self.released.wait(PATIENCE)
+        assert self.released.wait(WAIT_TIMEOUT_S)
         return super().write(data)  # type: ignore[arg-type]
 
 
@@ -101,7 +101,7 @@ def test_blocked_reader_does_not_block_messages(tmp_path: Path, blocked: Blocked
         (tmp_path / name).write_text(f"{name}\n")
     with OutputForwarder(blocked, blocked) as output:
         output.follow(str(tmp_path / "one"), blocked, "[1] ")
-        assert blocked.reached.wait(PATIENCE)
+        assert blocked.reached.wait(WAIT_TIMEOUT_S)
         output.follow(str(tmp_path / "two"), blocked, "[2] ")
         output.say("first words")
         output.say("last words")
@@ -117,7 +117,7 @@ def test_reader_that_takes_nothing_times_out(tmp_path: Path, blocked: Blocked, m
     (tmp_path / "one").write_text("one\n")
     with OutputForwarder(blocked, err) as output:
         output.follow(str(tmp_path / "one"), blocked, "[1] ")
-        assert blocked.reached.wait(PATIENCE)
+        assert blocked.reached.wait(WAIT_TIMEOUT_S)
         output.say("rank 1 failed")
     assert blocked.getvalue() == b""
     assert err.getvalue() == (

@@ -16,7 +16,7 @@ from syncline.launch import prefork
 from syncline.launch.prefork import Prefork, find_prefork
 from tests.hunting import HUNTING, only_hunting
 from tests.launch.forked import Forked
-from tests.launch.runs import PATIENCE, Runs, wait_for
+from tests.launch.runs import WAIT_TIMEOUT_S, Runs, wait_for
 
 SERVER = ("-m", "syncline.server")
 WAYS = {"forked": {}, "new": {"SYNCLINE_PREFORK": "0"}}
@@ -229,7 +229,7 @@ sys.exit("enough")
     for path, code, said in (("script.py", 1, "enough\nhandler\n"), ("here/script.py", 42, "")):
         with open(tmp_path / "err", "wb") as err:
             rank = Forked((str(tmp_path / path),), variables, [0, 1, err.fileno()])
-        rank.join(PATIENCE)
+        rank.join(WAIT_TIMEOUT_S)
         assert (rank.exitcode, (tmp_path / "err").read_text()) == (code, said), path
     assert not (tmp_path / "kept").exists()
 

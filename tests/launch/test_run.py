@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.launch.runs import PATIENCE, Runs, wait_for
+from tests.launch.runs import WAIT_TIMEOUT_S, Runs, wait_for
 
 
 def test_rank_0_is_plain_and_the_others_have_their_rank(runs: Runs) -> None:
@@ -93,7 +93,7 @@ def test_script_runs_as_under_plain_python(runs: Runs, what: list[str]) -> None:
     (runs.folder / "package" / "__init__.py").touch()
     environ = {**runs.environ(), "PYTHONDONTWRITEBYTECODE": "1"}
     plain = subprocess.run(
-        [sys.executable, *what], cwd=runs.folder, env=environ, capture_output=True, text=True, timeout=PATIENCE
+        [sys.executable, *what], cwd=runs.folder, env=environ, capture_output=True, text=True, timeout=WAIT_TIMEOUT_S
     )
     run = runs.run("run", "-n", "1", *what, variables={"PYTHONDONTWRITEBYTECODE": "1"})
     assert plain.returncode == run.code == 0, (plain.stderr, run.describe())

@@ -100,7 +100,7 @@ class OutputForwarder:
         return sum(len(stream.rest) for stream in self._streams)
 
     def close(self) -> None:
-        """Forward the rest, as long as somebody reads it."""
+        """Forward the rest, as long as it is read."""
         self._closed.set()
         written, since = self._written, time.monotonic()
         while self._thread is not None and self._thread.is_alive():

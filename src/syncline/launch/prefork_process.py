@@ -222,7 +222,7 @@ def _run_rank(request: Mapping[str, Any]) -> NoReturn:
 
 
 def _seed() -> None:
-    """Seed NumPy and torch anew, as in a new process. Python itself seeds `random` after each fork."""
+    """Seed NumPy and torch again, as in a new process. Python itself seeds `random` after each fork."""
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     if "torch" in sys.modules:

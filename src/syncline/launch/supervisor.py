@@ -77,7 +77,7 @@ BLAME_WAIT_S = 1.0
 EVALUATOR_TIMEOUT_S = 60.0
 """Seconds that an evaluator has to finish after all ranks have ended well."""
 CHECK_EVERY_S = 1.0
-"""Seconds between checks that are not urgent, and before the user is told which programs are still running."""
+"""Seconds between checks that are not urgent, and before the user sees which programs are still running."""
 SAME_SIGNAL_S = 0.2
 """A second signal within these seconds counts as the first: wrappers like `uv run` forward Ctrl-C once more."""
 FORWARDED = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}

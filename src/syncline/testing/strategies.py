@@ -220,9 +220,9 @@ class StrategyContract:
                 take_step(model, made, world.rank, step)
             world.barrier()
             stats = run.stats
-            told = stats.steps, stats.bytes_wire, stats.staleness, stats.consensus
+            found = stats.steps, stats.bytes_wire, stats.staleness, stats.consensus
             run.close()
-            return told
+            return found
 
         for steps, sent, staleness, consensus in self.simulate(work):
             assert steps == STEPS
@@ -247,5 +247,5 @@ class StrategyContract:
             return ""
 
         killed = self.ranks - 1
-        told = self.simulate(work, faults=[faults.Kill(killed, at=0.5)], return_exceptions=True)
-        assert all(f"rank {killed}" in str(word) for word in told[:killed]), told
+        errors = self.simulate(work, faults=[faults.Kill(killed, at=0.5)], return_exceptions=True)
+        assert all(f"rank {killed}" in str(word) for word in errors[:killed]), errors

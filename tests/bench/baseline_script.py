@@ -20,7 +20,7 @@ from syncline.environment import detect
 from syncline.errors import IncompatibleError
 from syncline.strategies import Run, Strategy, strategy_run
 from syncline.training.distribute import distribute
-from syncline.transports.store import find_rendezvous, open_store
+from syncline.transports.key_value_store import find_rendezvous, open_store
 from syncline.workloads.base import batches as cut
 from syncline.workloads.digits import Digits
 from syncline.world import World

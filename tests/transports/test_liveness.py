@@ -12,8 +12,8 @@ import pytest
 import syncline as sl
 from syncline.environment.heartbeats import ALIVE, lost_after
 from syncline.runtime import RealRuntime
+from syncline.transports.key_value_store import BoundedStore, StoreSilentError
 from syncline.transports.liveness import HEARTBEAT_EVERY_S, Liveness, LossReason
-from syncline.transports.store import BoundedStore, StoreSilentError
 
 PATIENCE = 60.0
 

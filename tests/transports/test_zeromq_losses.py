@@ -96,8 +96,7 @@ def test_the_launcher_decides_about_a_completely_silent_process(here: Here) -> N
     """A process that only computes writes nothing into the store either; one that does is cut off from this rank."""
     first, silent = here.ranks[0], here.ranks[1].node
     first.monitor.watch([1])
-    silent.liveness.closed.set()
-    assert silent.liveness._task.join(TEST_TIMEOUT_S)
+    assert silent.liveness.stop()
     first.node.launched, silent.next_ping = True, float("inf")
     first.node.lost_after_s = 0.2
     peer = first.node.peers[1]

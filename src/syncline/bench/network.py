@@ -27,7 +27,7 @@ from syncline.costs import Calibration, predict
 from syncline.environment import detect
 from syncline.transports import Transport
 from syncline.transports.base import LANE_TAGS
-from syncline.transports.store import listening_address
+from syncline.transports.key_value_store import listening_address
 from syncline.transports.zeromq import connect as connect_zeromq
 from syncline.world import World, broadcast, init
 

@@ -29,7 +29,7 @@ from syncline.training.evaluator import Evaluator
 from syncline.training.loop import SyncPolicy, Trainer
 from syncline.training.phases import AGREEING, EVALUATION
 from syncline.training.run_state import Outcome, StopReason
-from syncline.transports.store import watch_program
+from syncline.transports.key_value_store import watch_program
 
 __all__ = ["AsynchronousPolicy"]
 

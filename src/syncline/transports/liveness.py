@@ -20,8 +20,8 @@ from typing import Any
 from syncline.environment.heartbeats import ALIVE, DEAD, LEFT
 from syncline.runtime import Runtime
 from syncline.transports.base import CHECK_HINT, Monitor, group_ranks_by_text
+from syncline.transports.key_value_store import KeyValueStore
 from syncline.transports.messages import WarningLog
-from syncline.transports.store import KeyValueStore
 
 __all__ = ["LEFT_WORLD", "Liveness", "LivenessMonitor", "LossReason"]
 
@@ -215,12 +215,16 @@ class Liveness:
             self._left = True
             self._ask(lambda: self._store.set(f"left/{self.rank}", "1"))
 
+    def stop(self) -> bool:
+        """Stop the heartbeats without a goodbye. Returns whether the task ended within `CLOSE_TIMEOUT_S`."""
+        self.closed.set()
+        # A thread that comes back from C++ while the interpreter shuts down takes the process down with it.
+        return self._task.join(CLOSE_TIMEOUT_S)
+
     def close(self) -> None:
         """Stop the heartbeats, and write that this rank leaves by itself."""
         if not self.closed.is_set():
-            self.closed.set()
-            # A thread that comes back from C++ while the interpreter shuts down takes the process down with it.
-            stopped = self._task.join(CLOSE_TIMEOUT_S)
+            stopped = self.stop()
             self.leave()
             if stopped and self._program:
                 self._ask(lambda: self._launcher.set(f"{ALIVE}/{self._program}", LEFT))

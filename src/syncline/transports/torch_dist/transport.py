@@ -35,6 +35,14 @@ from syncline.environment import Environment, Rendezvous
 from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SynclineError, WorldError
 from syncline.runtime import RealRuntime, Task
 from syncline.transports.base import MAX_TAG, Handle, NativeCollectives, Op, Transport, format_bytes
+from syncline.transports.key_value_store import (
+    find_rendezvous,
+    first_line,
+    listening_address,
+    open_bounded_store,
+    open_store,
+    program_name,
+)
 from syncline.transports.liveness import LEFT_WORLD, Liveness, LivenessMonitor, LossReason
 from syncline.transports.messages import (
     HEADER_BYTES,
@@ -48,21 +56,14 @@ from syncline.transports.messages import (
     channel_closed,
     describe_recv,
 )
-from syncline.transports.store import (
-    find_rendezvous,
-    first_line,
-    listening_address,
-    open_bounded_store,
-    open_store,
-    program_name,
-)
 from syncline.transports.torch_dist.process_groups import ProcessGroupFactory
 
-__all__ = ["FOREVER", "NativeTorch", "TorchTransport", "WorkHandle", "connect"]
+__all__ = ["NativeTorch", "TorchTransport", "WorkHandle", "connect"]
 
 logger = logging.getLogger("syncline")
 
 FOREVER = timedelta(days=3650)
+"""A timeout that is never reached: torch has no infinite one."""
 
 
 class WorkHandle:
@@ -148,7 +149,7 @@ REDUCIBLE = frozenset(
 )
 
 
-MAX_DESCRIPTIONS = 1000
+MAX_CACHED_DESCRIPTIONS = 1000
 
 
 class NativeTorch(NativeCollectives):
@@ -209,7 +210,7 @@ class NativeTorch(NativeCollectives):
         name, dtype, shape = key
         sizes = "" if name == "alltoall" else list(shape)  # its sizes may differ between ranks
         words = f"{name} of {str(dtype).removeprefix('torch.')}{sizes} among {self._transport.size} ranks"
-        if len(self._descriptions) < MAX_DESCRIPTIONS:
+        if len(self._descriptions) < MAX_CACHED_DESCRIPTIONS:
             self._descriptions[key] = words
         return words
 
@@ -230,8 +231,9 @@ def _hint(error: str) -> str:
     )
 
 
-MAX_DROPPED = 64
+MAX_DROPPED_SENDS = 64
 MAX_DROPPED_BYTES = 64 << 20
+"""Sends without a handle that may be on the way, in number and in bytes. The next send waits for the oldest."""
 READER_JOIN_TIMEOUT_S = 5.0
 
 EXACT, HEADER, BODY, ABORT = 0 * MAX_TAG, 1 * MAX_TAG, 2 * MAX_TAG, 3 * MAX_TAG
@@ -294,8 +296,8 @@ class TorchTransport(Transport):
     def post_send(self, data: Tensor, to: int, engine_tag: int, lossy: bool = False) -> Handle:
         """Give bytes to the engine. The loss of a lossy message is ignored."""
         pending = f"rank {self.members[to]} to take {format_bytes(data.numel())}"
-        large = data.numel() > MAX_DROPPED_BYTES // MAX_DROPPED  # a few small ones cannot exceed the limit
-        while len(self.dropped) > MAX_DROPPED or (
+        large = data.numel() > MAX_DROPPED_BYTES // MAX_DROPPED_SENDS  # a few small ones cannot exceed the limit
+        while len(self.dropped) > MAX_DROPPED_SENDS or (
             large and sum(handle.nbytes for handle in self.dropped) > MAX_DROPPED_BYTES
         ):
             self.dropped.popleft().wait()  # usually done long ago: the engine reports it only to a wait

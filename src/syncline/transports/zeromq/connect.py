@@ -13,8 +13,7 @@ from syncline.environment import Environment, Rendezvous
 from syncline.environment.heartbeats import lost_after
 from syncline.errors import WorldError
 from syncline.runtime import RealRuntime
-from syncline.transports.liveness import Liveness
-from syncline.transports.store import (
+from syncline.transports.key_value_store import (
     find_rendezvous,
     first_line,
     listening_address,
@@ -22,6 +21,7 @@ from syncline.transports.store import (
     open_store,
     program_name,
 )
+from syncline.transports.liveness import Liveness
 from syncline.transports.zeromq.membership import KEY_VARIABLE, MembershipLog, choose_key
 from syncline.transports.zeromq.node import Node
 from syncline.transports.zeromq.transport import ZmqTransport

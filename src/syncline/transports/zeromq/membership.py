@@ -27,8 +27,8 @@ from syncline.environment.base import check_versions
 from syncline.environment.heartbeats import DEAD
 from syncline.errors import WorldError
 from syncline.runtime import Runtime
+from syncline.transports.key_value_store import KeyValueStore, StoreSilentError
 from syncline.transports.messages import WarningLog
-from syncline.transports.store import KeyValueStore, StoreSilentError
 
 __all__ = ["KEY_VARIABLE", "CurveSecurity", "MemberEntry", "MembershipLog", "choose_key"]
 

@@ -23,7 +23,7 @@ from syncline.transports.zeromq.node import Node, Waitable
 __all__ = ["ZmqTransport"]
 
 ABORTED = "the channel was given up"
-LATE = "it has not come within the timeout"
+LATE_MESSAGE = "it has not come within the timeout"
 EMPTY_BUFFER = torch.empty(0, dtype=torch.uint8)
 EMPTY_DATA = memoryview(b"")
 MAX_NAMED_RANKS = 8
@@ -197,7 +197,7 @@ class ZmqTransport(Transport):
             return LossReason(rank, str(cause))
         if may_ask and seconds >= self.timeout:
             return self.node.liveness.blame(self._channel, self.members, rank, broken=False)
-        return LossReason(rank, f"{LATE}; {self.node.name(rank)} is still there")
+        return LossReason(rank, f"{LATE_MESSAGE}; {self.node.name(rank)} is still there")
 
     def explain(self, error: Exception, peer: int | None, pending: str) -> Exception:
         """The error of a broken receive. The node, which broke it, knows that the peer ended, but not why."""
@@ -213,13 +213,13 @@ class ZmqTransport(Transport):
         others = [rank for rank in ranks if rank != self.node.rank]
         gone = {rank: reason for rank in others if (reason := self.node.gone(rank))}
         if not gone:
-            return f"{LATE}; everyone it could come from is still there"
+            return f"{LATE_MESSAGE}; everyone it could come from is still there"
         ends = [f"{self.node.name(rank)} ({reason})" for rank, reason in gone.items()]
         more = f" and {len(ends) - MAX_NAMED_RANKS} more" if len(ends) > MAX_NAMED_RANKS else ""
         named = ", ".join(ends[:MAX_NAMED_RANKS]) + more
         if len(gone) == len(others):
             return f"everyone it could come from is gone: {named}"
-        return f"{LATE}; of {len(others)} it could come from {len(gone)} are gone: {named}"
+        return f"{LATE_MESSAGE}; of {len(others)} it could come from {len(gone)} are gone: {named}"
 
     def aborted_error(self, pending: str) -> WorldError:
         """The error of an operation that was in progress when the channel was aborted."""

@@ -17,8 +17,8 @@ import torch
 
 import syncline as sl
 from syncline.collectives import build
-from syncline.collectives.carriers import DenseCarrier
-from syncline.collectives.run import allreduce
+from syncline.collectives.channel import allreduce
+from syncline.collectives.executor import DenseChunks
 
 
 def main() -> None:
@@ -31,14 +31,14 @@ def main() -> None:
         native = team.transport.native
         assert native is not None, "start this with torchrun, so that there is an engine to compare with"
         spent: dict[str, float] = {}
-        combine = DenseCarrier.merge
+        combine = DenseChunks.merge
 
-        def timed_merge(self: DenseCarrier, move: object, data: torch.Tensor) -> None:
+        def timed_merge(self: DenseChunks, move: object, data: torch.Tensor) -> None:
             start = time.perf_counter()
             combine(self, move, data)  # type: ignore[arg-type]
             spent["combine"] = spent.get("combine", 0.0) + time.perf_counter() - start
 
-        DenseCarrier.merge = timed_merge  # type: ignore[method-assign]
+        DenseChunks.merge = timed_merge  # type: ignore[method-assign]
         seconds: dict[str, list[float]] = {name: [] for name in ["native", *options.algorithms]}
         combining: dict[str, list[float]] = {name: [] for name in seconds}
         order = random.Random(0)

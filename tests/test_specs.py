@@ -16,10 +16,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from syncline.bench.baselines import baseline_names, build_baseline
-from syncline.codecs.catalog import OTHER_NAMES as CODECS_OTHER_NAMES
-from syncline.codecs.catalog import build_codec, codec_names
-from syncline.collectives.catalog import OTHER_NAMES as COLLECTIVES_OTHER_NAMES
-from syncline.collectives.catalog import build
+from syncline.codecs import OTHER_NAMES as CODECS_OTHER_NAMES
+from syncline.codecs import build_codec, codec_names
+from syncline.collectives.schedules import OTHER_NAMES as COLLECTIVES_OTHER_NAMES
+from syncline.collectives.schedules import build
 from syncline.errors import SpecError, SynclineError
 from syncline.server.rules.catalog import build_rule, rule_names
 from syncline.specs import MAX_SPEC_CHARS, Registry, Spec, nearest, parse

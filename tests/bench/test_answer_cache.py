@@ -25,17 +25,17 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_an_answer_is_computed_once() -> None:
+def test_an_answer_is_asked_for_once() -> None:
     assert [length("a"), length("bc"), length("a"), length("bc")] == [1, 2, 1, 2]
     assert asked == ["a", "bc"]
 
 
-def test_none_is_not_cached() -> None:
+def test_no_answer_is_not_kept() -> None:
     assert [length(""), length("")] == [None, None]
     assert asked == ["", ""]
 
 
-def test_other_versions_compute_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_versions_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
     length("a")
     monkeypatch.setattr(answer_cache, "_versions", lambda: ["another version"])
     assert length("a") == 1
@@ -43,13 +43,13 @@ def test_other_versions_compute_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"versions": 1, "answers": 2}'])
-def test_a_broken_file_is_replaced(content: str, cache: Path) -> None:
+def test_a_broken_file_is_written_anew(content: str, cache: Path) -> None:
     cache.mkdir()
     (cache / "answers.json").write_text(content)
     assert [length("a"), length("a")] == [1, 1]
     assert asked == ["a"]
 
 
-def test_an_unwritable_folder_disables_the_cache(cache: Path) -> None:
+def test_a_folder_that_cannot_be_made_costs_only_time(cache: Path) -> None:
     cache.write_text("a file")
     assert [length("a"), length("a")] == [1, 1]

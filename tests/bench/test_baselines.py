@@ -40,7 +40,7 @@ def found() -> list[dict[str, Any]]:
 pytestmark = pytest.mark.xdist_group("baselines")
 
 
-def test_ddp_has_the_bits_of_torch_and_is_close_to_allreduce(found: list[dict[str, Any]]) -> None:
+def test_it_is_ddp_to_the_last_bit_and_ours_to_rounding(found: list[dict[str, Any]]) -> None:
     for own in found:
         assert own["hooks"]["ddp"]["as_hand"]
         assert own["hooks"]["ddp(hook='allreduce')"]["as_hand"]
@@ -83,7 +83,7 @@ def test_waiting_for_a_slow_rank_is_exposed(found: list[dict[str, Any]]) -> None
     assert found[0]["slow"]["exposed"] > SLOW / 2
 
 
-def test_accumulated_gradients_are_sent_once(found: list[dict[str, Any]]) -> None:
+def test_accumulated_gradients_travel_once(found: list[dict[str, Any]]) -> None:
     assert found[0]["accumulate"] == {"parted": 0, "wire": DENSE, "same": True}
 
 
@@ -111,7 +111,7 @@ def test_post_local(found: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.skipif(not OTHERS, reason="neither torchft nor hivemind is installed")
-def test_baselines_of_other_packages() -> None:
+def test_those_of_other_packages() -> None:
     for own in ran(*OTHERS):
         for spec, row in own.items():
             assert row["steps"] == 8
@@ -128,7 +128,7 @@ def test_specs_read_back() -> None:
     assert [availability(spec) for spec in DEFAULT_BASELINES if spec.startswith("ddp")] == [None] * 4
 
 
-def test_a_missing_package_names_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_installed_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise ImportError(f"No module named {name!r}")
 
@@ -138,7 +138,7 @@ def test_a_missing_package_names_the_install_command(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("hook", ["bf16", "powersgd_batched", "quantize_tensor", "quantize_channel"])
-def test_broken_hooks_of_torch_are_refused(hook: str) -> None:
+def test_hooks_that_torch_has_and_that_do_not_work(hook: str) -> None:
     with pytest.raises(UnsupportedError, match="torch"):
         DDP(hook=hook)
     assert hook in str(availability(f"ddp(hook={hook!r})"))
@@ -163,7 +163,7 @@ def test_bad_specs(spec: str, says: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", [DDP(), PostLocalSGD()])
-def test_codecs_collectives_and_the_simulator_are_refused(strategy: Strategy) -> None:
+def test_what_is_ours_has_no_part_in_it(strategy: Strategy) -> None:
     def attach(world: World, **options: Any) -> None:
         model = nn.Linear(2, 1)
         distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy, **options)

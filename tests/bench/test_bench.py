@@ -23,7 +23,7 @@ def bench(tmp_path: Path, *arguments: str) -> str:
     return ended.out
 
 
-def test_collectives_are_compared(tmp_path: Path) -> None:
+def test_collectives_side_by_side(tmp_path: Path) -> None:
     printed = bench(tmp_path, "collectives", "-n", "2", "--sizes", "4KB,64KB", "--rounds", "6", "--budget", "2")
     document = json.loads((tmp_path / "out" / "collectives.json").read_text())
     contenders = {row["contender"] for row in document["results"]}
@@ -41,7 +41,7 @@ def test_collectives_are_compared(tmp_path: Path) -> None:
 
 
 @only_hunting
-def test_a_size_that_takes_too_long_is_left_out(tmp_path: Path) -> None:
+def test_a_size_that_takes_too_long_is_left_out_and_said_so(tmp_path: Path) -> None:
     printed = bench(tmp_path, "collectives", "-n", "2", "--sizes", "4KB,64MB", "--rounds", "6", "--budget", "0.05")
     assert "left out: gloo at 64MB" in printed
     document = json.loads((tmp_path / "out" / "collectives.json").read_text())
@@ -58,7 +58,7 @@ def test_network(tmp_path: Path) -> None:
     assert (tmp_path / "networks.json").exists(), "the calibration is remembered"
 
 
-def test_steps_are_compared_with_ddp(tmp_path: Path) -> None:
+def test_steps_beside_ddp(tmp_path: Path) -> None:
     printed = bench(
         tmp_path,
         *("step", "--models", "mlp", "--rounds", "2", "--turns", "3", "--memory-runs", "1", "--trace"),
@@ -80,14 +80,14 @@ def test_steps_are_compared_with_ddp(tmp_path: Path) -> None:
 
 
 @only_hunting
-def test_two_models_train_at_once(tmp_path: Path) -> None:
+def test_two_models_on_their_teams(tmp_path: Path) -> None:
     printed = bench(tmp_path, "teams", "--rounds", "3", "--megabytes", "0.1,0.05", "--compute", "2,1")
     document = json.loads((tmp_path / "out" / "teams.json").read_text())
     assert {name: len(own) for name, own in document["seconds"].items()} == {"first": 3, "second": 3, "both": 3}
     assert "both ÷ sum of the two" in printed
 
 
-def test_the_cost_of_names(tmp_path: Path) -> None:
+def test_the_price_of_names(tmp_path: Path) -> None:
     printed = bench(tmp_path, "negotiation", "--rounds", "4", "--tensors", "5", "--numel", "10")
     document = json.loads((tmp_path / "out" / "negotiation.json").read_text())
     assert {len(own) for own in document["seconds"].values()} == {4}
@@ -108,13 +108,13 @@ def test_the_cost_of_names(tmp_path: Path) -> None:
         (["teams", "--megabytes", "1,-1"], "negative"),
     ],
 )
-def test_step_and_teams_refuse_bad_options(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_step_and_teams_refuse(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *arguments]) == 2
     assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("what", ["collectives", "network", "step", "teams", "codecs", "server", "stragglers"])
-def test_an_unwritable_folder_is_refused(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_written_to(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Refused before anything is measured: each of these would take minutes."""
     (tmp_path / "file").touch()
     assert main(["bench", what, "--out", str(tmp_path / "file" / "inside")]) == 2
@@ -142,7 +142,7 @@ DOCUMENT = {
 }
 
 
-def test_the_table_lists_skipped_contenders_and_sample_counts(tmp_path: Path) -> None:
+def test_the_table_tells_what_was_left_out_and_what_is_unsure(tmp_path: Path) -> None:
     text = table(DOCUMENT)
     assert "n=3" in text, "too few samples for an interval"
     assert "left out: naive at 64MB" in text
@@ -162,7 +162,7 @@ def test_the_table_lists_skipped_contenders_and_sample_counts(tmp_path: Path) ->
         (["--lab", "2@fast"], "fast"),
     ],
 )
-def test_bad_input_prints_one_sentence(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_a_sentence(arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "collectives", *arguments]) == 2
     told = capsys.readouterr().err
     assert reason in told

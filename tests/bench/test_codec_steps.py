@@ -35,7 +35,7 @@ def bench(tmp_path: Path, *arguments: str) -> str:
 
 
 @pytest.mark.xdist_group("launch")
-def test_codecs_are_compared_with_ddp_and_compute_only(tmp_path: Path) -> None:
+def test_codecs_beside_ddp_and_the_compute_alone(tmp_path: Path) -> None:
     asked = ["--codec", f"none;{CODEC}", "--codec", "cast('fp16')", "--against", "ddp,ddp-fp16"]
     printed = bench(tmp_path, *asked, "--rounds", "1", "--turns", "3")
     document = json.loads((tmp_path / "out" / "step.json").read_text())
@@ -97,7 +97,7 @@ def test_every_number_of_hosts_with_every_rate(
     assert all(json.loads((tmp_path / f"step-{run['lab']}.json").read_text()) == run for run in document["runs"])
 
 
-def test_the_echo_measures_the_rate_of_the_network() -> None:
+def test_the_echo_tells_the_rate_of_the_network() -> None:
     network = sl.Network(latency=0.0, bandwidth=12.5e6)
     found = sl.simulate(lambda world: measure_link(world, "3@100mbit"), ranks=3, network=network).results[0]
     assert found["to_rank"] == 1
@@ -106,7 +106,7 @@ def test_the_echo_measures_the_rate_of_the_network() -> None:
     assert "1.05 of the rate" in describe_link(found)
 
 
-def test_the_echo_goes_to_another_host() -> None:
+def test_the_echo_leaves_its_host() -> None:
     inside = Link(latency=0.0, bandwidth=1e12)
     network = sl.Network(latency=0.0, bandwidth=12.5e6, ranks_per_host=2, inside=inside)
     found = sl.simulate(lambda world: measure_link(world, "2@open"), ranks=4, network=network).results[0]
@@ -115,14 +115,14 @@ def test_the_echo_goes_to_another_host() -> None:
     assert sl.simulate(lambda world: measure_link(world, "1@open"), ranks=2, network=network).results == (None, None)
 
 
-def test_a_lab_that_is_too_slow_is_marked() -> None:
+def test_a_lab_that_is_too_slow_is_not_to_be_trusted() -> None:
     link = {"bytes": 3_750_000, "to_rank": 1, "bits_a_second": 80e6, "rate": 100e6}
     assert "do not trust" in describe_link(link)
     assert describe_link(None) == ""
 
 
 @pytest.mark.parametrize("changed", [None, 2])
-def test_ranks_agree_only_with_equal_bits(changed: int | None) -> None:
+def test_agreement_is_to_the_last_bit(changed: int | None) -> None:
     def work(world: World) -> bool:
         weights = torch.ones(1000)
         if world.rank == changed:
@@ -158,7 +158,7 @@ def test_labs(lab: str | None, rate: str | None, labs: list[str | None]) -> None
         ("1", "1gbit", "at least two hosts"),
     ],
 )
-def test_invalid_labs_are_refused(lab: str | None, rate: str | None, says: str) -> None:
+def test_labs_that_are_none(lab: str | None, rate: str | None, says: str) -> None:
     with pytest.raises(SpecError, match=says):
         step_labs(lab, rate)
 
@@ -176,7 +176,7 @@ def test_invalid_labs_are_refused(lab: str | None, rate: str | None, says: str) 
         (["--lab", "2@1gbit", "--hosts", "a:2"], "leave one out"),
     ],
 )
-def test_bad_input_prints_one_sentence(
+def test_bad_input_is_a_sentence(
     arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "step", *arguments, "--out", str(tmp_path / "out")]) == 2
@@ -186,7 +186,7 @@ def test_bad_input_prints_one_sentence(
     assert not (tmp_path / "out").exists()
 
 
-def test_contenders_of_a_plan() -> None:
+def test_who_takes_part() -> None:
     plain = StepPlan(out="")
     assert plain.contenders == ["syncline", "ddp"]
     assert StepPlan(out="", codecs=["none", "onebit"], against=["ddp-fp16", "ddp"]).contenders == [

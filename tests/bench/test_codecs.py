@@ -11,7 +11,7 @@ import torch
 
 from syncline.bench.codecs import DEFAULT_CODECS, CodecsPlan, codecs_plot, codecs_table, gradients, measure
 from syncline.cli.main import main
-from syncline.codecs.catalog import build_codec, codec_names
+from syncline.codecs import build_codec, codec_names
 from syncline.errors import SpecError
 from syncline.specs import parse
 
@@ -36,14 +36,14 @@ def row(document: dict[str, Any], codec: str, feedback: bool = False, size: int 
     return dict(found[0])
 
 
-def test_every_codec_is_a_default() -> None:
+def test_every_codec_is_in_the_field() -> None:
     named = {link.name for spec in DEFAULT_CODECS for link in parse(spec)}
     assert named == set(codec_names()) - {"raw", "per_layer", "by_size"}, "choosing is no codec of its own, raw none"
     for spec in DEFAULT_CODECS:
         assert repr(build_codec(spec)) == spec
 
 
-def test_ratios_are_paired_with_memcpy(document: dict[str, Any]) -> None:
+def test_all_take_turns_and_ratios_are_to_memcpy_in_the_same_round(document: dict[str, Any]) -> None:
     for size in (4096, 16384):
         copies = row(document, "memcpy", size=size)
         assert copies["encode"]["of_memcpy"]["median"] == 1
@@ -56,7 +56,7 @@ def test_ratios_are_paired_with_memcpy(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("spec", ["quantize(4)", "topk(0.1)", "topk(0.1)|quantize(4)"])
-def test_payload_bytes_are_those_of_the_codec(document: dict[str, Any], spec: str) -> None:
+def test_payloads_are_those_of_the_codec(document: dict[str, Any], spec: str) -> None:
     codec = build_codec(spec)
     assert codec is not None
     payload = codec.encode(gradients(4096, 1, seed=0)[0])
@@ -64,12 +64,12 @@ def test_payload_bytes_are_those_of_the_codec(document: dict[str, Any], spec: st
     assert row(document, spec)["bits"] == 8 * payload.numel() / 4096
 
 
-def test_allreducible_tensors_are_counted_when_sent(document: dict[str, Any]) -> None:
+def test_tensors_that_sum_are_counted_as_they_leave(document: dict[str, Any]) -> None:
     assert row(document, "cast('fp16')")["payload_bytes"] == 2 * 4096
     assert row(document, "powersgd(2)")["payload_bytes"] == 4 * 2 * (64 + 64), "P and Q of a 64 × 64 matrix"
 
 
-def test_errors_are_measured_without_a_residual(document: dict[str, Any]) -> None:
+def test_errors_are_of_what_was_decoded_without_a_residual(document: dict[str, Any]) -> None:
     codec = build_codec("topk(0.1)")
     assert codec is not None
     lost = []
@@ -81,7 +81,7 @@ def test_errors_are_measured_without_a_residual(document: dict[str, Any]) -> Non
     assert 0 < row(document, "cast('fp16')")["error"] < row(document, "quantize(4)")["error"]
 
 
-def test_feedback_is_measured_for_codecs_with_a_residual(document: dict[str, Any]) -> None:
+def test_feedback_is_measured_where_a_residual_is_kept(document: dict[str, Any]) -> None:
     fed = {each["contender"] for each in document["results"] if each["feedback"]}
     assert fed == {"topk(0.1)", "powersgd(2)", "topk(0.1)|quantize(4)"}
 
@@ -94,13 +94,13 @@ def test_gradients_have_heavy_tails_and_few_directions() -> None:
     assert float(strengths[:64].sum() / strengths.sum()) == pytest.approx(1, abs=1e-4), "a batch of 64"
 
 
-def test_the_number_of_threads_is_restored(document: dict[str, Any]) -> None:
+def test_the_threads_are_given_back(document: dict[str, Any]) -> None:
     before = torch.get_num_threads()
     measure(CodecsPlan(sizes=[64], codecs=["cast('bf16')"], rounds=1, threads=before + 1))
     assert torch.get_num_threads() == before
 
 
-def test_the_table_and_the_plot(document: dict[str, Any], tmp_path: Path) -> None:
+def test_the_table_and_the_picture(document: dict[str, Any], tmp_path: Path) -> None:
     table = codecs_table(document)
     lines = table.splitlines()
     (fed,) = [line for line in lines if line.split()[:2] == ["16KB", "topk(0.1)"]]
@@ -134,7 +134,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--sizes", "huge"], "'huge' is not a size"),
     ],
 )
-def test_bad_input_prints_one_sentence(
+def test_bad_input_is_a_sentence(
     arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "codecs", *arguments, "--out", str(tmp_path)]) == 2
@@ -144,7 +144,7 @@ def test_bad_input_prints_one_sentence(
 
 
 @pytest.mark.parametrize("option", ["-n", "--lab", "--hosts"])
-def test_codecs_take_no_number_of_ranks(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_has_no_ranks(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["bench", "codecs", option, "2"])
     assert f"unknown option {option}" in capsys.readouterr().err

@@ -46,7 +46,7 @@ def test_honest_races_break_no_rule(races: Races, name: str) -> None:
     assert set(looked.values()) == {"holds"}
 
 
-def test_honest_races_have_what_the_cheats_change(races: Races) -> None:
+def test_honest_races_have_what_is_cheated_with(races: Races) -> None:
     plain, tuned, scaled = (read_race(races.honest(name)) for name in ("plain", "tuned", "scaled"))
     assert {run.status for run in plain.of("too fast")} == {"diverged"}
     assert all(run.hit(plain.plan.target, False) for run in plain.of("allreduce"))
@@ -333,7 +333,7 @@ def test_every_rule_has_its_cheat() -> None:
 
 
 @pytest.mark.parametrize(("number", "race", "plant"), CHEATS, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_a_planted_cheat_breaks_only_its_rule(
+def test_a_planted_cheat_breaks_its_rule_alone(
     races: Races, tmp_path: Path, number: int, race: str, plant: Plant
 ) -> None:
     folder = races.copy(race, tmp_path)

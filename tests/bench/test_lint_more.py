@@ -127,7 +127,7 @@ SEALED: list[tuple[str, str, Callable[[Path], None]]] = [
 
 
 @pytest.mark.parametrize(("rule", "words", "plant"), SEALED, ids=[f"{rule}-{words}" for rule, words, _ in SEALED])
-def test_each_part_of_a_rule_is_checked(plain: Path, rule: str, words: str, plant: Callable[[Path], None]) -> None:
+def test_each_part_of_a_rule_is_seen(plain: Path, rule: str, words: str, plant: Callable[[Path], None]) -> None:
     plant(plain)
     reseal(plain)
     broken, told = linted(plain)
@@ -166,14 +166,14 @@ UNSEALED: list[tuple[str, Callable[[Path], None]]] = [
 
 
 @pytest.mark.parametrize(("words", "change"), UNSEALED, ids=[words for words, _ in UNSEALED])
-def test_changed_files_are_named(plain: Path, words: str, change: Callable[[Path], None]) -> None:
+def test_files_that_do_not_fit_are_named(plain: Path, words: str, change: Callable[[Path], None]) -> None:
     change(plain)
     broken, told = linted(plain)
     assert "0" in broken
     assert words in told
 
 
-def test_operations_with_dtype_and_formula_are_allowed(plain: Path) -> None:
+def test_figures_with_kind_and_formula_may_stay(plain: Path) -> None:
     explained = {"dtype": "float32", "formula": "2 × parameters × samples"}
 
     def point(line: Line) -> Line:
@@ -202,14 +202,14 @@ def test_operations_with_dtype_and_formula_are_allowed(plain: Path) -> None:
         ("run_stop", None),
     ],
 )
-def test_nonsense_in_a_log_is_a_finding(plain: Path, key: str, value: Any) -> None:
+def test_nonsense_is_a_finding_and_no_crash(plain: Path, key: str, value: Any) -> None:
     logged(key, lambda line: {**line, "value": value, "seconds": value, "metadata": value})(plain)
     reseal(plain)
     assert linted(plain)[0]
 
 
 @pytest.mark.parametrize(("shared", "severity"), [(1, "warning"), (3, "violation")])
-def test_a_few_equal_samples_are_a_warning(races: Races, tmp_path: Path, shared: int, severity: str) -> None:
+def test_a_few_equal_samples_are_told(races: Races, tmp_path: Path, shared: int, severity: str) -> None:
     folder = races.copy("digits", tmp_path)
     digests = {name: np.fromfile(folder / f"splits/{name}.u64", dtype="<u8") for name in ("train", "test")}
     digests["test"][:shared] = digests["train"][:shared]
@@ -222,7 +222,7 @@ def test_a_few_equal_samples_are_a_warning(races: Races, tmp_path: Path, shared:
     ]
 
 
-def test_a_rate_that_contradicts_the_tuning_logs(races: Races, tmp_path: Path) -> None:
+def test_tuning_chosen_against_the_logs(races: Races, tmp_path: Path) -> None:
     folder = races.copy("tuned", tmp_path)
 
     def other(line: Line) -> Line:
@@ -235,7 +235,7 @@ def test_a_rate_that_contradicts_the_tuning_logs(races: Races, tmp_path: Path) -
     assert "races with rate 0.06" in told
 
 
-def test_a_missing_tuning_run_and_a_raced_tuning_seed(races: Races, tmp_path: Path) -> None:
+def test_a_tuned_rate_without_tuning_and_an_unequal_budget(races: Races, tmp_path: Path) -> None:
     folder = races.copy("tuned", tmp_path)
     drop_run(folder, "tuning/allreduce/rate-times-1")
     planned(seeds=[1, 2, 3, 9])(folder)
@@ -245,14 +245,14 @@ def test_a_missing_tuning_run_and_a_raced_tuning_seed(races: Races, tmp_path: Pa
     assert "seed 9, which is also raced" in told
 
 
-def test_several_sizes_without_declared_scaling(races: Races, tmp_path: Path) -> None:
+def test_sizes_without_a_word_on_scaling(races: Races, tmp_path: Path) -> None:
     folder = races.copy("scaled", tmp_path)
     planned(scaling=None)(folder)
     reseal(folder)
     assert linted(folder)[0] == {"11"}
 
 
-def test_scaling_without_runs_on_one_worker(races: Races, tmp_path: Path) -> None:
+def test_sizes_without_one_worker(races: Races, tmp_path: Path) -> None:
     folder = races.copy("scaled", tmp_path)
     for run in run_folders(folder, "runs/*/1w-*"):
         drop_run(folder, run.relative_to(folder).as_posix())
@@ -262,7 +262,7 @@ def test_scaling_without_runs_on_one_worker(races: Races, tmp_path: Path) -> Non
     assert "allreduce, quantize(4) has no run on one worker" in told
 
 
-def test_a_single_run(tmp_path: Path) -> None:
+def test_a_run_alone(tmp_path: Path) -> None:
     settings = Settings(epochs=3, batch=32, evaluate_every=4, checkpoint_every=0)
     with init() as world:
         train(build("logistic(features=8, samples=256)"), settings, world=world, folder=tmp_path / "run")

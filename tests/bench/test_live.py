@@ -58,7 +58,7 @@ def test_only_new_whole_lines_are_read(tmp_path: Path) -> None:
     assert tail.bad_lines == 2
 
 
-def test_a_replaced_file_is_read_from_its_start(tmp_path: Path) -> None:
+def test_a_file_that_is_another_one_is_read_anew(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     tail = LogTail(path)
     path.write_text('{"a": 1}\n{"a": 2}\n')
@@ -76,7 +76,7 @@ def test_a_replaced_file_is_read_from_its_start(tmp_path: Path) -> None:
     assert not tail.gone
 
 
-def test_a_truncated_half_line_is_not_a_new_file(tmp_path: Path) -> None:
+def test_a_cut_back_half_line_is_not_a_new_file(tmp_path: Path) -> None:
     """A resumed run takes away what a crash left of its last line."""
     path = tmp_path / "log.jsonl"
     tail = LogTail(path)
@@ -135,7 +135,7 @@ def test_a_heat_map_merges_columns_and_keeps_the_seconds() -> None:
     assert heat.straggler() == {"rank": 1, "times": 4.0}
 
 
-def test_a_row_of_many_ranks_shows_the_slowest() -> None:
+def test_a_heat_map_of_many_ranks_shows_the_slowest_of_neighbours() -> None:
     heat = HeatMap()
     none = [0.0] * 1000
     compute = [1.0] * 1000
@@ -166,7 +166,7 @@ def ranks_line(values: list[float], **changes: Any) -> dict[str, Any]:
         ranks_line([]),
     ],
 )
-def test_invalid_ranks_lines_are_refused(told: dict[str, Any]) -> None:
+def test_a_line_about_ranks_that_is_not_one(told: dict[str, Any]) -> None:
     heat = HeatMap()
     assert not heat.add(told)
     assert heat.document("compute")["rows"] == []
@@ -209,7 +209,7 @@ def test_a_training_is_followed(run: GrowingRun) -> None:
     assert feed.curves([0])["runs"]["0"]["bytes"] == [100_000, 200_000, 300_000]
 
 
-def test_nan_and_infinity_become_null(run: GrowingRun) -> None:
+def test_numbers_that_are_none_stay_out_of_json(run: GrowingRun) -> None:
     run.evaluation(10, "nan")
     run.evaluation(20, float("inf"))
     run.evaluation(30, 0.3)
@@ -259,7 +259,7 @@ def test_a_resumed_training_goes_back_to_its_checkpoint(run: GrowingRun) -> None
     assert detail["heat"]["edges"][-1] == 200
 
 
-def test_a_removed_or_damaged_log_is_reported(run: GrowingRun) -> None:
+def test_a_log_that_is_gone_or_damaged_is_told(run: GrowingRun) -> None:
     run.evaluation(100, 0.5)
     run.raw("not JSON\n")
     run.line("sl_evaluation", "no table", step=100)
@@ -271,7 +271,7 @@ def test_a_removed_or_damaged_log_is_reported(run: GrowingRun) -> None:
     assert state["runs"][0]["best"] == 0.5
 
 
-def test_a_replaced_log_shows_only_the_new_run(run: GrowingRun) -> None:
+def test_a_log_that_was_written_anew_shows_the_new_run_alone(run: GrowingRun) -> None:
     run.evaluation(100, 0.99)
     feed = open_feed(run.folder)
     before = feed.state()["runs"][0]["version"]
@@ -326,7 +326,7 @@ def test_a_finished_race(race: Path) -> None:
     assert any(row["hit"] is not None for row in state["runs"])
 
 
-def test_a_long_race_is_read_in_several_requests(race: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_race_is_read_in_several_answers(race: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.rmtree(race / "runs" / "quantize-4")  # one without a log is no reason to read for ever
     monkeypatch.setattr("syncline.bench.live.feed.MAX_READING_S", -1.0)
     feed = open_feed(race)
@@ -374,7 +374,7 @@ def test_a_race_is_followed_as_it_runs(race: Path) -> None:
     assert [row["reason"] for row in state["runs"] if row["status"] == "diverged"] == ["NaN on rank 1"]
 
 
-def test_removed_files_and_bad_registry_lines_are_reported(race: Path) -> None:
+def test_a_race_that_lost_files_or_has_strange_lines(race: Path) -> None:
     feed = open_feed(race)
     name = json.loads((race / "registry.jsonl").read_text().splitlines()[1])["run"]
     feed.state()
@@ -389,7 +389,7 @@ def test_removed_files_and_bad_registry_lines_are_reported(race: Path) -> None:
     assert any(problem.startswith("registry.jsonl was removed") for problem in feed.state()["problems"])
 
 
-def test_unknown_run_numbers(race: Path) -> None:
+def test_numbers_of_runs_that_are_not_there(race: Path) -> None:
     feed = open_feed(race)
     feed.state()
     assert feed.curves([99, -1]) == {"runs": {}}
@@ -400,7 +400,7 @@ def test_unknown_run_numbers(race: Path) -> None:
 # What is no run
 
 
-def test_folders_without_a_run_are_refused(tmp_path: Path, run: GrowingRun) -> None:
+def test_folders_that_are_no_run(tmp_path: Path, run: GrowingRun) -> None:
     with pytest.raises(SpecError, match=r"does not exist; .* syncline watch .*run"):
         open_feed(tmp_path / "nothing")
     with pytest.raises(SpecError, match=r"is a file; name its folder"):

@@ -173,7 +173,7 @@ def check_straggler(tab: Tab) -> None:
     tab.shows("#heat .cbtitle", "exposed")
 
 
-def test_appended_data_and_a_straggler_appear(run: GrowingRun, tab: Tab) -> None:
+def test_what_is_appended_appears_and_so_does_a_straggler(run: GrowingRun, tab: Tab) -> None:
     with serving(run.folder) as server:
         tab.page.goto(server.url)
         tab.shows("#status", "running")
@@ -201,7 +201,7 @@ def test_appended_data_and_a_straggler_appear(run: GrowingRun, tab: Tab) -> None
         tab.shows("#status", "finished")
 
 
-def test_a_hidden_tab_does_not_poll_and_a_lost_server_shows(run: GrowingRun, tab: Tab) -> None:
+def test_a_hidden_tab_asks_nothing_and_a_lost_server_is_told(run: GrowingRun, tab: Tab) -> None:
     hide = """hidden => {
         Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
         document.dispatchEvent(new Event("visibilitychange"));

@@ -49,7 +49,7 @@ def ask(
         connection.close()
 
 
-def test_the_first_visit_sets_a_cookie(server: LiveServer) -> None:
+def test_the_first_visit_brings_a_cookie_that_opens_the_rest(server: LiveServer) -> None:
     assert server.url == f"http://127.0.0.1:{server.port}/?token={server.token}"
     status, body, headers = ask(server, f"/?token={server.token}", token=False)
     assert (status, b"<title>syncline watch" in body) == (200, True)
@@ -64,7 +64,7 @@ def test_the_first_visit_sets_a_cookie(server: LiveServer) -> None:
 @pytest.mark.parametrize(
     "path", ["/", "/state.json", "/plotly.js", "/nothing", "/?token=", "/?token=wrong", "/?token=é"]
 )
-def test_requests_without_the_token_are_refused(server: LiveServer, path: str) -> None:
+def test_without_the_token_nothing_is_told(server: LiveServer, path: str) -> None:
     for cookie in ("", "a=b", f"syncline-{server.port}=wrong", f"syncline-{server.port}=\xe9", f"x={server.token}"):
         status, body, headers = ask(server, path.replace("é", "%C3%A9"), token=False, Cookie=cookie)
         assert status == 403
@@ -75,7 +75,7 @@ def test_requests_without_the_token_are_refused(server: LiveServer, path: str) -
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "10.0.0.1", "[::1]:80", ""]
 )
-def test_another_host_name_is_refused(server: LiveServer, host: str) -> None:
+def test_a_page_of_another_name_is_refused(server: LiveServer, host: str) -> None:
     status, body, _ = ask(server, "/state.json", Host=host)
     assert (status, b"127.0.0.1 or localhost" in body) == (403, True)
 
@@ -112,11 +112,11 @@ def test_get_only(server: LiveServer, method: str) -> None:
         "/run.json?id=0&kind=../x",
     ],
 )
-def test_only_listed_paths_are_served(server: LiveServer, path: str) -> None:
+def test_only_what_is_in_the_table_is_found(server: LiveServer, path: str) -> None:
     assert ask(server, path.replace("²", "%C2%B2"))[0] == 404
 
 
-def test_files_and_documents_of_the_page(server: LiveServer) -> None:
+def test_what_the_page_asks_for(server: LiveServer) -> None:
     assert json.loads(ask(server, "/state.json")[1])["runs"][0]["best"] == 0.5
     assert json.loads(ask(server, "/curves.json?runs=0,7,x,-3")[1])["runs"]["0"]["metric"] == [0.5]
     assert json.loads(ask(server, "/run.json?id=0&kind=data")[1])["heat"]["kind"] == "data"
@@ -134,8 +134,8 @@ def test_files_and_documents_of_the_page(server: LiveServer) -> None:
     assert len(small[1]) < len(body) / 2
 
 
-def test_it_listens_only_on_the_loopback_interface(server: LiveServer) -> None:
-    assert server.host == "127.0.0.1"
+def test_it_listens_on_the_loopback_interface_alone(server: LiveServer) -> None:
+    assert server._socket.getsockname()[0] == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_it_listens_only_on_the_loopback_interface(server: LiveServer) -> None:
         b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n",
     ],
 )
-def test_invalid_requests_are_refused(server: LiveServer, said: bytes) -> None:
+def test_what_is_no_request(server: LiveServer, said: bytes) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as strange:
         strange.sendall(said)
         with strange.makefile("rb") as answer:
@@ -159,7 +159,7 @@ def test_invalid_requests_are_refused(server: LiveServer, said: bytes) -> None:
     assert ask(server, "/state.json")[0] == 200
 
 
-def test_idle_and_slow_clients_do_not_delay_others(server: LiveServer) -> None:
+def test_clients_that_say_nothing_or_take_nothing_hold_up_nobody(server: LiveServer) -> None:
     where = ("127.0.0.1", server.port)
     silent = socket.create_connection(where, timeout=30)
     half = socket.create_connection(where, timeout=30)
@@ -181,7 +181,7 @@ def test_idle_and_slow_clients_do_not_delay_others(server: LiveServer) -> None:
             one.close()
 
 
-def test_an_idle_connection_is_closed(run: GrowingRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_says_nothing_for_long_is_sent_away(run: GrowingRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("syncline.bench.live.server.REQUEST_TIMEOUT_S", 0.05)
     with (
         serving(run.folder) as server,
@@ -202,7 +202,7 @@ def test_too_many_connections_are_closed(run: GrowingRun, monkeypatch: pytest.Mo
                 one.close()
 
 
-def test_a_port_in_use_is_refused(server: LiveServer, run: GrowingRun) -> None:
+def test_a_port_that_is_taken(server: LiveServer, run: GrowingRun) -> None:
     with pytest.raises(UnsupportedError, match=rf"cannot listen on 127\.0\.0\.1:{server.port} .* without --port"):
         LiveServer(open_feed(run.folder), server.port)
 

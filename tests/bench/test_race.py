@@ -66,7 +66,9 @@ def three_lines(path: Path) -> list[str]:
         (lambda lines: [lines[0], "7\n", lines[2]], "line 2 is not a JSON object"),
     ],
 )
-def test_the_chain_of_hashes_shows_changes(tmp_path: Path, change: Callable[[list[str]], list[str]], told: str) -> None:
+def test_the_chain_shows_what_was_done_to_it(
+    tmp_path: Path, change: Callable[[list[str]], list[str]], told: str
+) -> None:
     path = tmp_path / "registry.jsonl"
     lines = three_lines(path)
     assert read_registry(path)[1] == []
@@ -74,7 +76,7 @@ def test_the_chain_of_hashes_shows_changes(tmp_path: Path, change: Callable[[lis
     assert told in " ".join(read_registry(path)[1])
 
 
-def test_a_registry_continues_after_its_last_line(tmp_path: Path) -> None:
+def test_a_registry_goes_on_where_it_ended(tmp_path: Path) -> None:
     path = tmp_path / "registry.jsonl"
     three_lines(path)
     three_lines(path)
@@ -82,7 +84,7 @@ def test_a_registry_continues_after_its_last_line(tmp_path: Path) -> None:
     assert (len(lines), problems) == (6, [])
 
 
-def test_an_incomplete_last_line_is_removed(tmp_path: Path) -> None:
+def test_a_line_that_a_crash_cut_off_is_no_line(tmp_path: Path) -> None:
     path = tmp_path / "registry.jsonl"
     whole = "".join(three_lines(path))
     path.write_text(whole + whole.splitlines()[-1][:40])
@@ -112,12 +114,12 @@ PLANS = ["", "[]", "7", '{"format": 99}', '{"format": 1}', '{"format": 1, "entri
 
 
 @pytest.mark.parametrize("text", PLANS, ids=lambda text: text[:20])
-def test_an_invalid_plan_is_named(text: str) -> None:
+def test_what_is_no_plan_is_named(text: str) -> None:
     with pytest.raises(ProtocolError, match=r"somewhere/race\.json"):
         RacePlan.from_json(text, "somewhere/race.json")
 
 
-def test_entries_run_in_another_order_for_each_seed() -> None:
+def test_every_seed_sees_every_entry_in_another_order() -> None:
     plan = replace(PLAN, seeds=(1, 2, 3, 4))
     turns = [[run.entry.name for run in plan.runs() if run.seed == seed] for seed in plan.seeds]
     assert all(sorted(turn) == sorted(entry.name for entry in plan.entries) for turn in turns)
@@ -125,7 +127,7 @@ def test_entries_run_in_another_order_for_each_seed() -> None:
     assert plan.runs() == plan.runs()
 
 
-def test_weak_keeps_the_batch_and_strong_the_global_batch() -> None:
+def test_weak_and_strong_keep_what_they_say() -> None:
     weak, strong = replace(PLAN, scaling="weak", scaling_workers=(1,)), replace(PLAN, scaling="strong")
     strong = replace(strong, scaling_workers=(1,))
     for kind, plan, batches in (("weak", weak, {1: 32, 2: 32}), ("strong", strong, {1: 64, 2: 32})):
@@ -135,7 +137,7 @@ def test_weak_keeps_the_batch_and_strong_the_global_batch() -> None:
         assert every == ({1: 8, 2: 4} if kind == "weak" else {1: 4, 2: 4}), "as many samples between evaluations"
 
 
-def test_strong_scaling_keeps_batch_and_rate(tmp_path: Path) -> None:
+def test_strong_scaling_is_the_same_training_on_any_number(tmp_path: Path) -> None:
     entry = RaceEntry(name="allreduce", learning_rate=0.5, scaling="sqrt", rate_from="preset")
     plan = replace(PLAN, entries=(entry,), scaling="strong", workers=3, scaling_workers=(1, 2), batch=15)
     found = [plan.settings(run) for run in plan.runs()]
@@ -143,13 +145,13 @@ def test_strong_scaling_keeps_batch_and_rate(tmp_path: Path) -> None:
     assert {one.rate(workers=7) for one in found} == {0.5 * 3**0.5}
 
 
-def test_a_long_name_has_a_short_folder() -> None:
+def test_a_long_name_has_a_folder() -> None:
     first, second = RaceEntry(name="a" * 300), RaceEntry(name="a" * 301)
     assert len(first.slug) < 100
     assert first.slug != second.slug
 
 
-def test_two_entries_cannot_share_a_folder() -> None:
+def test_entries_need_folders_of_their_own() -> None:
     with pytest.raises(SpecError, match="another name"):
         replace(PLAN, entries=(RaceEntry(name="a b"), RaceEntry(name="a-b")))
 
@@ -157,7 +159,7 @@ def test_two_entries_cannot_share_a_folder() -> None:
 # The field.
 
 
-def test_all_entries_have_all_kinds() -> None:
+def test_the_default_field_has_all_kinds() -> None:
     field = all_entries(build("digits"))
     entries = {entry.name: entry for entry in field.entries}
     assert {"allreduce", "allreduce(delay=1)", "quantize(4)", "powersgd(2)", "ddp"} <= set(entries)
@@ -170,7 +172,7 @@ def test_all_entries_have_all_kinds() -> None:
     assert "real processes" in simulated.skipped["ddp"]
 
 
-def test_default_entries_have_one_of_each_family() -> None:
+def test_the_short_field_has_one_of_each_family() -> None:
     """Five on processes, twelve on the simulator; all of them are in the field of all kinds, and none needs MPI."""
     workload = build("digits")
     short = [entry.name for entry in default_entries(workload).entries]
@@ -237,14 +239,14 @@ def test_entries_from_a_file(tmp_path: Path) -> None:
         ("[[entry]]\ncollective = 'gather'", "there is no codec"),
     ],
 )
-def test_an_invalid_entries_file_is_refused(tmp_path: Path, text: str, told: str) -> None:
+def test_a_file_that_cannot_be_is_refused(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises((SpecError, IncompatibleError)) as error:
         entries_of(tmp_path, text)
     assert told in str(error.value)
     assert "mine.toml" in str(error.value)
 
 
-def test_a_missing_entries_file_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"cannot read entries from .*none\.toml"):
         read_entries(tmp_path / "none.toml", build("digits"))
 
@@ -265,7 +267,7 @@ def test_networks() -> None:
 # Running.
 
 
-def test_a_repeated_race_has_the_same_results(raced: Path, tmp_path: Path) -> None:
+def test_a_race_is_the_same_twice(raced: Path, tmp_path: Path) -> None:
     again = read_race(make_race(tmp_path / "again", seeds=(1, 2)))
     first = read_race(raced)
     assert first.problems == []
@@ -287,7 +289,7 @@ def test_seeds_are_paired_and_splits_are_kept(raced: Path) -> None:
     assert not splits["train"] & splits["test"]
 
 
-def test_evaluations_continue_after_the_target(raced: Path) -> None:
+def test_the_metric_is_known_after_the_hit(raced: Path) -> None:
     race = read_race(raced)
     run = race.of("allreduce")[0]
     hit = run.hit(race.plan.target, higher_is_better=False)
@@ -297,7 +299,7 @@ def test_evaluations_continue_after_the_target(raced: Path) -> None:
     assert run.value("sl_time_to_target_seconds") == hit.elapsed
 
 
-def test_phases_add_up_to_the_elapsed_time(raced: Path) -> None:
+def test_phases_fill_the_clock(raced: Path) -> None:
     for run in read_race(raced).runs:
         assert run.elapsed is not None
         assert sum(run.phases.values()) == pytest.approx(run.elapsed, rel=0.01)
@@ -334,7 +336,7 @@ class Moody(SimulatedRunner):
         return super().run(plan, workers, tick)
 
 
-def test_a_race_continues_after_ctrl_c(tmp_path: Path, raced: Path) -> None:
+def test_ctrl_c_keeps_what_is_done_and_the_race_goes_on(tmp_path: Path, raced: Path) -> None:
     plan = replace(PLAN, seeds=(1, 2))
     start_race(tmp_path / "race", plan, build(WORKLOAD))
     third = plan.runs()[2].folder.removeprefix("runs/")
@@ -354,7 +356,7 @@ def test_a_race_continues_after_ctrl_c(tmp_path: Path, raced: Path) -> None:
     assert {(run.entry, run.seed): run.evaluations for run in race.runs if run.status == "finished"} == first
 
 
-def test_a_race_continues_after_a_kill(tmp_path: Path) -> None:
+def test_a_race_whose_process_was_killed_goes_on(tmp_path: Path) -> None:
     plan = replace(PLAN, seeds=(1,), entries=PLAN.entries[:1])
     start_race(tmp_path / "race", plan, build(WORKLOAD))
     dead = RunRegistry(tmp_path / "race" / "registry.jsonl")
@@ -370,7 +372,7 @@ def test_a_race_continues_after_a_kill(tmp_path: Path) -> None:
     assert race.problems == []
 
 
-def test_failed_runs_stay_in_the_table(tmp_path: Path) -> None:
+def test_who_fails_stays_in_the_table(tmp_path: Path) -> None:
     plan = replace(PLAN, seeds=(1,))
     start_race(tmp_path / "race", plan, build(WORKLOAD))
     moods = {
@@ -388,7 +390,7 @@ def test_failed_runs_stay_in_the_table(tmp_path: Path) -> None:
     assert race.remaining() == [], "a failed run is a result"
 
 
-def test_a_run_with_nan_has_diverged(tmp_path: Path) -> None:
+def test_a_rate_that_explodes_has_diverged(tmp_path: Path) -> None:
     entries = (RaceEntry(name="wild", learning_rate=1e30, rate_from="given"),)
     race = read_race(make_race(tmp_path / "race", entries=entries, seeds=(1,)))
     (run,) = race.runs
@@ -396,7 +398,7 @@ def test_a_run_with_nan_has_diverged(tmp_path: Path) -> None:
     assert "NaN or Inf" in (run.reason or "")
 
 
-def test_tuning_has_equal_budgets_and_chooses_the_best(tmp_path: Path) -> None:
+def test_tuning_gives_every_entry_the_same_and_takes_the_best(tmp_path: Path) -> None:
     tuning = RateTuning(factors=(0.1, 1.0), epochs=2, seed=77)
     entries = (PLAN.entries[0], PLAN.entries[2])
     race = read_race(make_race(tmp_path / "race", tuning=tuning, entries=entries, seeds=(1,)))
@@ -426,7 +428,7 @@ def test_a_rate_that_diverged_is_not_chosen(tmp_path: Path) -> None:
     assert read_race(tmp_path / "race").rates == {"allreduce": pytest.approx(0.05)}
 
 
-def test_a_runner_that_cannot_start_is_a_failed_run(tmp_path: Path) -> None:
+def test_an_arena_that_cannot_start_is_a_failed_run(tmp_path: Path) -> None:
     plan = replace(PLAN, entries=PLAN.entries[:1], seeds=(1,))
     start_race(tmp_path / "race", plan, build(WORKLOAD))
     moods: dict[str, RunResult | type[BaseException]] = {"allreduce/2w-seed1": WorldError}
@@ -434,7 +436,7 @@ def test_a_runner_that_cannot_start_is_a_failed_run(tmp_path: Path) -> None:
     assert [run.status for run in read_race(tmp_path / "race").runs] == ["failed"]
 
 
-def test_a_race_without_its_registry_does_not_continue(copy: Path) -> None:
+def test_a_race_without_its_registry_does_not_go_on(copy: Path) -> None:
     lines = (copy / "registry.jsonl").read_text().splitlines(keepends=True)
     (copy / "registry.jsonl").write_text("".join(lines[1:]))
     with pytest.raises(ProtocolError, match="does not begin with the plan"):
@@ -445,7 +447,7 @@ def test_a_race_without_its_registry_does_not_continue(copy: Path) -> None:
     assert not (copy / "registry.jsonl").exists()
 
 
-def test_scaling_runs_are_recorded(tmp_path: Path) -> None:
+def test_scaling_points_are_runs_like_any_other(tmp_path: Path) -> None:
     race = read_race(
         make_race(tmp_path / "race", scaling="weak", scaling_workers=(1, 2), entries=PLAN.entries[:1], seeds=(1,))
     )
@@ -458,13 +460,13 @@ def test_scaling_runs_are_recorded(tmp_path: Path) -> None:
 # Bad input.
 
 
-def test_two_races_do_not_start_in_one_folder(tmp_path: Path) -> None:
+def test_two_races_do_not_begin_in_one_folder(tmp_path: Path) -> None:
     with RunFolder(tmp_path).lock(), pytest.raises(IncompatibleError, match="is in use by another job"):
         start_race(tmp_path, PLAN, build(WORKLOAD))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_with_a_race_is_refused(copy: Path) -> None:
+def test_a_folder_that_holds_a_race_is_not_begun_again(copy: Path) -> None:
     with pytest.raises(IncompatibleError, match="--resume"):
         start_race(copy, PLAN, build(WORKLOAD))
 
@@ -480,7 +482,7 @@ def edit(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
-def test_changes_of_a_folder_are_named(copy: Path) -> None:
+def test_what_was_done_to_a_folder_is_named(copy: Path) -> None:
     run = "runs/allreduce/2w-seed1"
     edit(copy / run / "log.jsonl", '"key": "seed"', '"key": "sead"')
     (copy / "runs/quantize-4/2w-seed1/log.jsonl").unlink()
@@ -503,7 +505,7 @@ def test_runs_of_other_code_are_named(copy: Path) -> None:
     assert any("ran other code" in problem for problem in read_race(copy).problems)
 
 
-def test_unreadable_logs_raise_no_error(copy: Path) -> None:
+def test_logs_that_cannot_be_read_are_no_end_of_the_report(copy: Path) -> None:
     (copy / "runs/allreduce/2w-seed1/log.jsonl").write_text("{}\nnonsense\n{}\n")
     (copy / "runs/allreduce/2w-seed2/config.json").write_text("[")
     (copy / "registry.jsonl").unlink()
@@ -516,7 +518,7 @@ def test_unreadable_logs_raise_no_error(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_the_progress_shows_the_race(tmp_path: Path, terminal: bool) -> None:
+def test_the_view_tells_the_race(tmp_path: Path, terminal: bool) -> None:
     plan = replace(PLAN, seeds=(1,))
     start_race(tmp_path / "race", plan, build(WORKLOAD))
     screen = io.StringIO()
@@ -535,7 +537,7 @@ def test_the_progress_shows_the_race(tmp_path: Path, terminal: bool) -> None:
         assert "left" in shown
 
 
-def test_a_long_run_prints_lines_without_a_terminal(tmp_path: Path) -> None:
+def test_a_long_run_leaves_lines_where_no_table_rewrites_itself(tmp_path: Path) -> None:
     start_race(tmp_path / "race", PLAN, build(WORKLOAD))
     screen, seconds = io.StringIO(), [0.0]
     console = Console(file=screen, width=100, color_system=None)
@@ -550,7 +552,7 @@ def test_a_long_run_prints_lines_without_a_terminal(tmp_path: Path) -> None:
     ]
 
 
-def test_a_simulation_over_the_limit_counts_as_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_simulation_without_end_counts_as_hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("syncline.runtime.kernel.PROGRESS_EVERY_S", 1e-3)
     start_race(tmp_path / "race", replace(PLAN, limit=1e-6, seeds=(1,)), build(WORKLOAD))
     assert RaceRunner(tmp_path / "race", SimulatedRunner(NETWORK), Silent()).run()

@@ -47,7 +47,7 @@ def test_a_file_names_the_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("mpi")
-def test_a_strategy_that_needs_mpi_runs_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_strategy_that_needs_mpi_has_it_however_it_is_spelt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AllReduce, "presets", (NEEDY,))
     (entry,) = read(tmp_path, "[[entry]]\nstrategy = 'allreduce(delay=2)'").entries
     assert (entry.name, entry.engine) == ("allreduce(delay=2)", "mpi")
@@ -62,13 +62,15 @@ def test_a_strategy_that_needs_mpi_runs_on_it(tmp_path: Path, monkeypatch: pytes
         ("strategy = 'ddp'\nengine = 'mpi'", IncompatibleError, "ddp runs only on torch.distributed"),
     ],
 )
-def test_impossible_entries_are_refused(tmp_path: Path, text: str, kind: type[SynclineError], told: str) -> None:
+def test_what_cannot_be_is_refused(tmp_path: Path, text: str, kind: type[SynclineError], told: str) -> None:
     with pytest.raises(kind, match=told):
         read(tmp_path, f"[[entry]]\n{text}")
 
 
 @pytest.mark.usefixtures("no_mpi")
-def test_without_mpi_entries_are_refused_or_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_mpi_a_file_is_refused_and_the_default_entries_does_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(UnsupportedError, match="allreduce on mpi runs on MPI, and mpiexec is gone"):
         read(tmp_path, "[[entry]]\nengine = 'mpi'")
     monkeypatch.setattr(entries_module, "default_presets", lambda: [Preset(spec="allreduce"), NEEDY])
@@ -82,14 +84,14 @@ def test_without_mpi_entries_are_refused_or_skipped(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.usefixtures("mpi")
-def test_all_entries_include_those_on_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_entries_has_those_on_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entries_module, "default_presets", lambda: [NEEDY])
     found = {entry.name: entry.engine for entry in all_entries(build("digits")).entries}
     assert found[NEEDY.spec] == "mpi"
     assert found["ddp"] is None
 
 
-def test_a_plan_without_an_engine_reads_back() -> None:
+def test_a_plan_of_before_reads_back() -> None:
     plan = json.loads(PLAN.as_json())
     for entry in plan["entries"]:
         del entry["engine"]

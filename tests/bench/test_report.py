@@ -54,7 +54,7 @@ class TestSpread:
         assert found is not None
         assert (found.median, found.low, found.high, found.kind) == (3.5, 1.0, math.inf, "order")
 
-    def test_an_infinite_sample_gives_only_a_range(self) -> None:
+    def test_one_that_never_came_leaves_only_a_range(self) -> None:
         found = spread([1.0, math.inf, 3.0])
         assert found is not None
         assert (found.median, found.low, found.high, found.kind) == (3.0, 1.0, math.inf, "range")
@@ -65,12 +65,12 @@ class TestSpread:
         assert found.kind == "range"
         assert found.describe() == "range of 2 seeds"
 
-    def test_no_samples_have_no_spread(self) -> None:
+    def test_none_of_none(self) -> None:
         assert spread([]) is None
 
 
 class TestAnalysis:
-    def test_costs_to_the_target_come_from_the_evaluations(self, tmp_path: Path) -> None:
+    def test_time_epochs_and_bytes_to_the_target_come_from_the_evaluations(self, tmp_path: Path) -> None:
         entry = analysed(tmp_path, seeds("a", (1.0, 2.0, 4.0))).entry("a")
         assert entry.time is not None
         assert entry.epochs is not None
@@ -79,7 +79,7 @@ class TestAnalysis:
         assert (entry.epochs.median, entry.bytes.median, entry.reached) == (3.0, 3000.0, 3)
         assert entry.slowest_to_fastest == pytest.approx(4.0)
 
-    def test_phases_of_a_step_and_the_rest(self, tmp_path: Path) -> None:
+    def test_phases_of_a_step_and_what_no_phase_has(self, tmp_path: Path) -> None:
         entry = analysed(tmp_path, seeds("a", shares={"compute": 0.5, "exposed": 0.3, "evaluation": 0.1})).entry("a")
         assert entry.phases["compute"] == pytest.approx(0.1)  # 2 s and 10 steps between evaluations
         assert entry.phases["exposed"] == pytest.approx(0.06)
@@ -102,7 +102,7 @@ class TestAnalysis:
         )
         assert analysed(tmp_path, [*seeds("mine"), *seeds("theirs")], entries).baseline == "theirs"
 
-    def test_the_time_of_a_failed_run_is_infinite(self, tmp_path: Path) -> None:
+    def test_a_failed_run_is_infinite_even_if_it_had_reached_the_target(self, tmp_path: Path) -> None:
         runs = [*seeds("a", (1.0, 1.0)), Hand("a", 3, status="failed", reason="PeerLostError: rank 2\nTraceback")]
         entry = analysed(tmp_path, runs).entry("a")
         assert entry.reached == 2
@@ -124,7 +124,7 @@ class TestAnalysis:
         assert entry.best is not None
         assert (entry.time.median, entry.best.median) == (4.0, 1.0)
 
-    def test_nan_does_not_reach_the_target(self, tmp_path: Path) -> None:
+    def test_a_metric_that_is_not_a_number_reaches_nothing(self, tmp_path: Path) -> None:
         entry = analysed(tmp_path, seeds("a", metrics=(0.3, "nan", "nan"))).entry("a")
         assert entry.reached == 0
         assert entry.best is not None
@@ -136,11 +136,11 @@ class TestAnalysis:
         assert entry.worker_seconds == 3 * 4 * 30.0
         assert (entry.tuning_runs, entry.tuning_worker_seconds) == (1, 28.0)
 
-    def test_a_simulation_has_virtual_worker_seconds(self, tmp_path: Path) -> None:
+    def test_a_simulation_has_worker_seconds_of_its_own_clock(self, tmp_path: Path) -> None:
         entry = analysed(tmp_path, seeds("a"), place=RacePlace(kind="simulated", detail="10mbit")).entry("a")
         assert entry.worker_seconds == 3 * 4 * 10.0
 
-    def test_predictions_and_measurements(self, tmp_path: Path) -> None:
+    def test_a_prediction_stands_beside_the_measurement(self, tmp_path: Path) -> None:
         predicted = {"communication": 0.07, "codec": 0.01, "buckets": 1}
         told = analysed(tmp_path, seeds("a", predicted=predicted)).entry("a").prediction
         assert told is not None
@@ -150,7 +150,7 @@ class TestAnalysis:
         assert told.measured_exposed == pytest.approx(0.08)
 
     @pytest.mark.parametrize("change", [{"buckets": 3}, {"staleness": 1.0}])
-    def test_possible_overlap_gives_a_predicted_range(self, tmp_path: Path, change: dict[str, float]) -> None:
+    def test_what_may_overlap_is_predicted_as_a_range(self, tmp_path: Path, change: dict[str, float]) -> None:
         predicted = {"communication": 0.07, "codec": 0.01, "buckets": change.get("buckets", 1.0)}
         runs = seeds("a", predicted=predicted, staleness=change.get("staleness", 0.0))
         told = analysed(tmp_path, runs).entry("a").prediction
@@ -158,7 +158,7 @@ class TestAnalysis:
         assert told.step_low == pytest.approx(0.1 + 0.01)
         assert told.step_high == pytest.approx(0.18)
 
-    def test_scaling_is_relative_to_one_worker(self, tmp_path: Path) -> None:
+    def test_scaling_is_told_against_one_worker(self, tmp_path: Path) -> None:
         alone = seeds("a", (6.0, 6.0, 6.0), workers=1, kind="scaling", test=0.89)
         found = analysed(tmp_path, [*seeds("a"), *alone], scaling="weak", scaling_workers=(1,)).entry("a").scaling
         assert [point.workers for point in found] == [1, 4]
@@ -168,7 +168,7 @@ class TestAnalysis:
         assert found[0].test is not None
         assert found[0].test.median == 0.89
 
-    def test_staleness_and_consensus(self, tmp_path: Path) -> None:
+    def test_staleness_and_consensus_where_there_are_any(self, tmp_path: Path) -> None:
         entry = analysed(tmp_path, seeds("a", staleness=2.0, consensus=0.25)).entry("a")
         assert (entry.staleness, entry.staleness_mean, entry.consensus) == (2.0, 2.0, 0.25)
 
@@ -210,7 +210,7 @@ class TestProblems:
     @pytest.mark.parametrize(
         ("key", "value"), [("elapsed", '"soon"'), ("elapsed", "-1"), ("samples", "null"), ("phases", "[1]")]
     )
-    def test_a_log_with_nonsense_is_a_failed_run(self, tmp_path: Path, key: str, value: str) -> None:
+    def test_a_log_that_makes_no_sense_is_a_failed_run(self, tmp_path: Path, key: str, value: str) -> None:
         folder = write_race(tmp_path / "race", seeds("a", status="finished"))
         log = folder / "runs/a/4w-seed2/log.jsonl"
         lines = [line for line in log.read_text().splitlines() if "sl_phases" not in line]
@@ -228,7 +228,7 @@ class TestProblems:
         assert "registry.jsonl is missing" in text
         assert "No run has ended yet" in text
 
-    def test_a_folder_without_a_race_is_refused(self, tmp_path: Path) -> None:
+    def test_what_is_no_race_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(SpecError, match=r"has no race\.json"):
             write_report(tmp_path)
         folder = write_race(tmp_path / "race", seeds("a"))
@@ -243,7 +243,7 @@ class TestProblems:
         ("field", "value"),
         [("workers", 0), ("workers", "4"), ("target", None), ("seeds", [1, None]), ("limit", math.nan)],
     )
-    def test_a_plan_with_nonsense_is_refused_by_name(self, tmp_path: Path, field: str, value: Any) -> None:
+    def test_a_plan_that_makes_no_sense_is_refused_by_name(self, tmp_path: Path, field: str, value: Any) -> None:
         folder = write_race(tmp_path / "race", seeds("a"))
         plan = json.loads((folder / "race.json").read_text())
         (folder / "race.json").write_text(json.dumps({**plan, field: value}))
@@ -252,7 +252,7 @@ class TestProblems:
 
 
 class TestPage:
-    def test_hostile_text_is_escaped(self, tmp_path: Path) -> None:
+    def test_hostile_words_are_words(self, tmp_path: Path) -> None:
         hostile = RaceEntry(name=HOSTILE)
         runs = [
             *seeds("a", (1.0, 1.0)),
@@ -272,7 +272,7 @@ class TestPage:
         assert text.count("<script>") == 1
         assert text.count("&lt;script&gt;alert") >= 8
 
-    def test_broken_rules_are_at_the_top(self, tmp_path: Path) -> None:
+    def test_broken_rules_are_on_its_face(self, tmp_path: Path) -> None:
         folder = write_race(tmp_path / "race", seeds("a"))
         findings = [
             Finding("6", "Time is left out", "phases add up to 71 %", "time it all"),
@@ -283,7 +283,7 @@ class TestPage:
         assert "This report breaks 1 rule<" in text
         assert text.index("phases add up to 71 %") < text.index('id="verdict"') < text.index("Warnings of the lint")
 
-    def test_a_clean_lint_differs_from_no_lint(self, tmp_path: Path) -> None:
+    def test_a_clean_lint_and_none_at_all_are_told_apart(self, tmp_path: Path) -> None:
         folder = write_race(tmp_path / "race", seeds("a"))
         assert "Lint: no rule is broken." in written(folder, [])
         assert "This race was not checked" in written(folder)
@@ -294,7 +294,7 @@ class TestPage:
         assert "This race is not finished" in text
         assert "4 of the planned runs have no result yet" in text
 
-    def test_the_page_says_how_to_repeat_the_race(self, tmp_path: Path) -> None:
+    def test_all_that_is_needed_to_repeat_it(self, tmp_path: Path) -> None:
         folder = write_race(tmp_path / "race", seeds("a"), skipped={"hivemind": "not installed"})
         text = written(folder)
         race = read_race(folder)
@@ -313,7 +313,7 @@ class TestPage:
         found = plot_styles([f"e{number}" for number in range(40)], None)
         assert len(set(found.values())) == 40
 
-    def test_colours_are_visible_in_light_and_dark(self) -> None:
+    def test_colours_are_seen_on_paper_and_in_the_dark(self) -> None:
         for light, dark in SERIES_COLOURS:
             assert _contrast(light, "#ffffff") >= 4.5
             assert _contrast(dark, "#14181c") >= 4.5
@@ -336,12 +336,12 @@ class TestFiles:
         assert names == curves | {"time-to-target", "phases", "predictions", "scaling"}
         assert read_race(simulated).problems == []
 
-    def test_the_page_has_no_external_resources(self, simulated: Path) -> None:
+    def test_the_page_asks_nobody_for_anything(self, simulated: Path) -> None:
         text = (simulated / "report.html").read_text()
         assert re.findall(r"https?:|//[a-z]|@import|\bsrc=", text.replace("// What", "").replace("// for", "")) == []
         assert len(text) < 400_000
 
-    def test_plots_have_text_and_the_colours_of_the_page(self, simulated: Path) -> None:
+    def test_pictures_keep_letters_and_take_the_page_s_colours(self, simulated: Path) -> None:
         text = (simulated / "report.html").read_text()
         assert text.count("<svg ") == 7
         assert "quantize(4)</text>" in text
@@ -382,13 +382,13 @@ class TestFiles:
         assert len(points) == 3 * 5 + 1
         assert json.loads((folder / "report.json").read_text())["analysis"]["runs"][3]["time_to_target"] == "inf"
 
-    def test_without_matplotlib_there_are_no_plots(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_matplotlib_there_are_no_pictures(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
         text = write_report(write_race(tmp_path / "race", seeds("a")), []).read_text()
         assert "pip install &#39;syncline[plot]&#39;" in text
         assert "<svg" not in text
 
-    def test_the_command_prints_the_verdict_and_the_path(
+    def test_the_command_says_who_won_and_where_to_look(
         self, simulated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         folder = shutil.copytree(simulated, tmp_path / "race")

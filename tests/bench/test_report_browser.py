@@ -83,7 +83,7 @@ def opened(report: Path, browser: Any, request: pytest.FixtureRequest) -> Iterat
 
 
 @pytest.mark.parametrize("opened", [(1280, "light"), (1280, "dark"), (375, "light"), (375, "dark")], indirect=True)
-def test_contrast_is_high_and_nothing_overflows(opened: Any) -> None:
+def test_every_word_stands_out_and_nothing_hangs_over(opened: Any) -> None:
     assert opened.evaluate("document.documentElement.scrollWidth <= innerWidth")
     found = opened.evaluate(TEXTS)
     assert len(found) > 300
@@ -92,7 +92,7 @@ def test_contrast_is_high_and_nothing_overflows(opened: Any) -> None:
 
 
 @pytest.mark.parametrize("opened", [(375, "light")], indirect=True)
-def test_on_a_phone_text_is_readable(opened: Any) -> None:
+def test_on_a_phone_letters_of_pictures_are_large_enough_and_tables_keep_their_names(opened: Any) -> None:
     sizes = opened.evaluate(
         """() => [...document.querySelectorAll("figure svg")].flatMap((svg) => {
              const scale = svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
@@ -135,7 +135,7 @@ def test_the_other_theme_is_a_click_away(opened: Any) -> None:
 
 
 @pytest.mark.parametrize("opened", [(680, "dark")], indirect=True)
-def test_print_is_light_and_shows_whole_tables(opened: Any) -> None:
+def test_paper_is_light_and_clips_no_table(opened: Any) -> None:
     opened.emulate_media(media="print", color_scheme="dark")
     assert opened.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--ink')") == "#1c2126"
     wide = opened.evaluate(
@@ -145,7 +145,7 @@ def test_print_is_light_and_shows_whole_tables(opened: Any) -> None:
     assert wide == []
 
 
-def test_plots_have_descriptions(opened: Any) -> None:
+def test_a_picture_has_words_for_who_cannot_see_it(opened: Any) -> None:
     about = opened.evaluate(
         """() => [...document.querySelectorAll("figure svg")].map(
              (svg) => document.getElementById(svg.getAttribute("aria-labelledby"))?.textContent ?? "")"""
@@ -157,7 +157,7 @@ def test_plots_have_descriptions(opened: Any) -> None:
     assert all(later - earlier <= 1 for earlier, later in pairwise(levels))
 
 
-def test_the_page_is_small_and_works_without_scripts(report: Path, browser: Any) -> None:
+def test_the_page_is_small_and_without_scripts_still_whole(report: Path, browser: Any) -> None:
     assert report.stat().st_size < 400_000
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()

@@ -28,7 +28,7 @@ def with_histogram(folder: Path, histogram: object) -> None:
     reseal(folder)
 
 
-def test_the_page_has_a_staleness_table(tmp_path: Path) -> None:
+def test_the_page_has_a_table_where_anybody_was_stale(tmp_path: Path) -> None:
     make_race(tmp_path, entries=(ONE,), seeds=(1, 2))
     race = read_race(tmp_path)
     found = analyse(race)
@@ -44,7 +44,7 @@ def test_the_page_has_a_staleness_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("told", [{"-1": 3}, {"one": 1}, {"1": -2}, [1, 2], 7])
-def test_an_invalid_histogram_makes_a_failed_run(tmp_path: Path, told: object) -> None:
+def test_a_histogram_that_is_none_makes_a_run_that_failed(tmp_path: Path, told: object) -> None:
     make_race(tmp_path, entries=(ONE,), seeds=(1,))
     with_histogram(tmp_path, told)
     found = analyse(read_race(tmp_path))

@@ -18,7 +18,7 @@ def judged(folder: Path, runs: list[Hand], entries: tuple[RaceEntry, ...] = (), 
 
 
 class TestVerdict:
-    def test_the_fastest_with_every_seed_has_won(self, tmp_path: Path) -> None:
+    def test_whoever_is_sooner_with_every_seed_has_won(self, tmp_path: Path) -> None:
         runs = [*seeds("base", (2.0, 2.2, 2.1)), *seeds("b", (1.0, 1.1, 1.05))]
         found = judged(tmp_path, runs)
         assert (found.outcome, found.leader) == ("won", "b")
@@ -29,7 +29,7 @@ class TestVerdict:
         found = judged(tmp_path, [*seeds("base", (1.0, 1.1, 1.05)), *seeds("b", (3.0, 3.3, 3.15))])
         assert found.sentence.endswith(", 3× faster than b.")
 
-    def test_no_entry_wins_if_seeds_disagree(self, tmp_path: Path) -> None:
+    def test_nobody_wins_where_seeds_disagree(self, tmp_path: Path) -> None:
         found = judged(tmp_path, [*seeds("base", (1.0, 1.2, 1.1)), *seeds("b", (1.1, 1.0, 1.2))])
         assert (found.outcome, found.rivals) == ("tied", ["b"])
         assert found.sentence.startswith("No entry won: base")
@@ -44,20 +44,20 @@ class TestVerdict:
         found = judged(tmp_path, [*seeds("base", (2.0, 2.0)), *seeds("b", (1.0, 1.0))])
         assert found.sentence.startswith("So far: b was ahead")
 
-    def test_a_single_entry_is_alone(self, tmp_path: Path) -> None:
+    def test_one_entry_has_nobody_to_beat(self, tmp_path: Path) -> None:
         assert judged(tmp_path, seeds("a")).outcome == "alone"
 
-    def test_an_unreached_target_gives_the_best_value(self, tmp_path: Path) -> None:
+    def test_a_target_never_reached_is_told_with_the_best_value(self, tmp_path: Path) -> None:
         runs = [*seeds("a", metrics=(0.2, 0.71)), *seeds("b", metrics=(0.2, 0.85))]
         found = judged(tmp_path, runs)
         assert found.outcome == "nobody"
         assert found.sentence == "No entry reached accuracy 0.9. The best was 0.85, by b."
 
-    def test_a_target_needs_most_of_the_seeds(self, tmp_path: Path) -> None:
+    def test_a_target_reached_with_the_smaller_part_of_the_seeds_is_not_reached(self, tmp_path: Path) -> None:
         runs = [Hand("a", 1), *(Hand("a", seed, metrics=(0.2, 0.3)) for seed in (2, 3))]
         assert "most of its seeds: a with 1 of 3 seeds" in judged(tmp_path, runs).sentence
 
-    def test_a_winner_that_missed_once_is_reported(self, tmp_path: Path) -> None:
+    def test_a_winner_that_missed_once_is_told(self, tmp_path: Path) -> None:
         runs = [*seeds("a", (1.0, 1.0)), Hand("a", 3, metrics=(0.1,)), *seeds("b", metrics=(0.1, 0.2))]
         found = judged(tmp_path, runs)
         assert "only with 2 of 3 seeds" in found.sentence
@@ -72,7 +72,7 @@ class TestVerdict:
     def test_nothing_has_run(self, tmp_path: Path) -> None:
         assert judged(tmp_path, [], (RaceEntry(name="a"),)).outcome == "empty"
 
-    def test_one_worker_that_is_not_slower_is_reported(self, tmp_path: Path) -> None:
+    def test_one_worker_that_is_no_slower_is_named(self, tmp_path: Path) -> None:
         alone = seeds("a", (1.0, 1.0, 1.0), workers=1, kind="scaling")
         found = judged(tmp_path, [*seeds("a"), *alone], scaling="weak", scaling_workers=(1,))
         assert found.notes[0] == "One worker was not slower than 4: 3 s (a)."
@@ -89,7 +89,7 @@ class TestLimits:
             ("evaluation", "evaluation"),
         ],
     )
-    def test_the_largest_share_is_the_limit(self, tmp_path: Path, phase: str, name: str) -> None:
+    def test_the_largest_share_binds(self, tmp_path: Path, phase: str, name: str) -> None:
         shares = {**dict.fromkeys(("compute", "exposed", "codec", "data", "evaluation"), 0.1), phase: 0.6}
         found = analysed(tmp_path, seeds("a", shares=shares))
         limit = binding_limit(found, found.entry("a"))
@@ -116,7 +116,7 @@ class TestLimits:
         assert limit.name == "statistics"
         assert limit.evidence.endswith("3× as many as one worker")
 
-    def test_a_few_more_epochs_are_not_a_limit(self, tmp_path: Path) -> None:
+    def test_a_few_more_epochs_are_luck(self, tmp_path: Path) -> None:
         found = analysed(
             tmp_path,
             [*seeds("five", metrics=(0.5, 0.5, 0.5, 0.5, 0.95)), *seeds("six", metrics=(*(0.5,) * 5, 0.95))],
@@ -125,7 +125,7 @@ class TestLimits:
         assert limit is not None
         assert "statistics" not in limit.shares
 
-    def test_the_entry_with_fewest_bytes_is_named(self, tmp_path: Path) -> None:
+    def test_who_needs_fewer_bytes_is_named(self, tmp_path: Path) -> None:
         shares = {"compute": 0.1, "exposed": 0.9}
         found = analysed(tmp_path, [*seeds("a", shares=shares), *seeds("thrifty", bytes_each=10.0)])
         limit = binding_limit(found, found.entry("a"))

@@ -36,7 +36,7 @@ def rows(tmp_path: Path, name: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_dedicated_server_is_compared_with_a_bare_echo(tmp_path: Path) -> None:
+def test_a_dedicated_server_beside_a_bare_echo(tmp_path: Path) -> None:
     printed = bench(tmp_path, "-n", "2", "--servers", "1", "--sizes", "4KB,256KB", "--rounds", "3")
     found = rows(tmp_path, "server-1.json")
     told = {(row["contender"], row["bytes"], row["workers"]) for row in found}
@@ -69,7 +69,7 @@ def test_a_sweep_says_how_many_servers(tmp_path: Path) -> None:
     assert "For 64KB and 1 workers, " in printed
 
 
-def test_a_sweep_reports_equal_choices() -> None:
+def test_a_sweep_that_cannot_tell_says_so() -> None:
     samples = {"co-located": [[0.10], [0.12]], "1 server": [[0.11], [0.11]], "2 servers": [[0.3], [0.4]]}
     told = sweep_table(samples, 4 << 20, 2, "one host").splitlines()[-1]
     assert "1 server cannot be distinguished" in told or "co-located cannot be distinguished" in told
@@ -143,8 +143,6 @@ def test_a_ledger_refuses_impossible_reads() -> None:
         (["--sizes", "4KX"], "4KX"),
     ],
 )
-def test_bad_options_are_refused(
-    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_it_refuses(arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "server", *arguments, "--out", str(tmp_path)]) == 2
     assert says in capsys.readouterr().err

@@ -41,7 +41,7 @@ def test_refused(wrong: dict[str, Any], words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_scenarios_slow_the_right_workers() -> None:
+def test_whom_a_scenario_slows() -> None:
     plan = StragglersPlan(out="", workers=3, step=0.5)
     assert SCENARIOS["equal"](plan) == []
     (slow,) = SCENARIOS["lasting"](plan)

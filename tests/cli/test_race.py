@@ -139,7 +139,7 @@ def test_on_the_simulator_it_ends_with_a_report(
     assert found["plan"]["workload"] == CONVEX
 
 
-def test_an_edited_script_does_not_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_that_was_edited_does_not_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(SCRIPT)
     (tmp_path / "one.toml").write_text("[[entry]]\nname = 'good'\n")
@@ -152,7 +152,7 @@ def test_an_edited_script_does_not_continue(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.xdist_group("gloo")
-def test_crashed_hung_and_diverged_runs_stay_in_the_table(tmp_path: Path, runs: Runs) -> None:
+def test_who_crashes_hangs_or_diverges_stays_in_the_table(tmp_path: Path, runs: Runs) -> None:
     (tmp_path / "mine.py").write_text(SCRIPT)
     (tmp_path / "mine.toml").write_text(ENTRIES)
     line = "race mine.py -n 2 --entries mine.toml --seeds 1 --limit 20 --out here"

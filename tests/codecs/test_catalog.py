@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.codecs.catalog import build_codec, codec_names
+from syncline.codecs import build_codec, codec_names
 from syncline.codecs.chain import Chain
 from syncline.codecs.quantize import Quantize
 from syncline.codecs.topk import TopK

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from syncline.codecs import build_codec
 from syncline.codecs.base import Codec, CodecTraits, RngKey, check_optimizer_momentum
 from syncline.codecs.cast import Cast
-from syncline.codecs.catalog import build_codec
 from syncline.codecs.choosing import BySize, PerLayer
 from syncline.codecs.lossless import Lossless
 from syncline.codecs.onebit import OneBit
@@ -109,7 +109,7 @@ def test_the_momentum_of_every_choice_is_checked() -> None:
 
 @pytest.mark.parametrize("rules", [{}, None, "topk(0.1)", [("*", None)], 3])
 def test_rules_that_cannot_be(rules: object) -> None:
-    with pytest.raises(SpecError, match="patterns and their codecs are due"):
+    with pytest.raises(SpecError, match="give patterns and their codecs"):
         PerLayer(rules)  # type: ignore[arg-type]
 
 
@@ -131,3 +131,8 @@ def test_thresholds_that_cannot_be(threshold: object) -> None:
 def test_a_chooser_is_no_link_of_a_chain() -> None:
     with pytest.raises(SpecError, match="put the chain inside it"):
         build_codec("topk(0.1)|by_size(10, None, 'onebit')")
+
+
+def test_the_former_name_of_codec_for_still_works() -> None:
+    with pytest.warns(DeprecationWarning, match="codec_for"):
+        assert BySize(10, None, "onebit").pick("weight", 10) == OneBit()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from syncline.codecs import build_codec
 from syncline.codecs.base import Codec
-from syncline.codecs.catalog import build_codec
 from syncline.testing import CodecContract
 
 STEADY = [

@@ -11,10 +11,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from syncline.codecs.base import Codec, RngKey
-from syncline.codecs.catalog import build_codec
+from syncline.codecs import build_codec
+from syncline.codecs.base import HEADER, Codec, RngKey
 from syncline.codecs.kernels.dispatch import reference_only
-from syncline.codecs.payload import HEADER
 from syncline.errors import ProtocolError
 from syncline.testing.codecs import canaries
 from tests.codecs.test_contract import HALF, STEADY, STOCHASTIC

@@ -49,14 +49,14 @@ def test_gradients_shrink_and_noise_does_not_grow() -> None:
     gradients = 0.01 * torch.randn(100_000, generator=torch.Generator().manual_seed(0))
     assert body_of(gradients).numel() < 0.9 * 4 * gradients.numel()
     noise = torch.frombuffer(bytearray(random.Random(0).randbytes(4096)), dtype=torch.uint8)
-    body = torch.zeros(Lossless.most_bytes(4096), dtype=torch.uint8)
-    assert Lossless.compress(noise, body, width=1) == 4097 == Lossless.most_bytes(4096)
+    body = torch.zeros(Lossless.max_body_bytes(4096), dtype=torch.uint8)
+    assert Lossless.compress(noise, body, width=1) == 4097 == Lossless.max_body_bytes(4096)
     assert torch.equal(Lossless.decompress(body, 4096, width=1), noise)
 
 
 def test_shuffling_helps() -> None:
     values = (1 + torch.rand(50_000, generator=torch.Generator().manual_seed(0))).view(torch.uint8)
-    body = torch.zeros(Lossless.most_bytes(values.numel()), dtype=torch.uint8)
+    body = torch.zeros(Lossless.max_body_bytes(values.numel()), dtype=torch.uint8)
     plain = Lossless.compress(values, body, width=1)
     assert Lossless.compress(values, body, width=4) < plain
 
@@ -64,7 +64,7 @@ def test_shuffling_helps() -> None:
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_numbers_of_any_width(width: int) -> None:
     raw = torch.arange(1000, dtype=torch.int64).view(torch.uint8)
-    body = torch.zeros(Lossless.most_bytes(8000), dtype=torch.uint8)
+    body = torch.zeros(Lossless.max_body_bytes(8000), dtype=torch.uint8)
     used = Lossless.compress(raw, body, width)
     assert used < 8000
     assert torch.equal(Lossless.decompress(body[:used], 8000, width), raw)

@@ -12,8 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import CodecTraits, PayloadCodec, RngKey, TensorSlice
-from syncline.codecs.payload import HEADER, max_payload_bytes, pack, pack_into, unpack
+from syncline.codecs.base import (
+    HEADER,
+    CodecTraits,
+    PayloadCodec,
+    RngKey,
+    TensorSlice,
+    max_payload_bytes,
+    pack,
+    pack_into,
+    unpack,
+)
 from syncline.codecs.raw import Raw
 from syncline.errors import ProtocolError
 

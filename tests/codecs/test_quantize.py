@@ -62,7 +62,7 @@ def test_the_mean_of_many_encodings(bits: int, norm: str) -> None:
 
 
 def test_up_has_the_fraction_as_its_probability() -> None:
-    """In one rng of many equal values too: neighbours are independent."""
+    """In one draw of many equal values too: neighbours are independent."""
     values = torch.full((200_001,), 0.3)
     values[0] = 7.0
     codec = Quantize(4, bucket=values.numel())

@@ -32,7 +32,7 @@ def test_indices_are_sorted_unlike_and_enough(numel: int, ratio: float) -> None:
     codec = RandomK(ratio)
     for step in range(20):
         indices, values = codec.select(TensorSlice(torch.arange(numel).float()), RngKey(step=step))
-        assert len(indices) == codec.most(numel)
+        assert len(indices) == codec.max_selected(numel)
         assert indices.tolist() == sorted(set(indices.tolist()))
         assert torch.equal(indices.float(), values)
 
@@ -59,14 +59,14 @@ def test_each_element_is_drawn_equally_often() -> None:
 
 @pytest.mark.parametrize("numel", [0, 1, 3000])
 def test_a_payload_says_which(numel: int) -> None:
-    """Who decodes needs no rng: the key is in the body."""
+    """The decoder needs no RngKey: the key is in the body."""
     flat, codec = torch.randn(numel, generator=torch.Generator().manual_seed(1)), RandomK(0.1)
     rng = RngKey(seed=3, step=9)
     payload = codec.encode(flat, rng)
     out = codec.decode(payload, torch.empty(numel))
     indices, values = codec.select(TensorSlice(flat), rng)
     assert torch.equal(out[indices], values)
-    assert int((out != 0).sum()) == codec.most(numel)
+    assert int((out != 0).sum()) == codec.max_selected(numel)
     assert payload.numel() == codec.max_bytes(numel)
     with reference_only():
         assert torch.equal(codec.encode(flat, rng), payload)

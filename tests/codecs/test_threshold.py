@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from syncline.codecs.base import RngKey, TensorSlice
+from syncline.codecs.base import RngKey, TensorSlice, max_payload_bytes
 from syncline.codecs.kernels.dispatch import reference_only
-from syncline.codecs.payload import max_payload_bytes
 from syncline.codecs.threshold import Threshold
 from syncline.errors import ProtocolError, SpecError
 

@@ -97,7 +97,7 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], match: str) -> Non
 ])  # fmt: skip
 def test_how_many_are_kept(keep: float, bucket: int | None, numel: int, kept: int) -> None:
     codec = TopK(keep, bucket=bucket)
-    assert codec.most(numel) == kept
+    assert codec.max_selected(numel) == kept
     indices, values = codec.select(
         TensorSlice(torch.randn(numel, generator=torch.Generator().manual_seed(0))), RngKey()
     )
@@ -114,7 +114,7 @@ def test_payloads_of_both_kernels_are_the_same(codec: TopK, numel: int) -> None:
         assert torch.equal(codec.encode(flat), payload)
         assert torch.equal(codec.decode(payload, torch.empty(numel)), out)
     assert payload.numel() == codec.max_bytes(numel)
-    assert int((out != 0).sum()) == codec.most(numel)
+    assert int((out != 0).sum()) == codec.max_selected(numel)
     assert torch.equal(codec.decode(payload, more, accumulate=True), out + 1)
 
 
@@ -184,13 +184,16 @@ def test_clip_bounds_the_norm_of_the_gradient() -> None:
 
 def test_warmup_falls_from_a_quarter() -> None:
     codec = TopK(0.001, warmup=4)
-    kept = [codec.most(10_000, step) for step in range(6)]
+    kept = [codec.max_selected(10_000, step) for step in range(6)]
     assert kept[0] == 2500
     assert kept[4:] == [10, 10]
     shrink = [b / a for a, b in pairwise(kept[:5])]
     assert shrink == pytest.approx([(0.001 / 0.25) ** 0.25] * 4, rel=0.02)
-    assert [TopK(0.5, warmup=4).most(100, step) for step in (0, 4)] == [50, 50]  # it starts above a quarter already
-    assert [TopK(16, bucket=512, warmup=4).most(512, step) for step in (0, 4)] == [128, 16]
+    assert [TopK(0.5, warmup=4).max_selected(100, step) for step in (0, 4)] == [
+        50,
+        50,
+    ]  # it starts above a quarter already
+    assert [TopK(16, bucket=512, warmup=4).max_selected(512, step) for step in (0, 4)] == [128, 16]
 
 
 def test_bodies_follow_the_step_of_warmup() -> None:
@@ -201,7 +204,7 @@ def test_bodies_follow_the_step_of_warmup() -> None:
         payload = codec.encode(flat, RngKey(step=step))
         sizes.add(payload.numel())
         out = codec.decode(payload, torch.empty(2000), step=step)
-        assert int((out != 0).sum()) == codec.most(2000, step)
+        assert int((out != 0).sum()) == codec.max_selected(2000, step)
         assert payload.numel() <= codec.max_bytes(2000)
     assert len(sizes) == 4
 

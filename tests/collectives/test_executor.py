@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from syncline.collectives import Buffers, Channel, build, names
-from syncline.collectives.run import allreduce
+from syncline.collectives import BufferPool, Channel, build, names
+from syncline.collectives.channel import allreduce
 from syncline.testing import Pool
 from syncline.testing.collectives import move_by_every_schedule, reduce_by_every_schedule
 from syncline.transports import Network, SingleTransport
@@ -56,7 +56,7 @@ def test_gloo(gloo: Pool, size: int) -> None:
 def bits_of_a_float_sum(world: World) -> dict[str, bytes]:
     torch.manual_seed(world.rank)
     x = torch.randn(1013)
-    channel = Channel(world.transport, (), Buffers(world.runtime))
+    channel = Channel(world.transport, (), BufferPool(world.runtime))
     found = {}
     for name in names("allreduce"):
         mine = x.clone()

@@ -11,8 +11,8 @@ import torch
 
 import syncline as sl
 from syncline.costs import Auto, Calibration, calibrate, predict
-from syncline.costs.auto import LOOKS, _Trial
-from syncline.costs.cache import cache_file, recall, remember
+from syncline.costs.auto import TRIAL_STAGES, AlgorithmTrial
+from syncline.costs.calibration import cache_file, load_calibration, store_calibration
 from syncline.transports import Link, Network
 
 FOUND = Calibration(1e-5, 1e9, 1e-6, 1e-10, 0.1, 0.2, 1e-6, 1e10, 4)
@@ -118,31 +118,31 @@ def test_sizes_have_choices_of_their_own() -> None:
     assert len(set(chosen.values())) == 2
 
 
-def test_a_trial_drops_the_slow_and_prefers_the_engines_own_among_equals() -> None:
-    trial = _Trial(["native", "ring", "tree"], {})
+def test_a_trial_drops_slow_ones_and_prefers_native() -> None:
+    trial = AlgorithmTrial(["native", "ring", "tree"], {})
     pace = {"native": 1.01e-3, "ring": 1.0e-3, "tree": 9.0e-3}
     called = []
     winner = None
     while winner is None:
         name = trial.next()
         called.append(name)
-        if trial.told(pace[name]):
-            winner = trial.look(lambda times: times)
+        if trial.record(pace[name]):
+            winner = trial.finish_stage(lambda times: times)
     assert winner == "native"
-    assert called.count("tree") == LOOKS[0][0] + 1
-    assert called.count("ring") == LOOKS[-1][0] + 1
+    assert called.count("tree") == TRIAL_STAGES[0][0] + 1
+    assert called.count("ring") == TRIAL_STAGES[-1][0] + 1
 
 
 def test_a_trial_that_would_take_minutes_is_cut_short() -> None:
-    trial = _Trial(["native", "ring"], {})
+    trial = AlgorithmTrial(["native", "ring"], {})
     calls = 0
     winner = None
     while winner is None:
         calls += 1
-        if trial.told({"native": 9.0, "ring": 8.0}[trial.next()]):
-            winner = trial.look(lambda times: times)
+        if trial.record({"native": 9.0, "ring": 8.0}[trial.next()]):
+            winner = trial.finish_stage(lambda times: times)
     assert winner == "ring"
-    assert calls == 2 * (LOOKS[1][0] + 1)
+    assert calls == 2 * (TRIAL_STAGES[1][0] + 1)
 
 
 def test_choices_of_an_earlier_run_are_adopted() -> None:
@@ -158,7 +158,7 @@ def test_choices_of_an_earlier_run_are_adopted() -> None:
         sl.simulate(lambda world: run(world, dict.fromkeys(first, "rign")), 4)
 
 
-def test_a_simulation_does_not_depend_on_what_was_simulated_before() -> None:
+def test_simulations_are_independent_of_each_other() -> None:
     """A team on a network of unequal links is calibrated, and that is not kept for the next simulation."""
 
     def run(world: sl.World) -> None:
@@ -199,25 +199,25 @@ def test_calibration_tells_hosts_from_the_network_between_them() -> None:
 
 
 def test_a_calibration_is_remembered(caplog: pytest.LogCaptureFixture) -> None:
-    assert recall("here") is None
-    remember("here", FOUND)
-    remember("there", Calibration(0.0, 1e9, 0.0, 0.0, 0.0, 0.0))
-    assert recall("here") == FOUND
+    assert load_calibration("here") is None
+    store_calibration("here", FOUND)
+    store_calibration("there", Calibration(0.0, 1e9, 0.0, 0.0, 0.0, 0.0))
+    assert load_calibration("here") == FOUND
     cache_file().write_text("{ not json")
-    assert recall("here") is None
+    assert load_calibration("here") is None
     assert "cannot be read" in caplog.text
     cache_file().write_text(json.dumps({"here": [1, 2]}))
-    assert recall("here") is None
+    assert load_calibration("here") is None
 
 
 def test_what_is_remembered_is_used_and_fresh_measures_anew() -> None:
     def run(world: sl.World) -> tuple[Calibration, Calibration]:
         auto = Auto(world.everyone.channel, "a cluster")
         if world.rank == 0:
-            remember("a cluster", FOUND)
+            store_calibration("a cluster", FOUND)
         return auto.calibration(), auto.calibration(fresh=True)
 
     known, fresh = sl.simulate(run, 2).results[1]
     assert known == FOUND
     assert fresh != FOUND
-    assert recall("a cluster") == fresh
+    assert load_calibration("a cluster") == fresh

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from syncline.collectives import Buffers, Channel, build, names
-from syncline.collectives.run import allreduce
+from syncline.collectives import BufferPool, Channel, build, names
+from syncline.collectives.channel import allreduce
 from syncline.costs import closed_form, play
-from syncline.costs.closed_forms import FORMS
+from syncline.costs.prediction import FORMULAS
 from syncline.transports import Link, Network
 from syncline.world import World, simulate
 from tests.pairwise import parametrize_pairwise
@@ -25,13 +25,13 @@ NETWORKS = {
 def simulated_time(name: str, size: int, nbytes: int, network: Network, seed: int = 0, lanes: int = 1) -> float:
     def once(world: World) -> None:
         hosts = tuple(network.host(rank) for rank in range(world.size))
-        channel = Channel(world.transport, hosts, Buffers(world.runtime))
+        channel = Channel(world.transport, hosts, BufferPool(world.runtime))
         allreduce(channel, torch.zeros(nbytes, dtype=torch.uint8), "sum", build("allreduce", name), lanes=lanes)
 
     return simulate(once, size, network=network, seed=seed).time
 
 
-@parametrize_pairwise(name=list(FORMS), size=[1, 2, 3, 4, 6, 8, 16], case=list(NETWORKS))
+@parametrize_pairwise(name=list(FORMULAS), size=[1, 2, 3, 4, 6, 8, 16], case=list(NETWORKS))
 def test_formula_player_and_simulator_agree(name: str, size: int, case: str) -> None:
     nbytes, network = 48_000, NETWORKS[case]
     formula = closed_form(name, size, nbytes, network)

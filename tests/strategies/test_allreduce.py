@@ -80,13 +80,13 @@ def test_small_buckets_leave_while_backward_goes_on() -> None:
         model = mlp()
         run, _ = run_of(model, bucket_bytes=1)
         sent: list[str] = []
-        start = strategy_run(run).exchange.start
+        start = strategy_run(run).exchange.launch_sum
 
-        def noted(flat: Tensor, what: str, here: bool = False) -> Any:
+        def noted(flat: Tensor, what: str, in_comm_task: bool = False) -> Any:
             sent.append(what)
-            return start(flat, what, here)
+            return start(flat, what, in_comm_task)
 
-        strategy_run(run).exchange.start = noted  # type: ignore[method-assign]
+        strategy_run(run).exchange.launch_sum = noted  # type: ignore[method-assign]
         seen_at_input: list[int] = []
         x = torch.ones(2, 6, requires_grad=True)
         x.register_hook(  # type: ignore[no-untyped-call]

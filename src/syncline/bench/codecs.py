@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 from syncline.bench.measuring import Summary, format_size, ratios, save_figure, summarize
-from syncline.codecs.base import Codec, PayloadCodec, RngKey, TensorSlice
-from syncline.codecs.catalog import build_codec
-from syncline.codecs.payload import max_payload_bytes, pack_into, unpack
+from syncline.codecs import build_codec
+from syncline.codecs.base import Codec, PayloadCodec, RngKey, TensorSlice, max_payload_bytes, pack_into, unpack
 from syncline.errors import SpecError, UnsupportedError
 
 __all__ = ["CodecsPlan", "codecs_plot", "codecs_table", "gradients", "measure"]

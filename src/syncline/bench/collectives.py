@@ -22,7 +22,7 @@ from torch import Tensor
 
 from syncline.bench.measuring import Summary, format_size, quiet_machine, ratios, save_figure, summarize
 from syncline.collectives import NATIVE, build, names
-from syncline.collectives.run import allreduce, meet
+from syncline.collectives.channel import allreduce, barrier
 from syncline.costs import AUTO, Calibration, calibrate, predict_on
 from syncline.errors import UnsupportedError, WorldError
 from syncline.world import World, init
@@ -172,11 +172,11 @@ class _Bench:
 
     def _turn(self, contender: Contender, tensor: Tensor, calls: int) -> float:
         now = self.world.runtime.now
-        meet(self.signals.channel)
+        barrier(self.signals.channel)
         start = now()
         for _ in range(calls):
             contender(tensor)
-        meet(self.signals.channel)
+        barrier(self.signals.channel)
         return (now() - start) / calls
 
     def _minimum(self, seconds: list[float]) -> list[float]:

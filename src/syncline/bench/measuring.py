@@ -32,6 +32,11 @@ class Summary:
     high: float | None
     samples: int
 
+    @property
+    def worse_than_equal(self) -> bool:
+        """For a ratio: True if it is significantly above 1."""
+        return self.low is not None and self.low > 1
+
     def scaled(self, factor: float) -> Summary:
         """The same in another unit."""
         low, high = (None if edge is None else factor * edge for edge in (self.low, self.high))

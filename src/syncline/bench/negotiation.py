@@ -21,7 +21,7 @@ import torch
 import syncline.compat.horovod.torch as hvd
 from syncline.bench.measuring import Summary, quiet_machine, summarize
 from syncline.collectives import build
-from syncline.collectives.run import allreduce, meet
+from syncline.collectives.channel import allreduce, barrier
 from syncline.compat.horovod.context import context
 from syncline.world import World, init
 
@@ -121,7 +121,7 @@ def _take_turns(world: World, channel: Any, ways: dict[str, Callable[[], None]],
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(WARM_UP_TURNS + turns):
         for name in sorted(ways, reverse=turn % 2 == 1):
-            meet(channel)
+            barrier(channel)
             start = world.runtime.now()
             ways[name]()
             times[name].append(world.runtime.now() - start)

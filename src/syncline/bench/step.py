@@ -52,7 +52,7 @@ from syncline.bench.step_contenders import (
     usage_per_step,
 )
 from syncline.collectives import build
-from syncline.collectives.run import allreduce, meet
+from syncline.collectives.channel import allreduce, barrier
 from syncline.events import ChromeTrace, RunEvent
 from syncline.launch.lab import parse_lab
 from syncline.launch.link_rate import FRAME_BYTES, FRAME_PAYLOAD_BYTES, parse_rate
@@ -183,7 +183,7 @@ class _StepComparison:
         batch = self.bench_model.batch(self.draw)
         now = self.world.runtime.now
         for kind in sorted(self.contenders, key=lambda kind: random.Random(f"{number} {kind}").random()):
-            meet(self.signals.channel)
+            barrier(self.signals.channel)
             start = now()
             with overlap.record(self.world) if overlap is not None and kind == SYNCLINE else nullcontext():
                 self.contenders[kind].step(batch)

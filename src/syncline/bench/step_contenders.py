@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from syncline.codecs import Codec, build_codec, check_optimizer_momentum
 from syncline.collectives import build
-from syncline.collectives.run import Channel, allreduce
+from syncline.collectives.channel import Channel, allreduce
 from syncline.errors import IncompatibleError
 from syncline.reduction import COMPRESSED_COLLECTIVES
 from syncline.strategies import Run

@@ -20,7 +20,7 @@ from torch import nn
 
 from syncline.bench.measuring import Summary, quiet_machine, ratios, summarize
 from syncline.collectives import build
-from syncline.collectives.run import allreduce, meet
+from syncline.collectives.channel import allreduce, barrier
 from syncline.training.distribute import distribute
 from syncline.world import World, init
 
@@ -75,7 +75,7 @@ def measure(plan: TeamsPlan) -> None:
         times: dict[str, list[float]] = {name: [] for name in steps}
         for turn in range(plan.turns + 3):
             for name, step in steps.items():
-                meet(signals.channel)
+                barrier(signals.channel)
                 start = world.runtime.now()
                 step()
                 if turn >= 3:  # the first turns open connections

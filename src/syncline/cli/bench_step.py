@@ -122,7 +122,7 @@ def _listed(text: str, separator: str = ",") -> list[str]:
 def _plan(arguments: argparse.Namespace, result: Path) -> StepPlan:
     from syncline.bench.step import StepPlan
     from syncline.bench.step_contenders import BASELINES, BENCH_MODELS, NO_CODEC, SYNCLINE, contender_collective
-    from syncline.codecs.catalog import build_codec
+    from syncline.codecs import build_codec
     from syncline.reduction import check_collective
     from syncline.strategies import build_strategy
 
@@ -166,7 +166,7 @@ def _plan(arguments: argparse.Namespace, result: Path) -> StepPlan:
 def _codecs(texts: Sequence[str]) -> list[str]:
     """The specs of the codecs. Wrong ones are refused here, not on every rank."""
     from syncline.bench.step_contenders import NO_CODEC
-    from syncline.codecs.catalog import build_codec
+    from syncline.codecs import build_codec
 
     specs = []
     for text in (spec for each in texts for spec in _listed(each, ";")):

@@ -10,31 +10,41 @@ A codec is a frozen dataclass whose repr is its spec. It has no state. What must
 
 The author of a payload codec writes `name`, `codec_id`, `body_bytes`, `write` and `read`, and `traits` where the
 defaults do not hold. The author of an allreducible codec also writes `reduce_rounds`.
+
+The payload of a bucket is a header, then the bodies of its slices::
+
+    magic u16 │ version u8 │ codec_id u8 │ CRC-32 of the codec's spec u32 │ elements u64 │ bodies …
+
+A body of fixed length follows directly. A body of variable length is preceded by its length, as u32. The receiver
+knows the slices, so a payload of another codec, version or length is refused before anything is decoded.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import struct
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from syncline.errors import IncompatibleError, ProtocolError, SpecError
+from syncline.errors import DivergedError, IncompatibleError, ProtocolError, SpecError
 from syncline.specs import Spec
 
 if TYPE_CHECKING:
     from syncline.codecs.chain import Chain
 
 __all__ = [
+    "HEADER",
     "Codec",
     "CodecTraits",
+    "DenseCodec",
     "PayloadCodec",
     "RngKey",
     "TensorSlice",
@@ -42,7 +52,18 @@ __all__ = [
     "check_no_gradient_options",
     "check_optimizer_momentum",
     "flat_float32",
+    "max_payload_bytes",
+    "pack",
+    "pack_into",
+    "unpack",
+    "unpack_all",
 ]
+
+
+HEADER = struct.Struct("<HBBIQ")
+LENGTH_BYTES = 4
+MAGIC = 0x51C7
+VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -218,7 +239,7 @@ class Codec(ABC):
 
 
 class PayloadCodec(Codec):
-    """A codec of bytes. A body has no header of its own; `payload.py` puts one before the bodies of a bucket."""
+    """A codec of bytes. A body has no header of its own; the payload of a bucket has one."""
 
     @abstractmethod
     def body_bytes(self, numel: int, step: int = 0) -> int:
@@ -249,19 +270,13 @@ class PayloadCodec(Codec):
             out.mul_(scale)
 
     def max_bytes(self, numel: int) -> int:
-        from syncline.codecs.payload import max_payload_bytes
-
         return max_payload_bytes(self, [numel])
 
     def encode(self, tensor: Tensor, rng: RngKey | None = None, residual: Tensor | None = None) -> Tensor:
-        from syncline.codecs.payload import pack
-
         part = TensorSlice(flat_float32(tensor), shape=tuple(tensor.shape), residual=_row(residual, tensor.numel()))
         return pack(self, [part], rng or RngKey())
 
     def decode(self, payload: Tensor, out: Tensor, accumulate: bool = False, step: int = 0) -> Tensor:
-        from syncline.codecs.payload import unpack
-
         flat = out.view(-1) if out.is_contiguous() and out.dtype == torch.float32 else None
         into = torch.zeros(out.numel(), device=out.device, dtype=torch.float32) if flat is None else flat
         if flat is None and accumulate:
@@ -270,6 +285,157 @@ class PayloadCodec(Codec):
         if flat is None:
             out.copy_(into.view(out.shape))
         return out
+
+
+class DenseCodec(PayloadCodec):
+    """A payload codec with a code for every element: bodies of fixed length, written and read by one kernel each."""
+
+    @abstractmethod
+    def encode_body(self, part: TensorSlice, body: Tensor, rng: RngKey) -> bool:
+        """Write a body. Returns False if the slice holds NaN or Inf."""
+
+    @abstractmethod
+    def decode_body(self, body: Tensor, out: Tensor, accumulate: bool) -> str:
+        """Read a body of the right length. Returns what is wrong with it, or an empty text."""
+
+    def write(self, part: TensorSlice, body: Tensor, rng: RngKey) -> int:
+        if not self.encode_body(part, body, rng):
+            if part.residual is None:
+                raise DivergedError(f"{self!r} cannot encode {part.name or 'a tensor'}: it holds NaN or Inf")
+            raise DivergedError(f"{self!r}: the residual and the gradient of {part.name!r} add up to Inf or NaN")
+        return body.numel()
+
+    def read(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
+        due = self.body_bytes(out.numel())
+        if body.numel() != due:
+            raise ProtocolError(f"{body.numel()} B are not the {due} B of {out.numel()} values of {self!r}")
+        fault = self.decode_body(body, out, accumulate)
+        if fault:
+            raise ProtocolError(f"a payload of {self!r} has {fault}")
+
+
+def max_payload_bytes(codec: PayloadCodec, sizes: Sequence[int], step: int = 0) -> int:
+    """Maximum size in bytes of a payload of slices of these sizes; the exact size if bodies have a fixed length."""
+    extra = 0 if codec.traits.fixed_length else LENGTH_BYTES
+    return HEADER.size + sum(_lengths(codec, sizes, step)) + extra * len(sizes)
+
+
+@lru_cache(maxsize=256)
+def _bodies(codec: PayloadCodec, sizes: tuple[int, ...], step: int) -> tuple[int, ...]:
+    """The lengths of bodies, cached: they change only in the first steps of some codecs."""
+    return tuple(codec.body_bytes(numel, step) for numel in sizes)
+
+
+def _lengths(codec: PayloadCodec, sizes: Sequence[int], step: int) -> tuple[int, ...]:
+    return _bodies(codec, tuple(sizes), min(step, codec.traits.steady_from_step))
+
+
+def pack(
+    codec: PayloadCodec, parts: Sequence[TensorSlice], rng: RngKey, report: Callable[[TensorSlice], None] | None = None
+) -> Tensor:
+    """Encode the slices of a bucket; `report` as in `pack_into`."""
+    device = parts[0].flat.device if parts else torch.device("cpu")
+    whole = torch.zeros(max_payload_bytes(codec, [p.numel for p in parts], rng.step), dtype=torch.uint8, device=device)
+    return whole[: pack_into(codec, parts, rng, whole, report)]
+
+
+def pack_into(
+    codec: PayloadCodec,
+    parts: Sequence[TensorSlice],
+    rng: RngKey,
+    whole: Tensor,
+    report: Callable[[TensorSlice], None] | None = None,
+) -> int:
+    """Encode the slices of a bucket into `whole`, zeroed bytes of `max_payload_bytes`. Returns the bytes used.
+
+    A slice that holds NaN or Inf is an error or, with a callback `report`, is passed to it and sent as zeros. The
+    codec's state of that slice then does not change. If finite values overflow with the state, it stays finite.
+    """
+    elements = sum(part.numel for part in parts)
+    _write_bytes(whole, 0, HEADER.pack(MAGIC, VERSION, codec.codec_id, codec.spec_crc, elements))
+    at, fixed = HEADER.size, codec.traits.fixed_length
+    for part, most in zip(parts, _lengths(codec, [part.numel for part in parts], rng.step), strict=True):
+        first = at if fixed else at + LENGTH_BYTES
+        body, own = whole[first : first + most], rng.for_slice(part.name, part.start)
+        try:
+            if not (codec.traits.detects_nonfinite and part.residual is None) and not all_finite(part.flat):
+                raise DivergedError(f"{codec!r} cannot encode {part.name or 'a tensor'}: it holds NaN or Inf")
+            used = codec.write(part, body, own)
+        except DivergedError:
+            part.drop_nonfinite_state()
+            if report is None:
+                raise
+            report(part)
+            used = codec.write(TensorSlice(part.flat.zero_(), part.name, part.start, part.shape), body.zero_(), own)
+        if not fixed:
+            _write_bytes(whole, at, struct.pack("<I", used))
+        at = first + used
+    return at
+
+
+def unpack_all(codec: PayloadCodec, rows: Tensor, outs: Sequence[Tensor], step: int, scale: float) -> None:
+    """Decode `scale` times the sum of all ranks' payloads, one per row, with bodies of fixed length."""
+    elements = sum(out.numel() for out in outs)
+    for rank, row in enumerate(rows):
+        _check_header(codec, row, elements, f" from rank {rank}")
+    at = HEADER.size
+    for out, length in zip(outs, _lengths(codec, [out.numel() for out in outs], step), strict=True):
+        codec.read_all(rows[:, at : at + length], out, scale)
+        at += length
+
+
+def unpack(
+    codec: PayloadCodec,
+    payload: Tensor,
+    outs: Sequence[Tensor],
+    accumulate: bool,
+    sender: str = "",
+    step: int = 0,
+) -> None:
+    """Decode into float32 rows, one for each slice, or add to them."""
+    at = _check_header(codec, payload, sum(out.numel() for out in outs), sender)
+    fixed = codec.traits.fixed_length
+    for out, most in zip(outs, _lengths(codec, [out.numel() for out in outs], step), strict=True):
+        if fixed:
+            length = most
+        else:
+            length = int.from_bytes(_read_bytes(payload, at, LENGTH_BYTES, sender), "little")
+            at += LENGTH_BYTES
+        if at + length > payload.numel():
+            raise ProtocolError(
+                f"a payload{sender} of {payload.numel()} B ends within a body of {length} B at {at}: it is truncated"
+            )
+        codec.read(payload[at : at + length], out, accumulate)
+        at += length
+    if at != payload.numel():
+        raise ProtocolError(f"a payload{sender} of {payload.numel()} B has {payload.numel() - at} B too many")
+
+
+def _check_header(codec: PayloadCodec, payload: Tensor, elements: int, sender: str) -> int:
+    magic, version, codec_id, spec_crc, numel = HEADER.unpack(_read_bytes(payload, 0, HEADER.size, sender))
+    if magic != MAGIC:
+        raise ProtocolError(f"what came{sender} is not a payload (it begins with {magic:#06x}, not {MAGIC:#06x})")
+    if version != VERSION:
+        raise ProtocolError(f"a payload{sender} has version {version}, and this is version {VERSION}")
+    if codec_id != codec.codec_id or spec_crc != codec.spec_crc:
+        raise ProtocolError(
+            f"a payload{sender} is of another codec (kind {codec_id}) than {codec!r} (kind {codec.codec_id})"
+        )
+    if numel != elements:
+        raise ProtocolError(f"a payload{sender} holds {numel} elements, and {elements} are expected")
+    return HEADER.size
+
+
+def _read_bytes(payload: Tensor, at: int, count: int, sender: str) -> bytes:
+    if payload.dtype != torch.uint8 or payload.dim() != 1:
+        raise ProtocolError(f"a payload{sender} is a row of bytes, not {payload.dtype}{list(payload.shape)}")
+    if at + count > payload.numel():
+        raise ProtocolError(f"a payload{sender} of {payload.numel()} B is too short: it is truncated")
+    return bytes(payload[at : at + count].cpu().numpy())
+
+
+def _write_bytes(whole: Tensor, at: int, data: bytes) -> None:
+    whole[at : at + len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
 def check_optimizer_momentum(codec: Codec, momentum: float) -> None:

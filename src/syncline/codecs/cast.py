@@ -1,10 +1,9 @@
-"""Half precision: fp16 or bf16, whose values add up on the wire.
+"""Sends half precision: fp16 or bf16, which the wire may sum.
 
-    fp16   10 bits after the point, up to 65504        bf16   7 bits, as far as float32
+    fp16   10 mantissa bits, up to 65504        bf16   7 mantissa bits, the range of float32
 
-A value that is further from zero than the type goes becomes the largest that it has, never Inf; where n ranks' values
-are summed, the largest divided by n, so that the sum is finite too. What is cut off stays in the residual if there is
-one.
+A value beyond the range becomes the largest value of the type, never Inf. If the values of n ranks are summed, the
+limit is divided by n, so that the sum is finite too. The difference stays in the residual, if there is one.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from syncline.codecs.base import CodecTraits, PayloadCodec, RngKey, TensorSlice
-from syncline.codecs.kernels import dense
+from syncline.codecs.kernels import dispatch
 from syncline.errors import DivergedError, ProtocolError, SpecError
 
 __all__ = ["Cast", "round_to_half"]
@@ -29,8 +28,8 @@ __all__ = ["Cast", "round_to_half"]
 class Cast(PayloadCodec):
     """Send values in half precision.
 
-    Rounded to the nearest, or with `stochastic` up or down at random so that the mean is right. The error of rounding
-    to nearest has no preferred sign, so neither is called biased; `feedback=True` keeps the rest for the next step.
+    Values are rounded to the nearest or, with `stochastic`, up or down at random without bias. The error of rounding to
+    nearest has no preferred sign, so neither counts as biased. `feedback=True` keeps the error for the next step.
 
     >>> import torch
     >>> codec = Cast("fp16")
@@ -59,11 +58,11 @@ class Cast(PayloadCodec):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What travels."""
+        """The dtype on the wire."""
         return torch.float16 if self.to == "fp16" else torch.bfloat16
 
     def reduce_rounds(self, parts: Sequence[TensorSlice], rng: RngKey, size: int) -> Generator[Tensor, None, None]:
-        """One round: all parts' values."""
+        """One round: the values of all slices."""
         if not parts:
             return
         wire = torch.empty(sum(part.numel for part in parts), dtype=self.dtype, device=parts[0].flat.device)
@@ -100,11 +99,11 @@ class Cast(PayloadCodec):
             out.copy_(values)
 
     def _view(self, body: Tensor) -> Tensor | None:
-        """A body as numbers; None where it begins at an odd byte, as no number may."""
+        """A body as numbers. None if it begins at an odd byte."""
         return body.view(self.dtype) if body.storage_offset() % 2 == 0 else None
 
     def _round(self, part: TensorSlice, halves: Tensor, rng: RngKey, size: int = 1) -> None:
-        """Round a part, with its residual, to half precision; no value beyond what `size` ranks can add up."""
+        """Round a slice with its residual to half precision. The sum of `size` such values is finite."""
         values = part.flat if part.residual is None else part.residual.add_(part.flat)
         round_to_half(values, halves, rng, size, self.stochastic)
         if part.residual is not None and not _finite(part.residual.sub_(halves)):
@@ -112,27 +111,24 @@ class Cast(PayloadCodec):
 
 
 def round_to_half(values: Tensor, halves: Tensor, rng: RngKey, size: int, stochastic: bool) -> None:
-    """Round a row to half precision, to the nearest or at random. Values are limited so that `size` of them add up.
-
-    The random bits are the first ones of `rng`.
-    """
+    """Round a row to half precision, to the nearest or stochastically. The sum of `size` such values is finite."""
     limit, bits = _limit(halves.dtype, size)
     if stochastic:
-        dense.cast_stochastic(values, halves, limit=bits, start=rng.start, key=rng.key)
+        dispatch.cast_stochastic(values, halves, limit=bits, start=rng.start, key=rng.key)
     else:
         halves.copy_(values.clamp(-limit, limit))
 
 
 def _finite(values: Tensor) -> bool:
-    """Whether all are numbers, in one pass."""
+    """True if there is no NaN and no Inf, in one pass."""
     return not values.numel() or all(map(math.isfinite, map(float, values.aminmax())))
 
 
 @lru_cache(maxsize=256)
 def _limit(dtype: torch.dtype, size: int) -> tuple[float, int]:
-    """The largest of a type whose `size`-fold it still has, and its bits."""
+    """The largest value whose `size`-fold the dtype can represent, and its bits."""
     info = torch.finfo(dtype)
     exact = info.max / size / ((1 + info.eps) ** size if size > 1 else 1)  # every addition may round up
     found = torch.tensor(exact, dtype=torch.float64).to(dtype)
-    bits = int(found.view(torch.int16)) - (float(found) > exact)  # one less is the next one down
+    bits = int(found.view(torch.int16)) - (float(found) > exact)  # the bits minus one are the next smaller value
     return float(torch.tensor(bits, dtype=torch.int16).view(dtype)), bits

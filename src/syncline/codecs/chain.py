@@ -1,10 +1,10 @@
-"""One codec after another: `topk(0.01)|quantize(4)` quantises the values that were kept.
+"""Chains of codecs: `topk(0.01)|quantize(4)` quantises the selected values.
 
-    selector | values | lossless       topk, threshold and randomk choose; what follows codes the values they keep
+    selector | values | lossless       topk, threshold and randomk select; the next codec encodes the selected values
     values | lossless                  the bytes of quantize, onebit, ternary or cast, compressed
-    powersgd | cast                    the factors travel in half precision
+    powersgd | cast                    the factors are sent in half precision
 
-Nothing else makes sense, and is refused.
+Other chains are refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Chain"]
 
 @dataclass(frozen=True, repr=False)
 class Chain(PayloadCodec):
-    """Codecs in a row; made by `|`.
+    """A chain of codecs, made by `|`.
 
     >>> import syncline as sl
     >>> sl.TopK(0.01) | sl.Quantize(4)
@@ -70,7 +70,7 @@ class Chain(PayloadCodec):
 
     @cached_property
     def rest(self) -> PayloadCodec:
-        """What follows the first link, as one codec."""
+        """The links after the first, as one codec."""
         found = self.links[1] if len(self.links) == 2 else Chain(self.links[1:])
         assert isinstance(found, PayloadCodec), "checked when it was built"
         return found
@@ -107,7 +107,7 @@ class Chain(PayloadCodec):
         assert isinstance(self.rest, Cast), "in half precision"
         return self.first.reduce_rounds(parts, rng, size, wire=self.rest.dtype, stochastic=self.rest.stochastic)
 
-    # A tensor alone has no half factors to be summed: it is powersgd's own payload.
+    # A single tensor has no factors to sum: its payload is powersgd's own.
 
     def max_bytes(self, numel: int) -> int:
         return self.first.max_bytes(numel) if isinstance(self.first, PowerSGD) else super().max_bytes(numel)
@@ -126,11 +126,11 @@ class Chain(PayloadCodec):
         if isinstance(self.first, SparseCodec):
             return self.first.body_bytes(numel, step, self.rest)
         assert isinstance(self.first, PayloadCodec), "a chain that sums has no bodies"
-        return Lossless.most_bytes(self.first.body_bytes(numel, step))
+        return Lossless.max_body_bytes(self.first.body_bytes(numel, step))
 
     def write(self, part: TensorSlice, body: Tensor, rng: RngKey) -> int:
-        if isinstance(self.first, TopK) and isinstance(self.rest, Quantize) and self.first.at_once(part):
-            return self.first.write_at_once(part, body, rng, self.rest)
+        if isinstance(self.first, TopK) and isinstance(self.rest, Quantize) and self.first.can_fuse(part):
+            return self.first.write_fused(part, body, rng, self.rest)
         if isinstance(self.first, SparseCodec):
             return self.first.write(part, body, rng, self.rest)
         assert isinstance(self.first, PayloadCodec), "a chain that sums has no bodies"
@@ -142,7 +142,7 @@ class Chain(PayloadCodec):
     def read_all(self, rows: Tensor, out: Tensor, scale: float) -> None:
         if not isinstance(self.first, SparseCodec):
             super().read_all(rows, out, scale)
-        elif not (isinstance(self.rest, Quantize) and self.first.reads_at_once(rows, out, scale, self.rest)):
+        elif not (isinstance(self.rest, Quantize) and self.first.read_all_fused(rows, out, scale, self.rest)):
             self.first.read_all(rows, out, scale, self.rest)
 
     def read(self, body: Tensor, out: Tensor, accumulate: bool) -> None:

@@ -1,7 +1,8 @@
-"""Which codec for which parameter: choosing one is itself a codec."""
+"""Codecs that choose a codec for each parameter, by name or by size."""
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -29,15 +30,20 @@ class Chooser(Codec):
 
     @abstractmethod
     def choices(self) -> Iterable[Codec | None]:
-        """Everything that may be picked here; None where a parameter goes as it is."""
+        """All codecs that may be chosen. None: the parameter is sent unencoded."""
 
     @abstractmethod
     def choose(self, name: str, numel: int) -> Codec | None:
-        """The choice for one parameter: it may be a chooser too."""
+        """The codec for one parameter. It may be a chooser too."""
 
     def codec_for(self, name: str, numel: int) -> Codec | None:
         found = self.choose(name, numel)
         return None if found is None else found.codec_for(name, numel)
+
+    def pick(self, name: str, numel: int) -> Codec | None:
+        """The former name of `codec_for`."""
+        warnings.warn("pick() is now codec_for()", DeprecationWarning, stacklevel=2)
+        return self.codec_for(name, numel)
 
     def alternatives(self) -> list[Codec]:
         return [leaf for each in self._codecs() for leaf in each.alternatives()]
@@ -74,7 +80,7 @@ class Chooser(Codec):
 
 @dataclass(frozen=True, repr=False)
 class PerLayer(Chooser):
-    """By the parameter's name: the first pattern that matches it decides; without one it goes as it is.
+    """Chooses by the parameter's name: the first pattern that matches. Without a match it is sent unencoded.
 
     Patterns are those of file names: `*` is anything, `?` one character, `[01]` one of these.
 
@@ -93,7 +99,7 @@ class PerLayer(Chooser):
     def __post_init__(self) -> None:
         if not isinstance(self.rules, Mapping) or not self.rules:
             raise SpecError(
-                f"per_layer: patterns and their codecs are due, such as {{'*.bias': None, '*': 'topk(0.01)'}}, "
+                f"per_layer: give patterns and their codecs, such as {{'*.bias': None, '*': 'topk(0.01)'}}, "
                 f"not {self.rules!r}"
             )
         for pattern in self.rules:
@@ -107,7 +113,7 @@ class PerLayer(Chooser):
 
     def choose(self, name: str, numel: int) -> Codec | None:
         found = next((codec for pattern, codec in self.rules.items() if fnmatchcase(name, pattern)), None)
-        assert not isinstance(found, str), "built when this was made"
+        assert not isinstance(found, str), "built in __post_init__"
         return found
 
     def __repr__(self) -> str:
@@ -119,7 +125,7 @@ class PerLayer(Chooser):
 
 @dataclass(frozen=True, repr=False)
 class BySize(Chooser):
-    """By the number of elements: below `threshold` the small one, from there on the large one.
+    """Chooses by the number of elements: `small` below `threshold`, else `large`.
 
     >>> codec = BySize(4096, None, "onebit")
     >>> codec
@@ -146,7 +152,7 @@ class BySize(Chooser):
 
     def choose(self, name: str, numel: int) -> Codec | None:
         found = self.small if numel < self.threshold else self.large
-        assert not isinstance(found, str), "built when this was made"
+        assert not isinstance(found, str), "built in __post_init__"
         return found
 
     def __repr__(self) -> str:
@@ -154,7 +160,7 @@ class BySize(Chooser):
 
 
 def _built(name: str, where: str, codec: Codec | str | None) -> Codec | None:
-    from syncline.codecs.catalog import build_codec
+    from syncline.codecs import build_codec
 
     try:
         return build_codec(codec)

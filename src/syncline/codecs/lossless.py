@@ -1,9 +1,8 @@
-"""Float32, exactly, in fewer bytes: the bytes of equal weight side by side, through Zstandard.
+"""Sends float32 exactly in fewer bytes: bytes of equal significance are grouped and compressed by Zstandard.
 
-Signs and exponents of neighbouring gradients resemble each other, and the lower bytes are noise; put together, the
-first compress well and the others are left alone.
+Signs and exponents of neighbouring gradients are similar and compress well. The lower bytes are noise.
 
-    how u8 │ bytes        how: 0 as they are, because they would not shrink; 1 a Zstandard frame with its checksum
+    how u8 │ bytes        how: 0 stored, because they would not shrink; 1 a Zstandard frame with a checksum
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from syncline.errors import ProtocolError, SpecError
 __all__ = ["Lossless"]
 
 STORED, COMPRESSED = 0, 1
-FLOAT = 4
+FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,17 +51,17 @@ class Lossless(PayloadCodec):
         return CodecTraits(biased=False, exact=True, fixed_length=False)
 
     def body_bytes(self, numel: int, step: int = 0) -> int:
-        return self.most_bytes(FLOAT * numel)
+        return self.max_body_bytes(FLOAT_BYTES * numel)
 
     def write(self, part: TensorSlice, body: Tensor, rng: RngKey) -> int:
         values = part.flat
         if part.residual is not None:
             values = part.residual + values
             part.residual.zero_()
-        return self.compress(values.view(torch.uint8), body, FLOAT, self.level)
+        return self.compress(values.view(torch.uint8), body, FLOAT_BYTES, self.level)
 
     def read(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
-        values = self.decompress(body, FLOAT * out.numel(), FLOAT).view(torch.float32)
+        values = self.decompress(body, FLOAT_BYTES * out.numel(), FLOAT_BYTES).view(torch.float32)
         if not bool(values.isfinite().all()):
             raise ProtocolError(f"a payload of {self!r} holds NaN or Inf")
         if accumulate:
@@ -71,16 +70,16 @@ class Lossless(PayloadCodec):
             out.copy_(values)
 
     @staticmethod
-    def most_bytes(nbytes: int) -> int:
-        """The most that so many bytes take."""
+    def max_body_bytes(nbytes: int) -> int:
+        """Maximum size in bytes of a compressed body of `nbytes` bytes."""
         return 1 + nbytes
 
     @staticmethod
     def compress(raw: Tensor, body: Tensor, width: int, level: int = 1) -> int:
-        """Write bytes, of numbers `width` bytes wide, into a body of `most_bytes`; how many it took."""
+        """Write bytes of numbers of `width` bytes into a body of `max_body_bytes`. Returns the bytes used."""
         assert raw.numel() % width == 0, f"{raw.numel()} B are not numbers of {width} B"
         columns = raw if width == 1 else _shuffled(raw, width)
-        import zstandard  # here: who compresses nothing need not have it
+        import zstandard  # here: it is needed only for compression
 
         frame = zstandard.ZstdCompressor(level=level, write_checksum=True).compress(columns.cpu().numpy().data)
         if len(frame) >= raw.numel():
@@ -93,7 +92,7 @@ class Lossless(PayloadCodec):
 
     @staticmethod
     def decompress(body: Tensor, numel_bytes: int, width: int) -> Tensor:
-        """The bytes that a body holds: exactly so many, or it is a `ProtocolError` before anything is allocated."""
+        """The bytes of a body. A `ProtocolError` before anything is allocated if they are not exactly `numel_bytes`."""
         data = body.cpu().numpy()
         if not len(data) or data[0] not in (STORED, COMPRESSED):
             raise ProtocolError(f"a compressed body begins with 0 or 1, not {data[0] if len(data) else 'nothing'}")
@@ -106,7 +105,7 @@ class Lossless(PayloadCodec):
 
 
 def _shuffled(raw: Tensor, width: int) -> Tensor:
-    """The first bytes of all numbers, then the second ones, and so on; four times faster than torch's transpose."""
+    """The first bytes of all numbers, then the second ones, and so on. Four times faster than torch's transpose."""
     columns = torch.empty_like(raw)
     for k, column in enumerate(columns.view(width, -1)):
         column.copy_(raw[k::width])
@@ -124,9 +123,9 @@ def _unzip(frame: np.ndarray[tuple[int, ...], np.dtype[np.uint8]], nbytes: int) 
     import zstandard
 
     try:
-        told = zstandard.get_frame_parameters(frame.data)
-        if told.content_size != nbytes or told.dict_id:
-            raise ProtocolError(f"a frame is said to hold {told.content_size} B where {nbytes} B are expected")
+        frame_info = zstandard.get_frame_parameters(frame.data)
+        if frame_info.content_size != nbytes or frame_info.dict_id:
+            raise ProtocolError(f"a frame is said to hold {frame_info.content_size} B where {nbytes} B are expected")
         data = zstandard.ZstdDecompressor().decompress(frame.data, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise ProtocolError(f"a compressed body of {len(frame)} B cannot be decompressed: {error}") from None

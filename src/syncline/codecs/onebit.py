@@ -1,11 +1,11 @@
-"""The sign alone: one bit for each value, and for each bucket what the two signs stand for.
+"""Sends the signs: one bit per value, and for each bucket the values of the two signs.
 
-    x ≥ 0 → the mean of those that are not negative        x < 0 → the mean of those that are
+    x ≥ 0 → the mean of the nonnegative values        x < 0 → the mean of the negative values
 
-    two means float32 for each bucket │ signs, packed bucket by bucket (`kernels/dense_reference.py` rngs how)
+    two means float32 for each bucket │ signs, packed bucket by bucket (see `kernels/dense_reference.py`)
 
 Seide et al.: 1-bit stochastic gradient descent and its application to data-parallel distributed training of speech
-DNNs, 2014. It needs error feedback: on its own it does not train.
+DNNs, 2014. It needs error feedback to train.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from syncline.codecs.base import CodecTraits, RngKey, TensorSlice
-from syncline.codecs.dense import DenseCodec
-from syncline.codecs.kernels import dense
+from syncline.codecs.base import CodecTraits, DenseCodec, RngKey, TensorSlice
+from syncline.codecs.kernels import dispatch
 from syncline.errors import SpecError
 
 __all__ = ["OneBit"]
 
-MOST = 2**30
-"""Elements of a bucket: the kernels count them in 32 bits."""
+MAX_BUCKET_ELEMENTS = 2**30
+"""The kernels count the elements of a bucket in 32 bits."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,7 +43,11 @@ class OneBit(DenseCodec):
     codec_id: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
-        if not isinstance(self.bucket, int) or isinstance(self.bucket, bool) or not 1 <= self.bucket <= MOST:
+        if (
+            not isinstance(self.bucket, int)
+            or isinstance(self.bucket, bool)
+            or not 1 <= self.bucket <= MAX_BUCKET_ELEMENTS
+        ):
             raise SpecError(
                 f"onebit's bucket is how many elements share two means, as 1024 and up to 2^30, not {self.bucket!r}"
             )
@@ -59,7 +62,7 @@ class OneBit(DenseCodec):
         return 8 * -(-numel // self.bucket) + whole * -(-self.bucket // 8) + -(-rest // 8)
 
     def encode_body(self, part: TensorSlice, body: Tensor, rng: RngKey) -> bool:
-        return dense.encode_onebit(part.flat, part.residual, body, bucket=self.bucket)
+        return dispatch.encode_onebit(part.flat, part.residual, body, bucket=self.bucket)
 
     def decode_body(self, body: Tensor, out: Tensor, accumulate: bool) -> str:
-        return dense.decode_onebit(body, out, bucket=self.bucket, accumulate=accumulate)
+        return dispatch.decode_onebit(body, out, bucket=self.bucket, accumulate=accumulate)

@@ -1,12 +1,12 @@
-"""Low rank: a matrix travels as two thin ones, which add up on the wire (Vogels, Karimireddy, Jaggi 2019).
+"""Low-rank approximation: a matrix is sent as two factors, which the wire sums (Vogels, Karimireddy, Jaggi 2019).
 
-    M ≈ P Qᵀ      P = M Q, summed over the ranks, made orthonormal;  Q = Mᵀ P, summed;  the next step starts from Q
+    M ≈ P Qᵀ      P = M Q, summed over the ranks, orthonormalised;  Q = Mᵀ P, summed;  the next step starts from Q
 
-    round 1   │ P of each matrix of the bucket │ vectors and small tensors, as they are │
+    round 1   │ P of each matrix of the bucket │ vectors and small tensors, unencoded │
     round 2   │ Q of each matrix of the bucket │
 
-What must be the same on every rank is computed from sums alone, by single additions and products in a fixed order:
-the number of threads and the kind of processor make no difference to its bits.
+What must be equal on every rank is computed from the sums alone, by additions and products in a fixed order: its bits
+do not depend on the number of threads or the processor.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import Codec, CodecTraits, PayloadCodec, RngKey, TensorSlice
+from syncline.codecs.base import Codec, CodecTraits, PayloadCodec, RngKey, TensorSlice, max_payload_bytes
 from syncline.codecs.cast import round_to_half
 from syncline.codecs.kernels.dispatch import fused
-from syncline.codecs.payload import max_payload_bytes
 from syncline.errors import DivergedError, ProtocolError, SpecError
 
 __all__ = ["PowerSGD"]
 
 ROWS = struct.Struct("<I")
-"""How many rows the matrix of a body has; none: it is no matrix, and its elements follow as they are."""
-BLOCK = 1 << 17
-"""Elements that are multiplied at once: so many stay in the cache between one column and the next."""
-MOST = torch.finfo(torch.float32).max
-NEGLIGIBLE = 1e31
+"""The number of rows of the matrix in a body. 0: it is no matrix, and its elements follow."""
+BLOCK_ELEMENTS = 1 << 17
+"""Elements that are multiplied together: they stay in the cache from one column to the next."""
+MAX_FLOAT32 = torch.finfo(torch.float32).max
+SAFE_ADDEND = 1e31
 """Less than half the gap between the two largest float32 numbers: adding it cannot overflow."""
 DEPENDENT = 1e-12
 """A column of which less than this is left after the others were taken out of it is one of them."""
@@ -42,14 +41,14 @@ DEPENDENT = 1e-12
 
 @dataclass(frozen=True, repr=False)
 class PowerSGD(Codec):
-    """The matrices of a gradient as products of thin ones; vectors, and what would not get smaller, as they are.
+    """Sends matrices as products of two factors; vectors, and matrices that would not get smaller, unencoded.
 
-    A parameter of more than two dimensions is a matrix with a row for each index of the first. Biased, so it keeps what
-    was not sent; each step takes the search for the best subspace up where the last one left it.
+    A parameter of more than two dimensions is a matrix with a row for each index of the first. The codec is biased, so
+    it keeps a residual. Each step continues the subspace iteration of the last one.
 
     >>> import torch
     >>> codec = PowerSGD(1)
-    >>> gradient = torch.outer(torch.arange(8.0), torch.arange(12.0))  # of rank 1: nothing is lost
+    >>> gradient = torch.outer(torch.arange(8.0), torch.arange(12.0))  # rank 1: exact
     >>> payload = codec.encode(gradient)
     >>> payload.numel(), torch.allclose(codec.decode(payload, torch.empty(8, 12)), gradient)
     (104, True)
@@ -88,25 +87,25 @@ class PowerSGD(Codec):
         wire: torch.dtype = torch.float32,
         stochastic: bool = False,
     ) -> Generator[Tensor, None, None]:
-        """Two rounds for the whole bucket, one where it has no matrix; everything is sent as `wire`.
+        """Two rounds for the bucket, one if it has no matrix; everything is sent as `wire`.
 
-        With `stochastic` values are rounded to half precision at random, so that the mean is right.
+        With `stochastic`, values are rounded to half precision stochastically, without bias.
         """
         if not parts:
             return
-        bucket = [_Wanted(part, self.rank) for part in parts]
+        bucket = [_Target(part, self.rank) for part in parts]
         dense = [each for each in bucket if not each.rows]
         matrices = [each for each in bucket if each.rows]
         for each in matrices:
             each.start(self.rank, rng)
         first = [_Piece(each.matrix @ each.q, _shrink(len(each.q)), rng.for_slice(each.part.name)) for each in matrices]
         first += [_Piece(each.values, 1.0, rng.for_slice(each.part.name, each.part.start)) for each in dense]
-        sent = _Sent(first, size, wire, stochastic)
+        sent = _Message(first, size, wire, stochastic)
         yield sent.flat
         summed = sent.pieces()
         own = sent.own
         for one, whole, mine in zip(dense, summed[len(matrices) :], own[len(matrices) :], strict=True):
-            one.keep(mine)
+            one.set_residual(mine)
             one.part.flat.copy_(whole)
         if not matrices:
             return
@@ -117,17 +116,17 @@ class PowerSGD(Codec):
             )  # other bits than P's
             for each, p in zip(matrices, ps, strict=True)
         ]
-        sent = _Sent(second, size, wire, stochastic)
+        sent = _Message(second, size, wire, stochastic)
         yield sent.flat
         for each, p, whole, mine in zip(matrices, ps, sent.pieces(), sent.own, strict=True):
-            each.keep_less(_up(p), mine)
+            each.subtract_product(_up(p), mine)
             _product(_up(p), whole, out=each.part.flat)
-            each.part.memory["q"] = whole.clone()  # not a view that keeps the whole bucket alive
+            each.part.memory["q"] = whole.clone()  # not a view, which would keep the bucket alive
 
 
 @dataclass(frozen=True, repr=False)
 class _Factors(PayloadCodec):
-    """The payload of one tensor on its own: its rows, then P and Q after two power iterations."""
+    """The payload of a single tensor: its number of rows, then P and Q after two power iterations."""
 
     codec: PowerSGD
 
@@ -142,20 +141,20 @@ class _Factors(PayloadCodec):
 
     def write(self, part: TensorSlice, body: Tensor, rng: RngKey) -> int:
         rank = self.codec.rank
-        wanted = _Wanted(part, rank)
-        numbers = decoded = wanted.values
-        if wanted.rows:
-            wanted.start(rank, rng)
-            for _ in range(2):  # the second starts from what the first has found
-                p = _orthonormal(wanted.matrix @ wanted.q)
-                q = wanted.matrix.T @ _down(p)
-                wanted.q = _unit(q, rng)
+        target = _Target(part, rank)
+        numbers = decoded = target.values
+        if target.rows:
+            target.start(rank, rng)
+            for _ in range(2):  # the second starts from the result of the first
+                p = _orthonormal(target.matrix @ target.q)
+                q = target.matrix.T @ _down(p)
+                target.q = _unit(q, rng)
             numbers = torch.cat([_up(p).flatten(), q.flatten()])
             decoded = _product(_up(p), q).flatten()
         used = ROWS.size + 4 * numbers.numel()
-        body[: ROWS.size].copy_(torch.frombuffer(bytearray(ROWS.pack(wanted.rows)), dtype=torch.uint8))
+        body[: ROWS.size].copy_(torch.frombuffer(bytearray(ROWS.pack(target.rows)), dtype=torch.uint8))
         body[ROWS.size : used].copy_(numbers.view(torch.uint8))
-        wanted.keep(decoded)  # last: without a matrix the numbers lie in the residual itself
+        target.set_residual(decoded)  # last: without a matrix the numbers are the residual itself
         return used
 
     def read(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -184,10 +183,10 @@ class _Factors(PayloadCodec):
         return repr(self.codec)
 
 
-class _Wanted:
-    """What a part wants to send: its gradient and what earlier steps have left, as a matrix where it is one.
+class _Target:
+    """What a slice has to send: gradient plus residual, as a matrix if it is one.
 
-    Where there is a residual they are added up in it: a gradient's worth of fresh memory costs more than the addition.
+    They are added in the residual's memory: allocating memory costs more than the addition.
     """
 
     def __init__(self, part: TensorSlice, rank: int) -> None:
@@ -198,23 +197,23 @@ class _Wanted:
         self.q = self.values.new_empty(0)
 
     def start(self, rank: int, rng: RngKey) -> None:
-        """Take up the subspace of the last step, or one that every rank rngs alike."""
+        """Start from the subspace of the last step, or from a random one that is equal on every rank."""
         own = rng.for_slice(self.part.name)
         kept = self.part.memory.get("q")
         shape = (self.matrix.shape[1], rank)
         self.q = _unit(kept if kept is not None and kept.shape == shape else self.values.new_zeros(shape), own)
 
-    def keep(self, sent: Tensor) -> None:
-        """Leave in the residual what was not sent: 3e38 less -3e38 has no float32, and is the largest there is."""
+    def set_residual(self, sent: Tensor) -> None:
+        """Leave in the residual what was not sent, clamped to the range of float32."""
         if self.part.residual is not None:
-            torch.sub(self.values, sent.reshape(-1), out=self.part.residual).clamp_(-MOST, MOST)
+            torch.sub(self.values, sent.reshape(-1), out=self.part.residual).clamp_(-MAX_FLOAT32, MAX_FLOAT32)
 
-    def keep_less(self, p: Tensor, q: Tensor) -> None:
-        """Leave in the residual what P Qᵀ does not say; nobody else computes it, so any order of additions will do."""
+    def subtract_product(self, p: Tensor, q: Tensor) -> None:
+        """Leave in the residual what P Qᵀ lacks. No other rank computes it, so any order of additions is correct."""
         if self.part.residual is None:
             return
-        if _reach(p, q) >= NEGLIGIBLE:
-            self.keep(_product(p, q))
+        if _max_magnitude(p, q) >= SAFE_ADDEND:
+            self.set_residual(_product(p, q))
         else:
             self.matrix.addmm_(p, q.T, alpha=-1)
 
@@ -225,21 +224,21 @@ class _Piece:
 
     tensor: Tensor
     shrunk: float
-    """The factor by which it was made smaller."""
+    """The factor by which it was scaled down."""
     rng: RngKey
-    """The random bits that it is rounded with."""
+    """The key of the random bits of its rounding."""
 
 
-class _Sent:
+class _Message:
     """Pieces in one flat tensor, to be all-reduced together."""
 
     def __init__(self, pieces: Sequence[_Piece], size: int, wire: torch.dtype, stochastic: bool) -> None:
         self.shapes = [each.tensor.shape for each in pieces]
-        # Half precision has no range to spare for numbers made smaller against an overflow of float32.
+        # Half precision has no range for numbers that were scaled down against an overflow of float32.
         self.shrunk = [each.shrunk if wire == torch.float16 else 1.0 for each in pieces]
         flats = zip((each.tensor.reshape(-1) for each in pieces), self.shrunk, strict=True)
         self.flat = torch.cat([row if factor == 1.0 else row / factor for row, factor in flats])
-        if wire != torch.float32:  # past its range the sum would be Inf; what is cut off stays in the residual
+        if wire != torch.float32:  # clamped, so that the sum is not Inf; the rest stays in the residual
             whole, self.flat = self.flat, torch.empty_like(self.flat, dtype=wire)
             lengths = [shape.numel() for shape in self.shapes]
             rows, halves = (torch.split_with_sizes(each, lengths) for each in (whole, self.flat))
@@ -248,8 +247,8 @@ class _Sent:
         self.own = self._cut(self.flat.clone())
 
     def pieces(self) -> list[Tensor]:
-        """What the wire has made of them."""
-        if not bool(torch.isfinite(self.flat).all()):  # the same bits everywhere, so every rank raises
+        """The reduced tensors."""
+        if not bool(torch.isfinite(self.flat).all()):  # the same bits on every rank, so all raise
             raise DivergedError("powersgd: the sum over the ranks holds NaN or Inf")
         return self._cut(self.flat)
 
@@ -262,7 +261,7 @@ class _Sent:
 
 
 def _rows(shape: tuple[int, ...], numel: int, rank: int) -> int:
-    """Rows of the matrix that a parameter is; none where it is no matrix, a slice, or its factors are no smaller."""
+    """Number of rows of a parameter's matrix. 0: no matrix, a slice, or the factors would not be smaller."""
     if len(shape) < 2 or math.prod(shape) != numel or numel == 0:
         return 0
     rows = shape[0]
@@ -270,9 +269,9 @@ def _rows(shape: tuple[int, ...], numel: int, rank: int) -> int:
 
 
 def _unit(q: Tensor, rng: RngKey) -> Tensor:
-    """Columns of length 1, as a start; one that is zero would stay so for ever, and is drawn anew.
+    """Normalised columns to start from. A zero column would stay zero, so it is replaced by a random one.
 
-    They are then made smaller, so that no element of M Q is larger than the largest of M.
+    They are then scaled down, so that no element of M Q exceeds the largest of M.
     """
     length = q.double().square().sum(dim=0).sqrt()
     known = length > 0
@@ -285,7 +284,7 @@ def _unit(q: Tensor, rng: RngKey) -> Tensor:
 
 
 def _orthonormal(p: Tensor) -> Tensor:
-    """Modified Gram-Schmidt in float64, column by column; a column that the earlier ones span becomes zero."""
+    """Modified Gram-Schmidt in float64, column by column. A linearly dependent column becomes zero."""
     columns = p.double().T.contiguous()
     if fused(columns):
         from syncline.codecs.kernels.lowrank_fused import orthonormal
@@ -306,7 +305,7 @@ def _orthonormal(p: Tensor) -> Tensor:
 
 
 def _total(row: Tensor) -> Tensor:
-    """A sum by halves: which additions are made depends on the length alone, not on threads or vector units."""
+    """Pairwise summation: the order of additions depends on the length alone, not on threads or vector units."""
     while row.numel() > 1:
         half = (row.numel() + 1) // 2
         rest = row[half:]
@@ -315,21 +314,21 @@ def _total(row: Tensor) -> Tensor:
 
 
 def _product(p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
-    """P Qᵀ, one column after the other: a matrix product's bits would depend on the library's choice of order.
+    """P Qᵀ, column by column: the bits of a matrix product would depend on the library's order of additions.
 
-    What is projected may be larger than what was given; past the range of float32 it is cut off there.
+    The projection may be larger than the input; it is clamped to the range of float32.
     """
     whole = p.new_empty(len(p), len(q)) if out is None else out.view(len(p), len(q))
-    if _reach(p, q) >= MOST:
+    if _max_magnitude(p, q) >= MAX_FLOAT32:
         exact = (p.double().unsqueeze(1) * q.double()).sum(dim=2)
-        return whole.copy_(exact.clamp_(-MOST, MOST))
+        return whole.copy_(exact.clamp_(-MAX_FLOAT32, MAX_FLOAT32))
     left, right = p.T.contiguous(), q.T.contiguous()
     if fused(whole):
         from syncline.codecs.kernels.lowrank_fused import product
 
         product(left, right, whole)
         return whole
-    rows = max(1, BLOCK // len(q))
+    rows = max(1, BLOCK_ELEMENTS // len(q))
     term = p.new_empty(min(rows, len(p)), len(q))
     for first in range(0, len(p), rows):
         block = whole[first : first + rows]
@@ -339,21 +338,21 @@ def _product(p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
     return whole
 
 
-def _reach(p: Tensor, q: Tensor) -> float:
-    """A magnitude that no term of P Qᵀ, nor a sum of some, exceeds."""
+def _max_magnitude(p: Tensor, q: Tensor) -> float:
+    """An upper bound of the magnitudes of all partial sums of P Qᵀ."""
     return float((p.abs().amax(dim=0).double() * q.abs().amax(dim=0).double()).sum())
 
 
 def _down(columns: Tensor) -> Tensor:
-    """Columns of length 1 whose elements' magnitudes add up to at most 1: a product with them cannot overflow."""
+    """Normalised columns, scaled so that magnitudes sum to at most 1: a product with them cannot overflow."""
     return (columns * _shrink(len(columns))).float()
 
 
 def _up(columns: Tensor) -> Tensor:
-    """Columns of length 1 that make up for what `_down` took away."""
+    """The inverse scaling of `_down`."""
     return (columns / _shrink(len(columns))).float()
 
 
 def _shrink(rows: int) -> float:
-    """A power of two, so that nothing is rounded: a column of length 1 has a sum of magnitudes of at most √rows."""
+    """A power of two ≤ 1/√rows, so that scaling is exact. Magnitudes of a normalised column sum to at most √rows."""
     return 2.0 ** -math.ceil(math.log2(math.sqrt(rows)))

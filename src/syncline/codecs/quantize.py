@@ -1,9 +1,9 @@
-"""A few levels: each value goes to one of its two neighbours among them, at random so that the mean is right.
+"""Quantises values to a few levels, with stochastic rounding to one of the two nearest levels, without bias.
 
     s = max|x| or ‖x‖₂ of a bucket         L = 2^(bits−1) − 1
     code = ⌊x L/s + u⌋ + L, u in [0, 1)    decoded: s (code − L)/L
 
-    scales float32 │ codes, `bits` each, packed bucket by bucket (`kernels/dense_reference.py` rngs how)
+    scales float32 │ codes, `bits` each, packed bucket by bucket (see `kernels/dense_reference.py`)
 
 Alistarh et al.: QSGD: Communication-efficient SGD via gradient quantization and encoding, 2017.
 """
@@ -16,24 +16,23 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from syncline.codecs.base import CodecTraits, RngKey, TensorSlice
-from syncline.codecs.dense import DenseCodec
-from syncline.codecs.kernels import dense
+from syncline.codecs.base import CodecTraits, DenseCodec, RngKey, TensorSlice
+from syncline.codecs.kernels import dispatch
 from syncline.errors import SpecError
 
 __all__ = ["Quantize"]
 
 NORMS = ("max", "l2")
-MOST = 2**30
-"""Elements of a bucket: the kernels count them in 32 bits."""
+MAX_BUCKET_ELEMENTS = 2**30
+"""The kernels count the elements of a bucket in 32 bits."""
 
 
 @dataclass(frozen=True, repr=False)
 class Quantize(DenseCodec):
     """Send each value as one of 2^bits − 1 levels, symmetric about zero.
 
-    With `norm="max"` the levels reach to the largest of a bucket; with "l2", as in the paper, further than any value,
-    so that most go to zero. Without `stochastic` each goes to the nearest level, and the mean is no longer right.
+    With `norm="max"` the levels span the largest magnitude of a bucket. With "l2", as in the paper, they span more, and
+    most values become zero. Without `stochastic` each value becomes the nearest level, which is biased.
 
     >>> import torch
     >>> codec = Quantize(4, stochastic=False)
@@ -54,7 +53,11 @@ class Quantize(DenseCodec):
     def __post_init__(self) -> None:
         if not isinstance(self.bits, int) or isinstance(self.bits, bool) or not 2 <= self.bits <= 8:
             raise SpecError(f"quantize takes 2 to 8 bits for a value, not {self.bits!r}; one bit is onebit's")
-        if not isinstance(self.bucket, int) or isinstance(self.bucket, bool) or not 1 <= self.bucket <= MOST:
+        if (
+            not isinstance(self.bucket, int)
+            or isinstance(self.bucket, bool)
+            or not 1 <= self.bucket <= MAX_BUCKET_ELEMENTS
+        ):
             raise SpecError(
                 f"quantize's bucket is how many elements share a scale, as 1024 and up to 2^30, not {self.bucket!r}"
             )
@@ -76,7 +79,7 @@ class Quantize(DenseCodec):
         return 4 * -(-numel // self.bucket) + self.bits * (whole * -(-self.bucket // 8) + -(-rest // 8))
 
     def encode_body(self, part: TensorSlice, body: Tensor, rng: RngKey) -> bool:
-        return dense.encode_quantize(
+        return dispatch.encode_quantize(
             part.flat,
             part.residual,
             body,
@@ -89,4 +92,4 @@ class Quantize(DenseCodec):
         )
 
     def decode_body(self, body: Tensor, out: Tensor, accumulate: bool) -> str:
-        return dense.decode_quantize(body, out, bits=self.bits, bucket=self.bucket, accumulate=accumulate)
+        return dispatch.decode_quantize(body, out, bits=self.bits, bucket=self.bucket, accumulate=accumulate)

@@ -1,4 +1,4 @@
-"""As it is: float32, the null codec. What a sparse codec's values are coded with where nothing else is asked for."""
+"""Sends float32 unchanged: the null codec. The default codec of a sparse codec's values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Raw"]
 
 @dataclass(frozen=True, repr=False)
 class Raw(PayloadCodec):
-    """Float32 as it is.
+    """Send float32 unchanged.
 
     >>> Raw()
     raw

@@ -1,8 +1,8 @@
-"""What codecs that choose elements share: the body of indices and values, and the stream that it says.
+"""The base of codecs that select elements: a body of indices and values.
 
-    count u32 │ indices, see kernels/indices.py │ the values, as another codec codes them
+    count u32 │ indices, see kernels/indices.py │ the values, encoded by another codec
 
-Both ends know the layout from the number of elements and the count, so where the count is fixed the length is too.
+Both ends derive the layout from the number of elements and the count, so a fixed count gives a fixed length.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from syncline.codecs.base import PayloadCodec, RngKey, TensorSlice
-from syncline.codecs.kernels.dispatch import fused
+from syncline.codecs.kernels.dispatch import fused, sparse_kernels
 from syncline.codecs.kernels.indices import layout
-from syncline.codecs.kernels.sparse import kernels
 from syncline.codecs.quantize import Quantize
 from syncline.codecs.raw import Raw
 from syncline.errors import DivergedError, ProtocolError
@@ -27,40 +26,40 @@ RAW = Raw()
 
 
 class SparseCodec(PayloadCodec):
-    """A codec that chooses elements. What is not chosen is 0 for who decodes, and stays in the residual."""
+    """A codec that selects elements. The others are decoded as 0 and stay in the residual."""
 
     @abstractmethod
-    def most(self, numel: int, step: int = 0) -> int:
-        """The most elements that are kept of so many in a step."""
+    def max_selected(self, numel: int, step: int = 0) -> int:
+        """Maximum number of elements that are selected of `numel` in a step."""
 
     @abstractmethod
     def select(self, part: TensorSlice, rng: RngKey) -> tuple[Tensor, Tensor]:
-        """The chosen indices, sorted (int32, or int64 from 2^31 elements on), and their values of residual + flat.
+        """The selected indices, sorted (int32, or int64 from 2^31 elements on), and their values of residual + flat.
 
-        Afterwards the residual holds that sum with 0 at the chosen places.
+        Afterwards the residual holds that sum, with 0 at the selected elements.
         """
 
-    def possible(self, numel: int, count: int) -> bool:
-        """Whether a body of so many elements may hold so many."""
-        return count <= self.most(numel)
+    def is_valid_count(self, numel: int, count: int) -> bool:
+        """True if a body of `numel` elements may hold `count` selected ones."""
+        return count <= self.max_selected(numel)
 
     def body_bytes(self, numel: int, step: int = 0, values: PayloadCodec = RAW) -> int:
-        count = self.most(numel, step)
+        count = self.max_selected(numel, step)
         return self.head_bytes(numel, count) + values.body_bytes(count)
 
     def head_bytes(self, numel: int, count: int) -> int:
-        """Bytes before the values."""
+        """Size in bytes of what precedes the values."""
         return 4 + layout(numel, count).nbytes
 
     def write_head(self, head: Tensor, numel: int, indices: Tensor, rng: RngKey) -> None:
-        """Write what comes before the values."""
+        """Write what precedes the values."""
         put_u32(head, indices.numel())
         write_indices(head[4:], numel, indices)
 
     def read_head(self, body: Tensor, numel: int) -> tuple[Tensor, int]:
-        """The indices, and how many bytes come before the values."""
+        """The indices, and the number of bytes before the values."""
         count = get_u32(body)
-        if not self.possible(numel, count):
+        if not self.is_valid_count(numel, count):
             raise ProtocolError(f"a payload of {self!r} says that it holds {count} of {numel} elements: it is corrupt")
         head = self.head_bytes(numel, count)
         if body.numel() < head:
@@ -68,23 +67,23 @@ class SparseCodec(PayloadCodec):
         return read_indices(body[4:head], numel, count), head
 
     def write(self, part: TensorSlice, body: Tensor, rng: RngKey, values: PayloadCodec = RAW) -> int:
-        indices, chosen = self.select(part, rng)
-        if not math.isfinite(float(chosen.sum())) and not bool(torch.isfinite(chosen).all()):
-            self._give_back(part, indices, chosen)
+        indices, selected = self.select(part, rng)
+        if not math.isfinite(float(selected.sum())) and not bool(torch.isfinite(selected).all()):
+            self._restore_residual(part, indices, selected)
             raise DivergedError(f"{self!r}: {part.name or 'a tensor'} and what was left unsent of it add up to Inf")
         head = self.head_bytes(part.numel, indices.numel())
         self.write_head(body[:head], part.numel, indices, rng)
-        unsaid = None if part.residual is None or values.traits.exact else torch.zeros_like(chosen)
-        size = values.body_bytes(chosen.numel())
-        used = values.write(TensorSlice(chosen, name=part.name, residual=unsaid), body[head : head + size], rng)
-        if part.residual is not None and unsaid is not None:
-            kernels(unsaid).scatter(part.residual, indices, unsaid, accumulate=False)
+        lost = None if part.residual is None or values.traits.exact else torch.zeros_like(selected)
+        size = values.body_bytes(selected.numel())
+        used = values.write(TensorSlice(selected, name=part.name, residual=lost), body[head : head + size], rng)
+        if part.residual is not None and lost is not None:
+            sparse_kernels(lost).scatter(part.residual, indices, lost, accumulate=False)
         return head + used
 
-    def _give_back(self, part: TensorSlice, indices: Tensor, chosen: Tensor) -> None:
-        """Nothing is sent: leave the residual as it was before, as far as it can be known."""
+    def _restore_residual(self, part: TensorSlice, indices: Tensor, selected: Tensor) -> None:
+        """Nothing is sent: restore the residual, as far as it is known."""
         if part.residual is not None:
-            kernels(chosen).scatter(part.residual, indices, chosen, accumulate=False)
+            sparse_kernels(selected).scatter(part.residual, indices, selected, accumulate=False)
             part.residual.sub_(part.flat).nan_to_num_(0.0, 0.0, 0.0)
 
     def read(self, body: Tensor, out: Tensor, accumulate: bool, values: PayloadCodec = RAW, scale: float = 1.0) -> None:
@@ -93,7 +92,7 @@ class SparseCodec(PayloadCodec):
             found *= scale
         if not accumulate:
             out.zero_()
-        kernels(out).scatter(out, indices, found, accumulate)
+        sparse_kernels(out).scatter(out, indices, found, accumulate)
 
     def read_all(self, rows: Tensor, out: Tensor, scale: float, values: PayloadCodec = RAW) -> None:
         for rank, row in enumerate(rows):
@@ -102,23 +101,22 @@ class SparseCodec(PayloadCodec):
             except ProtocolError as error:
                 raise ProtocolError(f"from rank {rank}: {error}", peer=rank) from None
 
-    def reads_at_once(self, rows: Tensor, out: Tensor, scale: float, values: Quantize) -> bool:
-        """Read all rows in one call, where there is a kernel for it; whether that was done, and well."""
-        if not (
-            fused(out) and self.traits.fixed_length and type(self).read_head is SparseCodec.read_head and len(rows)
-        ):
+    def read_all_fused(self, rows: Tensor, out: Tensor, scale: float, values: Quantize) -> bool:
+        """Read all rows in one call. Returns False if there is no kernel for it, or if a row is invalid."""
+        plain_head = type(self).read_head is SparseCodec.read_head
+        if not (plain_head and self.traits.fixed_length and fused(out) and len(rows)):
             return False
-        from syncline.codecs.kernels.chosen_fused import read_rows
+        from syncline.codecs.kernels.sparse_fused import read_rows
 
         count = get_u32(rows[0])
-        plan = layout(out.numel(), count) if self.possible(out.numel(), count) else None
+        plan = layout(out.numel(), count) if self.is_valid_count(out.numel(), count) else None
         due = 0 if plan is None else 4 + plan.nbytes + values.body_bytes(count)
         if plan is None or rows.shape[1] != due or out.numel() >= 2**31:
-            return False  # what is wrong is said where rows are read one by one
+            return False  # `read_all` raises the error
         return read_rows(rows, out, count, plan, values.bits, values.bucket, scale) == 0
 
     def read_stream(self, body: Tensor, numel: int, values: PayloadCodec = RAW) -> tuple[Tensor, Tensor]:
-        """The indices and values of a body, without a tensor of all elements."""
+        """The indices and values of a body, without a dense tensor."""
         indices, head = self.read_head(body, numel)
         count = indices.numel()
         if values.traits.fixed_length and body.numel() - head != values.body_bytes(count):
@@ -131,23 +129,23 @@ class SparseCodec(PayloadCodec):
 
 
 def index_dtype(numel: int) -> torch.dtype:
-    """What indices into so many elements are kept as."""
+    """The dtype of indices into `numel` elements."""
     return torch.int32 if numel < 2**31 else torch.int64
 
 
 def write_indices(out: Tensor, numel: int, indices: Tensor) -> None:
-    """Write sorted indices below `numel` into bytes of their layout's length."""
+    """Write sorted indices below `numel` into bytes of their layout's size."""
     plan = layout(numel, indices.numel())
-    kernels(out).pack_indices(indices, plan.low, plan.first, out.zero_())
+    sparse_kernels(out).pack_indices(indices, plan.low, plan.first, out.zero_())
 
 
 def read_indices(packed: Tensor, numel: int, count: int) -> Tensor:
-    """Read them again; `ProtocolError` where they are not increasing, not below `numel`, or not as many."""
+    """Read indices. A `ProtocolError` if they do not increase, are not below `numel`, or are not `count`."""
     plan = layout(numel, count)
     if packed.numel() != plan.nbytes:
         raise ProtocolError(f"{packed.numel()} B are not the {plan.nbytes} B that {count} of {numel} indices take")
     out = torch.empty(count, dtype=index_dtype(numel), device=packed.device)
-    kernels(packed).unpack_indices(packed, numel, count, plan.low, plan.first, out)
+    sparse_kernels(packed).unpack_indices(packed, numel, count, plan.low, plan.first, out)
     return out
 
 

@@ -1,12 +1,12 @@
-"""Three values: each element becomes −s, 0 or s, at random so that the mean is right.
+"""Sends three values: each element becomes −s, 0 or s, stochastically and without bias.
 
-    s = max|x| of a part, or of each bucket        decoded: s · sign(x) · b, P(b = 1) = |x|/s
-    with clip: s = min(max|x|, clip · σ), σ = √mean(x²), and what lies beyond s is cut to it
+    s = max|x| of a slice, or of each bucket       decoded: s · sign(x) · b, P(b = 1) = |x|/s
+    with clip: s = min(max|x|, clip · σ), σ = √mean(x²), and larger values are clipped to s
 
-    scales float32 │ digits of base 3, five to a byte (`kernels/dense_reference.py` rngs how): 1.6 bits a value
+    scales float32 │ digits of base 3, five to a byte (see `kernels/dense_reference.py`): 1.6 bits a value
 
-Base 3 was chosen over 2 bits because it is a fifth shorter, and no slower here. σ is taken about zero, not about the
-mean: a part of equal values would otherwise be cut to nothing.
+Base 3 is a fifth shorter than 2 bits and no slower here. σ is taken about zero, not about the mean: a slice of equal
+values would otherwise be clipped to zero.
 
 Wen et al.: TernGrad: Ternary gradients to reduce communication in distributed deep learning, 2017.
 """
@@ -20,24 +20,23 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from syncline.codecs.base import CodecTraits, RngKey, TensorSlice
-from syncline.codecs.dense import DenseCodec
-from syncline.codecs.kernels import dense
+from syncline.codecs.base import CodecTraits, DenseCodec, RngKey, TensorSlice
+from syncline.codecs.kernels import dispatch
 from syncline.errors import SpecError
 
 __all__ = ["Ternary"]
 
-MOST = 2**30
-"""Elements of a bucket: the kernels count them in 32 bits."""
-BLOCK = 1280
-"""Elements packed together where all share one scale: a multiple of 5 digits and of a machine word."""
+MAX_BUCKET_ELEMENTS = 2**30
+"""The kernels count the elements of a bucket in 32 bits."""
+BLOCK_ELEMENTS = 1280
+"""Elements packed together if all share one scale: a multiple of 5 digits and of a machine word."""
 
 
 @dataclass(frozen=True, repr=False)
 class Ternary(DenseCodec):
     """Send −1, 0 or 1 for each value, and one scale for each parameter, or for each `bucket` of it.
 
-    `clip=2.5` cuts what lies beyond 2.5 σ, as the paper does for large models: less noise, but the mean is off.
+    `clip=2.5` clips values beyond 2.5 σ, as the paper does for large models: less noise, but biased.
 
     >>> import torch
     >>> codec = Ternary()
@@ -57,7 +56,7 @@ class Ternary(DenseCodec):
         if self.clip is not None and not (number and 0 < self.clip < math.inf):
             raise SpecError(f"ternary clips at a positive number of standard deviations, as 2.5, not {self.clip!r}")
         whole = isinstance(self.bucket, int) and not isinstance(self.bucket, bool)
-        if self.bucket is not None and not (whole and 1 <= self.bucket <= MOST):
+        if self.bucket is not None and not (whole and 1 <= self.bucket <= MAX_BUCKET_ELEMENTS):
             raise SpecError(
                 "ternary's bucket is how many elements share a scale, as 1024 and up to 2^30 (None: all), "
                 f"not {self.bucket!r}"
@@ -74,7 +73,7 @@ class Ternary(DenseCodec):
         return 4 * scales + whole * -(-self._block // 5) + -(-rest // 5)
 
     def encode_body(self, part: TensorSlice, body: Tensor, rng: RngKey) -> bool:
-        return dense.encode_ternary(
+        return dispatch.encode_ternary(
             part.flat,
             part.residual,
             body,
@@ -86,9 +85,9 @@ class Ternary(DenseCodec):
         )
 
     def decode_body(self, body: Tensor, out: Tensor, accumulate: bool) -> str:
-        return dense.decode_ternary(body, out, block=self._block, shared=self.bucket is None, accumulate=accumulate)
+        return dispatch.decode_ternary(body, out, block=self._block, shared=self.bucket is None, accumulate=accumulate)
 
     @property
     def _block(self) -> int:
-        """Elements packed together."""
-        return BLOCK if self.bucket is None else self.bucket
+        """Number of elements packed together."""
+        return BLOCK_ELEMENTS if self.bucket is None else self.bucket

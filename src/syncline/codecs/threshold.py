@@ -1,4 +1,4 @@
-"""All elements of at least a given magnitude: as many as there are, so the length varies.
+"""Sends all elements of at least a given magnitude. Their number varies, and so does the length.
 
     e = residual + g      send e_i where |e_i| ≥ t      residual = e, 0 where it was sent
 
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from syncline.codecs.base import CodecTraits, PayloadCodec, RngKey, TensorSlice
+from syncline.codecs.kernels.dispatch import sparse_kernels
 from syncline.codecs.kernels.indices import layout
-from syncline.codecs.kernels.sparse import kernels
 from syncline.codecs.sparse import RAW, SparseCodec
 from syncline.errors import SpecError
 
@@ -25,7 +25,7 @@ __all__ = ["Threshold"]
 
 @dataclass(frozen=True, repr=False)
 class Threshold(SparseCodec):
-    """Send what has at least this magnitude.
+    """Send the elements of at least this magnitude.
 
     >>> codec = Threshold(0.5)
     >>> codec.decode(codec.encode(torch.tensor([0.4, -0.5, 2.0])), torch.empty(3))
@@ -52,12 +52,12 @@ class Threshold(SparseCodec):
     def traits(self) -> CodecTraits:
         return CodecTraits(fixed_length=False)
 
-    def most(self, numel: int, step: int = 0) -> int:
+    def max_selected(self, numel: int, step: int = 0) -> int:
         return numel
 
     def body_bytes(self, numel: int, step: int = 0, values: PayloadCodec = RAW) -> int:
-        # the layout of all is the longest: fewer indices never take more than a bit for each element
+        # The layout of all indices is the longest: fewer never take more than one bit per element.
         return 4 + layout(numel, numel).nbytes + values.body_bytes(numel)
 
     def select(self, part: TensorSlice, rng: RngKey) -> tuple[Tensor, Tensor]:
-        return kernels(part.flat).at_least(part.flat, part.residual, self.threshold)
+        return sparse_kernels(part.flat).at_least(part.flat, part.residual, self.threshold)

@@ -1,9 +1,9 @@
-"""The largest magnitudes alone, of the whole or of every bucket; with Deep Gradient Compression's options.
+"""Sends the elements of largest magnitude, of the tensor or of every bucket; with the options of DGC.
 
     e = residual + g      send e_i for the k largest |e_i|      residual = e, 0 where it was sent
 
-With `momentum` m the residual collects velocities instead of gradients, because a gradient that is sent late should
-count as if momentum had carried it all along; with `masking` the velocity stops where something was sent:
+With `momentum` m the residual accumulates velocities instead of gradients: a gradient that is sent late then counts as
+if momentum had been applied all the time. With `masking` the velocity is reset where an element was sent:
 
     u = m·u + g           residual = residual + u               send as above, and u_i = 0 there
 
@@ -22,22 +22,21 @@ import torch
 from torch import Tensor
 
 from syncline.codecs.base import CodecTraits, RngKey, TensorSlice
-from syncline.codecs.kernels.dispatch import fused
+from syncline.codecs.kernels.dispatch import fused, sparse_kernels
 from syncline.codecs.kernels.indices import layout
-from syncline.codecs.kernels.sparse import kernels
 from syncline.codecs.quantize import Quantize
 from syncline.codecs.sparse import SparseCodec
 from syncline.errors import DivergedError, SpecError
 
 __all__ = ["TopK"]
 
-FIRST = 0.25
-"""The ratio that warm-up begins with."""
+FIRST_WARMUP_RATIO = 0.25
+"""The ratio at the start of the warm-up."""
 
 
 @dataclass(frozen=True, repr=False)
 class TopK(SparseCodec):
-    """Send the largest magnitudes; of equal ones the first.
+    """Send the elements of largest magnitude; of equal ones the first.
 
     >>> TopK(0.01), TopK(16, bucket=512)
     (topk(0.01), topk(16, bucket=512))
@@ -46,20 +45,20 @@ class TopK(SparseCodec):
     """
 
     keep: float
-    """A fraction, as in 0.01, or a whole number of elements: of each parameter, or of each bucket of it."""
+    """A fraction such as 0.01, or a number of elements: of each parameter, or of each bucket."""
     bucket: int | None = None
-    """Choose among so many elements at a time."""
+    """Number of elements of a bucket. None: the whole parameter."""
     feedback: bool | None = None
     momentum: float = 0.0
-    """DGC's momentum correction: give the optimizer none."""
+    """DGC's momentum correction. The optimizer must have no momentum."""
     masking: bool = False
-    """Whether momentum stops where something was sent, as DGC has it; that cost accuracy where it was measured."""
+    """DGC's momentum factor masking: reset momentum where an element was sent. It reduced accuracy when measured."""
     warmup: int = 0
-    """Steps in which the fraction falls exponentially from 1/4 to what was asked for."""
+    """Number of steps in which the fraction falls exponentially from 1/4 to `keep`."""
     clip: float | None = None
-    """The largest norm of a parameter's gradient on this rank. For c after averaging p ranks, DGC gives c / √p."""
+    """Maximum norm of a parameter's gradient on this rank. For a bound c of the mean over p ranks, DGC uses c / √p."""
     whole: int = 0
-    """Parameters of up to so many elements are sent whole: biases and norms weigh more than their size."""
+    """Parameters of up to this many elements are sent whole: biases and norms matter more than their size."""
 
     name: ClassVar[str] = "topk"
     codec_id: ClassVar[int] = 5
@@ -100,40 +99,40 @@ class TopK(SparseCodec):
             parameter_options=(f"whole={self.whole}",) if self.whole else (),
         )
 
-    def most(self, numel: int, step: int = 0) -> int:
+    def max_selected(self, numel: int, step: int = 0) -> int:
         if numel <= self.whole:
             return numel
         if self.bucket is None:
-            return min(numel, self._of(numel, step))
+            return min(numel, self._count(numel, step))
         whole, rest = divmod(numel, self.bucket)
-        each = self._of(self.bucket, step)
+        each = self._count(self.bucket, step)
         return whole * each + min(each, rest)
 
-    def possible(self, numel: int, count: int) -> bool:
-        return self.most(numel, self.warmup) <= count <= self.most(numel)
+    def is_valid_count(self, numel: int, count: int) -> bool:
+        return self.max_selected(numel, self.warmup) <= count <= self.max_selected(numel)
 
     def select(self, part: TensorSlice, rng: RngKey) -> tuple[Tensor, Tensor]:
-        flat = self._moved(part)
-        run = kernels(flat)
+        flat = self._with_momentum(part)
+        run = sparse_kernels(flat)
         if self.bucket is None or part.numel <= self.whole:
-            indices, values = run.largest(flat, part.residual, self.most(part.numel, rng.step))
+            indices, values = run.largest(flat, part.residual, self.max_selected(part.numel, rng.step))
         else:
-            each = self._of(self.bucket, rng.step)
+            each = self._count(self.bucket, rng.step)
             indices, values = run.largest_of_buckets(flat, part.residual, each, self.bucket)
         if self.momentum and self.masking:
             run.scatter(flat, indices, torch.zeros_like(values), accumulate=False)
         return indices, values
 
-    def at_once(self, part: TensorSlice) -> bool:
-        """Whether one kernel can choose and quantise."""
+    def can_fuse(self, part: TensorSlice) -> bool:
+        """True if one kernel can select and quantise."""
         simple = self.bucket is None and not (self.momentum and (self.masking or part.residual is None))
         return simple and fused(part.flat) and 0 < part.numel < 2**31
 
-    def write_at_once(self, part: TensorSlice, body: Tensor, rng: RngKey, values: Quantize) -> int:
-        """As `write`, where `at_once` says so."""
-        from syncline.codecs.kernels.chosen_fused import NOT_FINITE, write_largest
+    def write_fused(self, part: TensorSlice, body: Tensor, rng: RngKey, values: Quantize) -> int:
+        """Like `write`, if `can_fuse`."""
+        from syncline.codecs.kernels.sparse_fused import NOT_FINITE, write_largest
 
-        flat, k = self._clipped(part.flat), self.most(part.numel, rng.step)
+        flat, k = self._clipped(part.flat), self.max_selected(part.numel, rng.step)
         velocity = part.memory.setdefault("velocity", torch.zeros_like(flat)) if self.momentum else None
         how = (values.bits, values.bucket, values.norm == "l2", values.stochastic)
         plan = layout(part.numel, k)
@@ -142,31 +141,31 @@ class TopK(SparseCodec):
             raise DivergedError(f"{self!r}: {part.name or 'a tensor'} and what was left unsent of it add up to Inf")
         return body.numel()
 
-    def _moved(self, part: TensorSlice) -> Tensor:
-        """The gradient, clipped and with momentum."""
+    def _with_momentum(self, part: TensorSlice) -> Tensor:
+        """The clipped gradient, with momentum."""
         flat = self._clipped(part.flat)
         if not self.momentum:
             return flat
         return part.memory.setdefault("velocity", torch.zeros_like(flat)).mul_(self.momentum).add_(flat)
 
-    def _give_back(self, part: TensorSlice, indices: Tensor, chosen: Tensor) -> None:
+    def _restore_residual(self, part: TensorSlice, indices: Tensor, selected: Tensor) -> None:
         if not self.momentum:
-            super()._give_back(part, indices, chosen)
+            super()._restore_residual(part, indices, selected)
         elif part.residual is not None:
             velocity = part.memory["velocity"]
-            kernels(chosen).scatter(part.residual, indices, chosen, accumulate=False)
+            sparse_kernels(selected).scatter(part.residual, indices, selected, accumulate=False)
             part.residual.sub_(velocity).nan_to_num_(0.0, 0.0, 0.0)
             velocity.sub_(self._clipped(part.flat)).div_(self.momentum).nan_to_num_(0.0, 0.0, 0.0)
 
-    def _of(self, size: int, step: int) -> int:
-        """How many of so many are kept in a step."""
+    def _count(self, size: int, step: int) -> int:
+        """Number of elements selected of `size` in a step."""
         if size == 0:
             return 0
         kept = self.keep if isinstance(self.keep, int) else max(1, round(self.keep * size))
         last = kept / size if isinstance(self.keep, int) else self.keep
-        if step >= self.warmup or last >= FIRST:
+        if step >= self.warmup or last >= FIRST_WARMUP_RATIO:
             return kept
-        ratio = FIRST * math.exp(math.log(last / FIRST) * step / self.warmup)
+        ratio = FIRST_WARMUP_RATIO * math.exp(math.log(last / FIRST_WARMUP_RATIO) * step / self.warmup)
         return min(size, max(kept, round(ratio * size)))
 
     def _clipped(self, flat: Tensor) -> Tensor:

@@ -1,8 +1,19 @@
-"""Which messages carry a tensor: pure schedules, and the executor that runs them over any transport."""
+"""Collectives as pure schedules of messages, and the executor that runs them over any transport."""
 
 from syncline.collectives.base import Move, Operation, Round, Schedule, Setting
-from syncline.collectives.buffers import Buffers
-from syncline.collectives.catalog import NATIVE, build, names
-from syncline.collectives.run import Channel
+from syncline.collectives.channel import BufferPool, Channel
+from syncline.collectives.schedules import AUTO, NATIVE, build, names
 
-__all__ = ["NATIVE", "Buffers", "Channel", "Move", "Operation", "Round", "Schedule", "Setting", "build", "names"]
+__all__ = [
+    "AUTO",
+    "NATIVE",
+    "BufferPool",
+    "Channel",
+    "Move",
+    "Operation",
+    "Round",
+    "Schedule",
+    "Setting",
+    "build",
+    "names",
+]

@@ -1,9 +1,8 @@
-"""What a schedule is: a pure generator of rounds for one rank in a setting.
+"""The schedule contract: a pure generator of rounds for one rank.
 
-A round names what the rank sends and receives in it. Sends read what the rank held when the round began;
-receives are combined with it or replace it when all of them have come. Every rank yields the same number of
-rounds, empty ones where it has nothing to do, so that round k means the same on all of them; nothing else ties
-the ranks together.
+A round lists what the rank sends and receives in it. Sends read the data as it was when the round began. Received
+data replaces it or is combined with it when all receives are complete. Every rank yields the same number of rounds,
+empty ones where it is idle, so round k means the same on all ranks. Nothing else synchronises the ranks.
 """
 
 from __future__ import annotations
@@ -12,13 +11,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-__all__ = ["Generate", "Move", "Operation", "Round", "Schedule", "Setting", "embed"]
+__all__ = [
+    "Generate",
+    "Move",
+    "Operation",
+    "Round",
+    "Schedule",
+    "Setting",
+    "embed",
+    "fold_to_power_of_two",
+    "largest_power_of_two",
+]
 
 Operation = Literal["allreduce", "reduce", "broadcast", "allgather", "reduce_scatter", "alltoall", "gather", "scatter"]
 
 
 class Move(NamedTuple):
-    """`width` chunks from `chunk` on, to or from `peer`; a received one may be combined with what is there."""
+    """`width` chunks from `chunk` on, to or from `peer`. Received chunks replace the data, or are combined with it."""
 
     peer: int
     chunk: int
@@ -27,7 +36,7 @@ class Move(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What one rank does at once."""
+    """What one rank sends and receives in parallel."""
 
     sends: tuple[Move, ...] = ()
     recvs: tuple[Move, ...] = ()
@@ -35,7 +44,7 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a schedule runs: how many ranks and chunks, the root, the host of each rank (empty: all on their own)."""
+    """Where a schedule runs: number of ranks and chunks, the root, the host of each rank (empty: one host per rank)."""
 
     size: int
     chunks: int = 1
@@ -48,23 +57,23 @@ Generate = Callable[[int, Setting], Iterator[Round]]
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
-    """A generator of rounds, with what an executor must know of it. Its repr is its spec."""
+    """A generator of rounds, with what the executor must know. Its repr is its spec."""
 
     spec: str
     operation: Operation
     generate: Generate
-    cut: Callable[[int, tuple[int, ...]], int]
-    """How many chunks it cuts the data into, given the size and the hosts."""
-    laned: bool = True
-    """Whether parts of the data can overlap. Not where what comes back takes the way of what went: gloo's word that a
-    receive is ready waits behind the data that leaves on the same connection."""
+    chunks_for: Callable[[int, tuple[int, ...]], int]
+    """Number of chunks for (size, hosts)."""
+    supports_lanes: bool = True
+    """Several lanes may overlap. False where results return on the connections that carry the inputs: gloo's message
+    that a receive is ready would queue behind the outgoing data."""
 
     def setting(self, size: int, root: int = 0, hosts: tuple[int, ...] = ()) -> Setting:
-        """The setting for so many ranks."""
-        return Setting(size, self.cut(size, hosts), root, hosts)
+        """The setting for `size` ranks."""
+        return Setting(size, self.chunks_for(size, hosts), root, hosts)
 
     def rounds(self, rank: int, setting: Setting) -> Iterator[Round]:
-        """What `rank` does, round by round."""
+        """The rounds of `rank`."""
         return self.generate(rank, setting)
 
     def __repr__(self) -> str:
@@ -72,14 +81,51 @@ class Schedule:
 
 
 def embed(rounds: Iterator[Round], members: tuple[int, ...], offset: int = 0, scale: int = 1) -> Iterator[Round]:
-    """Rounds among few, told among all: peers become `members`, chunk c becomes `scale` chunks from offset + c·scale.
+    """Rounds of a subgroup in terms of all ranks: peer i becomes members[i], chunk c becomes offset + c·scale.
+
+    Each chunk becomes `scale` chunks.
 
     >>> list(embed(iter([Round(sends=(Move(1, 2),))]), members=(4, 6), offset=10, scale=3))
     [Round(sends=(Move(peer=6, chunk=16, width=3, combine=False),), recvs=())]
     """
 
-    def renamed(moves: tuple[Move, ...]) -> tuple[Move, ...]:
+    def translated(moves: tuple[Move, ...]) -> tuple[Move, ...]:
         return tuple(Move(members[m.peer], offset + m.chunk * scale, m.width * scale, m.combine) for m in moves)
 
     for sends, recvs in rounds:
-        yield Round(renamed(sends), renamed(recvs))
+        yield Round(translated(sends), translated(recvs))
+
+
+def largest_power_of_two(size: int) -> int:
+    """The largest power of two ≤ `size`.
+
+    >>> [largest_power_of_two(size) for size in (1, 2, 3, 8, 9)]
+    [1, 2, 2, 8, 8]
+    """
+    return 1 << (size.bit_length() - 1)
+
+
+def fold_to_power_of_two(inside: Generate, rank: int, setting: Setting) -> Iterator[Round]:
+    """Run `inside` on the first q ranks, q a power of two; the others fold into a partner first and unfold last.
+
+    Six ranks, q = 4::
+
+        fold      4 → 0   5 → 1      partners combine
+        inside    0 1 2 3            the schedule proper
+        unfold    0 → 4   1 → 5      the whole result
+    """
+    power = largest_power_of_two(setting.size)
+    extra = setting.size - power
+    whole = setting.chunks
+    core = Setting(power, setting.chunks)
+    if rank >= power:
+        yield Round(sends=(Move(rank - power, 0, whole),))
+        for _ in inside(0, core):
+            yield Round()
+        yield Round(recvs=(Move(rank - power, 0, whole),))
+        return
+    if extra:
+        yield Round(recvs=(Move(rank + power, 0, whole, combine=True),)) if rank < extra else Round()
+    yield from inside(rank, core)
+    if extra:
+        yield Round(sends=(Move(rank + power, 0, whole),)) if rank < extra else Round()

@@ -1,11 +1,11 @@
 """Two binary trees over the same ranks, each carrying half of the data in a pipeline (Sanders, Speck and Träff, 2009).
 
-In a full binary tree numbered in order the leaves have the even places. Shifted (p odd) or mirrored (p even) the
-second tree has its leaves where the first has inner ranks, so each rank works as an inner one in at most one of them::
+In a full binary tree numbered in order, the leaves have the even positions. The second tree is shifted (p odd) or
+mirrored (p even), so its leaves are inner ranks of the first. Each rank is an inner one in at most one tree::
 
     p = 7            3                           2
                   ╱     ╲                     ╱     ╲
-    tree 0       1       5       tree 1      0       4       (places shifted by one)
+    tree 0       1       5       tree 1      0       4       (positions shifted by one)
                 ╱ ╲     ╱ ╲                 ╱ ╲     ╱ ╲
                0   2   4   6               6   1   3   5
 
@@ -89,18 +89,18 @@ def build_trees(size: int) -> tuple[Tree, Tree]:
     if size % 2:
         forward, backward = list(range(size)), [(place - 1) % size for place in range(size)]
     else:
-        parents[top] = places  # the odd one out becomes the root
+        parents[top] = places  # the extra rank becomes the root
         parents.append(None)
         forward, backward = list(range(size)), [size - 1 - place for place in range(size)]
     return _tree(parents, forward), _tree(parents, backward)
 
 
 def _in_order(low: int, high: int, parents: list[int | None]) -> int:
-    """Make a full binary tree of the places from low to high (their number is odd); its root."""
+    """Build a full binary tree of the positions from low to high (an odd number). Returns its root."""
     if high - low == 1:
         return low
     left = (high - low - 1) // 2
-    left += 1 - left % 2  # both subtrees are full, so both numbers are odd
+    left += 1 - left % 2  # both subtrees are full, so both sizes are odd
     root = low + left
     parents[_in_order(low, root, parents)] = root
     parents[_in_order(root + 1, high, parents)] = root
@@ -108,7 +108,7 @@ def _in_order(low: int, high: int, parents: list[int | None]) -> int:
 
 
 def _tree(parents: list[int | None], rank_of: list[int]) -> Tree:
-    """The tree of places, told in ranks."""
+    """The tree in terms of ranks."""
     size = len(parents)
     parent: list[int | None] = [None] * size
     children: list[list[int]] = [[] for _ in range(size)]

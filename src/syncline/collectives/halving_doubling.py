@@ -8,23 +8,22 @@ Four ranks, all-reduce (chunks a b c d; ``+`` combines)::
     3      a→1     b      b→0     a      c→3     d      d→2     c      doubling: the way back
     4      ab→2    cd     ab→3    cd     cd→0    ab     cd→1    ab
 
-The distance is halved first, so that what a rank holds is always one contiguous range. With p not a power of
-two the extra ranks fold in first (`folding`), two rounds and 2n bytes more.
+The distance is halved first, so that a rank's data is always one contiguous range. If p is not a power of two, the
+extra ranks fold in first (`fold_to_power_of_two`): two more rounds and 2n more bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from syncline.collectives.base import Move, Round, Setting
-from syncline.collectives.folding import folded
+from syncline.collectives.base import Move, Round, Setting, fold_to_power_of_two
 
 __all__ = ["halving_doubling"]
 
 
 def halving_doubling(rank: int, setting: Setting) -> Iterator[Round]:
     """All-reduce: recursive halving reduce-scatter, recursive doubling all-gather."""
-    return folded(_halving_doubling, rank, setting)
+    return fold_to_power_of_two(_halving_doubling, rank, setting)
 
 
 def _halving_doubling(rank: int, setting: Setting) -> Iterator[Round]:

@@ -1,4 +1,4 @@
-"""Everything through one rank: the fewest rounds, and the root's port carries it all.
+"""All data passes one rank: the fewest rounds, but the root's port carries everything.
 
 Four ranks, all-reduce (``+`` combines, n the whole)::
 
@@ -6,7 +6,7 @@ Four ranks, all-reduce (``+`` combines, n the whole)::
     1      + n from 1, 2, 3      n → 0      n → 0      n → 0
     2      n → 1, 2, 3           n from 0   n from 0   n from 0
 
-Best for a few bytes among a few ranks; its time grows as p·n.
+Best for few bytes and few ranks: its time grows as p·n.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["naive", "naive_broadcast", "naive_gather", "naive_reduce", "naive_sc
 
 
 def naive(rank: int, setting: Setting) -> Iterator[Round]:
-    """All-reduce: all send to the root, it sends the sum back."""
+    """All-reduce: all ranks send to the root, which returns the sum."""
     yield from naive_reduce(rank, setting)
     yield from naive_broadcast(rank, setting)
 
@@ -61,6 +61,6 @@ def naive_scatter(rank: int, setting: Setting) -> Iterator[Round]:
 
 
 def _others(setting: Setting) -> Iterator[tuple[int, ...]]:
-    """The others, once; not at all in a world of one."""
+    """Yields the other ranks once; nothing if there is one rank."""
     if setting.size > 1:
         yield tuple(rank for rank in range(setting.size) if rank != setting.root)

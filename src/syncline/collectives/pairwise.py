@@ -1,4 +1,4 @@
-"""All-to-all in p − 1 rounds: in round k each rank sends to the k-th on its right and hears from the k-th on its left.
+"""All-to-all in p − 1 rounds: in round k each rank sends to rank + k and receives from rank − k.
 
 Three ranks (ij: the chunk from i to j)::
 

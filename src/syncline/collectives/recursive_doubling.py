@@ -6,23 +6,22 @@ Four ranks, all-reduce (⇄ both send the whole and combine)::
     1      ⇄ 1   ⇄ 0   ⇄ 3   ⇄ 2
     2      ⇄ 2   ⇄ 3   ⇄ 0   ⇄ 1
 
-The fewest latencies of all that talk to one partner at a time: for small data. With p not a power of two the extra
-ranks fold in first (`folding`), two rounds more.
+The fewest latencies with one partner per round: for small data. If p is not a power of two, the extra ranks fold in
+first (`fold_to_power_of_two`): two more rounds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from syncline.collectives.base import Move, Round, Setting
-from syncline.collectives.folding import folded
+from syncline.collectives.base import Move, Round, Setting, fold_to_power_of_two
 
 __all__ = ["recursive_doubling"]
 
 
 def recursive_doubling(rank: int, setting: Setting) -> Iterator[Round]:
     """All-reduce: after round k a rank holds the sum of its 2ᵏ nearest."""
-    return folded(_doubling, rank, setting)
+    return fold_to_power_of_two(_doubling, rank, setting)
 
 
 def _doubling(rank: int, setting: Setting) -> Iterator[Round]:

@@ -1,4 +1,4 @@
-"""Each rank talks to its two neighbours only: the fewest bytes, 2(p−1) latencies (Patarasuk and Yuan, 2009).
+"""Each rank communicates with its two neighbours only: the fewest bytes, 2(p−1) latencies (Patarasuk and Yuan, 2009).
 
 Three ranks, all-reduce (a, b, c the chunks; ``+`` combines)::
 

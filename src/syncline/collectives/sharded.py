@@ -1,4 +1,4 @@
-"""Every rank serves one part of the data to all others directly: two rounds whatever the size.
+"""Every rank reduces one shard and sends it to all others directly: two rounds for any number of ranks.
 
 Four ranks, all-reduce (a…d the chunks, ``+`` combines)::
 
@@ -8,8 +8,8 @@ Four ranks, all-reduce (a…d the chunks, ``+`` combines)::
     2      a→1 a→2 a→3           b→2 b→3 b→0           c→3 c→0 c→1           d→0 d→1 d→2
            d from 3, c from 2, …
 
-As many bytes as a ring with two latencies instead of 2(p−1); but p−1 messages meet at every port. Peers are
-visited from one's right neighbour on, so that not all send to the same one first.
+As many bytes as a ring, with two latencies instead of 2(p−1); but p−1 messages share every port. Each rank begins
+with its right neighbour, so that not all send to the same rank first.
 """
 
 from __future__ import annotations

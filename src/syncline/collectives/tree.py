@@ -1,4 +1,4 @@
-"""A binomial tree: up to the root combining, down again copying.
+"""A binomial tree: combine on the way to the root, copy on the way back.
 
 Eight ranks, root 0 (``→`` sends the whole, the receiver combines on the way up)::
 
@@ -52,7 +52,7 @@ def _distances(size: int) -> list[int]:
 
 
 def _edge(rank: int, distance: int, setting: Setting) -> tuple[int | None, int | None]:
-    """The parent or the child to which `rank` is joined at this distance."""
+    """The parent or the child of `rank` at this distance."""
     place = (rank - setting.root) % setting.size
     if place % (2 * distance) == distance:
         return (rank - distance) % setting.size, None

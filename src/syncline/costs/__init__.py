@@ -1,21 +1,20 @@
-"""What communication costs: formulas where they are exact, the schedule itself played on a network where not.
+"""Cost model of communication: formulas where they are exact, otherwise the simulated schedule.
 
-`calibrate` measures the network that is there, `predict` asks formula or player, and `Auto` chooses by both.
+`calibrate` measures the network, `predict` predicts the time of a collective, and `Auto` chooses the fastest one.
 """
 
-from syncline.costs.auto import AUTO, Auto, Choice
+from syncline.costs.auto import AUTO, AlgorithmChoice, Auto
 from syncline.costs.calibration import Calibration, calibrate
-from syncline.costs.closed_forms import closed_form
-from syncline.costs.player import Cost, play
-from syncline.costs.prediction import Prediction, predict, predict_on
+from syncline.costs.prediction import CostPrediction, closed_form, predict, predict_on
+from syncline.costs.simulation import Cost, play
 
 __all__ = [
     "AUTO",
+    "AlgorithmChoice",
     "Auto",
     "Calibration",
-    "Choice",
     "Cost",
-    "Prediction",
+    "CostPrediction",
     "calibrate",
     "closed_form",
     "play",

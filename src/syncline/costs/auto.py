@@ -1,21 +1,21 @@
-"""`algorithm="auto"`: a choice by prediction, refined by measurement, made by rank 0 and then kept.
+"""`algorithm="auto"`: chooses the fastest algorithm by prediction, then by measurement. The choice is final.
 
-For each class of sizes (powers of two) the first call asks the network's model which schedules may win. Rank 0 names
-them, the engine's own always among them, and the next calls try them in turn: each is a call like any other, so
-nothing is wasted but the difference. After some rounds the slow ones drop out; after the last one is chosen, for good::
+For each class of sizes (powers of two) the first call predicts which schedules may win. Rank 0 selects the candidates,
+always with the engine's own algorithm. The next calls use them in turn; each is a normal call, so only the difference
+in time is lost. After some calls the slow ones are dropped, and after the last stage the fastest is chosen::
 
     calls    a b c d │ a b c d │ a b c  a b c  a b c │ a c  a c  a c … │ a a a a a a a …
              warm-up │ 1 each  │ 5 each              │ 12, then 32     │ the choice
                                └ drop > 4 × best     └ > 1.4, 1.12 ×   └ the fastest
 
-Ranks that share a host share its processors too, which the model does not know: there all schedules have their try.
+Ranks on one host share its processors, which the model does not know: there all schedules are candidates.
 
 On a simulated network without jitter and faults every call takes the predicted time. There only candidates
-within 10 % of the best prediction are tried, once each.
+within 10 % of the best prediction are measured, once each.
 
-While trying, the ranks meet before and after a call, and its time is the shortest over the ranks: that of the last to
-begin until the last has ended. A rank's own time alone would leave out what others still wait for, or put in what it
-waited for them. Small tensors are reduced a few times more, on a copy, so that the meetings count for less.
+During measurements there is a barrier before and after a call. Its time is the minimum over the ranks: from the start
+of the last rank to the end of the last rank. Small tensors are reduced several times, on copies, so that the barriers
+count less.
 """
 
 from __future__ import annotations
@@ -30,39 +30,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.collectives import NATIVE, Channel, Schedule, build, names
-from syncline.collectives.run import allreduce, broadcast, meet
-from syncline.costs.cache import recall, remember
-from syncline.costs.calibration import Calibration, calibrate
+from syncline.collectives import AUTO, NATIVE, Channel, Schedule, build, names
+from syncline.collectives.channel import allreduce, barrier, broadcast
+from syncline.costs.calibration import Calibration, calibrate, load_calibration, store_calibration
 from syncline.costs.prediction import predict_on
 from syncline.transports import Network, Op
 
-__all__ = ["AUTO", "Auto", "Choice"]
+__all__ = ["AUTO", "AlgorithmChoice", "AlgorithmTrial", "Auto"]
 
 logger = logging.getLogger("syncline")
 
-AUTO = "auto"
-MOST_TRIED = 5
-WORTH_A_TRY = 2.0
-"""A schedule is tried when its prediction is at most so many times the best."""
+MAX_CANDIDATES = 5
+MAX_PREDICTED_RATIO = 2.0
+"""A schedule is a candidate if its prediction is at most this many times the best."""
 EXACT_MAX_RATIO = 1.1
-"""A schedule is tried when its prediction is at most so many times the best, where `Timing.exact` holds."""
-LOOKS = ((1, 4.0), (5, 1.4), (12, 1.12), (32, 1.0))
+"""The same if every call takes the predicted time (`Timing.exact`)."""
+TRIAL_STAGES = ((1, 4.0), (5, 1.4), (12, 1.12), (32, 1.0))
 """The stages of a trial: samples of each candidate, and the ratio to the best time above which one is dropped."""
 EXACT_TRIAL_STAGES = ((1, 1.0),)
 """The stages of a trial where `Timing.exact` holds: one sample of each candidate decides."""
-LONGEST = 60.0
-"""Seconds: where going on to the last look would take longer, the second one decides."""
-SMALL = 1 << 17
-MORE = 3
-"""Times that a tensor of up to so many bytes is reduced again while trying."""
-PREFER_NATIVE = 1.03
-"""The engine's own is kept unless another is faster by more than this: it needs no help from Python."""
+MAX_TRIAL_S = 60.0
+"""If the remaining stages would take longer, the second stage decides."""
+SMALL_TENSOR_BYTES = 1 << 17
+SMALL_TENSOR_REPEATS = 3
+"""Tensors of up to `SMALL_TENSOR_BYTES` are reduced this many more times in a measurement."""
+PREFER_NATIVE_RATIO = 1.03
+"""The engine's own is kept unless another is faster by this ratio: it needs no help from Python."""
 
 
 @dataclass
-class Choice:
-    """What was chosen for one class of sizes, and why."""
+class AlgorithmChoice:
+    """The algorithm of one class of sizes, and why it was chosen."""
 
     algorithm: str
     reason: str
@@ -70,73 +68,73 @@ class Choice:
     measured: dict[str, float] = field(default_factory=dict)
 
 
-class _Trial:
-    """Candidates and the times of their calls."""
+class AlgorithmTrial:
+    """Candidates and their measured times."""
 
     def __init__(self, candidates: list[str], predicted: dict[str, float], exact: bool = False) -> None:
         self.candidates = candidates
         self.predicted = predicted
-        self.schedule = EXACT_TRIAL_STAGES if exact else LOOKS
+        self.stages = EXACT_TRIAL_STAGES if exact else TRIAL_STAGES
         self.warm_up = 0 if exact else 1
-        """Calls of each candidate that do not count: the first makes connections and buffers."""
+        """Calls of each candidate that do not count: the first creates connections and buffers."""
         self.times: dict[str, list[float]] = {name: [] for name in candidates}
-        self.looks = 0
+        self.stage = 0
         self.turn = 0
         self.medians: dict[str, float] = {}
-        self.prefer_native = PREFER_NATIVE
+        self.prefer_native = PREFER_NATIVE_RATIO
 
     def next(self) -> str:
-        """Whose turn it is."""
+        """The candidate of the next call."""
         return self.candidates[self.turn % len(self.candidates)]
 
-    def told(self, seconds: float) -> bool:
-        """Note a time; True when it is time for a look at them."""
+    def record(self, seconds: float) -> bool:
+        """Record a time. Returns True if the stage is complete."""
         self.times[self.next()].append(seconds)
         self.turn += 1
-        wanted = self.schedule[self.looks][0] + self.warm_up
+        wanted = self.stages[self.stage][0] + self.warm_up
         return all(len(self.times[name]) >= wanted for name in self.candidates)
 
-    def look(self, shared: Callable[[Tensor], Tensor]) -> str | None:
-        """Drop the slow ones; the winner when it is the last look. `shared` gives each call's shortest time."""
+    def finish_stage(self, shared: Callable[[Tensor], Tensor]) -> str | None:
+        """Drop slow candidates. Returns the winner after the last stage. `shared` takes the minimum over the ranks."""
         table = shared(
             torch.tensor([self.times[name][self.warm_up :] for name in self.candidates], dtype=torch.float64)
         )
         medians = {name: statistics.median(row) for name, row in zip(self.candidates, table.tolist(), strict=True)}
         best = min(medians.values())
-        keep = self.schedule[self.looks][1]
-        self.looks += 1
+        keep = self.stages[self.stage][1]
+        self.stage += 1
         self.candidates = [name for name in self.candidates if medians[name] <= keep * best]
         self.turn = 0
         self.medians = medians
-        going_on = sum(medians[name] for name in self.candidates) * self.schedule[-1][0]
-        patient = self.looks < 2 or going_on <= LONGEST
-        if len(self.candidates) > 1 and self.looks < len(self.schedule) and patient:
+        going_on = sum(medians[name] for name in self.candidates) * self.stages[-1][0]
+        in_time = self.stage < 2 or going_on <= MAX_TRIAL_S
+        if len(self.candidates) > 1 and self.stage < len(self.stages) and in_time:
             return None
         if medians.get(NATIVE, float("inf")) <= self.prefer_native * best:
             return NATIVE
         return min(medians, key=lambda name: medians[name])
 
-    def cost_of_next_look(self) -> float:
-        """Seconds until then, about: by what was measured, before that by the prediction."""
+    def seconds_of_next_stage(self) -> float:
+        """Estimated seconds of the next stage, by measurement or prediction."""
         known = self.medians or self.predicted
         others = sum(known.get(name, 0.0) for name in self.candidates)
-        done = self.schedule[self.looks - 1][0] if self.looks else -self.warm_up
-        calls = self.schedule[self.looks][0] - done
+        done = self.stages[self.stage - 1][0] if self.stage else -self.warm_up
+        calls = self.stages[self.stage][0] - done
         return calls * others
 
-    def best_guess(self) -> Choice:
-        """What to take where there is no time to try on."""
+    def best_guess(self) -> AlgorithmChoice:
+        """The choice if there is no time for another stage."""
         known, reason = (self.medians, "measured, in little time") if self.medians else (self.predicted, "predicted")
         best = min(self.candidates, key=lambda name: known.get(name, float("inf")))
         own = known.get(NATIVE)
         keep = own is not None and NATIVE in self.candidates and own <= self.prefer_native * known[best]
-        return Choice(NATIVE if keep else best, reason, self.predicted, self.medians)
+        return AlgorithmChoice(NATIVE if keep else best, reason, self.predicted, self.medians)
 
 
 class Auto:
-    """The choices of one channel. Every rank of it makes the same calls, and so the same choices.
+    """The choices of one channel. Every rank makes the same calls, and so the same choices.
 
-    `where` names the network under which its calibration is remembered; without a name it is measured each time.
+    `where` names the network in the cache of calibrations. Empty: it is measured each time.
     """
 
     def __init__(
@@ -145,35 +143,35 @@ class Auto:
         where: str = "",
         record: Callable[..., Any] = lambda *_, **__: None,
     ) -> None:
-        self.choices: dict[str, Choice] = {}
-        """By class of sizes: what was chosen and why."""
+        self.choices: dict[str, AlgorithmChoice] = {}
+        """The choice of each class of sizes."""
         self._channel = channel
         self._where = where
         self._record = record
-        self._trials: dict[str, _Trial] = {}
+        self._trials: dict[str, AlgorithmTrial] = {}
         self._schedules: dict[str, Schedule] = {}
         self._network: Network | None = None
 
     def network(self) -> Network:
-        """The model of this network: the simulator's own, remembered, or measured now."""
+        """The model of this network: the simulator's, cached, or measured now."""
         if self._network is None:
             self._network = self._channel.transport.timing.network or self.calibration().network()
         return self._network
 
     def calibration(self, fresh: bool = False) -> Calibration:
-        """What this network measures, remembered or, if it must be `fresh` or is unknown, measured now by all ranks."""
-        known = None if fresh or self._channel.rank or not self._where else recall(self._where)
-        numbers = self._share(None if known is None else known.numbers())
+        """The calibration of this network, from the cache or, if `fresh` or unknown, measured now by all ranks."""
+        known = None if fresh or self._channel.rank or not self._where else load_calibration(self._where)
+        numbers = self._from_rank_0(None if known is None else known.numbers())
         if numbers is not None:
             return Calibration.of(numbers)
         logger.info("measuring the network of %d ranks, once", self._channel.size)
         found = calibrate(self._channel)
         if self._where and self._channel.rank == 0 and self._channel.size > 1:
-            remember(self._where, found)
+            store_calibration(self._where, found)
         return found
 
     def allreduce(self, tensor: Tensor, op: Op) -> None:
-        """Reduce in place by what is best for tensors of this size, as far as is known by now."""
+        """Reduce in place by the best algorithm for this size that is known so far."""
         key = _class(tensor)
         chosen = self.choices.get(key)
         if chosen is not None:
@@ -184,16 +182,18 @@ class Auto:
             self.allreduce(tensor, op)
             return
         trial = self._trials[key]
-        if trial.told(self._timed(trial.next(), tensor, op)):
-            winner = trial.look(self._shortest)
+        if trial.record(self._timed(trial.next(), tensor, op)):
+            winner = trial.finish_stage(self._minimum)
             if winner is not None:
-                self._settle(key, Choice(winner, "measured", trial.predicted, trial.medians))
+                self._settle(key, AlgorithmChoice(winner, "measured", trial.predicted, trial.medians))
 
-    def settle(self, tensor: Tensor, op: Op, budget: float, prefer_native: float = PREFER_NATIVE) -> Choice:
-        """Choose now for tensors like this one, whose values do not count and are lost.
+    def settle(
+        self, tensor: Tensor, op: Op, budget: float, prefer_native: float = PREFER_NATIVE_RATIO
+    ) -> AlgorithmChoice:
+        """Choose now for tensors like this one. Its values are overwritten. Every rank calls it.
 
-        Candidates are tried for about `budget` seconds, as far as that reaches; where it does not, the prediction
-        decides. Every rank calls it. The engine's own wins unless another is faster by `prefer_native`.
+        Candidates are measured for about `budget` seconds; then the prediction decides. The engine's own algorithm
+        wins unless another is faster by the ratio `prefer_native`.
         """
         key = _class(tensor)
         if key not in self.choices and key not in self._trials:
@@ -202,53 +202,56 @@ class Auto:
         while key not in self.choices:
             trial = self._trials[key]
             trial.prefer_native = prefer_native
-            cost = trial.cost_of_next_look()  # from times that all ranks share, so that all decide alike
+            cost = trial.seconds_of_next_stage()  # from shared times, so that all ranks decide alike
             if spent + cost > budget:
                 self._settle(key, trial.best_guess())
                 break
             spent += cost
             tensor.zero_()
-            while not trial.told(self._timed(trial.next(), tensor, op)):
+            while not trial.record(self._timed(trial.next(), tensor, op)):
                 tensor.zero_()
-            winner = trial.look(self._shortest)
+            winner = trial.finish_stage(self._minimum)
             if winner is not None:
-                self._settle(key, Choice(winner, "measured", trial.predicted, trial.medians))
-        self._channel.buffers.clear()  # those of the ones that lost are not needed again
+                self._settle(key, AlgorithmChoice(winner, "measured", trial.predicted, trial.medians))
+        self._channel.buffers.clear()  # those of dropped candidates are not needed again
         return self.choices[key]
 
     def decide(self, tensor: Tensor, algorithm: str, reason: str) -> None:
-        """Take what the caller knows to be best for tensors like this one. Every rank calls it."""
-        self._settle(_class(tensor), Choice(algorithm, reason))
+        """Use the caller's algorithm for tensors like this one. Every rank calls it."""
+        self._settle(_class(tensor), AlgorithmChoice(algorithm, reason))
 
     def adopt(self, algorithms: Mapping[str, str]) -> None:
-        """Take what an earlier run has chosen, as {class of sizes: algorithm}: a resumed run goes the same way."""
+        """Use the choices of an earlier run, as {class of sizes: algorithm}: a resumed run rounds alike."""
         for key, algorithm in algorithms.items():
             if algorithm != NATIVE:
                 build("allreduce", algorithm)
             self._trials.pop(key, None)
-            self.choices[key] = Choice(algorithm, "adopted")
+            self.choices[key] = AlgorithmChoice(algorithm, "adopted")
 
     def _timed(self, algorithm: str, tensor: Tensor, op: Op) -> float:
         now = self._channel.transport.runtime.now
-        copies = [tensor.clone() for _ in range(MORE if tensor.numel() * tensor.element_size() <= SMALL else 0)]
-        meet(self._channel)
+        copies = [
+            tensor.clone()
+            for _ in range(SMALL_TENSOR_REPEATS if tensor.numel() * tensor.element_size() <= SMALL_TENSOR_BYTES else 0)
+        ]
+        barrier(self._channel)
         start = now()
         for each in (tensor, *copies):
             self._run(algorithm, each, op)
-        meet(self._channel)
+        barrier(self._channel)
         return (now() - start) / (1 + len(copies))
 
-    def chosen(self, tensor: Tensor) -> Choice | None:
-        """What is taken for tensors of this size from now on; None while that is being tried."""
+    def chosen(self, tensor: Tensor) -> AlgorithmChoice | None:
+        """The final choice for tensors of this size. None: not decided yet."""
         return self.choices.get(_class(tensor))
 
     def _begin(self, key: str, tensor: Tensor, op: Op) -> None:
-        """Rank 0 says which are worth a try."""
+        """Rank 0 selects the candidates."""
         channel = self._channel
         native = channel.transport.native
         own = [NATIVE] if native.reduces(tensor.dtype, op) else []
         if channel.size == 1 or (own and tensor.is_cuda):
-            self._settle(key, Choice(own[0] if own else "ring", "nothing else is worth a try here"))
+            self._settle(key, AlgorithmChoice(own[0] if own else "ring", "nothing else is worth a try here"))
             return
         network, nbytes = self.network(), tensor.numel() * tensor.element_size()
         known = network is channel.transport.timing.network
@@ -257,20 +260,20 @@ class Auto:
         if channel.rank == 0:
             predicted = {name: predict_on(channel, name, nbytes, network).seconds for name in names("allreduce")}
             ranked = sorted(predicted, key=lambda name: predicted[name])
-            most = (EXACT_MAX_RATIO if exact else WORTH_A_TRY) * predicted[ranked[0]]
-            worth = [name for name in ranked if predicted[name] <= most][:MOST_TRIED]
+            most = (EXACT_MAX_RATIO if exact else MAX_PREDICTED_RATIO) * predicted[ranked[0]]
+            worth = [name for name in ranked if predicted[name] <= most][:MAX_CANDIDATES]
             alone = len(set(channel.hosts)) == channel.size or known
             predicted |= {name: predict_on(channel, name, nbytes, network).seconds for name in own}
             plan = [own + (worth if alone else ranked), predicted]
-        candidates, predicted = self._share(plan)
+        candidates, predicted = self._from_rank_0(plan)
         if len(candidates) == 1:
-            self._settle(key, Choice(candidates[0], "predicted", predicted))
+            self._settle(key, AlgorithmChoice(candidates[0], "predicted", predicted))
         else:
-            self._trials[key] = _Trial(candidates, predicted, exact)
+            self._trials[key] = AlgorithmTrial(candidates, predicted, exact)
 
-    def _settle(self, key: str, choice: Choice) -> None:
-        """From now on for good."""
-        choice.algorithm = self._share(choice.algorithm)
+    def _settle(self, key: str, choice: AlgorithmChoice) -> None:
+        """Make a choice final."""
+        choice.algorithm = self._from_rank_0(choice.algorithm)
         self.choices[key] = choice
         self._trials.pop(key, None)
         logger.info("auto: %s for %s (%s)", choice.algorithm, key, choice.reason)
@@ -292,16 +295,16 @@ class Auto:
                 self._schedules[algorithm] = build("allreduce", algorithm)
             allreduce(self._channel, tensor, op, self._schedules[algorithm])
 
-    def _shortest(self, times: Tensor) -> Tensor:
+    def _minimum(self, times: Tensor) -> Tensor:
         allreduce(self._channel, times, "min", build("allreduce", "recursive_doubling"))
         return times
 
-    def _share(self, word: Any) -> Any:
-        """Rank 0's word, on every rank: what is decided by measuring must not differ between them."""
+    def _from_rank_0(self, value: Any) -> Any:
+        """Rank 0's value, on every rank: decisions by measurement must not differ."""
         channel = self._channel
         if channel.size == 1:
-            return word
-        text = json.dumps(word).encode() if channel.rank == 0 else b""
+            return value
+        text = json.dumps(value).encode() if channel.rank == 0 else b""
         length = torch.tensor([len(text)], dtype=torch.int64)
         tree = build("broadcast", "tree")
         broadcast(channel, length.view(torch.uint8), 0, tree)
@@ -313,7 +316,7 @@ class Auto:
 
 
 def _class(tensor: Tensor) -> str:
-    """Tensors of one class are taken for alike: the same dtype and kind of device, sizes between powers of two."""
+    """The class of a tensor: dtype, kind of device, and size between powers of two."""
     nbytes = tensor.numel() * tensor.element_size()
     kind = str(tensor.dtype).removeprefix("torch.")
     return f"{kind} on {tensor.device.type}, under {1 << nbytes.bit_length()} bytes"

@@ -1,44 +1,52 @@
-"""Measuring the network under a channel, in a second or two: α, β, o and γ of this cluster and this engine.
+"""Measures the network of a channel in a second or two: α, β, o and γ of this cluster and engine.
 
-All ranks measure together, because that is how they will use it: bandwidth is what everyone gets while everyone sends
-to its neighbour, which on a real switch is the link's and on one machine the processors' share::
+All ranks measure together, as they communicate in training. Bandwidth is what each rank gets while all send to their
+neighbours: on a real switch the link's, on one machine the processors' share. Results are cached on disk::
 
     α + o   half the round trip of a tiny message, median
-    o       what each further tiny message adds when many go at once
+    o       what each further tiny message adds when many are sent together
     β       (T(4n) − T(n)) / 3n of a shift to the right by all ranks, n so large that it takes long enough; T is the
-            lower quartile: what disturbs a machine only ever adds time
-    γ       one reduction of the same bytes on all ranks at once
+            lower quartile: disturbances only add time
+    γ       one reduction of the same bytes on all ranks in parallel
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 import statistics
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 
 import torch
 
 from syncline.collectives import Channel, build
-from syncline.collectives.run import allreduce, broadcast, meet
+from syncline.collectives.channel import allreduce, barrier, broadcast
+from syncline.environment.base import cache_folder
 from syncline.transports import Link, Network, Transport
 from syncline.transports.base import LANE_TAGS
 
-__all__ = ["Calibration", "calibrate"]
+__all__ = ["Calibration", "cache_file", "calibrate", "load_calibration", "store_calibration"]
 
-TAG = LANE_TAGS + 4096
-"""Beside the lanes', and not large: MPI promises tags up to 32,767 only."""
+logger = logging.getLogger("syncline")
+
+CALIBRATION_TAG = LANE_TAGS + 4096
+"""Not a tag of lanes, and not large: MPI guarantees tags up to 32,767 only."""
 PINGS = 60
-TRAIN = 64
-"""Tiny messages that are sent at once."""
+TRAIN_MESSAGES = 64
+"""Tiny messages that are sent together."""
 REPEATS = 7
-LONG_ENOUGH = 0.08
-"""Seconds that the longer shift takes at least: what comes and goes must not count."""
-LARGEST = 16 << 20
+MIN_SHIFT_S = 0.08
+"""The longer shift takes at least this many seconds, so that disturbances average out."""
+MAX_SHIFT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured, in seconds and bytes a second; the spreads are half the middle half's width, relative."""
+    """Measured values, in seconds and bytes per second. Spreads are half the interquartile range, relative."""
 
     latency: float
     bandwidth: float
@@ -49,10 +57,10 @@ class Calibration:
     inside_latency: float = 0.0
     inside_bandwidth: float = 0.0
     ranks_per_host: int = 0
-    """0 where ranks do not share hosts, or all do."""
+    """0 if no ranks share a host, or all do."""
 
     def network(self) -> Network:
-        """The model that these numbers give."""
+        """The network model with these values."""
         inside = None
         if self.ranks_per_host:
             inside = Link(latency=self.inside_latency, bandwidth=self.inside_bandwidth)
@@ -66,18 +74,18 @@ class Calibration:
         )
 
     def numbers(self) -> list[float]:
-        """As floats in a fixed order, for the wire."""
+        """The values as floats in a fixed order, for the wire."""
         return [float(value) for value in asdict(self).values()]
 
     @staticmethod
     def of(numbers: Sequence[float]) -> Calibration:
-        """What `numbers` wrote."""
+        """The inverse of `numbers`."""
         named = dict(zip((each.name for each in fields(Calibration)), numbers, strict=True))
         return Calibration(**{**named, "ranks_per_host": int(named["ranks_per_host"])})  # type: ignore[arg-type]
 
 
 def calibrate(channel: Channel) -> Calibration:
-    """Measure; every rank of the channel calls it and gets rank 0's word. A channel of one has nothing to measure."""
+    """Measure the network. Every rank of the channel calls it and gets rank 0's result."""
     if channel.size == 1:
         return Calibration(0.0, 1e12, 0.0, 0.0, 0.0, 0.0)
     probe = _Probe(channel)
@@ -103,7 +111,7 @@ def calibrate(channel: Channel) -> Calibration:
 
 
 class _Probe:
-    """The measurements, each made by all ranks together."""
+    """Measurements, each made by all ranks together."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -111,53 +119,55 @@ class _Probe:
         self._now: Callable[[], float] = self._transport.runtime.now
 
     def pair(self, peer: int) -> tuple[float, float]:
-        """Half the round trip of a tiny message between rank 0 and `peer`, while the others are quiet."""
-        ball = torch.zeros(8, dtype=torch.uint8)
+        """Half the round trip of a tiny message between rank 0 and `peer`, while the others are idle."""
+        message = torch.zeros(8, dtype=torch.uint8)
         times = []
         for _ in range(PINGS if self._channel.rank in (0, peer) else 0):
             start = self._now()
             if self._channel.rank == 0:
-                self._send(ball, peer)
-                self._receive(ball, peer)
+                self._send(message, peer)
+                self._receive(message, peer)
             else:
-                self._receive(ball, 0)
-                self._send(ball, 0)
+                self._receive(message, 0)
+                self._send(message, 0)
             times.append((self._now() - start) / 2)
-        self._meet()
+        barrier(self._channel)
         return _middle(times[PINGS // 6 :] or [0.0])
 
     def train(self, peer: int) -> float:
-        """What each of many tiny messages adds when they are sent at once."""
+        """Seconds that each of many tiny messages adds when they are sent together."""
         rank, transport = self._channel.rank, self._transport
-        balls = [torch.zeros(8, dtype=torch.uint8) for _ in range(TRAIN)]
-        times: dict[int, list[float]] = {1: [], TRAIN: []}
-        for count in [1, TRAIN] * REPEATS if rank in (0, peer) else []:
+        messages = [torch.zeros(8, dtype=torch.uint8) for _ in range(TRAIN_MESSAGES)]
+        times: dict[int, list[float]] = {1: [], TRAIN_MESSAGES: []}
+        for count in [1, TRAIN_MESSAGES] * REPEATS if rank in (0, peer) else []:
             start = self._now()
             if rank == 0:
-                for handle in [transport.send(ball, peer, TAG, exact=True) for ball in balls[:count]]:
+                for handle in [
+                    transport.send(message, peer, CALIBRATION_TAG, exact=True) for message in messages[:count]
+                ]:
                     handle.wait()
-                self._receive(balls[0], peer)
+                self._receive(messages[0], peer)
             else:
-                for handle in [transport.recv(ball, 0, TAG, exact=True) for ball in balls[:count]]:
+                for handle in [transport.recv(message, 0, CALIBRATION_TAG, exact=True) for message in messages[:count]]:
                     handle.wait()
-                self._send(balls[0], 0)
+                self._send(messages[0], 0)
             times[count].append(self._now() - start)
-        self._meet()
+        barrier(self._channel)
         if rank not in (0, peer):
             return 0.0
-        return max(0.0, _middle(times[TRAIN])[0] - _middle(times[1])[0]) / (TRAIN - 1)
+        return max(0.0, _middle(times[TRAIN_MESSAGES])[0] - _middle(times[1])[0]) / (TRAIN_MESSAGES - 1)
 
     def shift(self, block: int, step: int) -> tuple[float, float, int]:
-        """Seconds a byte, their spread, and the bytes it was measured with: every rank sends to the one `step` on.
+        """Seconds per byte, their spread, and the bytes used: every rank sends to rank + `step`.
 
-        With a `step` of less than a `block`, to the next within its block.
+        If `step` is less than `block`, to the next rank within its block.
         """
         rank, size = self._channel.rank, self._channel.size
         first = rank - rank % block if step < block else 0
         around = block if step < block else size
         to, source = first + (rank - first + step) % around, first + (rank - first - step) % around
         nbytes = 16 << 10
-        while self._move(4 * nbytes, to, source) < LONG_ENOUGH and 4 * nbytes < LARGEST:
+        while self._move(4 * nbytes, to, source) < MIN_SHIFT_S and 4 * nbytes < MAX_SHIFT_BYTES:
             nbytes *= 4
         small, large = [], []
         for _ in range(REPEATS):
@@ -169,17 +179,17 @@ class _Probe:
     def _move(self, nbytes: int, to: int, source: int) -> float:
         """The slowest rank's time for one shift."""
         out, into = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
-        self._meet()
+        barrier(self._channel)
         start = self._now()
-        receipt = self._transport.recv(into, source, TAG, exact=True)
-        self._transport.send(out, to, TAG, exact=True).wait()
+        receipt = self._transport.recv(into, source, CALIBRATION_TAG, exact=True)
+        self._transport.send(out, to, CALIBRATION_TAG, exact=True).wait()
         receipt.wait()
         return self._slowest(self._now() - start)
 
     def combine(self, nbytes: int) -> float:
-        """Seconds a byte of a reduction in memory, on all ranks at once; the slowest rank's."""
+        """Seconds per byte of a reduction in memory, on all ranks in parallel: the slowest rank's."""
         a, b = torch.zeros(nbytes // 4, dtype=torch.float32), torch.zeros(nbytes // 4, dtype=torch.float32)
-        self._meet()
+        barrier(self._channel)
         times = []
         for _ in range(REPEATS):
             start = self._now()
@@ -188,14 +198,11 @@ class _Probe:
             times.append(self._now() - start)
         return self._slowest(_middle(times)[0] / nbytes)
 
-    def _send(self, ball: torch.Tensor, to: int) -> None:
-        self._transport.send(ball, to, TAG, exact=True).wait()
+    def _send(self, message: torch.Tensor, to: int) -> None:
+        self._transport.send(message, to, CALIBRATION_TAG, exact=True).wait()
 
-    def _receive(self, ball: torch.Tensor, source: int) -> None:
-        self._transport.recv(ball, source, TAG, exact=True).wait()
-
-    def _meet(self) -> None:
-        meet(self._channel)
+    def _receive(self, message: torch.Tensor, source: int) -> None:
+        self._transport.recv(message, source, CALIBRATION_TAG, exact=True).wait()
 
     def _slowest(self, seconds: float) -> float:
         worst = torch.tensor([seconds], dtype=torch.float64)
@@ -204,7 +211,7 @@ class _Probe:
 
 
 def _middle(times: Sequence[float]) -> tuple[float, float]:
-    """The median, and half the width of the middle half in proportion to it."""
+    """The median, and half the interquartile range relative to it."""
     median = statistics.median(times)
     if len(times) < 4 or not median:
         return median, 0.0
@@ -217,7 +224,46 @@ def _lower_quartile(times: Sequence[float]) -> float:
 
 
 def _ranks_per_host(hosts: tuple[int, ...]) -> int:
-    """How many ranks each host has, where several hosts have several each in blocks; otherwise 0."""
+    """Number of ranks per host, if several hosts have equal blocks of several ranks; otherwise 0."""
     block = hosts.count(hosts[0]) if hosts else 0
     regular = all(hosts[rank] == hosts[rank - rank % block] for rank in range(len(hosts))) if block else False
     return block if regular and 1 < block < len(hosts) and len(hosts) % block == 0 else 0
+
+
+def cache_file() -> Path:
+    """The file of stored calibrations: one for each cluster and engine."""
+    return cache_folder() / "networks.json"
+
+
+def load_calibration(where: str) -> Calibration | None:
+    """The stored calibration of a network, if there is one."""
+    try:
+        found = _read_cache().get(where)
+        return None if found is None else Calibration.of([float(number) for number in found])
+    except (TypeError, ValueError) as error:
+        logger.warning("%s: the entry for %s cannot be read and is measured anew (%s)", cache_file(), where, error)
+        return None
+
+
+def store_calibration(where: str, calibration: Calibration) -> None:
+    """Store a calibration. If the folder cannot be written, the next run measures again."""
+    path = cache_file()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        entries = {**_read_cache(), where: calibration.numbers()}
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(entries, file, indent=1)
+        os.replace(file.name, path)  # atomic
+    except OSError as error:
+        logger.warning("the calibration could not be kept in %s: %s", path, error)
+
+
+def _read_cache() -> dict[str, list[float]]:
+    try:
+        entries = json.loads(cache_file().read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        logger.warning("%s cannot be read and is made anew: %s", cache_file(), error)
+        return {}
+    return entries if isinstance(entries, dict) else {}

@@ -1,19 +1,22 @@
-"""Buckets, overlap, and how a bucket is reduced; the one place codec meets collective."""
+"""Reduces the gradients of a run: bucket layout, overlap with backward, codecs and collectives."""
 
+from syncline.collectives.compressed import COMPRESSED_COLLECTIVES, check_collective
 from syncline.reduction.agreement import broadcast_tensors, broadcast_tree, check_same
+from syncline.reduction.buckets import BUCKET_BYTES
 from syncline.reduction.communicator import Communicator
-from syncline.reduction.gradients import GradientReducer, plain_name
-from syncline.reduction.layout import BUCKET_BYTES
-from syncline.reduction.rounds import ReductionPass
+from syncline.reduction.reducer import GradientReducer, ReducerOptions, ReductionPolicy, Scaling, plain_name
+from syncline.reduction.reduction_pass import ReductionPass
 from syncline.reduction.stats import Stats, as_table
-from syncline.reduction.ways import COMPRESSED_COLLECTIVES, check_collective
 
 __all__ = [
     "BUCKET_BYTES",
     "COMPRESSED_COLLECTIVES",
     "Communicator",
     "GradientReducer",
+    "ReducerOptions",
     "ReductionPass",
+    "ReductionPolicy",
+    "Scaling",
     "Stats",
     "as_table",
     "broadcast_tensors",

@@ -1,4 +1,4 @@
-"""Making sure that all ranks hold the same things, and giving them one rank's."""
+"""Checks that all ranks hold the same values, and broadcasts of one rank's tensors and state."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from syncline.world import allgather, broadcast_object
 
 __all__ = ["broadcast_tensors", "broadcast_tree", "check_same"]
 
-AT_ONCE = 1 << 20
-"""Bytes of small tensors that are sent together."""
+BATCH_BYTES = 1 << 20
+"""Small tensors are broadcast together, up to about this size."""
 
 
-def check_same(exchange: Communicator, what: str, mine: Mapping[str, str]) -> None:
-    """Raise, on every rank alike, the first entry in which a rank differs from rank 0."""
-    if exchange.size == 1:
+def check_same(communicator: Communicator, what: str, mine: Mapping[str, str]) -> None:
+    """Compare text entries between the ranks. Raises the same error on every rank: the first difference from rank 0."""
+    if communicator.size == 1:
         return
     text = json.dumps(list(mine.items())).encode()
-    digests = allgather(torch.tensor([zlib.crc32(text), len(text)], dtype=torch.int64).view(1, 2), group=exchange.team)
+    digests = allgather(
+        torch.tensor([zlib.crc32(text), len(text)], dtype=torch.int64).view(1, 2), group=communicator.team
+    )
     if bool((digests == digests[0]).all()):
         return
     lengths = digests[:, 1].tolist()
-    everything = allgather(torch.frombuffer(bytearray(text), dtype=torch.uint8), group=exchange.team)
+    everything = allgather(torch.frombuffer(bytearray(text), dtype=torch.uint8), group=communicator.team)
     parts = torch.split(everything, lengths)
     tables = [dict(json.loads(bytes(part.tolist()))) for part in parts]
-    ranks = exchange.team.ranks
+    ranks = communicator.team.ranks
     for rank, table in zip(ranks, tables, strict=True):
         difference = _difference(tables[0], table, ranks[0], rank)
         if difference:
@@ -52,13 +54,13 @@ def _difference(first: Mapping[str, str], other: Mapping[str, str], root: int, r
     return "" if extra is None else f"{extra} is {other[extra]} on rank {rank} and missing on rank {root}"
 
 
-def broadcast_tensors(exchange: Communicator, tensors: Sequence[Tensor], root: int = 0) -> None:
-    """Copy the root's tensors into those of all ranks; small ones of a kind travel together."""
-    if exchange.size == 1:
+def broadcast_tensors(communicator: Communicator, tensors: Sequence[Tensor], root: int = 0) -> None:
+    """Copy the root's tensors into those of all ranks."""
+    if communicator.size == 1:
         return
     for group in _batches(tensors):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in group])
-        flat = exchange.from_root(flat, root)
+        flat = communicator.from_root(flat, root)
         offset = 0
         for tensor in group:
             tensor.detach().copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
@@ -69,12 +71,12 @@ def _batches(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     kinds: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
     for tensor in tensors:
         batches = kinds.setdefault((tensor.dtype, tensor.device), [[]])
-        if sum(other.numel() for other in batches[-1]) * tensor.element_size() > AT_ONCE:
+        if sum(other.numel() for other in batches[-1]) * tensor.element_size() > BATCH_BYTES:
             batches.append([])
         batches[-1].append(tensor)
     return [batch for batches in kinds.values() for batch in batches if batch]
 
 
-def broadcast_tree(exchange: Communicator, tree: Any, root: int) -> Any:
+def broadcast_tree(communicator: Communicator, tree: Any, root: int) -> Any:
     """The root's state tree (dicts, lists, tensors and plain values), on every rank."""
-    return tree if exchange.size == 1 else broadcast_object(tree, root, group=exchange.team)
+    return tree if communicator.size == 1 else broadcast_object(tree, root, group=communicator.team)

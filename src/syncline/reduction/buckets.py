@@ -1,11 +1,20 @@
-"""Flat memory for gradients: small ones are views into a bucket, large ones are reduced where they lie.
+"""Which gradients share a bucket, and the flat memory of the buckets.
 
-bucket 0   │ fc2.weight │                                    large: the gradient itself, no copy
-bucket 1   │ fc3.bias │ fc3.weight │ fc2.bias │ control │    the last one carries the control numbers, where its
-                                                             dtype can
+Backward produces the gradients of the last layers first. A bucket is closed when it holds enough bytes; the first of a
+kind is small, so that the network starts early::
 
-What a codec encodes is read where it lies, whatever its size, and buckets are of one codec each; the payload of the
-last one has the control numbers behind it.
+    order of gradients   d  c  b  a              a bucket is closed at its limit:
+    buckets              [d c]  [b]  [a]         1 MB for the first of a kind, then `bucket_bytes`
+
+Gradients of one kind (dtype, device and codec) share buckets. A large gradient, from a tenth of a bucket on, is a
+bucket of its own and is reduced in place: a copy would cost more than a message. Small ones are views into a bucket::
+
+    bucket 0   │ fc2.weight │                                    large: the gradient itself, no copy
+    bucket 1   │ fc3.bias │ fc3.weight │ fc2.bias │ control │    the last one carries the control numbers, if its
+                                                                 dtype can
+
+A codec encodes gradients in place, whatever their size. If the last bucket has a codec, the control numbers follow its
+payload.
 """
 
 from __future__ import annotations
@@ -17,32 +26,75 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import Codec
+from syncline.errors import SpecError
 from syncline.reduction.control import control_length
-from syncline.reduction.layout import Item, is_large, lay_out
 
-__all__ = ["Bucket", "BucketSet", "flattened", "owns_memory"]
+__all__ = ["BUCKET_BYTES", "Bucket", "BucketItem", "BucketSet", "assign_buckets"]
 
-PRECISE = (torch.float32, torch.float64)
-"""Dtypes that count without rounding; the control numbers need one."""
-HOLDERS = 2
-"""Of a storage that is one tensor's alone: that tensor, and the handle by which we ask."""
+BUCKET_BYTES = 25 << 20
+FIRST_BUCKET_BYTES = 1 << 20
+LARGE_BUCKET_FRACTION = 10
+"""A gradient of at least 1/10 of a bucket is a bucket of its own."""
+CONTROL_DTYPES = (torch.float32, torch.float64)
+"""Dtypes that hold the control numbers without rounding."""
+
+
+@dataclass(frozen=True)
+class BucketItem:
+    """A gradient to be assigned to a bucket."""
+
+    nbytes: int
+    kind: str = "float32 on cpu"
+    contiguous: bool = True
+    """Only contiguous gradients can be reduced in place."""
+
+
+def assign_buckets(
+    items: Sequence[BucketItem], order: Sequence[int], bucket_bytes: int = BUCKET_BYTES
+) -> list[tuple[int, ...]]:
+    """The buckets, as indices of items, in the order in which they become full.
+
+    >>> assign_buckets([BucketItem(400), BucketItem(600), BucketItem(2_000_000)], order=[2, 1, 0])
+    [(2,), (1, 0)]
+    """
+    if bucket_bytes < 1:
+        raise SpecError(f"bucket_bytes={bucket_bytes}: a bucket holds at least one byte")
+    closed: list[tuple[int, ...]] = []
+    filling: dict[str, list[int]] = {}
+    started: set[str] = set()
+    for number in order:
+        kind = items[number].kind
+        if _is_large(items[number], bucket_bytes):
+            closed.append((number,))
+            continue
+        bucket = filling.setdefault(kind, [])
+        bucket.append(number)
+        limit = bucket_bytes if kind in started else min(FIRST_BUCKET_BYTES, bucket_bytes)
+        if sum(items[member].nbytes for member in bucket) >= limit:
+            started.add(kind)
+            closed.append(tuple(filling.pop(kind)))
+    position = {number: at for at, number in enumerate(order)}
+    rest = sorted(filling.values(), key=lambda bucket: position[bucket[-1]])
+    return closed + [tuple(bucket) for bucket in rest]
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """What is reduced at once."""
+    """Gradients that are reduced together."""
 
     items: tuple[int, ...]
     flat: Tensor | None
-    """None for a large gradient, which brings its own memory."""
+    """The memory. None: the gradients are reduced in place."""
     data: Tensor | None
-    """The gradients alone, without the control numbers."""
+    """The gradients without the control numbers."""
     codec: Codec | None = None
-    """None: it goes as it is."""
+    """None: sent unencoded."""
+    sizes: tuple[int, ...] = ()
+    """Number of real elements of each gradient, if there is a codec."""
 
 
 class BucketSet:
-    """Buckets for one backward pass, and the views that are its gradients."""
+    """Buckets of one backward pass, and the views into them that become its gradients."""
 
     def __init__(
         self,
@@ -53,20 +105,21 @@ class BucketSet:
     ) -> None:
         codecs = [None] * len(parameters) if codecs is None else codecs
         items = [_item(parameter, codec) for parameter, codec in zip(parameters, codecs, strict=True)]
-        groups = lay_out(items, order, bucket_bytes)
-        self.large = {i for i in order if is_large(items[i], bucket_bytes) or codecs[i] is not None}
-        """Those that are reduced where they lie."""
+        groups = assign_buckets(items, order, bucket_bytes)
+        self.in_place = {i for i in order if _is_large(items[i], bucket_bytes) or codecs[i] is not None}
+        """Indices of gradients that are reduced in place."""
         groups, shared = _control_last(
-            groups, [g[0] not in self.large and parameters[g[0]].dtype in PRECISE for g in groups]
+            groups, [g[0] not in self.in_place and parameters[g[0]].dtype in CONTROL_DTYPES for g in groups]
         )
         extra = control_length(len(parameters))
         self.buckets: list[Bucket] = []
         self.views: dict[int, Tensor] = {}
-        self.home: dict[int, int] = {}
+        home: dict[int, int] = {}
         for number, group in enumerate(groups):
-            self.home |= dict.fromkeys(group, number)
-            if group[0] in self.large:
-                self.buckets.append(Bucket(group, None, None, codecs[group[0]]))
+            home |= dict.fromkeys(group, number)
+            if group[0] in self.in_place:
+                sizes = tuple(_reals(parameters[index]) for index in group)
+                self.buckets.append(Bucket(group, None, None, codecs[group[0]], sizes))
                 continue
             numel = sum(_reals(parameters[index]) for index in group)
             first = parameters[group[0]]
@@ -83,13 +136,16 @@ class BucketSet:
         if not shared and not (self.buckets and self.buckets[-1].codec is not None):
             self.buckets.append(Bucket((), last, last[:0]))
         self.control = last[-extra:]
-        self.outside = [index for index in range(len(parameters)) if index not in self.home]
-        """Parameters without a place: frozen, unused or sparse ones."""
-        self.homes = [self.home.get(index, -1) for index in range(len(parameters))]
+        self.outside = [index for index in range(len(parameters)) if index not in home]
+        """Indices of parameters without a bucket: frozen, unused or sparse ones."""
+        self.members = list(home)
+        """Indices of parameters with a bucket."""
+        self.bucket_of = [home.get(index, -1) for index in range(len(parameters))]
+        """The bucket of each parameter; -1: none."""
         self.bytes = [item.nbytes for item in items]
 
     def sizes(self, parameters: Sequence[Tensor]) -> list[tuple[int, torch.dtype, torch.device]]:
-        """What will be reduced as it is: elements, dtype and device of every such bucket."""
+        """Number of elements, dtype and device of every unencoded bucket."""
         found = []
         for bucket in self.buckets:
             if bucket.codec is not None:
@@ -102,22 +158,15 @@ class BucketSet:
         return found
 
 
-def flattened(gradient: Tensor) -> Tensor:
-    """A contiguous gradient's memory as one row of real numbers."""
-    real = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-    return real.view(-1)
-
-
-def owns_memory(gradient: Tensor) -> bool:
-    """Whether nobody else holds the memory of a gradient: autograd may have given it a view of another's."""
-    storage = gradient.untyped_storage()
-    return storage.nbytes() == gradient.nbytes and torch._C._storage_Use_Count(storage._cdata) <= HOLDERS
+def _is_large(item: BucketItem, bucket_bytes: int) -> bool:
+    """True if the gradient is a bucket of its own."""
+    return item.contiguous and item.nbytes * LARGE_BUCKET_FRACTION >= bucket_bytes and item.nbytes > 0
 
 
 def _control_last(groups: list[tuple[int, ...]], fit: list[bool]) -> tuple[list[tuple[int, ...]], bool]:
-    """The last bucket that can carry the control numbers, at the end; whether there is one.
+    """Move the last bucket that can carry the control numbers to the end. Returns True if there is one.
 
-    It leaves last, so it must not be one that could have left long before.
+    It is sent last, so only the last two buckets qualify: an earlier one would be delayed.
     """
     if not groups or not any(fit[-2:]):
         return groups, False
@@ -126,11 +175,11 @@ def _control_last(groups: list[tuple[int, ...]], fit: list[bool]) -> tuple[list[
     return [*groups[:-2], groups[-1], groups[-2]], True
 
 
-def _item(parameter: Tensor, codec: Codec | None) -> Item:
+def _item(parameter: Tensor, codec: Codec | None) -> BucketItem:
     kind = f"{parameter.dtype} on {parameter.device}"
     if codec is not None:
-        return Item(parameter.nbytes, f"{kind} by {codec!r}", movable=False)
-    return Item(parameter.nbytes, kind, parameter.is_contiguous())
+        return BucketItem(parameter.nbytes, f"{kind} by {codec!r}", contiguous=False)
+    return BucketItem(parameter.nbytes, kind, parameter.is_contiguous())
 
 
 def _device(parameters: Sequence[Tensor]) -> torch.device:
@@ -138,11 +187,11 @@ def _device(parameters: Sequence[Tensor]) -> torch.device:
 
 
 def _view(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
-    """The gradient of `parameter` in `flat`, with its strides where they are dense: optimizers like them equal."""
+    """The gradient of `parameter` in `flat`, with its strides if they are dense: optimizers prefer equal strides."""
     part = flat[offset : offset + _reals(parameter)]
     if parameter.is_complex():
         return torch.view_as_complex(part.view(*parameter.shape, 2))
-    dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()  # a permutation: no holes
+    dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()  # a permutation without gaps
     return part.as_strided(parameter.shape, parameter.stride()) if dense else part.view(parameter.shape)
 
 

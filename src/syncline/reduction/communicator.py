@@ -1,128 +1,124 @@
-"""How the tensors of one run are reduced: a team of its own, and the collective that was asked for."""
+"""How the tensors of one run are reduced: a team of its own, and the collective that the user asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from syncline.codecs import Codec
-from syncline.collectives import NATIVE, Schedule, build, run
-from syncline.costs import AUTO
+from syncline.collectives import AUTO, NATIVE, Schedule, build, channel
+from syncline.collectives.compressed import CompressedCollectives, RequestExecutor
+from syncline.collectives.compressed.requests import Waitable
 from syncline.reduction.stats import Stats
-from syncline.reduction.ways import CompressedCollectives
 from syncline.transports import Handle
-from syncline.world import Group, Pending, World, allreduce, broadcast
+from syncline.world import Group, World, allreduce, broadcast
 
-__all__ = ["Communicator", "Reduction"]
+__all__ = ["Communicator"]
 
-AUTO_SECONDS = 1.5
-"""What choosing may take for each class of sizes, about; after that the prediction decides."""
-PREFER_NATIVE = 1.15
-"""The engine's own needs no thread of ours beside backward: another must be faster by more than this."""
-CROWDED = "no processor is to spare for another's Python beside backward"
+AUTO_BUDGET_S = 1.5
+"""Seconds that a trial of algorithms may take for each class of sizes, about. Then the prediction decides."""
+PREFER_NATIVE_RATIO = 1.15
+"""The engine's own needs no thread of ours beside backward: another must be faster by this ratio."""
+NO_SPARE_PROCESSOR = "no processor is to spare for another's Python beside backward"
 """A schedule of ours may win alone and still lose here: 1.15 times the step with two ranks on two cores."""
-
-
-class Reduction(Protocol):
-    """A reduction under way."""
-
-    def wait(self) -> None:
-        """Return when the tensor holds the sum."""
-        ...
 
 
 class Communicator:
     """World, team and collective of one run. Reductions start in the same order on every rank."""
 
-    def __init__(self, world: World, collective: str, codec: Codec | None = None, team: Group | None = None) -> None:
-        """`team`: one of some ranks, made for this exchange alone; None: all ranks, on a new one."""
+    def __init__(
+        self,
+        world: World,
+        collective: str,
+        codec: Codec | None = None,
+        group: Group | None = None,
+        stats: Stats | None = None,
+    ) -> None:
+        """`group`: some ranks, created for this communicator alone. None: all ranks, in a new group.
+
+        `stats`: of the run that counts what is sent here. None: new ones.
+        """
         self.world = world
         self.codec = codec
-        self.ways = CompressedCollectives(collective, codec)
-        """How payloads that do not sum on the wire are reduced."""
-        told = self.ways.told is not None or collective in (NATIVE, AUTO)
-        self.collective = collective if told else build("allreduce", collective).spec
-        self.team = world.group() if team is None else team
-        self.stats = Stats(world.events, world.runtime.lock(), alone=self.team.size == 1)
-        self._schedules: dict[str, Schedule] = {}
+        self.compressed = CompressedCollectives(collective, codec)
+        """Which collective reduces payloads that the wire cannot sum."""
+        known = self.compressed.fixed is not None or collective in (NATIVE, AUTO)
+        self.collective = collective if known else build("allreduce", collective).spec
+        self.team = world.group() if group is None else group
+        self.rank, self.size = self.team.rank, self.team.size
+        self.now = world.runtime.now
+        self.stats = stats or Stats(world.events, world.runtime.lock(), alone=self.size == 1)
+        self._native = self.team.transport.native
+        self._schedules: dict[tuple[int, torch.dtype, torch.device], Schedule | None] = {}
+        """The schedule of each size and kind of tensor. None: the engine's own algorithm."""
+        self.requests = RequestExecutor(
+            self.team.channel, self.gather_algorithm == NATIVE, self._start_sum, self._call_in_comm_task
+        )
+        self.overlap_encoding = world.spare and self.size > 1 and self._native.available
+        """Encoding has a processor beside backward, and an engine that sends without our help."""
 
-    @property
-    def overlap_encoding(self) -> bool:
-        """Whether encoding has a processor beside backward, and an engine that moves the bytes by itself."""
-        return self.world.spare and self.size > 1 and self.team.transport.native.available
-
-    @property
-    def size(self) -> int:
-        return self.team.size
-
-    @property
-    def rank(self) -> int:
-        return self.team.rank
-
-    def prepare_coded(self, buckets: Sequence[tuple[Codec, Sequence[int]]]) -> None:
-        """Choose now how payloads of parts of these sizes are reduced."""
+    def prepare_compressed(self, buckets: Sequence[tuple[Codec, tuple[int, ...]]]) -> None:
+        """Choose now how payloads of slices of these sizes are reduced."""
         if self.size > 1:
             for codec, sizes in buckets:
-                self.ways.choose(codec, sizes, self.size, self.team.auto.network)
+                self.compressed.choose(codec, sizes, self.size, self.team.auto.network)
 
     def prepare(self, sizes: list[tuple[int, torch.dtype, torch.device]]) -> None:
         """Choose now how tensors like these are reduced: a choice during training would change its rounding."""
         if self.collective != AUTO or self.size == 1:
             return
-        auto, native = self.team.auto, self.team.transport.native
+        auto, native = self.team.auto, self._native
         for numel, dtype, device in sizes:
             scratch = torch.empty(numel, dtype=dtype, device=device)
             if auto.chosen(scratch) is not None:
                 continue
             if native.reduces(dtype, "sum") and not self.world.spare:
-                auto.decide(scratch, NATIVE, CROWDED)
+                auto.decide(scratch, NATIVE, NO_SPARE_PROCESSOR)
             else:
-                auto.settle(scratch, "sum", budget=AUTO_SECONDS, prefer_native=PREFER_NATIVE)
+                auto.settle(scratch, "sum", budget=AUTO_BUDGET_S, prefer_native=PREFER_NATIVE_RATIO)
 
     @property
     def choices(self) -> dict[str, str]:
         """What `auto` has chosen, by class of sizes."""
         if self.collective != AUTO or self.size == 1:
             return {}
-        return self.team.choices | self.ways.chosen
+        return self.team.choices | self.compressed.choices
 
     def adopt(self, choices: dict[str, str]) -> None:
-        """Go the way of an earlier run."""
+        """Use the choices of an earlier run."""
         if self.collective == AUTO and self.size > 1:
-            self.team.auto.adopt(self.ways.adopt(choices))
+            self._schedules.clear()
+            self.team.auto.adopt(self.compressed.adopt(choices))
 
-    def start(self, flat: Tensor, what: str, here: bool = False) -> Reduction:
-        """Begin to sum `flat` over the ranks, in place. `here`: in the comm task itself, so a schedule runs now."""
+    def launch_sum(self, flat: Tensor, what: str, in_comm_task: bool = False) -> Waitable:
+        """Start to sum `flat` over the ranks, in place. `in_comm_task`: the caller is the comm task itself."""
         nbytes = flat.numel() * flat.element_size()
         self.stats.sent(nbytes, nbytes)
-        return self.begin_sum(flat, what, here)
+        return self._start_sum(flat, what, in_comm_task)
 
-    def begin_sum(self, flat: Tensor, what: str, here: bool = False) -> Reduction:
-        """As `start`, uncounted."""
+    def _start_sum(self, flat: Tensor, what: str, in_comm_task: bool) -> Waitable:
         if self.size == 1:
-            return _Done()
-        algorithm = self._algorithm(flat)
-        native = self.team.transport.native
-        if algorithm == NATIVE and native.reduces(flat.dtype, "sum"):
-            begun = self.world.runtime.now()
-            return _Native(self, native.allreduce(flat, "sum"), begun, what)
-        schedule = self._schedules.setdefault(algorithm, build("allreduce", algorithm))
-        if here:
-            run.allreduce(self.team.channel, flat, "sum", schedule)
-            return _Done()
-        return _Scheduled(self._spawn(flat, schedule, what))
+            return _COMPLETE
+        kind = (flat.numel(), flat.dtype, flat.device)
+        schedule = self._schedules[kind] if kind in self._schedules else self._schedule_of(flat)
+        if schedule is None:
+            return _NativeSum(self, self._native.allreduce(flat, "sum"), what)
+        if in_comm_task:
+            channel.allreduce(self.team.channel, flat, "sum", schedule)
+            return _COMPLETE
+        return self._spawn(flat, schedule, what)
 
     def sum_now(self, flat: Tensor, what: str) -> None:
-        """Sum `flat` in place before anything else is begun: by the comm task, where that begins the others."""
+        """Sum `flat` in place before anything else starts: in the comm task, if that starts the others."""
         nbytes = flat.numel() * flat.element_size()
         self.stats.sent(nbytes, nbytes)
         if not self.overlap_encoding:
-            self.begin_sum(flat, what).wait()
+            self._start_sum(flat, what, False).wait()
             return
-        self.team.call(f"the sum of {what}", lambda: self.begin_sum(flat, what, here=True).wait(), async_=False)
+        self.team.call(f"the sum of {what}", lambda: self._start_sum(flat, what, True).wait(), async_=False)
 
     def mean(self, value: float) -> float:
         """The mean of a number over the ranks."""
@@ -130,74 +126,77 @@ class Communicator:
         return float(reduced)
 
     def from_root(self, tensor: Tensor, root: int = 0) -> Tensor:
-        """The root's tensor. By way of the CPU: it is rare, and works where ranks share a GPU, which NCCL refuses."""
+        """The root's tensor. It is sent through the CPU: ranks may share a GPU, which NCCL refuses."""
         if self.size == 1:
             return tensor
         result: Tensor = broadcast(tensor.cpu(), root=root, group=self.team).to(tensor.device)
         return result
 
     @property
-    def gathering(self) -> str:
-        """The algorithm for all-gathers: the engine's own, unless a schedule was asked for."""
-        return NATIVE if self.ways.told or self.collective in (NATIVE, AUTO) else "ring"
+    def gather_algorithm(self) -> str:
+        """The algorithm of all-gathers: the engine's own, unless the user asked for a schedule."""
+        return NATIVE if self.compressed.fixed or self.collective in (NATIVE, AUTO) else "ring"
 
     def close(self) -> None:
-        """Let go of the team."""
+        """Close the team."""
         if not self.world.closed:
             self.team.close()
 
-    def _algorithm(self, flat: Tensor) -> str:
-        if self.ways.told:
-            return NATIVE
-        if self.collective != AUTO:
-            return self.collective
-        chosen = self.team.auto.chosen(flat)
-        return NATIVE if chosen is None else chosen.algorithm
+    def _schedule_of(self, flat: Tensor) -> Schedule | None:
+        """The schedule for tensors like this one, remembered once it is decided. None: the engine's own."""
+        algorithm, decided = self.collective, True
+        if self.compressed.fixed:
+            algorithm = NATIVE
+        elif algorithm == AUTO:
+            chosen = self.team.auto.chosen(flat)
+            algorithm, decided = (NATIVE, False) if chosen is None else (chosen.algorithm, True)
+        own = algorithm == NATIVE and self._native.reduces(flat.dtype, "sum")
+        schedule = None if own else build("allreduce", algorithm)
+        if decided:
+            self._schedules[flat.numel(), flat.dtype, flat.device] = schedule
+        return schedule
 
-    def _spawn(self, flat: Tensor, schedule: Schedule, what: str) -> Pending[None]:
-        now = self.world.runtime.now
-        channel, watched, begun = self.team.channel, self.stats.watching, now()
+    def _spawn(self, flat: Tensor, schedule: Schedule, what: str) -> Waitable:
+        team_channel, watched, start = self.team.channel, self.stats.watching, self.now()
 
         def work() -> None:
-            run.allreduce(channel, flat, "sum", schedule)
+            channel.allreduce(team_channel, flat, "sum", schedule)
             if watched:
-                self.stats.reduced(begun, now(), what)
+                self.stats.reduced(start, self.now(), what)
 
-        pending: Any = self.team.call(f"the sum of {what}", work, async_=True)
+        return self._call_in_comm_task(f"the sum of {what}", work)
+
+    def _call_in_comm_task(self, what: str, work: Callable[[], Any]) -> Waitable:
+        pending: Any = self.team.call(what, work, async_=True)
         return pending  # type: ignore[no-any-return]
 
 
-class _Done:
+class _Complete:
     def wait(self) -> None:
         return
 
 
-class _Scheduled:
-    def __init__(self, pending: Pending[None]) -> None:
-        self._pending = pending
-
-    def wait(self) -> None:
-        self._pending.wait()
+_COMPLETE = _Complete()
 
 
-class _Native:
-    """The engine's own; its end is told by the engine's thread where it can, else when it is waited for."""
+class _NativeSum:
+    """A sum by the engine. The engine's thread reports its end if it can; otherwise it counts when it is waited for."""
 
-    def __init__(self, exchange: Communicator, handle: Handle, begun: float, what: str) -> None:
-        self._exchange = exchange
+    def __init__(self, communicator: Communicator, handle: Handle, what: str) -> None:
         self._handle = handle
-        self._begun = begun
-        self._what = what
-        self._watched = exchange.stats.watching
-        notify = getattr(handle, "notify", None) if self._watched else None
-        self._told = notify is not None
-        if notify is not None:
-            notify(self._ended)
+        self._stats = communicator.stats
+        self._unreported = False
+        if self._stats.watching:
+            self._start, self._now, self._what = communicator.now(), communicator.now, what
+            notify = getattr(handle, "notify", None)
+            self._unreported = notify is None
+            if notify is not None:
+                notify(self._report)
 
     def wait(self) -> None:
         self._handle.wait()
-        if self._watched and not self._told:
-            self._ended()
+        if self._unreported:
+            self._report()
 
-    def _ended(self) -> None:
-        self._exchange.stats.reduced(self._begun, self._exchange.world.runtime.now(), self._what)
+    def _report(self) -> None:
+        self._stats.reduced(self._start, self._now(), self._what)

@@ -1,4 +1,4 @@
-"""What a run has sent, and how long it waited for it."""
+"""Counters of a run: bytes sent, seconds of communication and encoding, staleness."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from syncline.events import Recorder
 from syncline.runtime import Lock
 from syncline.transports.base import format_bytes
 
-__all__ = ["Place", "Stats", "as_table"]
+__all__ = ["CodecPhase", "Stats", "as_table"]
 
-Place = Literal["beside", "before", "within"]
+CodecPhase = Literal["beside", "before", "within"]
 
-FIRST = 10
-RHYTHM = 10
+WATCH_FIRST_ROUNDS = 10
+WATCH_EVERY_ROUNDS = 10
 
 
 @dataclass(repr=False)
 class Stats:
     """Counts of one run on this rank; `run.stats`.
 
-    Communication counts while at least one reduction is under way, however many are. Exposed is what the rank spent
-    waiting for it. When an engine's own reduction has ended is asked of the engine in the first steps and in every
-    tenth from then on, for asking costs as much as some reductions do; the total is that of all steps at their mean.
-    With a sink such as a trace, every step is asked.
+    Communication counts while at least one reduction is under way. Exposed communication is the time the rank waited
+    for it. The end of an engine's own reduction is observed in the first ten steps and every tenth step after that,
+    because observing costs as much as a small reduction. The total extrapolates from the observed steps. With a sink
+    such as a trace, every step is observed.
     """
 
     events: Recorder
     lock: Lock
     alone: bool = False
-    """Whether there is nobody to send anything to."""
+    """True in a world of one rank: nothing is sent."""
     steps: int = 0
     bytes_logical: int = 0
     bytes_wire: int = 0
@@ -40,35 +40,37 @@ class Stats:
     codec_seconds: float = 0.0
     """Seconds of encoding and decoding, hidden or not."""
     codec_before_seconds: float = 0.0
-    """Those that held up backward, where no processor was to spare for them."""
+    """Seconds of encoding that delayed backward, because there was no spare processor."""
     codec_within_seconds: float = 0.0
-    """Those that are part of `exposed_seconds`: the rank decoded while it waited for the rest."""
+    """Seconds of decoding that are part of `exposed_seconds`."""
     staleness: int = 0
     """Steps between a gradient and its use, in the latest step."""
     staleness_counts: dict[int, int] = field(default_factory=dict)
-    """How often each staleness was met, where reads differ in it."""
+    """How often each staleness occurred, where reads differ."""
     consensus: float | None = None
-    """How far the workers' weights were from their mean when it was last taken: √(Σ‖wᵢ − w̄‖² / p). None: equal."""
+    """The distance of the workers' weights from their last mean: √(Σ‖wᵢ − w̄‖² / p). None: equal."""
     watching: bool = True
-    """Whether the ends of this step's reductions are asked for."""
+    """True if the ends of this step's reductions are observed."""
     _rounds: int = 0
     _watched: int = 0
     _seconds: float = 0.0
     _until: float = float("-inf")
 
     def next_round(self) -> None:
-        """A step's reductions begin."""
-        self.watching = self._rounds < FIRST or self._rounds % RHYTHM == 0 or bool(self.events.sinks)
+        """Called before the first reduction of a step."""
+        self.watching = (
+            self._rounds < WATCH_FIRST_ROUNDS or self._rounds % WATCH_EVERY_ROUNDS == 0 or bool(self.events.sinks)
+        )
         self._rounds += 1
         self._watched += self.watching
 
     @property
     def comm_seconds(self) -> float:
-        """Seconds in which a reduction was under way."""
+        """Seconds during which a reduction was under way."""
         return self._seconds * self._rounds / self._watched if self._watched else self._seconds
 
     def sent(self, logical: int, wire: int) -> None:
-        """A reduction of so many bytes begins. Several tasks may call this at the same time."""
+        """Count the bytes of a reduction. Several tasks may call this at the same time."""
         wire = 0 if self.alone else wire
         with self.lock:
             self.bytes_logical += logical
@@ -77,30 +79,30 @@ class Stats:
         self.events.count("sl_comm_bytes_wire", wire)
 
     def reduced(self, start: float, stop: float, what: str) -> None:
-        """A reduction has ended; may be told by an engine's thread."""
+        """Count a reduction that has ended. An engine's thread may call this."""
         with self.lock:
             begin = max(start, self._until)
             self._until = max(self._until, stop)
             self._seconds += max(0.0, stop - begin)
         self.events.interval("sl_comm_seconds", start, stop, lane="communication", what=what)
 
-    def coded(self, start: float, stop: float, what: str, where: Place = "beside") -> None:
-        """A codec has worked: beside backward, before it goes on, or within a wait."""
+    def coded(self, start: float, stop: float, what: str, phase: CodecPhase = "beside") -> None:
+        """Count the work of a codec: beside backward, before backward continues, or within a wait."""
         with self.lock:
             self.codec_seconds += stop - start
-            if where == "before":
+            if phase == "before":
                 self.codec_before_seconds += stop - start
-            elif where == "within":
+            elif phase == "within":
                 self.codec_within_seconds += stop - start
         self.events.interval("sl_codec_seconds", start, stop, lane="codec", what=what)
 
     def waited(self, start: float, stop: float) -> None:
-        """The rank has waited for reductions."""
+        """Count the time that this rank waited for reductions."""
         self.exposed_seconds += stop - start
         self.events.interval("sl_comm_exposed_seconds", start, stop, lane="compute", what="waits for gradients")
 
     def read_at(self, staleness: int) -> None:
-        """This rank has read weights that lack so many steps of the others.
+        """Count a read of weights that lack `staleness` steps of the other workers.
 
         >>> from contextlib import nullcontext
         >>> stats = Stats(Recorder(lambda: 0.0), nullcontext())
@@ -115,18 +117,18 @@ class Stats:
 
     @property
     def staleness_mean(self) -> float:
-        """Over all reads so far; the latest step's where nobody counts them."""
+        """The mean over all reads; the latest step's where reads are not counted."""
         reads = sum(self.staleness_counts.values())
         return sum(key * count for key, count in self.staleness_counts.items()) / reads if reads else self.staleness
 
     @property
     def staleness_histogram(self) -> dict[str, int]:
-        """The counts as JSON has them, from the freshest reads to the stalest."""
+        """The counts with JSON keys, from the freshest reads to the stalest."""
         with self.lock:
             return {str(key): self.staleness_counts[key] for key in sorted(self.staleness_counts)}
 
     def as_dict(self) -> dict[str, Any]:
-        """The numbers under the names of the run log; the histogram of staleness where there is one."""
+        """The numbers by their keys in the run log, with the histogram of staleness if there is one."""
         histogram = self.staleness_histogram
         return {
             **({"sl_staleness_histogram": histogram} if histogram else {}),
@@ -140,19 +142,19 @@ class Stats:
         }
 
     def describe(self) -> dict[str, str]:
-        """The numbers as text; those that are zero in most runs only if they are not zero."""
-        told = {
+        """The numbers as text. Those that are zero in most runs are left out if they are zero."""
+        texts = {
             "steps": f"{self.steps} step{'s' * (self.steps != 1)}",
             "bytes": f"{format_bytes(self.bytes_wire)} of {format_bytes(self.bytes_logical)} sent",
             "communication": f"{self.comm_seconds:.3g} s of communication, {self.exposed_seconds:.3g} s exposed",
         }
         if self.codec_seconds:
-            told["codec"] = f"{self.codec_seconds:.3g} s of encoding and decoding"
+            texts["codec"] = f"{self.codec_seconds:.3g} s of encoding and decoding"
         if self.staleness or self.staleness_counts:
-            told["staleness"] = f"staleness {self.staleness_mean:.3g} on average"
+            texts["staleness"] = f"staleness {self.staleness_mean:.3g} on average"
         if self.consensus is not None:
-            told["consensus"] = f"workers {self.consensus:.3g} from their mean"
-        return told
+            texts["consensus"] = f"workers {self.consensus:.3g} from their mean"
+        return texts
 
     def __repr__(self) -> str:
         return f"Stats({', '.join(self.describe().values())})"
@@ -162,7 +164,7 @@ class Stats:
 
 
 def as_table(rows: Mapping[str, str]) -> str:
-    """Names and values as a notebook shows them.
+    """An HTML table of names and values, for notebooks.
 
     >>> as_table({"codec": "topk(0.01)"})
     '<table><tr><th>codec</th><td>topk(0.01)</td></tr></table>'

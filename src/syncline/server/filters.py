@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from syncline.codecs.kernels.random_bits import SPREAD
+from syncline.codecs.kernels.random_bits import POSITION_FACTOR
 from syncline.errors import SpecError
 from syncline.specs import Registry, Spec
 
@@ -230,7 +230,7 @@ class Skip(Filter):
 
 def _mixed(places: Tensor, key: int) -> Tensor:
     """`random_bits` of these places, less 2^31: in int32, where products wrap by themselves."""
-    x = places.to(torch.int32).mul_(_signed(SPREAD)).bitwise_xor_(_signed(key))
+    x = places.to(torch.int32).mul_(_signed(POSITION_FACTOR)).bitwise_xor_(_signed(key))
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
         x.bitwise_xor_((x >> shift).bitwise_and_((1 << (32 - shift)) - 1)).mul_(_signed(factor))
     return x.bitwise_xor_(-(2**31))

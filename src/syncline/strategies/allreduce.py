@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SpecError
-from syncline.reduction import Communicator, GradientReducer, ReductionPass, plain_name
+from syncline.reduction import Communicator, GradientReducer, ReducerOptions, ReductionPass, ReductionPolicy, plain_name
 from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun
 from syncline.strategies.delta_reducer import coding_here, coding_of_all, load_coding_of_all
 
@@ -107,15 +107,20 @@ class _AllReduceRun(StrategyRun):
         self._gradients = GradientReducer(
             dict(model.named_parameters()),
             exchange,
-            self._after_backward,
-            bucket_bytes=settings.bucket_bytes,
-            check_finite=settings.check_finite,
-            sparse=_sparse_names(model),
-            idle=exchange.size == 1 and self._delay == 0 and not settings.check_finite and exchange.codec is None,
-            codec=exchange.codec,
-            seed=settings.seed,
-            diagnose=settings.diagnose,
-            find_unused_parameters=settings.find_unused_parameters,
+            ReductionPolicy(after_backward=self._after_backward),
+            ReducerOptions(
+                codec=exchange.codec,
+                bucket_bytes=settings.bucket_bytes,
+                check_finite=settings.check_finite,
+                find_unused_parameters=settings.find_unused_parameters,
+                sparse=_sparse_names(model),
+                attach_hooks=exchange.size > 1
+                or self._delay > 0
+                or settings.check_finite
+                or exchange.codec is not None,
+                seed=settings.seed,
+                diagnose_every=settings.diagnose,
+            ),
         )
         self._arrivals: set[int] = set()
         """Every number of gradients that a pass has had."""
@@ -143,15 +148,15 @@ class _AllReduceRun(StrategyRun):
 
     def set_weight(self, weight: float, uneven: bool = False) -> None:
         self._gradients.weight = weight
-        self._gradients.careful = uneven
+        self._gradients.uneven = uneven
 
     def join_idle(self) -> bool:
-        reduction = self._gradients.empty_round()
+        reduction = self._gradients.join_idle()
         anybody = reduction.complete().active > 0
         if anybody:
             self._finish(reduction)
         else:
-            self._gradients.done(reduction)
+            self._gradients.release(reduction)
         return anybody
 
     def detach(self) -> None:
@@ -163,13 +168,13 @@ class _AllReduceRun(StrategyRun):
 
     def restart(self) -> None:
         self._rounds, self._in_flight = 0, deque()
-        if self._gradients.coding is not None:
-            self._gradients.coding.load_shared_state({})
-            self._gradients.coding.load([])
+        if self._gradients.codec_state is not None:
+            self._gradients.codec_state.load_shared_state({})
+            self._gradients.codec_state.load([])
 
     def shared_state(self) -> dict[str, Any]:
         """Waits for gradients in flight. A resumed run applies them as this one would."""
-        self._gradients.judge_deferred()
+        self._gradients.check_deferred()
         if self._gradients.accumulating:
             logger.warning(
                 "gradients that were accumulated under no_sync() are not part of the state: save after a step"
@@ -192,8 +197,8 @@ class _AllReduceRun(StrategyRun):
         return coding_here(self._gradients)
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        if self._gradients.coding is not None:
-            self._gradients.coding.load(states)
+        if self._gradients.codec_state is not None:
+            self._gradients.codec_state.load(states)
         elif any(state.get("residuals") for state in states):
             logger.warning("the checkpoint was made with a codec, and there is none now: its residuals are dropped")
 
@@ -217,10 +222,10 @@ class _AllReduceRun(StrategyRun):
                 late = self._in_flight.popleft()
                 if isinstance(late, ReductionPass):
                     late.complete()
-                    self._gradients.done(late)
+                    self._gradients.release(late)
             reduction.complete()
             self.stats.staleness = 0
-            self._gradients.done(reduction)
+            self._gradients.release(reduction)
             return
         self._in_flight.append(reduction)
         if len(self._in_flight) <= self._delay:
@@ -231,7 +236,7 @@ class _AllReduceRun(StrategyRun):
         oldest.install()
         self.stats.staleness = self._delay
         if isinstance(oldest, ReductionPass):
-            self._gradients.done(oldest)
+            self._gradients.release(oldest)
 
     def _stale(self) -> bool:
         if self._delay == 0 or self._rounds < self._warmup:
@@ -251,7 +256,7 @@ class _AllReduceRun(StrategyRun):
             return None
         if self._delay:
             raise IncompatibleError(f"{self.strategy!r} cannot be used with step(closure): its gradients come later")
-        if self._gradients.careful:
+        if self._gradients.uneven:
             raise IncompatibleError(
                 "step(closure) needs data for every worker in every step: give the loader drop_last=True, or a length "
                 "that the workers divide"

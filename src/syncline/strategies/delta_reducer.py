@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncline.reduction import Communicator, GradientReducer, ReductionPass
+from syncline.reduction import Communicator, GradientReducer, ReducerOptions, ReductionPass, ReductionPolicy
 from syncline.strategies.base import RunSettings, trained, wide_dtype
 
 __all__ = ["DeltaReducer", "coding_here", "coding_of_all", "load_coding_of_all"]
@@ -20,21 +20,21 @@ __all__ = ["DeltaReducer", "coding_here", "coding_of_all", "load_coding_of_all"]
 
 def coding_of_all(gradients: GradientReducer) -> dict[str, Any]:
     """What the codec has that is the same on all workers, and the order of summation."""
-    coding = gradients.coding
+    coding = gradients.codec_state
     return {"layout": gradients.layout(), **({} if coding is None else {"coding": coding.shared_state()})}
 
 
 def load_coding_of_all(gradients: GradientReducer, state: Mapping[str, Any]) -> None:
     """Take it back."""
     if "layout" in state:
-        gradients.adopt(state["layout"])
-    if gradients.coding is not None:
-        gradients.coding.load_shared_state(state.get("coding", {}))
+        gradients.load_layout(state["layout"])
+    if gradients.codec_state is not None:
+        gradients.codec_state.load_shared_state(state.get("coding", {}))
 
 
 def coding_here(gradients: GradientReducer) -> dict[str, Any]:
     """What the codec has kept back on this worker."""
-    return {} if gradients.coding is None else gradients.coding.state()
+    return {} if gradients.codec_state is None else gradients.codec_state.state()
 
 
 class DeltaReducer:
@@ -54,14 +54,15 @@ class DeltaReducer:
         self._gradients = GradientReducer(
             shadows,
             exchange,
-            _never,
-            bucket_bytes=settings.bucket_bytes,
-            check_finite=settings.check_finite,
-            idle=True,
-            codec=exchange.codec if exchange.size > 1 else None,
-            seed=settings.seed,
-            diagnose=settings.diagnose,
-            kind="changes of the weights",
+            ReductionPolicy(subject="changes of the weights"),
+            ReducerOptions(
+                codec=exchange.codec if exchange.size > 1 else None,
+                bucket_bytes=settings.bucket_bytes,
+                check_finite=settings.check_finite,
+                attach_hooks=False,
+                seed=settings.seed,
+                diagnose_every=settings.diagnose,
+            ),
         )
 
     def prepare(self) -> None:
@@ -81,12 +82,12 @@ class DeltaReducer:
         control = begun.complete()
         begun.install()
         means = [self._given(shadow) for shadow in self._gradients.parameters]
-        self._gradients.done(begun)
+        self._gradients.release(begun)
         return means, control.active
 
     def forget(self) -> None:
         """Drop what the codec has kept back: what comes next is of another kind."""
-        coding = self._gradients.coding
+        coding = self._gradients.codec_state
         if coding is not None:
             coding.load_shared_state({"step": coding.step})
             coding.load([])
@@ -109,14 +110,10 @@ class DeltaReducer:
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Take it back, that of workers that are gone too."""
-        if self._gradients.coding is not None:
-            self._gradients.coding.load(states)
+        if self._gradients.codec_state is not None:
+            self._gradients.codec_state.load(states)
 
     @staticmethod
     def _given(shadow: nn.Parameter) -> Tensor:
         found, shadow.grad = shadow.grad, None
         return torch.zeros_like(shadow) if found is None else found.detach()
-
-
-def _never(begun: ReductionPass) -> None:
-    raise AssertionError("no backward pass ends here")

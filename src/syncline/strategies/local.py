@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SpecError
-from syncline.reduction import Communicator, GradientReducer, ReductionPass
+from syncline.reduction import Communicator, GradientReducer, ReducerOptions, ReductionPass, ReductionPolicy
 from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun, wide_dtype
 from syncline.strategies.delta_reducer import coding_here, coding_of_all, load_coding_of_all
 from syncline.strategies.local_weights import AveragingRun, check_count
@@ -116,13 +116,15 @@ class LocalRun(AveragingRun):
         return GradientReducer(
             dict(self.model.named_parameters()),
             self.exchange,
-            self._reduced,
-            bucket_bytes=settings.bucket_bytes,
-            check_finite=settings.check_finite,
-            codec=self.exchange.codec,
-            seed=settings.seed,
-            diagnose=settings.diagnose,
-            find_unused_parameters=True,  # like the later rounds, which do not compare which parameters were used
+            ReductionPolicy(after_backward=self._reduced),
+            ReducerOptions(
+                codec=self.exchange.codec,
+                bucket_bytes=settings.bucket_bytes,
+                check_finite=settings.check_finite,
+                find_unused_parameters=True,  # like the later rounds, which do not compare which parameters were used
+                seed=settings.seed,
+                diagnose_every=settings.diagnose,
+            ),
         )
 
     # Steps.
@@ -143,7 +145,7 @@ class LocalRun(AveragingRun):
     def set_weight(self, weight: float, uneven: bool = False) -> None:
         """Has an effect in the first `after` steps only. Later each worker steps on its own batch of any size."""
         if self._reducer is not None:
-            self._reducer.weight, self._reducer.careful = weight, uneven
+            self._reducer.weight, self._reducer.uneven = weight, uneven
 
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext() if self._reducer is None else self._reducer.paused()
@@ -152,7 +154,7 @@ class LocalRun(AveragingRun):
         """A backward pass of the first `after` steps has ended, and its gradients are the mean."""
         assert self._reducer is not None, "the reducer calls this"
         reduction.complete()
-        self._reducer.done(reduction)
+        self._reducer.release(reduction)
 
     def check_closure(self, closure: Any) -> None:
         if closure is not None and self.synchronous:
@@ -255,8 +257,8 @@ class LocalRun(AveragingRun):
         self._choose_phase()
         if self._base is not None:
             self._base = [weight.clone() for weight in self.weights]
-        if self._reducer is not None and self._reducer.coding is not None:
-            self._reducer.coding.load([])
+        if self._reducer is not None and self._reducer.codec_state is not None:
+            self._reducer.codec_state.load([])
 
     def _choose_phase(self) -> None:
         """After a load: the number of steps may be beyond the synchronous steps, or before their end again."""
@@ -286,8 +288,8 @@ class LocalRun(AveragingRun):
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         super().load_local_states(states)
-        if self._reducer is not None and self._reducer.coding is not None:
-            self._reducer.coding.load([state.get("first", {}) for state in states])
+        if self._reducer is not None and self._reducer.codec_state is not None:
+            self._reducer.codec_state.load([state.get("first", {}) for state in states])
             if not all("first" in state for state in states):  # older: one residual for both phases
                 self.deltas.forget()
 

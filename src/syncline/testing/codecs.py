@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import Codec, PayloadCodec, RngKey, TensorSlice
-from syncline.codecs.catalog import build_codec
+from syncline.codecs import build_codec
+from syncline.codecs.base import HEADER, Codec, PayloadCodec, RngKey, TensorSlice, max_payload_bytes, pack, unpack
 from syncline.codecs.kernels.dispatch import reference_only
-from syncline.codecs.payload import HEADER, max_payload_bytes, pack, unpack
 from syncline.errors import DivergedError, IncompatibleError, ProtocolError
 from syncline.testing.workloads import leaving_randomness
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from syncline import world as sl
-from syncline.collectives import Buffers, Channel, Round, Schedule, Setting, build, names
-from syncline.collectives.carriers import bounds
-from syncline.collectives.run import allreduce, broadcast, exchange, reduce, reduce_scatter
+from syncline.collectives import BufferPool, Channel, Round, Schedule, Setting, build, names
+from syncline.collectives.channel import allreduce, broadcast, move_pieces, reduce, reduce_scatter
+from syncline.collectives.executor import chunk_edges
 from syncline.environment import Environment
 from syncline.transports import Op, Transport
 from syncline.world.world import World, make_current
@@ -192,7 +192,7 @@ def values_of(rank: int, numel: int) -> torch.Tensor:
 
 def reduce_by_every_schedule(transport: Transport, hosts: tuple[int, ...] = (), large: int = 5003) -> int:
     """Check allreduce, reduce and reduce-scatter with every schedule; return the number of checks."""
-    channel = Channel(transport, hosts, Buffers(transport.runtime))
+    channel = Channel(transport, hosts, BufferPool(transport.runtime))
     size, checked = transport.size, 0
     for numel in sizes_for(size, large):
         everyone = torch.stack([values_of(rank, numel) for rank in range(size)])
@@ -209,7 +209,7 @@ def reduce_by_every_schedule(transport: Transport, hosts: tuple[int, ...] = (), 
                 assert torch.equal(mine, everyone.sum(0)), f"reduce by {name}: {numel} among {size}"
             checked += 1
         for name in names("reduce_scatter"):
-            mine, edges = values_of(transport.rank, numel), bounds(numel, size)
+            mine, edges = values_of(transport.rank, numel), chunk_edges(numel, size)
             reduce_scatter(channel, mine, edges, "sum", build("reduce_scatter", name))
             part = slice(edges[transport.rank], edges[transport.rank + 1])
             assert torch.equal(mine[part], everyone.sum(0)[part]), f"reduce_scatter by {name}: {numel} among {size}"
@@ -219,7 +219,7 @@ def reduce_by_every_schedule(transport: Transport, hosts: tuple[int, ...] = (), 
 
 def move_by_every_schedule(transport: Transport) -> int:
     """Check broadcast, allgather, gather, scatter and all-to-all with every schedule; return the number of checks."""
-    channel = Channel(transport, (), Buffers(transport.runtime))
+    channel = Channel(transport, (), BufferPool(transport.runtime))
     rank, size, checked = transport.rank, transport.size, 0
     root = size // 2
     for numel in sizes_for(size):
@@ -235,7 +235,7 @@ def move_by_every_schedule(transport: Transport) -> int:
         for name in names("alltoall"):
             parts = {rank * size + to: values_of(rank * size + to, numel + to) for to in range(size) if to != rank}
             parts |= {source * size + rank: torch.zeros(numel + rank) for source in range(size) if source != rank}
-            exchange(channel, "alltoall", parts, name)
+            move_pieces(channel, "alltoall", parts, name)
             for source in range(size):
                 if source != rank:
                     wanted = values_of(source * size + rank, numel + rank)
@@ -251,11 +251,11 @@ def _move_one_each(channel: Channel, operation: str, name: str, root: int, numel
     blank = {chunk: torch.zeros(numel + chunk) for chunk in range(size)}
     if operation == "scatter":
         parts = dict(right) if rank == root else {rank: blank[rank]}
-        exchange(channel, "scatter", parts, name, root)
+        move_pieces(channel, "scatter", parts, name, root)
         wanted = [rank]
     else:
         parts = {**blank, rank: right[rank]}
-        exchange(channel, "allgather" if operation == "allgather" else "gather", parts, name, root)
+        move_pieces(channel, "allgather" if operation == "allgather" else "gather", parts, name, root)
         wanted = list(range(size)) if operation == "allgather" or rank == root else [rank]
     for chunk in wanted:
         assert torch.equal(parts[chunk], right[chunk]), f"{operation} by {name}: chunk {chunk} among {size}"

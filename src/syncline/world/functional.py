@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from syncline.collectives import NATIVE, build, run
-from syncline.collectives.carriers import bounds
+from syncline.collectives import NATIVE, build, channel
+from syncline.collectives.executor import chunk_edges
 from syncline.costs import AUTO
 from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SpecError, SynclineError
 from syncline.specs import nearest
@@ -146,7 +146,7 @@ def allreduce(
         elif schedule is None and native.reduces(wide.dtype, wire_op):
             native.allreduce(wide, wire_op).wait()
         else:
-            run.allreduce(comm.channel, wide, wire_op, schedule or build("allreduce", NATIVE))
+            channel.allreduce(comm.channel, wide, wire_op, schedule or build("allreduce", NATIVE))
         return finish()
 
     return _run_counted(comm, "allreduce", tensor, describe, work, async_)
@@ -175,7 +175,7 @@ def broadcast(x: Any, root: int = 0, algorithm: str = NATIVE, group: Group | Non
             if flat.numel():
                 native.broadcast(flat, root).wait()
         else:
-            run.broadcast(comm.channel, flat, root, schedule or build("broadcast", NATIVE))
+            channel.broadcast(comm.channel, flat, root, schedule or build("broadcast", NATIVE))
         return back(copy)
 
     return _run_counted(comm, "broadcast", flat, describe, work, async_)
@@ -220,7 +220,7 @@ def reduce_scatter(
         schedule = None if algorithm == NATIVE else build("reduce_scatter", algorithm)
         wire_op = _wire_op(op, tensor.dtype)
         wide, narrow = widen(tensor, wire_op)
-    rows = bounds(tensor.shape[0], comm.size)
+    rows = chunk_edges(tensor.shape[0], comm.size)
     describe = f"reduce_scatter({_describe_tensor(tensor)}, {op}, {algorithm})"
 
     def work() -> Any:
@@ -233,7 +233,7 @@ def reduce_scatter(
         else:
             row = wide[0].numel() if len(wide) else 0
             edges = [edge * row for edge in rows]
-            run.reduce_scatter(comm.channel, wide, edges, wire_op, schedule or build("reduce_scatter", NATIVE))
+            channel.reduce_scatter(comm.channel, wide, edges, wire_op, schedule or build("reduce_scatter", NATIVE))
             part = wide[rows[comm.rank] : rows[comm.rank + 1]].clone()
         if op == "mean":
             part.div_(comm.size)
@@ -345,7 +345,7 @@ def barrier(group: Group | None = None) -> None:
         if native.available:
             native.barrier().wait()
         else:
-            run.meet(comm.channel)
+            channel.barrier(comm.channel)
 
     comm.call("barrier()", work, async_=False)
 
@@ -376,7 +376,7 @@ def _gather(x: Any, root: int | None, algorithm: str, group: Group | None, async
             parts[comm.rank].copy_(rows)
         else:
             parts = {comm.rank: rows}
-        run.exchange(comm.channel, operation, parts, schedule_name, root or 0)
+        channel.move_pieces(comm.channel, operation, parts, schedule_name, root or 0)
         return back(output) if everywhere else None
 
     return _run_counted(comm, operation, rows, describe, work, async_)
@@ -413,7 +413,7 @@ def _gather_numbers(group: Group, numbers: Sequence[int]) -> list[list[int]]:
     if native.available:
         native.allgather(table, table[group.rank].clone()).wait()
     else:
-        run.exchange(group.channel, "allgather", dict(enumerate(table)), "ring")
+        channel.move_pieces(group.channel, "allgather", dict(enumerate(table)), "ring")
     return cast("list[list[int]]", table.tolist())
 
 
@@ -429,7 +429,7 @@ def _move_parts(group: Group, outgoing: Sequence[Tensor], incoming: Sequence[Ten
     incoming[rank].copy_(outgoing[rank])
     parts = {rank * size + to: outgoing[to] for to in range(size) if to != rank}
     parts |= {source * size + rank: incoming[source] for source in range(size) if source != rank}
-    run.exchange(group.channel, "alltoall", parts, algorithm)
+    channel.move_pieces(group.channel, "alltoall", parts, algorithm)
 
 
 def _splits(tensor: Tensor, splits: Sequence[int] | None, size: int) -> list[int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from syncline.collectives import Buffers, Channel
+from syncline.collectives import BufferPool, Channel
 from syncline.costs import Auto
 from syncline.errors import WorldError
 from syncline.runtime import Queue, Runtime, Task
@@ -94,7 +94,7 @@ class Group:
         self.ranks = tuple(ranks)
         self._transport = transport
         self._hosts, self._lanes = hosts, lanes
-        self._channel = None if transport is None else Channel(transport, hosts, Buffers(transport.runtime), lanes)
+        self._channel = None if transport is None else Channel(transport, hosts, BufferPool(transport.runtime), lanes)
         self._queue: Queue[Callable[[], None] | None] | None = None
         self._task: Task | None = None
         self._auto: Auto | None = None

@@ -15,8 +15,8 @@ from typing import Protocol, TypeVar, cast
 
 import torch
 
-from syncline.collectives import NATIVE, Buffers, Channel
-from syncline.collectives.run import exchange
+from syncline.collectives import NATIVE, BufferPool, Channel
+from syncline.collectives.channel import move_pieces
 from syncline.environment import Environment, detect, hide, restore
 from syncline.environment.base import check_versions, package_version
 from syncline.errors import SpecError, SynclineError, UnsupportedError, WorldError, warn_deprecated
@@ -510,7 +510,7 @@ def exchange_introductions(transport: Transport, environment: Environment, check
     words = f"{environment.host[:MAX_HOST_CHARS]}\0{package_version()}".encode()[: INTRODUCTION_BYTES - 1]
     mine = bytes([HAS_SPARE_CORES * spare + WANTS_CHECK * check]) + words.ljust(INTRODUCTION_BYTES - 1, b"\0")
     table[transport.rank] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    exchange(Channel(transport, (), Buffers(transport.runtime)), "allgather", dict(enumerate(table)), NATIVE)
+    move_pieces(Channel(transport, (), BufferPool(transport.runtime)), "allgather", dict(enumerate(table)), NATIVE)
     told = [bytes(row[1:].tolist()).rstrip(b"\0").decode(errors="replace").partition("\0") for row in table]
     check_versions({f"rank {rank}": version for rank, (_, _, version) in enumerate(told)})
     flags = [int(flag) for flag in table[:, 0]]

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import RngKey, TensorSlice, build_codec
-from syncline.codecs.base import PayloadCodec
+from syncline.codecs.base import PayloadCodec, pack, unpack, unpack_all
 from syncline.codecs.kernels.dispatch import reference_only
-from syncline.codecs.payload import pack, unpack, unpack_all
 from syncline.errors import DivergedError, ProtocolError
 
 SPECS = [

@@ -105,7 +105,7 @@ def test_random_bits_as_they_are_written_down() -> None:
 
 
 def test_uniform_numbers_are_uniform() -> None:
-    """A sixteenth of them in each sixteenth, for neighbours of one rng and for one place over many keys."""
+    """A sixteenth of them in each sixteenth, for neighbours of one key and for one position over many keys."""
     count = 160_000
     over_keys = torch.cat([random_bits(RngKey(seed).key, 5, 1) for seed in range(2000)]) >> 28
     for found in ((uniform(1234, 0, count) * 16).long(), over_keys):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import PayloadCodec, RngKey, TensorSlice, build_codec
+from syncline.codecs.base import pack, unpack
 from syncline.codecs.kernels import sparse_fused, sparse_reference
 from syncline.codecs.kernels.dispatch import reference_only
-from syncline.codecs.payload import pack, unpack
 
 NUMEL = 9_000
 """More than the 8,192 elements up to which the fused top-k counts every magnitude."""

@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from syncline.bench.baselines.base import ForeignRun, process_group
 from syncline.errors import IncompatibleError, SpecError, UnsupportedError
 from syncline.reduction import BUCKET_BYTES, Communicator
-from syncline.reduction.pays import dense_seconds
+from syncline.reduction.codec_cost import dense_seconds
 from syncline.specs import nearest
 from syncline.strategies import RunSettings, Strategy, StrategyRun
 from syncline.world import Pending, allreduce
@@ -323,7 +323,7 @@ class _DDPRun(JoiningRun):
             # Torch's counter: zero until PowerSGD starts, then both matrices and the tensors that are too small.
             after = int(self._low_rank.total_numel_after_compression)
             if after > self._counted:
-                self.stats.coded(self._ready, self._over, "powersgd", where="before")
+                self.stats.coded(self._ready, self._over, "powersgd", phase="before")
                 wire = (after - self._counted) * self.trained[0].element_size()
                 self._counted = after
         if self.strategy.broadcast_buffers:

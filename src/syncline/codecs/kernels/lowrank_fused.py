@@ -1,4 +1,4 @@
-"""numba's kernels of powersgd: the orders of additions of `powersgd.py`, so the same bits, in one pass each."""
+"""The numba kernels of powersgd: the same order of additions as in `powersgd.py`, so the same bits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def product(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 @jit
 def _total(row: Number) -> Number:
-    """A sum by halves; what was in `row` is lost."""
+    """Pairwise summation; overwrites `row`."""
     count = row.shape[0]
     if count == 0:
         return 0.0

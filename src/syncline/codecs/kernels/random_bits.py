@@ -1,8 +1,8 @@
-"""Random bits from a counter: element i of a rng always gets the same 32 bits, whoever computes them and in any order.
+"""Counter-based random bits: element i of a key always gets the same 32 bits, on any rank and in any order.
 
     r_i = mix((i · 0x9E3779B1) xor key)       i = start + position, all in 32 bits
 
-So a slice of a tensor gets the bits that it has within the whole, and the torch and numba kernels agree.
+So a slice gets the same bits as within the whole tensor, and the torch and numba kernels agree.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["MASK", "SPREAD", "mix32", "random_bits", "uniform"]
+__all__ = ["MASK", "POSITION_FACTOR", "mix32", "random_bits", "uniform"]
 
 MASK = 0xFFFFFFFF
-SPREAD = 0x9E3779B1
+POSITION_FACTOR = 0x9E3779B1
 
 
 def mix32(x: Tensor) -> Tensor:
-    """Scramble numbers below 2^32, kept as int64: one to one, and each bit depends on all.
+    """Scramble numbers below 2^32, stored as int64: a bijection in which each bit depends on all.
 
     >>> [hex(v) for v in mix32(torch.tensor([0, 1, 2])).tolist()]
     ['0x0', '0x688990c0', '0xd1132181']
@@ -36,11 +36,11 @@ def random_bits(key: int, start: int, numel: int, device: torch.device | str = "
     True
     """
     place = torch.arange(start, start + numel, dtype=torch.int64, device=device) & MASK
-    return mix32(((place * SPREAD) & MASK) ^ key)  # the product may wrap: its low 32 bits are right all the same
+    return mix32(((place * POSITION_FACTOR) & MASK) ^ key)  # a wrap of the product keeps the low 32 bits
 
 
 def uniform(key: int, start: int, numel: int, device: torch.device | str = "cpu") -> Tensor:
-    """Numbers in [0, 1) from the upper 24 bits, each exact in float32.
+    """Numbers in [0, 1) from the upper 24 bits, exact in float32.
 
     >>> bool((uniform(7, 0, 1000) < 1).all())
     True

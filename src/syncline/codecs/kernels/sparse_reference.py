@@ -41,7 +41,7 @@ def at_least(flat: Tensor, residual: Tensor | None, threshold: float) -> tuple[T
 
 
 def pack_indices(indices: Tensor, low: int, first: int, out: Tensor) -> None:
-    """Write indices as `indices.Layout` lays them out into `out`, zeroed."""
+    """Write indices as `indices.IndexLayout` lays them out into `out`, zeroed."""
     wide = indices.to(torch.int64)
     upper = torch.zeros(8 * first, dtype=torch.uint8, device=out.device)
     if low == BITMAP:

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from syncline.collectives import NATIVE, build, run
+from syncline.collectives import NATIVE, build, channel
 from syncline.compat.horovod.messages import OperationPlan, OperationRequest
 from syncline.compat.horovod.pending import PendingOperation
 from syncline.transports import Op
@@ -84,7 +84,7 @@ def execute(
     if request.kind == "reducescatter":
         return [_reduce_scatter(team, plan, requested)]
     if request.kind == "barrier":
-        run.meet(team.channel)
+        channel.barrier(team.channel)
     return [None if requested.action is None else requested.action(plan)]
 
 
@@ -206,7 +206,7 @@ def sum_in_place(team: Group, flat: Tensor, op: Op, hierarchical: bool = False) 
     if native.reduces(wide.dtype, op) and not hierarchical:
         native.allreduce(wide, op).wait()
     else:
-        run.allreduce(team.channel, wide, op, build("allreduce", "hierarchical" if hierarchical else NATIVE))
+        channel.allreduce(team.channel, wide, op, build("allreduce", "hierarchical" if hierarchical else NATIVE))
     flat.copy_(narrow(wide).view(flat.shape))
 
 
@@ -237,7 +237,7 @@ def _broadcast(team: Group, group: FusionGroup, pending: Sequence[PendingOperati
         if native.available:
             native.broadcast(flat, root).wait()
         else:
-            run.broadcast(team.channel, flat, root, build("broadcast", NATIVE))
+            channel.broadcast(team.channel, flat, root, build("broadcast", NATIVE))
     landed = iter(torch.split(flat, [piece.numel() for piece in pieces]))
     for requested in held:
         for output in requested.outputs:
@@ -265,7 +265,7 @@ def join_rows(team: Group, rows: Tensor, lengths: Sequence[int]) -> Tensor:
     parts = dict(enumerate(torch.split(output, list(lengths))))
     parts[team.rank].copy_(rows)
     if team.size > 1:
-        run.exchange(team.channel, "allgather", parts, build("allgather", NATIVE).spec)
+        channel.move_pieces(team.channel, "allgather", parts, build("allgather", NATIVE).spec)
     return output
 
 
@@ -282,7 +282,7 @@ def _alltoall(team: Group, plan: OperationPlan, requested: PendingOperation) -> 
     parts = {rank * size + to: outgoing_parts[to] for to in range(size) if to != rank}
     parts |= {source * size + rank: incoming_parts[source] for source in range(size) if source != rank}
     if size > 1:
-        run.exchange(team.channel, "alltoall", parts, build("alltoall", NATIVE).spec)
+        channel.move_pieces(team.channel, "alltoall", parts, build("alltoall", NATIVE).spec)
     return output, received
 
 
@@ -297,7 +297,7 @@ def _reduce_scatter(team: Group, plan: OperationPlan, requested: PendingOperatio
             wide, narrow = widen(held, "sum")
             row = wide[0].numel()
             schedule = build("reduce_scatter", NATIVE)
-            run.reduce_scatter(team.channel, wide, [edge * row for edge in edges], "sum", schedule)
+            channel.reduce_scatter(team.channel, wide, [edge * row for edge in edges], "sum", schedule)
             part = narrow(wide[edges[team.rank] : edges[team.rank + 1]].clone())
         else:
             part = held[edges[team.rank] : edges[team.rank + 1]].clone()

@@ -32,8 +32,15 @@ from syncline.compat.horovod.objects import broadcast_object
 from syncline.compat.horovod.ops import allreduce_async_, synchronize
 from syncline.compat.horovod.pending import CollectiveCounter
 from syncline.errors import IncompatibleError, PeerLostError, SynclineError
-from syncline.reduction import BUCKET_BYTES, Communicator, GradientReducer, ReductionPass, check_same
-from syncline.reduction.rounds import Scaling
+from syncline.reduction import (
+    Communicator,
+    GradientReducer,
+    ReducerOptions,
+    ReductionPass,
+    ReductionPolicy,
+    Scaling,
+    check_same,
+)
 from syncline.strategies import Strategy, StrategyRun, strategy_run
 from syncline.training.distribute import distribute
 
@@ -287,9 +294,9 @@ class GradientSync:
         active = 0 if self._gradients is None or self._exchange is None or self._exchange.size == 1 else 1
         while active and self._gradients is not None:
             with self._in_step("the gradients could not be reduced after join()"):
-                found = self._gradients.empty_round(weighing=1.0)
+                found = self._gradients.join_idle(weight=1.0)
                 active = found.complete().active
-            self._gradients.done(found)
+            self._gradients.release(found)
 
     def close(self) -> None:
         """Remove the hooks; gradients stay."""
@@ -328,13 +335,12 @@ class GradientSync:
         self._gradients = GradientReducer(
             ordered,
             exchange,
-            self._after_backward,
-            bucket_bytes=BUCKET_BYTES,
-            idle=alone,
-            codec=codec,
-            opens=self._opens,
-            find_unused_parameters=True,
-            scaling=self._scaling(exchange.size),
+            ReductionPolicy(
+                after_backward=self._after_backward,
+                reduces_pass=self._reduces_pass,
+                scaling=self._scaling(exchange.size),
+            ),
+            ReducerOptions(codec=codec, find_unused_parameters=True, attach_hooks=not alone),
         )
         if alone:
             self._gradients = None
@@ -358,7 +364,7 @@ class GradientSync:
             return Scaling(1.0)
         return None if self._predivide == 1.0 else Scaling(1.0 / self._predivide, self._predivide / size)
 
-    def _opens(self, index: int) -> bool:
+    def _reduces_pass(self, index: int) -> bool:
         """Called at the first gradient of a pass: whether the pass is the last before a step and is reduced."""
         assert self._gradients is not None, "its hook calls this"
         task = torch._C._current_graph_task_id()
@@ -388,7 +394,7 @@ class GradientSync:
         assert self._gradients is not None, "it has started the reduction"
         with self._in_step("the gradients could not be reduced"):
             found.complete()
-        self._gradients.done(found)
+        self._gradients.release(found)
         if self._sparse_dims:
             self._make_sparse(self._gradients.parameters)
         self._reduced.update(found.arrivals)

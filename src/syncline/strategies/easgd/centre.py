@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from syncline.errors import IncompatibleError
 from syncline.reduction import Communicator, ReductionPass, broadcast_tensors
-from syncline.reduction.ways import CompressedCollectives
 from syncline.strategies.base import RunSettings, wide_dtype
 from syncline.strategies.delta_reducer import DeltaReducer
 from syncline.strategies.local_weights import squared_distance
@@ -156,7 +155,7 @@ class CentreTree(Centre):
         teams = [exchange.world.group(group) for group in self.groups]
         leaders = exchange.world.group([group[0] for group in self.groups])
         self._teams = [team for team in (*teams, leaders) if team.member]
-        self._within = GroupCommunicator(exchange, teams[own_group])
+        self._within = _part_of(exchange, teams[own_group])
         self.deltas = DeltaReducer(model, self._within, settings)
         """Reduces within the group."""
         super().__init__(weights, self._within, self.deltas, alpha)
@@ -168,7 +167,7 @@ class CentreTree(Centre):
         self._among_leaders: DeltaReducer | None = None
         """Reduces among the first workers of the groups, which reach the root."""
         if leaders.member:
-            self._among_leaders = DeltaReducer(model, GroupCommunicator(exchange, leaders), settings, wide=True)
+            self._among_leaders = DeltaReducer(model, _part_of(exchange, leaders), settings, wide=True)
             self._among_leaders.prepare()
 
     @property
@@ -239,14 +238,6 @@ class CentreTree(Centre):
         return int(count)
 
 
-class GroupCommunicator(Communicator):
-    """A communicator of some of a run's workers. Its traffic counts as the run's."""
-
-    def __init__(self, whole: Communicator, team: Group) -> None:
-        self.world = whole.world
-        self.codec = whole.codec
-        self.ways = CompressedCollectives(whole.collective, whole.codec)
-        self.collective = whole.collective
-        self.team = team
-        self.stats = whole.stats
-        self._schedules = {}
+def _part_of(whole: Communicator, group: Group) -> Communicator:
+    """The communicator of some workers of a run. What they send counts in the run's stats."""
+    return Communicator(whole.world, whole.collective, whole.codec, group, whole.stats)

@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import Codec, PayloadCodec, RngKey, TensorSlice
-from syncline.codecs.base import all_finite
-from syncline.codecs.payload import max_payload_bytes, pack, unpack
+from syncline.codecs.base import all_finite, max_payload_bytes, pack, unpack
 from syncline.codecs.raw import Raw
 from syncline.errors import DivergedError, IncompatibleError
 from syncline.reduction import Communicator

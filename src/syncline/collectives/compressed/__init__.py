@@ -1,0 +1,26 @@
+"""All-reduce of encoded tensors: pure reductions that yield requests, their costs, and the executor of requests."""
+
+from syncline.collectives.compressed.allreduce import (
+    COMPRESSED_COLLECTIVES,
+    CompressedCollective,
+    CompressedCollectives,
+    NonfiniteGuard,
+    check_collective,
+    compressed_allreduce,
+    is_sparse,
+)
+from syncline.collectives.compressed.requests import PendingRequest, Reduction, Request, RequestExecutor
+
+__all__ = [
+    "COMPRESSED_COLLECTIVES",
+    "CompressedCollective",
+    "CompressedCollectives",
+    "NonfiniteGuard",
+    "PendingRequest",
+    "Reduction",
+    "Request",
+    "RequestExecutor",
+    "check_collective",
+    "compressed_allreduce",
+    "is_sparse",
+]

@@ -1,7 +1,7 @@
-"""K-means on many workers: what each rank runs for `syncline train kmeans`.
+"""`syncline train kmeans`: k-means on many workers. Each rank runs this module.
 
-The points are Gaussian blobs, drawn from a seed: a centre each, uniform in a box of side 20, and a deviation of
-`spread` about it. At the true centres the objective, the mean squared distance to the nearest, is dims · spread².
+The points are random Gaussian blobs. Their centres are uniform in a box of side 20, and their standard deviation is
+`spread`. At the true centres the objective, the mean squared distance to the nearest centre, is dims · spread².
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from syncline.world import World, init
 
 __all__ = ["Blobs", "KMeansPlan", "build_blobs", "describe", "rank_main", "solve"]
 
-BOX = 10.0
-USUAL = {"rate": 0.3, "rate_end": 0.01}
-"""What suits k-means, where nothing else is said."""
+BOX_HALF_SIDE = 10.0
+DEFAULT_OPTIONS = {"rate": 0.3, "rate_end": 0.01}
+"""Options of asgd that suit k-means."""
 SOLVERS: dict[str, Callable[..., Solution]] = {"aggregate": aggregate, "allreduce": aggregate, "onesided": asgd}
-"""One all-reduce a round is the aggregation."""
+"""`aggregate` does one all-reduce per round."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Blobs:
     def draw(self) -> tuple[Array, Array]:
         """Points and true centres, in float32: the same in every process."""
         random = np.random.default_rng(self.seed)
-        centres = random.uniform(-BOX, BOX, (self.k, self.dims)).astype(np.float32)
+        centres = random.uniform(-BOX_HALF_SIDE, BOX_HALF_SIDE, (self.k, self.dims)).astype(np.float32)
         points = random.standard_normal((self.points, self.dims), np.float32)
         points *= np.float32(self.spread)
         points += centres[random.integers(self.k, size=self.points)]
@@ -88,7 +88,7 @@ class KMeansPlan:
     problem: str = "kmeans"
     strategy: str = "onesided"
     given: dict[str, Any] | None = None
-    """Options that the command line has told beside the strategy."""
+    """Options of the command line in addition to the strategy."""
     seed: int = 0
 
     def as_json(self) -> str:
@@ -101,7 +101,7 @@ class KMeansPlan:
         return json.dumps(asdict(self))
 
     def solver(self) -> tuple[str, Callable[..., Solution], dict[str, Any]]:
-        """The strategy's name, its function, and its options; refused where there is no such.
+        """The name of the strategy, its function, and its options. An unknown one is a `SpecError`.
 
         >>> KMeansPlan(strategy="onesided(batch=100)", given={"rate": 0.1}).solver()[2]
         {'rate': 0.1, 'rate_end': 0.01, 'batch': 100, 'seed': 0}
@@ -114,7 +114,7 @@ class KMeansPlan:
             )
         link, given = links[0], self.given or {}
         solve = SOLVERS[link.name]
-        usual = USUAL if solve is asgd else {}
+        usual = DEFAULT_OPTIONS if solve is asgd else {}
         options = {**usual, **given, **link.kwargs, "seed": self.seed}
         known = sorted(inspect.signature(solve).parameters)
         unknown = sorted(options.keys() - set(known))
@@ -138,7 +138,7 @@ def solve(plan: KMeansPlan, world: World) -> tuple[Solution, float]:
 
 
 def describe(plan: KMeansPlan, found: Solution, truth: float, engine: str) -> str:
-    """A few lines for people."""
+    """The result as text."""
     name, efforts = plan.solver()[0], found.efforts
     steps = [effort.steps for effort in efforts]
     shown = f"{min(steps)}" if len(set(steps)) == 1 else f"{min(steps)} to {max(steps)}"
@@ -148,13 +148,13 @@ def describe(plan: KMeansPlan, found: Solution, truth: float, engine: str) -> st
         f"steps of each worker {shown}, {format_bytes(found.sent_bytes)} sent",
     ]
     if name == "onesided":
-        told = ", ".join(f"{found.total(key)} {key}" for key in ("sent", "dropped", "accepted", "rejected", "torn"))
-        lines.append(f"states: {told}")
+        counts = ", ".join(f"{found.total(key)} {key}" for key in ("sent", "dropped", "accepted", "rejected", "torn"))
+        lines.append(f"states: {counts}")
     return "\n".join(lines)
 
 
 def rank_main(plan: KMeansPlan) -> int:
-    """Solve on this rank; the exit code."""
+    """Solve on this rank; return the exit code."""
     with init() as world:
         found, truth = solve(plan, world)
         if world.rank == 0:

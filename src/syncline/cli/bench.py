@@ -46,7 +46,7 @@ PLACEMENT_HELP = {"-n": "number of ranks; default 4 for collectives, else 2"}
 
 
 @dataclass(frozen=True)
-class _Bench:
+class _BenchCommand:
     """One benchmark: its line in the help, its options, and how to run it."""
 
     help: str
@@ -318,22 +318,26 @@ def _run_stragglers(arguments: argparse.Namespace, folder: Path) -> int:
 
 
 BENCHES = {
-    "network": _Bench("latency, bandwidth, round trips", _configure_network, _on_ranks(_plan_network, _show_network)),
-    "collectives": _Bench(
+    "network": _BenchCommand(
+        "latency, bandwidth, round trips", _configure_network, _on_ranks(_plan_network, _show_network)
+    ),
+    "collectives": _BenchCommand(
         "every all-reduce schedule", _configure_collectives, _on_ranks(_plan_collectives, _show_collectives)
     ),
-    "codecs": _Bench("every codec compared with memcpy, in this process", _configure_codecs, _run_codecs),
-    "step": _Bench("training steps compared with those of other libraries", bench_step.configure, _run_step),
-    "server": _Bench("the parameter server compared with a bare echo", bench_server.configure, bench_server.run),
-    "stragglers": _Bench("strategies with slow workers", _configure_stragglers, _run_stragglers, for_users=False),
-    "teams": _Bench(
+    "codecs": _BenchCommand("every codec compared with memcpy, in this process", _configure_codecs, _run_codecs),
+    "step": _BenchCommand("training steps compared with those of other libraries", bench_step.configure, _run_step),
+    "server": _BenchCommand("the parameter server compared with a bare echo", bench_server.configure, bench_server.run),
+    "stragglers": _BenchCommand(
+        "strategies with slow workers", _configure_stragglers, _run_stragglers, for_users=False
+    ),
+    "teams": _BenchCommand(
         "two models at once, each with its own team", _configure_teams, _on_ranks(_plan_teams, _show_teams), False
     ),
-    "negotiation": _Bench(
+    "negotiation": _BenchCommand(
         "the cost of matching Horovod's operations by name",
         _configure_negotiation,
         _on_ranks(_plan_negotiation, _show_negotiation),
         for_users=False,
     ),
-    "start": _Bench("the time to start workers", _configure_start, _run_start, for_users=False),
+    "start": _BenchCommand("the time to start workers", _configure_start, _run_start, for_users=False),
 }

@@ -27,7 +27,7 @@ from syncline.bench.race.plan import RaceEntry, RacePlan
 from syncline.bench.report.facts import RunFacts, SettingsCount, add_histograms, count_settings, run_facts
 from syncline.bench.runlog import RaceRecord
 
-__all__ = ["Analysis", "EntryFacts", "Prediction", "ScalingPoint", "Spread", "analyse", "paired", "spread"]
+__all__ = ["Analysis", "EntryFacts", "ScalingPoint", "Spread", "StepPrediction", "analyse", "paired", "spread"]
 
 IntervalKind = Literal["order", "student", "range"]
 
@@ -101,7 +101,7 @@ def _kind(samples: Sequence[float], logarithmic: bool) -> IntervalKind:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class StepPrediction:
     """The step time that `costs` predicts, and the measured one; medians over seeds, in seconds.
 
     The prediction is the sum of measured compute, codec and communication (`step_high`). If they can overlap (several
@@ -164,7 +164,7 @@ class EntryFacts:
     tuning_runs: int
     tuning_worker_seconds: float
     knobs: SettingsCount
-    prediction: Prediction | None
+    prediction: StepPrediction | None
     staleness: float | None
     staleness_mean: float | None
     staleness_counts: dict[int, int]
@@ -318,7 +318,7 @@ def _phases(runs: Sequence[RunFacts]) -> dict[str, float]:
     return {name: max(0.0, statistics.median(one.get(name, 0.0) for one in per_run)) for name in names}
 
 
-def _prediction(runs: Sequence[RunFacts]) -> Prediction | None:
+def _prediction(runs: Sequence[RunFacts]) -> StepPrediction | None:
     usable = [run for run in runs if run.predicted and run.steps and run.step_seconds is not None]
     if not usable:
         return None
@@ -331,7 +331,7 @@ def _prediction(runs: Sequence[RunFacts]) -> Prediction | None:
     compute = middle(lambda run: run.phases.get("compute", 0.0) / run.steps)
     overlaps = middle(lambda run: run.predicted.get("buckets")) > 1 or middle(lambda run: run.staleness) > 0
     high = compute + codec + communication
-    return Prediction(
+    return StepPrediction(
         communication=communication,
         codec=codec,
         step_low=max(compute, communication) + codec if overlaps else high,

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from syncline.bench.report.analysis import Analysis, EntryFacts, Prediction
+from syncline.bench.report.analysis import Analysis, EntryFacts, StepPrediction
 from syncline.bench.report.facts import RunFacts
 from syncline.bench.report.phrases import number_phrase, time_unit
 from syncline.errors import UnsupportedError
@@ -386,7 +386,7 @@ def _predictions(race: Analysis, style: dict[str, PlotStyle]) -> ReportPlot | No
     return _render("predictions", "Predicted and measured", about, figure)
 
 
-def _predicted(prediction: Prediction, what: str) -> tuple[float, float]:
+def _predicted(prediction: StepPrediction, what: str) -> tuple[float, float]:
     if what == "step":
         return prediction.step_low, prediction.step_high
     return prediction.communication, prediction.communication

@@ -21,7 +21,7 @@ from syncline.codecs import build_codec, codec_names
 from syncline.collectives.schedules import OTHER_NAMES as COLLECTIVES_OTHER_NAMES
 from syncline.collectives.schedules import build
 from syncline.errors import SpecError, SynclineError
-from syncline.server.rules.catalog import build_rule, rule_names
+from syncline.server.rules import build_rule, rule_names
 from syncline.specs import MAX_SPEC_CHARS, Registry, Spec, nearest, parse
 from syncline.strategies import OTHER_NAMES as STRATEGIES_OTHER_NAMES
 from syncline.strategies import build_strategy, strategy_names

@@ -28,9 +28,9 @@ class Rogue:
     """Speaks to server 0 by hand, under the numbers that its client would use."""
 
     def __init__(self, client: Client) -> None:
-        self.client, self.line = client, client._courier.lines[0]
+        self.client, self.line = client, client.sender.connections[0]
         self.transport = client.network.transport
-        self.lane = protocol.lane(client.description.space_id)
+        self.lane = protocol.first_tag(client.description.space_id)
 
     def request(self, **fields: Any) -> RequestHeader:
         request = RequestHeader(
@@ -42,18 +42,18 @@ class Rogue:
         self, request: RequestHeader, data: bytes | None = None, body: Tensor | None = None
     ) -> tuple[str, Handle | None]:
         """Send a header (or other bytes) and perhaps a body; why it is refused, and the body's handle."""
-        tag = self.lane + protocol.REPLY + request.number % protocol.SLOTS
-        buffer = torch.empty(REPLY_BYTES + protocol.INLINE, dtype=torch.uint8)
+        tag = self.lane + protocol.REPLY_TAG + request.number % protocol.REPLY_SLOTS
+        buffer = torch.empty(REPLY_BYTES + protocol.MAX_INLINE_BYTES, dtype=torch.uint8)
         answer = self.transport.recv(buffer, self.line.member, tag)
         whole = torch.frombuffer(bytearray(request.pack() if data is None else data), dtype=torch.uint8)
-        self.transport.send(whole, self.line.member, protocol.REQUEST)
+        self.transport.send(whole, self.line.member, protocol.REQUEST_TAG)
         sending = None
         if body is not None:
-            sending = self.transport.send(body, self.line.member, self.lane + protocol.BODY, exact=True)
+            sending = self.transport.send(body, self.line.member, self.lane + protocol.BODY_TAG, exact=True)
         answer.wait()
         reply = ReplyHeader.read(bytes(buffer[: answer.nbytes].numpy()))
         assert (reply.status, reply.number) == (protocol.REFUSED, request.number)
-        self.line.finished(request.number)
+        self.line.mark_finished(request.number)
         return bytes(buffer[REPLY_BYTES : answer.nbytes].numpy()).decode(), sending
 
 
@@ -69,7 +69,7 @@ def misbehave(client: Client) -> list[str]:
 
     request = rogue.request()
     said.append(rogue.send(request, request.pack()[:50])[0])
-    rogue.transport.send(large, rogue.line.member, protocol.REQUEST)  # longer than any request: nobody to answer
+    rogue.transport.send(large, rogue.line.member, protocol.REQUEST_TAG)  # longer than any request: nobody to answer
 
     reason, sending = rogue.send(rogue.request(length=1 << 40), body=large)
     said.append(reason)
@@ -102,11 +102,11 @@ def misbehave(client: Client) -> list[str]:
 REASONS = [
     "checksum does not match",
     "a request was refused: its 50 B are shorter than its header",
-    f"a body of {1 << 40} B, and {protocol.MOST_BYTES} B are the most",
+    f"a body of {1 << 40} B; at most {protocol.MAX_BODY_BYTES} B are allowed",
     "8 B with a header that says 12",
     "50 kB",
     "are not this server's",
-    "is a stranger in space",
+    "is unknown in space",
     "RuntimeError: a fault of the user's",
     "no handler 'nobody_has_it' in this process",
     "float32, not torch.float64",

@@ -15,7 +15,7 @@ from syncline.server.protocol import REQUEST_BYTES, ReplyHeader, RequestHeader
 from syncline.transports import Transport
 from syncline.transports.faults import Delay
 from tests.server.test_faults import Watched
-from tests.server.test_store import done, run
+from tests.server.test_opening import done, run
 
 LARGE = 20_000
 """Its values are too long to go with their header."""
@@ -55,7 +55,7 @@ def test_after_counts_for_a_read_that_waits() -> None:
             client.close()
             return [], 0.0
         client.push((0, 0), torch.empty(0), tick=True).wait()
-        read = client.pull(wanted=1)
+        read = client.pull(min_clock=1)
         client.push(None, torch.ones(2), after=[read.timestamp])
         found = done(read).tolist(), world.runtime.now()
         client.close()
@@ -121,7 +121,7 @@ def test_a_worker_goes_on_after_a_step_that_was_refused(synchronous: bool, serve
             futures[0].wait()
         for future in futures[1:]:
             future.wait()
-        client.push_pull(None, torch.ones(4), tick=True, wanted=5).wait()
+        client.push_pull(None, torch.ones(4), tick=True, min_clock=5).wait()
         world.barrier()
         found = client.steps(), client.clock, client.get().tolist()
         world.barrier()
@@ -169,12 +169,12 @@ class Hesitant:
 def test_a_header_and_its_body_go_together_whatever_other_tasks_send() -> None:
     def work(world: sl.World) -> list[float]:
         client = open_space(world, "s", 2 * LARGE)
-        courier, line = client._courier, client._courier.lines[0]
+        courier, line = client.sender, client.sender.connections[0]
         line.transport = Hesitant(line.transport)  # type: ignore[assignment]
 
         def push(count: int) -> None:
             body = torch.ones(count).view(torch.uint8)
-            flight = courier.launch(line, RequestHeader(protocol.PUSH, count=count), body)
+            flight = courier.send(line, RequestHeader(protocol.PUSH, count=count), body)
             courier.finish(flight)
             assert flight.error is None, flight.error
 
@@ -200,19 +200,19 @@ def test_an_answer_that_did_not_come_is_never_acknowledged_and_lands_nowhere() -
             return
         client.push((0, 0), torch.empty(0), tick=True).wait()
         out = torch.full((LARGE,), -1.0)
-        read, other = client.pull(out=out, wanted=1), client.pull(wanted=1)
-        number = client._courier.lines[0].number - 1
+        read, other = client.pull(out=out, min_clock=1), client.pull(min_clock=1)
+        number = client.sender.connections[0].last_number - 1
         with pytest.raises(sl.PeerLostError):
             read.wait()
-        with pytest.raises(sl.PeerLostError, match="is not asked any more"):
+        with pytest.raises(sl.PeerLostError, match="nothing is sent to server"):
             other.wait()  # at once: it would be another timeout
         assert world.runtime.now() < 20.0
-        with pytest.raises(sl.PeerLostError, match="is not asked any more"):
+        with pytest.raises(sl.PeerLostError, match="nothing is sent to server"):
             client.push(None, torch.ones(LARGE))
         world.compute(200.0)
         assert out.eq(-1.0).all(), "a late answer was written to memory that is the caller's again"
-        session = watched.server.desk._sessions[client.description.space_id, 0]
-        assert number in session.answers, "the server gave an answer's memory away that may still be sent"
+        session = watched.server.handler.sessions[client.description.space_id, 0]
+        assert number in session.replies, "the server gave an answer's memory away that may still be sent"
         client.close()
 
     sl.simulate(work, 2, extra=[watched], timeout=10.0)
@@ -221,10 +221,10 @@ def test_an_answer_that_did_not_come_is_never_acknowledged_and_lands_nowhere() -
 def test_an_answer_of_another_space_with_the_same_tags_is_not_taken() -> None:
     def work(world: sl.World) -> list[int]:
         client = open_space(world, "s", 4)
-        space_id, number = client.description.space_id, client._courier.lines[0].number + 1
-        other = ReplyHeader(protocol.OK, space=space_id ^ protocol.LANES, number=number)
-        tag = protocol.lane(space_id) + protocol.REPLY + number % protocol.SLOTS
-        assert protocol.lane(space_id) == protocol.lane(other.space)
+        space_id, number = client.description.space_id, client.sender.connections[0].last_number + 1
+        other = ReplyHeader(protocol.OK, space=space_id ^ protocol.TAG_RANGES, number=number)
+        tag = protocol.first_tag(space_id) + protocol.REPLY_TAG + number % protocol.REPLY_SLOTS
+        assert protocol.first_tag(space_id) == protocol.first_tag(other.space)
         data = torch.frombuffer(bytearray(other.pack()), dtype=torch.uint8)
         client.network.transport.send(data, client.network.me, tag)
         found = client.steps()
@@ -246,7 +246,7 @@ def test_a_future_is_done_when_its_answers_are_here() -> None:
         found.append(future.done())
         future.wait()
         found.append(future.done())
-        waits = client.pull(wanted=1)
+        waits = client.pull(min_clock=1)
         world.compute(10.0)
         found.append(waits.done())
         client.push((0, 0), torch.empty(0), tick=True).wait()
@@ -269,13 +269,13 @@ def test_so_many_callbacks_at_once_and_no_more() -> None:
                 running[0] -= 1
                 called[0] += 1
 
-            for _ in range(5 * protocol.WINDOW):
+            for _ in range(5 * protocol.MAX_INFLIGHT_REQUESTS):
                 space.push(None, torch.ones(2), callback=back)
-            while called[0] < 5 * protocol.WINDOW:
+            while called[0] < 5 * protocol.MAX_INFLIGHT_REQUESTS:
                 world.runtime.sleep(1.0)
         return most[0], called[0]
 
-    assert run(work, 1)[0] == (protocol.WINDOW, 5 * protocol.WINDOW)
+    assert run(work, 1)[0] == (protocol.MAX_INFLIGHT_REQUESTS, 5 * protocol.MAX_INFLIGHT_REQUESTS)
 
 
 def test_callbacks_that_ask_for_callbacks_do_not_wait_for_each_other() -> None:
@@ -293,14 +293,14 @@ def test_callbacks_that_ask_for_callbacks_do_not_wait_for_each_other() -> None:
 
                 space.push(None, torch.ones(1), callback=back)
 
-            for _ in range(protocol.WINDOW):
+            for _ in range(protocol.MAX_INFLIGHT_REQUESTS):
                 left[0] += 1
                 chain(3)
             while left[0]:
                 world.runtime.sleep(1.0)
             return float(space.get().item())
 
-    assert run(work, 1)[0] == 4.0 * protocol.WINDOW
+    assert run(work, 1)[0] == 4.0 * protocol.MAX_INFLIGHT_REQUESTS
 
 
 # Filters, and what rules remember.
@@ -349,14 +349,14 @@ def test_pieces_that_nobody_has_pushed_to_begin_afresh_out_of_a_checkpoint(optim
     with sl.init() as world:
         kept = open_space(world, "kept", 9, rules=(rule,), piece=3)
         train(kept, range(3), (0, 3))
-        names = kept.planes()
-        saved = [kept.get(), *(kept.read_plane(number + 1) for number in range(len(names)))]
+        names = kept.optimizer_state()
+        saved = [kept.get(), *(kept.read_state(number + 1) for number in range(len(names)))]
         resumed = open_space(world, "resumed", 9, rules=(rule,), piece=3, initial=saved[0])
         train(resumed, range(5), (3, 6))  # a space that has gone on is set back to what was saved
         resumed.put(None, saved[0])
-        resumed.planes(names)
+        resumed.optimizer_state(names)
         for number, values in enumerate(saved[1:]):
-            resumed.write_plane(number + 1, values)
+            resumed.write_state(number + 1, values)
         for client in (kept, resumed):
             train(client, range(3, 6), (0, 9))
         found = kept.get()

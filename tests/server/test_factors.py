@@ -115,7 +115,7 @@ def forged(b: int, rows: int, n: int, skip: int, count: int, body: int) -> Tenso
         (torch.zeros(HEADER_BYTES - 1, dtype=torch.uint8), "at least"),
         (torch.zeros(HEADER_BYTES), "at least"),
         (torch.zeros(2, HEADER_BYTES, dtype=torch.uint8), "at least"),
-        (torch.zeros(HEADER_BYTES, dtype=torch.uint8), "no factors of version 1"),
+        (torch.zeros(HEADER_BYTES, dtype=torch.uint8), "not factors of version 1"),
         (forged(2, 3, 4, 0, 11, 4 * 2 * 7), "for 11 elements of a gradient, where 12 are due"),
         (forged(2, 3, 4, 0, 1 << 63, 4 * 2 * 7), "where 12 are due"),
         (forged(2, 3, 4, 0, 12, 4 * 2 * 7 - 1), "take 104 B"),

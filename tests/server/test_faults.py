@@ -9,11 +9,11 @@ from torch import Tensor
 
 import syncline as sl
 from syncline.server import Server, network_of, open_space, protocol
-from syncline.server.shard import AHEAD
+from syncline.server.shard import MAX_STEPS_AHEAD
 from syncline.transports import SimulatedTransport, Transport
 from syncline.transports.faults import Kill, Partition
 from tests.launch.runs import Runs
-from tests.server.test_store import done, run
+from tests.server.test_opening import done, run
 
 LARGE = 100_000
 
@@ -40,8 +40,8 @@ def test_a_killed_workers_clock_holds_nobody_back() -> None:
             client = open_space(world, "s", 4, synchronous=synchronous)
             for _ in range(20):
                 world.compute(1.0)
-                found = done(client.push_pull(None, torch.ones(4), tick=True, wanted=client.clock + 1))
-            found_live = [found[0].item(), client.told.live]
+                found = done(client.push_pull(None, torch.ones(4), tick=True, min_clock=client.clock + 1))
+            found_live = [found[0].item(), client.status.live]
             world.compute(1.0)
             client.close()
             return found_live
@@ -59,10 +59,10 @@ with sl.init() as world:
     for step in range(30):
         if world.rank == 1 and step == 10:
             os.kill(os.getpid(), signal.SIGKILL)
-        client.push_pull(None, torch.ones(50_000), tick=True, wanted=client.clock).wait()
+        client.push_pull(None, torch.ones(50_000), tick=True, min_clock=client.clock).wait()
     while min(client.steps()[other] for other in (0, 2)) < 30:
         time.sleep(0.01)
-    say("sum", client.get()[[0, -1]].tolist(), "live", client.told.live)
+    say("sum", client.get()[[0, -1]].tolist(), "live", client.status.live)
     client.finish_training()
     client.close()
 """
@@ -87,11 +87,11 @@ def test_what_a_server_keeps_of_one_client_is_bounded() -> None:
                     protocol.PULL, space=client.description.space_id, number=number, count=LARGE, length=0
                 )
                 header = torch.frombuffer(bytearray(request.pack()), dtype=torch.uint8)
-                transport.send(header, member, protocol.REQUEST)
+                transport.send(header, member, protocol.REQUEST_TAG)
                 world.compute(1.0)
-            session = watched.server.desk._sessions[client.description.space_id, 1]
-            assert len(session.answers) == protocol.SLOTS
-            assert not session.parked
+            session = watched.server.handler.sessions[client.description.space_id, 1]
+            assert len(session.replies) == protocol.REPLY_SLOTS
+            assert not session.deferred
         else:
             for _ in range(30):
                 client.push(None, torch.ones(LARGE)).wait()
@@ -99,8 +99,8 @@ def test_what_a_server_keeps_of_one_client_is_bounded() -> None:
             assert client.get()[0] == 30
 
     sl.simulate(work, 2, extra=[watched])
-    kept = watched.server.desk._sessions
-    assert sum(len(each.answers) for each in kept.values()) <= 2 * protocol.SLOTS
+    kept = watched.server.handler.sessions
+    assert sum(len(each.replies) for each in kept.values()) <= 2 * protocol.REPLY_SLOTS
     assert watched.transport.mailbox.waiting_bytes == 0
 
 
@@ -112,12 +112,12 @@ def test_a_client_of_ours_stays_within_its_window() -> None:
         most = 0
         for _ in range(30):
             client.push_pull(None, torch.ones(64))  # 16 pieces each, and nobody waits
-            session = watched.server.desk._sessions[client.description.space_id, 0]
-            most = max(most, len(client._courier.lines[0].under_way), len(session.answers) + len(session.parked))
+            session = watched.server.handler.sessions[client.description.space_id, 0]
+            most = max(most, len(client.sender.connections[0].pending), len(session.replies) + len(session.deferred))
         client.close()
         return most
 
-    assert sl.simulate(work, 1, extra=[watched]).results[0] <= protocol.WINDOW + 1
+    assert sl.simulate(work, 1, extra=[watched]).results[0] <= protocol.MAX_INFLIGHT_REQUESTS + 1
 
 
 def test_a_worker_that_runs_far_ahead_of_a_held_step_is_refused() -> None:
@@ -125,7 +125,7 @@ def test_a_worker_that_runs_far_ahead_of_a_held_step_is_refused() -> None:
         client = open_space(world, "s", 4, synchronous=True)
         said = ""
         try:
-            for _ in range(AHEAD + 10 if world.rank == 0 else 0):
+            for _ in range(MAX_STEPS_AHEAD + 10 if world.rank == 0 else 0):
                 client.push(None, torch.ones(4), tick=True).wait()
         except sl.ProtocolError as error:
             said = str(error)

@@ -19,10 +19,10 @@ from syncline.server.filters import (
     FilterChain,
     Significant,
     Skip,
-    _mixed,
     build_filter,
     digest_of,
     filter_names,
+    hash_places,
 )
 
 SPECS = [
@@ -111,7 +111,7 @@ def test_nothing_is_none() -> None:
         ("significant(1, relative=1)", "True or False"),
         ("skip(1.0)", "below 1, not 1.0"),
         ("skip(-0.1)", "0 or more"),
-        ("skip(0.5, seed=0.5)", "whole number"),
+        ("skip(0.5, seed=0.5)", "integer"),
         ("skip(0.5)|skip(0.5)", "skip stands there twice"),
         ("cache|none", "'none' stands alone"),
         ("cache(3)", "too many positional"),
@@ -257,7 +257,7 @@ def test_the_draw_is_that_of_the_codecs() -> None:
     """Computed in 32 bits: the same as where the codecs' kernels draw."""
     for key in (0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0x12345678):
         for start in (0, 2**31 - 7, 2**32 - 7, 2**40):
-            mixed = _mixed(torch.arange(5000) + start, key)
+            mixed = hash_places(torch.arange(5000) + start, key)
             assert torch.equal(mixed.long() + 2**31, random_bits(key, start, 5000))
 
 

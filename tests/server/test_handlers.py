@@ -32,10 +32,10 @@ def test_a_handler_is_found_and_called() -> None:
 
 def test_state_begins_with_what_was_said() -> None:
     made = HandlerRegistry().add("counted", double, {"seen": 0.0, "least": -1})
-    state = made.fresh(3)
+    state = made.initial_state(3)
     assert {name: each.tolist() for name, each in state.items()} == {"seen": [0.0] * 3, "least": [-1.0] * 3}
-    assert made.fresh(3)["seen"].data_ptr() != state["seen"].data_ptr()
-    assert HandlerRegistry().add("plain", double).fresh(3) == {}
+    assert made.initial_state(3)["seen"].data_ptr() != state["seen"].data_ptr()
+    assert HandlerRegistry().add("plain", double).initial_state(3) == {}
 
 
 def test_a_rate_goes_to_those_who_take_one() -> None:

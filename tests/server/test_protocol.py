@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 from syncline.errors import ProtocolError
 from syncline.server import protocol
 from syncline.server.protocol import REPLY_BYTES, REQUEST_BYTES, ReplyHeader, RequestHeader
-from tests.server.desk_talk import body_of, desk_with
+from tests.server.handler_client import body_of, handler_with
 
 U64 = st.integers(0, 2**64 - 1)
 I64 = st.integers(-(2**63), 2**63 - 1)
 U32, U16 = st.integers(0, 2**32 - 1), st.integers(0, 2**16 - 1)
 requests = st.builds(
-    RequestHeader, kind=st.sampled_from(protocol.KINDS), flags=st.integers(0, protocol.ALL_FLAGS), dtype=U16, plane=U16,
-    space=U32, handler=U32, seed=U32, clock=I64, wanted=I64, number=U64, after=U64, acked=U64, first=U64, count=U64,
+    RequestHeader, kind=st.sampled_from(protocol.KINDS), flags=st.integers(0, protocol.ALL_FLAGS), dtype=U16,
+    state_slot=U16, space=U32, handler=U32, seed=U32, clock=I64, min_clock=I64, number=U64, after=U64,
+    acked=U64, first=U64, count=U64,
     rate=st.floats(allow_nan=False), scale=st.floats(allow_nan=False), digest=U64, length=U64,
 )  # fmt: skip
 replies = st.builds(
@@ -81,18 +82,18 @@ def test_a_sound_checksum_is_not_enough(at: int, value: bytes, message: str) -> 
 def test_any_field_may_be_anything_and_the_desk_answers_or_refuses() -> None:
     """No exception leaves the desk, what is refused changes nothing, and others are served afterwards."""
     draw = random.Random(7)
-    mine, other = desk_with(0, 1, rules=("adagrad(0.5)",), codec=None)
+    mine, other = handler_with(0, 1, rules=("adagrad(0.5)",), codec=None)
     other.push(torch.ones(8))
     extremes = [0, 1, 2, 3, 7, 8, 9, 255, 2**16 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1]
     most = {
         "flags": protocol.ALL_FLAGS,
         "dtype": 2**16 - 1,
-        "plane": 2**16 - 1,
+        "state_slot": 2**16 - 1,
         "handler": 2**32 - 1,
         "clock": 2**63 - 1,
     }
-    names = [*most, "seed", "wanted", "after", "acked", "first", "count", "digest"]
-    most |= {"clock": 2**63 - 1, "seed": 2**32 - 1, "wanted": 2**63 - 1}
+    names = [*most, "seed", "min_clock", "after", "acked", "first", "count", "digest"]
+    most |= {"clock": 2**63 - 1, "seed": 2**32 - 1, "min_clock": 2**63 - 1}
     refused = 0
     for _ in range(3000):
         chosen = draw.sample(names, draw.randint(1, 3))
@@ -103,12 +104,14 @@ def test_any_field_may_be_anything_and_the_desk_answers_or_refuses() -> None:
         body = torch.tensor([draw.randrange(256) for _ in range(length)], dtype=torch.uint8)
         before = mine.space.weights.clone()
         answers = mine.send(RequestHeader(kind, **fields), body, number=draw.choice([None, None, 2**40]))
-        statuses = {answer.reply.status for answer in answers}
+        statuses = {answer.header.status for answer in answers}
         if statuses <= {protocol.REFUSED, protocol.NEED_KEYS}:  # or parked, and then nothing is changed either
             refused += 1
             assert torch.equal(mine.space.weights.nan_to_num(7.0), before.nan_to_num(7.0)), fields
-        mine.acked = mine.desk._sessions[mine.description.space_id, 0].applied
+        mine.acked = mine.handler.sessions[mine.description.space_id, 0].applied
     assert refused > 1000
     first = mine.space.weights[:4].clone()
-    assert other.ask(RequestHeader(protocol.PUSH, first=4, count=4), body_of(torch.ones(4))).reply.status == protocol.OK
+    assert (
+        other.ask(RequestHeader(protocol.PUSH, first=4, count=4), body_of(torch.ones(4))).header.status == protocol.OK
+    )
     assert torch.equal(mine.space.weights[:4].nan_to_num(7.0), first.nan_to_num(7.0))

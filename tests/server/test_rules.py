@@ -457,7 +457,7 @@ def test_what_is_not_elementwise_is_refused_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("weights", [torch.zeros(2, 2), torch.zeros(4)[::2], torch.zeros(2).double()])
 def test_a_piece_is_a_row_of_float32(weights: Tensor) -> None:
-    with pytest.raises(IncompatibleError, match="a row of float32"):
+    with pytest.raises(IncompatibleError, match="a 1-D float32 tensor"):
         torch_rule("SGD").open(weights)
 
 

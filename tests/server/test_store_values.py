@@ -30,11 +30,11 @@ class Kept:
 
     def weights(self, client: Client) -> Tensor:
         assert self.server is not None
-        return self.server.desk.spaces[client.description.space_id].weights
+        return self.server.handler.shards[client.description.space_id].weights
 
     def view(self, client: Client) -> Tensor:
         assert self.server is not None
-        found = self.server.desk._sessions[client.description.space_id, client.network.me].view
+        found = self.server.handler.sessions[client.description.space_id, client.network.me].view
         assert found is not None
         return found
 
@@ -79,14 +79,14 @@ def test_answers_in_a_codec_follow_the_weights_and_both_ends_have_the_same_view(
         errors = []
         for step in range(6):
             client.push(None, torch.randn(NUMEL, generator=torch.Generator().manual_seed(step))).wait()
-            futures = [client.pull(coded=True) for _ in range(3)]  # several at once, about the same keys
+            futures = [client.pull(encoded=True) for _ in range(3)]  # several at once, about the same keys
             for future in reversed(futures):
                 found = future.wait()
             assert found is not None
-            assert torch.equal(client._outgoing.view(0, NUMEL), kept.view(client))
+            assert torch.equal(client.encoder.view(0, NUMEL), kept.view(client))
         world.barrier()
         for _ in range(30):  # nothing changes any more: what codecs lost comes in the end
-            found = client.pull(coded=True).wait()
+            found = client.pull(encoded=True).wait()
         assert found is not None
         world.barrier()
         errors.append(float((client.get() - found).abs().max()))
@@ -103,7 +103,7 @@ def test_an_exact_codecs_answers_are_exact() -> None:
         client = open_space(world, "s", NUMEL, codec="lossless")
         same = True
         for step in range(5):
-            found = client.push_pull(None, torch.full((NUMEL,), float(step)), coded=True).wait()
+            found = client.push_pull(None, torch.full((NUMEL,), float(step)), encoded=True).wait()
             assert found is not None
             same &= torch.equal(found, client.get())
         client.close()
@@ -157,7 +157,7 @@ def test_leaving_sends_the_rest() -> None:
             client.close()
             return torch.zeros(4)
         found = client.get()
-        while client.told.live > 1:
+        while client.status.live > 1:
             found = client.get()
         client.close()
         return found
@@ -176,8 +176,8 @@ def test_key_lists_are_sent_once_and_found_again() -> None:
             before = client.bytes_wire
             if round_ == 3:  # the server has forgotten them
                 assert kept.server is not None
-                for session in kept.server.desk._sessions.values():
-                    session.lists.clear()
+                for session in kept.server.handler.sessions.values():
+                    session.key_lists.clear()
             futures = [client.push(keys, torch.ones(keys.numel())), client.pull(keys)]
             # Once nobody waits for the push itself.
             found = futures[1].wait() if round_ == 4 else [future.wait() for future in futures][1]
@@ -203,10 +203,10 @@ def test_lists_that_were_forgotten_are_sent_again_though_nobody_waits_for_that_p
         keys = torch.tensor([1, 7])
         client.push(keys, torch.ones(2)).wait()
         assert kept.server is not None
-        for session in kept.server.desk._sessions.values():
-            session.lists.clear()
+        for session in kept.server.handler.sessions.values():
+            session.key_lists.clear()
         client.push(keys, torch.ones(2), tick=True)
-        found = client.pull(keys, wanted=1).wait()
+        found = client.pull(keys, min_clock=1).wait()
         assert found is not None
         client.close()
         return found.tolist()

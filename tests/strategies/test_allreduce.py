@@ -266,7 +266,7 @@ def test_sparse_gradients(ranks: int) -> None:
     torch.testing.assert_close(sparse[0][0], dense[0][0])
 
 
-def test_dtypes_may_be_mixed() -> None:
+def test_dtypes_may_behash_places() -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()

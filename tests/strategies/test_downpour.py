@@ -111,7 +111,7 @@ def test_nothing_is_lost_while_a_push_is_under_way() -> None:
             optimizer.zero_grad()
             backward(model(torch.full((1, 20_000), step + 1.0)).sum())
             optimizer.step()
-            under_way.append(not all(future.done() for future in run._pushed))
+            under_way.append(not all(future.done() for future in run.pushed))
         assert any(under_way)
         run.control_channel().finish()
         world.barrier()
@@ -135,7 +135,7 @@ def test_a_push_that_is_under_way_is_in_a_checkpoint() -> None:
             backward(model(torch.ones(1, 20_000)).sum())
             optimizer.step()
         world.barrier()
-        under_way = not all(future.done() for future in run._pushed)
+        under_way = not all(future.done() for future in run.pushed)
         state = run.state_dict()
         world.barrier()  # as saving does
         run.close()

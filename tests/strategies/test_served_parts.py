@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import syncline as sl
 from syncline.server.factors import factors_are_smaller
-from syncline.server.protocol import WINDOW
+from syncline.server.protocol import MAX_INFLIGHT_REQUESTS
 from syncline.strategies.master import MasterRun
 from syncline.strategies.parameter_server import ParameterServerRun
 from tests.strategies.cases import backward
@@ -56,7 +56,7 @@ def outpaced(strategy: str, parts: int, looks: bool = False) -> list[Any]:
 
 
 @pytest.mark.parametrize("looks", [False, True])
-@pytest.mark.parametrize("parts", [2, WINDOW])
+@pytest.mark.parametrize("parts", [2, MAX_INFLIGHT_REQUESTS])
 def test_damp_damps_all_parts_of_a_step(parts: int, looks: bool) -> None:
     _, (_, done) = outpaced("master(sync=False, damp=True)", parts, looks)
     assert done == pytest.approx([-0.1] * parts)
@@ -86,14 +86,14 @@ def test_damp_leaves_buffers_as_they_are() -> None:
     assert results(work, 2, dedicated=1) == ([8.0], [8.0])
 
 
-@pytest.mark.parametrize("parts", [2, WINDOW])
+@pytest.mark.parametrize("parts", [2, MAX_INFLIGHT_REQUESTS])
 def test_how_stale_a_step_was_is_told_however_it_is_cut(parts: int) -> None:
     runs = [run for run, _ in outpaced("master(sync=False)", parts)]
-    assert [run._at_once for run in runs] == [parts == 2] * 2
+    assert [run.pulls_with_push for run in runs] == [parts == 2] * 2
     assert runs[1].stats.staleness_counts == {3: 1}
 
 
-@pytest.mark.parametrize("parts", [2, WINDOW])
+@pytest.mark.parametrize("parts", [2, MAX_INFLIGHT_REQUESTS])
 def test_late_steps_are_counted_however_they_are_cut(parts: int) -> None:
     def work(world: sl.World) -> int:
         model, optimizer = in_parts(parts)

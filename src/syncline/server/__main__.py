@@ -1,9 +1,9 @@
-"""`python -m syncline.server`: a process that does nothing but serve, as `syncline run --servers S` starts it.
+"""`python -m syncline.server`: a process that only serves. `syncline run --servers S` starts it.
 
-Its number and where to meet are in the launcher's variables. It ends when every worker has left or is lost, with exit
-code 0. SIGTERM ends it too: it says goodbye to the workers, and then ends by that signal, so that whoever watches it
-knows why. If its workers save when they are asked to stop, it ignores Ctrl-C and SIGTERM: the workers need
-it until they have saved, and then the launcher ends it.
+The launcher's variables give its number and the rendezvous address. It ends with exit code 0 when every worker has left
+or is lost. After SIGTERM it says goodbye to the workers and ends by that signal, so that the launcher knows the reason.
+If its workers save a checkpoint when they are asked to stop, it ignores Ctrl-C and SIGTERM: the workers need it until
+they have saved, and then the launcher ends it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 from syncline.environment import detect
 from syncline.environment.base import SAVES
 from syncline.errors import SynclineError
 from syncline.runtime import RealRuntime
+from syncline.server import server
 from syncline.server.network import ServerNetwork, import_handlers, join_network, network_of, read_roles
 from syncline.transports.base import DEFAULT_TIMEOUT_S
 
@@ -27,18 +28,17 @@ __all__ = ["main"]
 
 
 def main() -> int:
-    """Serve; the exit code."""
+    """Serve, and return the exit code."""
     signal.signal(signal.SIGTERM, _end)
     if os.environ.get(SAVES):
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-    over = RealRuntime().event()
+    workers_ended = RealRuntime().event()
     try:
         import_handlers()
-        network = _join_mpi(over.set) if os.environ.get("SYNCLINE_TRANSPORT") == "mpi" else _join()
+        network = _join_mpi(workers_ended.set) if os.environ.get("SYNCLINE_TRANSPORT") == "mpi" else _join()
         try:
-            # Only now: it takes its time to import, and the others wait for this process to be there.
-            importlib.import_module("syncline.server.server").serve(network)
+            server.serve(network)
         finally:
             network.close()
     except _TerminatedError:
@@ -46,22 +46,22 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     except SynclineError:
-        if not over.is_set():
+        if not workers_ended.is_set():
             raise
     return 0
 
 
 def _join() -> ServerNetwork:
-    return join_network(read_roles(), DEFAULT_TIMEOUT_S, patience=math.inf)
+    return join_network(read_roles(), DEFAULT_TIMEOUT_S, join_timeout_s=math.inf)
 
 
-def _join_mpi(over: Any) -> ServerNetwork:
-    """A worker that never uses the servers says nothing to them: MPI tells when all are at their end."""
+def _join_mpi(on_workers_ended: Callable[[], None]) -> ServerNetwork:
+    """Workers that never use the servers send them nothing, so that MPI tells when all workers have ended."""
     roles = read_roles()
     transport = importlib.import_module("syncline.transports.mpi").connect(detect(), DEFAULT_TIMEOUT_S)
 
     def end() -> None:
-        over()
+        on_workers_ended()
         transport.abort()
 
     transport.engine.exit_with_others(end)
@@ -69,7 +69,7 @@ def _join_mpi(over: Any) -> ServerNetwork:
 
 
 class _TerminatedError(BaseException):
-    """SIGTERM was received. It is not an `Exception`, because the serving loop continues after those."""
+    """SIGTERM was received. It is not an `Exception`, because the server continues after those."""
 
 
 def _end(number: int, frame: FrameType | None) -> None:

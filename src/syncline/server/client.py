@@ -1,4 +1,4 @@
-"""A client's door to a space: push, pull, futures, and a small board."""
+"""A client of a space: push, pull, futures, and control requests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from functools import partial
 from math import isfinite, nan
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,20 +21,114 @@ from syncline.server import protocol
 from syncline.server.factors import pack_range
 from syncline.server.filters import Filter
 from syncline.server.network import ServerNetwork
-from syncline.server.protocol import WINDOW, Post, ReplyHeader, RequestHeader, json_body
-from syncline.server.push_encoder import KeySelection, PushEncoder, as_values, length_of, room_for
-from syncline.server.request_sender import PendingRequest, RequestSender, ServerConnection, nothing
-from syncline.server.space import Keys, RequestPart, SpaceDescription, read_keys, spans
+from syncline.server.protocol import Post, ReplyHeader, RequestHeader, bytes_tensor, json_body
+from syncline.server.push_encoder import PushEncoder
+from syncline.server.request_sender import EMPTY_BODY, PendingRequest, RequestSender, ServerConnection
+from syncline.server.space import (
+    Keys,
+    KeySelection,
+    RequestPart,
+    SpaceDescription,
+    check_out,
+    check_values,
+    count_keys,
+    parse_keys,
+)
 
 __all__ = ["Client", "ClusterStatus", "Future"]
 
 
-class Client:
-    """One member's door to a space of float32 keys, sharded over servers. Made by `sl.store`.
+@dataclass(frozen=True)
+class ClusterStatus:
+    """What the latest reply told about the other workers."""
 
-    Keys are a range, (first, after), a slice, or a sorted int64 tensor; None is all of them. What is pushed stays
-    untouched until its future was waited for. A server takes a client's pushes in their order, and a client reads its
-    own writes.
+    stop: bool = False
+    """Whether all workers are asked to end."""
+    steps: int = 0
+    """Steps of all workers together."""
+    live: int = 0
+    """Workers that still train."""
+    min_clock: int = 0
+    """The slowest worker's clock."""
+
+
+class Future:
+    """A request in flight; `wait()` returns the values of a pull.
+
+    A later request can name the `timestamp` in its `after`.
+
+    >>> import torch, syncline as sl
+    >>> with sl.init() as world, sl.store(2) as store:
+    ...     first = store.push(None, torch.ones(2))
+    ...     store.pull(after=[first.timestamp]).wait()
+    tensor([1., 1.])
+    """
+
+    def __init__(
+        self, sender: RequestSender, timestamp: int, requests: Sequence[PendingRequest], out: Tensor | None = None
+    ) -> None:
+        self.timestamp = timestamp
+        self.requests = requests
+        """One for each part of the request."""
+        self._sender = sender
+        self._out = out
+
+    def done(self) -> bool:
+        """Whether every server has replied, as far as that is known without waiting.
+
+        On MPI it becomes True only after `wait()`. If a server asks for a list of keys again, or the network duplicates
+        a reply, `wait()` may still block after `done()` was True.
+        """
+        return all(request.arrived for request in self.requests)
+
+    def wait(self) -> Tensor | None:
+        """Return when every server has replied. A refused request raises a `ProtocolError`."""
+        for request in self.requests:
+            self._sender.finish(request)
+        for request in self.requests:
+            if request.error is not None:
+                raise request.error
+        return self._out
+
+    def join(self, other: Future) -> Future:
+        """A future of both requests, with the values and the timestamp of the other."""
+        return Future(self._sender, other.timestamp, [*self.requests, *other.requests], other._out)
+
+    @property
+    def late(self) -> bool:
+        """Whether any server closed the step by a quorum without this push."""
+        return any(request.reply is not None and request.reply.status == protocol.LATE for request in self.requests)
+
+    @property
+    def staleness(self) -> int:
+        """In steps, the largest over the servers: of the values read, or of those a push was computed from.
+
+        −1: unknown.
+        """
+        return max((request.reply.staleness for request in self.requests if request.reply is not None), default=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Payload:
+    """What a request sends and reads, before it is split into parts."""
+
+    keys: KeySelection
+    values: Tensor | None = None
+    factors: tuple[Tensor, Tensor] | None = None
+    out: Tensor | None = None
+    encoded: bool = False
+    """Whether the reply may be encoded by the space's codec."""
+    plain: bool = False
+    """Whether the values are sent without the codec."""
+    select: Callable[[int], tuple[KeySelection, Tensor]] | None = None
+    """For filters: selects keys and values by the push's number, once nothing can refuse the push."""
+
+
+class Client:
+    """One member's access to a space of float32 keys, sharded over servers. Made by `sl.store`.
+
+    Keys are a range, (first, end), a slice, a sorted int64 tensor, or None for all. Do not change pushed values before
+    their future was waited for. A server applies one client's pushes in order, and a client reads its own writes.
 
     >>> import torch, syncline as sl
     >>> def count(world):
@@ -53,7 +146,7 @@ class Client:
         description: SpaceDescription,
         *,
         filters: Filter | None = None,
-        retry: float | None = None,
+        retry_s: float | None = None,
         seed: int = 0,
         on_close: Callable[[], None] | None = None,
     ) -> None:
@@ -61,38 +154,39 @@ class Client:
         self.network = network
         self.clock = 0
         """Steps that this worker has pushed."""
-        self.told = ClusterStatus()
+        self.status = ClusterStatus()
         self.bytes_logical = 0
+        self.sender = RequestSender(
+            network.transport, description.space_id, description.servers, retry_s, self._handle_reply
+        )
         self._bytes_read = 0
         self._layout = description.layout
-        self._runtime = network.transport.runtime
-        self._courier = RequestSender(network.transport, description.space_id, description.servers, retry, self._settle)
-        self._going = self._runtime.lock()
-        self._outgoing = PushEncoder(description.numel, description.build_codec(), filters, seed, network.me)
-        self._simple = not (description.codec or description.synchronous or self._outgoing.filters)
-        """Whether a short request needs nothing but its header and its values."""
+        self._lock = network.transport.runtime.lock()
+        self.encoder = PushEncoder(description.numel, description.built_codec, filters, seed, network.me)
+        self._simple = not (description.codec or description.synchronous or self.encoder.holds_back)
+        """Whether a short request consists of its header and its values only."""
         self._on_close = on_close
-        self._stamp = 0
-        self._stamps: dict[int, Sequence[PendingRequest]] = {}
-        """Of requests that are not answered yet, as far as was noticed."""
-        self._callbacks = CallbackRunner(self._runtime, network.transport.timeout)
+        self._timestamp = 0
+        self._by_timestamp: dict[int, Sequence[PendingRequest]] = {}
+        """Requests that `after` may name. Finished ones are removed from time to time."""
+        self._callbacks = _CallbackRunner(network.transport.runtime, network.transport.timeout)
         self._handlers: dict[str, list[int]] = {}
         self._closed = False
 
     @property
     def numel(self) -> int:
-        """Keys of the space."""
+        """Number of keys."""
         return self.description.numel
 
     @property
     def residual(self) -> Tensor | None:
-        """What the codec has left unsent of this client's pushes, one element a key; None: it keeps nothing."""
-        return self._outgoing.residual
+        """The part of this client's pushes that the codec has not sent, one element for each key; None: no residual."""
+        return self.encoder.residual
 
     @property
     def bytes_wire(self) -> int:
-        """Bytes of bodies, both ways."""
-        return self._courier.bytes_sent + self._bytes_read
+        """Bytes of bodies, sent and received."""
+        return self.sender.bytes_sent + self._bytes_read
 
     # Values.
 
@@ -110,31 +204,35 @@ class Client:
     ) -> Future:
         """Send values to the servers' rule, or to a handler by its name.
 
-        With `tick` the worker's clock advances: that was all of its step.
+        `tick` ends the worker's step: its clock advances.
         """
-        span = read_keys(keys, self.numel)
-        values = as_values(values, length_of(span))
-        request, load = pushing(protocol.PUSH, rate, scale), RequestPayload(keys=span, values=values)
-        if handler is None and self._outgoing.filters:  # what is held back goes with pushes of any scale
+        chosen = parse_keys(keys, self.numel)
+        values = check_values(values, chosen)
+        header, payload = _push_header(protocol.PUSH, rate, scale), _Payload(keys=chosen, values=values)
+        if handler is None and self.encoder.holds_back:  # values held back are sent with pushes of any scale
             values = values if scale == 1.0 else values * scale
-            load = replace(load, values=values, pick=partial(self._outgoing.choose, span, values))
-            request = request._replace(scale=1.0)
-        return self._go(request, load, after, callback, handler, tick)
+            payload = replace(payload, values=values, select=partial(self.encoder.select, chosen, values))
+            header = header._replace(scale=1.0)
+        return self._submit(header, payload, after, callback, handler, tick)
 
     def pull(
         self,
         keys: Keys = None,
         out: Tensor | None = None,
         *,
-        wanted: int = -1,
+        min_clock: int = -1,
         after: Iterable[int] = (),
-        coded: bool = False,
+        encoded: bool = False,
         callback: Callable[[Future], None] | None = None,
     ) -> Future:
-        """Read values. With `wanted` it waits until every worker's clock is there; `coded`: by the space's codec."""
-        span = read_keys(keys, self.numel)
-        load = RequestPayload(keys=span, out=room_for(span, out), coded=coded)
-        return self._go(RequestHeader(protocol.PULL, wanted=wanted), load, after, callback)
+        """Read values, into `out` if it is given.
+
+        The read waits until every worker's clock is at least `min_clock`. `encoded`: the space's codec encodes the
+        reply.
+        """
+        chosen = parse_keys(keys, self.numel)
+        payload = _Payload(keys=chosen, out=check_out(out, chosen), encoded=encoded)
+        return self._submit(RequestHeader(protocol.PULL, min_clock=min_clock), payload, after, callback)
 
     def push_pull(
         self,
@@ -145,27 +243,27 @@ class Client:
         rate: float | None = None,
         scale: float = 1.0,
         handler: str | None = None,
-        wanted: int = -1,
+        min_clock: int = -1,
         after: Iterable[int] = (),
         tick: bool = False,
-        coded: bool = False,
+        encoded: bool = False,
         callback: Callable[[Future], None] | None = None,
     ) -> Future:
-        """Push, then read the same keys, in one message each way. Filters do not apply: all keys are read."""
-        span = read_keys(keys, self.numel)
-        values = as_values(values, length_of(span))
-        load = RequestPayload(keys=span, values=values, out=room_for(span, out), coded=coded)
-        request = pushing(protocol.PUSH_PULL, rate, scale)._replace(wanted=wanted)
-        if not tick or max((len(cuts) for _, cuts in spans(self._cut(span))), default=0) <= protocol.WINDOW:
-            return self._go(request, load, after, callback, handler, tick)
-        # Reads that wait for this very step would fill the window before its last part is sent.
-        brought = RequestPayload(keys=span, values=values)
-        pushed = self._go(request._replace(kind=protocol.PUSH, wanted=-1), brought, after, None, handler, tick)
-        reading = RequestPayload(keys=span, out=load.out, coded=coded)
-        both = pushed.joined(self._go(RequestHeader(protocol.PULL, wanted=wanted), reading, (), None))
-        with self._going:
-            self._stamps[both.timestamp] = both.flights
-        return self._called_back(both, callback)
+        """Push, then read the same keys, with one message each way. Filters do not apply: all keys are sent."""
+        chosen = parse_keys(keys, self.numel)
+        values = check_values(values, chosen)
+        payload = _Payload(keys=chosen, values=values, out=check_out(out, chosen), encoded=encoded)
+        header = _push_header(protocol.PUSH_PULL, rate, scale)._replace(min_clock=min_clock)
+        if not tick or not self._exceeds_inflight_limit(chosen):
+            return self._submit(header, payload, after, callback, handler, tick)
+        # Reads that wait for this very step would reach the in-flight limit before its last part is sent.
+        push = header._replace(kind=protocol.PUSH, min_clock=-1)
+        pushed = self._submit(push, replace(payload, out=None), after, None, handler, tick)
+        pull = RequestHeader(protocol.PULL, min_clock=min_clock)
+        both = pushed.join(self._submit(pull, replace(payload, values=None)))
+        with self._lock:
+            self._by_timestamp[both.timestamp] = both.requests
+        return self._with_callback(both, callback)
 
     def push_factors(
         self,
@@ -177,130 +275,140 @@ class Client:
         scale: float = 1.0,
         tick: bool = False,
     ) -> Future:
-        """Push δᵀ · o, a matrix that lies in a row from key `first` on: the servers multiply. No codec, no filter."""
-        span = read_keys((first, first + delta.shape[1] * o.shape[1]), self.numel)
-        load = RequestPayload(keys=span, factors=(delta, o))
-        return self._go(pushing(protocol.PUSH, rate, scale), load, (), None, tick=tick)
+        """Push the matrix δᵀ · o, flattened, from key `first` on. The servers multiply; no codec or filter applies."""
+        keys = parse_keys((first, first + delta.shape[1] * o.shape[1]), self.numel)
+        header = _push_header(protocol.PUSH, rate, scale)
+        return self._submit(header, _Payload(keys=keys, factors=(delta, o)), tick=tick)
 
     def get(self, keys: Keys = None) -> Tensor:
-        """The values, now."""
-        found = self.pull(keys).wait()
-        assert found is not None
-        return found
+        """Read values and wait for them."""
+        values = self.pull(keys).wait()
+        assert values is not None
+        return values
 
     def put(self, keys: Keys, values: Tensor) -> None:
-        """Replace the values, now."""
-        self._plain(keys, values, "assign")
+        """Replace values, and wait until it is done. The rule does not apply."""
+        self._push_plain(keys, values, "assign")
 
     def add(self, keys: Keys, values: Tensor) -> None:
-        """Add to the values, now, whatever the rule is."""
-        self._plain(keys, values, "add")
+        """Add to values, and wait until it is done. The rule does not apply."""
+        self._push_plain(keys, values, "add")
 
-    def _plain(self, keys: Keys, values: Tensor, handler: str, plane: int = 0) -> None:
-        span = read_keys(keys, self.numel)
-        load = RequestPayload(keys=span, values=as_values(values, length_of(span)), plain=True)
-        self._go(RequestHeader(protocol.PUSH, plane=plane), load, (), None, handler).wait()
+    def _push_plain(self, keys: Keys, values: Tensor, handler: str, state_slot: int = 0) -> None:
+        chosen = parse_keys(keys, self.numel)
+        payload = _Payload(keys=chosen, values=check_values(values, chosen), plain=True)
+        self._submit(RequestHeader(protocol.PUSH, state_slot=state_slot), payload, handler=handler).wait()
 
     def flush(self) -> None:
-        """Send what filters have held back; it is applied at once, and belongs to no step."""
-        if self._outgoing.filters:
-            load = RequestPayload(keys=(0, 0), pick=lambda _: self._outgoing.rest())
-            self._go(RequestHeader(protocol.PUSH), load, (), None, stepless=True).wait()
+        """Send the values that filters have held back. They belong to no step and are applied at once."""
+        if self.encoder.holds_back:
+            payload = _Payload(keys=(0, 0), select=lambda _: self.encoder.take_unsent())
+            self._submit(RequestHeader(protocol.PUSH), payload, stepless=True).wait()
 
-    # The others.
+    # The optimizer state at the servers.
 
-    def steps(self) -> list[int]:
-        """Steps that each worker has taken, as server 0 knows."""
-        found = self.control({"do": "steps"})
-        if found["below"]:  # sub-masters have clocks here, and tell of their workers
-            return [int(found["below"].get(str(worker), [0])[0]) for worker in self.network.workers]
-        return [int(each) for each in found["steps"]]
+    def optimizer_state(self, names: Sequence[str] | None = None) -> list[str]:
+        """The names of the tensors that the rules keep, on all servers together. Their slots are numbered from 1.
 
-    def stop(self) -> None:
-        """Tell all workers to end: their next answers say so, and reads no longer wait."""
-        self.control({"do": "stop"}, everywhere=True)
-
-    def applied(self) -> bool:
-        """Whether all pushes are in the weights. Asked once every worker has finished training."""
-        return True
-
-    def finish_training(self) -> None:
-        """This worker takes no more steps: its clock holds nobody back."""
-        self.control({"do": "finish"}, everywhere=True)
-
-    def post(self, kind: str, values: Sequence[float]) -> None:
-        """Put numbers on the board."""
-        self.control({"do": "post", "kind": kind, "values": [float(value) for value in values]})
-
-    def read_posts(self, since: int = 0) -> list[Post]:
-        """What was posted after the post of that number: as many as go in one message. The board keeps the latest few
-        thousand: a gap in the numbers is what was dropped.
+        With `names`, as for a checkpoint, these names are numbered.
         """
-        found = self.control({"do": "posts", "since": since})
-        return [Post(int(number), str(kind), tuple(map(float, values))) for number, kind, values in found]
-
-    def control(self, asked: dict[str, Any], everywhere: bool = False) -> Any:
-        """Ask server 0, or all servers, for something that is not about values."""
-        body = json_body(asked)
-        if body.numel() > protocol.INLINE:
-            raise ProtocolError(f"a control of {body.numel()} B, and {protocol.INLINE} B are the most")
-        lines = self._courier.lines if everywhere else self._courier.lines[:1]
-        flights = [self._courier.launch(line, RequestHeader(protocol.CONTROL), body) for line in lines]
-        Future(self._courier, 0, flights).wait()
-        told = [json.loads(flight.told) for flight in flights]
-        return told if everywhere else told[0]
-
-    def hello(self) -> None:
-        """Tell the servers what the space is."""
-        body = torch.from_numpy(np.frombuffer(self.description.to_json(), np.uint8).copy())
-        flights = [self._courier.launch(line, RequestHeader(protocol.HELLO), body) for line in self._courier.lines]
-        Future(self._courier, 0, flights).wait()
-
-    def observe(self) -> Client:
-        """Learn from a server what the space is, once the workers have told it; a client that watches it."""
-        line = self._courier.lines[0]
-        flight = self._courier.launch(line, RequestHeader(protocol.HELLO), nothing())
-        Future(self._courier, 0, [flight]).wait()
-        found = Client(self.network, SpaceDescription.from_json(flight.told), retry=self._courier.retry)
-        line.index = found.description.servers.index(line.member)
-        found._courier.lines[line.index] = line
-        others = [each for each in found._courier.lines if each is not line]
-        flights = [found._courier.launch(each, RequestHeader(protocol.HELLO), nothing()) for each in others]
-        Future(found._courier, 0, flights).wait()
-        return found
-
-    def planes(self, names: Sequence[str] | None = None) -> list[str]:
-        """The names of what the rule remembers, on all servers together; or tell them the names of a checkpoint."""
         if names is None:
-            found = self.control({"do": "planes"}, everywhere=True)
-            names = sorted({str(name) for each in found for name in each["names"]})
+            replies = self.control({"do": "planes"}, everywhere=True)
+            names = sorted({str(name) for reply in replies for name in reply["names"]})
         self.control({"do": "planes", "names": list(names)}, everywhere=True)
         return list(names)
 
-    def read_plane(self, number: int) -> Tensor:
-        """One of them, as long as the space; counted from 1."""
+    def read_state(self, slot: int) -> Tensor:
+        """Read one tensor of the optimizer state, with one element for each key."""
         out = torch.empty(self.numel, dtype=torch.float32)
-        self._go(
-            RequestHeader(protocol.PULL, plane=number), RequestPayload(keys=(0, self.numel), out=out), (), None
-        ).wait()
+        payload = _Payload(keys=(0, self.numel), out=out)
+        self._submit(RequestHeader(protocol.PULL, state_slot=slot), payload).wait()
         return out
 
-    def write_plane(self, number: int, values: Tensor) -> None:
-        """Set one of them."""
-        self._plain(None, values, "assign", plane=number)
+    def write_state(self, slot: int, values: Tensor) -> None:
+        """Replace one tensor of the optimizer state."""
+        self._push_plain(None, values, "assign", state_slot=slot)
+
+    # The other workers.
+
+    def steps(self) -> list[int]:
+        """The number of steps of each worker, as server 0 knows it."""
+        reply = self.control({"do": "steps"})
+        if reply["below"]:  # sub-masters have the clocks, and report the steps of their workers
+            return [int(reply["below"].get(str(worker), [0])[0]) for worker in self.network.workers]
+        return [int(steps) for steps in reply["steps"]]
+
+    def stop(self) -> None:
+        """Ask all workers to end: their next replies say so, and reads no longer wait."""
+        self.control({"do": "stop"}, everywhere=True)
+
+    def applied(self) -> bool:
+        """Whether all pushes are in the weights. Called when every worker has finished training."""
+        return True
+
+    def finish_training(self) -> None:
+        """This worker takes no more steps: no read waits for its clock."""
+        self.control({"do": "finish"}, everywhere=True)
+
+    def post(self, kind: str, values: Sequence[float]) -> None:
+        """Publish numbers on server 0."""
+        self.control({"do": "post", "kind": kind, "values": [float(value) for value in values]})
+
+    def read_posts(self, since: int = 0) -> list[Post]:
+        """Posts with a number above `since`, as many as one message holds.
+
+        The server keeps the latest few thousand. A gap in the numbers means that posts were dropped.
+        """
+        posts = self.control({"do": "posts", "since": since})
+        return [Post(int(number), str(kind), tuple(map(float, values))) for number, kind, values in posts]
+
+    def control(self, request: dict[str, Any], everywhere: bool = False) -> Any:
+        """Send a JSON request to server 0, or to all servers, and return the reply or the list of replies."""
+        body = json_body(request)
+        if body.numel() > protocol.MAX_INLINE_BYTES:
+            raise ProtocolError(
+                f"a control request of {body.numel()} B; at most {protocol.MAX_INLINE_BYTES} B are allowed"
+            )
+        connections = self.sender.connections if everywhere else self.sender.connections[:1]
+        requests = [self.sender.send(each, RequestHeader(protocol.CONTROL), body) for each in connections]
+        Future(self.sender, 0, requests).wait()
+        replies = [json.loads(each.reply_body) for each in requests]
+        return replies if everywhere else replies[0]
+
+    # Opening and closing.
+
+    def hello(self) -> None:
+        """Send the space's description to the servers."""
+        body = bytes_tensor(self.description.to_json())
+        requests = [self.sender.send(each, RequestHeader(protocol.HELLO), body) for each in self.sender.connections]
+        Future(self.sender, 0, requests).wait()
+
+    def observe(self) -> Client:
+        """Ask a server for the space's description, once the workers have sent it; return a client that observes."""
+        first = self.sender.connections[0]
+        request = self.sender.send(first, RequestHeader(protocol.HELLO))
+        Future(self.sender, 0, [request]).wait()
+        description = SpaceDescription.from_json(request.reply_body)
+        observer = Client(self.network, description, retry_s=self.sender.retry_s)
+        sender = observer.sender
+        first.index = description.servers.index(first.member)
+        sender.connections[first.index] = first
+        others = [each for each in sender.connections if each is not first]
+        Future(sender, 0, [sender.send(each, RequestHeader(protocol.HELLO)) for each in others]).wait()
+        return observer
 
     def close(self) -> None:
-        """Leave, after what is under way; where this process holds a shard, when the others need it no more."""
+        """Leave the space after the pending requests. A process that holds a shard waits until the others have left."""
         if self._closed:
             return
         self.flush()
         self._closed = True
-        flights = self._courier.under_way()
-        for line in self._courier.lines:
-            with suppress(SynclineError):  # who is lost needs no farewell
-                flights.append(self._courier.launch(line, RequestHeader(protocol.BYE), nothing()))
-        for flight in flights:
-            self._courier.finish(flight)
+        requests = self.sender.pending_requests()
+        for connection in self.sender.connections:
+            with suppress(SynclineError):  # a lost server gets no goodbye
+                requests.append(self.sender.send(connection, RequestHeader(protocol.BYE)))
+        for request in requests:
+            self.sender.finish(request)
         if self._on_close is not None:
             self._on_close()
 
@@ -311,342 +419,260 @@ class Client:
         if error is None:
             self.close()
 
-    # Within.
+    # Sending.
 
-    def _cut(self, span: KeySelection) -> list[RequestPart]:
-        return self._layout.cut_keys(span) if isinstance(span, Tensor) else self._layout.cut_range(*span)
+    def _exceeds_inflight_limit(self, keys: KeySelection) -> bool:
+        parts = self._layout.split(keys).values()
+        return max((len(each) for each in parts), default=0) > protocol.MAX_INFLIGHT_REQUESTS
 
-    def _go(
+    def _submit(
         self,
-        base: RequestHeader,
-        load: RequestPayload,
-        after: Iterable[int],
-        callback: Callable[[Future], None] | None,
+        header: RequestHeader,
+        payload: _Payload,
+        after: Iterable[int] = (),
+        callback: Callable[[Future], None] | None = None,
         handler: str | None = None,
         tick: bool = False,
         stepless: bool = False,
     ) -> Future:
-        """Cut a request, send its parts, and count it."""
+        """Split a request into parts and send them."""
         if self._closed:
             raise WorldError(f"space {self.description.name!r} is closed here")
-        simple = self._simple and handler is None and not (after or tick or stepless or load.factors or load.pick)
-        if simple and not isinstance(load.keys, Tensor) and 4 * length_of(load.keys) <= protocol.INLINE:
-            owner = self._layout.owner_of(*load.keys)
+        simple = self._simple and handler is None and not (after or tick or stepless or payload.factors)
+        if (
+            simple
+            and not isinstance(payload.keys, Tensor)
+            and 4 * count_keys(payload.keys) <= protocol.MAX_INLINE_BYTES
+        ):
+            owner = self._layout.owner_of(*payload.keys)
             if owner >= 0:
-                return self._called_back(self._go_simply(base, load, *load.keys, owner), callback)
-        if load.values is not None and not load.plain and handler is None:
-            self._outgoing.check(load.values)
-        numbers, everywhere = self._number_of(handler), tick or load.pick is not None
-        parts = dict(spans(self._cut(load.keys)))
-        earlier = self._finish_earlier(after, set(range(len(self._courier.lines)) if everywhere else parts))
-        with self._going:
-            if load.pick is not None:
-                self._courier.check()
-                keys, values = load.pick(self._stamp)
-                load = replace(load, keys=keys, values=values)
-                parts = dict(spans(self._cut(keys)))
-            self._stamp += 1
+                return self._with_callback(self._submit_simple(header, payload, *payload.keys, owner), callback)
+        if payload.values is not None and not payload.plain and handler is None and self.encoder.codec is not None:
+            self.encoder.check_finite(payload.values)
+        servers = range(len(self.sender.connections))
+        handler_numbers = None if handler is None else self._handler_numbers(handler)
+        parts = self._layout.split(payload.keys)
+        everywhere = tick or payload.select is not None
+        earlier = self._finish_earlier(after, set(servers if everywhere else parts)) if after else []
+        with self._lock:
+            if payload.select is not None:
+                self.sender.check()
+                keys, values = payload.select(self._timestamp)
+                payload = replace(payload, keys=keys, values=values)
+                parts = self._layout.split(keys)
+            self._timestamp += 1
             clock = self.clock if (tick or self.description.synchronous) and not stepless else -1
-            base = base._replace(seed=self._stamp & 0xFFFFFFFF, clock=clock)
-            flights: list[PendingRequest] = []
-            for index in range(len(self._courier.lines)) if tick else parts:
-                first = max((each.request.number for each in earlier if each.line.index == index), default=0)
-                request = base._replace(handler=numbers[index]) if handler else base
-                flights += self._send_parts(index, request, load, parts.get(index, []), first, tick)
-            self._remember(flights)
+            header = header._replace(seed=self._timestamp & 0xFFFFFFFF, clock=clock)
+            requests: list[PendingRequest] = []
+            for index in servers if tick else parts:
+                first = max((each.header.number for each in earlier if each.connection.index == index), default=0)
+                if handler_numbers is not None:
+                    header = header._replace(handler=handler_numbers[index])
+                requests += self._send_parts(index, header, payload, parts.get(index, []), first, tick)
+            self._remember(requests)
             if tick:
                 self.clock += 1
-            future = Future(self._courier, self._stamp, flights, load.out)
-        return self._called_back(future, callback)
+            future = Future(self.sender, self._timestamp, requests, payload.out)
+        return self._with_callback(future, callback)
 
-    def _go_simply(self, base: RequestHeader, load: RequestPayload, first: int, after: int, owner: int) -> Future:
-        """A short request about keys of one piece, as `_go` would send it."""
-        line, count = self._courier.lines[owner], after - first
-        body = nothing() if load.values is None else load.values.view(torch.uint8)
-        with self._going:
-            self._stamp += 1
-            request = base._replace(seed=self._stamp & 0xFFFFFFFF, after=line.pushed, first=first, count=count)
-            flight = self._courier.launch(line, request, body, load.out)
-            self.bytes_logical += 4 * count * ((load.values is not None) + (load.out is not None))
-            if base.kind != protocol.PULL:
-                line.pushed = flight.request.number
-            self._remember((flight,))
-            return Future(self._courier, self._stamp, (flight,), load.out)
+    def _submit_simple(self, header: RequestHeader, payload: _Payload, first: int, end: int, owner: int) -> Future:
+        """Send a short request about keys of one piece, with the same result as `_submit`."""
+        connection, count = self.sender.connections[owner], end - first
+        body = EMPTY_BODY if payload.values is None else payload.values.view(torch.uint8)
+        with self._lock:
+            self._timestamp += 1
+            seed = self._timestamp & 0xFFFFFFFF
+            header = header._replace(seed=seed, after=connection.last_push, first=first, count=count)
+            request = self.sender.send(connection, header, body, payload.out)
+            self.bytes_logical += 4 * count * ((payload.values is not None) + (payload.out is not None))
+            if header.kind != protocol.PULL:
+                connection.last_push = request.header.number
+            self._remember((request,))
+            return Future(self.sender, self._timestamp, (request,), payload.out)
 
-    def _remember(self, flights: Sequence[PendingRequest]) -> None:
-        """Keep what a later request may name, as long as it is not answered: a window of each server at most."""
-        if len(self._stamps) > 2 * protocol.WINDOW * len(self._courier.lines):
-            under_way = {at: found for at, found in self._stamps.items() if not all(each.settled for each in found)}
-            self._stamps = under_way
-        self._stamps[self._stamp] = flights
+    def _remember(self, requests: Sequence[PendingRequest]) -> None:
+        """Keep requests that a later `after` may name, until they are finished."""
+        if len(self._by_timestamp) > 2 * protocol.MAX_INFLIGHT_REQUESTS * len(self.sender.connections):
+            self._by_timestamp = {
+                timestamp: requests
+                for timestamp, requests in self._by_timestamp.items()
+                if not all(request.finished for request in requests)
+            }
+        self._by_timestamp[self._timestamp] = requests
 
     def _finish_earlier(self, after: Iterable[int], servers: set[int]) -> list[PendingRequest]:
-        """See to it that requests come first. A server keeps the order of its own pushes; for what others have, and for
-        reads, which may wait there, the answers are waited for. What is left for the server to order.
+        """Wait for requests that must come first, and return those whose order the server ensures.
+
+        A server keeps the order of one client's pushes. Requests at other servers, and reads, must be waited for here.
         """
         earlier: list[PendingRequest] = []
-        for stamp in after:
-            if not 1 <= stamp <= self._stamp:
+        for timestamp in after:
+            if not 1 <= timestamp <= self._timestamp:
                 raise ProtocolError(
-                    f"after={stamp}: this client of space {self.description.name!r} has given timestamps 1 to "
-                    f"{self._stamp}; name those of its own futures"
+                    f"after={timestamp}: this client of space {self.description.name!r} has given timestamps 1 to "
+                    f"{self._timestamp}; use those of its own futures"
                 )
-            earlier += self._stamps.get(stamp, ())
-        for flight in earlier:
-            if flight.reads or servers != {flight.line.index}:
-                self._courier.finish(flight)
-        return [flight for flight in earlier if not flight.settled]
+            earlier += self._by_timestamp.get(timestamp, ())
+        for request in earlier:
+            if request.reads or servers != {request.connection.index}:
+                self.sender.finish(request)
+        return [request for request in earlier if not request.finished]
 
     def _send_parts(
-        self, index: int, base: RequestHeader, load: RequestPayload, cuts: Sequence[RequestPart], first: int, tick: bool
+        self, index: int, header: RequestHeader, payload: _Payload, parts: Sequence[RequestPart], first: int, tick: bool
     ) -> list[PendingRequest]:
-        """All that goes to one server, after the pushes before it; the last part of a step after all of it."""
-        line, flights = self._courier.lines[index], []
-        base = base._replace(after=max(first, line.pushed))
-        for cut in cuts[:-1] if tick else cuts:
-            flights.append(self._send_part(line, base, cut, load))
+        """Send all parts for one server, after earlier pushes. The last part of a step comes after all others."""
+        connection = self.sender.connections[index]
+        header = header._replace(after=max(first, connection.last_push))
+        requests = [self._send_part(connection, header, part, payload) for part in (parts[:-1] if tick else parts)]
         if tick:
-            last = base._replace(after=line.number, flags=protocol.TICK)
-            if cuts:
-                flights.append(self._send_part(line, last, cuts[-1], load))
-            else:
-                alone = last._replace(kind=protocol.PUSH, first=self._layout.shard(index)[0], handler=0)
-                flights.append(self._courier.launch(line, alone, nothing()))
-        if base.kind != protocol.PULL and flights:
-            line.pushed = flights[-1].request.number
-            line.ticked = line.pushed if tick else line.ticked
-        return flights
+            last = header._replace(after=connection.last_number, flags=protocol.TICK)
+            if parts:
+                requests.append(self._send_part(connection, last, parts[-1], payload))
+            else:  # this server has none of the keys, and must still learn that the step ends
+                last = last._replace(kind=protocol.PUSH, first=self._layout.shard(index)[0], handler=0)
+                requests.append(self.sender.send(connection, last))
+        if header.kind != protocol.PULL and requests:
+            connection.last_push = requests[-1].header.number
+            connection.last_tick = connection.last_push if tick else connection.last_tick
+        return requests
 
     def _send_part(
-        self, line: ServerConnection, request: RequestHeader, cut: RequestPart, load: RequestPayload
+        self, connection: ServerConnection, header: RequestHeader, part: RequestPart, payload: _Payload
     ) -> PendingRequest:
-        request = request._replace(first=cut.first, count=cut.count)
-        own = load.keys[cut.start : cut.stop] if isinstance(load.keys, Tensor) else None
-        body: list[Tensor] = []
-        if load.values is not None:
-            part = load.values[cut.start : cut.stop]
-            if self._outgoing.codec is not None and not load.plain and not request.handler:
-                body.append(self._outgoing.encode(part, cut, own, request.seed))
-                request = request._replace(flags=request.flags | protocol.ENCODED)
+        encoder, flags, bodies = self.encoder, header.flags, list[Tensor]()
+        keys = payload.keys[part.start : part.stop] if isinstance(payload.keys, Tensor) else None
+        if payload.values is not None:
+            values = payload.values[part.start : part.stop]
+            if encoder.codec is not None and not payload.plain and not header.handler:
+                bodies.append(encoder.encode(values, part, keys, header.seed))
+                flags |= protocol.ENCODED
             else:
-                body.append(part.view(torch.uint8))
-        if load.factors is not None:
-            body.append(pack_range(*load.factors, cut.start, cut.stop))
-            request = request._replace(flags=request.flags | protocol.FACTORS)
-        if own is not None:
-            request, listed = self._outgoing.name_keys(request, own, line.index)
-            body = [*listed, *body]
-        self.bytes_logical += 4 * cut.count * (bool(body) + (load.out is not None))
-        whole = body[0] if len(body) == 1 else torch.cat(body) if body else nothing()
-        into, view = None if load.out is None else load.out[cut.start : cut.stop], None
-        if load.coded and into is not None and own is None and self._outgoing.codec is not None:
-            request = request._replace(flags=request.flags | protocol.ANSWER_ENCODED)
-            view = self._outgoing.view(cut.first, cut.count)
-        return self._courier.launch(line, request, whole, into, keys=own, view=view)
+                bodies.append(values.view(torch.uint8))
+        if payload.factors is not None:
+            bodies.append(pack_range(*payload.factors, part.start, part.stop))
+            flags |= protocol.FACTORS
+        out, view = None if payload.out is None else payload.out[part.start : part.stop], None
+        if payload.encoded and out is not None and keys is None and encoder.codec is not None:
+            flags |= protocol.ENCODE_REPLY
+            view = encoder.view(part.first, part.count)
+        header = header._replace(first=part.first, count=part.count, flags=flags)
+        if keys is not None:
+            header, rows = encoder.attach_keys(header, keys, connection.index)
+            bodies = [*rows, *bodies]
+        self.bytes_logical += 4 * part.count * (bool(bodies) + (out is not None))
+        body = bodies[0] if len(bodies) == 1 else torch.cat(bodies) if bodies else EMPTY_BODY
+        return self.sender.send(connection, header, body, out, keys=keys, view=view)
 
-    def _settle(self, flight: PendingRequest, reply: ReplyHeader) -> None:
-        """Take in what an answer says."""
-        if reply.status == protocol.REFUSED:
-            self._learn_clock(flight, reply)
-            text = flight.told.decode(errors="replace")
-            raise ProtocolError(f"server {flight.line.index} refuses: {text}", peer=flight.line.member)
-        if reply.status == protocol.ORPHANED:
-            text = flight.told.decode(errors="replace")
-            raise PeerLostError(f"sub-master {flight.line.member} has lost its parent: {text}", peer=flight.line.member)
-        if flight.out is not None:
+    # Replies.
+
+    def _handle_reply(self, request: PendingRequest, reply: ReplyHeader) -> None:
+        if reply.status in (protocol.REFUSED, protocol.ORPHANED):
+            self._raise_refusal(request, reply)
+        if request.out is not None:
             self._bytes_read += reply.length
-        if reply.flags & protocol.CODED:
-            assert self._outgoing.codec is not None
-            assert flight.view is not None
-            assert flight.out is not None
-            payload = torch.frombuffer(bytearray(flight.told), dtype=torch.uint8)
-            self._outgoing.codec.decode(payload, flight.view, accumulate=True, step=flight.request.seed)
-            flight.out.copy_(flight.view)
-        elif flight.view is not None and flight.out is not None:
-            flight.view.copy_(flight.out)
-        if reply.status == protocol.LATE and flight.request.flags & protocol.TICK:
+        if request.view is not None and request.out is not None:
+            if reply.flags & protocol.REPLY_ENCODED:
+                assert self.encoder.codec is not None, "only a client with a codec has views"
+                payload = torch.frombuffer(bytearray(request.reply_body), dtype=torch.uint8)
+                self.encoder.codec.decode(payload, request.view, accumulate=True, step=request.header.seed)
+                request.out.copy_(request.view)
+            else:
+                request.view.copy_(request.out)
+        if reply.status == protocol.LATE and request.header.flags & protocol.TICK:
             self.clock = max(self.clock, reply.min_clock)
-        told, stop = self.told, bool(reply.flags & protocol.STOP)
-        steps, least = max(told.steps, reply.steps), max(told.min_clock, reply.min_clock)
-        if steps != told.steps or least != told.min_clock or reply.live != told.live or stop > told.stop:
-            self.told = ClusterStatus(told.stop or stop, steps, reply.live, least)
+        status, stop = self.status, bool(reply.flags & protocol.STOP)
+        steps, least = max(status.steps, reply.steps), max(status.min_clock, reply.min_clock)
+        if steps != status.steps or least != status.min_clock or reply.live != status.live or stop > status.stop:
+            self.status = ClusterStatus(status.stop or stop, steps, reply.live, least)
 
-    def _learn_clock(self, flight: PendingRequest, reply: ReplyHeader) -> None:
-        """A refused step is over, as the clock that comes with the refusal says. Where it says something else, the
-        worker goes on from there; later steps under way know better.
-        """
-        request = flight.request
-        latest = request.flags & protocol.TICK and request.number == flight.line.ticked
-        if latest and reply.min_clock not in (-1, request.clock + 1):
+    def _raise_refusal(self, request: PendingRequest, reply: ReplyHeader) -> None:
+        connection, text = request.connection, request.reply_body.decode(errors="replace")
+        if reply.status == protocol.ORPHANED:
+            raise PeerLostError(f"sub-master {connection.member} has lost its parent: {text}", peer=connection.member)
+        # A refused step has ended. If the server's clock is not the next one, the worker continues from the server's;
+        # a later step in flight gets a more recent clock.
+        header = request.header
+        latest = header.flags & protocol.TICK and header.number == connection.last_tick
+        if latest and reply.min_clock not in (-1, header.clock + 1):
             self.clock = reply.min_clock
+        raise ProtocolError(f"server {connection.index} refuses: {text}", peer=connection.member)
 
-    def _number_of(self, handler: str | None) -> list[int]:
-        """What each server knows a handler by."""
-        if handler is None:
-            return [0] * len(self._courier.lines)
+    def _handler_numbers(self, handler: str) -> list[int]:
+        """The number of a handler at each server."""
         if handler not in self._handlers:
-            found = self.control({"do": "handler", "name": handler}, everywhere=True)
-            self._handlers[handler] = [int(each["number"]) for each in found]
+            replies = self.control({"do": "handler", "name": handler}, everywhere=True)
+            self._handlers[handler] = [int(reply["number"]) for reply in replies]
         return self._handlers[handler]
 
-    def _called_back(self, future: Future, callback: Callable[[Future], None] | None) -> Future:
+    def _with_callback(self, future: Future, callback: Callable[[Future], None] | None) -> Future:
         if callback is not None:
             self._callbacks.add(future, callback)
         return future
 
 
-@dataclass(frozen=True)
-class ClusterStatus:
-    """What the latest answer said of the others, without a message of its own."""
-
-    stop: bool = False
-    steps: int = 0
-    live: int = 0
-    min_clock: int = 0
-
-
-class Future:
-    """Requests under way; `wait()` gives what was pulled.
-
-    `timestamp` may be named in a later request's `after`.
-
-    >>> import torch, syncline as sl
-    >>> with sl.init() as world, sl.store(2) as store:
-    ...     first = store.push(None, torch.ones(2))
-    ...     store.pull(after=[first.timestamp]).wait()
-    tensor([1., 1.])
-    """
-
-    def __init__(
-        self, courier: RequestSender, timestamp: int, flights: Sequence[PendingRequest], out: Tensor | None = None
-    ) -> None:
-        self.timestamp = timestamp
-        self._courier = courier
-        self._flights = flights
-        self._out = out
-
-    def done(self) -> bool:
-        """Whether every server has answered, as far as that can be told without a wait.
-
-        Then `wait()` returns at once, or when what an answer announces is in. Only `wait()` deals with a server that
-        asks for a list of keys again and with answers that the network doubles. On MPI it is True once `wait()` was
-        through.
-        """
-        return all(flight.arrived for flight in self._flights)
-
-    def wait(self) -> Tensor | None:
-        """Return when every server has answered; what one refuses is a `ProtocolError`."""
-        for flight in self._flights:
-            self._courier.finish(flight)
-        for flight in self._flights:
-            if flight.error is not None:
-                raise flight.error
-        return self._out
-
-    @property
-    def flights(self) -> Sequence[PendingRequest]:
-        """Its parts, one for each piece."""
-        return self._flights
-
-    def joined(self, other: Future) -> Future:
-        """Both in one: what the other pulled, and its timestamp."""
-        return Future(self._courier, other.timestamp, [*self._flights, *other._flights], other._out)
-
-    @property
-    def late(self) -> bool:
-        """Whether a quorum had closed the step without this push, on any server."""
-        return any(flight.reply is not None and flight.reply.status == protocol.LATE for flight in self._flights)
-
-    @property
-    def staleness(self) -> int:
-        """Of what was read, or of what the push was computed from: the most over the servers; −1: not known."""
-        return max((flight.reply.staleness for flight in self._flights if flight.reply is not None), default=-1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RequestPayload:
-    """What one request carries, and how; the same for all its parts."""
-
-    keys: KeySelection
-    values: Tensor | None = None
-    factors: tuple[Tensor, Tensor] | None = None
-    out: Tensor | None = None
-    coded: bool = False
-    """Whether the answer may come in the space's codec."""
-    plain: bool = False
-    """Whether the values go as they are, whatever the codec."""
-    pick: Callable[[int], tuple[KeySelection, Tensor]] | None = None
-    """Where a filter says what goes: by the number of the push, when nothing can refuse it any more."""
-
-
-def pushing(kind: int, rate: float | None, scale: float) -> RequestHeader:
-    """A push, with numbers that a server takes."""
+def _push_header(kind: int, rate: float | None, scale: float) -> RequestHeader:
     if not isfinite(scale) or (rate is not None and not isfinite(rate)):
         raise ProtocolError(f"rate={rate} and scale={scale}: both are finite numbers, or rate=None for the rule's own")
     return RequestHeader(kind, rate=nan if rate is None else rate, scale=scale)
 
 
-Callback = Callable[[Future], None]
+class _CallbackRunner:
+    """Calls the callbacks of one client, in at most `MAX_INFLIGHT_REQUESTS` tasks at once.
 
+    If all tasks are busy, the caller waits. A callback that adds another callback does not wait: its own task calls it
+    next.
+    """
 
-class _Task:
-    """What one task has to do yet."""
-
-    def __init__(self, of: CallbackRunner) -> None:
-        self.of = of
-        self.rest: deque[tuple[Future, Callback]] = deque()
-
-
-_current: ContextVar[_Task | None] = ContextVar("syncline_callback", default=None)
-"""The task that is calling back: it must not wait for a task to be free, as it may be the one."""
-
-
-class CallbackRunner:
-    """The callbacks of one client, at most `WINDOW` at once."""
-
-    def __init__(self, runtime: Runtime, patience: float) -> None:
+    def __init__(self, runtime: Runtime, timeout_s: float) -> None:
         self._runtime = runtime
-        self._patience = patience
+        self._timeout_s = timeout_s
         self._lock = runtime.lock()
         self._busy = 0
         self._freed = runtime.event()
 
-    def add(self, future: Future, callback: Callback) -> None:
-        """Have the future waited for, and the callback called with it."""
-        until = self._runtime.now() + self._patience
-        own = _current.get()
+    def add(self, future: Future, callback: Callable[[Future], None]) -> None:
+        """Wait for the future in a task, then call the callback with it."""
+        limit, deadline = protocol.MAX_INFLIGHT_REQUESTS, self._runtime.now() + self._timeout_s
+        current = _current_task.get()
         while True:
             with self._lock:
-                if self._busy < WINDOW:
+                if self._busy < limit:
                     self._busy += 1
                     break
                 self._freed.clear()
-            if own is not None and own.of is self:
-                own.rest.append((future, callback))
+            if current is not None and current.runner is self:
+                current.queue.append((future, callback))
                 return
-            left = until - self._runtime.now()
-            if left <= 0 or not self._freed.wait(left, f"one of {WINDOW} callbacks to return", hang=True):
+            left = deadline - self._runtime.now()
+            if left <= 0 or not self._freed.wait(left, f"one of {limit} callbacks to return", hang=True):
                 raise WorldError(
-                    f"{WINDOW} callbacks have not returned within {self._patience:.0f} s, and no more are called at "
-                    "once: let them return, or wait for futures instead"
+                    f"{limit} callbacks have not returned within {self._timeout_s:.0f} s, and no more run at once: let "
+                    "them return, or wait for futures instead"
                 )
         self._runtime.spawn(self._run, future, callback, name="callback")
 
-    def _run(self, future: Future, callback: Callback) -> None:
-        task = _Task(self)
-        _current.set(task)
-        task.rest.append((future, callback))
+    def _run(self, future: Future, callback: Callable[[Future], None]) -> None:
+        task = _CallbackTask(self, deque([(future, callback)]))
+        _current_task.set(task)
         try:
-            while task.rest:
-                _call_back(*task.rest.popleft())
+            while task.queue:
+                future, callback = task.queue.popleft()
+                try:
+                    future.wait()
+                finally:
+                    callback(future)
         finally:
             with self._lock:
                 self._busy -= 1
                 self._freed.set()
 
 
-def _call_back(future: Future, callback: Callback) -> None:
-    try:
-        future.wait()
-    finally:
-        callback(future)
+@dataclass
+class _CallbackTask:
+    runner: _CallbackRunner
+    queue: deque[tuple[Future, Callable[[Future], None]]]
+
+
+_current_task: ContextVar[_CallbackTask | None] = ContextVar("syncline_callback", default=None)
+"""The task that calls a callback. It must not wait for a free task, because it may be the only one."""

@@ -1,9 +1,9 @@
-"""The gradient of a fully connected layer as its two factors, multiplied at the server.
+"""Sends the gradient of a fully connected layer as its two factors, which the server multiplies.
 
     gradient (m × n) = δᵀ · o        δ: b × m, the gradient of the layer's output        o: b × n, its input
 
-For a batch of b rows the factors are b(m + n) numbers in place of mn. A payload holds what a range of the weight's
-elements needs: all of o, and the columns of δ whose rows the range touches::
+For a batch of b rows the factors have b(m + n) numbers instead of mn. A payload is about a range of the weight's
+elements. It has all of o, and the columns of δ for the rows that the range touches::
 
     magic u16 │ version u8 │ 0 u8 │ batch u32 │ rows u64 │ columns u64 │ skip u64 │ count u64 │ CRC-32 u32 │ 0 u32
     δ, batch × rows float32 │ o, batch × columns float32
@@ -26,7 +26,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from syncline.errors import IncompatibleError, ProtocolError
-from syncline.server.protocol import MOST_BYTES
+from syncline.server.protocol import MAX_BODY_BYTES
 from syncline.world.hooks import ModuleHook
 
 __all__ = ["HEADER_BYTES", "FactorRecorder", "factors_are_smaller", "pack_factors", "pack_range", "unpack_and_multiply"]
@@ -38,35 +38,35 @@ _CRC = struct.Struct("<II")
 HEADER_BYTES = _HEADER.size + _CRC.size
 
 
-def factors_are_smaller(b: int, m: int, n: int, cuts: Sequence[tuple[int, int]] | None = None) -> bool:
-    """Whether the factors of a batch of b are fewer bytes than an m × n gradient, and none too long for a message.
+def factors_are_smaller(b: int, m: int, n: int, ranges: Sequence[tuple[int, int]] | None = None) -> bool:
+    """Whether the factors of a batch of b have fewer bytes than an m × n gradient, and fit into messages.
 
-    `cuts` are the ranges of elements that go by themselves: o goes with each of them.
+    `ranges` are the ranges of elements in separate messages. Each message contains o.
 
     >>> factors_are_smaller(32, 1024, 1024), factors_are_smaller(1024, 1024, 1024)
     (True, False)
     >>> factors_are_smaller(400, 1024, 1024), factors_are_smaller(400, 1024, 1024, [(0, 1 << 19), (1 << 19, 1 << 20)])
     (True, False)
     """
-    ranges = [(0, m * n)] if cuts is None else cuts
-    bodies = [4 * b * (_rows(start % n if n else 0, stop - start, n) + n) for start, stop in ranges]
-    return sum(bodies) < 4 * m * n and HEADER_BYTES + max(bodies, default=0) <= MOST_BYTES
+    parts = [(0, m * n)] if ranges is None else ranges
+    bodies = [4 * b * (_rows(start % n if n else 0, stop - start, n) + n) for start, stop in parts]
+    return sum(bodies) < 4 * m * n and HEADER_BYTES + max(bodies, default=0) <= MAX_BODY_BYTES
 
 
 def pack_factors(delta: Tensor, o: Tensor, rows: tuple[int, int] | None = None) -> Tensor:
-    """The payload, bytes, of these rows of the gradient (first, after); all of them by default.
+    """The payload of the gradient's rows (first, end); by default of all rows.
 
     >>> delta, o = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0, 5.0]])
     >>> unpack_and_multiply(pack_factors(delta, o, rows=(1, 2)), torch.empty(3))
     tensor([ 6.,  8., 10.])
     """
     _check(delta, o)
-    first, after = (0, delta.shape[1]) if rows is None else rows
-    return pack_range(delta, o, first * o.shape[1], after * o.shape[1])
+    first, end = (0, delta.shape[1]) if rows is None else rows
+    return pack_range(delta, o, first * o.shape[1], end * o.shape[1])
 
 
 def pack_range(delta: Tensor, o: Tensor, start: int, stop: int) -> Tensor:
-    """The payload of elements `start` to `stop` of the gradient, laid out in one row: shards end where they end.
+    """The payload of elements `start` to `stop` of the flattened gradient. A range may begin and end within a row.
 
     >>> delta, o = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0, 5.0]])
     >>> unpack_and_multiply(pack_range(delta, o, 2, 5), torch.empty(3))
@@ -89,9 +89,9 @@ def pack_range(delta: Tensor, o: Tensor, start: int, stop: int) -> Tensor:
 
 
 def unpack_and_multiply(payload: Tensor, out: Tensor) -> Tensor:
-    """Write the range of the gradient that a payload stands for into `out`, as many elements of float32.
+    """Compute a payload's range of the gradient into `out`, a float32 tensor.
 
-    What was not packed here, or for another range, is a `ProtocolError`, and then `out` is as it was.
+    A malformed payload, or one for another number of elements, raises a `ProtocolError`; `out` is unchanged then.
     """
     if out.dtype != torch.float32 or not out.is_contiguous():
         raise IncompatibleError(f"factors are multiplied into contiguous float32, not {out.dtype}{list(out.shape)}")
@@ -108,13 +108,13 @@ def unpack_and_multiply(payload: Tensor, out: Tensor) -> Tensor:
 
 
 def _read_header(payload: Tensor, numel: int) -> tuple[int, int, int, int]:
-    """Batch, rows, columns and elements to skip. All of it is checked before a byte of the rest is looked at."""
+    """Batch, rows, columns and elements to skip; all are checked."""
     if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() < HEADER_BYTES:
         raise ProtocolError(f"factors are a row of at least {HEADER_BYTES} B, not {payload.dtype}{list(payload.shape)}")
     head = payload[:HEADER_BYTES].cpu().numpy().tobytes()
     magic, version, _, batch, rows, n, skip, count = _HEADER.unpack_from(head)
     if magic != MAGIC or version != VERSION:
-        raise ProtocolError(f"what came are no factors of version {VERSION} (magic {magic:#06x}, version {version})")
+        raise ProtocolError(f"the payload is not factors of version {VERSION} (magic {magic:#06x}, version {version})")
     if _CRC.unpack_from(head, _HEADER.size) != (zlib.crc32(head[: _HEADER.size]), 0):
         raise ProtocolError("the checksum of factors does not match their header")
     if count != numel:
@@ -128,12 +128,12 @@ def _read_header(payload: Tensor, numel: int) -> tuple[int, int, int, int]:
 
 
 def _rows(skip: int, count: int, n: int) -> int:
-    """How many rows of n elements `count` elements after `skip` touch."""
+    """The number of rows of n elements that `count` elements after `skip` touch."""
     return -(-(skip + count) // n) if n and count else 0
 
 
 def _floats(data: Tensor) -> Tensor:
-    """Bytes as float32; copied where they do not lie as float32 must."""
+    """Bytes as float32; copied if they are not aligned."""
     aligned = data.is_contiguous() and data.data_ptr() % 4 == 0 and data.storage_offset() % 4 == 0
     return (data if aligned else data.clone(memory_format=torch.contiguous_format)).view(torch.float32)
 
@@ -146,17 +146,17 @@ def _check(delta: Tensor, o: Tensor) -> None:
 
 
 class FactorRecorder:
-    """Listens to a model's fully connected layers, and has the factors of their gradients after a backward.
+    """Records the factors of the gradients of a model's fully connected layers during backward passes.
 
-    A layer counts where its weight is used once in a backward; several backwards before a `take` add up. With `check`
-    the factors are compared with the weight's gradient, along one random direction: where something else has had a
-    part in it, as clipping, a penalty on the weights or another use of them, they are left out. Who finds no factors
-    of a weight sends its gradient.
+    A layer is recorded if its weight is used once in a backward pass. Several passes before a `take` add up. With
+    `check` the factors are compared with the weight's gradient along one random direction. They are left out if the
+    gradient has other parts, from clipping, weight penalties or another use of the weight. The caller sends the dense
+    gradient for weights without factors.
 
     >>> model = nn.Sequential(nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 1))
-    >>> with FactorRecorder(model) as tap:
+    >>> with FactorRecorder(model) as recorder:
     ...     model(torch.randn(4, 3)).sum().backward()
-    ...     {name: (tuple(delta.shape), tuple(o.shape)) for name, (delta, o) in tap.take().items()}
+    ...     {name: (tuple(delta.shape), tuple(o.shape)) for name, (delta, o) in recorder.take().items()}
     {'0.weight': ((4, 2), (4, 3)), '2.weight': ((4, 1), (4, 2))}
     """
 
@@ -166,7 +166,7 @@ class FactorRecorder:
         self._layers: dict[int, _Layer] = {}
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         linear = [module for module in model.modules() if _is_plain(module)]
-        elsewhere = _others(model, linear)
+        elsewhere = _other_parameters(model, linear)
         for module in linear:
             weight = module._parameters["weight"]
             if weight is None or not weight.requires_grad or id(weight) in elsewhere:
@@ -174,18 +174,18 @@ class FactorRecorder:
             layer = self._layers.get(id(weight))
             if layer is None:
                 layer = self._layers[id(weight)] = _Layer(names[id(weight)], weight)
-                self._handles.append(weight.register_post_accumulate_grad_hook(layer.settle))  # type: ignore[no-untyped-call]
-            # First of all hooks: one that changes the output would change what δ is the gradient of.
+                self._handles.append(weight.register_post_accumulate_grad_hook(layer.finish_pass))  # type: ignore[no-untyped-call]
+            # Before all other hooks: a hook that changes the output would change the meaning of δ.
             hook = ModuleHook(layer.forward)
             self._handles.append(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
 
     @property
     def names(self) -> list[str]:
-        """Weights that it listens to."""
+        """The names of the recorded weights."""
         return [layer.name for layer in self._layers.values()]
 
     def take(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """(δ, o) by the weight's name, of the backwards since the last `take`; they are forgotten here."""
+        """Return (δ, o) by the weight's name, for the backward passes since the last `take`, and forget them."""
         found = {}
         for layer in self._layers.values():
             factors = layer.take()
@@ -194,7 +194,7 @@ class FactorRecorder:
         return found
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -209,16 +209,16 @@ class FactorRecorder:
 
 @dataclass
 class _Layer:
-    """What was heard of one weight."""
+    """The recorded factors of one weight."""
 
     name: str
     weight: nn.Parameter
-    kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """One for each backward that is over."""
-    heard: tuple[Tensor, Tensor] | None = None
-    """In the backward that is on."""
+    finished: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """One pair for each finished backward pass."""
+    current: tuple[Tensor, Tensor] | None = None
+    """The pair of the current backward pass."""
     dense: bool = False
-    """Whether the weight was used in a way that factors cannot tell."""
+    """Whether the weight was used in a way that factors cannot express."""
 
     def forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         if torch.is_grad_enabled() and self.weight.requires_grad and output.grad_fn is not None:
@@ -226,30 +226,30 @@ class _Layer:
             _product(output.grad_fn).register_prehook(partial(self.backward, o.detach()))
 
     def backward(self, o: Tensor, gradients: Sequence[Tensor | None]) -> None:
-        self.dense = self.dense or self.heard is not None or gradients[0] is None
-        self.heard = None if gradients[0] is None else (gradients[0].detach(), o)
+        self.dense = self.dense or self.current is not None or gradients[0] is None
+        self.current = None if gradients[0] is None else (gradients[0].detach(), o)
 
-    def settle(self, weight: Tensor) -> None:
-        """The weight's gradient is complete: autograd comes here once a backward."""
-        if self.heard is None:
+    def finish_pass(self, weight: Tensor) -> None:
+        """The weight's gradient is complete. Autograd calls this once in each backward pass."""
+        if self.current is None:
             self.dense = True
         elif not self.dense:
-            self.kept.append(self.heard)
-        self.heard = None
+            self.finished.append(self.current)
+        self.current = None
 
     def take(self) -> tuple[Tensor, Tensor] | None:
-        kept, dense = self.kept, self.dense
-        self.kept, self.heard, self.dense = [], None, False
-        if dense or not kept:
+        pairs, dense = self.finished, self.dense
+        self.finished, self.current, self.dense = [], None, False
+        if dense or not pairs:
             return None
         m, n = self.weight.shape
-        deltas, inputs = [delta.reshape(-1, m) for delta, _ in kept], [o.reshape(-1, n) for _, o in kept]
-        return (deltas[0], inputs[0]) if len(kept) == 1 else (torch.cat(deltas), torch.cat(inputs))
+        deltas, inputs = [delta.reshape(-1, m) for delta, _ in pairs], [o.reshape(-1, n) for _, o in pairs]
+        return (deltas[0], inputs[0]) if len(pairs) == 1 else (torch.cat(deltas), torch.cat(inputs))
 
 
 def _product(node: Node) -> Node:
-    """The node that made a layer's output. That of batches of more dimensions is a view of it, and where somebody then
-    changes the output in place, as ReLU may, autograd goes past the view's own node.
+    """The autograd node of a layer's product. The output of a batch with more dimensions is a view of it. If the output
+    is then changed in place, as by ReLU, autograd skips the view's own node.
     """
     while node.name().removeprefix("Unsafe").startswith(("View", "Reshape")):
         after = node.next_functions[0][0]
@@ -260,13 +260,13 @@ def _product(node: Node) -> Node:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module computes x·Wᵀ + bias and nothing else; a weight that is computed is no parameter of its own."""
+    """Whether a module computes only x·Wᵀ + bias, with a weight that is its own parameter."""
     plain = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     return plain and module._parameters.get("weight") is not None
 
 
-def _others(model: nn.Module, linear: list[nn.Module]) -> set[int]:
-    """Parameters that modules of other kinds hold, or that are no weights: an embedding may share a layer's."""
+def _other_parameters(model: nn.Module, linear: list[nn.Module]) -> set[int]:
+    """The ids of parameters of other modules, and of biases: an embedding may share a layer's weight."""
     plain = set(map(id, linear))
     return {
         id(parameter)
@@ -277,7 +277,7 @@ def _others(model: nn.Module, linear: list[nn.Module]) -> set[int]:
 
 
 def _agree(gradient: Tensor | None, delta: Tensor, o: Tensor) -> bool:
-    """Whether δᵀ·o is the gradient, seen along one direction: two products with a vector, not one of matrices."""
+    """Whether δᵀ·o is the gradient, tested along one direction, without a matrix product."""
     if gradient is None:
         return False
     draw = torch.Generator().manual_seed(0x51C7)
@@ -287,7 +287,7 @@ def _agree(gradient: Tensor | None, delta: Tensor, o: Tensor) -> bool:
     )
     exact = delta.dtype == o.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     delta, o = delta.float(), o.float()
-    made = delta.t() @ (o @ probe)
+    product = delta.t() @ (o @ probe)
     bound = delta.abs().t() @ (o.abs() @ probe.abs())
-    apart = (gradient.float() @ probe - made).abs()
-    return bool((apart <= bound * (1e-5 if exact else 2e-2)).all())
+    difference = (gradient.float() @ probe - product).abs()
+    return bool((difference <= bound * (1e-5 if exact else 2e-2)).all())

@@ -1,11 +1,13 @@
-"""The members of a server network, numbered: workers, then dedicated servers, then evaluators.
+"""The members of a server network: workers, then dedicated servers, then evaluators.
 
 ```text
-co-located (the default)        two dedicated servers           an evaluator beside
+co-located (the default)        two dedicated servers           an evaluator
 worker 0   1   2   3            worker 0   1   2   3            worker 0   1   2   3     evaluator
 member 0   1   2   3            member 0   1   2   3            member 0   1   2   3        4
 server 0   1   2   3            server                 4   5    server 0   1   2   3
 ```
+
+The launcher's environment variables give the number of each kind and this process's role.
 """
 
 from __future__ import annotations
@@ -26,168 +28,33 @@ from syncline.world import World
 
 __all__ = ["Roles", "ServerNetwork", "import_handlers", "join_network", "network_of", "read_roles", "server_network"]
 
-HANDLERS = "SYNCLINE_HANDLERS"
-"""Modules, separated by commas, that register handlers: every process that serves imports them."""
+HANDLERS_VARIABLE = "SYNCLINE_HANDLERS"
+"""Modules, separated by commas, that register handlers. Every process that serves imports them."""
 LABEL = "server"
-LEAVING = 1.0
-"""Seconds that leaving after an error may wait for others to take what was sent."""
+CLOSE_TIMEOUT_S = 1.0
+"""After an error, closing waits at most this long for messages to be delivered."""
 TORCH = "torch.distributed"
-
-
-@dataclass(frozen=True)
-class ServerNetwork:
-    """Who serves, who asks, and the channel that joins them. All numbers are members of the transport."""
-
-    transport: Transport
-    workers: tuple[int, ...]
-    servers: tuple[int, ...]
-    me: int
-    dedicated: bool
-    evaluators: tuple[int, ...] = ()
-
-    @property
-    def serves(self) -> bool:
-        """Whether this process is to run a server."""
-        return self.me in self.servers
-
-    def close(self) -> None:
-        """Let the channel go: what still waits on it ends with an error."""
-        if sys.exc_info()[1] is not None:  # what went wrong is told soon, whatever is still to be delivered
-            self.transport.timeout = min(self.transport.timeout, LEAVING)
-        self.transport.close()
-
-
-def network_of(transport: Transport, workers: int, servers: int = 0, evaluators: int = 0) -> ServerNetwork:
-    """The network on a channel whose members stand in the order above; without servers every worker is one.
-
-    >>> from syncline.transports import SingleTransport
-    >>> network_of(SingleTransport(), workers=1).servers
-    (0,)
-    """
-    if workers < 1 or workers + servers + evaluators != transport.size:
-        raise WorldError(
-            f"{workers} workers, {servers} servers and {evaluators} evaluators are not the {transport.size} members of "
-            "this channel"
-        )
-    after = workers + servers
-    network = ServerNetwork(
-        transport=transport,
-        workers=tuple(range(workers)),
-        servers=tuple(range(workers, after)) if servers else tuple(range(workers)),
-        me=transport.rank,
-        dedicated=servers > 0,
-        evaluators=tuple(range(after, after + evaluators)),
-    )
-    clients = (*network.workers, *network.evaluators)
-    transport.monitor.watch(sorted({*network.servers, *(clients if network.serves else ())}))
-    return network
-
-
-def server_network(world: World) -> ServerNetwork:
-    """The world's server network. All workers make it together, at the first call; it is closed with the world.
-
-    In an evaluator's process, whose world is its own alone, it is the network of the workers that it watches.
-
-    >>> import syncline as sl
-    >>> with sl.init() as world:
-    ...     server_network(world).workers
-    (0,)
-    """
-    return world.keep(LABEL, lambda: _make(world))
-
-
-def _make(world: World) -> ServerNetwork:
-    extra = world.transport.extra_roles
-    if extra:
-        servers = extra.count("server")
-        if extra != ("server",) * servers + ("evaluator",) * (len(extra) - servers):
-            raise WorldError(f"beside the ranks are {', '.join(extra)}: servers come first, then evaluators, no others")
-        return network_of(world.job_channel, world.size, servers, len(extra) - servers)
-    simulated = world.transport.timing.virtual  # no launcher knows simulated ranks
-    roles = Roles() if simulated else read_roles(world.environ)
-    if roles.role != "worker":
-        return join_network(roles, world.transport.timeout)
-    if not roles.alone and roles.workers != world.size:
-        raise WorldError(
-            f"this world has {world.size} ranks, but {roles.workers} workers were started with {roles.servers} servers "
-            f"and {roles.evaluators} evaluators: let all of them be in one world"
-        )
-    if not simulated and not roles.servers:
-        import_handlers()
-    if roles.alone and world.transport.name != TORCH:
-        return network_of(_split(world), world.size)
-    zeromq = importlib.import_module("syncline.transports.zeromq")  # only here: MPI needs none of it
-    environment = detect(world.environ) if roles.alone else roles.environment(world.rank)
-    transport = zeromq.connect(environment, world.transport.timeout, label=LABEL, name_of=roles.name_of)
-    world.count_losses_of(transport)
-    return network_of(transport, world.size, roles.servers, roles.evaluators)
-
-
-def _split(world: World) -> Transport:
-    channel = world.transport.split(range(world.size))
-    assert channel is not None, "every rank is a member"
-    return channel
-
-
-def join_network(roles: Roles, timeout: float = DEFAULT_TIMEOUT_S, patience: float | None = None) -> ServerNetwork:
-    """Join as a server or an evaluator, as the launcher has said. `patience`: seconds to wait for the workers."""
-    if roles.role == "worker" or roles.rendezvous is None:
-        raise WorldError(
-            f"this process is a {roles.role} and knows no meeting point: `syncline run --servers S` starts servers and "
-            "tells them where to meet (SYNCLINE_ROLE, MASTER_ADDR, MASTER_PORT)"
-        )
-    zeromq = importlib.import_module("syncline.transports.zeromq")
-    environment = roles.environment()
-    transport = zeromq.connect(environment, timeout, label=LABEL, join_timeout=patience, name_of=roles.name_of)
-    return network_of(transport, roles.workers, roles.servers, roles.evaluators)
-
-
-def import_handlers(environ: Mapping[str, str] | None = None) -> None:
-    """Import the modules that register handlers, on whichever side serves.
-
-    >>> import_handlers({"SYNCLINE_HANDLERS": "no_such_module"})
-    Traceback (most recent call last):
-    ...
-    syncline.errors.SpecError: SYNCLINE_HANDLERS=no_such_module: there is no module 'no_such_module' ...
-    """
-    text = (os.environ if environ is None else environ).get(HANDLERS, "")
-    for name in filter(None, (part.strip() for part in text.split(","))):
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise  # of something that the module itself imports
-            raise SpecError(
-                f"{HANDLERS}={text}: there is no module {name!r} in {os.getcwd()} or on PYTHONPATH; "
-                "give --handlers the name of a module that can be imported there"
-            ) from error
-
-
+SOURCE = "syncline run"
 Role = Literal["worker", "server", "evaluator"]
 ROLES = ("worker", "server", "evaluator")
-SOURCE = "syncline run"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """How many members a server network has, of which kind, and which of them this process is.
-
-    Workers come first, as in the world; then servers; then evaluators.
-    """
+    """The number of members of each kind, and which of them this process is."""
 
     role: Role = "worker"
     workers: int = 0
-    """0: the launcher did not say, because there is nobody else."""
+    """0: the launcher has started workers only, and sets no variables."""
     servers: int = 0
     evaluators: int = 0
     number: int = 0
-    """Of a server: which one."""
+    """The number of this server."""
     one_host: bool = False
     rendezvous: Rendezvous | None = None
 
     @property
-    def alone(self) -> bool:
-        """Whether there are workers only."""
+    def workers_only(self) -> bool:
         return not self.servers and not self.evaluators
 
     @property
@@ -195,17 +62,17 @@ class Roles:
         return self.workers + self.servers + self.evaluators
 
     def name_of(self, member: int) -> str:
-        """A member as its launcher names it.
+        """A member's name in messages.
 
         >>> [Roles(workers=2, servers=1, evaluators=1).name_of(member) for member in (1, 2, 3)]
         ['rank 1', 'server 0', 'evaluator']
         """
-        if member < self.workers or self.alone:
+        if member < self.workers or self.workers_only:
             return f"rank {member}"
         return f"server {member - self.workers}" if member < self.workers + self.servers else "evaluator"
 
     def environment(self, rank: int = 0) -> Environment:
-        """This process as a member; `rank` is a worker's own."""
+        """This process as a member of the network. `rank` is a worker's rank."""
         first = {"worker": rank, "server": self.workers + self.number, "evaluator": self.workers + self.servers}
         return Environment(
             source=f"{SOURCE}, {self.role}",
@@ -217,17 +84,17 @@ class Roles:
 
 
 def read_roles(environ: Mapping[str, str] | None = None) -> Roles:
-    """What the launcher says of servers and evaluators; nobody but workers where it says nothing.
+    """Read the launcher's variables about servers and evaluators.
 
-    >>> read_roles({}).alone
+    >>> read_roles({}).workers_only
     True
     >>> found = {"SYNCLINE_WORKERS": "4", "SYNCLINE_SERVERS": "2", "SYNCLINE_ROLE": "server", "SYNCLINE_SERVER": "1"}
     >>> read_roles(found).environment().rank
     5
     """
-    found = os.environ if environ is None else environ
-    read = Variables(SOURCE, found)
-    role = found.get("SYNCLINE_ROLE", "worker")
+    variables = os.environ if environ is None else environ
+    read = Variables(SOURCE, variables)
+    role = variables.get("SYNCLINE_ROLE", "worker")
     if role not in ROLES:
         raise WorldError(f"SYNCLINE_ROLE={role!r} is none of {', '.join(ROLES)}; leave it to `syncline run`")
     servers, evaluators = read.whole("SYNCLINE_SERVERS", 0), read.whole("SYNCLINE_EVALUATORS", 0)
@@ -244,6 +111,134 @@ def read_roles(environ: Mapping[str, str] | None = None) -> Roles:
         servers=servers,
         evaluators=evaluators,
         number=number,
-        one_host=found.get("SYNCLINE_HOSTS") == "1",
+        one_host=variables.get("SYNCLINE_HOSTS") == "1",
         rendezvous=read.rendezvous(None, None),
     )
+
+
+@dataclass(frozen=True)
+class ServerNetwork:
+    """The members by kind, and the transport between them. All numbers are members of the transport."""
+
+    transport: Transport
+    workers: tuple[int, ...]
+    servers: tuple[int, ...]
+    me: int
+    dedicated: bool
+    """Whether the servers are processes of their own."""
+    evaluators: tuple[int, ...] = ()
+
+    @property
+    def serves(self) -> bool:
+        """Whether this process runs a server."""
+        return self.me in self.servers
+
+    def close(self) -> None:
+        """Close the transport. Calls that still wait on it end with an error."""
+        if sys.exc_info()[1] is not None:  # an error is reported soon, even if messages are not delivered
+            self.transport.timeout = min(self.transport.timeout, CLOSE_TIMEOUT_S)
+        self.transport.close()
+
+
+def network_of(transport: Transport, workers: int, servers: int = 0, evaluators: int = 0) -> ServerNetwork:
+    """The network on a transport whose members have the order above. Without servers every worker serves.
+
+    >>> from syncline.transports import SingleTransport
+    >>> network_of(SingleTransport(), workers=1).servers
+    (0,)
+    """
+    if workers < 1 or workers + servers + evaluators != transport.size:
+        raise WorldError(
+            f"{workers} workers, {servers} servers and {evaluators} evaluators are not the {transport.size} members of "
+            "this transport"
+        )
+    end = workers + servers
+    network = ServerNetwork(
+        transport=transport,
+        workers=tuple(range(workers)),
+        servers=tuple(range(workers, end)) if servers else tuple(range(workers)),
+        me=transport.rank,
+        dedicated=servers > 0,
+        evaluators=tuple(range(end, end + evaluators)),
+    )
+    clients = (*network.workers, *network.evaluators)
+    transport.monitor.watch(sorted({*network.servers, *(clients if network.serves else ())}))
+    return network
+
+
+def server_network(world: World) -> ServerNetwork:
+    """The world's server network. All workers make it together at the first call. It is closed with the world.
+
+    In an evaluator's process, which has a world of its own, it is the network of the workers.
+
+    >>> import syncline as sl
+    >>> with sl.init() as world:
+    ...     server_network(world).workers
+    (0,)
+    """
+    return world.keep(LABEL, lambda: _make_network(world))
+
+
+def _make_network(world: World) -> ServerNetwork:
+    extra = world.transport.extra_roles
+    if extra:
+        servers = extra.count("server")
+        if extra != ("server",) * servers + ("evaluator",) * (len(extra) - servers):
+            raise WorldError(f"beside the ranks are {', '.join(extra)}: servers come first, then evaluators, no others")
+        return network_of(world.job_channel, world.size, servers, len(extra) - servers)
+    simulated = world.transport.timing.virtual  # the launcher's variables are not about simulated ranks
+    roles = Roles() if simulated else read_roles(world.environ)
+    if roles.role != "worker":
+        return join_network(roles, world.transport.timeout)
+    if not roles.workers_only and roles.workers != world.size:
+        raise WorldError(
+            f"this world has {world.size} ranks, but {roles.workers} workers were started with {roles.servers} servers "
+            f"and {roles.evaluators} evaluators: let all of them be in one world"
+        )
+    if not simulated and not roles.servers:
+        import_handlers()
+    if roles.workers_only and world.transport.name != TORCH:
+        transport = world.transport.split(range(world.size))
+        assert transport is not None, "every rank is a member"
+        return network_of(transport, world.size)
+    zeromq = importlib.import_module("syncline.transports.zeromq")  # only here: MPI does not need it
+    environment = detect(world.environ) if roles.workers_only else roles.environment(world.rank)
+    transport = zeromq.connect(environment, world.transport.timeout, label=LABEL, name_of=roles.name_of)
+    world.count_losses_of(transport)
+    return network_of(transport, world.size, roles.servers, roles.evaluators)
+
+
+def join_network(
+    roles: Roles, timeout: float = DEFAULT_TIMEOUT_S, join_timeout_s: float | None = None
+) -> ServerNetwork:
+    """Join as a server or an evaluator. `join_timeout_s`: seconds to wait for the workers."""
+    if roles.role == "worker" or roles.rendezvous is None:
+        raise WorldError(
+            f"this process is a {roles.role} and has no rendezvous address: `syncline run --servers S` starts servers "
+            "and sets it (SYNCLINE_ROLE, MASTER_ADDR, MASTER_PORT)"
+        )
+    zeromq = importlib.import_module("syncline.transports.zeromq")
+    environment = roles.environment()
+    transport = zeromq.connect(environment, timeout, label=LABEL, join_timeout=join_timeout_s, name_of=roles.name_of)
+    return network_of(transport, roles.workers, roles.servers, roles.evaluators)
+
+
+def import_handlers(environ: Mapping[str, str] | None = None) -> None:
+    """Import the modules that register handlers. Every process that serves calls it.
+
+    >>> import_handlers({"SYNCLINE_HANDLERS": "no_such_module"})
+    Traceback (most recent call last):
+    ...
+    syncline.errors.SpecError: SYNCLINE_HANDLERS=no_such_module: there is no module 'no_such_module' ...
+    """
+    text = (os.environ if environ is None else environ).get(HANDLERS_VARIABLE, "")
+    for name in filter(None, (part.strip() for part in text.split(","))):
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise  # of a module that the named one imports
+            raise SpecError(
+                f"{HANDLERS_VARIABLE}={text}: there is no module {name!r} in {os.getcwd()} or on PYTHONPATH; "
+                "give --handlers the name of a module that can be imported there"
+            ) from error

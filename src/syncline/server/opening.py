@@ -1,8 +1,8 @@
-"""Opening a space: by all workers together, or by somebody who only watches."""
+"""Opens spaces: by all workers together, by an observer, or as a tree of masters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -14,7 +14,7 @@ from syncline.errors import IncompatibleError, SpecError
 from syncline.server.client import Client, ClusterStatus
 from syncline.server.filters import Filter, build_filter
 from syncline.server.network import ServerNetwork, server_network
-from syncline.server.protocol import PIECE, Post
+from syncline.server.protocol import MAX_PIECE_ELEMENTS, Post
 from syncline.server.rules import UpdateRule, build_rule
 from syncline.server.server import Server
 from syncline.server.space import Keys, SpaceDescription, pack_starts
@@ -22,8 +22,8 @@ from syncline.world import World, current_world
 
 __all__ = ["TreeClient", "WorkerGroup", "groups_of", "open_space", "open_tree", "store", "watch_space"]
 
-LEAVING = 60.0
-"""Seconds that leaving waits for those who still need this process's shard, at least."""
+MIN_LEAVE_TIMEOUT_S = 60.0
+"""A process that holds a shard waits at least this long for the others to leave."""
 
 
 def store(
@@ -37,8 +37,9 @@ def store(
 ) -> Client:
     """A space of `numel` float32 keys that all workers share, sharded over the servers. Every worker calls it.
 
-    `rule` says what a push does: "add", "assign", "sgd(0.1)", "adagrad(0.1)", "handler('mine')", … Values go in
-    `codec`; `filters` hold back what is not worth sending yet. The keys begin at 0, or at rank 0's `initial`.
+    `rule` defines the effect of a push: "add", "assign", "sgd(0.1)", "adagrad(0.1)", "handler('mine')", … `codec`
+    compresses values; `filters` hold back values that are not worth sending yet. The keys begin at 0, or at rank 0's
+    `initial`.
 
     >>> import torch, syncline as sl
     >>> with sl.init() as world, sl.store(3, rule="sgd(0.5)") as weights:
@@ -77,25 +78,25 @@ def open_space(
     servers: Sequence[int] | None = None,
     workers: Sequence[int] | None = None,
     mean: bool = False,
-    upward: str = "",
+    parent: str = "",
     parameters: Sequence[int] = (),
-    piece: int = PIECE,
+    piece: int = MAX_PIECE_ELEMENTS,
     initial: Tensor | None = None,
-    retry: float | None = None,
+    retry_s: float | None = None,
     seed: int = 0,
-    kind: type[Client] = Client,
+    client_class: type[Client] = Client,
 ) -> Client:
-    """Open a space together with the other workers of the world, in the same order on all of them.
+    """Open a space. All workers of the world call it, in the same order if there are several spaces.
 
-    `servers` are members of the network that hold its shards (all that serve, if not told), `workers` those with a
-    clock (all).
+    `servers` are the members that hold its shards (default: all servers), `workers` those with a clock (default: all).
+    The other options are fields of `SpaceDescription` or arguments of `Client`.
     """
     _check_filters(filters, rules)
     network = server_network(world)
-    host = world.keep("syncline.server", lambda: Server(network).start()) if network.serves else None
-    names = world.keep(("spaces", name), _Names)
+    server = local_server(world)
+    numbers = world.keep(("spaces", name), _SpaceNumbers)
     description = SpaceDescription(
-        name=f"{name} {next(names.numbers)}",
+        name=f"{name} {next(numbers.count)}",
         numel=numel,
         servers=tuple(network.servers if servers is None else servers),
         workers=tuple(network.workers if workers is None else workers),
@@ -107,12 +108,11 @@ def open_space(
         codec=codec,
         piece=piece,
         mean=mean,
-        upward=upward,
+        parent=parent,
         parameters=pack_starts(parameters) if parameters else "",
     )
-    client = kind(
-        network, description, filters=filters, retry=retry, seed=seed, on_close=_leaving(host, description, network)
-    )
+    on_close = _wait_for_others(server, description, network)
+    client = client_class(network, description, filters=filters, retry_s=retry_s, seed=seed, on_close=on_close)
     client.hello()
     if initial is not None and network.me == description.workers[0]:
         client.put(None, initial)
@@ -120,15 +120,22 @@ def open_space(
     return client
 
 
-def watch_space(network: ServerNetwork, name: str, number: int, servers: Sequence[int] | None = None) -> Client:
-    """A client that only watches the `number`-th space of that name (from 1); it waits until the workers have it."""
-    where = tuple(network.servers if servers is None else servers)
-    placeholder = SpaceDescription(name=f"{name} {number}", numel=1, servers=where[:1], workers=network.workers)
-    return Client(network, placeholder, retry=network.transport.retry_after_s).observe()
+def watch_space(network: ServerNetwork, name: str, number: int) -> Client:
+    """A client that observes the `number`-th space of a name (from 1). It waits until the workers have opened it."""
+    placeholder = SpaceDescription(
+        name=f"{name} {number}", numel=1, servers=network.servers[:1], workers=network.workers
+    )
+    return Client(network, placeholder, retry_s=network.transport.retry_after_s).observe()
+
+
+def local_server(world: World) -> Server | None:
+    """The server in this process, started at the first call; None if this process does not serve."""
+    network = server_network(world)
+    return world.keep("syncline.server", lambda: Server(network).start()) if network.serves else None
 
 
 def _check_filters(filters: Filter | None, rules: Sequence[str]) -> None:
-    """Refuse a filter that holds values back where the rule cannot take sums of them later, for some keys."""
+    """Raise an error if a filter holds values back and a rule cannot apply their sum later."""
     if filters is None or not filters.chooses:
         return
     for rule in map(build_rule, rules):
@@ -140,42 +147,56 @@ def _check_filters(filters: Filter | None, rules: Sequence[str]) -> None:
             )
 
 
-class _Names:
-    """Counts the spaces of one name, alike on every worker."""
+class _SpaceNumbers:
+    """Counts the spaces of one name, in the same way on every worker."""
 
     def __init__(self) -> None:
-        self.numbers = count(1)
+        self.count = count(1)
 
     def close(self) -> None:
         return
 
 
-def _leaving(host: Server | None, description: SpaceDescription, network: ServerNetwork):  # type: ignore[no-untyped-def]
-    """What closing a client waits for, where its process holds a shard."""
-    if host is None or network.me not in description.servers:
+def _wait_for_others(
+    server: Server | None, description: SpaceDescription, network: ServerNetwork
+) -> Callable[[], None] | None:
+    """What closing a client waits for, if its process holds a shard; else None."""
+    if server is None or network.me not in description.servers:
         return None
 
     def wait() -> None:
-        patience = max(LEAVING, network.transport.timeout)
-        if not host.wait_left(description.space_id, patience):
+        timeout_s = max(MIN_LEAVE_TIMEOUT_S, network.transport.timeout)
+        if not server.wait_left(description.space_id, timeout_s):
             raise IncompatibleError(
-                f"members {host.waiting_for(description.space_id)} have not left space {description.name!r} within "
-                f"{patience:.0f} s: every worker closes its run, and this one holds a shard for them until then"
+                f"members {server.members_in(description.space_id)} have not left space {description.name!r} within "
+                f"{timeout_s:.0f} s: every worker closes its run, and this one holds a shard for them until then"
             )
 
     return wait
 
 
+# Trees of masters: groups of neighbouring workers, each with a sub-master between it and the root.
+#
+#     masters=2, six workers          root: the first server
+#                                   ▲                    ▲
+#                          sub-master 0          sub-master 1        one push and pull for the whole group
+#                          ▲    ▲    ▲           ▲    ▲    ▲
+#                 worker   0    1    2           3    4    5
+#
+# Without dedicated servers a sub-master is a task in the process of its group's first worker. Otherwise it is one of
+# the dedicated servers, after the root.
+
+
 @dataclass(frozen=True)
 class WorkerGroup:
-    """Workers that share a sub-master. All are members of the network."""
+    """The workers of one sub-master. All numbers are members of the network."""
 
     master: int
     workers: tuple[int, ...]
 
 
 def groups_of(network: ServerNetwork, masters: int) -> list[WorkerGroup]:
-    """Neighbours together, as evenly as can be.
+    """Divide the workers into groups of neighbours of nearly equal size.
 
     >>> from syncline.transports import SingleTransport
     >>> groups_of(ServerNetwork(SingleTransport(), tuple(range(5)), tuple(range(5)), me=0, dedicated=False), 2)
@@ -187,83 +208,84 @@ def groups_of(network: ServerNetwork, masters: int) -> list[WorkerGroup]:
     if network.dedicated and masters >= len(servers):
         raise IncompatibleError(
             f"masters={masters} on {len(servers)} dedicated servers: the root is one, and so is each sub-master; start "
-            f"{masters + 1} (syncline run --servers {masters + 1}), or none, and the workers' own processes are"
+            f"{masters + 1} (syncline run --servers {masters + 1}), or none, and the workers' own processes serve"
         )
     base, more = divmod(len(workers), masters)
-    found, at = [], 0
+    groups, at = [], 0
     for number in range(masters):
         members = workers[at : at + base + (number < more)]
-        # In the order of the groups, which is that of the sum.
+        # The order of the masters is that of the groups, in which the root adds.
         master = servers[1 + number] if network.dedicated else members[0]
-        found.append(WorkerGroup(master, members))
+        groups.append(WorkerGroup(master, members))
         at += len(members)
-    return found
+    return groups
 
 
 class TreeClient(Client):
-    """A worker's door to its sub-master. What is not about a step, it asks of the root."""
+    """A worker's client of its sub-master. Requests that are not about a step go to the root."""
 
-    top: Client
-    host: Server | None = None
-    _told = ClusterStatus()
+    root: Client
+    server: Server | None = None
+    _status = ClusterStatus()
 
     @property
-    def told(self) -> ClusterStatus:
-        """What the sub-master tells of the group; a wish to stop may come from the root first."""
-        top = getattr(self, "top", None)  # it comes after the first answers
-        return replace(self._told, stop=True) if top is not None and top.told.stop else self._told
+    def status(self) -> ClusterStatus:
+        """What the sub-master tells about the group. A request to stop may come from the root first."""
+        root = getattr(self, "root", None)  # the first replies arrive before it is set
+        return replace(self._status, stop=True) if root is not None and root.status.stop else self._status
 
-    @told.setter
-    def told(self, told: ClusterStatus) -> None:
-        self._told = told
+    @status.setter
+    def status(self, status: ClusterStatus) -> None:
+        self._status = status
 
     def get(self, keys: Keys = None) -> Tensor:
-        return self.top.get(keys)
+        return self.root.get(keys)
 
     def put(self, keys: Keys, values: Tensor) -> None:
-        self.top.put(keys, values)
+        self.root.put(keys, values)
 
     def add(self, keys: Keys, values: Tensor) -> None:
-        self.top.add(keys, values)
+        self.root.add(keys, values)
 
     def steps(self) -> list[int]:
-        return self.top.steps()
+        return self.root.steps()
 
     def applied(self) -> bool:
-        """The sub-masters have carried their last sums to the root, and finished there."""
-        self.top.control({"do": "steps"})
-        return self.top.told.live == 0
+        """Whether the sub-masters have relayed their last sums to the root and finished there."""
+        self.root.control({"do": "steps"})
+        return self.root.status.live == 0
 
     def stop(self) -> None:
-        self.top.stop()
+        self.root.stop()
         super().stop()
 
     def post(self, kind: str, values: Sequence[float]) -> None:
-        self.top.post(kind, values)
+        self.root.post(kind, values)
 
     def read_posts(self, since: int = 0) -> list[Post]:
-        return self.top.read_posts(since)
+        return self.root.read_posts(since)
 
-    def planes(self, names: Sequence[str] | None = None) -> list[str]:
-        return self.top.planes(names)
+    def optimizer_state(self, names: Sequence[str] | None = None) -> list[str]:
+        return self.root.optimizer_state(names)
 
-    def read_plane(self, number: int) -> Tensor:
-        return self.top.read_plane(number)
+    def read_state(self, slot: int) -> Tensor:
+        return self.root.read_state(slot)
 
-    def write_plane(self, number: int, values: Tensor) -> None:
-        self.top.write_plane(number, values)
+    def write_state(self, slot: int, values: Tensor) -> None:
+        self.root.write_state(slot, values)
 
-    def control(self, asked: dict[str, Any], everywhere: bool = False) -> Any:
-        """Clocks out of a checkpoint are those of the whole tree: the root hears of them, the group takes its own."""
-        if asked.get("do") == "rules":  # a sub-master applies none
-            return self.top.control(asked, everywhere=True)
-        if asked.get("do") == "clocks":
-            below = zip(self.network.workers, asked["clocks"], strict=False)
-            return self.top.control({"do": "below", "below": {str(worker): [int(at), 0] for worker, at in below}})
-        return super().control(asked, everywhere)
+    def control(self, request: dict[str, Any], everywhere: bool = False) -> Any:
+        """Clocks of a checkpoint are those of all workers, and go to the root; the group gets its own separately."""
+        if request.get("do") == "rules":  # a sub-master applies none
+            return self.root.control(request, everywhere=True)
+        if request.get("do") == "clocks":
+            clocks = zip(self.network.workers, request["clocks"], strict=False)
+            steps = {str(worker): [int(clock), 0] for worker, clock in clocks}
+            return self.root.control({"do": "below", "below": steps})
+        return super().control(request, everywhere)
 
     def set_clocks(self, clocks: Sequence[int]) -> None:
-        """Have the group go on from these steps, one for each worker of the world; every worker calls it."""
+        """Let the group continue from these clocks, one for each worker of the world. Every worker calls it."""
         workers = self.description.workers
         own = [int(clocks[self.network.workers.index(worker)]) for worker in workers]
         if self.network.me == workers[0]:
@@ -271,52 +293,47 @@ class TreeClient(Client):
         self.clock = own[workers.index(self.network.me)]
 
     def close(self) -> None:
-        """Leave the group, then the root; whose process is a sub-master does so when its last sum is there."""
+        """Leave the group, then the root. A process with a sub-master waits until its last sum is relayed."""
         if self._closed:
             return
         super().close()
-        patience = max(LEAVING, self.network.transport.timeout)
-        if self.host is not None and not self.host.wait_relayed(self.description.space_id, patience):
-            raise IncompatibleError(f"a sub-master has not carried its last sum to the root within {patience:.0f} s")
-        self.top.close()
+        timeout_s = max(MIN_LEAVE_TIMEOUT_S, self.network.transport.timeout)
+        if self.server is not None and not self.server.wait_relayed(self.description.space_id, timeout_s):
+            raise IncompatibleError(f"a sub-master has not relayed its last sum to the root within {timeout_s:.0f} s")
+        self.root.close()
 
 
 def open_tree(world: World, name: str, numel: int, masters: int, initial: Tensor, **options: Any) -> TreeClient:
-    """Open a tree together with the other workers. `options` are `open_space`'s; a quorum is each group's own."""
+    """Open a tree together with the other workers. `options` are those of `open_space`; a quorum is of each group."""
     network = server_network(world)
     groups = groups_of(network, masters)
     quorum, filters = options.pop("quorum", 1.0), options.pop("filters", None)
-    top = open_space(
+    root = open_space(
         world, name, numel, servers=network.servers[:1], workers=[group.master for group in groups], **options
     )
-    host = world.keep("syncline.server", lambda: Server(network).start()) if network.serves else None
-    if host is not None and network.me in top.description.workers:
-        host.lend_door(top)
-    mine = next(number for number, group in enumerate(groups) if network.me in group.workers)
+    server = local_server(world)
+    if server is not None and network.me in root.description.workers:
+        server.lend_client(root)
+    number, group = next((at, group) for at, group in enumerate(groups) if network.me in group.workers)
     if world.rank == 0:
-        top.put(None, initial)
-        top.control({"do": "below", "below": {str(worker): [0, 0] for worker in network.workers}})
-    world.barrier()  # a child's hello starts the relay, which is to find its door
-    bounds = options.get("bounds", (0,))
-    leaf = open_space(
+        root.put(None, initial)
+        root.control({"do": "below", "below": {str(worker): [0, 0] for worker in network.workers}})
+    world.barrier()  # the first hello of a group starts its relay, which needs the client of the root
+    client = open_space(
         world,
-        f"{name} group {mine}",
+        f"{name} group {number}",
         numel,
-        servers=(groups[mine].master,),
-        workers=groups[mine].workers,
+        servers=(group.master,),
+        workers=group.workers,
         quorum=quorum,
         filters=filters,
-        upward=_json(top.description),
-        kind=TreeClient,
-        **{**options, "rules": ["assign"] * len(bounds), "damped": False},
+        parent=root.description.to_json().decode(),
+        client_class=TreeClient,
+        **{**options, "rules": ["assign"] * len(options.get("bounds", (0,))), "damped": False},
     )
-    assert isinstance(leaf, TreeClient)
-    leaf.top, leaf.host = top, host
-    if network.me == groups[mine].workers[0]:
-        Client.put(leaf, None, initial)
+    assert isinstance(client, TreeClient)
+    client.root, client.server = root, server
+    if network.me == group.workers[0]:
+        Client.put(client, None, initial)
     world.barrier()
-    return leaf
-
-
-def _json(description: SpaceDescription) -> str:
-    return description.to_json().decode()
+    return client

@@ -1,7 +1,8 @@
-"""What clients and servers say to each other: a fixed header, then a body.
+"""The messages between clients and servers: a fixed header, then a body.
 
-A message of up to `INLINE` bytes is header and body in one; the body of a longer one follows by itself, straight into
-place. Nothing is unpickled; descriptions and the board are JSON with checked fields. A header ends with its CRC-32.
+A body of up to `MAX_INLINE_BYTES` is sent in one message with its header. A longer body is a message of its own,
+received directly into its buffer. A header ends with its CRC-32. Nothing is unpickled: descriptions and control
+requests are JSON, and every field of them is checked.
 """
 
 from __future__ import annotations
@@ -18,45 +19,44 @@ from torch import Tensor
 from syncline.errors import ProtocolError
 from syncline.wire import WireHeader
 
-__all__ = ["Post", "ReplyHeader", "RequestHeader", "json_body"]
+__all__ = ["Post", "ReplyHeader", "RequestHeader", "bytes_tensor", "first_tag", "json_body"]
 
 VERSION = 1
-INLINE = 1 << 15
-"""Bytes of a body up to which it goes with its header."""
-PIECE = 1 << 20
-"""Elements that one request carries at most: 4 MB, so that a large push is applied while its rest is on the way."""
-MOST_BYTES = 16 * PIECE
-"""The longest body: keys and values of a piece, with room for a codec's worst case."""
-SLOTS = 64
-WINDOW = 16
-"""Requests that a client may have under way at one server."""
-
+MAX_INLINE_BYTES = 1 << 15
+"""The longest body that is sent together with its header."""
+MAX_PIECE_ELEMENTS = 1 << 20
+"""Values in one request: 4 MiB, so that a server applies the first pieces of a large push while others arrive."""
+MAX_BODY_BYTES = 16 * MAX_PIECE_ELEMENTS
+"""The longest body: keys and values of a piece, and the worst case of a codec."""
+REPLY_SLOTS = 64
+"""Tags for replies in each space; also the most requests of one client that a server keeps."""
+MAX_INFLIGHT_REQUESTS = 16
+"""Unanswered requests that a client has at one server."""
 MAX_CACHED_KEY_LISTS = 64
 """Lists of keys that a server remembers for each client."""
 
-# Tags on the network's transport: one for all requests, and in each space its own for what follows, so that spaces in
-# one process do not take each other's answers.
-REQUEST = 1
-BODY, REPLY, DATA = 0, 1, 1 + SLOTS
-TAGS_EACH = 256
-LANES = 1 << 18
+# Tags on the transport. All requests share one tag. Each space has its own tags for bodies and replies, so that clients
+# of different spaces in one process do not receive each other's messages.
+REQUEST_TAG = 1
+BODY_TAG, REPLY_TAG, DATA_TAG = 0, 1, 1 + REPLY_SLOTS
+TAGS_PER_SPACE = 256
+TAG_RANGES = 1 << 18
 
 # Kinds of requests.
 HELLO, PUSH, PULL, PUSH_PULL, CONTROL, BYE = range(1, 7)
 KINDS = range(HELLO, BYE + 1)
-ABOUT_VALUES = (PUSH, PULL, PUSH_PULL)
 
 # Flags of requests.
 KEYS = 1
 """The body begins with a sorted list of keys."""
 CACHED = 2
-"""The keys are those that were sent before under this digest."""
+"""The header has the digest of the list of keys, which the server remembers."""
 TICK = 4
-"""With this request the worker's clock advances: it has pushed all it had for this step."""
+"""The last request of a step: the worker's clock advances."""
 ENCODED = 8
 """The values are a codec's payload."""
-ANSWER_ENCODED = 16
-"""The answer is to be one: what changed since the client's last such answer."""
+ENCODE_REPLY = 16
+"""The reply may be a codec's payload: the change since the client's last reply of this kind."""
 FACTORS = 32
 """The values are the two factors of a gradient."""
 ALL_FLAGS = 63
@@ -64,10 +64,11 @@ ALL_FLAGS = 63
 # Status of replies.
 OK, LATE, NEED_KEYS, REFUSED, ORPHANED = range(1, 6)
 
+# Flags of replies.
 STOP = 1
-"""Flag of a reply: somebody wants all workers to end."""
-CODED = 2
-"""Flag of a reply: its body is a codec's payload."""
+"""A client has asked all workers to end."""
+REPLY_ENCODED = 2
+"""The body is a codec's payload."""
 
 FLOAT32 = 1
 
@@ -78,7 +79,7 @@ REQUEST_BYTES, REPLY_BYTES = _REQUEST.nbytes, _REPLY.nbytes
 
 
 class RequestHeader(NamedTuple):
-    """What a client asks of one server; the fields lie on the wire in this order.
+    """A client's request to one server. The fields have this order on the wire.
 
     >>> RequestHeader.read(RequestHeader(kind=PULL, space=7, number=1, first=0, count=4).pack()).count
     4
@@ -87,45 +88,47 @@ class RequestHeader(NamedTuple):
     kind: int
     flags: int = 0
     dtype: int = FLOAT32
-    plane: int = 0
-    """0: the weights; above: the rule's state."""
+    state_slot: int = 0
+    """0: the weights; above 0: a tensor of the rule's state, counted from 1."""
     space: int = 0
     handler: int = 0
-    """0: the space's rule; above: one that was looked up by name."""
+    """0: the space's rule; above 0: the number of a handler."""
     seed: int = 0
-    """The step of the codec's draw."""
+    """The step in the codec's random key."""
     clock: int = -1
-    """The worker's, before this request; −1: it has none."""
-    wanted: int = -1
-    """A read waits until every worker's clock is there; −1: it does not wait."""
+    """The worker's clock before this request; −1: the request belongs to no step."""
+    min_clock: int = -1
+    """A read waits until every worker's clock is at least this; −1: it does not wait."""
     number: int = 0
-    """Counts this client's requests to this server, from 1 on: a repeated one is known by it."""
+    """Counts this client's requests to this server, from 1 on. A repeated request has the same number."""
     after: int = 0
-    """Requests of this client up to this number come first."""
+    """The server handles this client's requests up to this number first."""
     acked: int = 0
-    """All answers up to this number have arrived."""
+    """The client has received all replies up to this number."""
     first: int = 0
-    count: int = 0  # type: ignore[assignment]  # a tuple's own is not missed
+    count: int = 0  # type: ignore[assignment]  # replaces tuple.count
     rate: float = nan
     """The learning rate; NaN: the rule's own."""
     scale: float = 1.0
-    """What the values are multiplied with."""
+    """The server multiplies the values by this."""
     digest: int = 0
-    """Of the keys, where they are to be remembered."""
+    """The digest of the list of keys, where the server remembers lists."""
     length: int = 0
     """Bytes of the body."""
 
     @property
     def repeats(self) -> bool:
-        """Whether it and its answer each go in one message: such a one may be lost, and is asked again."""
-        return self.length <= INLINE and (self.kind not in (PULL, PUSH_PULL) or 4 * self.count <= INLINE)
+        """Whether the request and its reply are one message each. The client repeats such a request if it is lost."""
+        return self.length <= MAX_INLINE_BYTES and (
+            self.kind not in (PULL, PUSH_PULL) or 4 * self.count <= MAX_INLINE_BYTES
+        )
 
     def pack(self) -> bytes:
         return _REQUEST.pack(*self)
 
     @staticmethod
     def read(data: bytes | memoryview) -> RequestHeader:
-        """A request, or a `ProtocolError` that says what is wrong with it."""
+        """Unpack a request, or raise a `ProtocolError`."""
         found = RequestHeader(*_REQUEST.read(data, _refuse_request))
         if found.kind not in KINDS or found.flags & ~ALL_FLAGS:
             raise ProtocolError(f"a request of unknown kind {found.kind} (flags: {found.flags:#x})")
@@ -133,7 +136,7 @@ class RequestHeader(NamedTuple):
 
 
 class ReplyHeader(NamedTuple):
-    """What a server answers.
+    """A server's reply. The fields have this order on the wire.
 
     >>> ReplyHeader.read(ReplyHeader(status=OK, space=7, number=1, live=3).pack()).live
     3
@@ -142,17 +145,17 @@ class ReplyHeader(NamedTuple):
     status: int
     flags: int = 0
     live: int = 0
-    """Workers that are there and still train."""
+    """Workers that still train."""
     handler: int = 0
-    """Of a lookup: the handler's number."""
+    """Unused; 0."""
     space: int = 0
     number: int = 0
     staleness: int = -1
-    """Of what was read or pushed, in steps; −1: not known."""
+    """Of the values that were read or pushed, in steps; −1: unknown."""
     min_clock: int = 0
-    """The slowest worker's; where a step came late or is refused, the worker's own; −1: not known."""
+    """The slowest worker's clock. In a reply to a late or refused step: the clock of that worker; −1: unknown."""
     steps: int = 0
-    """That all workers together have taken."""
+    """Steps of all workers together."""
     length: int = 0
 
     def pack(self) -> bytes:
@@ -160,7 +163,7 @@ class ReplyHeader(NamedTuple):
 
     @staticmethod
     def read(data: bytes | memoryview) -> ReplyHeader:
-        """A reply, or a `ProtocolError` that says what is wrong with it."""
+        """Unpack a reply, or raise a `ProtocolError`."""
         found = ReplyHeader(*_REPLY.read(data, _refuse_reply))
         if not OK <= found.status <= ORPHANED:
             raise ProtocolError(f"a reply of unknown status {found.status} (flags: {found.flags:#x})")
@@ -169,34 +172,39 @@ class ReplyHeader(NamedTuple):
 
 @dataclass(frozen=True)
 class Post:
-    """A few numbers that somebody left for all to read.
+    """A few numbers that a worker or an evaluator publishes to all.
 
     >>> Post(1, "finished", (2.0, 100.0)).kind
     'finished'
     """
 
     number: int
-    """Counts from 1; those of one writer come in the order in which it wrote them."""
+    """Counts from 1. Posts of one writer have the order in which it wrote them."""
     kind: str
     values: tuple[float, ...]
 
 
-def json_body(value: Any) -> Tensor:
-    """JSON, as bytes to send.
-
-    >>> json_body({}).tolist()
-    [123, 125]
-    """
-    return torch.from_numpy(np.frombuffer(json.dumps(value).encode(), np.uint8).copy())
-
-
-def lane(space: int) -> int:
+def first_tag(space_id: int) -> int:
     """The first of a space's tags.
 
-    >>> lane(7) + DATA
+    >>> first_tag(7) + DATA_TAG
     2113
     """
-    return TAGS_EACH * (1 + space % LANES)
+    return TAGS_PER_SPACE * (1 + space_id % TAG_RANGES)
+
+
+def bytes_tensor(data: bytes) -> Tensor:
+    """Bytes as a uint8 tensor.
+
+    >>> bytes_tensor(b"{}").tolist()
+    [123, 125]
+    """
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+
+
+def json_body(value: Any) -> Tensor:
+    """A value as JSON, in a uint8 tensor."""
+    return bytes_tensor(json.dumps(value).encode())
 
 
 def _refuse_request(reason: str) -> ProtocolError:

@@ -1,8 +1,10 @@
-"""Carries a client's requests to the servers and brings their answers, each once, whatever the network does.
+"""Sends a client's requests to the servers and receives the replies, each once, also on a network that loses messages.
 
-launch ─► room in the window? ─► number ─► send ─┐
-             └ no: finish the oldest             ▼
-finish ◄── settle ◄── in place ◄── answer ◄─── server        silence: ask again, all that may be lost
+::
+
+    send ─► in-flight limit? ─► number ─► wire ─┐
+              └ reached: finish the oldest       ▼
+    finish ◄── on_reply ◄── out filled ◄── reply ── server        no reply: send again what may be lost
 """
 
 from __future__ import annotations
@@ -24,370 +26,341 @@ from syncline.transports import BytesHandle, Handle, Transport
 
 __all__ = ["PendingRequest", "RequestSender", "ServerConnection"]
 
+MAX_REPLY_BYTES = REPLY_BYTES + protocol.MAX_INLINE_BYTES
+EMPTY_BODY = torch.empty(0, dtype=torch.uint8)
+
+
+@runtime_checkable
+class _Polled(Protocol):
+    """A handle that tells without waiting whether its message has arrived. Some backends have no such handles."""
+
+    def done(self) -> bool: ...
+
+
+@dataclass(eq=False)
+class PendingRequest:
+    """A request to one server, until its reply is handled."""
+
+    connection: ServerConnection
+    header: RequestHeader
+    body: Tensor
+    """Bytes. They are kept until the reply arrives, because the request may be sent again."""
+    out: Tensor | None
+    """A 1-D float32 tensor that the reply fills."""
+    lock: Lock
+    keys: Tensor | None = None
+    """The list of keys, for a server that no longer remembers it."""
+    view: Tensor | None = None
+    """For encoded replies: the values that the server assumes this client has."""
+    reply: ReplyHeader | None = None
+    reply_body: bytes = b""
+    error: Exception | None = None
+    finished: bool = False
+    """Whether `reply` or `error` is set."""
+    reply_receive: BytesHandle | None = None
+    data_receive: Handle | None = None
+    sends: list[Handle] = field(default_factory=list)
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the reply has arrived, as far as the transport can tell without waiting."""
+        if self.finished:
+            return True
+        data = self.data_receive
+        received = data is None or (isinstance(data, _Polled) and data.done())
+        return self.reply_receive is not None and self.reply_receive.done() and received
+
+    @property
+    def reads(self) -> bool:
+        """Whether the server may reply much later than it handles the request: reads wait for clocks."""
+        return self.header.kind != protocol.PUSH
+
+    @property
+    def may_need_keys(self) -> bool:
+        """Whether the server may ask for the list of keys."""
+        return self.header.flags & (protocol.CACHED | protocol.KEYS) == protocol.CACHED
+
+
+class ServerConnection:
+    """One client's requests to one server: their numbers, and their messages."""
+
+    def __init__(self, transport: Transport, member: int, index: int, space_id: int) -> None:
+        self.transport = transport
+        self.member = member
+        self.index = index
+        """The server's number in the space."""
+        self.last_number = 0
+        self.last_push = 0
+        """The number of the latest push. The server handles reads after it."""
+        self.last_tick = 0
+        """The number of the latest push that ended a step."""
+        self.acked = 0
+        """All replies up to this number have arrived."""
+        self.failure: Exception | None = None
+        """The first error of a request without a reply. Nothing is sent after it: a late reply could fill memory that
+        the caller uses again.
+        """
+        self.pending: dict[int, PendingRequest] = {}
+        self._first_tag = protocol.first_tag(space_id)
+        self._finished: set[int] = set()
+        self._wire = transport.runtime.lock()
+        """Held while a header and its body are sent, so that no other task sends a body between them."""
+
+    def next_number(self) -> int:
+        self.last_number += 1
+        return self.last_number
+
+    def blocking_request(self) -> PendingRequest | None:
+        """The oldest request, if its reply must arrive before another request is sent; else None."""
+        if len(self.pending) < protocol.MAX_INFLIGHT_REQUESTS and self.last_number - self.acked < protocol.REPLY_SLOTS:
+            return None
+        return self.pending[min(self.pending)]
+
+    def mark_finished(self, number: int) -> None:
+        """Record that the reply of this number has arrived."""
+        self.pending.pop(number, None)
+        self._finished.add(number)
+        while self.acked + 1 in self._finished:
+            self.acked += 1
+            self._finished.discard(self.acked)
+
+    def check(self) -> None:
+        """Raise an error if an earlier request has got no reply."""
+        if self.failure is not None:
+            kind = PeerLostError if isinstance(self.failure, PeerLostError) else ProtocolError
+            raise kind(
+                f"nothing is sent to server {self.index} (member {self.member}) any more, because an earlier request "
+                f"has no reply: {self.failure}",
+                peer=self.member,
+            )
+
+    def post_and_send(self, pending: PendingRequest) -> None:
+        """Post the receives of the reply, and send the request."""
+        self._post_reply(pending)
+        out = pending.out
+        large = out is not None and 4 * out.numel() > protocol.MAX_INLINE_BYTES
+        if large and out is not None and pending.view is None and pending.data_receive is None:
+            pending.data_receive = self._receive_data(pending, out)
+        self.transmit(pending)
+
+    def send_with_keys(self, pending: PendingRequest) -> None:
+        """Send a request again, under the same number, with the list of keys that the server does not remember."""
+        assert pending.keys is not None
+        with self._wire:
+            pending.body = torch.cat([pending.keys.contiguous().view(torch.uint8), pending.body])
+            flags = pending.header.flags | protocol.KEYS
+            pending.header = pending.header._replace(flags=flags, length=pending.body.numel())
+        self.post_and_send(pending)
+
+    def transmit(self, pending: PendingRequest) -> None:
+        """Send a request, for the first time or again."""
+        with self._wire:
+            if pending.finished:
+                return
+            header, transport = pending.header, self.transport
+            if header.length <= protocol.MAX_INLINE_BYTES:
+                message = (header.pack(), pending.body.numpy().data)
+                transport.send_bytes(message, self.member, protocol.REQUEST_TAG, lossy=header.repeats)
+            else:
+                transport.send_bytes((header.pack(),), self.member, protocol.REQUEST_TAG)
+                tag = self._first_tag + protocol.BODY_TAG
+                pending.sends.append(transport.send(pending.body, self.member, tag, exact=True))
+
+    def release(self, pending: PendingRequest) -> None:
+        """Drop the tensors of a finished request: other objects may still refer to it."""
+        with self._wire:  # no task sends it again now
+            pending.body, pending.out, pending.keys, pending.view = EMPTY_BODY, None, None, None
+            pending.reply_receive = pending.data_receive = None
+            pending.sends.clear()
+
+    def receive(self, pending: PendingRequest, retry_s: float | None, send_again: Callable[[], None]) -> ReplyHeader:
+        """Wait for the reply. If messages may be lost, call `send_again` every `retry_s` seconds."""
+        runtime = self.transport.runtime
+        deadline = runtime.now() + self.transport.timeout
+        while True:
+            assert pending.reply_receive is not None
+            try:
+                pending.reply_receive.wait(retry_s)
+            except PeerLostError:
+                lost = self.transport.members[self.member] in self.transport.lost()
+                if lost or retry_s is None or runtime.now() >= deadline:
+                    raise
+                self._post_reply(pending)
+                send_again()
+                continue
+            data = pending.reply_receive.data
+            reply, header = ReplyHeader.read(data), pending.header
+            asked_twice = reply.status == protocol.NEED_KEYS and not pending.may_need_keys
+            if (reply.space, reply.number) == (header.space, header.number) and not asked_twice:
+                self._read_body(pending, reply, data)
+                return reply
+            self._post_reply(pending)  # a duplicate of an old reply, or one of a space with the same tags
+
+    def cancel_receive(self, pending: PendingRequest) -> None:
+        """Cancel the receive of the reply's values: their memory belongs to the caller again."""
+        if pending.data_receive is not None:
+            with suppress(SynclineError):
+                pending.data_receive.wait(0.0)
+            pending.data_receive = None
+
+    def _post_reply(self, pending: PendingRequest) -> None:
+        tag = self._first_tag + protocol.REPLY_TAG + pending.header.number % protocol.REPLY_SLOTS
+        pending.reply_receive = self.transport.recv_bytes(MAX_REPLY_BYTES, self.member, tag)
+
+    def _receive_data(self, pending: PendingRequest, buffer: Tensor) -> Handle:
+        tag = self._first_tag + protocol.DATA_TAG + pending.header.number % protocol.REPLY_SLOTS
+        return self.transport.recv(buffer, self.member, tag, exact=True)
+
+    def _read_body(self, pending: PendingRequest, reply: ReplyHeader, data: memoryview) -> None:
+        inline = reply.length if reply.length <= protocol.MAX_INLINE_BYTES else 0
+        if len(data) != REPLY_BYTES + inline:
+            raise self._error(f"sent {len(data) - REPLY_BYTES} B with a header that says {inline}")
+        if reply.status in (protocol.REFUSED, protocol.ORPHANED, protocol.NEED_KEYS):
+            self.cancel_receive(pending)
+            pending.reply_body = bytes(data[REPLY_BYTES:])
+        elif pending.out is None:
+            pending.reply_body = bytes(data[REPLY_BYTES:])
+        elif reply.flags & protocol.REPLY_ENCODED:
+            pending.reply_body = self._read_payload(pending, reply, data)
+        elif reply.length != 4 * pending.out.numel():
+            raise self._error(f"replied with {reply.length} B, and {4 * pending.out.numel()} B were requested")
+        elif inline:
+            pending.out.numpy()[:] = np.frombuffer(data, np.float32, pending.out.numel(), REPLY_BYTES)
+        elif reply.length:
+            if pending.data_receive is None:  # the first encoded reply is exact
+                pending.data_receive = self._receive_data(pending, pending.out)
+            pending.data_receive.wait()
+
+    def _read_payload(self, pending: PendingRequest, reply: ReplyHeader, data: memoryview) -> bytes:
+        if pending.view is None:
+            raise self._error("sent an encoded reply to a request for plain values")
+        if reply.length <= protocol.MAX_INLINE_BYTES:
+            return bytes(data[REPLY_BYTES:])
+        if reply.length > protocol.MAX_BODY_BYTES:
+            raise self._error(f"announces {reply.length} B; at most {protocol.MAX_BODY_BYTES} B are allowed")
+        buffer = torch.empty(reply.length, dtype=torch.uint8)
+        self._receive_data(pending, buffer).wait()
+        return bytes(buffer.numpy())
+
+    def _error(self, text: str) -> ProtocolError:
+        return ProtocolError(f"server {self.index} {text}", peer=self.member)
+
 
 class RequestSender:
-    """One client's lines to the servers of a space. `settle` is called once for each answer."""
+    """One client's connections to the servers of a space. `on_reply` is called once for each reply."""
 
     def __init__(
         self,
         transport: Transport,
         space_id: int,
         servers: tuple[int, ...],
-        retry: float | None,
-        settle: Callable[[PendingRequest, ReplyHeader], None],
+        retry_s: float | None,
+        on_reply: Callable[[PendingRequest, ReplyHeader], None],
     ) -> None:
-        self.lines = [ServerConnection(transport, member, at, space_id) for at, member in enumerate(servers)]
-        self.retry = retry
+        self.connections = [ServerConnection(transport, member, at, space_id) for at, member in enumerate(servers)]
+        self.retry_s = retry_s
         self.bytes_sent = 0
-        self._mark = space_id
-        self._settle = settle
+        self._space_id = space_id
+        self._on_reply = on_reply
         self._runtime = transport.runtime
         self._lock = self._runtime.lock()
 
-    def launch(
+    def send(
         self,
-        line: ServerConnection,
-        request: RequestHeader,
-        body: Tensor,
+        connection: ServerConnection,
+        header: RequestHeader,
+        body: Tensor = EMPTY_BODY,
         out: Tensor | None = None,
         keys: Tensor | None = None,
         view: Tensor | None = None,
     ) -> PendingRequest:
-        """Send a request as soon as the window has room."""
+        """Send a request. Wait first if too many are in flight."""
         if view is not None:
-            self._finish_views(line, request)
+            self._finish_overlapping_views(connection, header)
         while True:
             with self._lock:
-                line.check()
-                oldest = line.in_the_way()
+                connection.check()
+                oldest = connection.blocking_request()
                 if oldest is None:
-                    number = line.next_number()
-                    after = number - 1 if request.kind == protocol.BYE else request.after
-                    request = request._replace(
-                        space=self._mark, number=number, after=after, acked=line.acked, length=body.numel()
+                    number = connection.next_number()
+                    after = number - 1 if header.kind == protocol.BYE else header.after
+                    header = header._replace(
+                        space=self._space_id, number=number, after=after, acked=connection.acked, length=body.numel()
                     )
-                    flight = PendingRequest(line, request, body, out, self._runtime.lock(), keys=keys, view=view)
-                    line.under_way[number] = flight
+                    pending = PendingRequest(connection, header, body, out, self._runtime.lock(), keys, view)
+                    connection.pending[number] = pending
                     break
             self.finish(oldest)
         self.bytes_sent += body.numel()
         try:
-            line.send(flight)
+            connection.post_and_send(pending)
         except Exception as error:
-            self._break_off(flight, error)
+            self._fail(pending, error)
             raise
-        return flight
+        return pending
 
     def check(self) -> None:
-        """Refuse to begin what needs all servers, where one has not answered."""
-        for line in self.lines:
-            line.check()
+        """Raise an error if a server has not replied to an earlier request."""
+        for connection in self.connections:
+            connection.check()
 
-    def _finish_views(self, line: ServerConnection, request: RequestHeader) -> None:
-        """Encoded answers tell what changed since the one before, so two about the same keys come one by one."""
-        first, after = request.first, request.first + request.count
-        for other in list(line.under_way.values()):
-            there = other.request
-            if other.view is not None and there.first < after and first < there.first + there.count:
-                self.finish(other)
-
-    def finish(self, flight: PendingRequest) -> None:
-        """Wait for the answer of one request."""
-        if flight.settled:
+    def finish(self, pending: PendingRequest) -> None:
+        """Wait for the reply of one request."""
+        if pending.finished:
             return
-        for other in list(flight.line.under_way.values()):
-            # A server that has forgotten a list of keys does nothing before it has it again.
-            if other.request.number < flight.request.number and other.may_need_keys:
+        for other in list(pending.connection.pending.values()):
+            # A server that asks for a list of keys handles nothing else before the list arrives.
+            if other.header.number < pending.header.number and other.may_need_keys:
                 self.finish(other)
-        with flight.lock:
-            if flight.settled:
-                return
-            self._await_answer(flight)
-            flight.line.let_go(flight)
+        with pending.lock:
+            if not pending.finished:
+                self._await_reply(pending)
+                pending.connection.release(pending)
 
-    def _await_answer(self, flight: PendingRequest) -> None:
-        line = flight.line
+    def pending_requests(self) -> list[PendingRequest]:
+        return [pending for connection in self.connections for pending in list(connection.pending.values())]
+
+    def _finish_overlapping_views(self, connection: ServerConnection, header: RequestHeader) -> None:
+        """An encoded reply has the change since the one before, so that two about the same keys must not overlap."""
+        first, end = header.first, header.first + header.count
+        for other in list(connection.pending.values()):
+            theirs = other.header
+            if other.view is not None and theirs.first < end and first < theirs.first + theirs.count:
+                self.finish(other)
+
+    def _await_reply(self, pending: PendingRequest) -> None:
+        connection = pending.connection
         try:
-            if line.broken is not None and not flight.arrived:
-                line.check()
-            reply = line.receive(flight, self.retry, self._ask_again)
+            if connection.failure is not None and not pending.arrived:
+                connection.check()
+            reply = connection.receive(pending, self.retry_s, self._send_again)
             while reply.status == protocol.NEED_KEYS:
-                line.resend_with_keys(flight)
-                reply = line.receive(flight, self.retry, self._ask_again)
+                connection.send_with_keys(pending)
+                reply = connection.receive(pending, self.retry_s, self._send_again)
         except Exception as error:
-            self._break_off(flight, error)
+            self._fail(pending, error)
             return
         try:
-            self._settle(flight, reply)
-            flight.reply = reply
+            self._on_reply(pending, reply)
+            pending.reply = reply
         except Exception as error:
-            flight.error = error
+            pending.error = error
+        pending.finished = True
         with self._lock:
-            line.finished(flight.request.number)
+            connection.mark_finished(pending.header.number)
 
-    def _break_off(self, flight: PendingRequest, error: Exception) -> None:
-        flight.line.give_up(flight)
+    def _fail(self, pending: PendingRequest, error: Exception) -> None:
+        """Give up a request. Its number is never acknowledged, so that the server keeps its reply."""
+        connection = pending.connection
+        connection.cancel_receive(pending)
         with self._lock:
-            flight.line.break_off(flight.request.number, error)
-        flight.error = error
+            connection.failure = connection.failure or error
+            connection.pending.pop(pending.header.number, None)
+        pending.error, pending.finished = error, True
 
-    def _ask_again(self) -> None:
-        """What is waited for may hang on an earlier request that was lost, at this server or another."""
-        for line in self.lines:
-            for flight in list(line.under_way.values()):
-                if flight.request.repeats and not flight.settled:
-                    line.transmit(flight)
-
-    def under_way(self) -> list[PendingRequest]:
-        """All that is not answered yet."""
-        return [flight for line in self.lines for flight in list(line.under_way.values())]
-
-
-def nothing() -> Tensor:
-    """The body of a request that has none."""
-    return torch.empty(0, dtype=torch.uint8)
-
-
-MOST_REPLY = REPLY_BYTES + protocol.INLINE
-_NOTHING = torch.empty(0, dtype=torch.uint8)
-
-
-@runtime_checkable
-class _Polled(Protocol):
-    """A handle that tells without a wait whether its message is here; not every engine's does."""
-
-    def done(self) -> bool: ...
-
-
-def _is_here(handle: Handle | None) -> bool:
-    return isinstance(handle, _Polled) and handle.done()
-
-
-@dataclass(eq=False)
-class PendingRequest:
-    """One request and where its answer goes."""
-
-    line: ServerConnection
-    request: RequestHeader
-    body: Tensor
-    """Bytes; kept until the answer is here, to be sent again."""
-    out: Tensor | None
-    """A row of float32 that the answer fills."""
-    lock: Lock
-    keys: Tensor | None = None
-    """For a server that has forgotten the list."""
-    view: Tensor | None = None
-    """What the server believes we have, where answers are encoded."""
-    reply: ReplyHeader | None = None
-    told: bytes = b""
-    error: Exception | None = None
-    answer: BytesHandle | None = None
-    data: Handle | None = None
-    sending: list[Handle] = field(default_factory=list)
-
-    @property
-    def settled(self) -> bool:
-        return self.reply is not None or self.error is not None
-
-    @property
-    def arrived(self) -> bool:
-        """Whether something was answered, as far as the engine can tell without a wait."""
-        return self.settled or (
-            self.answer is not None and self.answer.done() and (self.data is None or _is_here(self.data))
-        )
-
-    @property
-    def reads(self) -> bool:
-        """Whether its answer may come long after the server has taken it: reads wait for clocks."""
-        return self.request.kind != protocol.PUSH
-
-    @property
-    def may_need_keys(self) -> bool:
-        """Whether the server may ask for the list that it names."""
-        return self.request.flags & (protocol.CACHED | protocol.KEYS) == protocol.CACHED
-
-    def let_go(self) -> None:
-        """It is over: others may still know it, and hold no values by that."""
-        self.body, self.out, self.keys, self.view = _NOTHING, None, None, None
-        self.answer = self.data = None
-        self.sending.clear()
-
-    def add_keys(self) -> None:
-        """The server has forgotten the list: it goes with the request, under the same number."""
-        assert self.keys is not None
-        self.body = torch.cat([self.keys.contiguous().view(torch.uint8), self.body])
-        self.request = self.request._replace(flags=self.request.flags | protocol.KEYS, length=self.body.numel())
-
-
-class ServerConnection:
-    """What a client has under way at one server."""
-
-    def __init__(self, transport: Transport, member: int, index: int, space: int) -> None:
-        self.transport = transport
-        self._lane = protocol.lane(space)
-        self.member = member
-        self.index = index
-        self.number = 0
-        self.pushed = 0
-        """The number of the latest push: reads come after it."""
-        self.acked = 0
-        self.ticked = 0
-        """The number of the latest push that ended a step."""
-        self.broken: Exception | None = None
-        """Why nothing is sent here any more: an answer did not come, and may come when nobody expects it."""
-        self._done: set[int] = set()
-        self._wire = transport.runtime.lock()
-        """A header and its body go together: another task's body between them would be taken for it."""
-        self.under_way: dict[int, PendingRequest] = {}
-
-    def next_number(self) -> int:
-        self.number += 1
-        return self.number
-
-    def in_the_way(self) -> PendingRequest | None:
-        """The oldest request, where no other may be sent before its answer is here."""
-        if len(self.under_way) < protocol.WINDOW and self.number - self.acked < protocol.SLOTS:
-            return None
-        return self.under_way[min(self.under_way)]
-
-    def finished(self, number: int) -> None:
-        """An answer has arrived."""
-        self.under_way.pop(number, None)
-        self._done.add(number)
-        while self.acked + 1 in self._done:
-            self.acked += 1
-            self._done.discard(self.acked)
-
-    def check(self) -> None:
-        """Refuse to send where an answer was lost."""
-        if self.broken is not None:
-            kind = PeerLostError if isinstance(self.broken, PeerLostError) else ProtocolError
-            raise kind(
-                f"server {self.index} (member {self.member}) is not asked any more, as an answer of its is missing: "
-                f"{self.broken}",
-                peer=self.member,
-            )
-
-    def break_off(self, number: int, error: Exception) -> None:
-        """An answer did not come: its number is never acknowledged, so that the server keeps what it may yet send."""
-        self.broken = self.broken or error
-        self.under_way.pop(number, None)
-
-    def send(self, flight: PendingRequest) -> None:
-        """Send a request, and wait for its answer from now on."""
-        slot = flight.request.number % protocol.SLOTS
-        self._post(flight, slot)
-        out = flight.out
-        large = out is not None and 4 * out.numel() > protocol.INLINE
-        if large and out is not None and flight.view is None and flight.data is None:
-            flight.data = self.transport.recv(out, self.member, self._lane + protocol.DATA + slot, exact=True)
-        self.transmit(flight)
-
-    def resend_with_keys(self, flight: PendingRequest) -> None:
-        """The server has forgotten the list of keys that a request names."""
-        with self._wire:
-            flight.add_keys()
-        self.send(flight)
-
-    def transmit(self, flight: PendingRequest) -> None:
-        """Put a request on the wire, perhaps once more."""
-        with self._wire:
-            if not flight.settled:
-                self._put_on_wire(flight)
-
-    def let_go(self, flight: PendingRequest) -> None:
-        """A request is over; nobody is sending it once more."""
-        with self._wire:
-            flight.let_go()
-
-    def _put_on_wire(self, flight: PendingRequest) -> None:
-        request, transport = flight.request, self.transport
-        header = request.pack()
-        if request.length <= protocol.INLINE:
-            body = flight.body.numpy().data
-            transport.send_bytes((header, body), self.member, protocol.REQUEST, lossy=request.repeats)
-        else:
-            transport.send_bytes((header,), self.member, protocol.REQUEST)
-            flight.sending.append(transport.send(flight.body, self.member, self._lane + protocol.BODY, exact=True))
-
-    def _post(self, flight: PendingRequest, slot: int) -> None:
-        flight.answer = self.transport.recv_bytes(MOST_REPLY, self.member, self._lane + protocol.REPLY + slot)
-
-    def receive(self, flight: PendingRequest, retry: float | None, ask_again: Callable[[], None]) -> ReplyHeader:
-        """Wait for the answer. Where messages may be lost, `ask_again` is called every `retry` seconds."""
-        slot = flight.request.number % protocol.SLOTS
-        runtime = self.transport.runtime
-        until = runtime.now() + self.transport.timeout
-        while True:
-            assert flight.answer is not None
-            try:
-                flight.answer.wait(retry)
-            except PeerLostError:
-                gone = self.transport.members[self.member] in self.transport.lost()
-                if gone or retry is None or runtime.now() >= until:
-                    raise
-                self._post(flight, slot)
-                ask_again()
-                continue
-            view = flight.answer.data
-            reply = ReplyHeader.read(view)
-            asked_twice = reply.status == protocol.NEED_KEYS and not flight.may_need_keys
-            own = (reply.space, reply.number) == (flight.request.space, flight.request.number)
-            if own and not asked_twice:
-                return self._take_in(flight, reply, view)
-            self._post(flight, slot)  # an answer of long ago, doubled on the way, or of a space with the same tags
-
-    def _take_in(self, flight: PendingRequest, reply: ReplyHeader, view: memoryview) -> ReplyHeader:
-        inline = reply.length if reply.length <= protocol.INLINE else 0
-        if len(view) != REPLY_BYTES + inline:
-            raise ProtocolError(
-                f"server {self.index} sent {len(view) - REPLY_BYTES} B with a header that says {inline}",
-                peer=self.member,
-            )
-        if reply.status in (protocol.REFUSED, protocol.ORPHANED, protocol.NEED_KEYS):
-            self.give_up(flight)
-            flight.told = bytes(view[REPLY_BYTES:])
-        elif flight.out is None:
-            flight.told = bytes(view[REPLY_BYTES:])
-        elif reply.flags & protocol.CODED:
-            flight.told = self._payload(flight, reply, view)
-        else:
-            self._fill(flight, reply, view, flight.out)
-        return reply
-
-    def _fill(self, flight: PendingRequest, reply: ReplyHeader, view: memoryview, out: Tensor) -> None:
-        if reply.length != 4 * out.numel():
-            raise ProtocolError(
-                f"server {self.index} answers with {reply.length} B where {4 * out.numel()} B were asked for",
-                peer=self.member,
-            )
-        if reply.length <= protocol.INLINE:
-            out.numpy()[:] = np.frombuffer(view, np.float32, out.numel(), REPLY_BYTES)
-            return
-        if flight.data is None:  # the first of the encoded answers, which is exact
-            slot = flight.request.number % protocol.SLOTS
-            flight.data = self.transport.recv(out, self.member, self._lane + protocol.DATA + slot, exact=True)
-        flight.data.wait()
-
-    def _payload(self, flight: PendingRequest, reply: ReplyHeader, view: memoryview) -> bytes:
-        if flight.view is None:
-            raise ProtocolError(f"server {self.index} sends an encoded answer that nobody asked for", peer=self.member)
-        if reply.length <= protocol.INLINE:
-            return bytes(view[REPLY_BYTES:])
-        if reply.length > protocol.MOST_BYTES:
-            raise ProtocolError(
-                f"server {self.index} announces {reply.length} B; {protocol.MOST_BYTES} B are the most",
-                peer=self.member,
-            )
-        buffer = torch.empty(reply.length, dtype=torch.uint8)
-        slot = flight.request.number % protocol.SLOTS
-        self.transport.recv(buffer, self.member, self._lane + protocol.DATA + slot, exact=True).wait()
-        return bytes(buffer.numpy())
-
-    @staticmethod
-    def give_up(flight: PendingRequest) -> None:
-        """Take the receive back that an answer's body would land in: its memory is the caller's again."""
-        if flight.data is not None:
-            with suppress(SynclineError):
-                flight.data.wait(0.0)
-            flight.data = None
+    def _send_again(self) -> None:
+        """Send again every request that may be lost: a reply may wait for an earlier request, at any server."""
+        for connection in self.connections:
+            for pending in list(connection.pending.values()):
+                if pending.header.repeats and not pending.finished:
+                    connection.transmit(pending)

@@ -1,8 +1,10 @@
-"""A server at work: requests in, answers out, and a slow client keeps nobody waiting.
+"""A server: receives requests, handles them one at a time, and sends the replies. A slow client delays no other.
 
-client 2:   header ─► body, straight into place ─► desk (one at a time) ─► send the answers
+::
 
-Where the engine calls whoever listens, nobody waits here at all; elsewhere a task for each client does.
+    client 2:   header ─► body, received into its buffer ─► RequestHandler (one at a time) ─► send the replies
+
+If the transport calls a listener for each message, no task waits here. Otherwise one task for each client does.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ from syncline.errors import PeerLostError, ProtocolError, SynclineError, WorldEr
 from syncline.runtime import Event, Task
 from syncline.server import protocol
 from syncline.server.client import Client
+from syncline.server.client_session import OutgoingReply
 from syncline.server.network import ServerNetwork
-from syncline.server.protocol import REQUEST_BYTES, ReplyHeader, RequestHeader
-from syncline.server.request_handler import BufferPool, OutgoingReply, RequestHandler
+from syncline.server.protocol import REQUEST_BYTES, RequestHeader
+from syncline.server.request_handler import BufferPool, RequestHandler, refuse
 from syncline.server.space import SpaceDescription
 from syncline.server.sub_master import AggregatingShard, Relay
 from syncline.transports import RequestListener
@@ -36,24 +39,24 @@ __all__ = ["Server", "serve"]
 
 logger = logging.getLogger("syncline")
 
-SPACE_AT, NUMBER_AT = 12, 40
-"""Where a request's space and number lie in its header."""
-FETCHED = 2
-"""Bodies of one client that are on their way at once: the next comes while one is dealt with."""
+SPACE_OFFSET, NUMBER_OFFSET = 12, 40
+"""Bytes before a request's space and number in its header."""
+MAX_BODIES_IN_FLIGHT = 2
+"""Bodies of one client that are received at once: the next arrives while one is handled."""
 
 
 @dataclass(slots=True)
-class _Coming:
-    """A request whose body is on its way, or behind another's."""
+class _Incoming:
+    """A request whose body has not arrived, or that is behind such a request."""
 
-    request: RequestHeader
-    reason: str
+    header: RequestHeader
+    refusal: str
     body: Tensor | None
-    under_way: bool = False
+    receiving: bool = False
 
 
 class Server:
-    """This process's part of the servers of a network."""
+    """The server in this process."""
 
     def __init__(self, network: ServerNetwork) -> None:
         self.network = network
@@ -61,260 +64,260 @@ class Server:
         self._runtime = network.transport.runtime
         self._lock = self._runtime.lock()
         self._pool = BufferPool(self._runtime.lock())
-        self.desk = RequestHandler(lambda found: found.servers.index(network.me), self._pool, network.workers)
+        self.handler = RequestHandler(lambda space: space.servers.index(network.me), self._pool, network.workers)
         self._changed: Event = self._runtime.event()
-        self._parting: Event = self._runtime.event()
+        self._member_gone: Event = self._runtime.event()
         self._closed = False
         self._tasks: list[Task] = []
         self._listening: RequestListener | None = None
-        self._lines: dict[int, deque[_Coming]] = {}
-        """By client: requests whose bodies are on their way, and what came behind them."""
+        self._incoming: dict[int, deque[_Incoming]] = {}
+        """By client: requests whose bodies are being received, and those behind them."""
         self._refusals = WarningLog(logger, self._runtime.now)
-        self._parted: set[int] = set()
+        self._gone: set[int] = set()
         self._relays: dict[int, Relay] = {}
-        self._doors: dict[int, Client] = {}
+        self._parent_clients: dict[int, Client] = {}
 
     def start(self) -> Server:
         """Begin to serve."""
         if self.network.dedicated:
-            torch.set_num_threads(1)  # adding rows waits for memory; OpenMP's threads would spin between the pieces
-        network, most = self.network, REQUEST_BYTES + protocol.INLINE
-        self._transport.monitor.set_pending(self._owes, self._awaits)
-        self._listening = self._transport.listen(protocol.REQUEST, most, self._hear, self._part_from)
+            torch.set_num_threads(1)  # additions are limited by memory; OpenMP's threads would spin between pieces
+        network, most = self.network, REQUEST_BYTES + protocol.MAX_INLINE_BYTES
+        self._transport.monitor.set_pending(self._describe_awaited, self._awaited_worker)
+        self._listening = self._transport.listen(protocol.REQUEST_TAG, most, self._on_request, self._on_member_gone)
         if self._listening is None:
-            # A sub-master is its parent's client; no server is its own: a task that waits for nobody costs a switch.
+            # A sub-master is a client of its parent. No server is its own client.
             masters = [each for each in network.servers if each != network.me] if network.dedicated else ()
             for member in (*network.workers, *network.evaluators, *masters):
-                self._tasks.append(self._runtime.spawn(self._attend, member, name=f"server-{member}"))
+                self._tasks.append(self._runtime.spawn(self._serve_member, member, name=f"server-{member}"))
         return self
 
-    def _awaits(self) -> int | None:
-        """The worker whose step the reads wait for here; clients that wait for answers name it."""
+    def _awaited_worker(self) -> int | None:
+        """The worker whose step the deferred reads wait for. Clients that wait for replies name it in errors."""
         with self._lock:
-            found = self.desk.slowest()
-        return None if found is None else self._transport.members[found[0]]
+            slowest = self.handler.slowest()
+        return None if slowest is None else self._transport.members[slowest[0]]
 
-    def _owes(self) -> str:
+    def _describe_awaited(self) -> str:
         with self._lock:
-            found = self.desk.slowest()
-        return "" if found is None else f"reads, which wait for worker {found[0]} (its clock: {found[1]})"
+            slowest = self.handler.slowest()
+        return "" if slowest is None else f"reads, which wait for worker {slowest[0]} (its clock: {slowest[1]})"
 
     def join(self) -> None:
-        """Return when every client has left or is lost."""
+        """Return when every worker has left or is lost."""
         for task in self._tasks[: len(self.network.workers)]:
-            task.join()  # without end, as its task waits: a timeout would hide deadlocks from the simulator
+            task.join()  # without a timeout, which would hide deadlocks from the simulator
         while self._listening is not None:
             with self._lock:
-                if self._closed or self._parted.issuperset(self.network.workers):
+                if self._closed or self._gone.issuperset(self.network.workers):
                     return
-                self._parting.clear()
-            self._parting.wait(why="the workers to leave")
+                self._member_gone.clear()
+            self._member_gone.wait(why="the workers to leave")
 
-    def wait_left(self, space_id: int, timeout: float) -> bool:
-        """Wait until everybody has left a space; False when the timeout came first."""
-        until = self._runtime.now() + timeout
+    def wait_left(self, space_id: int, timeout_s: float) -> bool:
+        """Wait until all clients have left a space; False after the timeout."""
+        deadline = self._runtime.now() + timeout_s
         while True:
             with self._lock:
-                if space_id not in self.desk.spaces:
+                if space_id not in self.handler.shards:
                     return True
                 self._changed.clear()
-            left = until - self._runtime.now()
+            left = deadline - self._runtime.now()
             if left <= 0 or not self._changed.wait(left, "the other workers to leave a space", hang=True):
                 return False
 
-    def waiting_for(self, space_id: int) -> list[int]:
+    def members_in(self, space_id: int) -> list[int]:
         """Members that have not left a space."""
         with self._lock:
-            return self.desk.present(space_id)
+            return self.handler.members_in(space_id)
 
     def close(self) -> None:
-        """Serve no more. The network's channel is closed by who made it."""
+        """Stop serving. Whoever made the network closes its transport."""
         self._closed = True
         if self._listening is not None:
             self._listening.close()
-            self._parting.set()
+            self._member_gone.set()
         for relay in list(self._relays.values()):
             relay.stop()
 
     # Sub-masters.
 
-    def lend_door(self, client: Client) -> None:
-        """A client of this process whose space may be the parent of one that is served here."""
-        self._doors[client.description.space_id] = client
+    def lend_client(self, client: Client) -> None:
+        """Let a sub-master in this process use this client of its parent."""
+        self._parent_clients[client.description.space_id] = client
 
-    def wait_relayed(self, space_id: int, timeout: float) -> bool:
-        """Wait until a sub-master that everybody has left has carried its last sum; False at the timeout."""
+    def wait_relayed(self, space_id: int, timeout_s: float) -> bool:
+        """Wait until a sub-master has relayed its last sum; False after the timeout."""
         relay = self._relays.get(space_id)
-        return relay is None or relay.wait_through(timeout)
+        return relay is None or relay.wait_ended(timeout_s)
 
-    def _see_to_relays(self) -> None:
-        for space_id, space in list(self.desk.spaces.items()):
-            if isinstance(space, AggregatingShard) and space_id not in self._relays:
-                parent = SpaceDescription.from_json(space.description.upward.encode())
-                door = self._doors.pop(parent.space_id, None)
-                relay = self._relays[space_id] = Relay(self.desk, space, self._act, self.network, parent, door)
+    def _update_relays(self) -> None:
+        for space_id, shard in list(self.handler.shards.items()):
+            if isinstance(shard, AggregatingShard) and space_id not in self._relays:
+                parent = SpaceDescription.from_json(shard.description.parent.encode())
+                client = self._parent_clients.pop(parent.space_id, None)
+                relay = Relay(self.handler, shard, self._act, self.network, parent, client)
+                self._relays[space_id] = relay
                 self._tasks.append(self._runtime.spawn(relay.run, name="relay"))
         for space_id, relay in list(self._relays.items()):
             relay.wake()
-            if relay.through and space_id not in self.desk.spaces:
+            if relay.ended and space_id not in self.handler.shards:
                 del self._relays[space_id]
 
-    # Where the engine calls.
+    # Transports that call a listener.
 
-    def _hear(self, member: int, data: memoryview) -> None:
-        """A request has come, without its body where that is long."""
-        if self._closed or member in self._parted:
+    def _on_request(self, member: int, data: memoryview) -> None:
+        """A header has arrived; a short body is with it."""
+        if self._closed or member in self._gone:
             return
-        request, reason = self._read(member, data)
-        if request is None:
+        header, refusal = self._read_header(member, data)
+        if header is None:
             return
-        line = self._lines.get(member)
-        if line is None:
-            line = self._lines[member] = deque()
-        long = request.length > protocol.INLINE
-        if not line and not reason and not long:  # the short way of nearly all
-            self._act(partial(self.desk.take, member, request, _copied(data)))
+        queue = self._incoming.get(member)
+        if queue is None:
+            queue = self._incoming[member] = deque()
+        long = header.length > protocol.MAX_INLINE_BYTES
+        if not queue and not refusal and not long:  # the usual case
+            self._act(partial(self.handler.handle, member, header, _copy_body(data)))
             return
-        line.append(_Coming(request, reason, None if long else _copied(data)))
-        self._go_on(member, line)
+        queue.append(_Incoming(header, refusal, None if long else _copy_body(data)))
+        self._handle_arrived(member, queue)
 
-    def _go_on(self, member: int, line: deque[_Coming]) -> None:
-        """Deal with what is here, in order, and have the next bodies sent."""
-        while line and line[0].body is not None:
-            coming = line.popleft()
-            if coming.reason:
-                self._reject(member, coming.request, coming.reason)
-            elif coming.body is not None:
-                self._act(partial(self.desk.take, member, coming.request, coming.body))
-        assert self._listening is not None, "it calls us"
-        for coming in list(line)[:FETCHED]:
-            if coming.body is None and not coming.under_way:
-                coming.under_way = True
-                room = self._pool.take(0 if coming.reason else coming.request.length)
-                tag = protocol.lane(coming.request.space) + protocol.BODY
-                self._listening.fetch(room, member, tag, partial(self._filled, member, coming, room))
+    def _handle_arrived(self, member: int, queue: deque[_Incoming]) -> None:
+        """Handle the requests that are complete, in order, and receive the next bodies."""
+        while queue and queue[0].body is not None:
+            incoming = queue.popleft()
+            if incoming.refusal:
+                self._reject(member, incoming.header, incoming.refusal)
+            elif incoming.body is not None:
+                self._act(partial(self.handler.handle, member, incoming.header, incoming.body))
+        assert self._listening is not None, "it has called this"
+        for incoming in list(queue)[:MAX_BODIES_IN_FLIGHT]:
+            if incoming.body is None and not incoming.receiving:
+                incoming.receiving = True
+                buffer = self._pool.take(0 if incoming.refusal else incoming.header.length)
+                tag = protocol.first_tag(incoming.header.space) + protocol.BODY_TAG
+                self._listening.fetch(buffer, member, tag, partial(self._on_body, member, incoming, buffer))
 
-    def _filled(self, member: int, coming: _Coming, body: Tensor, error: Exception | None) -> None:
-        """A body is here. One that was not wanted was taken off the wire, and nothing is kept of it."""
-        if error is not None and not coming.reason:
-            coming.reason = str(error)
-        coming.body = body
-        if member in self._lines:
-            self._go_on(member, self._lines[member])
+    def _on_body(self, member: int, incoming: _Incoming, body: Tensor, error: Exception | None) -> None:
+        """A body has arrived. The body of a refused request is received into an empty buffer, and dropped."""
+        if error is not None and not incoming.refusal:
+            incoming.refusal = str(error)
+        incoming.body = body
+        if member in self._incoming:
+            self._handle_arrived(member, self._incoming[member])
 
-    def _part_from(self, member: int) -> None:
-        """A member is lost or has left; all it has sent was heard."""
+    def _on_member_gone(self, member: int) -> None:
+        """A member is lost or has left. All its requests were received before."""
         if self._closed:
             return
         logger.debug("server %d: member %d is gone", self.network.me, member)
-        self._lines.pop(member, None)
+        self._incoming.pop(member, None)
         with self._lock:
-            self._parted.add(member)
-            self._parting.set()
+            self._gone.add(member)
+            self._member_gone.set()
         left = self._transport.members[member] not in self._transport.lost()
-        self._act(partial(self.desk.lose, member, left))
+        self._act(partial(self.handler.lose, member, left))
 
-    # Where tasks wait.
+    # Transports without listeners: a task for each client.
 
-    def _attend(self, member: int) -> None:
+    def _serve_member(self, member: int) -> None:
         try:
-            self._listen(member)
+            self._receive_requests(member)
         except (PeerLostError, WorldError, ConnectionError) as error:
             if not self._closed:
                 logger.debug("server %d: member %d is gone: %s", self.network.me, member, error)
         if not self._closed:
-            self._act(partial(self.desk.lose, member))
+            self._act(partial(self.handler.lose, member))
 
-    def _listen(self, member: int) -> None:
-        buffer = torch.empty(REQUEST_BYTES + protocol.INLINE, dtype=torch.uint8)
+    def _receive_requests(self, member: int) -> None:
+        buffer = torch.empty(REQUEST_BYTES + protocol.MAX_INLINE_BYTES, dtype=torch.uint8)
         view = buffer.numpy().data
         while not self._closed:
-            handle = self._transport.recv(buffer, member, protocol.REQUEST)
+            receive = self._transport.recv(buffer, member, protocol.REQUEST_TAG)
             try:
-                handle.wait(math.inf)
+                receive.wait(math.inf)
             except ProtocolError as error:
-                self._refuse_unread(member, view[:0], str(error))
+                self._refuse_unreadable(member, view[:0], str(error))
                 continue
-            request, reason = self._read(member, view[: handle.nbytes])
-            if request is None:
+            header, refusal = self._read_header(member, view[: receive.nbytes])
+            if header is None:
                 continue
-            if request.length > protocol.INLINE:
-                self._take_long(member, request, reason)
-            elif reason:
-                self._reject(member, request, reason)
+            if header.length > protocol.MAX_INLINE_BYTES:
+                self._receive_body(member, header, refusal)
+            elif refusal:
+                self._reject(member, header, refusal)
             else:
-                self._act(partial(self.desk.take, member, request, _copied(view[: handle.nbytes])))
+                self._act(partial(self.handler.handle, member, header, _copy_body(view[: receive.nbytes])))
 
-    def _take_long(self, member: int, request: RequestHeader, reason: str) -> None:
-        tag = protocol.lane(request.space) + protocol.BODY
-        if reason:  # a receive without room takes the body off the wire, and keeps nothing of it
-            self._reject(member, request, reason)
+    def _receive_body(self, member: int, header: RequestHeader, refusal: str) -> None:
+        tag = protocol.first_tag(header.space) + protocol.BODY_TAG
+        if refusal:  # a receive into an empty buffer drops the body
+            self._reject(member, header, refusal)
             with suppress(ProtocolError):
                 self._transport.recv(torch.empty(0, dtype=torch.uint8), member, tag).wait(math.inf)
             return
-        body = self._pool.take(request.length)
+        body = self._pool.take(header.length)
         try:
             self._transport.recv(body, member, tag, exact=True).wait(math.inf)
         except ProtocolError as error:
-            self._reject(member, request, str(error))
+            self._reject(member, header, str(error))
         else:
-            self._act(partial(self.desk.take, member, request, body))
+            self._act(partial(self.handler.handle, member, header, body))
 
-    # Both.
+    # Both kinds of transports.
 
-    def _read(self, member: int, data: memoryview) -> tuple[RequestHeader | None, str]:
-        """A request, and why it is refused; None where who sent it was told that it cannot be read."""
+    def _read_header(self, member: int, data: memoryview) -> tuple[RequestHeader | None, str]:
+        """A request's header, and why it is refused; None if the header cannot be read, which the sender is told."""
         try:
-            request = RequestHeader.read(data)
+            header = RequestHeader.read(data)
         except ProtocolError as error:
-            self._refuse_unread(member, data, str(error))
+            self._refuse_unreadable(member, data, str(error))
             return None, ""
-        inline, came = request.length if request.length <= protocol.INLINE else 0, len(data) - REQUEST_BYTES
-        if came != inline:
-            told = f"{came} B with a header that says {inline} (of {request.length})"
-            return request._replace(length=0), told  # nothing of it follows
-        return request, self.desk.refuses(member, request) if not inline else ""
+        inline, arrived = header.length if header.length <= protocol.MAX_INLINE_BYTES else 0, len(data) - REQUEST_BYTES
+        if arrived != inline:  # no body follows
+            return header._replace(length=0), f"{arrived} B with a header that says {inline} (of {header.length})"
+        return header, self.handler.refusal_of(header) if not inline else ""
 
-    def _reject(self, member: int, request: RequestHeader, reason: str) -> None:
-        self._refusals.warn(f"server {self.network.me} refuses what member {member} sent: {reason}")
-        self._act(partial(self.desk.reject, member, request, reason))
+    def _reject(self, member: int, header: RequestHeader, reason: str) -> None:
+        self._refusals.warn(f"server {self.network.me} refuses a request of member {member}: {reason}")
+        self._act(partial(self.handler.reject, member, header, reason))
 
-    def _refuse_unread(self, member: int, data: memoryview, reason: str) -> None:
-        """A header that cannot be read: tell who sent it, under the number that it seems to have."""
-        whole = len(data) >= NUMBER_AT + 8
-        number = struct.unpack_from("<Q", data, NUMBER_AT)[0] if whole else 0
-        space = struct.unpack_from("<I", data, SPACE_AT)[0] if whole else 0
-        self._refusals.warn(f"server {self.network.me} refuses what member {member} sent: {reason}")
-        text = torch.from_numpy(np.frombuffer(reason.encode(), np.uint8).copy())
-        reply = ReplyHeader(protocol.REFUSED, space=space, number=number, min_clock=-1, length=text.numel())
-        self._send(OutgoingReply(member, reply, text, True))
+    def _refuse_unreadable(self, member: int, data: memoryview, reason: str) -> None:
+        """Refuse a header that cannot be read, under the number that it seems to have."""
+        self._refusals.warn(f"server {self.network.me} refuses a request of member {member}: {reason}")
+        whole = len(data) >= NUMBER_OFFSET + 8
+        number = struct.unpack_from("<Q", data, NUMBER_OFFSET)[0] if whole else 0
+        space = struct.unpack_from("<I", data, SPACE_OFFSET)[0] if whole else 0
+        self._send(refuse(member, RequestHeader(protocol.PUSH, space=space, number=number), reason))
 
-    def _act(self, deed: Callable[[], list[OutgoingReply]]) -> None:
+    def _act(self, action: Callable[[], list[OutgoingReply]]) -> None:
+        """Call the request handler, alone, and send the replies."""
         with self._lock:
-            answers = deed()
+            replies = action()
             if not self._changed.is_set():
                 self._changed.set()
-            if self.desk.gathers:
-                self._see_to_relays()
-        for answer in answers:
-            self._send(answer)
+            if self.handler.has_sub_masters:
+                self._update_relays()
+        for reply in replies:
+            self._send(reply)
 
-    def _send(self, answer: OutgoingReply) -> None:
-        body, slot = answer.body, answer.reply.number % protocol.SLOTS
-        header, lane = answer.reply.pack(), protocol.lane(answer.reply.space)
+    def _send(self, reply: OutgoingReply) -> None:
+        header, body, member, transport = reply.header, reply.body, reply.member, self._transport
+        tags, slot = protocol.first_tag(header.space), header.number % protocol.REPLY_SLOTS
+        tag = tags + protocol.REPLY_TAG + slot
         try:
-            if body is None or body.numel() <= protocol.INLINE:
-                parts = (header,) if body is None else (header, body.numpy().data)
-                self._transport.send_bytes(parts, answer.member, lane + protocol.REPLY + slot, lossy=answer.lossy)
+            if body is None or body.numel() <= protocol.MAX_INLINE_BYTES:
+                parts = (header.pack(),) if body is None else (header.pack(), body.numpy().data)
+                transport.send_bytes(parts, member, tag, lossy=reply.lossy)
             else:
-                self._transport.send_bytes((header,), answer.member, lane + protocol.REPLY + slot)
-                self._transport.send(body, answer.member, lane + protocol.DATA + slot, exact=True)
-        except SynclineError as error:  # its own task notices
-            logger.debug("server %d could not answer member %d: %s", self.network.me, answer.member, error)
+                transport.send_bytes((header.pack(),), member, tag)
+                transport.send(body, member, tags + protocol.DATA_TAG + slot, exact=True)
+        except SynclineError as error:  # the member's loss is handled where its requests are received
+            logger.debug("server %d could not reply to member %d: %s", self.network.me, member, error)
 
 
-def _copied(data: memoryview) -> Tensor:
-    """What follows a header, in memory of its own."""
+def _copy_body(data: memoryview) -> Tensor:
+    """A copy of the bytes after a header."""
     return torch.from_numpy(np.frombuffer(data, np.uint8, -1, REQUEST_BYTES).copy())
 
 

@@ -1,13 +1,13 @@
-"""Synchronous steps by way of servers: everybody's gradients make one step, and everybody reads what comes of it.
+"""Bulk synchronous parallel at a parameter server: the gradients of all workers make one step.
 
-w ← rule(w, (1/p) Σ g_i(w)). The servers keep what comes early until a step is complete, add it up in the order of the
-workers, and apply it once::
+w ← rule(w, (1/p) Σ g_i(w)). The servers keep early pushes until a step is complete, add them in the order of the
+workers, and apply the sum once::
 
     worker 0   push 0 ─────────────┐ read 1   push 1 …
     worker 1      push 0 ──────────┤ read 1      push 1 …
-    worker 2               push 0 ─┴ read 1               a step is as long as the slowest worker's
+    worker 2               push 0 ─┴ read 1               a step takes as long as the slowest worker's
 
-Bulk synchronous parallel: Valiant (1990); at a parameter server: Li et al. (2014), sequential consistency.
+Valiant (1990); at a parameter server: Li et al. (2014), sequential consistency.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["BSP"]
 
 @dataclass(frozen=True, repr=False)
 class BSP(ParameterServerStrategy):
-    """Synchronous training at a parameter server, with the optimizer's own rule there, or with `rule`.
+    """Synchronous training at a parameter server. The servers apply the optimizer's own rule, or `rule`.
 
     >>> BSP(filters="significant(1e-4)|cache", rule="momentum(mu=0.9)")
     bsp(rule='momentum(mu=0.9)', filters='significant(1e-4)|cache')
@@ -49,5 +49,5 @@ class BSP(ParameterServerStrategy):
     def attach(
         self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> StrategyRun:
-        plan = ServerOptions(synchronous=True, rule=self.rule, filters=self.filters, factors=self.factors)
-        return ParameterServerRun(self, model, optimizer, exchange, settings, plan)
+        options = ServerOptions(synchronous=True, rule=self.rule, filters=self.filters, factors=self.factors)
+        return ParameterServerRun(self, model, optimizer, exchange, settings, options)

@@ -10,7 +10,7 @@ worker 2 ──┘  post("finished", …)  finish()              └── no ca
 |---|---|---|
 | `SharedMemoryChannel` | memory of one host, here | hogwild |
 | `WindowChannel` | one-sided windows, `onesided/run.py` | onesided |
-| `ServedBoard` | server 0, beside the weights | strategies of the parameter server |
+| `ServerChannel` | server 0, beside the weights | strategies of the parameter server |
 | `PairwiseChannel` | server 0, without weights, `gossip/pairwise.py` | gossip(pairwise=True) |
 """
 

@@ -1,8 +1,8 @@
-"""How a worker's gradients go to the servers: as they are, through filters, or as factors.
+"""Pushes a worker's gradients to the servers: all values, the values that filters choose, or factors.
 
 ```text
 keys       │ fc1.weight        │ fc1.bias │ fc2.weight │ fc2.bias │
-segments   │ δ, o or as it is  │    as it is                      │     a segment is always cut in the same way
+segments   │ δ, o or dense     │    dense                         │     a segment is always split in the same way
 ```
 """
 
@@ -22,44 +22,40 @@ from syncline.server.filters import Cache, Filter
 from syncline.server.rules import UpdateRule
 from syncline.strategies.key_map import KeyMap
 
-__all__ = ["GradientPusher", "borders", "check_filters", "client_filter"]
+__all__ = ["GradientPusher", "check_filters", "client_filter", "group_bounds"]
 
 
 @dataclass(frozen=True)
 class _Segment:
-    """Keys that are pushed at once."""
+    """Keys that are pushed in one request."""
 
     group: int
-    """Its place among the groups of the keys."""
+    """The number of its group of keys."""
     first: int
     after: int
     weight: str | None = None
-    """The weight of a fully connected layer whose factors may go in place of its gradient."""
+    """The name of a fully connected layer's weight, whose factors may replace its gradient."""
 
 
 class GradientPusher:
-    """One worker's way to the servers. It keeps what a filter has held back."""
+    """Pushes gradients, and keeps the values that a filter holds back."""
 
     def __init__(self, client: Client, keys: KeyMap, model: nn.Module, filters: Filter | None, factors: bool) -> None:
         self._client = client
         self._keys = keys
         self._filter = filters if filters is not None and filters.chooses else None
-        self._kept = None if self._filter is None else torch.zeros(keys.trained, dtype=torch.float32)
-        self._tap = FactorRecorder(model) if factors else None
-        self._segments = _segments(keys, self._tap)
+        self.held_back = None if self._filter is None else torch.zeros(keys.trained, dtype=torch.float32)
+        """The values that a filter has held back, one for each trained key; None without such a filter."""
+        self._recorder = FactorRecorder(model) if factors else None
+        self._segments = _segments(keys, self._recorder)
         self._number = 0
         self.bytes_held = 0
-        """Of gradients that a filter kept back for a later push: they are to be counted as said all the same."""
+        """Bytes of gradients that a filter held back for a later push. They count as logical bytes."""
 
     @property
     def plain(self) -> bool:
-        """Whether everything goes as it is, a group at a time."""
-        return self._filter is None and self._tap is None
-
-    @property
-    def kept(self) -> Tensor | None:
-        """What a filter has held back, one element a trained key."""
-        return self._kept
+        """Whether all gradients are sent as they are, one request for each group."""
+        return self._filter is None and self._recorder is None
 
     def push(
         self,
@@ -71,24 +67,24 @@ class GradientPusher:
         tick: bool = True,
         absent: Sequence[int] = (),
     ) -> list[Future]:
-        """Send a row of gradients that are multiplied by `weight` already; with `tick` they are all of a step.
+        """Push gradients that are already multiplied by `weight`; `tick` ends the step.
 
-        The `absent` parameters, by index, have no gradient: the servers change neither them nor the rule's state of
-        them.
+        `absent` are the indices of parameters without a gradient: the servers change neither them nor their state.
         """
         self._number += 1
-        if self._kept is not None:
-            self._kept.add_(row)
-        taken = {} if self._tap is None else {plain_name(name): pair for name, pair in self._tap.take().items()}
-        segments = self._without(absent) if absent and self._kept is None else self._segments
+        if self.held_back is not None:
+            self.held_back.add_(row)
+        recorded = {} if self._recorder is None else self._recorder.take()
+        factors = {plain_name(name): pair for name, pair in recorded.items()}
+        segments = self._without(absent) if absent and self.held_back is None else self._segments
         if not segments and tick:
             return [self._client.push((0, 0), torch.empty(0, dtype=torch.float32), scale=0.0, tick=True)]
         futures = []
         for number, segment in enumerate(segments):
             ends = tick and number == len(segments) - 1
             rate = rates[segment.group]
-            pair = taken.get(segment.weight) if segment.weight is not None else None
-            if pair is not None and self._pays(segment, *pair):
+            pair = factors.get(segment.weight) if segment.weight is not None else None
+            if pair is not None and self._are_smaller(segment, *pair):
                 delta = pair[0] if weight == 1.0 else pair[0] * weight
                 futures.append(
                     self._client.push_factors(
@@ -96,20 +92,17 @@ class GradientPusher:
                     )
                 )
                 continue
-            keys, values = self._chosen(segment, row)
+            keys, values = self._choose(segment, row)
             futures.append(self._client.push(keys, values, rate=rate, scale=scale, tick=ends))
         return futures
 
     def _without(self, absent: Sequence[int]) -> list[_Segment]:
-        """The segments without some parameters."""
-        holes = [
-            (self._keys.parameters[number].first, self._keys.parameters[number].after) for number in sorted(absent)
-        ]
+        """The segments, without the keys of some parameters."""
+        left_out = sorted((each.first, each.after) for each in (self._keys.parameters[number] for number in absent))
         found: list[_Segment] = []
-        holes.sort()
         for segment in self._segments:
             at = segment.first
-            for first, after in holes:
+            for first, after in left_out:
                 if segment.first <= first < segment.after:
                     if at < first:
                         found.append(replace(segment, first=at, after=first))
@@ -119,52 +112,55 @@ class GradientPusher:
         return found
 
     def flush(self, rates: Sequence[float | None], *, scale: float) -> list[Future]:
-        """Send what a filter has held back."""
-        if self._kept is None or not bool(self._kept.any()):
+        """Push the values that a filter has held back."""
+        if self.held_back is None or not bool(self.held_back.any()):
             return []
         synchronous, futures = self._client.description.synchronous, []
         for number, group in enumerate(self._keys.groups):
-            places = self._kept[group.first : group.after].nonzero().view(-1) + group.first
-            # A held push counts only in a step that has ended.
+            places = self.held_back[group.first : group.after].nonzero().view(-1) + group.first
+            # A synchronous push counts only in a step that has ended.
             ends = synchronous and number == len(self._keys.groups) - 1
-            values = self._kept[places]
+            values = self.held_back[places]
             futures.append(self._client.push(places, values, rate=rates[number], scale=scale, tick=ends))
-        self._kept.zero_()
+        self.held_back.zero_()
         return futures
 
     def close(self) -> None:
-        """Take the hooks off."""
-        if self._tap is not None:
-            self._tap.close()
+        """Remove the hooks."""
+        if self._recorder is not None:
+            self._recorder.close()
 
-    def _pays(self, segment: _Segment, delta: Tensor, o: Tensor) -> bool:
-        cuts = self._client.description.layout.cut_range(segment.first, segment.after)
-        return factors_are_smaller(delta.shape[0], delta.shape[1], o.shape[1], [(cut.start, cut.stop) for cut in cuts])
+    def _are_smaller(self, segment: _Segment, delta: Tensor, o: Tensor) -> bool:
+        parts = self._client.description.layout.split_range(segment.first, segment.after)
+        ranges = [(part.start, part.stop) for part in parts]
+        return factors_are_smaller(delta.shape[0], delta.shape[1], o.shape[1], ranges)
 
-    def _chosen(self, segment: _Segment, row: Tensor) -> tuple[tuple[int, int] | Tensor, Tensor]:
-        """What goes now: all of it, or what the filter lets through of this and of what it held back before."""
-        if self._filter is None or self._kept is None:
+    def _choose(self, segment: _Segment, row: Tensor) -> tuple[tuple[int, int] | Tensor, Tensor]:
+        """The keys and values to send now: all of the segment, or those that the filter chooses."""
+        if self._filter is None or self.held_back is None:
             return (segment.first, segment.after), row[segment.first : segment.after]
-        waiting = self._kept[segment.first : segment.after]
-        places = self._filter.choose(waiting, self._number)
+        unsent = self.held_back[segment.first : segment.after]
+        places = self._filter.choose(unsent, self._number)
         if places is None:
             places = torch.arange(segment.after - segment.first)
-        values = waiting[places]
-        waiting[places] = 0.0
-        self.bytes_held += 4 * (waiting.numel() - places.numel())
+        values = unsent[places]
+        unsent[places] = 0.0
+        self.bytes_held += 4 * (unsent.numel() - places.numel())
         return places + segment.first, values
 
 
-def borders(keys: KeyMap, model: nn.Module, rules: Sequence[UpdateRule], factors: bool) -> list[tuple[int, UpdateRule]]:
-    """Where groups of keys begin at the servers, and their rules.
+def group_bounds(
+    keys: KeyMap, model: nn.Module, rules: Sequence[UpdateRule], factors: bool
+) -> list[tuple[int, UpdateRule]]:
+    """The first key of each group at the servers, and its rule.
 
-    A rule that takes whole pieces keeps its state by them: what is pushed by itself is then a group of its own, so that
-    a checkpoint is cut at the same places.
+    A rule that is not elementwise keeps its state by pieces. Each segment is then a group of its own, so that a
+    checkpoint is split at the same keys.
     """
     if not factors:
         return [(group.first, rules[number]) for number, group in enumerate(keys.groups)]
-    with FactorRecorder(model) as tap:
-        segments = _segments(keys, tap)
+    with FactorRecorder(model) as recorder:
+        segments = _segments(keys, recorder)
     first = {group.first for group in keys.groups}
     return [
         (segment.first, rules[segment.group])
@@ -174,12 +170,12 @@ def borders(keys: KeyMap, model: nn.Module, rules: Sequence[UpdateRule], factors
 
 
 def client_filter(filters: Filter | None) -> Filter | None:
-    """What is left for the client to do: remember lists of keys. It would choose over all groups at once."""
+    """The filter of the client: only the cache of key lists. A client would choose over all groups at once."""
     return Cache() if filters is not None and filters.caches else None
 
 
 def check_filters(filters: Filter | None, factors: bool, rules: Sequence[UpdateRule]) -> None:
-    """Refuse what cannot go together."""
+    """Raise an `IncompatibleError` for filters that do not work with the rules or with factors."""
     if filters is None:
         return
     whole = next((rule for rule in rules if not rule.elementwise), None)
@@ -195,8 +191,8 @@ def check_filters(filters: Filter | None, factors: bool, rules: Sequence[UpdateR
         )
 
 
-def _segments(keys: KeyMap, tap: FactorRecorder | None) -> list[_Segment]:
-    names = set() if tap is None else {plain_name(name) for name in tap.names}
+def _segments(keys: KeyMap, recorder: FactorRecorder | None) -> list[_Segment]:
+    names = set() if recorder is None else {plain_name(name) for name in recorder.names}
     found: list[_Segment] = []
     for number, group in enumerate(keys.groups):
         at = group.first

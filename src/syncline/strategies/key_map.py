@@ -1,12 +1,12 @@
-"""Where each tensor of a model lies among the keys of the servers.
+"""The keys of a model's tensors at the servers, and the optimizer's state as rows of keys.
 
 ```text
 keys   │ group 0             │ group 1    │ buffers                                  │
        │ fc1.weight fc1.bias │ fc2.weight │ bn.running_mean │ bn.num_batches_tracked │
 ```
 
-One group of keys for each of the optimizer's that has parameters to train, then the buffers. Keys are float32: of a
-buffer that float32 does not hold exactly, such as a counter, each byte is a key.
+Each of the optimizer's parameter groups is a group of keys; the buffers follow. Keys are float32. If float32 cannot
+hold a buffer exactly, as a counter, each byte of the buffer is a key.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +23,15 @@ from syncline.errors import IncompatibleError
 from syncline.reduction import plain_name
 from syncline.server.rules import TorchRule, UpdateRule
 
-__all__ = ["KeyField", "KeyGroup", "KeyMap", "dense_rows", "read_optimizer", "settings_of", "write_optimizer"]
+__all__ = ["KeyField", "KeyGroup", "KeyMap", "read_optimizer", "write_optimizer"]
 
-EXACT = (torch.float32, torch.float16, torch.bfloat16)
-"""What a key of float32 holds without loss."""
+EXACT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""What float32 holds without loss."""
 
 
 @dataclass(frozen=True)
 class KeyField:
-    """A tensor's place."""
+    """The keys of one tensor."""
 
     name: str
     first: int
@@ -42,21 +41,22 @@ class KeyField:
     @property
     def in_bytes(self) -> bool:
         """Whether each byte of the tensor is a key."""
-        return self.dtype not in EXACT
+        return self.dtype not in EXACT_DTYPES
 
     @property
     def after(self) -> int:
+        """The end of the keys."""
         return self.first + math.prod(self.shape) * (self.dtype.itemsize if self.in_bytes else 1)
 
     def write(self, tensor: Tensor) -> Tensor:
-        """A tensor as keys."""
+        """The values of a tensor's keys."""
         flat = tensor.detach().reshape(-1).cpu()
         return (flat.contiguous().view(torch.uint8) if self.in_bytes else flat).to(torch.float32)
 
     def read(self, row: Tensor) -> Tensor:
-        """The tensor that lies in a row of all keys."""
-        found = row[self.first : self.after]
-        return (found.to(torch.uint8).view(self.dtype) if self.in_bytes else found).view(self.shape)
+        """The tensor in a row of all keys."""
+        values = row[self.first : self.after]
+        return (values.to(torch.uint8).view(self.dtype) if self.in_bytes else values).view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -64,19 +64,19 @@ class KeyGroup:
     """The keys of one parameter group."""
 
     number: int
-    """Of the optimizer's groups."""
+    """The number of the optimizer's parameter group."""
     first: int
     after: int
 
 
 @dataclass(frozen=True)
 class KeyMap:
-    """Parameters, in the order of their groups, then buffers.
+    """The keys of a model: parameters in the order of their groups, then buffers.
 
     >>> model = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
     >>> keys = KeyMap.of(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    >>> keys.trained, keys.numel, keys.bounds
-    (5, 15, (0, 5))
+    >>> keys.trained, keys.numel
+    (5, 15)
     >>> [field.name for field in keys.buffers]
     ['1.running_mean', '1.running_var', '1.num_batches_tracked']
     """
@@ -85,22 +85,22 @@ class KeyMap:
     buffers: tuple[KeyField, ...]
     groups: tuple[KeyGroup, ...] = ()
     order: tuple[int, ...] = ()
-    """For each parameter here, its place among the model's own."""
+    """The index of each parameter in `model.named_parameters()`."""
 
     @staticmethod
     def of(model: nn.Module, optimizer: Optimizer) -> KeyMap:
-        """The keys of what an optimizer trains."""
-        named = [(plain_name(name), parameter) for name, parameter in model.named_parameters()]
-        place = {id(parameter): at for at, (_, parameter) in enumerate(named)}
+        """The keys of the parameters that an optimizer trains."""
+        named = list(model.named_parameters())
+        index = {id(parameter): at for at, (_, parameter) in enumerate(named)}
         order: list[int] = []
         groups: list[KeyGroup] = []
         total = 0
         for number, group in enumerate(optimizer.param_groups):
-            mine = [place[id(parameter)] for parameter in group["params"] if parameter.requires_grad]
-            count = sum(named[at][1].numel() for at in mine)
+            own = [index[id(parameter)] for parameter in group["params"] if parameter.requires_grad]
+            count = sum(named[at][1].numel() for at in own)
             if count:
                 groups.append(KeyGroup(number, total, total + count))
-                order += mine
+                order += own
                 total += count
         if not groups:
             raise IncompatibleError(
@@ -110,7 +110,7 @@ class KeyMap:
 
     @staticmethod
     def in_order(model: nn.Module, order: Sequence[int], groups: Sequence[KeyGroup] = ()) -> KeyMap:
-        """The keys of a model's parameters in an order that somebody else has told."""
+        """The keys of a model's parameters in a given order."""
         named = [(plain_name(name), parameter) for name, parameter in model.named_parameters()]
         if any(not 0 <= at < len(named) for at in order):
             raise IncompatibleError(
@@ -118,78 +118,73 @@ class KeyMap:
                 "model here as on the workers"
             )
         for name, parameter in (named[at] for at in order):
-            if parameter.dtype not in EXACT:
+            if parameter.dtype not in EXACT_DTYPES:
                 raise IncompatibleError(
                     f"{name} is {str(parameter.dtype).removeprefix('torch.')}, and this strategy keeps weights in "
                     "float32, which would round them: give a model in float32 or less, or take strategy allreduce"
                 )
         parameters = _lay_out((named[at] for at in order), 0)
         buffers = [(plain_name(name), buffer) for name, buffer in model.named_buffers()]
-        buffers.sort(key=lambda pair: pair[1].dtype not in EXACT)  # those in bytes last
+        buffers.sort(key=lambda pair: pair[1].dtype not in EXACT_DTYPES)  # those in bytes last
         after = parameters[-1].after if parameters else 0
         return KeyMap(parameters, _lay_out(buffers, after), tuple(groups), tuple(order))
 
     @property
     def trained(self) -> int:
-        """Keys of parameters; those of buffers follow."""
+        """Number of keys of parameters; those of buffers follow."""
         return self.parameters[-1].after
 
     @property
     def averaged(self) -> int:
-        """Keys of which a mean over workers makes sense; those of buffers in bytes follow."""
+        """Number of keys that workers can average; those of buffers in bytes follow."""
         return next((field.first for field in self.buffers if field.in_bytes), self.numel)
 
     @property
     def numel(self) -> int:
+        """Number of all keys."""
         return self.buffers[-1].after if self.buffers else self.trained
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Where each parameter begins, and the buffers."""
+        """The first key of each parameter, and of the buffers."""
         fields = [field for field in self.parameters if field.after > field.first]
         return (*(field.first for field in fields), *((self.trained,) if self.buffers else ()))
 
-    @property
-    def bounds(self) -> tuple[int, ...]:
-        """Where each group begins, that of the buffers too."""
-        return (*(group.first for group in self.groups), *((self.trained,) if self.buffers else ()))
-
     def trains(self, model: nn.Module) -> list[nn.Parameter]:
-        """The parameters, in the order of the keys."""
+        """The model's parameters in the order of the keys."""
         named = {plain_name(name): parameter for name, parameter in model.named_parameters()}
         return [named[field.name] for field in self.parameters]
 
     def read(self, model: nn.Module) -> Tensor:
-        """What a model holds, as a row."""
+        """The values of all keys, from a model."""
         return torch.cat([field.write(tensor) for field, tensor in self._tensors(model)])
 
     def read_buffers(self, model: nn.Module) -> Tensor:
-        """Its buffers alone."""
-        found = dict(model.named_buffers())
-        named = {plain_name(name): buffer for name, buffer in found.items()}
+        """The values of the buffers' keys, from a model."""
+        named = {plain_name(name): buffer for name, buffer in model.named_buffers()}
         return torch.cat([field.write(named[field.name]) for field in self.buffers])
 
     def write(self, model: nn.Module, row: Tensor) -> None:
-        """Fill a model; a row without buffers leaves them as they are."""
+        """Fill a model from a row of keys. A row without buffers leaves the model's buffers unchanged."""
         with torch.no_grad():
             for field, tensor in self._tensors(model):
                 if field.after <= row.numel():
                     tensor.detach().copy_(field.read(row))
 
     def named(self, row: Tensor) -> dict[str, Tensor]:
-        """A row, cut up by the names of parameters and buffers."""
+        """Split a row of keys into tensors by name."""
         fields = (*self.parameters, *self.buffers)
         return {field.name: field.read(row).clone() for field in fields if field.after <= row.numel()}
 
     def joined(self, named: dict[str, Tensor], row: Tensor) -> Tensor:
-        """The other way round: what is named goes into the row, the rest stays."""
+        """Write tensors by name into a row of keys. Other keys stay unchanged."""
         for field in (*self.parameters, *self.buffers):
             if field.name in named and field.after <= row.numel():
                 row[field.first : field.after] = field.write(named[field.name]).to(row)
         return row
 
     def views(self, row: Tensor) -> list[Tensor]:
-        """The parameters' parts of a row, in their shapes."""
+        """Views of the parameters in a row of keys, in their shapes."""
         return [row[field.first : field.after].view(field.shape) for field in self.parameters]
 
     def _tensors(self, model: nn.Module) -> list[tuple[KeyField, Tensor]]:
@@ -206,57 +201,23 @@ def _lay_out(named: Iterable[tuple[str, Tensor]], at: int) -> tuple[KeyField, ..
     return tuple(fields)
 
 
-def dense_rows(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> list[int]:
-    """Write gradients into their places: zeros where there is none, and sparse ones made dense.
-
-    The numbers of the parameters that have none.
-    """
-    there, gradients, absent = [], [], []
-    for number, (parameter, view) in enumerate(zip(parameters, views, strict=True)):
-        if parameter.grad is None:
-            view.zero_()
-            absent.append(number)
-        else:
-            gradient = parameter.grad.detach()
-            gradients.append(gradient.to_dense() if gradient.is_sparse else gradient)
-            there.append(view)
-    if there:
-        torch._foreach_copy_(there, gradients)
-    return absent
-
-
-SENT_ALONG = ("params", "lr", "initial_lr")
-"""Keys of a parameter group that are no settings of a rule. Learning rates go with each push."""
-
-
-def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The settings of each parameter group, such as momentum and weight decay."""
-    return [
-        {
-            key: float(value) if isinstance(value, Tensor) else value
-            for key, value in group.items()
-            if key not in SENT_ALONG
-        }
-        for group in optimizer.param_groups
-    ]
+# The optimizer's state: rows of keys at the servers, tensors for each parameter here. A checkpoint has it in the
+# optimizer's form, which every strategy reads.
 
 
 def read_optimizer(
     optimizer: Optimizer, keys: KeyMap, parameters: Sequence[nn.Parameter], rules: Sequence[UpdateRule]
 ) -> dict[str, Tensor]:
-    """The state of the optimizer as rows of keys, by name; NaN where a parameter has none yet."""
+    """The optimizer's state as rows of keys, by name; NaN where a parameter has none yet."""
     rows: dict[str, Tensor] = {}
-    for group, rule in zip(keys.groups, rules, strict=True):
-        if not isinstance(rule, TorchRule):
-            continue
-        for field, parameter in zip(keys.parameters, parameters, strict=True):
-            state = optimizer.state.get(parameter, {})
-            for name in rule.slots if group.first <= field.first < group.after else ():
-                row = rows.setdefault(name, torch.full((keys.numel,), math.nan, dtype=torch.float32))
-                value = state.get(name)
-                if value is not None:
-                    flat = torch.as_tensor(value).detach().reshape(-1).to("cpu", torch.float32)
-                    row[field.first : field.after] = flat  # a single number goes to every key
+    for rule, _, field, parameter in _torch_fields(keys, parameters, rules):
+        state = optimizer.state.get(parameter, {})
+        for name in rule.slots:
+            row = rows.setdefault(name, torch.full((keys.numel,), math.nan, dtype=torch.float32))
+            value = state.get(name)
+            if value is not None:
+                flat = torch.as_tensor(value).detach().reshape(-1).to("cpu", torch.float32)
+                row[field.first : field.after] = flat  # a single number goes to every key
     return rows
 
 
@@ -268,19 +229,24 @@ def write_optimizer(
     rows: Mapping[str, Tensor],
 ) -> None:
     """Fill the optimizer's state from rows of keys."""
-    for group, rule in zip(keys.groups, rules, strict=True):
-        if not isinstance(rule, TorchRule):
+    for rule, group, field, parameter in _torch_fields(keys, parameters, rules):
+        values = {name: rows[name][field.first : field.after] for name in rule.slots if name in rows}
+        if not values or all(bool(row.isnan().all()) for row in values.values()):
             continue
+        state = optimizer.state[parameter]
+        for name, row in values.items():
+            if rule.slots[name]:
+                state[name] = row.view(field.shape).to(parameter.device, parameter.dtype, copy=True)
+            else:
+                device = parameter.device if optimizer.param_groups[group.number].get("fused") else "cpu"
+                state[name] = row[0].to(device, copy=True)
+
+
+def _torch_fields(
+    keys: KeyMap, parameters: Sequence[nn.Parameter], rules: Sequence[UpdateRule]
+) -> Iterable[tuple[TorchRule, KeyGroup, KeyField, nn.Parameter]]:
+    """The parameters whose rule is an optimizer of torch, with rule, group and keys."""
+    for group, rule in zip(keys.groups, rules, strict=True):
         for field, parameter in zip(keys.parameters, parameters, strict=True):
-            if not group.first <= field.first < group.after:
-                continue
-            found = {name: rows[name][field.first : field.after] for name in rule.slots if name in rows}
-            if not found or all(bool(row.isnan().all()) for row in found.values()):
-                continue
-            state = optimizer.state[parameter]
-            for name, row in found.items():
-                if rule.slots[name]:
-                    state[name] = row.view(field.shape).to(parameter.device, parameter.dtype, copy=True)
-                else:
-                    device = parameter.device if optimizer.param_groups[group.number].get("fused") else "cpu"
-                    state[name] = row[0].to(device, copy=True)
+            if isinstance(rule, TorchRule) and group.first <= field.first < group.after:
+                yield rule, group, field, parameter

@@ -1,18 +1,18 @@
-"""One master holds the weights; workers bring it gradients and take weights home. Masters may stand in a tree.
+"""One master holds the weights; workers send gradients to it and read weights from it. Masters may form a tree.
 
-Synchronous: the master waits for the first ⌈fraction · p⌉ workers of a step, takes their mean and steps once; who comes
-late gets the new weights, and its gradient does not count. Asynchronous: every gradient is a step of its own::
+Synchronous: the master waits for the first ⌈fraction · p⌉ workers of a step, takes the mean of their gradients and
+steps once. A late worker gets the new weights, and its gradient is dropped. Asynchronous: every gradient is a step::
 
     sync, fraction=2/3                            async
     worker 0   g0 ──┐ w1   g1 ──┐ w2              worker 0   g ─┐ w   g ─┐ w
     worker 1   g0 ──┴ w1   g1 ──┴ w2              worker 1      g ─┐ w      g ─┐ w
     worker 2   g0 ────────── late ┴ w2            master        1  2        3  4
 
-With `masters=m` the workers are m groups of neighbours. A sub-master adds up what its group brings before it talks to
-the root: one push and one pull for the group, in place of one for each worker::
+With `masters=m` the workers form m groups of neighbours. A sub-master adds up the gradients of its group before it
+sends them to the root: one push and one pull for the group instead of one for each worker::
 
     root ◄── Σ ── sub-master 0 ◄── g ── workers 0, 1        sync: the sum of a step
-         ◄── Σ ── sub-master 1 ◄── g ── workers 2, 3        async: what came while the last sum was under way
+         ◄── Σ ── sub-master 1 ◄── g ── workers 2, 3        async: the gradients since the last sum
 
 Chen et al.: Revisiting distributed synchronous SGD (2016), for the fraction; Anderson, Vlimant, Spiropulu: mpi_learn
 (2017), for the tree.
@@ -20,15 +20,13 @@ Chen et al.: Revisiting distributed synchronous SGD (2016), for the fraction; An
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
 
-from syncline.errors import DivergedError, IncompatibleError, PeerLostError, SpecError
+from syncline.errors import IncompatibleError, SpecError
 from syncline.reduction import Communicator
 from syncline.server import Client, Future, open_space, server_network
 from syncline.server.filters import Filter
@@ -41,11 +39,11 @@ __all__ = ["Master", "momentum_left"]
 
 
 def momentum_left(momentum: float, workers: int) -> float:
-    """The explicit momentum that is left when `workers` go at their own pace.
+    """The momentum to use when `workers` run asynchronously, so that the effective momentum stays the same.
 
-    With p workers alike, a gradient is k steps old with probability (1/p)(1 − 1/p)^k. In the mean the update is then
-    v ← μ′ v − η G, G ← (1 − 1/p) G + (1/p) g: two filters in a row, of which asynchrony is the second, a momentum of
-    1 − 1/p. The gradients in v have the mean age μ′/(1−μ′) + (p−1). To be as old as with a momentum of μ alone:
+    With p equal workers, a gradient is k steps old with probability (1/p)(1 − 1/p)^k. On average the update is
+    v ← μ′ v − η G, G ← (1 − 1/p) G + (1/p) g: asynchrony acts as a second filter with a momentum of 1 − 1/p. The
+    gradients in v have the mean age μ′/(1−μ′) + (p−1). To have the same age as with a momentum of μ alone:
 
         μ′/(1 − μ′) + (p − 1) = μ/(1 − μ)        so        μ′ = 1 − 1 / (1/(1−μ) − (p−1)),  or 0 where p ≥ 1/(1−μ)
 
@@ -60,11 +58,11 @@ def momentum_left(momentum: float, workers: int) -> float:
 
 @dataclass(frozen=True, repr=False)
 class Master(ParameterServerStrategy):
-    """Workers and one master, in step or not; with `masters` above 1, a tree.
+    """Workers and one master, synchronous or asynchronous; with `masters` above 1, a tree.
 
-    `fraction` of the living workers makes a step (`sync` only; in a tree, of each group). For `sync=False`: `damp`
-    divides the rate of a gradient by its staleness in steps, where that is above 1 (Zhang et al. 2016), and
-    `correct_momentum` lowers SGD's momentum to what asynchrony leaves of it (`momentum_left`).
+    With `sync`, a step needs the gradients of a `fraction` of the live workers (in a tree, of each group). With
+    `sync=False`, `damp` divides the learning rate of a gradient by its staleness in steps, if that is above 1 (Zhang et
+    al. 2016), and `correct_momentum` lowers SGD's momentum by `momentum_left`.
 
     >>> Master(sync=False, damp=True)
     master(sync=False, damp=True)
@@ -97,8 +95,10 @@ class Master(ParameterServerStrategy):
     def attach(
         self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> StrategyRun:
-        plan = ServerOptions(synchronous=self.sync, quorum=self.fraction, damped=self.damp)
-        return MasterRun(self, model, optimizer, exchange, settings, plan)
+        options = ServerOptions(
+            slack=0 if self.sync else None, synchronous=self.sync, quorum=self.fraction, damped=self.damp
+        )
+        return MasterRun(self, model, optimizer, exchange, settings, options)
 
 
 class MasterRun(ParameterServerRun):
@@ -106,43 +106,29 @@ class MasterRun(ParameterServerRun):
 
     strategy: Master
     late_steps = 0
-    """Steps of this worker that a quorum did without."""
+    """Steps of this worker that were late and dropped."""
 
     def open_client(self, filters: Filter | None) -> Client:
-        strategy, network, codec = self.strategy, server_network(self.world), self.exchange.codec
-        options: dict[str, Any] = {
-            "rules": [*(repr(rule) for rule in self.rules), *self._buffer_rule],
-            "bounds": self.keys.bounds,
-            "parameters": self.keys.starts,
-            "synchronous": strategy.sync,
-            "mean": strategy.sync,
-            "quorum": strategy.fraction,
-            "damped": strategy.damp,
-            "codec": None if codec is None else repr(codec),
-            "initial": self.keys.read(self.model),
-            "seed": self.settings.seed,
-            "retry": network.transport.retry_after_s,
-        }
+        strategy, numel = self.strategy, self.keys.numel
+        options = self.space_options(self.rules, [group.first for group in self.keys.groups])
         if strategy.masters == 1:
-            return open_space(self.world, strategy.name, self.keys.numel, servers=network.servers[:1], **options)
-        return open_tree(self.world, strategy.name, self.keys.numel, strategy.masters, **options)
+            servers = server_network(self.world).servers[:1]
+            return open_space(self.world, strategy.name, numel, servers=servers, **options)
+        return open_tree(self.world, strategy.name, numel, strategy.masters, **options)
 
-    def adapted(self, rules: list[UpdateRule]) -> list[UpdateRule]:
+    def adapt_rules(self, rules: list[UpdateRule]) -> list[UpdateRule]:
         if not self.strategy.correct_momentum:
             return rules
-        # In a tree the root takes turns with sub-masters, not with workers.
+        # In a tree the clients of the root are the sub-masters.
         peers = self.world.size if self.strategy.masters == 1 else self.strategy.masters
-        return [_lowered(rule, peers) for rule in rules]
-
-    def wanted(self, clock: int) -> int:
-        return clock if self.strategy.sync else -1
+        return [_lower_momentum(rule, peers) for rule in rules]
 
     def scale(self) -> float:
-        """The master takes the mean of the gradients that arrived, or each gradient by itself."""
+        """In a synchronous step the master takes the mean; otherwise each gradient is a step."""
         return self.weight if self.strategy.sync else 1.0
 
-    def talk(self) -> list[Future]:
-        futures = super().talk()
+    def push_and_pull(self) -> list[Future]:
+        futures = super().push_and_pull()
         if any(future.late for future in futures):
             self.late_steps += 1
             self.stats.events.count("sl_late_steps")
@@ -154,31 +140,22 @@ class MasterRun(ParameterServerRun):
             self.client.set_clocks(clocks)
             self.wait_for_all("set the clocks of their groups")
 
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        try:
-            yield
-        except DivergedError as error:  # a push does not count the steps
-            raise error.at_step(self.stats.steps) from None
-        except PeerLostError as error:
-            network, client = self.client.network, self.client
-            if error.peer is None or network.dedicated:
-                raise
-            needed = 1 if self.strategy.masters == 1 else self.strategy.masters + 1
-            what = "the master, and the weights are gone with it"
-            if isinstance(client, TreeClient) and error.peer in client.description.servers:
-                what = f"the sub-master of workers {list(client.description.workers)}"
-            raise PeerLostError(
-                f"{error}; worker {error.peer} was {what}: servers of their own outlive workers "
-                f"(syncline run --servers {needed}), or go on from a checkpoint",
-                peer=error.peer,
-                pending=error.pending,
-                seconds=error.seconds,
-            ) from error
+    def explain_lost(self, peer: int) -> str:
+        client = self.client
+        if client.network.dedicated:
+            return ""
+        needed = 1 if self.strategy.masters == 1 else self.strategy.masters + 1
+        what = "the master, and the weights are gone with it"
+        if isinstance(client, TreeClient) and peer in client.description.servers:
+            what = f"the sub-master of workers {list(client.description.workers)}"
+        return (
+            f"worker {peer} was {what}: servers of their own outlive workers (syncline run --servers {needed}), or go "
+            "on from a checkpoint"
+        )
 
 
-def _lowered(rule: UpdateRule, workers: int) -> UpdateRule:
-    """The rule with the momentum that asynchrony leaves."""
+def _lower_momentum(rule: UpdateRule, workers: int) -> UpdateRule:
+    """The rule with the momentum of `momentum_left`."""
     if isinstance(rule, Sgd):
         return rule
     if isinstance(rule, TorchRule) and rule.optimizer == "SGD":

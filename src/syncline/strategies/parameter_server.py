@@ -1,17 +1,17 @@
-"""What the strategies of the parameter server share: the model's weights lie at the servers, gradients go there.
+"""What the strategies of the parameter server share: the servers hold the model's weights and apply the gradients.
 
 ```text
 worker                                        servers
 loss.backward()
 optimizer.step()
-  └─ before   gradients, rates, a tick  ───►  rule(weights, gradients)
+  └─ before   gradients, rates, tick    ───►  rule(weights, gradients)
               weights                   ◄───  as soon as the clocks allow
-     step     nothing: no gradients
-     after    gradients are back, to be looked at
+     step     nothing: the gradients are hidden
+     after    the gradients are visible again
 ```
 
-Workers go at their own pace: from the first step to the last no collective of the world is called. How long a read
-waits for the others is the strategy's own.
+Each worker proceeds at its own pace: between the first step and the last no collective of the world is called. The
+strategy decides how long a read waits for other workers.
 """
 
 from __future__ import annotations
@@ -29,46 +29,48 @@ from torch.optim import Optimizer
 from syncline.codecs import Chooser, Codec
 from syncline.errors import DivergedError, IncompatibleError, PeerLostError, SpecError
 from syncline.reduction import Communicator
-from syncline.server import Client, Future, ServerNetwork, open_space, server_network, watch_space
+from syncline.server import Client, Future, Post, ServerNetwork, open_space, server_network, watch_space
 from syncline.server.filters import Filter, build_filter
-from syncline.server.protocol import WINDOW
+from syncline.server.protocol import MAX_INFLIGHT_REQUESTS
 from syncline.server.rules import HandlerRule, Sgd, UpdateRule, build_rule, rule_of, torch_rule
-from syncline.server.shard import FOREVER
-from syncline.server.space import spans
+from syncline.server.shard import NO_CLOCK
 from syncline.specs import parse
 from syncline.strategies.asynchronous import AsynchronousRun
 from syncline.strategies.base import RunSettings, Strategy, check_gradients, loss_scale
-from syncline.strategies.control import POLL_SECONDS, ControlChannel, Post
-from syncline.strategies.gradient_pusher import GradientPusher, borders, check_filters, client_filter
-from syncline.strategies.key_map import KeyMap, dense_rows, read_optimizer, settings_of, write_optimizer
+from syncline.strategies.control import POLL_SECONDS, ControlChannel
+from syncline.strategies.gradient_pusher import GradientPusher, check_filters, client_filter, group_bounds
+from syncline.strategies.key_map import KeyMap, read_optimizer, write_optimizer
 
-__all__ = ["ParameterServerRun", "ParameterServerStrategy", "ServedBoard", "ServerOptions", "post_order", "watch_board"]
+__all__ = ["ParameterServerRun", "ParameterServerStrategy", "ReplicaRun", "ServerChannel", "ServerOptions"]
 
 logger = logging.getLogger("syncline")
 
-BUFFERS_EVERY = 20
-"""Steps between two puts of the buffers."""
+PUSH_BUFFERS_EVERY_STEPS = 20
+NOT_SETTINGS = ("params", "lr", "initial_lr")
+"""Keys of a parameter group that are no settings of a rule. Learning rates are sent with each push."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """What a strategy wants of the servers."""
+    """What a strategy asks of the servers."""
 
     rule: str | None = None
-    """None: the rule that does what the optimizer would."""
+    """None: the rule that corresponds to the optimizer."""
     lr: float | None = None
-    """In place of the optimizer's rate; it follows the optimizer's schedule all the same."""
+    """Replaces the optimizer's learning rate. The optimizer's schedule still applies."""
+    slack: int | None = 0
+    """A read waits until every worker is at most this many steps behind; None: it does not wait."""
     synchronous: bool = False
     quorum: float = 1.0
     damped: bool = False
     filters: str | None = None
     factors: bool = False
     stride: int = 1
-    """Steps that a tick stands for."""
+    """Steps for each tick of a worker's clock."""
 
 
 class ParameterServerStrategy(Strategy):
-    """A strategy whose weights lie at servers. A frozen dataclass, as all are."""
+    """A strategy whose weights are at servers. Subclasses are frozen dataclasses."""
 
     @property
     def asynchronous(self) -> bool:
@@ -82,14 +84,14 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def stride(self) -> int:
-        """Steps that a tick of a worker's clock stands for."""
+        """Steps for each tick of a worker's clock."""
         return 1
 
     def observe(self, model: nn.Module, network: ServerNetwork) -> ControlChannel | None:
-        return watch_board(network, self.name, model, self.stride)
+        return watch_channel(network, self.name, model, self.stride)
 
     def check_rule(self, rule: str | None, filters: str | None = None) -> None:
-        """Refuse a rule or filters that cannot be read, before anything else is done with them."""
+        """Raise a `SpecError` for a rule or filters that cannot be read."""
         for key, spec, build in (("rule", rule, build_rule), ("filters", filters, build_filter)):
             if spec is None:
                 continue
@@ -99,7 +101,7 @@ class ParameterServerStrategy(Strategy):
 
 
 class ParameterServerRun(AsynchronousRun):
-    """One worker's part. Strategies say what a read waits for, or replace `before_step` and `after_step`."""
+    """One worker's part. Strategies override the methods of the first section."""
 
     def __init__(
         self,
@@ -108,38 +110,42 @@ class ParameterServerRun(AsynchronousRun):
         optimizer: Optimizer,
         exchange: Communicator,
         settings: RunSettings,
-        plan: ServerOptions,
+        options: ServerOptions,
     ) -> None:
         super().__init__(strategy, model, optimizer, exchange, settings)
-        self.plan = plan
+        self.options = options
         self.keys = KeyMap.of(model, optimizer)
-        self.rules = self._first_rules()
-        self._settings = settings_of(optimizer)
-        self._own_rates = plan.rule is not None and _tells_rate(plan.rule)
+        self.rules = self._initial_rules()
+        self._optimizer_settings = _settings_of(optimizer)
+        self._rule_has_rate = options.rule is not None and _has_rate(options.rule)
         self._base_rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
-        filters = self._filters = None if plan.filters is None else build_filter(plan.filters)
-        check_filters(filters, plan.factors, self.rules)
-        check_codec(exchange.codec)
+        filters = self._filters = None if options.filters is None else build_filter(options.filters)
+        check_filters(filters, options.factors, self.rules)
+        _check_codec(exchange.codec)
         self.parameters = self.keys.trains(model)
         self.synchronised = {id(parameter) for parameter in self.parameters}
         self.absent: list[int] = []
         """Indices of the parameters without a gradient in this step."""
         self.gradients = torch.zeros(self.keys.trained, dtype=torch.float32)
-        """A row of this step's gradients, times this worker's weight."""
+        """This step's gradients in one tensor, multiplied by this worker's weight."""
         self.weights = torch.empty(self.keys.trained, dtype=torch.float32)
+        """The weights of the latest pull."""
         self._gradient_views = self.keys.views(self.gradients)
         self._weight_views = self.keys.views(self.weights)
         self.weight = 1.0
         self._multiplier = 1.0
         """The factor of this step's gradients: the worker's weight divided by a GradScaler's scale."""
-        self._stashed: list[Tensor | None] | None = None
-        self._counted = (0, 0)
+        self._hidden_gradients: list[Tensor | None] | None = None
+        self._counted_bytes = (0, 0)
+        self.pushed: list[Future] = []
+        """Pushes that this worker has not waited for."""
         self.client = self.open_client(filters)
-        self.pusher = GradientPusher(self.client, self.keys, model, filters, plan.factors)
-        self._at_once = self.pusher.plain and _fits(self.client, self.keys)
+        self.pusher = GradientPusher(self.client, self.keys, model, filters, options.factors)
+        self.pulls_with_push = self.pusher.plain and _fits_in_flight(self.client, self.keys)
+        """Whether a step's pushes and pulls share their messages."""
         if exchange.rank == 0:
-            post_order(self.client, self.keys)
-        self._board = ServedBoard(self.client, self.keys, stride=plan.stride, ending=self.ending)
+            _post_order(self.client, self.keys)
+        self._channel = ServerChannel(self.client, self.keys, stride=options.stride, before_finish=self.finish_pushing)
         self._optimizer_loaded = False
         """Whether a state was loaded into the optimizer since the latest step."""
         self.hooks += [
@@ -148,215 +154,343 @@ class ParameterServerRun(AsynchronousRun):
             optimizer.register_load_state_dict_post_hook(self._note_load),
         ]
 
-    def _first_rules(self) -> list[UpdateRule]:
-        if self.plan.rule is not None:
-            return [build_rule(self.plan.rule)] * len(self.keys.groups)
-        found = self.adapted(rule_of(self.optimizer))
-        return [found[group.number] for group in self.keys.groups]
+    def _initial_rules(self) -> list[UpdateRule]:
+        if self.options.rule is not None:
+            return [build_rule(self.options.rule)] * len(self.keys.groups)
+        rules = self.adapt_rules(rule_of(self.optimizer))
+        return [rules[group.number] for group in self.keys.groups]
 
-    # What a strategy may say otherwise.
+    # What strategies override.
 
     def open_client(self, filters: Filter | None) -> Client:
         """Open the space, together with the other workers."""
-        codec, plan = self.exchange.codec, self.plan
-        groups = borders(self.keys, self.model, self.rules, plan.factors)
-        if self.keys.buffers:
-            groups.append((self.keys.trained, build_rule("assign")))
+        groups = group_bounds(self.keys, self.model, self.rules, self.options.factors)
         return open_space(
             self.world,
             self.strategy.name,
             self.keys.numel,
-            rules=[repr(rule) for _, rule in groups],
-            bounds=[first for first, _ in groups],
-            parameters=self.keys.starts if plan.rule is None else (),
-            synchronous=plan.synchronous,
-            mean=plan.synchronous,
-            quorum=plan.quorum,
-            damped=plan.damped,
-            codec=None if codec is None else repr(codec),
             filters=client_filter(filters),
-            initial=self.keys.read(self.model),
-            seed=self.settings.seed,
-            retry=server_network(self.world).transport.retry_after_s,
+            **self.space_options([rule for _, rule in groups], [first for first, _ in groups]),
         )
 
-    def wanted(self, clock: int) -> int:
-        """The clock that everyone must have reached before a worker at `clock` reads; −1: it does not wait."""
-        return clock
+    def space_options(self, rules: Sequence[UpdateRule], bounds: Sequence[int]) -> dict[str, Any]:
+        """Arguments of `open_space`. Buffers are a group of their own, with the rule `assign`."""
+        codec, options = self.exchange.codec, self.options
+        buffers = [self.keys.trained] if self.keys.buffers else []
+        return {
+            "rules": [*map(repr, rules), *("assign" for _ in buffers)],
+            "bounds": [*bounds, *buffers],
+            "parameters": self.keys.starts if options.rule is None else (),
+            "synchronous": options.synchronous,
+            "mean": options.synchronous,
+            "quorum": options.quorum,
+            "damped": options.damped,
+            "codec": None if codec is None else repr(codec),
+            "initial": self.keys.read(self.model),
+            "seed": self.settings.seed,
+            "retry_s": server_network(self.world).transport.retry_after_s,
+        }
+
+    def adapt_rules(self, rules: list[UpdateRule]) -> list[UpdateRule]:
+        """Change the rules that correspond to the optimizer."""
+        return rules
 
     def scale(self) -> float:
         """The factor of a push at the servers, so that pushes add up to a mean over the workers that still train. In a
-        synchronous step the servers take the mean, and this is the weight of the worker's batch in it.
+        synchronous step the servers take the mean, and this is the weight of the worker's batch.
         """
-        return self.weight if self.plan.synchronous else 1.0 / max(1, self.client.told.live)
-
-    def settle_pushes(self) -> None:
-        """Wait until the servers have all that this worker has sent."""
+        return self.weight if self.options.synchronous else 1.0 / max(1, self.client.status.live)
 
     def before_step(self) -> None:
-        """The gradients are in `gradients`: push them, and have the model hold the servers' weights."""
-        self.talk()
-        self.install()
-        self._stashed = [parameter.grad for parameter in self.parameters]
+        """Push `gradients`, and put the servers' weights into the model."""
+        self.push_and_pull()
+        self.install_weights()
+        self._hidden_gradients = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
 
     def after_step(self) -> None:
-        """The optimizer has done its step."""
+        """Called after the optimizer's step."""
 
-    def ending(self) -> None:
-        """This worker takes no more steps: what is left goes now."""
-        with self.explained():
+    def finish_pushing(self) -> None:
+        """Send everything that is left: this worker takes no more steps."""
+        with self.explain_errors():
             for future in self.pusher.flush(self.rates(), scale=self.scale()):
                 future.wait()
             self.put_buffers()
-        self.count()
+        self.count_bytes()
 
-    # The parts of a step.
+    def explain_lost(self, peer: int) -> str:
+        """What a user can do after the loss of a member; empty if nothing is known."""
+        network, client = self.client.network, self.client
+        if peer not in network.servers or not network.transport.gone_reason(peer):
+            if client.status.min_clock >= NO_CLOCK:  # no worker trains any more: no read waits for a clock
+                return ""
+            return (
+                f"a server replies to a read when the clocks allow it: this worker is at clock {client.clock} and "
+                f"reads when all are at {self.min_clock(client.clock)}, and in the latest reply the slowest was at "
+                f"{client.status.min_clock}. Look for a worker that hangs, or give sl.init() a longer timeout"
+            )
+        if network.dedicated:
+            return (
+                f"member {peer} was server {network.servers.index(peer)}, and its part of the weights is lost: resume "
+                "from a checkpoint"
+            )
+        return (
+            f"worker {peer} held a part of the weights, which is gone with it: servers of their own outlive workers "
+            "(syncline run --servers 1), or go on from a checkpoint"
+        )
+
+    # A step.
+
+    def min_clock(self, clock: int) -> int:
+        """The clock that all workers must have before a worker at `clock` reads; −1: the read does not wait."""
+        slack = self.options.slack
+        return -1 if slack is None else max(0, clock - slack)
 
     def rates(self) -> list[float | None]:
-        """The learning rate of each group of keys as it is now; None: the rule's own."""
-        if self._own_rates:
+        """The current learning rate of each group of keys; None: the rule's own."""
+        if self._rule_has_rate:
             return [None] * len(self.keys.groups)
-        found: list[float | None] = []
+        rates: list[float | None] = []
         for group in self.keys.groups:
-            told = self.optimizer.param_groups[group.number]
-            rate = float(told.get("lr", 1.0))
-            if self.plan.lr is not None:
-                base = float(told.get("initial_lr", self._base_rates[group.number]))
-                rate = self.plan.lr * (rate / base if base else 1.0)
-            found.append(rate)
-        return found
+            settings = self.optimizer.param_groups[group.number]
+            rate = float(settings.get("lr", 1.0))
+            if self.options.lr is not None:
+                base = float(settings.get("initial_lr", self._base_rates[group.number]))
+                rate = self.options.lr * (rate / base if base else 1.0)
+            rates.append(rate)
+        return rates
 
-    def talk(self) -> list[Future]:
-        """Push this step, end it, and read the weights into `weights`; all that was asked for it."""
-        with self.waiting("push and pull"):
-            pushed, read = self._push_pull() if self._at_once and not self.absent else self._push_then_pull()
-            for future in (*pushed, *read):
+    def push_and_pull(self) -> list[Future]:
+        """Push this step's gradients, end the step, and read the new weights into `weights`; return all requests."""
+        with self.timed_wait("push and pull"):
+            shared = self.pulls_with_push and not self.absent
+            pushed, pulled = self._push_with_pull() if shared else self._push_then_pull()
+            for future in (*pushed, *pulled):
                 future.wait()
-        # Who waits for clocks knows how old the read may be; who does not, how old the push was.
-        told = read if self.wanted(self.client.clock) >= 0 else pushed
-        self.stats.read_at(max(0, *(future.staleness for future in told)))
-        return [*pushed, *read]
+        # A worker that waits for clocks counts the staleness of its read; one that does not, that of its push.
+        counted = pulled if self.min_clock(self.client.clock) >= 0 else pushed
+        self.stats.read_at(max(0, *(future.staleness for future in counted)))
+        return [*pushed, *pulled]
 
-    def install(self) -> None:
+    def _push_with_pull(self) -> tuple[list[Future], list[Future]]:
+        scale, rates, min_clock = self.scale(), self.rates(), self.min_clock(self.client.clock + 1)
+        last, encoded, futures = len(self.keys.groups) - 1, self.encoded, []
+        for number, group in enumerate(self.keys.groups):
+            part = slice(group.first, group.after)
+            futures.append(
+                self.client.push_pull(
+                    (group.first, group.after),
+                    self.gradients[part],
+                    self.weights[part],
+                    rate=rates[number],
+                    scale=scale,
+                    min_clock=min_clock,
+                    tick=number == last,
+                    encoded=encoded,
+                )
+            )
+        return futures, futures
+
+    def _push_then_pull(self) -> tuple[list[Future], list[Future]]:
+        min_clock = max(0, self.min_clock(self.client.clock + 1))  # a read that belongs to a step names a clock
+        pushed = self.pusher.push(
+            self.gradients, self.rates(), scale=self.scale(), weight=self._multiplier, absent=self.absent
+        )
+        after = [pushed[-1].timestamp]
+        pulled = self.client.pull(
+            (0, self.keys.trained), self.weights, min_clock=min_clock, after=after, encoded=self.encoded
+        )
+        return pushed, [pulled]
+
+    def install_weights(self) -> None:
         """Put `weights` into the model."""
         with torch.no_grad():
             torch._foreach_copy_([parameter.detach() for parameter in self.parameters], self._weight_views)
 
-    def tell_settings(self) -> None:
-        """Send the optimizer's settings to the servers if a schedule has changed one; pushes have the learning rate."""
-        told, before = settings_of(self.optimizer), self._settings
-        if self.plan.rule is not None or told == before:
-            return
-        self._settings = told
-        fresh = self.adapted(rule_of(self.optimizer))
-        for number, group in enumerate(self.keys.groups):
-            if told[group.number] != before[group.number]:
-                self.rules[number] = _of_torch(fresh[group.number])
-        check_filters(self._filters, self.plan.factors, self.rules)
-        if self._speaks():
-            specs = [repr(rule) for _, rule in borders(self.keys, self.model, self.rules, self.plan.factors)]
-            with self.explained():
-                self.client.control({"do": "rules", "rules": [*specs, *self._buffer_rule]}, everywhere=True)
+    def finish_pushes(self) -> None:
+        """Wait until the servers have applied all pushes of this worker."""
+        with self.explain_errors():
+            for future in self.pushed:
+                future.wait()
+        if self.pushed:
+            staleness = max(0, *(future.staleness for future in self.pushed))
+            self.stats.read_at(staleness * self.options.stride)
+        self.pushed = []
 
-    def _note_load(self, optimizer: Optimizer) -> None:
-        self._optimizer_loaded = True
-
-    def _tell_state(self) -> None:
-        """One worker sends a state that was loaded into the optimizer to the servers."""
-        if self._optimizer_loaded and self.plan.rule is None and self._speaks():
-            with self.explained():
-                self._write_planes(read_optimizer(self.optimizer, self.keys, self.parameters, self.rules))
-        self._optimizer_loaded = False
-
-    def adapted(self, rules: list[UpdateRule]) -> list[UpdateRule]:
-        """The rules that take the place of the optimizer's own."""
-        return rules
+    def finish_requests(self) -> None:
+        """Wait for all requests of this worker."""
+        self.finish_pushes()
 
     @property
-    def _buffer_rule(self) -> list[str]:
-        return ["assign"] if self.keys.buffers else []
-
-    def put_buffers(self) -> None:
-        """The lowest worker that lives tells the servers its buffers."""
-        if self.keys.buffers and self._speaks():
-            self.client.put((self.keys.trained, self.keys.numel), self.keys.read_buffers(self.model))
-
-    @property
-    def coded(self) -> bool:
-        """Whether weights come encoded."""
+    def encoded(self) -> bool:
+        """Whether replies with weights are encoded."""
         return self.exchange.codec is not None
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """The worker waits inside for its servers."""
+    def timed_wait(self, what: str) -> Iterator[None]:
+        """Inside, the worker waits for its servers; the stats count the time."""
         now = self.world.runtime.now
-        begun = now()
-        with self.explained():
+        begin = now()
+        with self.explain_errors():
             yield
-        ended = now()
+        end = now()
         self.stats.next_round()
-        self.stats.reduced(begun, ended, what)
-        self.stats.waited(begun, ended)
-        self.count()
+        self.stats.reduced(begin, end, what)
+        self.stats.waited(begin, end)
+        self.count_bytes()
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Who has lost a server, or waits in vain, is told what to do about it."""
+    def explain_errors(self) -> Iterator[None]:
+        """Add to an error what a user can do about it."""
         try:
             yield
-        except DivergedError as error:  # a push does not count the steps
+        except DivergedError as error:  # a push does not know the step
             raise error.at_step(self.stats.steps) from None
         except PeerLostError as error:
-            words = "" if error.peer is None else self._explain(error.peer)
+            words = "" if error.peer is None else self.explain_lost(error.peer)
             if not words:
                 raise
             raise PeerLostError(
                 f"{error}; {words}", peer=error.peer, pending=error.pending, seconds=error.seconds
             ) from error
 
-    def count(self) -> None:
-        """Take the client's bytes into the stats."""
+    def count_bytes(self) -> None:
+        """Add the client's new bytes to the stats."""
         logical, wire = self.client.bytes_logical + self.pusher.bytes_held, self.client.bytes_wire
-        self.stats.sent(logical - self._counted[0], wire - self._counted[1])
-        self._counted = (logical, wire)
+        self.stats.sent(logical - self._counted_bytes[0], wire - self._counted_bytes[1])
+        self._counted_bytes = (logical, wire)
+
+    def put_buffers(self) -> None:
+        """The first live worker sends its buffers to the servers."""
+        if self.keys.buffers and self._is_first_live():
+            self.client.put((self.keys.trained, self.keys.numel), self.keys.read_buffers(self.model))
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:  # args[0] is the optimizer
+            raise IncompatibleError(
+                f"{self.strategy!r} cannot be used with step(closure): the step is taken at the servers; call "
+                "backward() and then step()"
+            )
+        if self.settings.check_finite:
+            check_gradients(self)
+        scale = loss_scale(optimizer)
+        self.absent = self._gather_gradients()
+        if scale is None:  # a GradScaler skips this step, because a gradient is not finite
+            self.absent = list(range(len(self.parameters)))
+            self.gradients.zero_()
+        elif scale != self.weight:
+            self.gradients.mul_(self.weight / scale)
+        self._multiplier = self.weight / (scale or 1.0)
+        settings = _settings_of(optimizer)
+        if settings != self._optimizer_settings:
+            self._send_settings(settings)
+        if self._optimizer_loaded:
+            self._send_loaded_state()
+        self.before_step()
+
+    def _gather_gradients(self) -> list[int]:
+        """Copy the gradients into `gradients`; return the indices of parameters without one, which get zeros."""
+        views, gradients, absent = [], [], []
+        for number, (parameter, view) in enumerate(zip(self.parameters, self._gradient_views, strict=True)):
+            gradient = parameter.grad
+            if gradient is None:
+                view.zero_()
+                absent.append(number)
+            else:
+                gradients.append(gradient.detach().to_dense() if gradient.is_sparse else gradient.detach())
+                views.append(view)
+        if views:
+            torch._foreach_copy_(views, gradients)
+        return absent
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._hidden_gradients is not None:
+            for parameter, gradient in zip(self.parameters, self._hidden_gradients, strict=True):
+                parameter.grad = gradient
+            self._hidden_gradients = None
+        self.stats.steps += 1
+        self.after_step()
+        if self.keys.buffers and self.stats.steps % PUSH_BUFFERS_EVERY_STEPS == 0:
+            with self.explain_errors():
+                self.put_buffers()
+
+    def _send_settings(self, settings: list[dict[str, Any]]) -> None:
+        """Send the optimizer's settings to the servers after a schedule has changed one."""
+        if self.options.rule is not None:
+            return
+        before, self._optimizer_settings = self._optimizer_settings, settings
+        rules = self.adapt_rules(rule_of(self.optimizer))
+        for number, group in enumerate(self.keys.groups):
+            if settings[group.number] != before[group.number]:
+                self.rules[number] = _as_torch_rule(rules[group.number])
+        check_filters(self._filters, self.options.factors, self.rules)
+        if self._is_first_live():
+            specs = [repr(rule) for _, rule in group_bounds(self.keys, self.model, self.rules, self.options.factors)]
+            buffers = ["assign"] if self.keys.buffers else []
+            with self.explain_errors():
+                self.client.control({"do": "rules", "rules": [*specs, *buffers]}, everywhere=True)
+
+    def _note_load(self, optimizer: Optimizer) -> None:
+        self._optimizer_loaded = True
+
+    def _send_loaded_state(self) -> None:
+        """One worker sends a state that was loaded into the optimizer to the servers."""
+        if self.options.rule is None and self._is_first_live():
+            with self.explain_errors():
+                self._write_server_state(read_optimizer(self.optimizer, self.keys, self.parameters, self.rules))
+        self._optimizer_loaded = False
+
+    def _is_first_live(self) -> bool:
+        network = self.client.network
+        lost = network.transport.lost()
+        return network.me == next(each for each in network.workers if network.transport.members[each] not in lost)
 
     # The run.
 
-    def control_channel(self) -> ServedBoard:
-        return self._board
+    def control_channel(self) -> ServerChannel:
+        return self._channel
 
     def set_weight(self, weight: float, uneven: bool = False) -> None:
         self.weight = weight
 
-    # The agreed model.
-
     def show_agreed(self) -> None:
-        with self.explained():
-            self.settle_pushes()
+        with self.explain_errors():
+            self.finish_requests()
             self.put_buffers()
             super().show_agreed()
 
     def finish(self) -> None:
-        with self.explained():
+        with self.explain_errors():
             super().finish()
 
     def read_final(self) -> None:
-        """No worker pushes any more: read the weights, the buffers and the optimizer's state."""
-        gap, longest = POLL_SECONDS
-        until = self.world.runtime.now() + self.world.transport.timeout
+        """Read the weights, the buffers and the optimizer's state, when no worker pushes any more."""
+        interval, longest = POLL_SECONDS
+        deadline = self.world.runtime.now() + self.world.transport.timeout
         while not self.client.applied():
-            if self.world.runtime.now() > until:
+            if self.world.runtime.now() > deadline:
                 raise PeerLostError(
                     f"rank {self.world.rank} has waited {self.world.transport.timeout:g} s for the sub-masters to "
-                    "bring their last sums to the root",
+                    "relay their last sums to the root",
                     pending="the last sums",
                 )
-            self.world.runtime.sleep(gap)
-            gap = min(2 * gap, longest)
+            self.world.runtime.sleep(interval)
+            interval = min(2 * interval, longest)
         super().read_final()
-        self._read_planes()
+        self._read_server_state()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        super().close()
+        with self.explain_errors():
+            self.client.close()
+
+    def detach(self) -> None:
+        super().detach()
+        self.pusher.close()
 
     # State.
 
@@ -369,19 +503,19 @@ class ParameterServerRun(AsynchronousRun):
         self._optimizer_loaded = False
 
     def restart(self) -> None:
-        """The weights of the model, and the optimizer's state, go to the servers."""
-        self.settle_pushes()
+        """Send the model's weights and the optimizer's state to the servers."""
+        self.finish_requests()
         self.wait_for_all("start from the loaded weights")
         if self.exchange.rank == 0:
             self.client.put(None, self.keys.read(self.model))
-            self._write_planes(read_optimizer(self.optimizer, self.keys, self.parameters, self.rules))
-        for row in (self.pusher.kept, self.client.residual):
+            self._write_server_state(read_optimizer(self.optimizer, self.keys, self.parameters, self.rules))
+        for row in (self.pusher.held_back, self.client.residual):
             if row is not None:
                 row.zero_()
         self.set_clocks([self.client.clock] * self.exchange.size)
 
     def resume_steps(self) -> None:
-        self.set_clocks([self.stats.steps // self.plan.stride] * self.exchange.size)
+        self.set_clocks([self.stats.steps // self.options.stride] * self.exchange.size)
 
     def set_clocks(self, clocks: list[int]) -> None:
         """Set every worker's clock. Every worker calls it, without pending requests."""
@@ -391,31 +525,27 @@ class ParameterServerRun(AsynchronousRun):
         self.wait_for_all("go on from these clocks")
         self.client.clock = clocks[self.exchange.rank]
 
-    def _read_planes(self) -> dict[str, Tensor]:
+    def _read_server_state(self) -> dict[str, Tensor]:
         """The rules' state by name. It is also written into the optimizer."""
-        names = self.client.planes()
-        planes = {name: self.client.read_plane(number) for number, name in enumerate(names, 1)}
-        if self.plan.rule is None:
-            write_optimizer(self.optimizer, self.keys, self.parameters, self.rules, planes)
-        return planes
+        names = self.client.optimizer_state()
+        state = {name: self.client.read_state(slot) for slot, name in enumerate(names, 1)}
+        if self.options.rule is None:
+            write_optimizer(self.optimizer, self.keys, self.parameters, self.rules, state)
+        return state
 
-    def _write_planes(self, planes: Mapping[str, Tensor]) -> None:
-        for number, name in enumerate(self.client.planes(sorted(planes)), 1):
-            self.client.write_plane(number, planes[name])
+    def _write_server_state(self, state: Mapping[str, Tensor]) -> None:
+        for slot, name in enumerate(self.client.optimizer_state(sorted(state)), 1):
+            self.client.write_state(slot, state[name])
 
     def shared_state(self) -> dict[str, Any]:
-        """What the servers hold: weights, what the rules remember, and the clocks."""
-        client, keys = self.client, self.keys
+        """What the servers hold: weights, the rules' state, and the clocks."""
+        lost = self.world.lost  # a lost worker gets this worker's clock
+        clocks = [self.client.clock if rank in lost else clock for rank, clock in enumerate(self.client.steps())]
         return {
-            "weights": keys.named(client.get()),
-            "planes": {name: keys.named(row) for name, row in self._read_planes().items()},
-            "clocks": self.clocks(),
+            "weights": self.keys.named(self.client.get()),
+            "planes": {name: self.keys.named(row) for name, row in self._read_server_state().items()},
+            "clocks": clocks,
         }
-
-    def clocks(self) -> list[int]:
-        """The clock of each worker, for a checkpoint. A lost worker gets this worker's clock."""
-        gone = self.world.lost
-        return [self.client.clock if rank in gone else clock for rank, clock in enumerate(self.client.steps())]
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         clocks = [int(clock) for clock in state["clocks"]]
@@ -425,131 +555,179 @@ class ParameterServerRun(AsynchronousRun):
         if self.exchange.rank == 0:
             keys = self.keys
             self.client.put(None, keys.joined(dict(state["weights"]), keys.read(self.model)))
-            self._write_planes(
-                {
-                    name: keys.joined(dict(row), torch.zeros(keys.numel, dtype=torch.float32))
-                    for name, row in state["planes"].items()
-                }
-            )
+            rows = {name: keys.joined(dict(row), torch.zeros(keys.numel)) for name, row in state["planes"].items()}
+            self._write_server_state(rows)
         self.set_clocks(clocks)
         self.keys.write(self.model, self.client.get((0, self.keys.trained)))
 
     def local_state(self) -> dict[str, Any]:
-        """What filters have held back and what the codec has left unsent."""
-        rows = {"kept": self.pusher.kept, "residual": self.client.residual}
+        """The values that filters have held back, and the codec's residual."""
+        rows = {"kept": self.pusher.held_back, "residual": self.client.residual}
         return {name: self.keys.named(row) for name, row in rows.items() if row is not None}
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        for name, row in (("kept", self.pusher.kept), ("residual", self.client.residual)):
+        for name, row in (("kept", self.pusher.held_back), ("residual", self.client.residual)):
             if row is None:
                 if any(name in state for state in states):
-                    logger.warning("the checkpoint has gradients that were not sent yet, and nothing here keeps such")
+                    logger.warning("the checkpoint has unsent gradients, and this run has no filter or codec for them")
                 continue
             row.zero_()
             for state in states:
                 if name in state:
                     row.add_(self.keys.joined(dict(state[name]), torch.zeros_like(row)))
 
-    def close(self) -> None:
-        if self._closed:
+
+class ReplicaRun(ParameterServerRun):
+    """A run in which each worker trains its own copy of the weights, and pushes without waiting."""
+
+    def push_remaining(self) -> None:
+        """Push what is left after the last step."""
+        raise NotImplementedError
+
+    def scale(self) -> float:
+        """Each push counts in full."""
+        return 1.0
+
+    @property
+    def first_exchange(self) -> int | None:
+        return self.options.stride
+
+    def finish_pushing(self) -> None:
+        self.push_remaining()
+        with self.timed_wait("the last push"):
+            self.finish_requests()
+        super().finish_pushing()
+        self._channel.report_steps(self.exchange.rank, self.stats.steps)
+
+    def shared_state(self) -> dict[str, Any]:
+        """Read the servers when all pushes have arrived: a push in flight is in no worker's own state any more."""
+        self.finish_pushes()
+        self.wait_for_all("save the weights")
+        return super().shared_state()
+
+
+class ServerChannel:
+    """A control channel on server 0, beside the weights. Workers use it, and evaluators.
+
+    A tick of a worker's clock stands for `stride` steps, until the worker reports the exact number. `before_finish` is
+    called once, before the worker's clock is removed.
+    """
+
+    STEPS = "steps"
+    """The kind of a post with the exact number of steps of a finished worker: rank, steps."""
+
+    def __init__(
+        self, client: Client, keys: KeyMap, *, stride: int = 1, before_finish: Callable[[], None] | None = None
+    ) -> None:
+        self.client = client
+        self._keys = keys
+        self._stride = stride
+        self._before_finish = before_finish
+        self._finished = False
+        self._exact_steps: dict[int, int] = {}
+        self._read_until = 0
+
+    def steps(self) -> list[int]:
+        clocks = self.client.steps()
+        if self._stride == 1:
+            return clocks
+        self._read_exact_steps()
+        return [self._exact_steps.get(rank, clock * self._stride) for rank, clock in enumerate(clocks)]
+
+    def has_finished(self, rank: int) -> bool:
+        """Whether a worker takes no more steps. Only for runs in which a tick stands for several steps."""
+        self._read_exact_steps()
+        return rank in self._exact_steps
+
+    def load_weights(self, model: nn.Module) -> None:
+        self._keys.write(model, self.client.get((0, self._keys.numel)))
+
+    def stop_requested(self) -> bool:
+        return self.client.status.stop
+
+    def request_stop(self) -> None:
+        self.client.stop()
+
+    def post(self, kind: str, values: Sequence[float]) -> None:
+        self.client.post(kind, values)
+
+    def read_posts(self, since: int) -> list[Post]:
+        return self.client.read_posts(since)
+
+    def finish(self) -> None:
+        if self._finished:
             return
-        super().close()
-        with self.explained():
+        self._finished = True
+        if self._before_finish is not None:
+            self._before_finish()
+        self.client.finish_training()
+
+    def report_steps(self, rank: int, steps: int) -> None:
+        """Publish the exact number of a worker's steps."""
+        self.client.post(self.STEPS, [rank, steps])
+
+    def close(self) -> None:
+        """Leave the servers; a worker's run does that itself."""
+        if self._before_finish is None:
             self.client.close()
 
-    def detach(self) -> None:
-        super().detach()
-        self.pusher.close()
+    def _read_exact_steps(self) -> None:
+        if self.client.status.live == len(self.client.description.workers):
+            return  # no worker has finished
+        for post in self.client.read_posts(self._read_until):
+            self._read_until = max(self._read_until, post.number)
+            if post.kind == self.STEPS:
+                self._exact_steps[int(post.values[0])] = int(post.values[1])
 
-    # Within.
 
-    def _push_pull(self) -> tuple[list[Future], list[Future]]:
-        scale, rates, wanted = self.scale(), self.rates(), self.wanted(self.client.clock + 1)
-        last, futures = len(self.keys.groups) - 1, []
-        for number, group in enumerate(self.keys.groups):
-            span = slice(group.first, group.after)
-            futures.append(
-                self.client.push_pull(
-                    (group.first, group.after),
-                    self.gradients[span],
-                    self.weights[span],
-                    rate=rates[number],
-                    scale=scale,
-                    wanted=wanted,
-                    tick=number == last,
-                    coded=self.coded,
-                )
+ORDER_POST = "keys"
+"""The kind of posts that give the order of the parameters: their number, the place of the first one here, then places.
+"""
+MAX_PLACES_PER_POST = 500
+
+
+def _post_order(client: Client, keys: KeyMap) -> None:
+    """Publish the order of the parameters for observers, which have the model and no optimizer."""
+    for first in range(0, len(keys.order), MAX_PLACES_PER_POST):
+        client.post(ORDER_POST, [len(keys.order), first, *keys.order[first : first + MAX_PLACES_PER_POST]])
+
+
+def watch_channel(network: ServerNetwork, name: str, model: nn.Module, stride: int = 1) -> ServerChannel:
+    """The channel of the first run of that name, for an observer. It waits until the workers have begun."""
+    client = watch_space(network, name, 1)
+    runtime, timeout_s = network.transport.runtime, network.transport.timeout
+    (interval, longest), begin, since = POLL_SECONDS, runtime.now(), 0
+    order: dict[int, int] = {}
+    count = -1
+    while len(order) != count:
+        for post in client.read_posts(since):
+            since = max(since, post.number)
+            if post.kind == ORDER_POST:
+                count, first = int(post.values[0]), int(post.values[1])
+                order |= {first + at: int(place) for at, place in enumerate(post.values[2:])}
+        if len(order) == count:
+            break
+        waited = runtime.now() - begin
+        if waited > timeout_s:
+            raise PeerLostError(
+                f"member {network.me} has waited {waited:.0f} s for worker 0 to publish the order of the parameters",
+                peer=0,
+                pending=f"the post {ORDER_POST!r}",
+                seconds=waited,
             )
-        return futures, futures
-
-    def _push_then_pull(self) -> tuple[list[Future], list[Future]]:
-        wanted = max(0, self.wanted(self.client.clock + 1))  # a read that belongs to a step names a clock
-        pushed = self.pusher.push(
-            self.gradients, self.rates(), scale=self.scale(), weight=self._multiplier, absent=self.absent
+        runtime.sleep(interval)
+        interval = min(2 * interval, longest)
+    keys = KeyMap.in_order(model, [order[at] for at in range(count)])
+    if keys.numel != client.numel:
+        raise IncompatibleError(
+            f"the servers hold {client.numel} keys, and this model has {keys.numel}: build the same model here as on "
+            "the workers"
         )
-        after = [pushed[-1].timestamp]
-        read = self.client.pull((0, self.keys.trained), self.weights, wanted=wanted, after=after, coded=self.coded)
-        return pushed, [read]
-
-    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if kwargs.get("closure", args[1] if len(args) > 1 else None) is not None:  # the optimizer comes first
-            raise IncompatibleError(
-                f"{self.strategy!r} cannot be used with step(closure): the step is taken at the servers; call "
-                "backward() and then step()"
-            )
-        if self.settings.check_finite:
-            check_gradients(self)
-        scale = loss_scale(optimizer)
-        self.absent = dense_rows(self.parameters, self._gradient_views)
-        if scale is None:  # a GradScaler has found a gradient that is not finite
-            self.absent = list(range(len(self.parameters)))
-            self.gradients.zero_()
-        elif scale != self.weight:
-            self.gradients.mul_(self.weight / scale)
-        self._multiplier = self.weight / (scale or 1.0)
-        self.tell_settings()
-        self._tell_state()
-        self.before_step()
-
-    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._stashed is not None:
-            for parameter, gradient in zip(self.parameters, self._stashed, strict=True):
-                parameter.grad = gradient
-            self._stashed = None
-        self.stats.steps += 1
-        self.after_step()
-        if self.keys.buffers and self.stats.steps % BUFFERS_EVERY == 0:
-            with self.explained():
-                self.put_buffers()
-
-    def _explain(self, peer: int) -> str:
-        network, client = self.client.network, self.client
-        if peer not in network.servers or not network.transport.gone_reason(peer):
-            if client.told.min_clock >= FOREVER:  # nobody trains any more: no read waits for a clock
-                return ""
-            return (
-                f"a server answers a read when the clocks allow it: this worker is at clock {client.clock} and reads "
-                f"when all are at {self.wanted(client.clock)}, and when a server last told, the slowest was at "
-                f"{client.told.min_clock}. Look for a worker that hangs, or give sl.init() a longer timeout"
-            )
-        if network.dedicated:
-            return (
-                f"member {peer} was server {network.servers.index(peer)}, and its part of the weights is lost: resume "
-                "from a checkpoint"
-            )
-        return (
-            f"worker {peer} held a part of the weights, which is gone with it: servers of their own outlive workers "
-            "(syncline run --servers 1), or go on from a checkpoint"
-        )
-
-    def _speaks(self) -> bool:
-        transport, workers = self.client.network.transport, self.client.network.workers
-        gone = transport.lost()
-        return self.client.network.me == next(each for each in workers if transport.members[each] not in gone)
+    return ServerChannel(client, keys, stride=stride)
 
 
-def check_codec(codec: Codec | None) -> None:
-    """Refuse a codec that needs more than a piece of a row."""
+def _check_codec(codec: Codec | None) -> None:
+    """Raise an `IncompatibleError` for a codec that needs more than a piece of the keys."""
     if codec is None:
         return
     if isinstance(codec, Chooser):
@@ -568,13 +746,25 @@ def check_codec(codec: Codec | None) -> None:
         )
 
 
-def _of_torch(rule: UpdateRule) -> UpdateRule:
-    """An optimizer's rule in the form whose settings may change."""
+def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The settings of each parameter group, such as momentum and weight decay."""
+    return [
+        {
+            key: float(value) if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if key not in NOT_SETTINGS
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _as_torch_rule(rule: UpdateRule) -> UpdateRule:
+    """An optimizer's rule in the form whose settings can change."""
     return torch_rule("SGD", lr=rule.lr) if isinstance(rule, Sgd) else rule
 
 
-def _tells_rate(spec: str) -> bool:
-    """Whether a rule's spec says its rate itself, or has none."""
+def _has_rate(spec: str) -> bool:
+    """Whether a rule's spec has its own learning rate, or the rule needs none."""
     (link,) = parse(spec)
     rule = build_rule(spec)
     if rule.name in ("add", "assign") or isinstance(rule, HandlerRule):
@@ -582,126 +772,8 @@ def _tells_rate(spec: str) -> bool:
     return "lr" in link.kwargs or (rule.elementwise and bool(link.args))
 
 
-def _fits(client: Client, keys: KeyMap) -> bool:
-    """Whether a step's requests to any server may all be under way at once: the last one ends the step for all."""
-    cuts = [cut for group in keys.groups for cut in client.description.layout.cut_range(group.first, group.after)]
-    return all(len(mine) < WINDOW // 2 for _, mine in spans(cuts))
-
-
-ORDER = "keys"
-"""The kind of the posts that say which parameter lies where: how many there are, where this part begins, then it."""
-PART = 500
-STEPS = "steps"
-"""The kind of the post in which a worker that has finished says how many steps it took: rank, steps."""
-SHORTEST, LONGEST = 1e-3, 0.25
-"""Seconds between two looks at the board."""
-
-
-class ServedBoard:
-    """A member's door to it. A tick of a worker's clock stands for `stride` steps, until it has told the exact number.
-
-    `ending` is called once, before the clock is taken out: what is still to be pushed goes there.
-    """
-
-    def __init__(
-        self, client: Client, keys: KeyMap, *, stride: int = 1, ending: Callable[[], None] | None = None
-    ) -> None:
-        self.client = client
-        self._keys = keys
-        self._stride = stride
-        self._ending = ending
-        self._finished = False
-        self._exact: dict[int, int] = {}
-        self._since = 0
-
-    def steps(self) -> list[int]:
-        clocks = self.client.steps()
-        if self._stride == 1:
-            return clocks
-        self._read_exact()
-        return [self._exact.get(rank, clock * self._stride) for rank, clock in enumerate(clocks)]
-
-    def has_finished(self, rank: int) -> bool:
-        """Whether a worker has said that it takes no more steps; only where a tick stands for several."""
-        self._read_exact()
-        return rank in self._exact
-
-    def load_weights(self, model: nn.Module) -> None:
-        self._keys.write(model, self.client.get((0, self._keys.numel)))
-
-    def stop_requested(self) -> bool:
-        return self.client.told.stop
-
-    def request_stop(self) -> None:
-        self.client.stop()
-
-    def post(self, kind: str, values: Sequence[float]) -> None:
-        self.client.post(kind, values)
-
-    def read_posts(self, since: int) -> list[Post]:
-        return self.client.read_posts(since)
-
-    def finish(self) -> None:
-        if self._finished:
-            return
-        self._finished = True
-        if self._ending is not None:
-            self._ending()
-        self.client.finish_training()
-
-    def tell_steps(self, rank: int, steps: int) -> None:
-        """Leave the exact number of a worker's steps."""
-        self.client.post(STEPS, [rank, steps])
-
-    def close(self) -> None:
-        """Leave the servers; a worker's run does so itself."""
-        if self._ending is None:
-            self.client.close()
-
-    def _read_exact(self) -> None:
-        if self.client.told.live == len(self.client.description.workers):
-            return  # nobody has finished
-        for post in self.client.read_posts(self._since):
-            self._since = max(self._since, post.number)
-            if post.kind == STEPS:
-                self._exact[int(post.values[0])] = int(post.values[1])
-
-
-def post_order(client: Client, keys: KeyMap) -> None:
-    """Tell those who will watch where each parameter lies; they have the model, and no optimizer."""
-    for first in range(0, len(keys.order), PART):
-        client.post(ORDER, [len(keys.order), first, *keys.order[first : first + PART]])
-
-
-def watch_board(network: ServerNetwork, name: str, model: nn.Module, stride: int = 1) -> ServedBoard:
-    """The board of the first run of that name, for a member that takes no steps. It waits for the workers to begin."""
-    client = watch_space(network, name, 1)
-    runtime, patience = network.transport.runtime, network.transport.timeout
-    begun, gap, since = runtime.now(), SHORTEST, 0
-    order: dict[int, int] = {}
-    due = -1
-    while len(order) != due:
-        for post in client.read_posts(since):
-            since = max(since, post.number)
-            if post.kind == ORDER:
-                due, first = int(post.values[0]), int(post.values[1])
-                order |= {first + at: int(value) for at, value in enumerate(post.values[2:])}
-        if len(order) == due:
-            break
-        waited = runtime.now() - begun
-        if waited > patience:
-            raise PeerLostError(
-                f"member {network.me} has waited {waited:.0f} s for worker 0 to say where each parameter lies",
-                peer=0,
-                pending=f"the post {ORDER!r}",
-                seconds=waited,
-            )
-        runtime.sleep(gap)
-        gap = min(2 * gap, LONGEST)
-    keys = KeyMap.in_order(model, [order[at] for at in range(due)])
-    if keys.numel != client.numel:
-        raise IncompatibleError(
-            f"the servers hold {client.numel} keys, and this model has {keys.numel}: build the same model here as on "
-            "the workers"
-        )
-    return ServedBoard(client, keys, stride=stride)
+def _fits_in_flight(client: Client, keys: KeyMap) -> bool:
+    """Whether all requests of a step can be in flight at once at each server. The last one ends the step for all."""
+    layout = client.description.layout
+    servers = [part.server for group in keys.groups for part in layout.split_range(group.first, group.after)]
+    return all(servers.count(server) < MAX_INFLIGHT_REQUESTS // 2 for server in set(servers))

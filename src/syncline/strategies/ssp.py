@@ -1,14 +1,14 @@
-"""Stale synchronous parallel: workers may be ahead of the slowest by `slack` steps, and no more.
+"""Stale synchronous parallel: a worker may be at most `slack` steps ahead of the slowest.
 
-w ← rule(w, (1/p) g_i(w̃)), for each push as it comes. A read at clock c has in it every update of clocks ≤ c − s − 1,
-and all of this worker's own; of newer ones as many as happen to be there::
+w ← rule(w, (1/p) g_i(w̃)), for each push when it arrives. A read at clock c contains every update of clocks ≤ c − s − 1
+and all updates of this worker. It may contain newer updates::
 
     slack=1    clock      0     1     2     3
     worker 0              ───── ─────│···············      has ended 2 steps, and waits at the read of step 2 …
     worker 1              ─────────────── ─────            … until worker 1 has ended its first
 
-Slack pays where slowness wanders: a worker that is late for a while catches up before the others must wait. One that is
-slow for good sets the pace in the long run. With slack 0 the servers hold early pushes, and it is `bsp`.
+Slack helps if different workers are slow at different times: a late worker catches up before the others must wait. A
+worker that is always slow limits the pace of all. With slack 0 the servers keep early pushes, which is `bsp`.
 
 Ho et al.: More effective distributed ML via a stale synchronous parallel parameter server (2013).
 """
@@ -31,7 +31,7 @@ __all__ = ["SSP"]
 
 @dataclass(frozen=True, repr=False)
 class SSP(ParameterServerStrategy):
-    """Workers at most `slack` steps apart.
+    """Workers that are at most `slack` steps apart.
 
     >>> SSP(slack=3)
     ssp(slack=3)
@@ -43,7 +43,7 @@ class SSP(ParameterServerStrategy):
     factors: bool = False
 
     name: ClassVar[str] = "ssp"
-    # Staleness acts as momentum (Mitliagkas et al. 2016): less of it is left for the optimizer, and the rate makes up.
+    # Staleness acts like momentum (Mitliagkas et al. 2016), so that the optimizer gets less of it and a larger rate.
     presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="ssp(slack=3)", rate=2.0, momentum=0.5),)
 
     def __post_init__(self) -> None:
@@ -56,12 +56,11 @@ class SSP(ParameterServerStrategy):
     def attach(
         self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
     ) -> StrategyRun:
-        plan = ServerOptions(synchronous=self.slack == 0, rule=self.rule, filters=self.filters, factors=self.factors)
-        return _SspRun(self, model, optimizer, exchange, settings, plan)
-
-
-class _SspRun(ParameterServerRun):
-    strategy: SSP
-
-    def wanted(self, clock: int) -> int:
-        return max(0, clock - self.strategy.slack)
+        options = ServerOptions(
+            slack=self.slack,
+            synchronous=self.slack == 0,
+            rule=self.rule,
+            filters=self.filters,
+            factors=self.factors,
+        )
+        return ParameterServerRun(self, model, optimizer, exchange, settings, options)

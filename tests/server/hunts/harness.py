@@ -32,7 +32,7 @@ class Tags:
     workers: int
     steps: int
     servers: int
-    piece: int = protocol.PIECE
+    piece: int = protocol.MAX_PIECE_ELEMENTS
     """Keys that a server reads at once: what lies in two pieces may be of two moments."""
 
     @property
@@ -123,18 +123,18 @@ class Servers:
 
     def __init__(self, workers: int, servers: int) -> None:
         self._workers, self._servers = workers, servers
-        self.spaces: dict[int, Remembered] = {}
+        self.shards: dict[int, Remembered] = {}
         self.members = [self._serve] * servers
 
     def _serve(self, transport: Transport) -> None:
         network = network_of(transport, self._workers, self._servers)
         server = Server(network)
-        server.desk.spaces = self.spaces[network.me - self._workers] = Remembered()
+        server.handler.shards = self.shards[network.me - self._workers] = Remembered()
         server.start().join()
 
     def weights(self) -> Tensor:
         """What the servers hold of the one space there was."""
-        return torch.cat([self.spaces[server].all[-1].weights for server in range(self._servers)])
+        return torch.cat([self.shards[server].all[-1].weights for server in range(self._servers)])
 
 
 def steps_in(row: Tensor) -> list[int]:

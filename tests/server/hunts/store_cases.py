@@ -56,7 +56,7 @@ class Case:
         return Case(
             consistency=consistency,
             seed=seed,
-            tags=Tags(workers, steps, servers, draw.choice((3, 7, protocol.PIECE))),
+            tags=Tags(workers, steps, servers, draw.choice((3, 7, protocol.MAX_PIECE_ELEMENTS))),
             chaos=draw.random() < 0.75,
             faults=tuple(faults),
             doomed=draw.randrange(workers) if draw.random() < 0.4 else None,
@@ -93,7 +93,7 @@ class Worker:
         case, tags = self.case, self.case.tags
         client = open_space(
             self.world, "hunt", tags.numel, synchronous=case.synchronous, quorum=case.quorum, piece=tags.piece,
-            retry=case.retry, filters=build_filter("cache") if case.caches else None,
+            retry_s=case.retry, filters=build_filter("cache") if case.caches else None,
         )  # fmt: skip
         self.journal.opened = True
         while client.clock < tags.steps:
@@ -118,7 +118,7 @@ class Worker:
         self.journal.pushed.append(pushed)
         way = self.draw.choice(("dense", "keys", "parts", "both"))
         if way == "both":
-            out = client.push_pull(None, tags.one_hot(me, clock), tick=True, wanted=self.case.wanted(clock + 1))
+            out = client.push_pull(None, tags.one_hot(me, clock), tick=True, min_clock=self.case.wanted(clock + 1))
             self.acknowledge(pushed, out)
             self.note(out, self.case.wanted(clock + 1), self.own())
             return
@@ -129,7 +129,7 @@ class Worker:
         if self.case.pushed:
             self.meet_doom(clock)
         wanted = self.case.wanted(client.clock)
-        asked = client.pull(wanted=wanted), wanted, self.own()
+        asked = client.pull(min_clock=wanted), wanted, self.own()
         if lazy:
             self.acknowledge(pushed, future)
         if self.draw.random() < 0.3 and self.case.consistency == "eventual":
@@ -145,14 +145,14 @@ class Worker:
             keys = tags.keys(me, clock)
             return client.push(keys, torch.ones(keys.numel()), tick=True)
         first, rest = tags.keys(me, clock, range(1)), tags.keys(me, clock, range(1, tags.servers))
-        return client.push(first, torch.ones(1)).joined(client.push(rest, torch.ones(rest.numel()), tick=True))
+        return client.push(first, torch.ones(1)).join(client.push(rest, torch.ones(rest.numel()), tick=True))
 
     def acknowledge(self, pushed: Pushed, future: Future) -> None:
         future.wait()
-        for flight in future._flights:
+        for flight in future.requests:
             late = flight.reply is not None and flight.reply.status == protocol.LATE
-            if pushed.fate.get(flight.line.index) != LATE:
-                pushed.fate[flight.line.index] = LATE if late else ACKED
+            if pushed.fate.get(flight.connection.index) != LATE:
+                pushed.fate[flight.connection.index] = LATE if late else ACKED
 
     def own(self) -> list[int]:
         """Steps that a read of now must see. A late one is not in."""

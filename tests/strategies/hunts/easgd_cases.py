@@ -156,7 +156,10 @@ def served(case: Case, world: sl.World, journal: Journal) -> None:
         optimizer.zero_grad()
         backward(model())
         # Looked at when it is over: as of then.
-        case.given[world.rank] = [run._row, *([run._up] if isinstance(run, ServerElasticTreeRun) else [])]
+        case.given[world.rank] = [
+            run.difference,
+            *([run.root_difference] if isinstance(run, ServerElasticTreeRun) else []),
+        ]
         optimizer.step()
         case.left[world.rank] = row_of(run.own)
     run.control_channel().finish()
@@ -191,8 +194,8 @@ def check_served(kind: str, seed: int) -> Outcome:
 def spaces_of(servers: Servers) -> dict[str, Tensor]:
     """What the servers hold at the end: the root's weights, and those of the groups."""
     parts: dict[str, list[Tensor]] = {}
-    for server in sorted(servers.spaces):
-        for space in servers.spaces[server].all:
+    for server in sorted(servers.shards):
+        for space in servers.shards[server].all:
             parts.setdefault(space.description.name, []).append(space.weights)
     return {name: torch.cat(rows) for name, rows in parts.items()}
 

@@ -155,10 +155,10 @@ class Worker:
         """All of the step is answered."""
         pushed = self.journal.pushed[-1]
         for future in heard(run):
-            for flight in future._flights:
+            for flight in future.requests:
                 late = flight.reply is not None and flight.reply.status == protocol.LATE
-                if pushed.fate.get(flight.line.index) != LATE:
-                    pushed.fate[flight.line.index] = LATE if late else ACKED
+                if pushed.fate.get(flight.connection.index) != LATE:
+                    pushed.fate[flight.connection.index] = LATE if late else ACKED
         own = [push.clock for push in self.journal.pushed if LATE not in push.fate.values()]
         self.read(run, self.case.wanted(step + 1) if LATE not in pushed.fate.values() else -1, own)
 
@@ -187,7 +187,7 @@ def heard(run: ParameterServerRun) -> list[Future]:
 @contextmanager
 def whole_updates() -> Iterator[None]:
     """Updates count as they are, not as part of a mean, and what a step asked for is kept to be looked at."""
-    talk: Callable[[ParameterServerRun], list[Future]] = ParameterServerRun.talk
+    talk: Callable[[ParameterServerRun], list[Future]] = ParameterServerRun.push_and_pull
 
     def listen(run: ParameterServerRun) -> list[Future]:
         run.__dict__["heard"] = found = talk(run)
@@ -197,7 +197,7 @@ def whole_updates() -> Iterator[None]:
         return open_space(*args, **{**options, "mean": False})
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(ParameterServerRun, "talk", listen))
+        stack.enter_context(mock.patch.object(ParameterServerRun, "push_and_pull", listen))
         stack.enter_context(mock.patch.object(ParameterServerRun, "scale", return_value=1.0))
         stack.enter_context(mock.patch("syncline.strategies.parameter_server.open_space", without_mean))
         stack.enter_context(mock.patch("syncline.strategies.master.open_space", without_mean))
@@ -223,6 +223,6 @@ def check_strategy(strategy: str, seed: int) -> Outcome:
                 harness.check_rounds(tags, read, run.killed)
         harness.check_growth(tags, journal)
     if opened:
-        shards = [servers.spaces[server].all[0].weights for server in range(tags.servers)]
+        shards = [servers.shards[server].all[0].weights for server in range(tags.servers)]
         harness.check_final(tags, journals, torch.cat(shards))
     return Outcome(opened, run.killed, sum(len(journal.reads) for journal in journals))

@@ -34,14 +34,14 @@ def test_what_workers_give_each_other_they_get(kind: str) -> None:
 @contextmanager
 def taken_off_late() -> Iterator[None]:
     """The planted mistake: a worker reads the centre once more before it takes its part off, and takes another."""
-    trade = ServerElasticRun._trade
+    trade = ServerElasticRun.average_with_centre
 
     def twice(run: ServerElasticRun) -> list[torch.Tensor]:
         trade(run)
         centre = run.client.get((0, run.keys.trained))
         return run.keys.views((torch.cat([own.reshape(-1) for own in run.own]) - centre) * run.alpha)
 
-    with mock.patch.object(ServerElasticRun, "_trade", twice):
+    with mock.patch.object(ServerElasticRun, "average_with_centre", twice):
         yield
 
 

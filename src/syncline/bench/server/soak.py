@@ -143,7 +143,7 @@ class SoakedSpace:
         self.ledger.check_total(total, self.client.get(), "checkpoint")
         if self.coded:  # the second and third pull return what the codec lost in the first
             for _ in range(3):
-                found = self.client.pull(None, coded=True).wait()
+                found = self.client.pull(None, encoded=True).wait()
             assert found is not None
             self.ledger.check_total(total, found, "coded checkpoint")
         return float(total.max())

@@ -1,4 +1,4 @@
-"""Adagrad: a rate for each weight, the smaller the more it has been pushed. The rule of Downpour."""
+"""Adagrad: a learning rate for each weight, which falls with its updates. The default rule of Downpour."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Adagrad"]
 
 @dataclass(frozen=True, repr=False)
 class Adagrad(UpdateRule):
-    """A rate for each weight, the smaller the more it has been pushed.
+    """A learning rate for each weight, which falls with its updates.
 
         s ← s + g²        w ← w − lr · g / (√s + eps)
 
-    Because each server needs to know only its own weights, the rate adapts without a word between servers. Duchi,
+    Each server needs only its own weights, so that the rates adapt without communication between servers. Duchi,
     Hazan and Singer, *Adaptive subgradient methods*, 2011; at a server: Dean et al., *Large scale distributed deep
     networks*, 2012.
 

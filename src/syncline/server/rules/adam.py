@@ -1,4 +1,4 @@
-"""Adam at the server, right for sparse pushes: each weight counts its own."""
+"""Adam for sparse pushes: each weight counts its own updates."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["Adam"]
 
 @dataclass(frozen=True, repr=False)
 class Adam(UpdateRule):
-    """Steps of about one rate's length, from running means of the gradient and of its square.
+    """Adam: steps from running means of the gradient and of its square.
 
         t ← t + 1        m ← b1 · m + (1 − b1) · g        v ← b2 · v + (1 − b2) · g²
         w ← w − lr · m/(1 − b1ᵗ) / (√(v/(1 − b2ᵗ)) + eps)
 
-    t is each weight's own: it counts the pushes that the weight has seen. Kingma and Ba, *Adam*, 2014.
+    t counts the pushes of each weight. Kingma and Ba, *Adam*, 2014.
 
     >>> rule, weights = Adam(lr=0.1), torch.zeros(2)
     >>> state = rule.state(2)
@@ -64,7 +64,7 @@ class Adam(UpdateRule):
 
 
 def _corrections(steps: Tensor, betas: tuple[float, float]) -> list[Tensor]:
-    """1 − βᵗ for each weight's t. Each t is worked out once where few differ; as a rule all are the same."""
+    """1 − βᵗ for each weight's t. If only few values of t occur, each is computed once; usually all are the same."""
     least, most = (int(each) for each in torch.aminmax(steps))
     if most == least:
         return [_correction(steps[:1], beta) for beta in betas]
@@ -75,7 +75,7 @@ def _corrections(steps: Tensor, betas: tuple[float, float]) -> list[Tensor]:
 
 
 def _correction(steps: Tensor, beta: float) -> Tensor:
-    """1 − βᵗ. From float32's powers it would lose its first digits, of 1 − 0.999 four."""
+    """1 − βᵗ in float64: powers in float32 would lose the leading digits, four of them for 1 − 0.999."""
     if beta == 0.0:
         return torch.ones(steps.numel(), dtype=torch.float32)
     return torch.expm1(steps.double() * math.log(beta)).neg_().float()

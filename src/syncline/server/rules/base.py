@@ -1,11 +1,11 @@
-"""The contract of an update rule: what a server does with values that are pushed.
+"""The contract of an update rule: what a server does with pushed values.
 
-Rule
-├── (elementwise)   its state lies in flat tensors beside the weights        add, assign, sgd, momentum, adagrad, adam
-└── (by pieces)     one optimizer of torch for each piece of the weights     torch
+UpdateRule
+├── elementwise     implements `state` and `apply`     add, assign, sgd, momentum, adagrad, adam, handlers
+└── by pieces       implements `open`                  torch: one optimizer for each piece of the weights
 
-A rule is a frozen dataclass whose repr is its spec. It has no state of its own: the server keeps it, and hands a rule
-the slices, or the gathered elements, that a push is about.
+A rule is a frozen dataclass whose repr is its spec. The server keeps the state, and passes a rule the slices or the
+gathered elements that a push is about.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch import Tensor
 from syncline.errors import ProtocolError, SpecError
 from syncline.specs import Spec
 
-__all__ = ["Applier", "UpdateRule"]
+__all__ = ["PieceOptimizer", "UpdateRule"]
 
 
-class Applier(Protocol):
-    """A rule at work on one piece of the weights, where the rule is not elementwise."""
+class PieceOptimizer(Protocol):
+    """A rule that is not elementwise, with its state, for one piece of the weights."""
 
     def apply(self, update: Tensor, rate: float | None = None, first: int = 0) -> None:
-        """Change the piece in place, or whole parameters of it from element `first` on. `update` may be overwritten."""
+        """Update the piece in place, or whole parameters of it from element `first` on. `update` may be overwritten."""
         ...
 
     def use(self, rule: Any) -> None:
@@ -36,16 +36,16 @@ class Applier(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Its state: copies of tensors as long as the piece, and of single numbers."""
+        """Copies of the state: tensors as long as the piece, or single numbers."""
         ...
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on from there; an empty one is a fresh start."""
+        """Continue from a state; an empty one is a fresh start."""
         ...
 
 
 class UpdateRule(ABC):
-    """What a server does with values that are pushed.
+    """What a server does with pushed values.
 
     >>> import torch
     >>> from syncline.server.rules import build_rule
@@ -57,29 +57,28 @@ class UpdateRule(ABC):
 
     name: ClassVar[str]
     elementwise: ClassVar[bool] = True
-    """Whether any range or list of keys may be pushed; otherwise whole pieces only, by `open`."""
+    """Whether any range or list of keys may be pushed; otherwise only whole pieces, by `open`."""
 
     def state(self, numel: int) -> dict[str, Tensor]:
-        """What it remembers of so many weights before the first push: flat tensors, one element a weight."""
+        """The state of `numel` weights before the first push: 1-D tensors, one element for each weight."""
         return {}
 
     def apply(self, weights: Tensor, update: Tensor, state: dict[str, Tensor], rate: float | None) -> None:
-        """Where it is elementwise: change `weights` and `state` in place, all of them as long as `update`.
+        """For an elementwise rule: update `weights` and `state` in place; all have the length of `update`.
 
-        `update` is a gradient or a difference, averaged already; it may be used as scratch. `rate` goes before the
-        rule's own.
+        `update` is a gradient or a difference, already averaged. It may be overwritten. `rate` replaces the rule's own.
         """
         raise AssertionError(f"{self!r} is not elementwise: open() it for each piece")
 
-    def open(self, weights: Tensor, starts: Sequence[int] = ()) -> Applier:
-        """For a rule that is not elementwise: begin with a piece, a row of float32 that is changed in place.
+    def open(self, weights: Tensor, starts: Sequence[int] = ()) -> PieceOptimizer:
+        """For a rule that is not elementwise: begin with a piece, a 1-D float32 tensor that is updated in place.
 
-        `starts` are the elements at which another parameter begins: a step may leave some parameters out.
+        `starts` are the elements at which other parameters begin. A step may leave some parameters out.
         """
         raise AssertionError(f"{self!r} is elementwise: apply() it")
 
     def pick(self, rate: float | None, own: float) -> float:
-        """The rate of a push, or the rule's own. It comes from outside, and may be anything."""
+        """The learning rate of a push, or the rule's own if the push has none."""
         if rate is None:
             return own
         if not math.isfinite(rate):
@@ -87,7 +86,7 @@ class UpdateRule(ABC):
         return rate
 
     def check(self, name: str, low: float = 0.0, below: float = math.inf) -> None:
-        """Refuse a setting that is not a number from `low` up to, but not, `below`."""
+        """Raise a `SpecError` if a setting is not a number of at least `low` and less than `below`."""
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < below:
             end = f" and below {below:g}" if math.isfinite(below) else ""
@@ -95,10 +94,10 @@ class UpdateRule(ABC):
 
     def __repr__(self) -> str:
         own = [each for each in fields(self) if each.init]  # type: ignore[arg-type]
-        first = tuple(getattr(self, each.name) for each in own if each.default is MISSING)
-        rest = {
+        required = tuple(getattr(self, each.name) for each in own if each.default is MISSING)
+        changed = {
             each.name: getattr(self, each.name)
             for each in own
             if each.default is not MISSING and getattr(self, each.name) != each.default
         }
-        return str(Spec(self.name, first, rest))
+        return str(Spec(self.name, required, changed))

@@ -1,4 +1,4 @@
-"""Rules that remember nothing: add and assign."""
+"""Rules without state: add and assign."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Add(UpdateRule):
 
 @dataclass(frozen=True, repr=False)
 class Assign(UpdateRule):
-    """w ← Δ: the last push counts.
+    """w ← Δ: the latest push replaces the weights.
 
     >>> import torch
     >>> weights = torch.ones(2)

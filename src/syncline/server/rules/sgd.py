@@ -1,4 +1,4 @@
-"""Gradient descent at the server, plain and with momentum."""
+"""Gradient descent, plain and with momentum."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Momentum(UpdateRule):
 
         v ← mu · v + g        w ← w − lr · v        nesterov: w − lr · (g + mu · v)
 
-    The rate stands outside v, as in torch's SGD. An element's velocity fades with the pushes that it sees, not with
-    those of others.
+    The learning rate is not part of v, as in torch's SGD. The velocity of an element decays only with pushes to that
+    element.
 
     >>> rule, weights = Momentum(lr=1.0, mu=0.5), torch.zeros(1)
     >>> state = rule.state(1)

@@ -1,4 +1,4 @@
-"""Any elementwise optimizer of torch as an update rule, and the rules that stand for an optimizer a user has."""
+"""The elementwise optimizers of torch as update rules, and the rules that correspond to a user's optimizer."""
 
 from __future__ import annotations
 
@@ -21,10 +21,22 @@ from syncline.specs import Spec, nearest
 
 __all__ = ["TorchRule", "rule_of", "torch_rule"]
 
-ALLOWED = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-"""Their update of a weight depends on nothing but that weight's own gradients: it may be cut anywhere."""
+ELEMENTWISE_OPTIMIZERS = (
+    "ASGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
+"""The update of a weight depends only on that weight's own gradients, so that weights can be split anywhere."""
 
-REFUSED = {
+REFUSED_OPTIMIZERS = {
     "Adafactor": "it keeps means over rows and columns of whole matrices",
     "LAMB": "it needs the norms of whole layers",
     "LARS": "it needs the norms of whole layers",
@@ -33,8 +45,8 @@ REFUSED = {
     "SparseAdam": "it takes sparse gradients, and a server's are dense; use adam, which counts each weight's pushes",
 }
 
-NOT_HERE = ("capturable", "differentiable", "params")
-"""Arguments that make no sense at a server: CUDA graphs, gradients of the step itself."""
+UNSUPPORTED_ARGUMENTS = ("capturable", "differentiable", "params")
+"""Arguments without meaning at a server: CUDA graphs, gradients of the step itself."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,12 +69,14 @@ class TorchRule(UpdateRule):
     elementwise: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.optimizer in REFUSED:
-            raise IncompatibleError(_refusal(self.optimizer, REFUSED[self.optimizer]))
-        if self.optimizer not in ALLOWED:
-            raise SpecError(f"unknown optimizer {self.optimizer!r}; {nearest(str(self.optimizer), list(ALLOWED))}")
+        if self.optimizer in REFUSED_OPTIMIZERS:
+            raise IncompatibleError(_refusal(self.optimizer, REFUSED_OPTIMIZERS[self.optimizer]))
+        if self.optimizer not in ELEMENTWISE_OPTIMIZERS:
+            raise SpecError(
+                f"unknown optimizer {self.optimizer!r}; {nearest(str(self.optimizer), list(ELEMENTWISE_OPTIMIZERS))}"
+            )
         for name, _ in self.options:
-            if name in NOT_HERE:
+            if name in UNSUPPORTED_ARGUMENTS:
                 raise SpecError(f"{self!r}: {name} means nothing at a server; leave it out")
         order = [*_signature(self.optimizer).parameters]
         known = sorted(self.options, key=lambda each: order.index(each[0]) if each[0] in order else len(order))
@@ -73,20 +87,20 @@ class TorchRule(UpdateRule):
             raise SpecError(f"{self!r}: {error}; write {self.optimizer}{_signature(self.optimizer)}") from None
 
     def make(self, *weights: Tensor) -> Optimizer:
-        """A fresh optimizer of these weights, which it changes in place."""
+        """A new optimizer that updates these weights in place."""
         kind: Callable[..., Optimizer] = getattr(torch.optim, self.optimizer)
         return kind([nn.Parameter(each, requires_grad=False) for each in weights], **dict(self.options))
 
     @cached_property
     def slots(self) -> dict[str, bool]:
-        """The names of its state after a step, and whether each has an element for every weight."""
+        """The names of its state after a step, and whether each has one element for each weight."""
         probe = _Piece(self, torch.zeros(2, dtype=torch.float32))
         probe.apply(torch.zeros(2, dtype=torch.float32))
         return {name: each.dim() > 0 for name, each in probe.state_dict().items()}
 
     def open(self, weights: Tensor, starts: Sequence[int] = ()) -> _Piece:
         if weights.dtype != torch.float32 or weights.dim() != 1 or not weights.is_contiguous():
-            raise IncompatibleError(f"{self!r} works on a row of float32, not {weights.dtype}{list(weights.shape)}")
+            raise IncompatibleError(f"{self!r} works on a 1-D float32 tensor, not {weights.dtype}{list(weights.shape)}")
         return _Piece(self, weights, starts)
 
     def __repr__(self) -> str:
@@ -94,8 +108,8 @@ class TorchRule(UpdateRule):
 
 
 class _Piece:
-    """An optimizer at work on one piece. It has one parameter, the piece, until a step leaves out parameters of the
-    model that lie in it: then it has these.
+    """The optimizer of one piece. It has one parameter, the piece. After a step that leaves out some of the model's
+    parameters in the piece, it has these parameters instead.
     """
 
     def __init__(self, rule: TorchRule, weights: Tensor, starts: Sequence[int] = ()) -> None:
@@ -200,7 +214,7 @@ def _is_one_value(row: Tensor) -> bool:
 
 
 def _row_of(state: Any, numel: int) -> Tensor:
-    """A tensor of the state as a row; NaN if there is none yet, because zeros would be a valid state."""
+    """A tensor of the state, one element for each weight; NaN if there is none yet, because zeros are a valid state."""
     if not isinstance(state, Tensor):
         return torch.full((numel,), math.nan, dtype=torch.float32)
     return state.to(torch.float32).expand(numel) if state.dim() == 0 else state.clone()
@@ -216,10 +230,10 @@ def torch_rule(optimizer: str, **options: Any) -> TorchRule:
 
 
 def rule_of(optimizer: Optimizer) -> list[UpdateRule]:
-    """For each of its parameter groups, the rule that does at a server what the optimizer does here, bit for bit.
+    """For each parameter group, the rule that does at a server what the optimizer does here, with the same bits.
 
-    Settings are those of now: a rate that a scheduler changes goes with each push. To rounding only where torch's
-    fused kernels or a rate in a tensor are asked for.
+    The rules have the current settings; each push has the current learning rate. With torch's fused kernels, or a
+    learning rate in a tensor, results may differ by rounding.
 
     >>> layer = nn.Linear(2, 1)
     >>> rule_of(torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.0))
@@ -229,9 +243,9 @@ def rule_of(optimizer: Optimizer) -> list[UpdateRule]:
     """
     kind = type(optimizer)
     name = kind.__name__
-    if name in REFUSED:
-        raise IncompatibleError(_refusal(name, REFUSED[name]))
-    if name not in ALLOWED or kind is not getattr(torch.optim, name):
+    if name in REFUSED_OPTIMIZERS:
+        raise IncompatibleError(_refusal(name, REFUSED_OPTIMIZERS[name]))
+    if name not in ELEMENTWISE_OPTIMIZERS or kind is not getattr(torch.optim, name):
         raise IncompatibleError(
             _refusal(f"{kind.__module__}.{name}", "only optimizers of torch.optim itself are known to be elementwise")
         )
@@ -242,23 +256,25 @@ def _rule(name: str, group: dict[str, Any]) -> UpdateRule:
     if group.get("differentiable"):
         raise IncompatibleError(f"{name} with differentiable=True cannot run at a server: make it without")
     known = _signature(name).parameters
-    told = {
+    changed = {
         key: literal
         for key, value in group.items()
-        if key in known and key not in NOT_HERE and (literal := _literal(key, value)) != known[key].default
+        if key in known and key not in UNSUPPORTED_ARGUMENTS and (literal := _literal(key, value)) != known[key].default
     }
-    if name == "SGD" and set(told) <= {"lr"}:  # the same bits, no state, and any keys
-        return Sgd(float(told.get("lr", known["lr"].default)))
-    return torch_rule(name, **told)
+    if name == "SGD" and set(changed) <= {"lr"}:  # the same bits, without state, and for any keys
+        return Sgd(float(changed.get("lr", known["lr"].default)))
+    return torch_rule(name, **changed)
 
 
 def _signature(name: str) -> inspect.Signature:
     found = inspect.signature(getattr(torch.optim, name))
-    return found.replace(parameters=[each for key, each in found.parameters.items() if key not in NOT_HERE])
+    return found.replace(
+        parameters=[each for key, each in found.parameters.items() if key not in UNSUPPORTED_ARGUMENTS]
+    )
 
 
 def _literal(name: str, value: Any) -> Any:
-    """A setting as a spec can say it: one-element tensors become numbers, and lists tuples."""
+    """A setting in the form of a spec: one-element tensors become numbers, and lists become tuples."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, (list, tuple)):
@@ -269,4 +285,5 @@ def _literal(name: str, value: Any) -> Any:
 
 
 def _refusal(name: str, reason: str) -> str:
-    return f"{name} cannot run at a server, which holds pieces of the weights: {reason}; allowed: {', '.join(ALLOWED)}"
+    allowed = ", ".join(ELEMENTWISE_OPTIMIZERS)
+    return f"{name} cannot run at a server, which holds pieces of the weights: {reason}; allowed: {allowed}"

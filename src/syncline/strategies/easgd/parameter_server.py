@@ -1,14 +1,23 @@
-"""One worker's part of asynchronous elastic averaging: the centre lies at the servers, and nobody waits for anybody.
+"""Asynchronous elastic averaging: the servers hold the centre x̃, or a tree of centres.
 
 ::
 
     optimizer.step()                                     servers
-      └─ before   the period is over: read x̃      ◄───   x̃
+      └─ before   every `period` steps: read x̃     ◄───   x̃
                   d = α (x − x̃)                    ───►   x̃ += d        whatever others have added meanwhile
          step     x ← x − η · g(x)
          after    x ← x − d
 
-What a worker takes off its weights is what it has sent, so that Σ x_i + x̃ stays under any interleaving.
+A worker subtracts from its weights what it has sent, so that Σ x_i + x̃ stays the same in any order of messages. In a
+tree each group of workers has a centre c_g in a space of its own::
+
+    root        x̃         the space of the run: it is evaluated, observed and saved
+              /   \\        x̃ += D, c_g −= D,  D = β (c_g − x̃)    by the workers of the group in turn
+    groups  c_0   c_1      a space for each group
+           /  \\   /  \\     c_g += d, x_i −= d,  d = α (x_i − c_g)
+
+Every update is an addition, so that Σ x_i + Σ c_g + x̃ stays the same. The workers of a group take turns at the root: a
+worker that has ended does not disconnect its group.
 """
 
 from __future__ import annotations
@@ -25,13 +34,13 @@ from syncline.server import Client, Future, open_space, server_network
 from syncline.strategies.base import RunSettings, Strategy
 from syncline.strategies.easgd.centre import DEFAULT_TOTAL_PULL
 from syncline.strategies.easgd.run import NesterovLookahead, subtract
-from syncline.strategies.parameter_server import ParameterServerRun, ServerOptions
+from syncline.strategies.parameter_server import ReplicaRun, ServerOptions
 
 __all__ = ["ServerElasticRun", "ServerElasticTreeRun"]
 
 
-class ServerElasticRun(ParameterServerRun):
-    """The centre is the servers'; this worker's x is its own."""
+class ServerElasticRun(ReplicaRun):
+    """The servers hold the centre; each worker has its own x."""
 
     def __init__(
         self,
@@ -45,46 +54,38 @@ class ServerElasticRun(ParameterServerRun):
         alpha: float,
         momentum: float,
     ) -> None:
-        super().__init__(strategy, model, optimizer, exchange, settings, ServerOptions(rule="add", stride=period))
+        super().__init__(
+            strategy, model, optimizer, exchange, settings, ServerOptions(rule="add", slack=None, stride=period)
+        )
         self.period = period
         self.alpha = alpha
         self._since = 0
         """Steps since the last exchange."""
         named = {field.name: each for field, each in zip(self.keys.parameters, self.parameters, strict=True)}
         self.lookahead = NesterovLookahead(named, momentum) if momentum and exchange.size > 1 else None
-        self._row = torch.zeros(self.keys.trained, dtype=torch.float32)
-        """What is on its way to the servers: not to be touched until it has arrived."""
-        self._row_views = self.keys.views(self._row)
+        self.difference = torch.zeros(self.keys.trained, dtype=torch.float32)
+        """The values of the latest push. They must not change until it has arrived."""
+        self._difference_views = self.keys.views(self.difference)
         self._back: list[Tensor] | None = None
-        """What the step that goes on is to take off."""
-        self._pushed: list[Future] = []
-
-    # What the base asks.
-
-    def wanted(self, clock: int) -> int:
-        return -1
-
-    def scale(self) -> float:
-        """What is added is what was taken off."""
-        return 1.0
+        """What the current step subtracts from the weights."""
 
     @property
     def near(self) -> Client:
-        """Where the centre lies that this worker is tied to."""
+        """The client of the centre that this worker averages with."""
         return self.client
 
-    def give(self) -> list[Future]:
-        """Send the row to that centre, and end the worker's step."""
-        return self.pusher.push(self._row, self.rates(), scale=self.scale())
+    def push_difference(self) -> list[Future]:
+        """Add `difference` to that centre, and advance the worker's clock."""
+        return self.pusher.push(self.difference, self.rates(), scale=self.scale())
 
     @property
     def own(self) -> list[Tensor]:
-        """This worker's x; its parameters may look ahead of it."""
+        """This worker's x. With momentum the model holds the look-ahead point instead."""
         return [each.detach() for each in self.parameters] if self.lookahead is None else self.lookahead.own
 
     def before_step(self) -> None:
         if self._since + 1 >= self.period and self.exchange.size > 1:
-            self._back = self._trade()
+            self._back = self.average_with_centre()
 
     def after_step(self) -> None:
         self._since += 1
@@ -97,32 +98,15 @@ class ServerElasticRun(ParameterServerRun):
         if self._since >= self.period:
             self._since = 0
             if self.exchange.size == 1:
-                self._show()
+                self._publish()
 
-    def ending(self) -> None:
-        with self.waiting("the last push"):
-            if self.exchange.size == 1:
-                self._show(tick=False)
-            elif self._since and self.client.clock == 0:  # else none of this worker's steps would be in the centre
-                self._trade()
-            self._settle()
-        super().ending()
-        self._board.tell_steps(self.exchange.rank, self.stats.steps)
-
-    @property
-    def first_exchange(self) -> int | None:
-        return self.period
-
-    def settle_pushes(self) -> None:
-        self._settle()
+    def push_remaining(self) -> None:
+        if self.exchange.size == 1:
+            self._publish(tick=False)
+        elif self._since and self.client.clock == 0:  # else none of this worker's steps would be in the centre
+            self.average_with_centre()
 
     # State.
-
-    def shared_state(self) -> dict[str, Any]:
-        """A push that is under way is off this worker's weights already: the servers are read when all have arrived."""
-        self._settle()
-        self.wait_for_all("save the weights")
-        return super().shared_state()
 
     def restart(self) -> None:
         super().restart()
@@ -158,43 +142,34 @@ class ServerElasticRun(ParameterServerRun):
 
     # Within.
 
-    def _trade(self) -> list[Tensor]:
-        """Read the centre, and give it a part of the way to this worker; what it was given."""
-        self._settle()
-        with self.waiting("the centre"):
-            # As it is, with a codec too: half of a centre would pull as if the rest of it were elsewhere.
-            self.near.pull((0, self.keys.trained), self.weights, wanted=0).wait()
-        torch._foreach_copy_(self._row_views, self.own)
-        self._row.sub_(self.weights)
-        self.stats.consensus = float(self._row.norm())
-        self._row.mul_(self.alpha)
-        with self.explained():
-            self._pushed = self.give()
-        self.count()
-        return self._row_views
+    def average_with_centre(self) -> list[Tensor]:
+        """Read the centre, and move it towards this worker; return by how much."""
+        self.finish_pushes()
+        with self.timed_wait("the centre"):
+            # Never encoded: with a part of the centre missing, the difference would be wrong.
+            self.near.pull((0, self.keys.trained), self.weights, min_clock=0).wait()
+        torch._foreach_copy_(self._difference_views, self.own)
+        self.difference.sub_(self.weights)
+        self.stats.consensus = float(self.difference.norm())
+        self.difference.mul_(self.alpha)
+        with self.explain_errors():
+            self.pushed = self.push_difference()
+        self.count_bytes()
+        return self._difference_views
 
-    def _settle(self) -> None:
-        """See the latest push in place."""
-        with self.explained():
-            for future in self._pushed:
-                future.wait()
-        if self._pushed:
-            self.stats.read_at(max(0, *(future.staleness for future in self._pushed)) * self.period)
-        self._pushed = []
-
-    def _show(self, tick: bool = True) -> None:
-        """With nobody to agree with the centre is this worker: the servers have its weights, to be looked at."""
-        self._settle()
-        torch._foreach_copy_(self._row_views, self.own)
-        with self.explained():
-            self._pushed = [
-                self.client.push((0, self.keys.trained), self._row, handler="assign", tick=tick),
+    def _publish(self, tick: bool = True) -> None:
+        """With one worker the centre is that worker: send its weights to the servers for observers."""
+        self.finish_pushes()
+        torch._foreach_copy_(self._difference_views, self.own)
+        with self.explain_errors():
+            self.pushed = [
+                self.client.push((0, self.keys.trained), self.difference, handler="assign", tick=tick),
             ]
-        self.count()
+        self.count_bytes()
 
 
 class ServerElasticTreeRun(ServerElasticRun):
-    """Tied to the centre of its group, and in its turn the one that ties that centre to the root."""
+    """Averages with the centre of its group, and in turn averages that centre with the root."""
 
     def __init__(
         self,
@@ -217,8 +192,8 @@ class ServerElasticTreeRun(ServerElasticRun):
         self._beta = DEFAULT_TOTAL_PULL / len(self.groups)
         self._root_every = root_every
         self._trades = 0
-        self._up = torch.zeros(self.keys.trained, dtype=torch.float32)
-        """What is on its way from the group's centre to the root."""
+        self.root_difference = torch.zeros(self.keys.trained, dtype=torch.float32)
+        """The values that move from the group's centre to the root."""
         self._known_groups = True
         self._counted_near = (0, 0)
         network, codec = server_network(self.world), exchange.codec
@@ -228,50 +203,48 @@ class ServerElasticTreeRun(ServerElasticRun):
             f"{strategy.name} group {number}",
             self.keys.trained,
             codec=None if codec is None else repr(codec),
-            # A worker leaves when its own group has: it can hold no shard of another.
+            # A worker leaves together with its group, so that it cannot hold a shard of another group.
             servers=network.servers if network.dedicated else members,
             workers=members,
             initial=self.keys.read(model)[: self.keys.trained],
             seed=settings.seed,
-            retry=network.transport.retry_after_s,
+            retry_s=network.transport.retry_after_s,
         )
-
-    # The exchange.
 
     @property
     def near(self) -> Client:
         return self._near
 
-    def give(self) -> list[Future]:
-        pushed = [self._near.push((0, self.keys.trained), self._row)]
-        # The steps are counted where the board is.
+    def push_difference(self) -> list[Future]:
+        pushed = [self._near.push((0, self.keys.trained), self.difference)]
+        # The root counts the steps.
         pushed.append(self.client.push((0, 1), torch.zeros(1, dtype=torch.float32), tick=True))
         self._trades += 1
         turn = self._trades + self._group.index(self.exchange.rank) * self._root_every
         if turn % (self._root_every * len(self._group)) == 0:
-            self._climb()
+            self._average_with_root()
         return pushed
 
-    def _climb(self) -> None:
-        """Tie the group's centre to the root once."""
+    def _average_with_root(self) -> None:
+        """Average the group's centre with the root once."""
         span = (0, self.keys.trained)
-        with self.waiting("the root"):
-            near, root = self._near.pull(span, wanted=0), self.client.pull(span, wanted=0)
-            torch.sub(_found(near), _found(root), out=self._up).mul_(self._beta)
-            for future in (self.client.push(span, self._up), self._near.push(span, -self._up)):
+        with self.timed_wait("the root"):
+            near, root = self._near.pull(span, min_clock=0), self.client.pull(span, min_clock=0)
+            torch.sub(_values(near), _values(root), out=self.root_difference).mul_(self._beta)
+            for future in (self.client.push(span, self.root_difference), self._near.push(span, -self.root_difference)):
                 future.wait()
 
-    def count(self) -> None:
-        super().count()
-        told = self._near.bytes_logical, self._near.bytes_wire
-        self.stats.sent(told[0] - self._counted_near[0], told[1] - self._counted_near[1])
-        self._counted_near = told
+    def count_bytes(self) -> None:
+        super().count_bytes()
+        counted = self._near.bytes_logical, self._near.bytes_wire
+        self.stats.sent(counted[0] - self._counted_near[0], counted[1] - self._counted_near[1])
+        self._counted_near = counted
 
     def close(self) -> None:
         if self._closed:
             return
         super().close()
-        with self.explained():
+        with self.explain_errors():
             self._near.close()
 
     # State.
@@ -297,7 +270,7 @@ class ServerElasticTreeRun(ServerElasticRun):
         self._put_near(self.keys.read(self.model))
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Groups that are others than before begin at the root's centre."""
+        """Groups that differ from those of the checkpoint begin at the root's centre."""
         super().load_local_states(states)
         own = states[0] if states and self._known_groups and "group" in states[0] else None
         row = self.client.get((0, self.keys.trained))
@@ -317,7 +290,7 @@ class ServerElasticTreeRun(ServerElasticRun):
         self.wait_for_all("set the centres of the groups")
 
 
-def _found(future: Future) -> Tensor:
-    found = future.wait()
-    assert found is not None, "a pull reads"
-    return found
+def _values(future: Future) -> Tensor:
+    values = future.wait()
+    assert values is not None, "a pull returns values"
+    return values

@@ -50,7 +50,7 @@ from syncline.strategies.base import RunSettings, Strategy, check_gradients, tra
 from syncline.strategies.gossip.graphs import Graph
 from syncline.strategies.key_map import KeyMap
 from syncline.strategies.local_weights import load_optimizer_state, optimizer_state, refuse_inside_agreed
-from syncline.strategies.parameter_server import ServedBoard
+from syncline.strategies.parameter_server import ServerChannel
 from syncline.transports import Handle, Transport
 from syncline.world import World
 from syncline.world.hooks import ModuleHook
@@ -355,11 +355,11 @@ class _PendingReply:
         return reply
 
 
-class PairwiseChannel(ServedBoard):
+class PairwiseChannel(ServerChannel):
     """The control channel on server 0, in a space of one key. The weights come from the workers themselves."""
 
     def __init__(self, client: Client, load_weights: Callable[[nn.Module], None]) -> None:
-        super().__init__(client, KeyMap((), ()), ending=self.settle)
+        super().__init__(client, KeyMap((), ()), before_finish=self.settle)
         self._load_weights = load_weights
         self._zero = torch.zeros(1, dtype=torch.float32)
         self._unconfirmed: deque[Future] = deque()
@@ -415,7 +415,7 @@ class PairwiseRun(AsynchronousRun):
         self._now = torch.empty_like(self.snapshot)
         network = server_network(exchange.world)
         client = open_space(
-            exchange.world, strategy.name, 1, servers=network.servers[:1], retry=network.transport.retry_after_s
+            exchange.world, strategy.name, 1, servers=network.servers[:1], retry_s=network.transport.retry_after_s
         )
         self._channel = PairwiseChannel(client, self._load_weights)
         self.hooks += [

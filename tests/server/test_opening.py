@@ -62,7 +62,7 @@ def test_ranges_and_lists(workers: int, servers: int) -> None:
         assert (picked / workers).tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("piece", [3, 7, protocol.PIECE])
+@pytest.mark.parametrize("piece", [3, 7, protocol.MAX_PIECE_ELEMENTS])
 def test_many_in_flight_over_several_servers(piece: int) -> None:
     """More pieces than a window has room for, and more requests than there are slots."""
 
@@ -85,7 +85,7 @@ def test_reads_that_wait_for_a_step_of_many_pieces() -> None:
 
     def work(world: sl.World) -> Tensor:
         client = open_space(world, "s", 200, piece=2, synchronous=True)
-        found = done(client.push_pull(None, torch.ones(200), tick=True, wanted=1))
+        found = done(client.push_pull(None, torch.ones(200), tick=True, min_clock=1))
         client.close()
         return found
 
@@ -100,8 +100,8 @@ def test_a_read_that_waits_does_not_let_numbers_run_away() -> None:
         client = open_space(world, "s", 4)
         world.compute(100.0 * world.rank)
         client.push((0, 0), torch.empty(0), tick=True).wait()
-        waiting = client.pull(wanted=1)
-        for _ in range(2 * protocol.SLOTS if world.rank == 0 else 0):
+        waiting = client.pull(min_clock=1)
+        for _ in range(2 * protocol.REPLY_SLOTS if world.rank == 0 else 0):
             client.push(None, torch.ones(4)).wait()
         waiting.wait()
         world.barrier()
@@ -109,7 +109,7 @@ def test_a_read_that_waits_does_not_let_numbers_run_away() -> None:
         client.close()
         return float(found)
 
-    assert run(work, 2, 1) == (4.0 * 2 * protocol.SLOTS,) * 2
+    assert run(work, 2, 1) == (4.0 * 2 * protocol.REPLY_SLOTS,) * 2
 
 
 def test_timestamps_and_dependencies() -> None:
@@ -181,7 +181,7 @@ def test_a_fast_worker_stops_at_the_bound(slack: int) -> None:
         else:
             for _ in range(10):
                 client.push(None, torch.ones(4), tick=True)
-                client.pull(wanted=client.clock - slack).wait()
+                client.pull(min_clock=client.clock - slack).wait()
                 world.compute(1.0)
             seen = client.clock
         client.close()
@@ -198,7 +198,7 @@ def test_staleness_of_a_read_is_how_far_the_slowest_is_behind() -> None:
         for _ in range(4):
             world.compute(1.0 if world.rank == 0 else 0.1)
             client.push(None, torch.ones(4), tick=True)
-            future = client.pull(wanted=max(0, client.clock - 2))
+            future = client.pull(min_clock=max(0, client.clock - 2))
             future.wait()
             found.append(future.staleness)
         client.close()
@@ -291,12 +291,12 @@ def test_a_rules_state_is_saved_and_goes_on_in_fresh_servers(rule: str) -> None:
         train(kept, range(6))
         first = open_space(world, "first", 10, rules=(rule,), piece=3)
         train(first, range(3))
-        names = first.planes()
-        saved = [first.get(), *(first.read_plane(number + 1) for number in range(len(names)))]
+        names = first.optimizer_state()
+        saved = [first.get(), *(first.read_state(number + 1) for number in range(len(names)))]
         second = open_space(world, "second", 10, rules=(rule,), piece=3, initial=saved[0])
-        assert second.planes(names) == names
+        assert second.optimizer_state(names) == names
         for number, values in enumerate(saved[1:]):
-            second.write_plane(number + 1, values)
+            second.write_state(number + 1, values)
         train(second, range(3, 6))
         found = kept.get(), second.get()
         for client in (kept, first, second):
@@ -315,7 +315,7 @@ def test_clocks_go_on_from_a_checkpoint() -> None:
             client.control({"do": "clocks", "clocks": [7, 7]}, everywhere=True)
         client.clock = 7
         world.barrier()
-        assert done(client.push_pull(None, torch.ones(4), tick=True, wanted=8)).tolist() == [2.0] * 4
+        assert done(client.push_pull(None, torch.ones(4), tick=True, min_clock=8)).tolist() == [2.0] * 4
         found = client.steps()
         world.barrier()
         client.close()
@@ -331,11 +331,11 @@ def test_two_in_one_process_that_stop_and_finish() -> None:
             client.finish_training()
         else:
             client.push(None, torch.ones(4), tick=True)
-            client.pull(wanted=1).wait()  # worker 0 holds nobody back
+            client.pull(min_clock=1).wait()  # worker 0 holds nobody back
             client.stop()
         world.barrier()
-        client.pull(wanted=10**6).wait()  # reads wait no longer
-        found = client.told.stop, client.told.live
+        client.pull(min_clock=10**6).wait()  # reads wait no longer
+        found = client.status.stop, client.status.live
         world.barrier()
         client.close()
         return found

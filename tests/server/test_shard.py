@@ -8,8 +8,16 @@ import pytest
 import torch
 
 from syncline.errors import ProtocolError
-from syncline.server.shard import AHEAD, FOREVER, MOST_HELD, ROOM, ParameterShard, Push, WorkerClocks
-from tests.server.desk_talk import describe
+from syncline.server.shard import (
+    MAX_KEPT_SHARDS,
+    MAX_STEPS_AHEAD,
+    MIN_SHARD_BYTES,
+    NO_CLOCK,
+    ParameterShard,
+    Push,
+    WorkerClocks,
+)
+from tests.server.handler_client import describe
 
 
 def synchronous(**options: Any) -> ParameterShard:
@@ -62,9 +70,9 @@ def test_half_a_step_of_a_lost_worker_does_not_count() -> None:
     space.push(1, 0, push(torch.ones(8)))
     space.push(0, 0, push(torch.ones(8)))
     space.tick(0, 0)
-    assert space.round == 0
+    assert space.open_step == 0
     space.leave(1)
-    assert space.round == 1
+    assert space.open_step == 1
     assert space.weights.tolist() == [1.0] * 8
 
 
@@ -83,48 +91,48 @@ def test_who_comes_after_the_quorum_is_late_and_goes_on_with_the_open_step() -> 
     for worker in (0, 1):
         space.push(worker, 0, push(torch.ones(8)))
         space.tick(worker, 0)
-    assert space.round == 1
+    assert space.open_step == 1
     assert space.is_late(2, 0)
     space.skip(2)
     assert space.clocks.of == {0: 1, 1: 1, 2: 1}
-    assert space.late == {2: 1}
+    assert space.late_steps == {2: 1}
 
 
 def test_who_was_late_elsewhere_skips_steps_here_and_does_not_count_for_them() -> None:
     space = synchronous(workers=(0, 1, 2), quorum=0.5)
-    space.expect(2, 3)  # another server is at step 3 already
+    space.check_step(2, 3)  # another server is at step 3 already
     assert space.clocks.of[2] == 3
-    assert space.round == 0, "a worker that skips a step has not pushed it"
+    assert space.open_step == 0, "a worker that skips a step has not pushed it"
     for worker in (0, 1):
         space.tick(worker, 0)
-    assert space.round == 1
+    assert space.open_step == 1
     with pytest.raises(ProtocolError, match="worker 2 is at clock 3, and sends a step of clock 1"):
-        space.expect(2, 1)
+        space.check_step(2, 1)
     full = synchronous(workers=(0, 1, 2))
     with pytest.raises(ProtocolError, match="worker 2 is at clock 0, and sends a step of clock 3"):
-        full.expect(2, 3)
+        full.check_step(2, 3)
 
 
 def test_a_step_that_nobody_can_push_any_more_is_closed() -> None:
     """Seed 132 of the hunt: the one who had pushed it elsewhere is dead, the other skipped it."""
     space = synchronous(quorum=0.5)
-    space.expect(0, 1)
+    space.check_step(0, 1)
     space.tick(0, 1)
-    assert space.round == 0
+    assert space.open_step == 0
     space.leave(1)
-    assert space.round == 2
+    assert space.open_step == 2
 
 
 def test_what_is_held_of_one_worker_is_bounded() -> None:
     space = synchronous()
-    most = MOST_HELD * ROOM // (4 * 8)
+    most = MAX_KEPT_SHARDS * MIN_SHARD_BYTES // (4 * 8)
     for _ in range(most):
         space.push(0, 0, push(torch.ones(8)))
     with pytest.raises(ProtocolError, match="wait for their steps to close"):
         space.push(0, 0, push(torch.ones(8)))
     space.push(1, 0, push(torch.ones(8)))  # others may
     with pytest.raises(ProtocolError, match="and step 0 is open"):
-        space.push(1, AHEAD + 1, push(torch.ones(8)))
+        space.push(1, MAX_STEPS_AHEAD + 1, push(torch.ones(8)))
     for worker in (0, 1):
         space.tick(worker, 0)
     assert space.weights[0] == most + 1
@@ -134,13 +142,13 @@ def test_what_is_held_of_one_worker_is_bounded() -> None:
 def test_clocks_out_of_a_checkpoint() -> None:
     space = synchronous()
     space.set_clocks([3, 5])
-    assert space.round == 3
+    assert space.open_step == 3
     for clock in (3, 4):
         space.push(0, clock, push(torch.ones(8)))
         space.tick(0, clock)
-    assert space.round == 5, "worker 1 had pushed both before"
-    with pytest.raises(ProtocolError, match="steps apart are the most"):
-        space.set_clocks([0, AHEAD + 1])
+    assert space.open_step == 5, "worker 1 had pushed both before"
+    with pytest.raises(ProtocolError, match="may differ by at most"):
+        space.set_clocks([0, MAX_STEPS_AHEAD + 1])
 
 
 def test_reads_wait_for_the_slowest_who_trains() -> None:
@@ -151,7 +159,7 @@ def test_reads_wait_for_the_slowest_who_trains() -> None:
     space.leave(1)
     assert space.may_read(1)
     space.leave(0)
-    assert space.least == FOREVER
+    assert space.min_clock == NO_CLOCK
     other = ParameterShard(describe(), 0)
     other.stopping = True
     assert other.may_read(10**6)
@@ -180,6 +188,6 @@ def test_a_clock_that_jumps_is_refused() -> None:
 def test_a_question_for_planes_changes_no_numbers() -> None:
     """Another worker may ask what a shard remembers while one writes or reads by numbers."""
     space = ParameterShard(describe(rules=("momentum(1.0, mu=0.5)",)), 0)
-    space.name_planes(["first", "second"])
-    space.name_planes()
+    space.number_state(["first", "second"])
+    space.state_names()
     assert space.read(2, 0, 3).tolist() == [0.0] * 3

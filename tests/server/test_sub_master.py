@@ -74,7 +74,7 @@ def tagged(
             values = torch.zeros(WORKERS * STEPS)
             values[tag_of(world.rank, step)] = 1.0
             journal.pushed.add((world.rank, step))
-            future = client.push_pull(None, values, wanted=client.clock + 1 if synchronous else -1, tick=True)
+            future = client.push_pull(None, values, min_clock=client.clock + 1 if synchronous else -1, tick=True)
             read = future.wait()
             assert read is not None
             (journal.late if future.late else own).add((world.rank, step))
@@ -130,7 +130,7 @@ def gathering(synchronous: bool, quorum: float = 1.0, mean: bool = False) -> Agg
     return AggregatingShard(
         SpaceDescription(
             name="group 1", numel=2, servers=(0,), workers=(0, 1), synchronous=synchronous, quorum=quorum, mean=mean,
-            upward=parent.to_json().decode(),
+            parent=parent.to_json().decode(),
         ),
         0,
     )  # fmt: skip
@@ -145,7 +145,7 @@ def test_a_part_of_a_step_is_read_with_the_rest() -> None:
     space.push(0, 0, Push(1, torch.ones(1)))
     space.tick(0, 0)
     assert not space.may_read(-1, 0)
-    space.answered([(0, torch.tensor([1.0, 1.0]))])
+    space.finish_sum([(0, torch.tensor([1.0, 1.0]))])
     assert space.may_read(-1, 0)
 
 
@@ -163,7 +163,7 @@ def test_a_step_goes_up_when_all_have_pushed_it() -> None:
     assert push.values.tolist() == [3.0, 3.0]
     assert push.scale == 2.0
     assert not space.may_read(1)
-    space.answered([(0, torch.tensor([7.0, 8.0]))])
+    space.finish_sum([(0, torch.tensor([7.0, 8.0]))])
     assert space.may_read(1)
     assert space.weights.tolist() == [7.0, 8.0]
     assert not space.sums
@@ -178,19 +178,19 @@ def test_what_comes_while_a_sum_is_under_way_goes_up_next() -> None:
     assert len(space.sums) == 1
     assert not space.may_read(-1, 0)
     assert not space.may_read(-1, 1)
-    space.answered([(0, torch.ones(2))])
+    space.finish_sum([(0, torch.ones(2))])
     assert space.may_read(-1, 0)
     assert not space.may_read(-1, 1)
     assert space.sums[0].pushes[0].values.tolist() == [2.0, 2.0]
     space.leave(1)
-    space.answered([(0, torch.ones(2))])
+    space.finish_sum([(0, torch.ones(2))])
     assert not space.sums, "half a step of a lost child is no step"
 
 
 def test_a_sub_master_of_another_model_is_refused() -> None:
     parent = SpaceDescription(name="top 1", numel=3, servers=(0,), workers=(0,))
-    child = SpaceDescription(name="group 1", numel=2, servers=(0,), workers=(0,), upward=parent.to_json().decode())
-    with pytest.raises(ProtocolError, match="a sub-master of 2 keys, below a parent of 3"):
+    child = SpaceDescription(name="group 1", numel=2, servers=(0,), workers=(0,), parent=parent.to_json().decode())
+    with pytest.raises(ProtocolError, match="a sub-master has 2 keys, and its parent has 3"):
         SpaceDescription.from_json(child.to_json())
 
 
@@ -205,7 +205,9 @@ def test_a_sub_master_sends_up_less_than_it_receives(synchronous: bool) -> None:
     def work(world: sl.World) -> None:
         client = open_tree(world, "big", numel, 2, torch.zeros(numel), synchronous=synchronous)
         for _ in range(3):
-            client.push_pull(None, torch.ones(numel), tick=True, wanted=client.clock + 1 if synchronous else -1).wait()
+            client.push_pull(
+                None, torch.ones(numel), tick=True, min_clock=client.clock + 1 if synchronous else -1
+            ).wait()
         client.finish_training()
         world.barrier()
         client.close()
@@ -263,7 +265,7 @@ def test_stopping_reaches_every_group() -> None:
     def work(world: sl.World) -> int:
         client = open_tree(world, "stop", 2, 2, torch.zeros(2))
         steps = 0
-        while not client.told.stop:
+        while not client.status.stop:
             assert steps < 1000
             world.compute(0.1)
             client.push_pull(None, torch.ones(2), tick=True).wait()
@@ -289,7 +291,7 @@ def test_posts_steps_and_clocks_are_the_whole_trees() -> None:
         client.set_clocks([5, 5, 5, 5])
         world.barrier()
         assert client.steps() == [5] * WORKERS
-        client.push_pull(None, torch.ones(2), tick=True, wanted=client.clock + 1).wait()
+        client.push_pull(None, torch.ones(2), tick=True, min_clock=client.clock + 1).wait()
         world.barrier()
         told = client.steps(), [post.values for post in client.read_posts()], client.clock
         world.barrier()
@@ -309,7 +311,7 @@ def test_every_update_counts_once(synchronous: bool, faults: tuple[Fault, ...]) 
     retry = 0.5 if any(isinstance(fault, Drop) for fault in faults) else None
     for seed in range(SEEDS):
         journal = Journal()
-        hunt(tagged(journal, synchronous, retry=retry), WORKERS, [seed], faults=faults, invariant=journal.check_end)
+        hunt(tagged(journal, synchronous, retry_s=retry), WORKERS, [seed], faults=faults, invariant=journal.check_end)
 
 
 @pytest.mark.hunt

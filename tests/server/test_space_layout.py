@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.errors import ProtocolError
-from syncline.server.space import SpaceLayout, check_keys, group_of, read_keys, spans
+from syncline.server.space import SpaceLayout, check_keys, parse_keys
 
 
 @st.composite
@@ -31,15 +31,15 @@ def test_shards_lie_one_after_another_as_even_as_can_be(layout: SpaceLayout) -> 
 def test_a_range_is_cut_into_pieces_that_belong_together(layout: SpaceLayout, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, layout.numel))
     after = data.draw(st.integers(first, layout.numel))
-    cuts = layout.cut_range(first, after)
+    cuts = layout.split_range(first, after)
     assert [key for cut in cuts for key in range(cut.first, cut.first + cut.count)] == list(range(first, after))
     assert [place for cut in cuts for place in range(cut.start, cut.stop)] == list(range(after - first))
     for cut in cuts:
         low, high = layout.shard(cut.server)
         assert low <= cut.first < cut.first + cut.count <= high
         assert cut.count <= layout.piece
-        assert group_of(layout.bounds, cut.first) == group_of(layout.bounds, cut.first + cut.count - 1)
-    whole = {(cut.server, cut.first + cut.count) for cut in layout.cut_range(0, layout.numel)}
+        assert not any(cut.first < bound < cut.first + cut.count for bound in layout.bounds)
+    whole = {(cut.server, cut.first + cut.count) for cut in layout.split_range(0, layout.numel)}
     ends = {(cut.server, cut.first + cut.count) for cut in cuts[:-1]}
     assert ends <= whole, "a part of a range is cut elsewhere than the whole"
 
@@ -47,14 +47,15 @@ def test_a_range_is_cut_into_pieces_that_belong_together(layout: SpaceLayout, da
 @given(layouts(), st.data())
 def test_a_list_is_cut_as_its_keys_are(layout: SpaceLayout, data: st.DataObject) -> None:
     keys = sorted(data.draw(st.sets(st.integers(0, layout.numel - 1))))
-    cuts = layout.cut_keys(torch.tensor(keys, dtype=torch.int64))
+    cuts = layout.split_keys(torch.tensor(keys, dtype=torch.int64))
     assert [place for cut in cuts for place in range(cut.start, cut.stop)] == list(range(len(keys)))
     edges = layout.edges
     for cut in cuts:
         low, high = layout.shard(cut.server)
         piece = edges[edges.index(cut.first) + 1]
         assert all(max(low, cut.first) <= key < min(high, piece) for key in keys[cut.start : cut.stop])
-    assert {server for server, _ in spans(cuts)} == {cut.server for cut in cuts}
+    by_server = layout.split(torch.tensor(keys, dtype=torch.int64))
+    assert [cut for server in by_server for cut in by_server[server]] == cuts
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_a_list_is_cut_as_its_keys_are(layout: SpaceLayout, data: st.DataObject)
     [(None, (0, 10)), (range(2, 5), (2, 5)), (slice(3), (0, 3)), (slice(-2, None), (8, 10)), ((4, 4), (4, 4))],
 )
 def test_ways_to_name_a_range(keys: object, found: tuple[int, int]) -> None:
-    assert read_keys(keys, 10) == found  # type: ignore[arg-type]
+    assert parse_keys(keys, 10) == found  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +83,7 @@ def test_ways_to_name_a_range(keys: object, found: tuple[int, int]) -> None:
 )
 def test_keys_that_cannot_be(keys: object, message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
-        read_keys(keys, 10)  # type: ignore[arg-type]
+        parse_keys(keys, 10)  # type: ignore[arg-type]
 
 
 def test_keys_so_far_apart_that_their_difference_overflows() -> None:

@@ -9,11 +9,20 @@ import pytest
 import torch
 
 from syncline.server import handler, protocol
-from syncline.server.control_requests import MOST_POSTS
+from syncline.server.control_requests import MAX_POSTS
 from syncline.server.protocol import MAX_CACHED_KEY_LISTS, RequestHeader, json_body
 from syncline.server.request_handler import RequestHandler
-from syncline.server.shard import AHEAD
-from tests.server.desk_talk import NUMEL, WORKERS, Talk, body_of, describe, desk_with, reason_of, values_of
+from syncline.server.shard import MAX_STEPS_AHEAD
+from tests.server.handler_client import (
+    NUMEL,
+    WORKERS,
+    HandlerClient,
+    body_of,
+    describe,
+    handler_with,
+    reason_of,
+    values_of,
+)
 
 KEYS, CACHED, TICK = protocol.KEYS, protocol.CACHED, protocol.TICK
 OK, LATE, NEED_KEYS = protocol.OK, protocol.LATE, protocol.NEED_KEYS
@@ -37,54 +46,54 @@ def resizes(weights: torch.Tensor, values: torch.Tensor, state: dict[str, torch.
 
 
 def test_a_repeated_request_is_answered_again_and_applied_once() -> None:
-    (talk,) = desk_with(0)
+    (talk,) = handler_with(0)
     request, body = RequestHeader(protocol.PUSH_PULL, count=NUMEL), body_of(torch.ones(NUMEL))
     first = talk.ask(request, body, number=2)
     again = talk.ask(request, body, number=2)
     assert values_of(first) == values_of(again) == [1.0] * NUMEL
-    assert first.reply == again.reply
+    assert first.header == again.header
 
 
 def test_what_the_client_has_is_forgotten_and_not_answered_again() -> None:
-    (talk,) = desk_with(0)
+    (talk,) = handler_with(0)
     request, body = RequestHeader(protocol.PUSH, count=NUMEL), body_of(torch.ones(NUMEL))
     talk.ask(request, body, number=2)
     talk.acked = 2
     talk.ask(request, body, number=3)
     assert talk.send(request._replace(acked=1), body, number=2) == []
     assert talk.space.weights.tolist() == [2.0] * NUMEL
-    assert set(talk.desk._sessions[talk.description.space_id, 0].answers) == {3}
+    assert set(talk.handler.sessions[talk.description.space_id, 0].replies) == {3}
 
 
 def test_requests_wait_for_those_they_come_after_in_whatever_order_they_arrive() -> None:
-    (talk,) = desk_with(0, rules=("assign",))
+    (talk,) = handler_with(0, rules=("assign",))
     late = RequestHeader(protocol.PUSH, count=NUMEL, after=2)
     assert talk.send(late, body_of(torch.full((NUMEL,), 3.0)), number=3) == []
     found = talk.send(RequestHeader(protocol.PUSH, count=NUMEL), body_of(torch.full((NUMEL,), 2.0)), number=2)
-    assert [answer.reply.number for answer in found] == [2, 3]
+    assert [answer.header.number for answer in found] == [2, 3]
     assert talk.space.weights.tolist() == [3.0] * NUMEL
 
 
 def test_a_client_that_does_not_wait_for_answers_is_refused_and_kept_small() -> None:
-    (talk,) = desk_with(0)
-    session = talk.desk._sessions[talk.description.space_id, 0]
-    for _ in range(5 * protocol.SLOTS):
+    (talk,) = handler_with(0)
+    session = talk.handler.sessions[talk.description.space_id, 0]
+    for _ in range(5 * protocol.REPLY_SLOTS):
         answer = talk.push(torch.ones(NUMEL))
-    assert "at most 64 at once: wait for answers first" in reason_of(answer)
-    assert len(session.answers) == protocol.SLOTS
-    assert talk.space.weights.tolist() == [float(protocol.SLOTS - 1)] * NUMEL  # hello was the first
-    assert not session.parked
+    assert "at most 64 at once" in reason_of(answer)
+    assert len(session.replies) == protocol.REPLY_SLOTS
+    assert talk.space.weights.tolist() == [float(protocol.REPLY_SLOTS - 1)] * NUMEL  # hello was the first
+    assert not session.deferred
     assert not session.ahead
-    talk.acked, talk.number = protocol.SLOTS, protocol.SLOTS  # it has read them: on it goes
-    assert talk.push(torch.ones(NUMEL)).reply.status == OK
-    assert len(session.answers) == 1
+    talk.acked, talk.number = protocol.REPLY_SLOTS, protocol.REPLY_SLOTS  # it has read them: on it goes
+    assert talk.push(torch.ones(NUMEL)).header.status == OK
+    assert len(session.replies) == 1
 
 
 def test_parked_requests_are_bounded_too() -> None:
-    (talk,) = desk_with(0)
-    for number in range(3, 10 * protocol.SLOTS):  # all of them wait for number 2, which never comes
+    (talk,) = handler_with(0)
+    for number in range(3, 10 * protocol.REPLY_SLOTS):  # all of them wait for number 2, which never comes
         talk.send(RequestHeader(protocol.PUSH, count=NUMEL, after=2), body_of(torch.ones(NUMEL)), number=number)
-    assert len(talk.desk._sessions[talk.description.space_id, 0].parked) <= protocol.SLOTS
+    assert len(talk.handler.sessions[talk.description.space_id, 0].deferred) <= protocol.REPLY_SLOTS
 
 
 @pytest.mark.parametrize(
@@ -98,23 +107,23 @@ def test_parked_requests_are_bounded_too() -> None:
         ({"count": 8, "handler": 9}, 8, "handler 9 was never looked up"),
         ({"count": 8, "scale": float("nan")}, 8, "scale=nan"),
         ({"count": 8, "rate": float("inf")}, 8, "rate=inf"),
-        ({"count": 8, "flags": protocol.ENCODED}, 8, "in a space that has none"),
+        ({"count": 8, "flags": protocol.ENCODED}, 8, "without a codec"),
         ({"count": 8, "flags": TICK, "clock": 5}, 8, "worker 0 is at clock 0, and sends a step of clock 5"),
-        ({"count": 8, "space": 77}, 8, "a stranger in space 0x0000004d"),
+        ({"count": 8, "space": 77}, 8, "unknown in space 0x0000004d"),
         ({"count": 8, "after": 10**6}, 8, "claims to follow 1000000"),
         ({"count": 8, "acked": 10**6}, 8, "claims to follow 1000000"),
-        ({"count": 8, "plane": 3}, 8, "plane 3 of a rule's state"),
+        ({"count": 8, "state_slot": 3}, 8, "state slot 3"),
     ],
 )
 def test_what_cannot_be_is_refused_and_changes_nothing(fields: dict[str, Any], values: int, message: str) -> None:
-    (talk,) = desk_with(0)
+    (talk,) = handler_with(0)
     talk.push(torch.arange(8.0))
     before = talk.space.weights.clone()
     answer = talk.ask(RequestHeader(protocol.PUSH, **fields), body_of(torch.ones(values)))
     assert message in reason_of(answer)
     assert torch.equal(talk.space.weights, before)
     assert talk.space.clocks.of == {0: 0, 1: 0}
-    assert talk.push(torch.ones(8)).reply.status == OK
+    assert talk.push(torch.ones(8)).header.status == OK
 
 
 @pytest.mark.parametrize(
@@ -128,7 +137,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(fields: dict[str, Any], v
     ],
 )
 def test_lists_that_cannot_be(keys: list[int], message: str) -> None:
-    (talk,) = desk_with(0)
+    (talk,) = handler_with(0)
     body = body_of(torch.ones(2), torch.tensor(keys))
     for kind in (protocol.PUSH, protocol.PUSH_PULL):
         assert message in reason_of(talk.ask(RequestHeader(kind, count=2, flags=KEYS), body))
@@ -137,7 +146,7 @@ def test_lists_that_cannot_be(keys: list[int], message: str) -> None:
 
 
 def test_a_list_of_another_piece_is_refused() -> None:
-    (talk,) = desk_with(0, piece=4, rules=("add", "sgd(1.0)"), bounds=(0, 4))
+    (talk,) = handler_with(0, piece=4, rules=("add", "sgd(1.0)"), bounds=(0, 4))
     body = body_of(torch.ones(2), torch.tensor([1, 5]))  # two groups, two rules
     assert "do not lie between 0 and 4" in reason_of(talk.ask(RequestHeader(protocol.PUSH, count=2, flags=KEYS), body))
     assert "lie in two groups" in reason_of(talk.push(torch.ones(4), first=2))
@@ -145,7 +154,7 @@ def test_a_list_of_another_piece_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["half_then_raise", "resizes"])
 def test_a_handler_that_raises_halfway_changes_nothing(name: str) -> None:
-    (talk,) = desk_with(0)
+    (talk,) = handler_with(0)
     talk.push(torch.arange(8.0))
     number = talk.control(do="handler", name=name)["number"]
     answer = talk.push(torch.ones(8), handler=number)
@@ -153,22 +162,22 @@ def test_a_handler_that_raises_halfway_changes_nothing(name: str) -> None:
     keyed = RequestHeader(protocol.PUSH, count=2, flags=KEYS, handler=number)
     talk.ask(keyed, body_of(torch.ones(2), torch.tensor([0, 5])))
     assert talk.space.weights.tolist() == list(range(8))
-    assert talk.push(torch.ones(8)).reply.status == OK
+    assert talk.push(torch.ones(8)).header.status == OK
 
 
 def test_a_users_rule_that_raises_closes_a_held_step_without_a_change() -> None:
-    one, two = desk_with(0, 1, synchronous=True, rules=("handler('half_then_raise')",))
-    assert one.push(torch.ones(8), flags=TICK, clock=0).reply.status == OK
+    one, two = handler_with(0, 1, synchronous=True, rules=("handler('half_then_raise')",))
+    assert one.push(torch.ones(8), flags=TICK, clock=0).header.status == OK
     assert "out of luck" in reason_of(two.push(torch.ones(8), flags=TICK, clock=0))
     assert not one.space.weights.any()
-    assert one.space.round == 1
-    assert one.push(torch.ones(8), flags=TICK, clock=1).reply.status == OK
-    one.desk.lose(1)  # now worker 0 alone closes the step; nobody is there to be told
-    assert one.space.round == 2
+    assert one.space.open_step == 1
+    assert one.push(torch.ones(8), flags=TICK, clock=1).header.status == OK
+    one.handler.lose(1)  # now worker 0 alone closes the step; nobody is there to be told
+    assert one.space.open_step == 2
 
 
 def test_a_handlers_state_is_kept_by_ranges_and_by_lists() -> None:
-    (talk,) = desk_with(0)
+    (talk,) = handler_with(0)
     number = talk.control(do="handler", name="counts")["number"]
     for _ in range(2):
         talk.push(torch.ones(4), handler=number)
@@ -179,11 +188,11 @@ def test_a_handlers_state_is_kept_by_ranges_and_by_lists() -> None:
 
 
 def test_another_models_hello_is_refused() -> None:
-    (talk,) = desk_with(0)
-    other = Talk(talk.desk, 1, describe(numel=9), greet=False)
+    (talk,) = handler_with(0)
+    other = HandlerClient(talk.handler, 1, describe(numel=9), greet=False)
     body = torch.frombuffer(bytearray(describe(numel=9).to_json()), dtype=torch.uint8)
     assert "is another model's: it has 8 keys" in reason_of(other.ask(RequestHeader(protocol.HELLO), body))
-    lies = Talk(talk.desk, 1, describe("test 2"), greet=False)
+    lies = HandlerClient(talk.handler, 1, describe("test 2"), greet=False)
     assert "describes 'test 1'" in reason_of(lies.ask(RequestHeader(protocol.HELLO), body))
 
 
@@ -192,9 +201,9 @@ def test_another_models_hello_is_refused() -> None:
     [b"{", b"[]", b"{}", b'{"name": 3}', b"[" * 5000, b"\xff\xfe"],
 )
 def test_a_description_that_is_none(text: bytes) -> None:
-    talk = Talk(RequestHandler(lambda found: 0), 0, describe(), greet=False)
+    talk = HandlerClient(RequestHandler(lambda found: 0), 0, describe(), greet=False)
     assert reason_of(talk.ask(RequestHeader(protocol.HELLO), torch.frombuffer(bytearray(text), dtype=torch.uint8)))
-    assert not talk.desk.spaces
+    assert not talk.handler.shards
 
 
 @pytest.mark.parametrize(
@@ -204,21 +213,21 @@ def test_a_description_that_is_none(text: bytes) -> None:
 )  # fmt: skip
 def test_a_description_that_cannot_be(changed: dict[str, Any]) -> None:
     description = describe(**changed)
-    talk = Talk(RequestHandler(lambda found: 0), 0, description, greet=False)
+    talk = HandlerClient(RequestHandler(lambda found: 0), 0, description, greet=False)
     body = torch.frombuffer(bytearray(description.to_json()), dtype=torch.uint8)
     assert reason_of(talk.ask(RequestHeader(protocol.HELLO), body))
-    assert not talk.desk.spaces
+    assert not talk.handler.shards
 
 
 def test_lists_are_sent_once_and_asked_for_when_they_are_forgotten() -> None:
-    (talk,) = desk_with(0)
+    (talk,) = handler_with(0)
     keys = torch.tensor([1, 4])
     named = RequestHeader(protocol.PUSH, count=2, flags=CACHED, digest=99)
-    assert talk.ask(named, body_of(torch.ones(2)), number=2).reply.status == NEED_KEYS
-    assert talk.ask(named, body_of(torch.ones(2)), number=2).reply.status == NEED_KEYS  # doubled on the way
+    assert talk.ask(named, body_of(torch.ones(2)), number=2).header.status == NEED_KEYS
+    assert talk.ask(named, body_of(torch.ones(2)), number=2).header.status == NEED_KEYS  # doubled on the way
     told = named._replace(flags=CACHED | KEYS)
-    assert talk.ask(told, body_of(torch.ones(2), keys), number=2).reply.status == OK
-    assert talk.ask(named, body_of(torch.ones(2)), number=3).reply.status == OK
+    assert talk.ask(told, body_of(torch.ones(2), keys), number=2).header.status == OK
+    assert talk.ask(named, body_of(torch.ones(2)), number=3).header.status == OK
     assert talk.space.weights.tolist() == [0.0, 2.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0]
     talk.number = 3
     read = RequestHeader(protocol.PULL, count=2, flags=CACHED, digest=99)
@@ -226,52 +235,52 @@ def test_lists_are_sent_once_and_asked_for_when_they_are_forgotten() -> None:
     for digest in range(100, 100 + MAX_CACHED_KEY_LISTS):
         talk.acked = talk.number
         talk.ask(told._replace(digest=digest), body_of(torch.zeros(2), keys))
-    assert talk.ask(read).reply.status == NEED_KEYS
+    assert talk.ask(read).header.status == NEED_KEYS
     wrong = named._replace(digest=100 + MAX_CACHED_KEY_LISTS - 1, count=1)
     assert "1 values from key 0 on, for a list of 2 keys" in reason_of(talk.ask(wrong, body_of(torch.ones(1))))
 
 
 def test_a_list_that_is_forgotten_while_a_read_waits() -> None:
-    one, two = desk_with(0, 1)
-    both = RequestHeader(protocol.PUSH_PULL, count=2, flags=CACHED | KEYS, digest=7, wanted=1)
+    one, two = handler_with(0, 1)
+    both = RequestHeader(protocol.PUSH_PULL, count=2, flags=CACHED | KEYS, digest=7, min_clock=1)
     assert one.send(both, body_of(torch.ones(2), torch.tensor([0, 3]))) == []
-    one.desk._sessions[one.description.space_id, 0].lists.clear()
+    one.handler.sessions[one.description.space_id, 0].key_lists.clear()
     for talk in (one, two):
         talk.send(RequestHeader(protocol.PUSH, flags=TICK, clock=0))
     assert [values_of(answer) for answer in two.others if answer.body is not None] == [[1.0, 1.0]]
 
 
 def test_a_worker_that_is_lost_before_its_hello_holds_nobody_back() -> None:
-    (one,) = desk_with(0)  # worker 1 has not said hello
+    (one,) = handler_with(0)  # worker 1 has not said hello
     assert one.send(RequestHeader(protocol.PUSH, flags=TICK, clock=0))
-    assert one.pull(wanted=1) == []
-    (answer,) = one.desk.lose(1)
+    assert one.pull(min_clock=1) == []
+    (answer,) = one.handler.lose(1)
     assert values_of(answer) == [0.0] * NUMEL
-    later = Talk(one.desk, 0, describe("test 2"))  # nor in a space that is opened afterwards
+    later = HandlerClient(one.handler, 0, describe("test 2"))  # nor in a space that is opened afterwards
     later.send(RequestHeader(protocol.PUSH, flags=TICK, clock=0))
-    assert later.pull(wanted=1)
+    assert later.pull(min_clock=1)
 
 
 def test_those_who_leave_with_a_read_under_way_are_answered() -> None:
-    one, two = desk_with(0, 1)
-    assert one.pull(wanted=5) == []
-    assert two.pull(wanted=5) == []
+    one, two = handler_with(0, 1)
+    assert one.pull(min_clock=5) == []
+    assert two.pull(min_clock=5) == []
     assert len(one.send(RequestHeader(protocol.BYE))) == 1
     answers = two.send(RequestHeader(protocol.BYE))
-    assert [answer.reply.number for answer in answers] == [3, 2]
-    assert [answer.reply.number for answer in two.others] == [2]
-    assert not one.desk.spaces
+    assert [answer.header.number for answer in answers] == [3, 2]
+    assert [answer.header.number for answer in two.others] == [2]
+    assert not one.handler.shards
 
 
 def test_observers_wait_for_the_space_and_have_no_clock() -> None:
     desk = RequestHandler(lambda found: 0)
-    watcher = Talk(desk, 9, describe(), greet=False)
-    other = Talk(desk, 9, describe("test 2"), greet=False)
+    watcher = HandlerClient(desk, 9, describe(), greet=False)
+    other = HandlerClient(desk, 9, describe("test 2"), greet=False)
     assert watcher.send(RequestHeader(protocol.HELLO)) == []
     assert other.send(RequestHeader(protocol.HELLO)) == []
-    worker = Talk(desk, 0, describe())
+    worker = HandlerClient(desk, 0, describe())
     assert [answer.member for answer in worker.others] == [9]
-    second = Talk(desk, 0, describe("test 2"))
+    second = HandlerClient(desk, 0, describe("test 2"))
     assert [answer.member for answer in second.others] == [9]
     assert "has no clock to advance" in reason_of(watcher.push(torch.ones(8), flags=TICK, clock=0))
     assert values_of(watcher.pull()[0]) == [0.0] * NUMEL
@@ -286,7 +295,7 @@ def test_observers_wait_for_the_space_and_have_no_clock() -> None:
      b"[" * 20000],
 )  # fmt: skip
 def test_controls_that_cannot_be(asked: bytes) -> None:
-    (talk,) = desk_with(0)
+    (talk,) = handler_with(0)
     body = torch.frombuffer(bytearray(asked or b" "), dtype=torch.uint8)
     assert reason_of(talk.ask(RequestHeader(protocol.CONTROL), body))
     assert talk.space.clocks.of == {0: 0, 1: 0}
@@ -294,13 +303,13 @@ def test_controls_that_cannot_be(asked: bytes) -> None:
 
 
 def test_an_unknown_handler_is_told_which_there_are() -> None:
-    (talk,) = desk_with(0)
+    (talk,) = handler_with(0)
     answer = talk.ask(RequestHeader(protocol.CONTROL), json_body({"do": "handler", "name": "half_then_rise"}))
     assert "half_then_raise" in reason_of(answer)
 
 
 def test_the_board_is_read_in_portions_that_go_in_one_message() -> None:
-    (talk,) = desk_with(0)
+    (talk,) = handler_with(0)
     for number in range(10):
         talk.control(do="post", kind="k", values=[number + 0.123456789] * 1000)
         talk.acked = talk.number
@@ -310,66 +319,66 @@ def test_the_board_is_read_in_portions_that_go_in_one_message() -> None:
         assert found, "nothing more came"
         seen += [number for number, _, _ in found]
     assert seen == list(range(1, 11))
-    for _ in range(MOST_POSTS - 10):
+    for _ in range(MAX_POSTS - 10):
         talk.acked = talk.number
         talk.control(do="post", kind="k", values=[])
     for extra in range(1, 4):  # it never ends: the oldest are dropped, and numbers run on
         talk.acked = talk.number
-        assert talk.control(do="post", kind="new", values=[extra])["number"] == MOST_POSTS + extra
+        assert talk.control(do="post", kind="new", values=[extra])["number"] == MAX_POSTS + extra
     assert talk.control(do="posts", since=0)[0][0] == 4
-    assert talk.control(do="posts", since=MOST_POSTS + 1) == [
-        [MOST_POSTS + 2, "new", [2.0]],
-        [MOST_POSTS + 3, "new", [3.0]],
+    assert talk.control(do="posts", since=MAX_POSTS + 1) == [
+        [MAX_POSTS + 2, "new", [2.0]],
+        [MAX_POSTS + 3, "new", [3.0]],
     ]
-    assert talk.control(do="posts", since=MOST_POSTS + 9) == []
+    assert talk.control(do="posts", since=MAX_POSTS + 9) == []
 
 
 def test_steps_are_told_of_workers_only() -> None:
-    (talk,) = desk_with(0)
+    (talk,) = handler_with(0)
     talk.control(do="below", below={"1": [4, 0]})
     for many in ({"7": [1, 0]}, {"-1": [1, 0]}, {str(each): [1, 0] for each in range(100)}):
         answer = talk.ask(RequestHeader(protocol.CONTROL), json_body({"do": "below", "below": many}))
-        assert "a sub-master tells of workers, which are [0, 1]" in reason_of(answer)
-    assert talk.space.below == {"1": [4, 0]}
+        assert "a sub-master reports steps of workers, which are [0, 1]" in reason_of(answer)
+    assert talk.space.group_steps == {"1": [4, 0]}
     desk = RequestHandler(lambda found: 0, workers=range(5))  # those of the network, where it is known
-    Talk(desk, 0, describe()).control(do="below", below={"4": [2, 0]})
+    HandlerClient(desk, 0, describe()).control(do="below", below={"4": [2, 0]})
 
 
 def test_a_refused_step_is_over_and_the_refusal_says_where_the_worker_is() -> None:
     for synchronous in (False, True):
-        one, two = desk_with(0, 1, synchronous=synchronous)
+        one, two = handler_with(0, 1, synchronous=synchronous)
         one.push(torch.ones(8), flags=TICK, clock=0)
         refused = two.push(torch.ones(8), flags=TICK, clock=0, scale=float("inf"))
         assert "scale=inf" in reason_of(refused)
-        assert refused.reply.min_clock == 1
+        assert refused.header.min_clock == 1
         assert one.space.weights.tolist() == [1.0] * 8
-        assert one.space.least == 1
+        assert one.space.min_clock == 1
         astray = two.push(torch.ones(8), flags=TICK, clock=7)
         assert "worker 1 is at clock 1" in reason_of(astray)
-        assert astray.reply.min_clock == 1
-    stranger = Talk(one.desk, 9, one.description, greet=False)
-    assert stranger.push(torch.ones(8)).reply.min_clock == -1
+        assert astray.header.min_clock == 1
+    stranger = HandlerClient(one.handler, 9, one.description, greet=False)
+    assert stranger.push(torch.ones(8)).header.min_clock == -1
 
 
 def test_a_refused_step_far_ahead_is_not_over() -> None:
-    one, _ = desk_with(0, 1, synchronous=True)
+    one, _ = handler_with(0, 1, synchronous=True)
     one.space.set_clocks([0, 0])
-    one.space.clocks.set(0, AHEAD + 1)
-    assert "and step 0 is open" in reason_of(one.push(torch.ones(8), flags=TICK, clock=AHEAD + 1))
-    assert one.space.clocks.of[0] == AHEAD + 1
+    one.space.clocks.set(0, MAX_STEPS_AHEAD + 1)
+    assert "and step 0 is open" in reason_of(one.push(torch.ones(8), flags=TICK, clock=MAX_STEPS_AHEAD + 1))
+    assert one.space.clocks.of[0] == MAX_STEPS_AHEAD + 1
 
 
 def test_planes_that_nobody_has_are_told_from_zeros_and_stay_unmade() -> None:
-    (talk,) = desk_with(0, rules=("torch('SGD', lr=0.1, momentum=0.9)",))
+    (talk,) = handler_with(0, rules=("torch('SGD', lr=0.1, momentum=0.9)",))
     talk.control(do="planes", names=["momentum_buffer"])
-    assert all(map(math.isnan, values_of(talk.pull(first=2, count=3, plane=1)[0])))
-    assert talk.push(torch.ones(8)).reply.status == OK  # the odd read has not made an odd piece
+    assert all(map(math.isnan, values_of(talk.pull(first=2, count=3, state_slot=1)[0])))
+    assert talk.push(torch.ones(8)).header.status == OK  # the odd read has not made an odd piece
 
 
 @pytest.mark.parametrize("how", ["finishes", "leaves", "is lost", "was stopped"])
 def test_a_worker_that_ends_long_before_the_others_is_told_once(how: str, caplog: pytest.LogCaptureFixture) -> None:
     """Whoever is lost is told of elsewhere, and who was asked to stop ends where it is."""
-    first, second = desk_with(*WORKERS)
+    first, second = handler_with(*WORKERS)
     for clock in range(2):
         second.push(torch.ones(NUMEL), clock=clock, flags=TICK)
     if how == "was stopped":
@@ -377,7 +386,7 @@ def test_a_worker_that_ends_long_before_the_others_is_told_once(how: str, caplog
     if how in ("finishes", "was stopped"):
         second.control(do="finish")
     else:
-        second.desk.lose(1, left=how == "leaves")
+        second.handler.lose(1, left=how == "leaves")
     for clock in range(8):
         first.push(torch.ones(NUMEL), clock=clock, flags=TICK)
         assert "has left at clock 2" not in caplog.text or clock >= 3

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from syncline.server import protocol
+from syncline.server.client_session import OutgoingReply
 from syncline.server.protocol import RequestHeader, json_body
-from syncline.server.request_handler import OutgoingReply, RequestHandler
+from syncline.server.request_handler import RequestHandler
 from syncline.server.shard import ParameterShard
 from syncline.server.space import SpaceDescription
 
@@ -28,22 +29,22 @@ def body_of(values: Tensor, keys: Tensor | None = None) -> Tensor:
     return torch.cat([*parts, values.view(torch.uint8)])
 
 
-class Talk:
+class HandlerClient:
     """One member's talk with a desk about one space."""
 
-    def __init__(self, desk: RequestHandler, member: int, description: SpaceDescription, greet: bool = True) -> None:
-        self.desk, self.member, self.description = desk, member, description
+    def __init__(self, handler: RequestHandler, member: int, description: SpaceDescription, greet: bool = True) -> None:
+        self.handler, self.member, self.description = handler, member, description
         self.number = 0
         self.acked = 0
         self.others: list[OutgoingReply] = []
         """What others were answered meanwhile."""
         if greet:
             body = torch.frombuffer(bytearray(description.to_json()), dtype=torch.uint8)
-            assert self.ask(RequestHeader(protocol.HELLO), body).reply.status == protocol.OK
+            assert self.ask(RequestHeader(protocol.HELLO), body).header.status == protocol.OK
 
     @property
     def space(self) -> ParameterShard:
-        return self.desk.spaces[self.description.space_id]
+        return self.handler.shards[self.description.space_id]
 
     def send(
         self, request: RequestHeader, body: Tensor | None = None, number: int | None = None
@@ -59,7 +60,7 @@ class Talk:
             acked=request.acked or self.acked,
             length=body.numel(),
         )
-        answers = self.desk.take(self.member, request, body.clone())
+        answers = self.handler.handle(self.member, request, body.clone())
         self.others += [answer for answer in answers if answer.member != self.member]
         return [answer for answer in answers if answer.member == self.member]
 
@@ -76,19 +77,19 @@ class Talk:
 
     def control(self, **asked: Any) -> Any:
         answer = self.ask(RequestHeader(protocol.CONTROL), json_body(asked))
-        assert answer.reply.status == protocol.OK, reason_of(answer)
+        assert answer.header.status == protocol.OK, reason_of(answer)
         assert answer.body is not None
         return json.loads(bytes(answer.body.numpy()))
 
 
-def desk_with(*members: int, **options: Any) -> list[Talk]:
+def handler_with(*members: int, **options: Any) -> list[HandlerClient]:
     """A desk, and members that have said hello to its one space."""
-    desk, description = RequestHandler(lambda found: 0), describe(**options)
-    return [Talk(desk, member, description) for member in members]
+    handler, description = RequestHandler(lambda found: 0), describe(**options)
+    return [HandlerClient(handler, member, description) for member in members]
 
 
 def reason_of(answer: OutgoingReply) -> str:
-    assert answer.reply.status == protocol.REFUSED, answer.reply
+    assert answer.header.status == protocol.REFUSED, answer.header
     assert answer.body is not None
     return bytes(answer.body.numpy()).decode()
 

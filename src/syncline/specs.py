@@ -20,12 +20,12 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Generic, TypeVar
 
 from syncline.errors import SpecError
 
-__all__ = ["Registry", "Spec", "nearest", "parse"]
+__all__ = ["Registry", "Spec", "nearest", "parse", "spec_of"]
 
 T = TypeVar("T")
 
@@ -49,6 +49,18 @@ class Spec:
     def __str__(self) -> str:
         arguments = [_written(a) for a in self.args] + [f"{k}={_written(v)}" for k, v in self.kwargs.items()]
         return f"{self.name}({', '.join(arguments)})" if arguments else self.name
+
+
+def spec_of(name: str, settings: Any) -> Spec:
+    """The spec of a dataclass: its required fields, then the fields that differ from their defaults."""
+    required, changed = [], {}
+    for each in (each for each in fields(settings) if each.init):
+        value = getattr(settings, each.name)
+        if each.default is MISSING:
+            required.append(value)
+        elif value != each.default:
+            changed[each.name] = value
+    return Spec(name, tuple(required), changed)
 
 
 def parse(text: str) -> tuple[Spec, ...]:

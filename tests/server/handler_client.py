@@ -1,4 +1,4 @@
-"""A client of a desk, without a transport: it numbers requests as clients do, or as they should not."""
+"""A client of a RequestHandler without a transport. It numbers requests as clients do, or wrongly."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def body_of(values: Tensor, keys: Tensor | None = None) -> Tensor:
 
 
 class HandlerClient:
-    """One member's talk with a desk about one space."""
+    """One member's requests to a handler about one space."""
 
     def __init__(self, handler: RequestHandler, member: int, description: SpaceDescription, greet: bool = True) -> None:
         self.handler, self.member, self.description = handler, member, description
         self.number = 0
         self.acked = 0
         self.others: list[OutgoingReply] = []
-        """What others were answered meanwhile."""
+        """Replies to other members."""
         if greet:
             body = torch.frombuffer(bytearray(description.to_json()), dtype=torch.uint8)
             assert self.ask(RequestHeader(protocol.HELLO), body).header.status == protocol.OK
@@ -49,7 +49,7 @@ class HandlerClient:
     def send(
         self, request: RequestHeader, body: Tensor | None = None, number: int | None = None
     ) -> list[OutgoingReply]:
-        """Send a request under the next number, or another; what this member is answered."""
+        """Send a request under the next number, or another; return this member's replies."""
         if number is None:
             self.number += 1
             number = self.number
@@ -83,7 +83,7 @@ class HandlerClient:
 
 
 def handler_with(*members: int, **options: Any) -> list[HandlerClient]:
-    """A desk, and members that have said hello to its one space."""
+    """A handler with one space, and members that have said hello."""
     handler, description = RequestHandler(lambda found: 0), describe(**options)
     return [HandlerClient(handler, member, description) for member in members]
 

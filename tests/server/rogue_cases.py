@@ -1,4 +1,4 @@
-"""A member that sends what no client of ours would; on any engine."""
+"""A member that sends requests which no client would send; on any transport."""
 
 from __future__ import annotations
 
@@ -25,40 +25,40 @@ def raises_halfway(weights: Tensor, values: Tensor, state: dict[str, Tensor]) ->
 
 
 class Rogue:
-    """Speaks to server 0 by hand, under the numbers that its client would use."""
+    """Sends requests to server 0 by hand, with the numbers that its client would use."""
 
     def __init__(self, client: Client) -> None:
-        self.client, self.line = client, client.sender.connections[0]
+        self.client, self.connection = client, client.sender.connections[0]
         self.transport = client.network.transport
         self.lane = protocol.first_tag(client.description.space_id)
 
     def request(self, **fields: Any) -> RequestHeader:
         request = RequestHeader(
-            protocol.PUSH, count=NUMEL, space=self.client.description.space_id, acked=self.line.acked
+            protocol.PUSH, count=NUMEL, space=self.client.description.space_id, acked=self.connection.acked
         )
-        return request._replace(number=self.line.next_number(), **fields)
+        return request._replace(number=self.connection.next_number(), **fields)
 
     def send(
         self, request: RequestHeader, data: bytes | None = None, body: Tensor | None = None
     ) -> tuple[str, Handle | None]:
-        """Send a header (or other bytes) and perhaps a body; why it is refused, and the body's handle."""
+        """Send a header (or other bytes) and perhaps a body; return the refusal and the body's handle."""
         tag = self.lane + protocol.REPLY_TAG + request.number % protocol.REPLY_SLOTS
         buffer = torch.empty(REPLY_BYTES + protocol.MAX_INLINE_BYTES, dtype=torch.uint8)
-        answer = self.transport.recv(buffer, self.line.member, tag)
+        answer = self.transport.recv(buffer, self.connection.member, tag)
         whole = torch.frombuffer(bytearray(request.pack() if data is None else data), dtype=torch.uint8)
-        self.transport.send(whole, self.line.member, protocol.REQUEST_TAG)
+        self.transport.send(whole, self.connection.member, protocol.REQUEST_TAG)
         sending = None
         if body is not None:
-            sending = self.transport.send(body, self.line.member, self.lane + protocol.BODY_TAG, exact=True)
+            sending = self.transport.send(body, self.connection.member, self.lane + protocol.BODY_TAG, exact=True)
         answer.wait()
         reply = ReplyHeader.read(bytes(buffer[: answer.nbytes].numpy()))
         assert (reply.status, reply.number) == (protocol.REFUSED, request.number)
-        self.line.mark_finished(request.number)
+        self.connection.mark_finished(request.number)
         return bytes(buffer[REPLY_BYTES : answer.nbytes].numpy()).decode(), sending
 
 
 def misbehave(client: Client) -> list[str]:
-    """Everything at once; what the server said to each."""
+    """Send all kinds of invalid requests; return the refusals."""
     rogue, said = Rogue(client), []
     large = torch.ones(NUMEL).view(torch.uint8)
 
@@ -69,7 +69,7 @@ def misbehave(client: Client) -> list[str]:
 
     request = rogue.request()
     said.append(rogue.send(request, request.pack()[:50])[0])
-    rogue.transport.send(large, rogue.line.member, protocol.REQUEST_TAG)  # longer than any request: nobody to answer
+    rogue.transport.send(large, rogue.connection.member, protocol.REQUEST_TAG)  # longer than any request
 
     reason, sending = rogue.send(rogue.request(length=1 << 40), body=large)
     said.append(reason)
@@ -117,7 +117,7 @@ REASONS = [
 
 
 def work(world: sl.World) -> list[str]:
-    """Rank 1 misbehaves, rank 0 goes on, and nothing is changed but by what is right."""
+    """Rank 1 sends invalid requests, rank 0 continues, and only valid requests change values."""
     client = open_space(world, "s", NUMEL, servers=(client_server(world),))
     said: list[str] = []
     if world.rank == 1:

@@ -23,7 +23,7 @@ def test_on_the_simulator() -> None:
         run = sl.simulate(work, 2, extra=[served], seed=seed)
         assert len(run.results[1]) == len(REASONS)
         mailbox: Any = sides[-1].mailbox
-        assert mailbox.arrived == [], "what was refused stays queued"
+        assert mailbox.arrived == [], "refused messages stay queued"
         assert mailbox.waiting_bytes == 0
 
 

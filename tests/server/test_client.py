@@ -29,7 +29,7 @@ def refuses_all(weights: Tensor, values: Tensor, state: dict[str, Tensor]) -> No
 # Order.
 
 
-def test_after_counts_across_servers() -> None:
+def test_after_orders_requests_across_servers() -> None:
     def work(world: sl.World) -> list[float]:
         client = open_space(world, "s", 4)
         begun = world.runtime.now()
@@ -46,7 +46,7 @@ def test_after_counts_across_servers() -> None:
     assert alone < 50.0 <= dependent
 
 
-def test_after_counts_for_a_read_that_waits() -> None:
+def test_after_waits_for_a_waiting_read() -> None:
     def work(world: sl.World) -> tuple[list[float], float]:
         client = open_space(world, "s", 2)
         if world.rank == 1:
@@ -66,7 +66,7 @@ def test_after_counts_for_a_read_that_waits() -> None:
     assert moment >= 10.0
 
 
-def test_after_many_others_and_after_a_step_of_many_pieces() -> None:
+def test_after_works_with_many_requests_and_pieces() -> None:
     def work(world: sl.World) -> list[bool]:
         client = open_space(world, "s", 100, piece=2)
         slow = client.push((0, 2), torch.ones(2))
@@ -83,7 +83,7 @@ def test_after_many_others_and_after_a_step_of_many_pieces() -> None:
 
 
 @pytest.mark.parametrize("stamp", [0, -1, 2, 10**6])
-def test_a_timestamp_that_was_never_given(stamp: int) -> None:
+def test_an_unknown_timestamp_is_refused(stamp: int) -> None:
     with sl.init(), store(2) as space:
         assert space.push(None, torch.ones(2)).timestamp == 1
         with pytest.raises(sl.ProtocolError, match=rf"after={stamp}: .* has given timestamps 1 to 1"):
@@ -94,7 +94,7 @@ def test_a_timestamp_that_was_never_given(stamp: int) -> None:
 # Steps.
 
 
-def test_numbers_that_are_not_finite_are_refused_before_anything_is_sent() -> None:
+def test_infinite_rates_are_refused_before_sending() -> None:
     with sl.init() as world:
         client = open_space(world, "s", 2)
         for rate, scale in ((math.inf, 1.0), (math.nan, 1.0), (0.1, math.nan), (None, math.inf)):
@@ -110,7 +110,7 @@ def test_numbers_that_are_not_finite_are_refused_before_anything_is_sent() -> No
 
 @pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("servers", [1, 2])
-def test_a_worker_goes_on_after_a_step_that_was_refused(synchronous: bool, servers: int) -> None:
+def test_a_worker_continues_after_a_refused_step(synchronous: bool, servers: int) -> None:
     """The handler has keys on the first server only: the others must not run ahead of it."""
 
     def work(world: sl.World) -> tuple[list[int], int, list[float]]:
@@ -131,7 +131,7 @@ def test_a_worker_goes_on_after_a_step_that_was_refused(synchronous: bool, serve
     assert run(work, 2, servers) == (([5, 5], 5, [8.0] * 4),) * 2
 
 
-def test_a_worker_whose_clock_is_wrong_learns_the_right_one() -> None:
+def test_a_worker_with_a_wrong_clock_gets_the_servers() -> None:
     with sl.init() as world:
         client = open_space(world, "s", 2)
         client.clock = 7
@@ -166,17 +166,17 @@ class Hesitant:
         return sent
 
 
-def test_a_header_and_its_body_go_together_whatever_other_tasks_send() -> None:
+def test_no_task_sends_between_a_header_and_its_body() -> None:
     def work(world: sl.World) -> list[float]:
         client = open_space(world, "s", 2 * LARGE)
-        courier, line = client.sender, client.sender.connections[0]
+        sender, line = client.sender, client.sender.connections[0]
         line.transport = Hesitant(line.transport)  # type: ignore[assignment]
 
         def push(count: int) -> None:
             body = torch.ones(count).view(torch.uint8)
-            flight = courier.send(line, RequestHeader(protocol.PUSH, count=count), body)
-            courier.finish(flight)
-            assert flight.error is None, flight.error
+            pending = sender.send(line, RequestHeader(protocol.PUSH, count=count), body)
+            sender.finish(pending)
+            assert pending.error is None, pending.error
 
         tasks = [world.runtime.spawn(push, count) for count in (LARGE, 2 * LARGE)]
         for task in tasks:
@@ -188,7 +188,7 @@ def test_a_header_and_its_body_go_together_whatever_other_tasks_send() -> None:
     assert run(work, 1, 1)[0] == [2.0, 1.0]
 
 
-def test_an_answer_that_did_not_come_is_never_acknowledged_and_lands_nowhere() -> None:
+def test_a_missing_reply_is_never_acknowledged() -> None:
     watched = Watched(2)
 
     def work(world: sl.World) -> None:
@@ -218,7 +218,7 @@ def test_an_answer_that_did_not_come_is_never_acknowledged_and_lands_nowhere() -
     sl.simulate(work, 2, extra=[watched], timeout=10.0)
 
 
-def test_an_answer_of_another_space_with_the_same_tags_is_not_taken() -> None:
+def test_a_reply_of_another_space_with_the_same_tags_is_ignored() -> None:
     def work(world: sl.World) -> list[int]:
         client = open_space(world, "s", 4)
         space_id, number = client.description.space_id, client.sender.connections[0].last_number + 1
@@ -237,7 +237,7 @@ def test_an_answer_of_another_space_with_the_same_tags_is_not_taken() -> None:
 # Futures and callbacks.
 
 
-def test_a_future_is_done_when_its_answers_are_here() -> None:
+def test_a_future_is_done_when_its_replies_have_arrived() -> None:
     def work(world: sl.World) -> list[bool]:
         client = open_space(world, "s", 2 * LARGE)
         future = client.pull()
@@ -257,7 +257,7 @@ def test_a_future_is_done_when_its_answers_are_here() -> None:
     assert run(work, 1, 2)[0] == [False, True, True, False]
 
 
-def test_so_many_callbacks_at_once_and_no_more() -> None:
+def test_the_number_of_running_callbacks_is_limited() -> None:
     def work(world: sl.World) -> tuple[int, int]:
         running, most, called = [0], [0], [0]
         with store(2) as space:
@@ -278,7 +278,7 @@ def test_so_many_callbacks_at_once_and_no_more() -> None:
     assert run(work, 1)[0] == (protocol.MAX_INFLIGHT_REQUESTS, 5 * protocol.MAX_INFLIGHT_REQUESTS)
 
 
-def test_callbacks_that_ask_for_callbacks_do_not_wait_for_each_other() -> None:
+def test_callbacks_that_start_callbacks_do_not_deadlock() -> None:
     def work(world: sl.World) -> float:
         left = [0]
         with store(1) as space:
@@ -306,7 +306,7 @@ def test_callbacks_that_ask_for_callbacks_do_not_wait_for_each_other() -> None:
 # Filters, and what rules remember.
 
 
-def test_what_a_filter_holds_back_survives_a_push_that_is_refused() -> None:
+def test_values_held_back_survive_a_refused_push() -> None:
     with sl.init(), store(2, codec="lossless", filters="significant(3e38)") as space:
         space.push(None, torch.full((2,), 2e38)).wait()
         with pytest.raises(sl.DivergedError):
@@ -319,7 +319,7 @@ def test_what_a_filter_holds_back_survives_a_push_that_is_refused() -> None:
         assert space.get().tolist() == pytest.approx([2e38] * 2)
 
 
-def test_where_a_filter_chooses_everything_no_list_of_keys_goes() -> None:
+def test_no_list_is_sent_if_a_filter_chooses_all_values() -> None:
     with sl.init(), store(1000, filters="significant(0.5)") as space:
         before = space.bytes_wire
         space.push(None, torch.ones(1000)).wait()
@@ -330,7 +330,7 @@ def test_where_a_filter_chooses_everything_no_list_of_keys_goes() -> None:
 
 
 @pytest.mark.parametrize("rule", ["assign", "torch('AdamW', lr=0.1)"])
-def test_a_filter_that_chooses_is_refused_where_the_rule_cannot_take_it(rule: str) -> None:
+def test_a_filter_is_refused_for_rules_that_need_all_values(rule: str) -> None:
     with sl.init():
         for filters in ("significant(1.0)", "skip(0.5)|cache"):
             with pytest.raises(sl.IncompatibleError, match="sends some keys now"):
@@ -339,7 +339,7 @@ def test_a_filter_that_chooses_is_refused_where_the_rule_cannot_take_it(rule: st
 
 
 @pytest.mark.parametrize("optimizer", ["NAdam", "ASGD", "Rprop", "RAdam"])
-def test_pieces_that_nobody_has_pushed_to_begin_afresh_out_of_a_checkpoint(optimizer: str) -> None:
+def test_pieces_without_a_push_start_fresh_after_a_checkpoint(optimizer: str) -> None:
     rule = f"torch('{optimizer}', lr=0.1)"
 
     def train(client: Client, steps: range, keys: tuple[int, int]) -> None:

@@ -42,7 +42,7 @@ def test_the_product_is_the_gradient(b: int, m: int, n: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [(0, 0), (0, 1), (2, 5), (4, 5), (5, 5), (0, 5)])
-def test_rows_of_it(rows: tuple[int, int]) -> None:
+def test_pack_factors_of_some_rows(rows: tuple[int, int]) -> None:
     delta, o = whole(6, 5, 3)
     first, after = rows
     out = torch.full(((after - first) * 3,), 7.0)
@@ -50,7 +50,7 @@ def test_rows_of_it(rows: tuple[int, int]) -> None:
     assert torch.equal(out.view(-1, 3), (delta.t() @ o)[first:after])
 
 
-def test_every_range_of_it() -> None:
+def test_pack_range_of_every_range() -> None:
     """Shards and pieces end within rows as well."""
     delta, o = whole(3, 4, 5)
     gradient = (delta.t() @ o).view(-1)
@@ -69,7 +69,7 @@ def test_half_precision_travels_as_float32() -> None:
     assert torch.equal(out, (delta.t() @ o).view(-1))
 
 
-def test_bytes_that_lie_askew() -> None:
+def test_unaligned_payloads_are_copied() -> None:
     delta, o = whole(2, 3, 4)
     payload = pack_factors(delta, o)
     for shift in range(5):
@@ -79,7 +79,7 @@ def test_bytes_that_lie_askew() -> None:
 
 
 @pytest.mark.parametrize(("b", "m", "n", "expected"), [(1, 2, 2, False), (1, 3, 2, True), (500, 1000, 1000, False)])
-def test_when_it_pays(b: int, m: int, n: int, expected: bool) -> None:
+def test_factors_are_smaller_than_the_gradient(b: int, m: int, n: int, expected: bool) -> None:
     assert factors_are_smaller(b, m, n) is expected
     assert (b * (m + n) < m * n) is expected
 
@@ -196,7 +196,7 @@ def check_products(model: nn.Module, found: dict[str, tuple[Tensor, Tensor]]) ->
 
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("shape", [(8, 5), (2, 3, 5), (2, 2, 2, 5), (5,), (1, 5)])
-def test_what_is_heard_is_the_gradient(shape: tuple[int, ...], check: bool) -> None:
+def test_recorded_factors_give_the_gradient(shape: tuple[int, ...], check: bool) -> None:
     model = mlp()
     with FactorRecorder(model, check=check) as tap:
         model(torch.randn(shape)).square().mean().backward()
@@ -276,7 +276,7 @@ def forget(model: nn.Sequential) -> None:
 
 
 @pytest.mark.parametrize("deed", [double_gradient, clip, forget])
-def test_a_gradient_that_was_changed_is_sent_itself(deed: Callable[[nn.Sequential], None]) -> None:
+def test_a_changed_gradient_is_left_out(deed: Callable[[nn.Sequential], None]) -> None:
     model = mlp()
     with FactorRecorder(model) as tap:
         model(torch.randn(3, 5)).square().sum().backward()
@@ -380,14 +380,14 @@ def test_a_large_layer_passes_the_check() -> None:
         assert set(tap.take()) == {"weight"}
 
 
-def test_nan_is_left_to_those_who_look_for_it() -> None:
+def test_a_gradient_with_nan_is_left_out() -> None:
     model = mlp()
     with FactorRecorder(model) as tap:
         (model(torch.randn(3, 5)).sum() * float("nan")).backward()
         assert tap.take() == {}
 
 
-def test_a_closed_tap_hears_nothing() -> None:
+def test_a_closed_recorder_has_no_hooks() -> None:
     model = mlp()
     tap = FactorRecorder(model)
     tap.close()

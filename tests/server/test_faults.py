@@ -33,7 +33,7 @@ class Watched:
         self.server.join()
 
 
-def test_a_killed_workers_clock_holds_nobody_back() -> None:
+def test_no_read_waits_for_a_killed_workers_clock() -> None:
     for synchronous in (False, True):
 
         def work(world: sl.World, synchronous: bool = synchronous) -> list[float]:
@@ -75,7 +75,7 @@ def test_kill_9_of_one_of_three_and_the_others_finish(runs: Runs) -> None:
 
 
 def test_what_a_server_keeps_of_one_client_is_bounded() -> None:
-    """A worker that sends and never reads an answer: it is refused, and neither desk nor mailbox grows with it."""
+    """A worker that never reads a reply is refused, and neither handler nor mailbox grows."""
     watched = Watched(2)
 
     def work(world: sl.World) -> None:
@@ -104,7 +104,7 @@ def test_what_a_server_keeps_of_one_client_is_bounded() -> None:
     assert watched.transport.mailbox.waiting_bytes == 0
 
 
-def test_a_client_of_ours_stays_within_its_window() -> None:
+def test_a_client_stays_within_its_in_flight_limit() -> None:
     watched = Watched(1)
 
     def work(world: sl.World) -> int:
@@ -120,7 +120,7 @@ def test_a_client_of_ours_stays_within_its_window() -> None:
     assert sl.simulate(work, 1, extra=[watched]).results[0] <= protocol.MAX_INFLIGHT_REQUESTS + 1
 
 
-def test_a_worker_that_runs_far_ahead_of_a_held_step_is_refused() -> None:
+def test_a_worker_too_far_ahead_of_the_open_step_is_refused() -> None:
     def work(world: sl.World) -> str:
         client = open_space(world, "s", 4, synchronous=True)
         said = ""
@@ -137,7 +137,7 @@ def test_a_worker_that_runs_far_ahead_of_a_held_step_is_refused() -> None:
 
 
 def test_one_slow_worker_blocks_no_others_requests() -> None:
-    """Worker 1's large body is held up between its header and the server: the others are served meanwhile."""
+    """Worker 1's large body is delayed after its header: the others are served meanwhile."""
     moments: dict[int, list[float]] = {}
 
     def work(world: sl.World) -> Tensor:

@@ -91,7 +91,7 @@ def test_chains() -> None:
     assert Significant(0.5) | (Skip(0.5) | Cache()) == chain
 
 
-def test_nothing_is_none() -> None:
+def test_none_is_no_filter() -> None:
     assert build_filter(None) is None
     assert build_filter(" none ") is None
 
@@ -123,7 +123,7 @@ def test_bad_specs_are_refused(spec: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize("spec", [3, 0.5, ["cache"]])
-def test_what_is_no_spec_is_refused(spec: Any) -> None:
+def test_objects_that_are_no_specs_are_refused(spec: Any) -> None:
     with pytest.raises(SpecError, match="a filter is a spec"):
         build_filter(spec)
 
@@ -142,7 +142,7 @@ def test_a_chain_has_two_links() -> None:
         ("skip(0.5)|cache", True, True),
     ],
 )
-def test_what_the_client_must_know(spec: str, caches: bool, chooses: bool) -> None:
+def test_filters_tell_whether_they_choose_or_cache(spec: str, caches: bool, chooses: bool) -> None:
     assert built(spec).caches is caches
     assert built(spec).chooses is chooses
 
@@ -156,7 +156,7 @@ def test_what_the_client_must_know(spec: str, caches: bool, chooses: bool) -> No
     rounds=st.lists(st.lists(st.integers(-5, 5), min_size=12, max_size=12), min_size=1, max_size=12),
     seed=st.integers(0, 2**31),
 )
-def test_what_was_pushed_is_what_arrived_and_what_waits(spec: str, rounds: list[list[int]], seed: int) -> None:
+def test_pushed_values_are_sent_or_held_back(spec: str, rounds: list[list[int]], seed: int) -> None:
     """Whole numbers, so that sums are exact: after every push, and after the flush nothing waits."""
     found = built(spec)
     if isinstance(found, Skip):
@@ -173,7 +173,7 @@ def test_what_was_pushed_is_what_arrived_and_what_waits(spec: str, rounds: list[
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_large_rows_and_no_rows(spec: str) -> None:
+def test_large_and_empty_tensors(spec: str) -> None:
     random = torch.Generator().manual_seed(5)
     sender, pushed = Sender(built(spec), 20_011), torch.zeros(20_011)
     for _ in range(6):
@@ -187,7 +187,7 @@ def test_large_rows_and_no_rows(spec: str) -> None:
 # significant
 
 
-def test_what_changed_little_waits_until_it_adds_up() -> None:
+def test_small_changes_add_up_until_they_are_sent() -> None:
     sender = Sender(Significant(1.0), 3)
     sent = [sender.push(torch.tensor([0.5, 0.25, -2.0])) for _ in range(4)]
     assert sent == [1, 2, 1, 3]
@@ -195,7 +195,7 @@ def test_what_changed_little_waits_until_it_adds_up() -> None:
     assert sender.residual.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_what_is_exactly_at_the_bound_goes() -> None:
+def test_values_at_the_threshold_are_sent() -> None:
     row = torch.tensor([0.5, -0.5, 0.49999997, -0.49999997, 0.0])
     assert Significant(0.5).choose(row, 1).tolist() == [0, 1]  # type: ignore[union-attr]
 
@@ -208,7 +208,7 @@ def test_relative_follows_the_root_mean_square() -> None:
 
 
 @pytest.mark.parametrize("relative", [False, True])
-def test_zeros_stay_and_nan_goes(relative: bool) -> None:
+def test_zeros_are_held_back_and_nan_is_sent(relative: bool) -> None:
     """A row of zeros is not worth a message; a NaN that stayed would hide for ever."""
     found = Significant(1.0, relative=relative)
     assert found.choose(torch.zeros(5), 1).numel() == 0  # type: ignore[union-attr]
@@ -218,7 +218,7 @@ def test_zeros_stay_and_nan_goes(relative: bool) -> None:
     assert 0 not in chosen.tolist()
 
 
-def test_all_is_none() -> None:
+def test_a_choice_of_all_values_is_none() -> None:
     assert Significant(0.5).choose(torch.ones(4), 1) is None
     assert Skip(0.0).choose(torch.ones(4), 1) is None
     assert Cache().choose(torch.ones(4), 1) is None
@@ -228,7 +228,7 @@ def test_all_is_none() -> None:
 # skip
 
 
-def test_a_skip_is_drawn_by_seed_and_number() -> None:
+def test_seed_and_number_determine_a_skip() -> None:
     row = torch.ones(1000)
 
     def drawn(seed: int, number: int) -> list[int]:
@@ -242,7 +242,7 @@ def test_a_skip_is_drawn_by_seed_and_number() -> None:
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 0.999])
-def test_a_skip_is_as_frequent_as_it_says(p: float) -> None:
+def test_skip_has_its_probability(p: float) -> None:
     """Of 200,000 draws, at most five standard deviations off."""
     count, row = 0, torch.ones(20_000)
     for number in range(10):
@@ -253,7 +253,7 @@ def test_a_skip_is_as_frequent_as_it_says(p: float) -> None:
     assert abs(count - expected) < 5 * math.sqrt(expected * p)
 
 
-def test_the_draw_is_that_of_the_codecs() -> None:
+def test_skip_uses_the_random_bits_of_codecs() -> None:
     """Computed in 32 bits: the same as where the codecs' kernels draw."""
     for key in (0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0x12345678):
         for start in (0, 2**31 - 7, 2**32 - 7, 2**40):
@@ -261,7 +261,7 @@ def test_the_draw_is_that_of_the_codecs() -> None:
             assert torch.equal(mixed.long() + 2**31, random_bits(key, start, 5000))
 
 
-def test_no_place_is_skipped_for_ever() -> None:
+def test_no_place_is_always_skipped() -> None:
     sender = Sender(Skip(0.8), 5000)
     for _ in range(100):
         sender.push(torch.ones(5000))
@@ -272,7 +272,7 @@ def test_no_place_is_skipped_for_ever() -> None:
 # Chains
 
 
-def test_each_link_narrows_what_the_former_chose() -> None:
+def test_each_filter_narrows_the_choice_before() -> None:
     row = torch.randn(2000, generator=torch.Generator().manual_seed(1))
     one, other = Significant(0.5).choose(row, 3), Skip(0.5, 9).choose(row, 3)
     assert one is not None
@@ -289,7 +289,7 @@ def test_a_relative_bound_is_of_the_whole_residual() -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_choosing_changes_nothing(spec: str) -> None:
+def test_choosing_does_not_change_the_residual(spec: str) -> None:
     row = torch.randn(100, generator=torch.Generator().manual_seed(1))
     before = row.clone()
     built(spec).choose(row, 1)
@@ -299,7 +299,7 @@ def test_choosing_changes_nothing(spec: str) -> None:
 # cache
 
 
-def test_digests_tell_lists_apart() -> None:
+def test_different_lists_have_different_digests() -> None:
     lists = [[], [0], [1], [0, 1], [0, 2], [1 << 40], list(range(1000)), list(range(1, 1001))]
     digests = [digest_of(torch.tensor(each, dtype=torch.int64)) for each in lists]
     assert len(set(digests)) == len(lists)

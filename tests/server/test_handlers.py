@@ -30,7 +30,7 @@ def test_a_handler_is_found_and_called() -> None:
     assert weights.tolist() == [3.0, 5.0]
 
 
-def test_state_begins_with_what_was_said() -> None:
+def test_state_has_its_initial_values() -> None:
     made = HandlerRegistry().add("counted", double, {"seen": 0.0, "least": -1})
     state = made.initial_state(3)
     assert {name: each.tolist() for name, each in state.items()} == {"seen": [0.0] * 3, "least": [-1.0] * 3}
@@ -38,7 +38,7 @@ def test_state_begins_with_what_was_said() -> None:
     assert HandlerRegistry().add("plain", double).initial_state(3) == {}
 
 
-def test_a_rate_goes_to_those_who_take_one() -> None:
+def test_a_rate_is_passed_only_to_handlers_that_take_it() -> None:
     handlers, weights = HandlerRegistry(), torch.zeros(1)
     handlers.add("scaled", scaled)(weights, torch.ones(1), {}, 0.25)
     handlers.find("scaled")(weights, torch.ones(1), {})
@@ -67,7 +67,7 @@ def test_another_function_under_a_name_is_refused() -> None:
     assert handlers.find("one").function is double
 
 
-def test_the_same_function_again_is_once() -> None:
+def test_the_same_function_may_register_again() -> None:
     handlers = HandlerRegistry()
     first = handlers.add("one", double)
     assert handlers.add("one", double) is first
@@ -75,7 +75,7 @@ def test_the_same_function_again_is_once() -> None:
         handlers.add("one", double, {"seen": 0.0})
 
 
-def test_a_script_that_is_imported_too_registers_twice() -> None:
+def test_an_imported_script_may_register_twice() -> None:
     """Its functions are made twice out of one source; those of a factory hold values of their own, and are not one."""
 
     def source(number: int) -> Callable[..., None]:
@@ -99,7 +99,7 @@ def test_a_script_that_is_imported_too_registers_twice() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "two words", "a-b", 3, None])
-def test_a_name_is_a_name(name: Any) -> None:
+def test_a_handler_name_is_an_identifier(name: Any) -> None:
     with pytest.raises(SpecError, match="a Python name"):
         HandlerRegistry().add(name, double)
 
@@ -112,18 +112,18 @@ def test_a_name_is_a_name(name: Any) -> None:
         (lambda weights, values, state, more: None, "missing a required argument: 'more'"),
     ],
 )
-def test_what_cannot_be_called_is_refused(function: Any, reason: str) -> None:
+def test_an_object_that_cannot_be_called_is_refused(function: Any, reason: str) -> None:
     with pytest.raises(SpecError, match=reason):
         HandlerRegistry().add("bad", function)
 
 
 @pytest.mark.parametrize("state", [{"seen": "0"}, {"seen": True}, {3: 0.0}])
-def test_a_state_that_cannot_be_is_refused(state: Any) -> None:
+def test_an_invalid_state_is_refused(state: Any) -> None:
     with pytest.raises(SpecError, match="first value"):
         HandlerRegistry().add("bad", double, state)
 
 
-def test_of_many_threads_one_registers() -> None:
+def test_concurrent_registrations_keep_one_function() -> None:
     """All at once under each name: exactly one wins, the others are told, and nothing is half done."""
     runtime, handlers, names, threads = RealRuntime(), HandlerRegistry(), [f"name{n}" for n in range(50)], 8
     go, won = runtime.event(), runtime.queue(1000)

@@ -121,7 +121,7 @@ def test_variables_that_make_no_sense_are_named(variables: dict[str, str], messa
         read_roles(variables)
 
 
-def test_a_server_without_a_meeting_point_is_told_how_to_start() -> None:
+def test_a_server_without_a_rendezvous_is_refused() -> None:
     roles = read_roles({"SYNCLINE_ROLE": "server", "SYNCLINE_SERVERS": "1", "SYNCLINE_WORKERS": "1"})
     with pytest.raises(sl.WorldError, match="syncline run --servers S"):
         join_network(roles)
@@ -146,7 +146,7 @@ def test_modules_that_register_handlers_are_imported(tmp_path: Path, monkeypatch
         import_handlers({"SYNCLINE_HANDLERS": "my_handlers_c"})
 
 
-def test_those_beside_the_ranks_stand_in_order() -> None:
+def test_servers_come_before_evaluators() -> None:
     def idle(transport: Transport) -> None:
         transport.recv(torch.zeros(1), None).wait(timeout=math.inf)
 
@@ -154,7 +154,7 @@ def test_those_beside_the_ranks_stand_in_order() -> None:
         sl.simulate(server_network, 1, extra=[ExtraProcess(idle, "evaluator"), idle])
 
 
-def test_a_server_that_is_asked_to_end_says_goodbye_and_ends_by_the_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_says_goodbye_and_ends_by_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
     """With exit code 0 its launcher would take it for one whose workers have all left."""
     told: list[object] = []
 

@@ -93,7 +93,7 @@ def test_reads_that_wait_for_a_step_of_many_pieces() -> None:
         assert found.tolist() == [2.0] * 200
 
 
-def test_a_read_that_waits_does_not_let_numbers_run_away() -> None:
+def test_a_waiting_read_keeps_numbers_within_the_slots() -> None:
     """Seen as a refusal: answers are kept for so many requests, counted from the first that is not answered."""
 
     def work(world: sl.World) -> float:
@@ -124,7 +124,7 @@ def test_timestamps_and_dependencies() -> None:
     assert run(work, 1, 2)[0] == [2.0] * 4
 
 
-def test_callbacks_are_called_once_with_their_future_and_may_use_the_store() -> None:
+def test_callbacks_get_their_future_once_and_may_use_the_store() -> None:
     def work(world: sl.World) -> list[list[float]]:
         seen: list[list[float]] = []
         ended = world.runtime.event()
@@ -143,7 +143,7 @@ def test_callbacks_are_called_once_with_their_future_and_may_use_the_store() -> 
     assert run(work, 1)[0] == [[1.0, 1.0], [2.0, 2.0]]
 
 
-def test_get_put_add_whatever_the_rule() -> None:
+def test_get_put_and_add_ignore_the_rule() -> None:
     def work(world: sl.World) -> list[float]:
         with store(3, rule="sgd(1.0)", initial=torch.tensor([5.0, 5.0, 5.0])) as space:
             if world.rank == 0:
@@ -168,7 +168,7 @@ def test_handlers_by_name() -> None:
 
 
 @pytest.mark.parametrize("slack", [0, 1, 3])
-def test_a_fast_worker_stops_at_the_bound(slack: int) -> None:
+def test_a_fast_worker_waits_at_the_bound(slack: int) -> None:
     """One worker stands at clock 0: the others finish slack + 1 steps, and then wait for it."""
 
     def work(world: sl.World) -> int:
@@ -238,7 +238,7 @@ def test_observers_before_and_after_the_space_is_there() -> None:
     assert seen == {"first": 5, "values": [[6.0] * 5, [1.0, 1.0]]}
 
 
-def test_spaces_one_after_another_begin_afresh_and_leave_nothing() -> None:
+def test_successive_spaces_start_fresh_and_leave_nothing() -> None:
     def work(world: sl.World) -> list[float]:
         found = []
         for _ in range(3):
@@ -268,7 +268,7 @@ def test_closing_in_any_order() -> None:
     assert run(work, 2, 1) == (1.0, 1.0)
 
 
-def test_leaving_waits_for_what_was_not_waited_for() -> None:
+def test_closing_waits_for_pending_requests() -> None:
     def work(world: sl.World) -> list[float]:
         watching = store(4)
         space = store(4)
@@ -281,7 +281,7 @@ def test_leaving_waits_for_what_was_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("rule", ["momentum(0.1, mu=0.9)", "adam(0.1)", "torch('Adam', lr=0.1)"])
-def test_a_rules_state_is_saved_and_goes_on_in_fresh_servers(rule: str) -> None:
+def test_a_rules_state_is_saved_and_restored(rule: str) -> None:
     def train(client: Client, steps: range) -> None:
         for step in steps:
             client.push(None, torch.sin(torch.arange(10.0) + step)).wait()
@@ -308,7 +308,7 @@ def test_a_rules_state_is_saved_and_goes_on_in_fresh_servers(rule: str) -> None:
         assert torch.equal(whole, resumed)
 
 
-def test_clocks_go_on_from_a_checkpoint() -> None:
+def test_clocks_continue_from_a_checkpoint() -> None:
     def work(world: sl.World) -> list[int]:
         client = open_space(world, "synchronous", 4, synchronous=True)
         if world.rank == 0:
@@ -324,7 +324,7 @@ def test_clocks_go_on_from_a_checkpoint() -> None:
     assert run(work, 2, 2) == ([8, 8], [8, 8])
 
 
-def test_two_in_one_process_that_stop_and_finish() -> None:
+def test_two_clients_of_one_process_stop_and_finish() -> None:
     def work(world: sl.World) -> tuple[bool, int]:
         client = open_space(world, "s", 4)
         if world.rank == 0:

@@ -46,7 +46,7 @@ def test_a_reply_is_read_as_it_was_packed(reply: ReplyHeader) -> None:
 
 
 @given(st.binary(max_size=2 * REQUEST_BYTES))
-def test_random_bytes_are_no_message(data: bytes) -> None:
+def test_random_bytes_are_refused(data: bytes) -> None:
     for kind in (RequestHeader, ReplyHeader):
         with pytest.raises(ProtocolError):
             kind.read(data)
@@ -71,7 +71,7 @@ def test_a_truncated_header_is_noticed(request: RequestHeader, length: int) -> N
     [(0, b"X", "not a Syncline message"), (4, b"\x09", "it has version 9"), (5, b"\x63", "unknown kind 99"),
      (7, b"\x80", "unknown kind")],
 )  # fmt: skip
-def test_a_sound_checksum_is_not_enough(at: int, value: bytes, message: str) -> None:
+def test_fields_are_checked_after_the_checksum(at: int, value: bytes, message: str) -> None:
     data = bytearray(RequestHeader(protocol.PULL).pack()[:-8])
     data[at : at + 1] = value
     whole = bytes(data) + zlib.crc32(bytes(data)).to_bytes(4, "little") + bytes(4)
@@ -79,8 +79,8 @@ def test_a_sound_checksum_is_not_enough(at: int, value: bytes, message: str) -> 
         RequestHeader.read(whole)
 
 
-def test_any_field_may_be_anything_and_the_desk_answers_or_refuses() -> None:
-    """No exception leaves the desk, what is refused changes nothing, and others are served afterwards."""
+def test_any_fields_get_a_reply_or_a_refusal() -> None:
+    """The handler raises nothing, a refused request changes nothing, and other clients are served afterwards."""
     draw = random.Random(7)
     mine, other = handler_with(0, 1, rules=("adagrad(0.5)",), codec=None)
     other.push(torch.ones(8))

@@ -46,54 +46,54 @@ def resizes(weights: torch.Tensor, values: torch.Tensor, state: dict[str, torch.
 
 
 def test_a_repeated_request_is_answered_again_and_applied_once() -> None:
-    (talk,) = handler_with(0)
+    (client,) = handler_with(0)
     request, body = RequestHeader(protocol.PUSH_PULL, count=NUMEL), body_of(torch.ones(NUMEL))
-    first = talk.ask(request, body, number=2)
-    again = talk.ask(request, body, number=2)
+    first = client.ask(request, body, number=2)
+    again = client.ask(request, body, number=2)
     assert values_of(first) == values_of(again) == [1.0] * NUMEL
     assert first.header == again.header
 
 
-def test_what_the_client_has_is_forgotten_and_not_answered_again() -> None:
-    (talk,) = handler_with(0)
+def test_acknowledged_replies_are_dropped() -> None:
+    (client,) = handler_with(0)
     request, body = RequestHeader(protocol.PUSH, count=NUMEL), body_of(torch.ones(NUMEL))
-    talk.ask(request, body, number=2)
-    talk.acked = 2
-    talk.ask(request, body, number=3)
-    assert talk.send(request._replace(acked=1), body, number=2) == []
-    assert talk.space.weights.tolist() == [2.0] * NUMEL
-    assert set(talk.handler.sessions[talk.description.space_id, 0].replies) == {3}
+    client.ask(request, body, number=2)
+    client.acked = 2
+    client.ask(request, body, number=3)
+    assert client.send(request._replace(acked=1), body, number=2) == []
+    assert client.space.weights.tolist() == [2.0] * NUMEL
+    assert set(client.handler.sessions[client.description.space_id, 0].replies) == {3}
 
 
-def test_requests_wait_for_those_they_come_after_in_whatever_order_they_arrive() -> None:
-    (talk,) = handler_with(0, rules=("assign",))
+def test_requests_wait_for_earlier_ones_in_any_order_of_arrival() -> None:
+    (client,) = handler_with(0, rules=("assign",))
     late = RequestHeader(protocol.PUSH, count=NUMEL, after=2)
-    assert talk.send(late, body_of(torch.full((NUMEL,), 3.0)), number=3) == []
-    found = talk.send(RequestHeader(protocol.PUSH, count=NUMEL), body_of(torch.full((NUMEL,), 2.0)), number=2)
+    assert client.send(late, body_of(torch.full((NUMEL,), 3.0)), number=3) == []
+    found = client.send(RequestHeader(protocol.PUSH, count=NUMEL), body_of(torch.full((NUMEL,), 2.0)), number=2)
     assert [answer.header.number for answer in found] == [2, 3]
-    assert talk.space.weights.tolist() == [3.0] * NUMEL
+    assert client.space.weights.tolist() == [3.0] * NUMEL
 
 
-def test_a_client_that_does_not_wait_for_answers_is_refused_and_kept_small() -> None:
-    (talk,) = handler_with(0)
-    session = talk.handler.sessions[talk.description.space_id, 0]
+def test_a_client_without_acknowledgements_is_bounded() -> None:
+    (client,) = handler_with(0)
+    session = client.handler.sessions[client.description.space_id, 0]
     for _ in range(5 * protocol.REPLY_SLOTS):
-        answer = talk.push(torch.ones(NUMEL))
+        answer = client.push(torch.ones(NUMEL))
     assert "at most 64 at once" in reason_of(answer)
     assert len(session.replies) == protocol.REPLY_SLOTS
-    assert talk.space.weights.tolist() == [float(protocol.REPLY_SLOTS - 1)] * NUMEL  # hello was the first
+    assert client.space.weights.tolist() == [float(protocol.REPLY_SLOTS - 1)] * NUMEL  # hello was the first
     assert not session.deferred
     assert not session.ahead
-    talk.acked, talk.number = protocol.REPLY_SLOTS, protocol.REPLY_SLOTS  # it has read them: on it goes
-    assert talk.push(torch.ones(NUMEL)).header.status == OK
+    client.acked, client.number = protocol.REPLY_SLOTS, protocol.REPLY_SLOTS  # it has read them: on it goes
+    assert client.push(torch.ones(NUMEL)).header.status == OK
     assert len(session.replies) == 1
 
 
-def test_parked_requests_are_bounded_too() -> None:
-    (talk,) = handler_with(0)
+def test_deferred_requests_are_bounded() -> None:
+    (client,) = handler_with(0)
     for number in range(3, 10 * protocol.REPLY_SLOTS):  # all of them wait for number 2, which never comes
-        talk.send(RequestHeader(protocol.PUSH, count=NUMEL, after=2), body_of(torch.ones(NUMEL)), number=number)
-    assert len(talk.handler.sessions[talk.description.space_id, 0].deferred) <= protocol.REPLY_SLOTS
+        client.send(RequestHeader(protocol.PUSH, count=NUMEL, after=2), body_of(torch.ones(NUMEL)), number=number)
+    assert len(client.handler.sessions[client.description.space_id, 0].deferred) <= protocol.REPLY_SLOTS
 
 
 @pytest.mark.parametrize(
@@ -115,15 +115,15 @@ def test_parked_requests_are_bounded_too() -> None:
         ({"count": 8, "state_slot": 3}, 8, "state slot 3"),
     ],
 )
-def test_what_cannot_be_is_refused_and_changes_nothing(fields: dict[str, Any], values: int, message: str) -> None:
-    (talk,) = handler_with(0)
-    talk.push(torch.arange(8.0))
-    before = talk.space.weights.clone()
-    answer = talk.ask(RequestHeader(protocol.PUSH, **fields), body_of(torch.ones(values)))
+def test_invalid_requests_are_refused_and_change_nothing(fields: dict[str, Any], values: int, message: str) -> None:
+    (client,) = handler_with(0)
+    client.push(torch.arange(8.0))
+    before = client.space.weights.clone()
+    answer = client.ask(RequestHeader(protocol.PUSH, **fields), body_of(torch.ones(values)))
     assert message in reason_of(answer)
-    assert torch.equal(talk.space.weights, before)
-    assert talk.space.clocks.of == {0: 0, 1: 0}
-    assert talk.push(torch.ones(8)).header.status == OK
+    assert torch.equal(client.space.weights, before)
+    assert client.space.clocks.of == {0: 0, 1: 0}
+    assert client.push(torch.ones(8)).header.status == OK
 
 
 @pytest.mark.parametrize(
@@ -136,36 +136,38 @@ def test_what_cannot_be_is_refused_and_changes_nothing(fields: dict[str, Any], v
         ([2**63 - 1, -(2**63)], "comes before a smaller one"),
     ],
 )
-def test_lists_that_cannot_be(keys: list[int], message: str) -> None:
-    (talk,) = handler_with(0)
+def test_invalid_key_lists_are_refused(keys: list[int], message: str) -> None:
+    (client,) = handler_with(0)
     body = body_of(torch.ones(2), torch.tensor(keys))
     for kind in (protocol.PUSH, protocol.PUSH_PULL):
-        assert message in reason_of(talk.ask(RequestHeader(kind, count=2, flags=KEYS), body))
-    assert message in reason_of(talk.ask(RequestHeader(protocol.PULL, count=2, flags=KEYS), body[:16]))
-    assert not talk.space.weights.any()
+        assert message in reason_of(client.ask(RequestHeader(kind, count=2, flags=KEYS), body))
+    assert message in reason_of(client.ask(RequestHeader(protocol.PULL, count=2, flags=KEYS), body[:16]))
+    assert not client.space.weights.any()
 
 
 def test_a_list_of_another_piece_is_refused() -> None:
-    (talk,) = handler_with(0, piece=4, rules=("add", "sgd(1.0)"), bounds=(0, 4))
+    (client,) = handler_with(0, piece=4, rules=("add", "sgd(1.0)"), bounds=(0, 4))
     body = body_of(torch.ones(2), torch.tensor([1, 5]))  # two groups, two rules
-    assert "do not lie between 0 and 4" in reason_of(talk.ask(RequestHeader(protocol.PUSH, count=2, flags=KEYS), body))
-    assert "lie in two groups" in reason_of(talk.push(torch.ones(4), first=2))
+    assert "do not lie between 0 and 4" in reason_of(
+        client.ask(RequestHeader(protocol.PUSH, count=2, flags=KEYS), body)
+    )
+    assert "lie in two groups" in reason_of(client.push(torch.ones(4), first=2))
 
 
 @pytest.mark.parametrize("name", ["half_then_raise", "resizes"])
 def test_a_handler_that_raises_halfway_changes_nothing(name: str) -> None:
-    (talk,) = handler_with(0)
-    talk.push(torch.arange(8.0))
-    number = talk.control(do="handler", name=name)["number"]
-    answer = talk.push(torch.ones(8), handler=number)
+    (client,) = handler_with(0)
+    client.push(torch.arange(8.0))
+    number = client.control(do="handler", name=name)["number"]
+    answer = client.push(torch.ones(8), handler=number)
     assert reason_of(answer).startswith(("RuntimeError: out of luck", f"handler('{name}') left weights of [1]"))
     keyed = RequestHeader(protocol.PUSH, count=2, flags=KEYS, handler=number)
-    talk.ask(keyed, body_of(torch.ones(2), torch.tensor([0, 5])))
-    assert talk.space.weights.tolist() == list(range(8))
-    assert talk.push(torch.ones(8)).header.status == OK
+    client.ask(keyed, body_of(torch.ones(2), torch.tensor([0, 5])))
+    assert client.space.weights.tolist() == list(range(8))
+    assert client.push(torch.ones(8)).header.status == OK
 
 
-def test_a_users_rule_that_raises_closes_a_held_step_without_a_change() -> None:
+def test_a_rule_that_raises_closes_the_step_without_a_change() -> None:
     one, two = handler_with(0, 1, synchronous=True, rules=("handler('half_then_raise')",))
     assert one.push(torch.ones(8), flags=TICK, clock=0).header.status == OK
     assert "out of luck" in reason_of(two.push(torch.ones(8), flags=TICK, clock=0))
@@ -177,22 +179,22 @@ def test_a_users_rule_that_raises_closes_a_held_step_without_a_change() -> None:
 
 
 def test_a_handlers_state_is_kept_by_ranges_and_by_lists() -> None:
-    (talk,) = handler_with(0)
-    number = talk.control(do="handler", name="counts")["number"]
+    (client,) = handler_with(0)
+    number = client.control(do="handler", name="counts")["number"]
     for _ in range(2):
-        talk.push(torch.ones(4), handler=number)
-    talk.ask(
+        client.push(torch.ones(4), handler=number)
+    client.ask(
         RequestHeader(protocol.PUSH, count=1, flags=KEYS, handler=number), body_of(torch.ones(1), torch.tensor([0]))
     )
-    assert talk.space.weights.tolist() == [3.0, 2.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0]
+    assert client.space.weights.tolist() == [3.0, 2.0, 2.0, 2.0, 0.0, 0.0, 0.0, 0.0]
 
 
 def test_another_models_hello_is_refused() -> None:
-    (talk,) = handler_with(0)
-    other = HandlerClient(talk.handler, 1, describe(numel=9), greet=False)
+    (client,) = handler_with(0)
+    other = HandlerClient(client.handler, 1, describe(numel=9), greet=False)
     body = torch.frombuffer(bytearray(describe(numel=9).to_json()), dtype=torch.uint8)
     assert "is another model's: it has 8 keys" in reason_of(other.ask(RequestHeader(protocol.HELLO), body))
-    lies = HandlerClient(talk.handler, 1, describe("test 2"), greet=False)
+    lies = HandlerClient(client.handler, 1, describe("test 2"), greet=False)
     assert "describes 'test 1'" in reason_of(lies.ask(RequestHeader(protocol.HELLO), body))
 
 
@@ -200,10 +202,10 @@ def test_another_models_hello_is_refused() -> None:
     "text",
     [b"{", b"[]", b"{}", b'{"name": 3}', b"[" * 5000, b"\xff\xfe"],
 )
-def test_a_description_that_is_none(text: bytes) -> None:
-    talk = HandlerClient(RequestHandler(lambda found: 0), 0, describe(), greet=False)
-    assert reason_of(talk.ask(RequestHeader(protocol.HELLO), torch.frombuffer(bytearray(text), dtype=torch.uint8)))
-    assert not talk.handler.shards
+def test_a_malformed_description_is_refused(text: bytes) -> None:
+    client = HandlerClient(RequestHandler(lambda found: 0), 0, describe(), greet=False)
+    assert reason_of(client.ask(RequestHeader(protocol.HELLO), torch.frombuffer(bytearray(text), dtype=torch.uint8)))
+    assert not client.handler.shards
 
 
 @pytest.mark.parametrize(
@@ -211,46 +213,46 @@ def test_a_description_that_is_none(text: bytes) -> None:
     [{"piece": 1, "numel": 1 << 30}, {"servers": ()}, {"servers": (5, 5)}, {"rules": ("nonsense",)}, {"quorum": 0.0},
      {"bounds": (0, 3)}, {"codec": "nonsense"}],
 )  # fmt: skip
-def test_a_description_that_cannot_be(changed: dict[str, Any]) -> None:
+def test_a_contradictory_description_is_refused(changed: dict[str, Any]) -> None:
     description = describe(**changed)
-    talk = HandlerClient(RequestHandler(lambda found: 0), 0, description, greet=False)
+    client = HandlerClient(RequestHandler(lambda found: 0), 0, description, greet=False)
     body = torch.frombuffer(bytearray(description.to_json()), dtype=torch.uint8)
-    assert reason_of(talk.ask(RequestHeader(protocol.HELLO), body))
-    assert not talk.handler.shards
+    assert reason_of(client.ask(RequestHeader(protocol.HELLO), body))
+    assert not client.handler.shards
 
 
-def test_lists_are_sent_once_and_asked_for_when_they_are_forgotten() -> None:
-    (talk,) = handler_with(0)
+def test_the_server_asks_again_for_a_forgotten_list() -> None:
+    (client,) = handler_with(0)
     keys = torch.tensor([1, 4])
     named = RequestHeader(protocol.PUSH, count=2, flags=CACHED, digest=99)
-    assert talk.ask(named, body_of(torch.ones(2)), number=2).header.status == NEED_KEYS
-    assert talk.ask(named, body_of(torch.ones(2)), number=2).header.status == NEED_KEYS  # doubled on the way
+    assert client.ask(named, body_of(torch.ones(2)), number=2).header.status == NEED_KEYS
+    assert client.ask(named, body_of(torch.ones(2)), number=2).header.status == NEED_KEYS  # doubled on the way
     told = named._replace(flags=CACHED | KEYS)
-    assert talk.ask(told, body_of(torch.ones(2), keys), number=2).header.status == OK
-    assert talk.ask(named, body_of(torch.ones(2)), number=3).header.status == OK
-    assert talk.space.weights.tolist() == [0.0, 2.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0]
-    talk.number = 3
+    assert client.ask(told, body_of(torch.ones(2), keys), number=2).header.status == OK
+    assert client.ask(named, body_of(torch.ones(2)), number=3).header.status == OK
+    assert client.space.weights.tolist() == [0.0, 2.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0]
+    client.number = 3
     read = RequestHeader(protocol.PULL, count=2, flags=CACHED, digest=99)
-    assert values_of(talk.ask(read)) == [2.0, 2.0]
+    assert values_of(client.ask(read)) == [2.0, 2.0]
     for digest in range(100, 100 + MAX_CACHED_KEY_LISTS):
-        talk.acked = talk.number
-        talk.ask(told._replace(digest=digest), body_of(torch.zeros(2), keys))
-    assert talk.ask(read).header.status == NEED_KEYS
+        client.acked = client.number
+        client.ask(told._replace(digest=digest), body_of(torch.zeros(2), keys))
+    assert client.ask(read).header.status == NEED_KEYS
     wrong = named._replace(digest=100 + MAX_CACHED_KEY_LISTS - 1, count=1)
-    assert "1 values from key 0 on, for a list of 2 keys" in reason_of(talk.ask(wrong, body_of(torch.ones(1))))
+    assert "1 values from key 0 on, for a list of 2 keys" in reason_of(client.ask(wrong, body_of(torch.ones(1))))
 
 
-def test_a_list_that_is_forgotten_while_a_read_waits() -> None:
+def test_a_list_may_be_forgotten_while_a_read_waits() -> None:
     one, two = handler_with(0, 1)
     both = RequestHeader(protocol.PUSH_PULL, count=2, flags=CACHED | KEYS, digest=7, min_clock=1)
     assert one.send(both, body_of(torch.ones(2), torch.tensor([0, 3]))) == []
     one.handler.sessions[one.description.space_id, 0].key_lists.clear()
-    for talk in (one, two):
-        talk.send(RequestHeader(protocol.PUSH, flags=TICK, clock=0))
+    for client in (one, two):
+        client.send(RequestHeader(protocol.PUSH, flags=TICK, clock=0))
     assert [values_of(answer) for answer in two.others if answer.body is not None] == [[1.0, 1.0]]
 
 
-def test_a_worker_that_is_lost_before_its_hello_holds_nobody_back() -> None:
+def test_no_read_waits_for_a_worker_lost_before_its_hello() -> None:
     (one,) = handler_with(0)  # worker 1 has not said hello
     assert one.send(RequestHeader(protocol.PUSH, flags=TICK, clock=0))
     assert one.pull(min_clock=1) == []
@@ -261,7 +263,7 @@ def test_a_worker_that_is_lost_before_its_hello_holds_nobody_back() -> None:
     assert later.pull(min_clock=1)
 
 
-def test_those_who_leave_with_a_read_under_way_are_answered() -> None:
+def test_a_client_that_leaves_gets_its_pending_replies() -> None:
     one, two = handler_with(0, 1)
     assert one.pull(min_clock=5) == []
     assert two.pull(min_clock=5) == []
@@ -273,14 +275,14 @@ def test_those_who_leave_with_a_read_under_way_are_answered() -> None:
 
 
 def test_observers_wait_for_the_space_and_have_no_clock() -> None:
-    desk = RequestHandler(lambda found: 0)
-    watcher = HandlerClient(desk, 9, describe(), greet=False)
-    other = HandlerClient(desk, 9, describe("test 2"), greet=False)
+    request_handler = RequestHandler(lambda found: 0)
+    watcher = HandlerClient(request_handler, 9, describe(), greet=False)
+    other = HandlerClient(request_handler, 9, describe("test 2"), greet=False)
     assert watcher.send(RequestHeader(protocol.HELLO)) == []
     assert other.send(RequestHeader(protocol.HELLO)) == []
-    worker = HandlerClient(desk, 0, describe())
+    worker = HandlerClient(request_handler, 0, describe())
     assert [answer.member for answer in worker.others] == [9]
-    second = HandlerClient(desk, 0, describe("test 2"))
+    second = HandlerClient(request_handler, 0, describe("test 2"))
     assert [answer.member for answer in second.others] == [9]
     assert "has no clock to advance" in reason_of(watcher.push(torch.ones(8), flags=TICK, clock=0))
     assert values_of(watcher.pull()[0]) == [0.0] * NUMEL
@@ -294,57 +296,57 @@ def test_observers_wait_for_the_space_and_have_no_clock() -> None:
      b'{"do": "posts", "since": 1e400}', b'{"do": "handler", "name": "unheard_of"}', b'{"do": "below", "below": 3}',
      b"[" * 20000],
 )  # fmt: skip
-def test_controls_that_cannot_be(asked: bytes) -> None:
-    (talk,) = handler_with(0)
+def test_invalid_control_requests_are_refused(asked: bytes) -> None:
+    (client,) = handler_with(0)
     body = torch.frombuffer(bytearray(asked or b" "), dtype=torch.uint8)
-    assert reason_of(talk.ask(RequestHeader(protocol.CONTROL), body))
-    assert talk.space.clocks.of == {0: 0, 1: 0}
-    assert talk.control(do="steps")["steps"] == [0, 0]
+    assert reason_of(client.ask(RequestHeader(protocol.CONTROL), body))
+    assert client.space.clocks.of == {0: 0, 1: 0}
+    assert client.control(do="steps")["steps"] == [0, 0]
 
 
-def test_an_unknown_handler_is_told_which_there_are() -> None:
-    (talk,) = handler_with(0)
-    answer = talk.ask(RequestHeader(protocol.CONTROL), json_body({"do": "handler", "name": "half_then_rise"}))
+def test_an_unknown_handler_lists_the_known() -> None:
+    (client,) = handler_with(0)
+    answer = client.ask(RequestHeader(protocol.CONTROL), json_body({"do": "handler", "name": "half_then_rise"}))
     assert "half_then_raise" in reason_of(answer)
 
 
-def test_the_board_is_read_in_portions_that_go_in_one_message() -> None:
-    (talk,) = handler_with(0)
+def test_posts_are_read_in_portions_of_one_message() -> None:
+    (client,) = handler_with(0)
     for number in range(10):
-        talk.control(do="post", kind="k", values=[number + 0.123456789] * 1000)
-        talk.acked = talk.number
+        client.control(do="post", kind="k", values=[number + 0.123456789] * 1000)
+        client.acked = client.number
     seen: list[int] = []
     while len(seen) < 10:
-        found = talk.control(do="posts", since=len(seen))
+        found = client.control(do="posts", since=len(seen))
         assert found, "nothing more came"
         seen += [number for number, _, _ in found]
     assert seen == list(range(1, 11))
     for _ in range(MAX_POSTS - 10):
-        talk.acked = talk.number
-        talk.control(do="post", kind="k", values=[])
+        client.acked = client.number
+        client.control(do="post", kind="k", values=[])
     for extra in range(1, 4):  # it never ends: the oldest are dropped, and numbers run on
-        talk.acked = talk.number
-        assert talk.control(do="post", kind="new", values=[extra])["number"] == MAX_POSTS + extra
-    assert talk.control(do="posts", since=0)[0][0] == 4
-    assert talk.control(do="posts", since=MAX_POSTS + 1) == [
+        client.acked = client.number
+        assert client.control(do="post", kind="new", values=[extra])["number"] == MAX_POSTS + extra
+    assert client.control(do="posts", since=0)[0][0] == 4
+    assert client.control(do="posts", since=MAX_POSTS + 1) == [
         [MAX_POSTS + 2, "new", [2.0]],
         [MAX_POSTS + 3, "new", [3.0]],
     ]
-    assert talk.control(do="posts", since=MAX_POSTS + 9) == []
+    assert client.control(do="posts", since=MAX_POSTS + 9) == []
 
 
-def test_steps_are_told_of_workers_only() -> None:
-    (talk,) = handler_with(0)
-    talk.control(do="below", below={"1": [4, 0]})
+def test_a_sub_master_reports_steps_of_workers_only() -> None:
+    (client,) = handler_with(0)
+    client.control(do="below", below={"1": [4, 0]})
     for many in ({"7": [1, 0]}, {"-1": [1, 0]}, {str(each): [1, 0] for each in range(100)}):
-        answer = talk.ask(RequestHeader(protocol.CONTROL), json_body({"do": "below", "below": many}))
+        answer = client.ask(RequestHeader(protocol.CONTROL), json_body({"do": "below", "below": many}))
         assert "a sub-master reports steps of workers, which are [0, 1]" in reason_of(answer)
-    assert talk.space.group_steps == {"1": [4, 0]}
-    desk = RequestHandler(lambda found: 0, workers=range(5))  # those of the network, where it is known
-    HandlerClient(desk, 0, describe()).control(do="below", below={"4": [2, 0]})
+    assert client.space.group_steps == {"1": [4, 0]}
+    request_handler = RequestHandler(lambda found: 0, workers=range(5))  # those of the network, where it is known
+    HandlerClient(request_handler, 0, describe()).control(do="below", below={"4": [2, 0]})
 
 
-def test_a_refused_step_is_over_and_the_refusal_says_where_the_worker_is() -> None:
+def test_a_refusal_ends_the_step_and_has_the_workers_clock() -> None:
     for synchronous in (False, True):
         one, two = handler_with(0, 1, synchronous=synchronous)
         one.push(torch.ones(8), flags=TICK, clock=0)
@@ -360,7 +362,7 @@ def test_a_refused_step_is_over_and_the_refusal_says_where_the_worker_is() -> No
     assert stranger.push(torch.ones(8)).header.min_clock == -1
 
 
-def test_a_refused_step_far_ahead_is_not_over() -> None:
+def test_a_refused_step_far_ahead_does_not_end() -> None:
     one, _ = handler_with(0, 1, synchronous=True)
     one.space.set_clocks([0, 0])
     one.space.clocks.set(0, MAX_STEPS_AHEAD + 1)
@@ -368,15 +370,15 @@ def test_a_refused_step_far_ahead_is_not_over() -> None:
     assert one.space.clocks.of[0] == MAX_STEPS_AHEAD + 1
 
 
-def test_planes_that_nobody_has_are_told_from_zeros_and_stay_unmade() -> None:
-    (talk,) = handler_with(0, rules=("torch('SGD', lr=0.1, momentum=0.9)",))
-    talk.control(do="planes", names=["momentum_buffer"])
-    assert all(map(math.isnan, values_of(talk.pull(first=2, count=3, state_slot=1)[0])))
-    assert talk.push(torch.ones(8)).header.status == OK  # the odd read has not made an odd piece
+def test_missing_state_reads_as_nan_and_creates_nothing() -> None:
+    (client,) = handler_with(0, rules=("torch('SGD', lr=0.1, momentum=0.9)",))
+    client.control(do="planes", names=["momentum_buffer"])
+    assert all(map(math.isnan, values_of(client.pull(first=2, count=3, state_slot=1)[0])))
+    assert client.push(torch.ones(8)).header.status == OK  # the odd read has not made an odd piece
 
 
 @pytest.mark.parametrize("how", ["finishes", "leaves", "is lost", "was stopped"])
-def test_a_worker_that_ends_long_before_the_others_is_told_once(how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_leaves_early_is_warned_of_once(how: str, caplog: pytest.LogCaptureFixture) -> None:
     """Whoever is lost is told of elsewhere, and who was asked to stop ends where it is."""
     first, second = handler_with(*WORKERS)
     for clock in range(2):

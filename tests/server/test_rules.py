@@ -108,7 +108,7 @@ def test_bad_specs_are_refused(spec: str, reason: str) -> None:
         build_rule(spec)
 
 
-def test_what_is_no_spec_is_refused() -> None:
+def test_objects_that_are_no_specs_are_refused() -> None:
     with pytest.raises(SpecError, match="a rule is a spec"):
         build_rule(3)  # type: ignore[arg-type]
 
@@ -182,7 +182,7 @@ def test_adam_counts_each_weights_own_pushes() -> None:
 
 
 @pytest.mark.parametrize("spread", [0, 1, 30, 400, 5000])
-def test_adam_is_right_however_the_counts_lie(spread: int) -> None:
+def test_adam_corrects_the_bias_for_any_counts(spread: int) -> None:
     """Few counts or as many as weights: each weight steps as one alone with its count would, bit for bit."""
     rule, update = build_rule("adam(lr=0.01)"), pushes(1)[0]
     counts = torch.randint(0, spread + 1, (NUMEL,), generator=torch.Generator().manual_seed(2)).float()
@@ -208,7 +208,7 @@ def push_keys(rule: UpdateRule, weights: Tensor, state: dict[str, Tensor], keys:
 
 
 @pytest.mark.parametrize("spec", ELEMENTWISE)
-def test_ranges_give_what_the_whole_would(spec: str) -> None:
+def test_ranges_give_the_same_bits_as_the_whole(spec: str) -> None:
     rule, weights, whole = build_rule(spec), start(), start()
     state, cuts = rule.state(NUMEL), [0, 3, 64, 501, 501, 508, NUMEL]
     for update in pushes():
@@ -221,7 +221,7 @@ def test_ranges_give_what_the_whole_would(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ELEMENTWISE)
-def test_lists_of_keys_give_what_the_whole_would(spec: str) -> None:
+def test_lists_of_keys_give_the_same_bits_as_the_whole(spec: str) -> None:
     rule, weights, whole = build_rule(spec), start(), start()
     state = rule.state(NUMEL)
     order = torch.randperm(NUMEL, generator=torch.Generator().manual_seed(3))
@@ -233,7 +233,7 @@ def test_lists_of_keys_give_what_the_whole_would(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ELEMENTWISE)
-def test_state_is_all_that_is_remembered(spec: str) -> None:
+def test_all_memory_of_a_rule_is_in_its_state(spec: str) -> None:
     """Ten pushes, the state copied, ten more: as twenty in one go. And it is as long as the weights."""
     rule, weights, whole = build_rule(spec), start(), start()
     kept = {name: each.clone() for name, each in run(rule, pushes()[:10], weights).items()}
@@ -248,7 +248,7 @@ def test_state_is_all_that_is_remembered(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ["sgd", "momentum", "momentum(nesterov=True)", "adagrad", "adam"])
-def test_the_rate_of_a_push_goes_before_the_rules_own(spec: str) -> None:
+def test_the_rate_of_a_push_replaces_the_rules_own(spec: str) -> None:
     rated, own, untouched = start(), start(), start()
     run(build_rule(spec), pushes(3), rated, rate=0.25)
     run(build_rule(f"{spec.rstrip(')')}{', ' if '(' in spec else '('}lr=0.25)"), pushes(3), own)
@@ -302,7 +302,7 @@ def maker(name: str, options: dict[str, Any]) -> Callable[[list[nn.Parameter]], 
 
 
 def apply_rule(rule: UpdateRule, updates: list[Tensor], weights: Tensor) -> None:
-    """By ranges that no parameter has, through whichever door the rule has."""
+    """Pushes ranges that no parameter has, to both kinds of rules."""
     for first, after in pairwise(CUTS):
         piece = weights[first:after]
         if rule.elementwise:
@@ -341,7 +341,7 @@ def test_rule_of_an_optimizer_bit_for_bit(name: str, options: dict[str, Any]) ->
 
 @pytest.mark.parametrize(("name", "options"), OPTIONS, ids=NAMES)
 @pytest.mark.parametrize("spread", [False, True], ids=["as it is", "numbers as rows"])
-def test_the_state_of_a_piece_goes_on(name: str, options: dict[str, Any], spread: bool) -> None:
+def test_the_state_of_a_piece_is_restored(name: str, options: dict[str, Any], spread: bool) -> None:
     rule, weights, whole = torch_rule(name, **options), start(), start()
     first, second, once = rule.open(weights), rule.open(weights), rule.open(whole)
     for update in pushes()[:10]:
@@ -386,7 +386,7 @@ def test_an_empty_state_is_a_fresh_start(name: str) -> None:
     assert torch.equal(weights, fresh)
 
 
-def test_the_rate_of_a_push_to_a_piece_holds_for_that_push() -> None:
+def test_the_rate_of_a_push_to_a_piece_applies_once() -> None:
     weights = torch.zeros(2)
     piece = torch_rule("SGD", lr=0.5).open(weights)
     piece.apply(torch.ones(2), 0.25)
@@ -398,7 +398,7 @@ def test_the_rate_of_a_push_to_a_piece_holds_for_that_push() -> None:
     assert weights.tolist() == [-0.75, -0.75]
 
 
-def test_a_scheduled_rate_goes_with_each_push() -> None:
+def test_each_push_has_the_scheduled_rate() -> None:
     """Rates that a scheduler gave, sent along, reproduce the optimizer that had them."""
     parameter, weights = nn.Parameter(start()), start()
     optimizer = torch.optim.AdamW([parameter], lr=0.1)
@@ -444,24 +444,26 @@ class Mine(torch.optim.SGD):
         (lambda p: torch.optim.SGD(p, differentiable=True), "differentiable=True"),
     ],
 )
-def test_what_is_not_elementwise_is_refused(make: Callable[[list[nn.Parameter]], Optimizer], reason: str) -> None:
+def test_optimizers_that_are_not_elementwise_are_refused(
+    make: Callable[[list[nn.Parameter]], Optimizer], reason: str
+) -> None:
     with pytest.raises(IncompatibleError, match=reason):
         rule_of(make([nn.Parameter(torch.zeros(2, 2))]))
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "Muon", "SparseAdam", "Adafactor", "LARS"])
-def test_what_is_not_elementwise_is_refused_by_name(name: str) -> None:
+def test_other_optimizers_are_refused_by_name(name: str) -> None:
     with pytest.raises(IncompatibleError, match=f"{name} cannot run at a server"):
         build_rule(f"torch('{name}')")
 
 
 @pytest.mark.parametrize("weights", [torch.zeros(2, 2), torch.zeros(4)[::2], torch.zeros(2).double()])
-def test_a_piece_is_a_row_of_float32(weights: Tensor) -> None:
+def test_a_piece_is_a_1d_float32_tensor(weights: Tensor) -> None:
     with pytest.raises(IncompatibleError, match="a 1-D float32 tensor"):
         torch_rule("SGD").open(weights)
 
 
-def test_each_rule_has_one_door() -> None:
+def test_a_rule_is_elementwise_or_by_pieces() -> None:
     with pytest.raises(AssertionError, match="elementwise: apply"):
         build_rule("sgd").open(torch.zeros(1))
     rule = torch_rule("SGD")
@@ -491,7 +493,7 @@ def test_a_registered_handler_is_a_rule() -> None:
         build_rule("test_rules_mean(3)")
 
 
-def test_an_unknown_handler_is_named_when_it_is_needed() -> None:
+def test_an_unknown_handler_raises_when_it_is_applied() -> None:
     rule = build_rule("handler('test_rules_nobody')")
     with pytest.raises(ProtocolError, match="no handler 'test_rules_nobody'"):
         rule.state(2)

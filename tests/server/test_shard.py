@@ -1,4 +1,4 @@
-"""A shard: held steps, quorums, clocks; no transport, no requests."""
+"""A shard without transport and requests: synchronous steps, quorums, clocks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def push(values: torch.Tensor, first: int = 0, **options: Any) -> Push:
     return Push(first, values.clone(), **options)
 
 
-def test_held_pushes_are_added_in_the_order_of_the_workers_whatever_came_first() -> None:
+def test_synchronous_pushes_are_added_in_the_order_of_workers() -> None:
     torch.manual_seed(1)
     rows = [torch.randn(8) * 10.0**power for power in (0, 6, -3)]
     for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
@@ -41,7 +41,7 @@ def test_held_pushes_are_added_in_the_order_of_the_workers_whatever_came_first()
         assert torch.equal(space.weights, wanted)
 
 
-def test_cuts_that_differ_are_summed_all_the_same_and_a_rule_sees_a_key_once() -> None:
+def test_different_splits_are_added_and_each_key_applied_once() -> None:
     space = synchronous(rules=("momentum(1.0, mu=0.5)",))
     space.push(0, 0, push(torch.ones(8)))
     space.push(1, 0, push(torch.ones(3)))
@@ -65,7 +65,7 @@ def test_a_mean_is_over_gradients_not_over_workers() -> None:
     assert space.weights.tolist() == [1.0] * 8
 
 
-def test_half_a_step_of_a_lost_worker_does_not_count() -> None:
+def test_an_incomplete_step_of_a_lost_worker_is_dropped() -> None:
     space = synchronous()
     space.push(1, 0, push(torch.ones(8)))
     space.push(0, 0, push(torch.ones(8)))
@@ -76,7 +76,7 @@ def test_half_a_step_of_a_lost_worker_does_not_count() -> None:
     assert space.weights.tolist() == [1.0] * 8
 
 
-def test_a_whole_step_of_a_lost_worker_counts() -> None:
+def test_a_complete_step_of_a_lost_worker_counts() -> None:
     space = synchronous()
     space.push(1, 0, push(torch.ones(8)))
     space.tick(1, 0)
@@ -86,7 +86,7 @@ def test_a_whole_step_of_a_lost_worker_counts() -> None:
     assert space.weights.tolist() == [2.0] * 8
 
 
-def test_who_comes_after_the_quorum_is_late_and_goes_on_with_the_open_step() -> None:
+def test_a_push_after_the_quorum_is_late() -> None:
     space = synchronous(workers=(0, 1, 2), quorum=0.5)
     for worker in (0, 1):
         space.push(worker, 0, push(torch.ones(8)))
@@ -98,7 +98,7 @@ def test_who_comes_after_the_quorum_is_late_and_goes_on_with_the_open_step() -> 
     assert space.late_steps == {2: 1}
 
 
-def test_who_was_late_elsewhere_skips_steps_here_and_does_not_count_for_them() -> None:
+def test_a_worker_skips_steps_it_was_late_for_elsewhere() -> None:
     space = synchronous(workers=(0, 1, 2), quorum=0.5)
     space.check_step(2, 3)  # another server is at step 3 already
     assert space.clocks.of[2] == 3
@@ -113,7 +113,7 @@ def test_who_was_late_elsewhere_skips_steps_here_and_does_not_count_for_them() -
         full.check_step(2, 3)
 
 
-def test_a_step_that_nobody_can_push_any_more_is_closed() -> None:
+def test_a_step_that_no_worker_can_push_is_closed() -> None:
     """Seed 132 of the hunt: the one who had pushed it elsewhere is dead, the other skipped it."""
     space = synchronous(quorum=0.5)
     space.check_step(0, 1)
@@ -123,7 +123,7 @@ def test_a_step_that_nobody_can_push_any_more_is_closed() -> None:
     assert space.open_step == 2
 
 
-def test_what_is_held_of_one_worker_is_bounded() -> None:
+def test_kept_pushes_of_one_worker_are_bounded() -> None:
     space = synchronous()
     most = MAX_KEPT_SHARDS * MIN_SHARD_BYTES // (4 * 8)
     for _ in range(most):
@@ -139,7 +139,7 @@ def test_what_is_held_of_one_worker_is_bounded() -> None:
     space.push(0, 1, push(torch.ones(8)))  # there is room again
 
 
-def test_clocks_out_of_a_checkpoint() -> None:
+def test_clocks_of_a_checkpoint_are_set() -> None:
     space = synchronous()
     space.set_clocks([3, 5])
     assert space.open_step == 3
@@ -151,7 +151,7 @@ def test_clocks_out_of_a_checkpoint() -> None:
         space.set_clocks([0, MAX_STEPS_AHEAD + 1])
 
 
-def test_reads_wait_for_the_slowest_who_trains() -> None:
+def test_reads_wait_for_the_slowest_training_worker() -> None:
     space = ParameterShard(describe(), 0)
     space.tick(0, 0)
     assert space.may_read(0)
@@ -165,7 +165,7 @@ def test_reads_wait_for_the_slowest_who_trains() -> None:
     assert other.may_read(10**6)
 
 
-def test_staleness_counts_the_others_steps_since_ones_last_read() -> None:
+def test_staleness_counts_steps_of_others_since_the_last_read() -> None:
     space = ParameterShard(describe(damped=True, rules=("sgd(1.0)",)), 0)
     space.note_read(0)
     for clock in range(4):
@@ -185,7 +185,7 @@ def test_a_clock_that_jumps_is_refused() -> None:
     assert not clocks.leave(1)
 
 
-def test_a_question_for_planes_changes_no_numbers() -> None:
+def test_asking_for_state_names_changes_no_numbers() -> None:
     """Another worker may ask what a shard remembers while one writes or reads by numbers."""
     space = ParameterShard(describe(rules=("momentum(1.0, mu=0.5)",)), 0)
     space.number_state(["first", "second"])

@@ -19,7 +19,7 @@ def layouts(draw: st.DrawFn) -> SpaceLayout:
 
 
 @given(layouts())
-def test_shards_lie_one_after_another_as_even_as_can_be(layout: SpaceLayout) -> None:
+def test_shards_are_contiguous_and_nearly_equal(layout: SpaceLayout) -> None:
     shards = [layout.shard(server) for server in range(layout.servers)]
     assert [first for first, _ in shards] == [0, *(after for _, after in shards)][:-1]
     assert shards[-1][1] == layout.numel
@@ -28,41 +28,41 @@ def test_shards_lie_one_after_another_as_even_as_can_be(layout: SpaceLayout) -> 
 
 
 @given(layouts(), st.data())
-def test_a_range_is_cut_into_pieces_that_belong_together(layout: SpaceLayout, data: st.DataObject) -> None:
+def test_a_range_is_split_at_shards_groups_and_pieces(layout: SpaceLayout, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, layout.numel))
     after = data.draw(st.integers(first, layout.numel))
-    cuts = layout.split_range(first, after)
-    assert [key for cut in cuts for key in range(cut.first, cut.first + cut.count)] == list(range(first, after))
-    assert [place for cut in cuts for place in range(cut.start, cut.stop)] == list(range(after - first))
-    for cut in cuts:
-        low, high = layout.shard(cut.server)
-        assert low <= cut.first < cut.first + cut.count <= high
-        assert cut.count <= layout.piece
-        assert not any(cut.first < bound < cut.first + cut.count for bound in layout.bounds)
-    whole = {(cut.server, cut.first + cut.count) for cut in layout.split_range(0, layout.numel)}
-    ends = {(cut.server, cut.first + cut.count) for cut in cuts[:-1]}
+    parts = layout.split_range(first, after)
+    assert [key for part in parts for key in range(part.first, part.first + part.count)] == list(range(first, after))
+    assert [place for part in parts for place in range(part.start, part.stop)] == list(range(after - first))
+    for part in parts:
+        low, high = layout.shard(part.server)
+        assert low <= part.first < part.first + part.count <= high
+        assert part.count <= layout.piece
+        assert not any(part.first < bound < part.first + part.count for bound in layout.bounds)
+    whole = {(part.server, part.first + part.count) for part in layout.split_range(0, layout.numel)}
+    ends = {(part.server, part.first + part.count) for part in parts[:-1]}
     assert ends <= whole, "a part of a range is cut elsewhere than the whole"
 
 
 @given(layouts(), st.data())
-def test_a_list_is_cut_as_its_keys_are(layout: SpaceLayout, data: st.DataObject) -> None:
+def test_a_list_is_split_by_its_keys(layout: SpaceLayout, data: st.DataObject) -> None:
     keys = sorted(data.draw(st.sets(st.integers(0, layout.numel - 1))))
-    cuts = layout.split_keys(torch.tensor(keys, dtype=torch.int64))
-    assert [place for cut in cuts for place in range(cut.start, cut.stop)] == list(range(len(keys)))
+    parts = layout.split_keys(torch.tensor(keys, dtype=torch.int64))
+    assert [place for part in parts for place in range(part.start, part.stop)] == list(range(len(keys)))
     edges = layout.edges
-    for cut in cuts:
-        low, high = layout.shard(cut.server)
-        piece = edges[edges.index(cut.first) + 1]
-        assert all(max(low, cut.first) <= key < min(high, piece) for key in keys[cut.start : cut.stop])
+    for part in parts:
+        low, high = layout.shard(part.server)
+        piece = edges[edges.index(part.first) + 1]
+        assert all(max(low, part.first) <= key < min(high, piece) for key in keys[part.start : part.stop])
     by_server = layout.split(torch.tensor(keys, dtype=torch.int64))
-    assert [cut for server in by_server for cut in by_server[server]] == cuts
+    assert [part for server in by_server for part in by_server[server]] == parts
 
 
 @pytest.mark.parametrize(
     ("keys", "found"),
     [(None, (0, 10)), (range(2, 5), (2, 5)), (slice(3), (0, 3)), (slice(-2, None), (8, 10)), ((4, 4), (4, 4))],
 )
-def test_ways_to_name_a_range(keys: object, found: tuple[int, int]) -> None:
+def test_forms_of_a_range(keys: object, found: tuple[int, int]) -> None:
     assert parse_keys(keys, 10) == found  # type: ignore[arg-type]
 
 
@@ -81,7 +81,7 @@ def test_ways_to_name_a_range(keys: object, found: tuple[int, int]) -> None:
         (torch.tensor([[1]]), r"int64, not torch.int64\[1, 1\]"),
     ],
 )
-def test_keys_that_cannot_be(keys: object, message: str) -> None:
+def test_invalid_keys_are_refused(keys: object, message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
         parse_keys(keys, 10)  # type: ignore[arg-type]
 

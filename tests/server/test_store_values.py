@@ -41,7 +41,7 @@ class Kept:
 
 @pytest.mark.parametrize("spec", CODECS)
 @pytest.mark.parametrize("keyed", [False, True])
-def test_what_was_sent_and_what_is_left_add_up(spec: str, keyed: bool) -> None:
+def test_sent_values_and_the_residual_add_up(spec: str, keyed: bool) -> None:
     """Σ values = Σ sent + residual, for ranges and for lists."""
     kept = Kept(1)
 
@@ -71,7 +71,7 @@ def test_what_was_sent_and_what_is_left_add_up(spec: str, keyed: bool) -> None:
 
 
 @pytest.mark.parametrize("spec", CODECS)
-def test_answers_in_a_codec_follow_the_weights_and_both_ends_have_the_same_view(spec: str) -> None:
+def test_encoded_replies_follow_the_weights(spec: str) -> None:
     kept = Kept(2)
 
     def work(world: sl.World) -> list[float]:
@@ -98,7 +98,7 @@ def test_answers_in_a_codec_follow_the_weights_and_both_ends_have_the_same_view(
         assert errors[-1] < (0.5 if spec == "threshold(0.5)" else 1e-4)
 
 
-def test_an_exact_codecs_answers_are_exact() -> None:
+def test_replies_of_an_exact_codec_are_exact() -> None:
     def work(world: sl.World) -> bool:
         client = open_space(world, "s", NUMEL, codec="lossless")
         same = True
@@ -112,7 +112,7 @@ def test_an_exact_codecs_answers_are_exact() -> None:
     assert sl.simulate(work, 1).results == (True,)
 
 
-def test_values_that_a_codec_cannot_carry_are_refused_before_anything_is_sent() -> None:
+def test_values_a_codec_cannot_carry_are_refused_before_sending() -> None:
     def work(world: sl.World) -> list[float]:
         client = open_space(world, "s", 30, codec="topk(0.5)", piece=10)
         bad = torch.ones(30)
@@ -129,7 +129,7 @@ def test_values_that_a_codec_cannot_carry_are_refused_before_anything_is_sent() 
 
 @pytest.mark.parametrize("synchronous", [False, True])
 @pytest.mark.parametrize("spec", ["significant(0.5)", "skip(0.5, seed=3)", "significant(0.5)|skip(0.3)|cache"])
-def test_nothing_that_a_filter_holds_back_is_lost_for_good(spec: str, synchronous: bool) -> None:
+def test_values_held_back_are_sent_in_the_end(spec: str, synchronous: bool) -> None:
     def work(world: sl.World) -> tuple[Tensor, Tensor]:
         filters = build_filter(spec)
         client = open_space(world, "s", 40, filters=filters, synchronous=synchronous, piece=16)
@@ -149,7 +149,7 @@ def test_nothing_that_a_filter_holds_back_is_lost_for_good(spec: str, synchronou
     assert torch.equal(total, found)
 
 
-def test_leaving_sends_the_rest() -> None:
+def test_closing_sends_the_values_held_back() -> None:
     def work(world: sl.World) -> Tensor:
         client = open_space(world, "s", 4, filters=build_filter("significant(100.0)") if world.rank else None)
         client.push(None, torch.ones(4)).wait()
@@ -165,7 +165,7 @@ def test_leaving_sends_the_rest() -> None:
     assert sl.simulate(work, 2, extra=[Kept(2)]).results[0].tolist() == [2.0] * 4
 
 
-def test_key_lists_are_sent_once_and_found_again() -> None:
+def test_key_lists_are_sent_once() -> None:
     kept = Kept(1)
 
     def work(world: sl.World) -> tuple[list[int], Tensor]:
@@ -194,7 +194,7 @@ def test_key_lists_are_sent_once_and_found_again() -> None:
     assert total.sum().item() == 6 * 334
 
 
-def test_lists_that_were_forgotten_are_sent_again_though_nobody_waits_for_that_push() -> None:
+def test_forgotten_lists_are_sent_again_without_a_wait() -> None:
     """Seen as a deadlock: a read came after a push whose keys the server had asked for."""
     kept = Kept(1)
 

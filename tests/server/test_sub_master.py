@@ -136,7 +136,7 @@ def gathering(synchronous: bool, quorum: float = 1.0, mean: bool = False) -> Agg
     )  # fmt: skip
 
 
-def test_a_part_of_a_step_is_read_with_the_rest() -> None:
+def test_a_worker_reads_after_its_whole_step() -> None:
     """A child's first part is not in the weights before its step has gone up and come back."""
     space = gathering(synchronous=False)
     space.push(0, -1, Push(0, torch.ones(1)))
@@ -154,7 +154,7 @@ def bring(space: AggregatingShard, worker: int, clock: int, value: float) -> Non
     space.tick(worker, clock, weight=1.0)
 
 
-def test_a_step_goes_up_when_all_have_pushed_it() -> None:
+def test_a_sum_is_relayed_when_all_have_pushed() -> None:
     space = gathering(synchronous=True, mean=True)
     bring(space, 1, 0, 2.0)
     assert not space.sums
@@ -169,7 +169,7 @@ def test_a_step_goes_up_when_all_have_pushed_it() -> None:
     assert not space.sums
 
 
-def test_what_comes_while_a_sum_is_under_way_goes_up_next() -> None:
+def test_pushes_during_a_relay_make_the_next_sum() -> None:
     space = gathering(synchronous=False)
     bring(space, 0, 0, 1.0)
     assert len(space.sums) == 1
@@ -198,7 +198,7 @@ def test_a_sub_master_of_another_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize("synchronous", [True, False])
-def test_a_sub_master_sends_up_less_than_it_receives(synchronous: bool) -> None:
+def test_a_sub_master_relays_less_than_it_receives(synchronous: bool) -> None:
     """Four children, one sum: about a quarter goes up; where nobody waits, at most as much as came together."""
     numel = 100_000
 
@@ -226,7 +226,7 @@ def test_a_sub_master_sends_up_less_than_it_receives(synchronous: bool) -> None:
         assert weights < (0.26 if synchronous else 0.76) * came
 
 
-def test_a_group_goes_on_without_a_killed_child() -> None:
+def test_a_group_continues_without_a_killed_worker() -> None:
     journal = Journal()
     found = sl.simulate(tagged(journal, synchronous=True, deaths=True), WORKERS, faults=[Kill(3, at=1.15)])
     assert found.killed == (3,)
@@ -235,7 +235,7 @@ def test_a_group_goes_on_without_a_killed_child() -> None:
 
 
 @pytest.mark.parametrize("synchronous", [True, False])
-def test_children_of_a_killed_sub_master_are_told_its_name(synchronous: bool) -> None:
+def test_an_error_names_the_killed_sub_master(synchronous: bool) -> None:
     """Worker 2 is the sub-master of 2 and 3; 0 and 1 go on without them."""
     journal = Journal()
     work = tagged(journal, synchronous, deaths=True)
@@ -248,7 +248,7 @@ def test_children_of_a_killed_sub_master_are_told_its_name(synchronous: bool) ->
     assert "rank 2" in str(error)
 
 
-def test_a_sub_master_whose_root_is_gone_says_so() -> None:
+def test_workers_learn_that_the_root_is_lost() -> None:
     found = sl.simulate(
         tagged(Journal(), synchronous=True),
         WORKERS,
@@ -280,7 +280,7 @@ def test_stopping_reaches_every_group() -> None:
     assert max(sl.simulate(work, WORKERS).results) < 8
 
 
-def test_posts_steps_and_clocks_are_the_whole_trees() -> None:
+def test_posts_steps_and_clocks_belong_to_the_whole_tree() -> None:
     def work(world: sl.World) -> tuple[list[int], list[tuple[float, ...]], int]:
         client = open_tree(world, "told", 2, 2, torch.zeros(2), synchronous=True, mean=True)
         assert isinstance(client, TreeClient)
@@ -316,7 +316,7 @@ def test_every_update_counts_once(synchronous: bool, faults: tuple[Fault, ...]) 
 
 @pytest.mark.hunt
 @pytest.mark.parametrize("synchronous", [True, False])
-def test_every_update_counts_once_with_servers_of_their_own(synchronous: bool) -> None:
+def test_every_update_counts_once_with_dedicated_servers(synchronous: bool) -> None:
     for seed in range(SEEDS):
         journal = Journal()
         found = sl.simulate(tagged(journal, synchronous), WORKERS, seed=seed, chaos=True, extra=servers(3 + seed % 2))
@@ -342,7 +342,7 @@ def test_a_late_gradient_does_not_count(masters: int) -> None:
 @pytest.mark.hunt
 @pytest.mark.parametrize("synchronous", [True, False])
 @pytest.mark.parametrize("dedicated", [0, 3])
-def test_a_killed_child_loses_nothing_that_was_acknowledged(synchronous: bool, dedicated: int) -> None:
+def test_a_killed_worker_loses_nothing_acknowledged(synchronous: bool, dedicated: int) -> None:
     """Not in chaos mode, where a kill may strike before there is a tree."""
     for seed in range(SEEDS):
         journal = Journal()

@@ -19,7 +19,7 @@ STEPS = 8
     nodes=[(2, 0), (2, 1), (3, 2), (4, 3), (4, 0)],
     strategy=["bsp", "ssp(slack=0)"],
 )
-def test_it_equals_one_process_bit_for_bit(optimizer: str, nodes: tuple[int, int], strategy: str) -> None:
+def test_it_has_the_bits_of_one_process(optimizer: str, nodes: tuple[int, int], strategy: str) -> None:
     workers, dedicated = nodes
     wanted = together(optimizer, workers, STEPS)
     found = results(apart(optimizer, strategy, STEPS), workers, dedicated)
@@ -58,6 +58,6 @@ def test_a_server_applies_another_rule() -> None:
 
 
 @pytest.mark.parametrize("spec", ["bsp(rule=3)", "bsp(rule='nonsense')", "bsp(filters='nonsense')", "bsp(factors=1)"])
-def test_what_cannot_be_read_is_refused(spec: str) -> None:
+def test_unreadable_rules_and_filters_are_refused(spec: str) -> None:
     with pytest.raises(SpecError):
         sl.strategies.build_strategy(spec)

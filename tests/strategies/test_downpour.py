@@ -69,12 +69,12 @@ def totals(spec: str, steps: int = STEPS, whole: bool = True) -> Callable[[sl.Wo
     def work(world: sl.World) -> Any:
         model = Tags(world.size, steps)
         optimizer, run = distributed(model, spec)
-        board, draw = run.control_channel(), random.Random(world.rank)
+        control, draw = run.control_channel(), random.Random(world.rank)
         for step in range(steps):
             world.compute(draw.choice([0.01, 0.1, 1.0]))
             step_tag(model, optimizer, world.rank, step)
-        board.finish()
-        taken = board.steps()[world.rank]
+        control.finish()
+        taken = control.steps()[world.rank]
         if whole:
             world.barrier()
             assert torch.equal(agreed(run), torch.full((world.size, steps), -1.0)), agreed(run)
@@ -98,7 +98,7 @@ def _all(found: tuple[Any, ...], wanted: int) -> None:
     assert found == (wanted,) * len(found), f"steps as the board knows them: {found}"
 
 
-def test_nothing_is_lost_while_a_push_is_under_way() -> None:
+def test_nothing_is_lost_while_a_push_is_in_flight() -> None:
     """A push takes longer than a step; its row travels by itself, and the next gradients must not come into it."""
 
     def work(world: sl.World) -> torch.Tensor:
@@ -123,7 +123,7 @@ def test_nothing_is_lost_while_a_push_is_under_way() -> None:
         assert torch.equal(found, torch.full_like(found, -2.0 * 36))
 
 
-def test_a_push_that_is_under_way_is_in_a_checkpoint() -> None:
+def test_a_push_in_flight_is_in_a_checkpoint() -> None:
     """A state is told while the latest push is on a slow link: it is at the servers, or unsent, and not lost."""
 
     def work(world: sl.World) -> tuple[bool, torch.Tensor, torch.Tensor]:
@@ -180,7 +180,7 @@ def test_a_prefetch_is_one_step_older() -> None:
     assert [*seen, last] == [-100.0, -200.0, -2.0, -102.0, -202.0, -5.0, -6.0]
 
 
-def test_a_prefetch_hides_behind_the_step() -> None:
+def test_a_prefetch_overlaps_with_the_step() -> None:
     network = sl.Network(latency=0.1, bandwidth=1e9)
     times = {
         prefetch: sl.simulate(
@@ -193,7 +193,7 @@ def test_a_prefetch_hides_behind_the_step() -> None:
     assert times[True] < times[False] - 9 * 0.2  # a round trip for each fetch but the first
 
 
-def test_nobody_waits_for_a_slow_worker() -> None:
+def test_no_worker_waits_for_a_slow_one() -> None:
     def work(world: sl.World) -> float:
         model = Tags(world.size, 20)
         optimizer, run = distributed(model, f"downpour({SUM})")
@@ -237,7 +237,7 @@ def test_worker_0_warms_up_alone(push: int) -> None:
         assert {worker for worker, _ in seen} == {0}
 
 
-def test_who_waits_for_warmth_goes_on_when_worker_0_ends_early() -> None:
+def test_waiting_workers_continue_if_worker_0_ends_early() -> None:
     def work(world: sl.World) -> int:
         model = Tags(world.size, 4)
         optimizer, run = distributed(model, f"downpour(push=2, warmup=100, {SUM})")
@@ -250,7 +250,7 @@ def test_who_waits_for_warmth_goes_on_when_worker_0_ends_early() -> None:
 
 
 @pytest.mark.hunt
-def test_the_rest_goes_on_without_a_killed_worker() -> None:
+def test_the_others_continue_without_a_killed_worker() -> None:
     for seed in range(SEEDS):
         victim = seed % WORKERS
         faults = (Kill(victim, at=random.Random(seed).uniform(0.05, 3.0)),)
@@ -284,7 +284,7 @@ def test_the_servers_rate_follows_the_schedule() -> None:
     assert sl.simulate(work, ranks=1).results[0] == -1.75  # 1 + 1/2 + 1/4
 
 
-def test_a_run_goes_on_from_its_state() -> None:
+def test_a_run_continues_from_its_state() -> None:
     """The replica and what it has not pushed yet are each worker's own."""
 
     def train(model: Tags, run: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -319,6 +319,6 @@ def test_a_run_goes_on_from_its_state() -> None:
 @pytest.mark.parametrize(
     "arguments", ["push=0", "fetch=0", "push=True", "warmup=-1", "lr=0", "lr='x'", "prefetch=1", "rule='nonsense'"]
 )
-def test_what_makes_no_sense_is_refused(arguments: str) -> None:
+def test_contradictory_arguments_are_refused(arguments: str) -> None:
     with pytest.raises(SpecError):
         sl.strategies.build_strategy(f"downpour({arguments})")

@@ -83,7 +83,7 @@ def test_an_exchange_comes_with_every_period() -> None:
     assert still == [0.875]
 
 
-def test_a_push_that_replaces_would_be_noticed() -> None:
+def test_the_test_notices_a_push_that_replaces() -> None:
     """The planted mistake: the centre is set, not added to, and what others gave is gone."""
     push = Client.push
 
@@ -98,7 +98,7 @@ def test_a_push_that_replaces_would_be_noticed() -> None:
     assert abs(sum(x for x, _ in found) + found[0][1] - sum(starts)) > 0.1
 
 
-def test_nobody_waits_for_a_slow_worker() -> None:
+def test_no_worker_waits_for_a_slow_one() -> None:
     def work(world: sl.World) -> float:
         model = Bowl(1.0)
         optimizer, run = distributed(model, EASGD(period=2, sync=False), 0.1)
@@ -114,7 +114,7 @@ def test_nobody_waits_for_a_slow_worker() -> None:
     assert all(ended < 25.0 for ended in fast)
 
 
-def test_the_rest_goes_on_without_a_killed_worker() -> None:
+def test_the_others_continue_without_a_killed_worker() -> None:
     def work(world: sl.World) -> tuple[int, list[int]]:
         model = Bowl(1.0)
         optimizer, run = distributed(model, EASGD(period=3, sync=False), 0.1)
@@ -155,7 +155,7 @@ def test_close_leaves_the_centre_and_the_buffers_of_one() -> None:
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_a_run_goes_on_from_its_state(momentum: float) -> None:
+def test_a_run_continues_from_its_state(momentum: float) -> None:
     """Each worker has its own weights again, and the servers the centre; the sum is what it was."""
 
     def work(world: sl.World) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -175,7 +175,7 @@ def test_a_run_goes_on_from_its_state(momentum: float) -> None:
         run.load_state_dict(state)
         world.barrier()
         found = own, centre, torch.cat([flat(fresh), *(each.clone() for each in run.own)]), shown(run)
-        assert run._since == 1
+        assert run.steps_since_average == 1
         world.barrier()
         step(fresh, optimizer)
         run.close()
@@ -186,7 +186,7 @@ def test_a_run_goes_on_from_its_state(momentum: float) -> None:
         assert torch.equal(centre, likewise)
 
 
-def test_one_worker_is_plain_training_and_its_centre_what_it_has() -> None:
+def test_one_worker_trains_alone_and_is_its_own_centre() -> None:
     def work(world: sl.World) -> tuple[Tensor, Tensor, list[int]]:
         model = mlp()
         optimizer, run = distributed(model, EASGD(period=2, sync=False, momentum=0.9), 0.1)
@@ -213,7 +213,7 @@ def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-def test_with_a_codec_the_sum_stays_but_for_what_is_kept_back() -> None:
+def test_with_a_codec_the_sum_stays_up_to_the_residual() -> None:
     """Σ x_i + x̃ + Σ residual_i; the centre is read as it is."""
 
     def work(world: sl.World) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -247,7 +247,7 @@ def test_a_codec_of_whole_matrices_is_refused() -> None:
         sl.simulate(lambda world: distributed(Bowl(), EASGD(sync=False), 0.1, codec="powersgd(1)", algorithm="auto"), 2)
 
 
-def test_who_only_watches_finds_the_centre() -> None:
+def test_an_observer_reads_the_centre() -> None:
     def work(world: sl.World) -> float:
         model = Bowl(1.0)
         optimizer, run = distributed(model, EASGD(period=2, sync=False), 0.1)
@@ -267,14 +267,14 @@ def test_who_only_watches_finds_the_centre() -> None:
     def watch(transport: Transport) -> None:
         network = network_of(transport, 2, 1, 1)
         model = Bowl()
-        board = EASGD(period=2, sync=False).observe(model, network)
-        assert board is not None
-        while not any(post.kind == "done" for post in board.read_posts(0)):
+        control = EASGD(period=2, sync=False).observe(model, network)
+        assert control is not None
+        while not any(post.kind == "done" for post in control.read_posts(0)):
             transport.runtime.sleep(0.01)
-        board.load_weights(model)
+        control.load_weights(model)
         seen.append(model.x.item())
-        board.post("seen", [])
-        board.close()
+        control.post("seen", [])
+        control.close()
 
     aside: list[Any] = [*servers(2, 1, evaluators=1), ExtraProcess(watch, "evaluator")]
     found = sl.simulate(work, 2, extra=aside).results
@@ -298,7 +298,7 @@ def test_the_sum_stays_on_real_processes(zeromq: Pool) -> None:
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_it_does_what_one_process_does_by_hand(momentum: float) -> None:
+def test_it_equals_a_computation_in_one_process(momentum: float) -> None:
     """One worker moves, with Nesterov's momentum or without; the other takes no steps."""
 
     def gradient(worker: int, number: int, x: float) -> float:

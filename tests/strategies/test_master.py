@@ -34,7 +34,7 @@ WORKERS, STEPS = 4, 4
 
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
 @pytest.mark.parametrize(("workers", "dedicated"), [(2, 0), (3, 1), (4, 2)])
-def test_in_step_it_is_synchronous_training_bit_for_bit(optimizer: str, workers: int, dedicated: int) -> None:
+def test_with_sync_it_has_the_bits_of_synchronous_training(optimizer: str, workers: int, dedicated: int) -> None:
     due = together(optimizer, workers, 5)
     for found in results(apart(optimizer, "master", 5), workers, dedicated):
         assert torch.equal(found, due)
@@ -42,9 +42,7 @@ def test_in_step_it_is_synchronous_training_bit_for_bit(optimizer: str, workers:
 
 @pytest.mark.parametrize(("workers", "masters"), [(2, 2), (3, 2), (4, 3), (4, 4)])
 @pytest.mark.parametrize("dedicated", [0, 5])
-def test_a_tree_gives_the_same_bits_where_the_order_of_the_sum_is_the_same(
-    workers: int, masters: int, dedicated: int
-) -> None:
+def test_a_tree_with_the_same_order_of_sums_has_the_same_bits(workers: int, masters: int, dedicated: int) -> None:
     """((g0 + g1) + g2) + g3 is also what a tree adds up if only its first group has several workers."""
     due = together("momentum", workers, 5)
     for found in results(apart("momentum", f"master(masters={masters})", 5), workers, dedicated):
@@ -52,7 +50,7 @@ def test_a_tree_gives_the_same_bits_where_the_order_of_the_sum_is_the_same(
 
 
 @pytest.mark.parametrize(("workers", "masters"), [(4, 2), (6, 2), (7, 3)])
-def test_another_tree_gives_the_same_to_rounding(workers: int, masters: int) -> None:
+def test_other_trees_differ_by_rounding(workers: int, masters: int) -> None:
     """(g0 + g1) + (g2 + g3): floats add up otherwise."""
     due = together("momentum", workers, 5)
     found = results(apart("momentum", f"master(masters={masters})", 5), workers)
@@ -146,7 +144,7 @@ def test_a_stale_gradient_counts_less_with_damp() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4, 8])
-def test_the_momentum_that_is_left_keeps_the_age_of_gradients(workers: int) -> None:
+def test_momentum_left_keeps_the_mean_age_of_gradients(workers: int) -> None:
     """The two filters are played: an impulse of a gradient, and when it comes into the weights."""
 
     def mean_age(momentum: float, others: float) -> float:
@@ -162,7 +160,7 @@ def test_the_momentum_that_is_left_keeps_the_age_of_gradients(workers: int) -> N
     assert mean_age(left, 1.0 - 1.0 / workers) == pytest.approx(mean_age(0.9, 0.0), rel=1e-6)
 
 
-def test_more_workers_than_momentum_leave_none() -> None:
+def test_many_workers_leave_no_momentum() -> None:
     assert momentum_left(0.9, 10) == pytest.approx(0.0, abs=1e-9)
     assert momentum_left(0.9, 11) == 0.0
     assert momentum_left(0.0, 1) == 0.0
@@ -180,7 +178,7 @@ def rules_of(strategy: str, make: Callable[[list[nn.Parameter]], torch.optim.Opt
     return found
 
 
-def test_the_master_has_the_momentum_that_is_left() -> None:
+def test_the_master_uses_momentum_left() -> None:
     corrected = "master(sync=False, correct_momentum=True)"
     (rule,) = rules_of(corrected, lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.75, nesterov=True))
     assert rule == "torch('SGD', lr=0.1)"
@@ -207,7 +205,7 @@ def test_the_master_has_the_momentum_that_is_left() -> None:
         ("master(sync=False, fraction=0.5)", "leave fraction out"),
     ],
 )
-def test_what_makes_no_sense_is_refused(spec: str, reason: str) -> None:
+def test_contradictory_arguments_are_refused(spec: str, reason: str) -> None:
     with pytest.raises(SpecError, match=reason):
         sl.simulate(lambda world: sl.distribute(mlp(), OPTIMIZERS["sgd"](mlp().parameters()), strategy=spec), 1)
 
@@ -220,7 +218,7 @@ def test_its_repr_is_its_spec() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["master", "master(masters=2)"])
-def test_a_resumed_run_equals_one_that_went_on(strategy: str) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(strategy: str) -> None:
     def train(world: sl.World, stop: int | None) -> Tensor:
         model = mlp(seed=world.rank)
         optimizer = OPTIMIZERS["momentum"](model.parameters())
@@ -239,9 +237,9 @@ def test_a_resumed_run_equals_one_that_went_on(strategy: str) -> None:
             backward(loss_of(model, world.rank, step))
             optimizer.step()
         world.barrier()
-        board = strategy_run(run).control_channel()
-        assert board is not None
-        assert board.steps() == [6] * world.size
+        control = strategy_run(run).control_channel()
+        assert control is not None
+        assert control.steps() == [6] * world.size
         world.barrier()
         run.close()
         return flat(model)
@@ -250,7 +248,7 @@ def test_a_resumed_run_equals_one_that_went_on(strategy: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(whole, cut, strict=True))
 
 
-def test_a_codec_goes_both_ways_through_a_tree() -> None:
+def test_a_codec_works_both_ways_in_a_tree() -> None:
     """fp16 on every link: near to exact, and the same on all workers."""
     due = together("sgd", 4, 5)
 
@@ -268,7 +266,7 @@ def test_a_codec_goes_both_ways_through_a_tree() -> None:
         torch.testing.assert_close(found, due, rtol=0, atol=2e-3)
 
 
-def test_buffers_come_to_the_root() -> None:
+def test_buffers_reach_the_root() -> None:
     def work(world: sl.World) -> tuple[Tensor, Tensor]:
         torch.manual_seed(world.rank)
         norm = nn.BatchNorm1d(3)
@@ -279,9 +277,9 @@ def test_buffers_come_to_the_root() -> None:
             optimizer.zero_grad()
             backward(model(torch.randn(4, 3) + world.rank).sum())
             optimizer.step()
-        board = strategy_run(run).control_channel()
-        assert board is not None
-        board.finish()
+        control = strategy_run(run).control_channel()
+        assert control is not None
+        control.finish()
         world.barrier()
         assert norm.running_mean is not None
         own = norm.running_mean.clone()
@@ -297,19 +295,19 @@ def test_buffers_come_to_the_root() -> None:
     assert not torch.equal(found[3][0], found[0][0])
 
 
-def test_an_evaluator_watches_the_root_of_a_tree() -> None:
+def test_an_evaluator_observes_the_root_of_a_tree() -> None:
     seen: list[Tensor] = []
 
     def evaluate(channel: Transport) -> None:
         model = mlp(seed=5)
-        board = Master(masters=2).observe(model, network_of(channel, 4, 3, 1))
-        assert board is not None
-        while board.steps() != [3] * 4:
+        control = Master(masters=2).observe(model, network_of(channel, 4, 3, 1))
+        assert control is not None
+        while control.steps() != [3] * 4:
             channel.runtime.sleep(0.01)
-        board.load_weights(model)
+        control.load_weights(model)
         seen.append(flat(model))
-        board.request_stop()
-        board.close()
+        control.request_stop()
+        control.close()
 
     def work(world: sl.World) -> Tensor:
         model = mlp()
@@ -319,10 +317,10 @@ def test_an_evaluator_watches_the_root_of_a_tree() -> None:
                 optimizer.zero_grad()
                 backward(loss_of(model, world.rank, step))
                 optimizer.step()
-            weights, board = flat(model), strategy_run(run).control_channel()
-            assert board is not None
-            while not board.stop_requested():  # any answer of the root tells
-                board.steps()
+            weights, control = flat(model), strategy_run(run).control_channel()
+            assert control is not None
+            while not control.stop_requested():  # any answer of the root tells
+                control.steps()
                 world.runtime.sleep(0.01)
         return weights
 
@@ -338,7 +336,7 @@ def test_an_evaluator_watches_the_root_of_a_tree() -> None:
         ("master(masters=2)", 2, r"worker 2 was the sub-master of workers \[2, 3\]"),
     ],
 )
-def test_who_has_lost_a_master_is_told_its_name(strategy: str, victim: int, words: str) -> None:
+def test_an_error_names_the_lost_master(strategy: str, victim: int, words: str) -> None:
     found = sl.simulate(
         apart("sgd", strategy, 5, pace=lambda rank, step: 1.0), 4, faults=[Kill(victim, at=2.5)], return_exceptions=True
     )
@@ -391,11 +389,11 @@ def tagged(journal: Journal, strategy: str, once: float | None, deaths: bool = F
             journal.check(model.seen.detach(), own)
             if once is not None:
                 assert set(model.seen.detach().view(-1).tolist()) <= {0.0, once}
-        board = run.control_channel()
-        assert board is not None
-        board.finish()
+        control = run.control_channel()
+        assert control is not None
+        control.finish()
         while deaths and any(
-            count < STEPS for rank, count in enumerate(board.steps()) if rank not in world.transport.lost()
+            count < STEPS for rank, count in enumerate(control.steps()) if rank not in world.transport.lost()
         ):
             world.runtime.sleep(0.05)
         if not deaths:
@@ -432,7 +430,7 @@ def test_a_late_step_does_not_count() -> None:
 
 @pytest.mark.hunt
 @pytest.mark.parametrize("strategy", ["master", "master(sync=False)", "master(fraction=0.7)", "master(masters=2)"])
-def test_a_killed_worker_holds_nobody_back(strategy: str) -> None:
+def test_no_worker_waits_for_a_killed_one(strategy: str) -> None:
     """Not in chaos mode, where a kill may strike before there is a master."""
     for seed in range(SEEDS):
         journal, victim = Journal(), seed % WORKERS

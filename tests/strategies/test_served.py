@@ -63,7 +63,7 @@ def scheduled(optimizer: torch.optim.Optimizer) -> Any:
     )
 
 
-def test_each_group_has_its_rule_and_its_rate_as_it_is_now() -> None:
+def test_each_group_has_its_rule_and_its_current_rate() -> None:
     model = mlp()
     optimizer = in_groups(model)
     scheduler = scheduled(optimizer)
@@ -104,7 +104,7 @@ def test_gradients_are_back_after_the_step() -> None:
     results(work, 2)
 
 
-def test_gradients_that_add_up_locally_are_pushed_together() -> None:
+def test_accumulated_gradients_are_pushed_together() -> None:
     def work(world: sl.World, halves: bool) -> Tensor:
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -171,7 +171,7 @@ def test_a_batch_counts_by_its_weight() -> None:
     assert results(work, 2) == (-1.25, -1.25)  # (1.5 · 1 + 0.5 · 2) / 2
 
 
-def test_who_runs_out_of_data_holds_nobody_back() -> None:
+def test_no_worker_waits_for_one_without_data() -> None:
     def work(world: sl.World) -> list[int]:
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -192,7 +192,7 @@ def test_who_runs_out_of_data_holds_nobody_back() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["bsp", "ssp(slack=2)", "downpour(push=2, fetch=2)"])
-def test_agreed_holds_the_servers_weights_and_rank_0s_buffers(strategy: str) -> None:
+def test_agreed_has_the_servers_weights_and_rank_0s_buffers(strategy: str) -> None:
     def work(world: sl.World) -> None:
         layer, norm = nn.Linear(6, 3), nn.BatchNorm1d(3)
         model = nn.Sequential(layer, norm)
@@ -217,39 +217,39 @@ def test_agreed_holds_the_servers_weights_and_rank_0s_buffers(strategy: str) -> 
     results(work, 2)
 
 
-def test_a_board_carries_posts_and_the_wish_to_stop() -> None:
+def test_a_channel_carries_posts_and_the_request_to_stop() -> None:
     def work(world: sl.World) -> list[Any]:
         model = Tags(2, 50)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         with distributed(model, optimizer) as run:
-            board = run.control_channel()
+            control = run.control_channel()
             for step in range(50):
                 step_tag(model, optimizer, world.rank, step)
                 if world.rank == 0 and step == 4:
-                    board.post("news", [1.5, 2.0])
-                    board.request_stop()
-                if board.stop_requested():
+                    control.post("news", [1.5, 2.0])
+                    control.request_stop()
+                if control.stop_requested():
                     break
             world.barrier()
-            return [post.values for post in board.read_posts(0) if post.kind == "news"] + [step < 10]
+            return [post.values for post in control.read_posts(0) if post.kind == "news"] + [step < 10]
 
     assert results(work, 2) == ([(1.5, 2.0), True],) * 2
 
 
-def test_somebody_who_takes_no_steps_watches() -> None:
+def test_an_observer_reads_weights_and_steps() -> None:
     """An evaluator has the model and no optimizer: the workers tell it where each parameter lies."""
     seen: list[Any] = []
 
     def evaluate(channel: Transport) -> None:
         model = mlp(seed=5)
-        board = BSP().observe(model, network_of(channel, 2, 1, 1))
-        assert board is not None
-        while board.steps() != [3, 3]:
+        control = BSP().observe(model, network_of(channel, 2, 1, 1))
+        assert control is not None
+        while control.steps() != [3, 3]:
             channel.runtime.sleep(0.01)
-        board.load_weights(model)
+        control.load_weights(model)
         seen.append(model)
-        board.post("seen", [1.0])
-        board.close()
+        control.post("seen", [1.0])
+        control.close()
 
     def work(world: sl.World) -> nn.Module:
         model = mlp()
@@ -275,7 +275,7 @@ def test_somebody_who_takes_no_steps_watches() -> None:
 
 @pytest.mark.parametrize("strategy", ["bsp", "bsp(factors=True)"])
 @pytest.mark.parametrize("optimizer", ["momentum", "adam"])
-def test_a_resumed_run_equals_one_that_went_on(optimizer: str, strategy: str) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(optimizer: str, strategy: str) -> None:
     def train(run: Any, own: torch.optim.Optimizer, steps: range) -> None:
         for step in steps:
             own.zero_grad()
@@ -305,7 +305,7 @@ def test_a_resumed_run_equals_one_that_went_on(optimizer: str, strategy: str) ->
     assert all(map(torch.equal, results(work, 2, dedicated=1), wanted))
 
 
-def test_what_codec_and_filter_left_unsent_is_in_the_state() -> None:
+def test_unsent_values_are_in_the_state() -> None:
     def work(world: sl.World, options: dict[str, Any]) -> dict[str, Any]:
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -406,7 +406,7 @@ def test_digits_are_learned_through_codecs_and_filters(strategy: str, codec: str
 
 
 @pytest.mark.parametrize("strategy", ["bsp", "ssp(slack=1)", "downpour(push=2, fetch=2)"])
-def test_the_rest_goes_on_with_servers_of_their_own(strategy: str) -> None:
+def test_the_others_continue_with_dedicated_servers(strategy: str) -> None:
     def pace(rank: int, step: int) -> float:
         return 1.0
 
@@ -415,7 +415,7 @@ def test_the_rest_goes_on_with_servers_of_their_own(strategy: str) -> None:
     assert all(isinstance(found.results[rank], Tensor) for rank in (0, 2))
 
 
-def test_a_killed_worker_that_held_weights_is_named() -> None:
+def test_an_error_names_a_killed_worker_with_weights() -> None:
     def pace(rank: int, step: int) -> float:
         return 1.0
 
@@ -435,7 +435,7 @@ def refused(optimizer: Callable[[nn.Module], torch.optim.Optimizer], strategy: s
     return str(caught.value)
 
 
-def test_what_cannot_work_is_refused() -> None:
+def test_incompatible_options_are_refused() -> None:
     def momentum(model: nn.Module) -> torch.optim.Optimizer:
         return OPTIMIZERS["momentum"](model.parameters())
 
@@ -457,7 +457,7 @@ def test_a_closure_is_refused() -> None:
         run.close()
 
 
-def test_what_is_not_finite_does_not_reach_the_servers() -> None:
+def test_gradients_that_are_not_finite_are_not_pushed() -> None:
     with sl.init():
         model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -57,12 +57,12 @@ def outpaced(strategy: str, parts: int, looks: bool = False) -> list[Any]:
 
 @pytest.mark.parametrize("looks", [False, True])
 @pytest.mark.parametrize("parts", [2, MAX_INFLIGHT_REQUESTS])
-def test_damp_damps_all_parts_of_a_step(parts: int, looks: bool) -> None:
+def test_damp_applies_to_all_parts_of_a_step(parts: int, looks: bool) -> None:
     _, (_, done) = outpaced("master(sync=False, damp=True)", parts, looks)
     assert done == pytest.approx([-0.1] * parts)
 
 
-def test_damp_leaves_buffers_as_they_are() -> None:
+def test_damp_does_not_change_buffers() -> None:
     """They are put, by whom others have overtaken too."""
 
     def work(world: sl.World) -> list[float]:
@@ -87,14 +87,14 @@ def test_damp_leaves_buffers_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("parts", [2, MAX_INFLIGHT_REQUESTS])
-def test_how_stale_a_step_was_is_told_however_it_is_cut(parts: int) -> None:
+def test_staleness_does_not_depend_on_the_number_of_parts(parts: int) -> None:
     runs = [run for run, _ in outpaced("master(sync=False)", parts)]
     assert [run.pulls_with_push for run in runs] == [parts == 2] * 2
     assert runs[1].stats.staleness_counts == {3: 1}
 
 
 @pytest.mark.parametrize("parts", [2, MAX_INFLIGHT_REQUESTS])
-def test_late_steps_are_counted_however_they_are_cut(parts: int) -> None:
+def test_late_steps_do_not_depend_on_the_number_of_parts(parts: int) -> None:
     def work(world: sl.World) -> int:
         model, optimizer = in_parts(parts)
         run = attached(model, optimizer, "master(fraction=0.5)")
@@ -110,7 +110,7 @@ def test_late_steps_are_counted_however_they_are_cut(parts: int) -> None:
     assert overtaken == 2
 
 
-def test_a_sub_masters_child_reads_its_whole_step() -> None:
+def test_a_worker_of_a_sub_master_reads_its_whole_step() -> None:
     def work(world: sl.World) -> list[list[float]]:
         model, optimizer = in_parts(3)
         run = attached(model, optimizer, "master(sync=False, masters=2)")
@@ -131,7 +131,7 @@ def test_a_sub_masters_child_reads_its_whole_step() -> None:
 # Factors.
 
 
-def test_factors_go_where_all_their_messages_are_fewer_bytes() -> None:
+def test_factors_are_sent_if_all_messages_are_fewer_bytes() -> None:
     whole = (0, 1 << 20)
     halves = [(0, 1 << 19), (1 << 19, 1 << 20)]
     assert factors_are_smaller(400, 1024, 1024, [whole])
@@ -141,7 +141,7 @@ def test_factors_go_where_all_their_messages_are_fewer_bytes() -> None:
     assert not factors_are_smaller(1200, 8192, 8192)  # fewer bytes than the gradient, and too long for a message
 
 
-def test_a_layer_of_many_pieces_goes_dense_where_its_input_would_go_with_each() -> None:
+def test_a_layer_of_many_pieces_is_sent_dense() -> None:
     """A gradient of 4 MB on two servers; a batch whose factors are fewer bytes than it, and twice its input's more."""
 
     def work(world: sl.World) -> tuple[int, Tensor]:

@@ -55,13 +55,13 @@ def test_no_read_breaks_the_bound(slack: int, faults: tuple[Slow, ...]) -> None:
 
 
 @pytest.mark.hunt
-def test_the_bound_holds_with_servers_of_their_own() -> None:
+def test_the_bound_holds_with_dedicated_servers() -> None:
     for seed in range(SEEDS):
         results(tagged(2, set()), WORKERS, dedicated=2, seed=seed, chaos=True)
 
 
 @pytest.mark.hunt
-def test_a_killed_worker_holds_nobody_back() -> None:
+def test_no_worker_waits_for_a_killed_one() -> None:
     """Not in chaos mode, where a kill may strike before there is a space."""
     for seed in range(SEEDS):
         journal: set[tuple[int, int]] = set()
@@ -84,12 +84,12 @@ def test_a_fast_worker_finishes_slack_and_one_steps_then_waits(slack: int) -> No
         model = Tags(world.size, 10)
         optimizer = torch.optim.SGD(model.parameters(), lr=world.size)
         run = sl.distribute(model, optimizer, strategy=f"ssp(slack={slack})", algorithm="ring")
-        board = strategy_run(run).control_channel()
-        assert board is not None
+        control = strategy_run(run).control_channel()
+        assert control is not None
         seen = None
         if world.rank == 1:
             world.compute(100.0)
-            seen = board.steps()
+            seen = control.steps()
         for step in range(10):
             world.compute(1.0)
             step_tag(model, optimizer, world.rank, step)
@@ -99,7 +99,7 @@ def test_a_fast_worker_finishes_slack_and_one_steps_then_waits(slack: int) -> No
     assert sl.simulate(work, ranks=2).results[1] == [slack + 1, 0]
 
 
-def test_slack_pays_where_slowness_wanders() -> None:
+def test_slack_helps_if_slowness_moves_between_workers() -> None:
     """A different worker is slow each time: who is ahead goes on meanwhile."""
 
     def pace(rank: int, step: int) -> float:
@@ -129,7 +129,7 @@ def test_staleness_is_counted() -> None:
     assert set(slow) == {0}
 
 
-def test_who_waits_in_vain_is_told_for_what() -> None:
+def test_a_timeout_names_the_clocks() -> None:
     def work(world: sl.World) -> None:
         model = Tags(world.size, 10)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

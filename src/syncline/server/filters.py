@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from syncline.codecs.kernels.random_bits import POSITION_FACTOR
 from syncline.errors import SpecError
-from syncline.specs import Registry, Spec
+from syncline.specs import Registry, spec_of
 
 __all__ = ["Cache", "Filter", "FilterChain", "Significant", "Skip", "build_filter", "digest_of", "filter_names"]
 
@@ -62,14 +62,7 @@ class Filter(ABC):
         return FilterChain((*_links(self), *_links(other)))
 
     def __repr__(self) -> str:
-        own = [each for each in fields(self) if each.init]  # type: ignore[arg-type]
-        required = tuple(getattr(self, each.name) for each in own if each.default is MISSING)
-        changed = {
-            each.name: getattr(self, each.name)
-            for each in own
-            if each.default is not MISSING and getattr(self, each.name) != each.default
-        }
-        return str(Spec(self.name, required, changed))
+        return str(spec_of(self.name, self))
 
 
 @dataclass(frozen=True, repr=False)

@@ -149,10 +149,10 @@ class Worker:
 
     def acknowledge(self, pushed: Pushed, future: Future) -> None:
         future.wait()
-        for flight in future.requests:
-            late = flight.reply is not None and flight.reply.status == protocol.LATE
-            if pushed.fate.get(flight.connection.index) != LATE:
-                pushed.fate[flight.connection.index] = LATE if late else ACKED
+        for request in future.requests:
+            late = request.reply is not None and request.reply.status == protocol.LATE
+            if pushed.fate.get(request.connection.index) != LATE:
+                pushed.fate[request.connection.index] = LATE if late else ACKED
 
     def own(self) -> list[int]:
         """Steps that a read of now must see. A late one is not in."""

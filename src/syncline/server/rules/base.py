@@ -13,13 +13,12 @@ from __future__ import annotations
 import math
 from abc import ABC
 from collections.abc import Sequence
-from dataclasses import MISSING, fields
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
 from syncline.errors import ProtocolError, SpecError
-from syncline.specs import Spec
+from syncline.specs import spec_of
 
 __all__ = ["PieceOptimizer", "UpdateRule"]
 
@@ -93,11 +92,4 @@ class UpdateRule(ABC):
             raise SpecError(f"{self.name}'s {name} is a finite number, {low:g} or more{end}, not {value!r}")
 
     def __repr__(self) -> str:
-        own = [each for each in fields(self) if each.init]  # type: ignore[arg-type]
-        required = tuple(getattr(self, each.name) for each in own if each.default is MISSING)
-        changed = {
-            each.name: getattr(self, each.name)
-            for each in own
-            if each.default is not MISSING and getattr(self, each.name) != each.default
-        }
-        return str(Spec(self.name, required, changed))
+        return str(spec_of(self.name, self))

@@ -59,7 +59,7 @@ class ServerElasticRun(ReplicaRun):
         )
         self.period = period
         self.alpha = alpha
-        self._since = 0
+        self.steps_since_average = 0
         """Steps since the last exchange."""
         named = {field.name: each for field, each in zip(self.keys.parameters, self.parameters, strict=True)}
         self.lookahead = NesterovLookahead(named, momentum) if momentum and exchange.size > 1 else None
@@ -84,33 +84,35 @@ class ServerElasticRun(ReplicaRun):
         return [each.detach() for each in self.parameters] if self.lookahead is None else self.lookahead.own
 
     def before_step(self) -> None:
-        if self._since + 1 >= self.period and self.exchange.size > 1:
+        if self.steps_since_average + 1 >= self.period and self.exchange.size > 1:
             self._back = self.average_with_centre()
 
     def after_step(self) -> None:
-        self._since += 1
+        self.steps_since_average += 1
         with torch.no_grad():
             weights, back, self._back = [each.detach() for each in self.parameters], self._back, None
             if self.lookahead is not None:
                 self.lookahead.after_step(weights, back)
             else:
                 subtract(weights, back)
-        if self._since >= self.period:
-            self._since = 0
+        if self.steps_since_average >= self.period:
+            self.steps_since_average = 0
             if self.exchange.size == 1:
                 self._publish()
 
     def push_remaining(self) -> None:
         if self.exchange.size == 1:
             self._publish(tick=False)
-        elif self._since and self.client.clock == 0:  # else none of this worker's steps would be in the centre
+        elif (
+            self.steps_since_average and self.client.clock == 0
+        ):  # else none of this worker's steps would be in the centre
             self.average_with_centre()
 
     # State.
 
     def restart(self) -> None:
         super().restart()
-        self._since, self._back = 0, None
+        self.steps_since_average, self._back = 0, None
         if self.lookahead is not None:
             self.lookahead.reset([each.detach() for each in self.parameters])
 
@@ -119,7 +121,7 @@ class ServerElasticRun(ReplicaRun):
         weights = {
             field.name: each.detach().clone() for field, each in zip(self.keys.parameters, self.parameters, strict=True)
         }
-        return {**super().local_state(), "weights": weights, "since": self._since, **ahead}
+        return {**super().local_state(), "weights": weights, "since": self.steps_since_average, **ahead}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         """A worker that the checkpoint does not know begins at the centre."""
@@ -134,7 +136,7 @@ class ServerElasticRun(ReplicaRun):
         own = states[0]
         for field, each in zip(self.keys.parameters, self.parameters, strict=True):
             each.detach().copy_(own["weights"][field.name])
-        self._since = int(own.get("since", 0))
+        self.steps_since_average = int(own.get("since", 0))
         if self.lookahead is not None:
             self.lookahead.load(own["x"]) if "x" in own else self.lookahead.reset(
                 [each.detach() for each in self.parameters]

@@ -25,8 +25,15 @@ from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SpecError
 from syncline.reduction import Communicator, GradientReducer, ReducerOptions, ReductionPass, ReductionPolicy, plain_name
-from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun
-from syncline.strategies.delta_reducer import coding_here, coding_of_all, load_coding_of_all
+from syncline.strategies.base import (
+    Preset,
+    RunSettings,
+    Strategy,
+    StrategyRun,
+    load_shared_reducer_state,
+    local_reducer_state,
+    shared_reducer_state,
+)
 
 __all__ = ["AllReduce"]
 
@@ -180,7 +187,7 @@ class _AllReduceRun(StrategyRun):
                 "gradients that were accumulated under no_sync() are not part of the state: save after a step"
             )
         in_flight = [self._named(reduction) for reduction in self._in_flight]
-        return {"rounds": self._rounds, "waiting": in_flight, **coding_of_all(self._gradients)}
+        return {"rounds": self._rounds, "waiting": in_flight, **shared_reducer_state(self._gradients)}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         self._rounds = int(state.get("rounds", 0))
@@ -189,12 +196,12 @@ class _AllReduceRun(StrategyRun):
                 f"the checkpoint holds {len(state['waiting'])} steps of gradients in flight, and {self.strategy!r} "
                 f"keeps {self._delay}: resume with the strategy that was saved"
             )
-        load_coding_of_all(self._gradients, state)
+        load_shared_reducer_state(self._gradients, state)
         parameters = {plain_name(name): parameter for name, parameter in self.model.named_parameters()}
         self._in_flight = deque(_Restored(parameters, gradients) for gradients in state.get("waiting", []))
 
     def local_state(self) -> dict[str, Any]:
-        return coding_here(self._gradients)
+        return local_reducer_state(self._gradients)
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         if self._gradients.codec_state is not None:

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from syncline.codecs import Codec, check_no_gradient_options
 from syncline.data import MicroBatches, Sharded
 from syncline.errors import DivergedError, PeerLostError, SpecError
-from syncline.reduction import BUCKET_BYTES, Communicator, as_table, broadcast_tensors, plain_name
+from syncline.reduction import BUCKET_BYTES, Communicator, GradientReducer, as_table, broadcast_tensors, plain_name
 from syncline.specs import Spec
 from syncline.strategies.control import ControlChannel
 from syncline.strategies.model_watch import ModelWatch
@@ -43,8 +43,11 @@ __all__ = [
     "Strategy",
     "StrategyRun",
     "check_gradients",
+    "load_shared_reducer_state",
+    "local_reducer_state",
     "loss_scale",
     "mean_of_all",
+    "shared_reducer_state",
     "strategy_run",
     "trained",
     "wide_dtype",
@@ -629,6 +632,25 @@ def loss_scale(optimizer: Optimizer) -> float | None:
         return None
     scale: Tensor | None = getattr(optimizer, "grad_scale", None)
     return 1.0 if scale is None else float(scale)
+
+
+def shared_reducer_state(gradients: GradientReducer) -> dict[str, Any]:
+    """The codec's state that is the same on all workers, and the layout of the buckets."""
+    coding = gradients.codec_state
+    return {"layout": gradients.layout(), **({} if coding is None else {"coding": coding.shared_state()})}
+
+
+def load_shared_reducer_state(gradients: GradientReducer, state: Mapping[str, Any]) -> None:
+    """Restore `shared_reducer_state`."""
+    if "layout" in state:
+        gradients.load_layout(state["layout"])
+    if gradients.codec_state is not None:
+        gradients.codec_state.load_shared_state(state.get("coding", {}))
+
+
+def local_reducer_state(gradients: GradientReducer) -> dict[str, Any]:
+    """The codec's residuals on this worker."""
+    return {} if gradients.codec_state is None else gradients.codec_state.state()
 
 
 def strategy_run(run: Run) -> StrategyRun:

@@ -26,8 +26,16 @@ from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SpecError
 from syncline.reduction import Communicator, GradientReducer, ReducerOptions, ReductionPass, ReductionPolicy
-from syncline.strategies.base import Preset, RunSettings, Strategy, StrategyRun, wide_dtype
-from syncline.strategies.delta_reducer import coding_here, coding_of_all, load_coding_of_all
+from syncline.strategies.base import (
+    Preset,
+    RunSettings,
+    Strategy,
+    StrategyRun,
+    load_shared_reducer_state,
+    local_reducer_state,
+    shared_reducer_state,
+    wide_dtype,
+)
 from syncline.strategies.local_weights import AveragingRun, check_count
 from syncline.world import allreduce
 
@@ -269,7 +277,7 @@ class LocalRun(AveragingRun):
 
     def shared_state(self) -> dict[str, Any]:
         base = {} if self._base is None else dict(zip(self._names, self._base, strict=True))
-        first = {} if self._reducer is None else {"first": coding_of_all(self._reducer)}
+        first = {} if self._reducer is None else {"first": shared_reducer_state(self._reducer)}
         return super().shared_state() | {"period": self.period, "since": self._since, "agreed": base, **first}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
@@ -277,14 +285,17 @@ class LocalRun(AveragingRun):
         self.period, self._since = int(state.get("period", self.period)), int(state.get("since", 0))
         self._choose_phase()
         if self._reducer is not None:
-            load_coding_of_all(self._reducer, state.get("first", {}))
+            load_shared_reducer_state(self._reducer, state.get("first", {}))
         if self._base is not None:
             saved = state.get("agreed") or dict(zip(self._names, self.weights, strict=True))
             for before, name in zip(self._base, self._names, strict=True):
                 before.copy_(saved[name])
 
     def local_state(self) -> dict[str, Any]:
-        return {**super().local_state(), **({} if self._reducer is None else {"first": coding_here(self._reducer)})}
+        return {
+            **super().local_state(),
+            **({} if self._reducer is None else {"first": local_reducer_state(self._reducer)}),
+        }
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         super().load_local_states(states)

@@ -21,11 +21,29 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import IncompatibleError, SpecError
-from syncline.reduction import Communicator, broadcast_tensors, plain_name
-from syncline.strategies.base import RunSettings, Strategy, StrategyRun, check_gradients, mean_of_all, trained
-from syncline.strategies.delta_reducer import DeltaReducer
+from syncline.reduction import (
+    Communicator,
+    GradientReducer,
+    ReducerOptions,
+    ReductionPass,
+    ReductionPolicy,
+    broadcast_tensors,
+    plain_name,
+)
+from syncline.strategies.base import (
+    RunSettings,
+    Strategy,
+    StrategyRun,
+    check_gradients,
+    load_shared_reducer_state,
+    local_reducer_state,
+    mean_of_all,
+    shared_reducer_state,
+    trained,
+    wide_dtype,
+)
 
-__all__ = ["AveragingRun", "LocalWeightsRun", "check_count", "load_optimizer_state", "optimizer_state"]
+__all__ = ["AveragingRun", "DeltaReducer", "LocalWeightsRun", "check_count", "load_optimizer_state", "optimizer_state"]
 
 MAX_CALLER_FRAMES = 8
 """Largest number of stack frames above a step hook that are searched: torch's wrappers of `step` come first."""
@@ -211,6 +229,88 @@ class AveragingRun(LocalWeightsRun):
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         super().load_local_states(states)
         self.deltas.load_local_states([state["deltas"] for state in states])
+
+
+class DeltaReducer:
+    """Averages tensors of the parameters' shapes, with the run's collective and codec, in buckets like gradients.
+
+    `begin` and `finish` may be several steps apart: the reduction runs in between.
+    """
+
+    def __init__(self, model: nn.Module, exchange: Communicator, settings: RunSettings, wide: bool = False) -> None:
+        """`wide`: the tensors are float32 where the model is in half precision."""
+        self._exchange = exchange
+        # Separate parameters for the gradients; they share the model's memory.
+        shadows = {
+            name: nn.Parameter(each.detach().to(wide_dtype(each.dtype)) if wide else each.detach())
+            for name, each in trained(model).items()
+        }
+        self._gradients = GradientReducer(
+            shadows,
+            exchange,
+            ReductionPolicy(subject="changes of the weights"),
+            ReducerOptions(
+                codec=exchange.codec if exchange.size > 1 else None,
+                bucket_bytes=settings.bucket_bytes,
+                check_finite=settings.check_finite,
+                attach_hooks=False,
+                seed=settings.seed,
+                diagnose_every=settings.diagnose,
+            ),
+        )
+
+    def prepare(self) -> None:
+        """Choose the algorithms now. It takes seconds, which the first round then does not need."""
+        if self._exchange.size > 1:
+            self._gradients.lay_out()
+
+    def begin(self, tensors: Sequence[Tensor], weight: float = 1.0, active: bool = True) -> ReductionPass:
+        """Begin to average tensors, one for each trained parameter. Their contents are overwritten."""
+        return self._gradients.reduce(tensors, weight, active)
+
+    def finish(self, begun: ReductionPass) -> tuple[list[Tensor], int]:
+        """The means, valid until the next `begin`, and how many workers are active.
+
+        If all weights are 0, the means are zero.
+        """
+        control = begun.complete()
+        begun.install()
+        means = [self._given(shadow) for shadow in self._gradients.parameters]
+        self._gradients.release(begun)
+        return means, control.active
+
+    def forget(self) -> None:
+        """Drop the codec's residuals: the next tensors are of another kind."""
+        coding = self._gradients.codec_state
+        if coding is not None:
+            coding.load_shared_state({"step": coding.step})
+            coding.load([])
+
+    def close(self) -> None:
+        """Release the buckets."""
+        self._gradients.close()
+
+    def shared_state(self) -> dict[str, Any]:
+        """The codec's state that is the same on all workers, and the layout of the buckets."""
+        return shared_reducer_state(self._gradients)
+
+    def load_shared_state(self, state: Mapping[str, Any]) -> None:
+        """Restore `shared_state`."""
+        load_shared_reducer_state(self._gradients, state)
+
+    def local_state(self) -> dict[str, Any]:
+        """The codec's residuals on this worker."""
+        return local_reducer_state(self._gradients)
+
+    def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore `local_state`, also that of former workers."""
+        if self._gradients.codec_state is not None:
+            self._gradients.codec_state.load(states)
+
+    @staticmethod
+    def _given(shadow: nn.Parameter) -> Tensor:
+        found, shadow.grad = shadow.grad, None
+        return torch.zeros_like(shadow) if found is None else found.detach()
 
 
 def squared_distance(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:

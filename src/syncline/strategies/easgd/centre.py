@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from syncline.errors import IncompatibleError
 from syncline.reduction import Communicator, ReductionPass, broadcast_tensors
 from syncline.strategies.base import RunSettings, wide_dtype
-from syncline.strategies.delta_reducer import DeltaReducer
-from syncline.strategies.local_weights import squared_distance
+from syncline.strategies.local_weights import DeltaReducer, squared_distance
 from syncline.world import Group, World
 
 __all__ = ["DEFAULT_TOTAL_PULL", "HOSTS", "Centre", "CentreTree", "groups_of"]

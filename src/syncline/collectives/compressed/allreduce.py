@@ -74,7 +74,7 @@ class CompressedCollectives:
         """The collective that the user asked for. None: it is chosen."""
         self._resolved: dict[tuple[Codec, tuple[int, ...]], CompressedCollective] = {}
         if self.fixed is not None and codec is None:
-            raise IncompatibleError(f"collective={collective!r} is for payloads, and there is no codec; give one")
+            raise IncompatibleError(f"algorithm={collective!r} is for payloads, and there is no codec; give one")
         if self.fixed is None and collective not in (NATIVE, AUTO):
             _check_schedule(collective, codec)
         if self.fixed is not None and codec is not None:
@@ -241,7 +241,7 @@ def _check_schedule(collective: str, codec: Codec | None) -> None:
     for each in [] if codec is None else codec.alternatives():
         if not each.traits.allreducible:
             raise IncompatibleError(
-                f"collective={collective!r} adds up on the wire, and payloads of {each!r} cannot be added: use "
+                f"algorithm={collective!r} adds up on the wire, and payloads of {each!r} cannot be added: use "
                 f"'auto' or one of {names}"
             )
 
@@ -250,14 +250,12 @@ def _check_compressed(collective: CompressedCollective, codec: Codec) -> None:
     for each in codec.alternatives():
         if not isinstance(each, PayloadCodec) or isinstance(getattr(each, "first", None), PowerSGD):
             raise IncompatibleError(
-                f"collective={collective!r} is for payloads, and {each!r} sums on the wire: use 'auto'"
+                f"algorithm={collective!r} is for payloads, and {each!r} sums on the wire: use 'auto'"
             )
         if collective.name not in DENSE_COLLECTIVES and not is_sparse(each):
             raise IncompatibleError(
-                f"collective={collective!r} merges streams of some elements, and {each!r} sends all: use 'gather' or "
+                f"algorithm={collective!r} merges streams of some elements, and {each!r} sends all: use 'gather' or "
                 "'split'"
             )
         if collective.name == "split" and is_sparse(each):
-            raise IncompatibleError(
-                f"collective='split' is for codes of all elements; use 'sparse_split' with {each!r}"
-            )
+            raise IncompatibleError(f"algorithm='split' is for codes of all elements; use 'sparse_split' with {each!r}")

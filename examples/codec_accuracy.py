@@ -78,7 +78,7 @@ def train(
     with sl.distribute(model, optimizer, codec=chosen, seed=seed) as run:
         loader = DataLoader(data, batch_size=64, shuffle=True, drop_last=True)
         steps = len(data) // (64 * run.world.size)
-        decay = sl.cosine_decay(optimizer, options.epochs * steps) if options.decay == "cosine" else None
+        decay = sl.optim.cosine_decay(optimizer, options.epochs * steps) if options.decay == "cosine" else None
         for _ in range(options.epochs):
             for images, labels in run.shard(loader, seed=seed):
                 optimizer.zero_grad()

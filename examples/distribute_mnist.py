@@ -60,7 +60,7 @@ def main() -> None:
     loader = DataLoader(train, batch_size=args.batch_size, sampler=sampler)
 
     model = Net().to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=sl.scale_lr(args.lr, "linear"), momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=sl.optim.scale_lr(args.lr, "linear"), momentum=0.9)
     run = sl.distribute(model, optimizer)
 
     for epoch in range(args.epochs):

@@ -31,7 +31,7 @@ def steps(world: sl.World) -> torch.Tensor:
 
 def one_culprit(run: sl.Simulation) -> None:
     errors = [result for result in run.results if isinstance(result, Exception)]
-    assert all(isinstance(error, sl.PeerLostError) and error.peer == 2 for error in errors), errors
+    assert all(isinstance(error, sl.errors.PeerLostError) and error.peer == 2 for error in errors), errors
 
 
 def main() -> None:

@@ -76,7 +76,7 @@ def main() -> None:
     everything = documents(options.files)
     cut = len(everything) * 4 // 5
     train, test = everything[:cut], everything[cut:]
-    with sl.init() as world, sl.store(FEATURES, rule="adagrad(0.1)") as weights:
+    with sl.init() as world, sl.server.store(FEATURES, rule="adagrad(0.1)") as weights:
         mine = train[world.rank :: world.size]
         chosen = torch.Generator().manual_seed(world.rank)
         for step in range(options.steps):

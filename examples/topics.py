@@ -96,7 +96,7 @@ def main() -> None:
     options = parser.parse_args()
     texts, known = documents(options.words, options.files)
     topics, words = options.topics, len(known)
-    with sl.init() as world, sl.store((words + 1) * topics) as counts:
+    with sl.init() as world, sl.server.store((words + 1) * topics) as counts:
         sampler = Sampler(texts[world.rank :: world.size], topics, seed=world.rank)
         keys = sampler.keys(words)
         counts.push(keys, torch.from_numpy(sampler.counts().ravel()).float()).wait()

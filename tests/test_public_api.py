@@ -9,6 +9,7 @@ import importlib
 import inspect
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 
@@ -19,10 +20,26 @@ import syncline
 SHOWN_ELSEWHERE = {"recv": "send"}
 """Functions whose example is another's, since one makes no sense without the other."""
 
+NAMESPACES = ("checkpoint", "codecs", "errors", "optim", "server", "solvers", "strategies")
+MOVED = {
+    old: (home, new or old)
+    for home, names in syncline._MOVED.items()
+    for old, _, new in (each.partition("=") for each in names.split())
+}
+"""Names that were at the top before, with the module and the name that they have now."""
+NAMES = sorted(
+    {name for name in syncline.__all__ if name not in NAMESPACES}
+    | {f"{home}.{new}" for home, new in MOVED.values() if home in NAMESPACES}
+)
+"""What users import: the names at the top, and those of the sub-namespaces."""
+
+
+def public(name: str) -> object:
+    return attrgetter(name)(syncline)
+
+
 CALLABLES = [
-    name
-    for name in syncline.__all__
-    if callable(getattr(syncline, name)) and name not in SHOWN_ELSEWHERE and not name.endswith("Error")
+    name for name in NAMES if callable(public(name)) and name not in SHOWN_ELSEWHERE and not name.endswith("Error")
 ]
 
 
@@ -48,7 +65,7 @@ def names_bound_by(source: str) -> set[str]:
 def examples_of(name: str) -> list[doctest.DocTest]:
     """The examples in the docstring of a public name and of its public methods."""
     found = doctest.DocTestFinder(exclude_empty=True).find(
-        getattr(syncline, name), f"syncline.{name}", module=inspect.getmodule(getattr(syncline, name))
+        public(name), f"syncline.{name}", module=inspect.getmodule(public(name))
     )
     return [test for test in found if test.examples]
 
@@ -91,18 +108,27 @@ def test_nothing_else_is_in_the_namespace() -> None:
     } == set()
 
 
-def test_every_exception_is_public() -> None:
-    """What a user may have to catch is at the top."""
-    assert set(syncline.errors.__all__) <= set(syncline.__all__)
+def test_the_top_shows_at_most_forty_names() -> None:
+    assert dir(syncline) == sorted(syncline.__all__)
+    assert len(dir(syncline)) <= 40
+    assert set(NAMESPACES) <= set(dir(syncline))
 
 
-@pytest.mark.parametrize("name", syncline.__all__)
+@pytest.mark.parametrize("name", MOVED)
+def test_a_name_that_has_moved_warns(name: str) -> None:
+    home, new = MOVED[name]
+    with pytest.warns(DeprecationWarning, match=rf"sl\.{name} is now sl\.({home}\.)?{new};"):
+        found = getattr(syncline, name)
+    assert found is getattr(importlib.import_module(f"syncline.{home}"), new)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_docstring(name: str) -> None:
     """Each public name has a docstring of its own that starts with a sentence."""
-    text = getattr(syncline, name).__doc__
+    text = public(name).__doc__
     assert text is not None
     assert text.strip().split("\n\n")[0].endswith((".", ":"))
-    assert not text.startswith(f"{name}("), "the docstring that dataclasses write"
+    assert not text.startswith(f"{name.rpartition('.')[2]}("), "the docstring that dataclasses write"
 
 
 @pytest.mark.parametrize("name", CALLABLES)

@@ -4,6 +4,8 @@
 >>> with sl.init() as world:                 # torchrun, mpiexec, srun, or plain python: a world of one
 ...     sl.allreduce(torch.ones(3), op="sum")
 tensor([1., 1., 1.])
+
+The rest is in `sl.strategies`, `sl.codecs`, `sl.server`, `sl.optim`, `sl.checkpoint`, `sl.solvers` and `sl.errors`.
 """
 
 from importlib import import_module as _import_module
@@ -11,59 +13,13 @@ from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
-from warnings import warn as _warn
 
 if _TYPE_CHECKING:
-    from syncline.codecs import (
-        BySize,
-        Cast,
-        Codec,
-        Lossless,
-        OneBit,
-        PerLayer,
-        PowerSGD,
-        Quantize,
-        RandomK,
-        Ternary,
-        Threshold,
-        TopK,
-    )
-    from syncline.errors import (
-        DeadlockError,
-        DivergedError,
-        IncompatibleError,
-        PeerLostError,
-        ProtocolError,
-        SpecError,
-        SynclineError,
-        UnsupportedError,
-        WorldError,
-    )
-    from syncline.optim import LAMB, LARS, cosine_decay, exponential_decay, scale_lr, step_decay, warmup
-    from syncline.server import Client, Future, handler, store
-    from syncline.solvers import KMeans, LeastSquares, Logistic, Solution, aggregate, asgd
-    from syncline.strategies import (
-        BSP,
-        EASGD,
-        SSP,
-        AdaComm,
-        AllReduce,
-        Average,
-        DiLoCo,
-        Downpour,
-        Ensemble,
-        Gossip,
-        Hogwild,
-        Local,
-        Master,
-        OneSided,
-        Run,
-        Shard,
-        Step,
-        Steps,
-        Strategy,
-    )
-    from syncline.training.checkpoint import latest, load, save
+    from syncline import checkpoint, codecs, errors, optim, server, solvers, strategies
+    from syncline.checkpoint import latest, load, save
+    from syncline.codecs import Codec
+    from syncline.errors import SynclineError
+    from syncline.strategies import Run, Strategy
     from syncline.training.distribute import distribute
     from syncline.transports import Link, Network, faults
     from syncline.world import (
@@ -91,118 +47,80 @@ except _PackageNotFoundError:  # run from a checkout that was not installed
     __version__ = "0+unknown"
 
 __all__ = [
-    "BSP",
-    "EASGD",
-    "LAMB",
-    "LARS",
-    "SSP",
-    "AdaComm",
-    "AllReduce",
-    "Average",
-    "BySize",
-    "Cast",
-    "Client",
     "Codec",
-    "DeadlockError",
-    "DiLoCo",
-    "DivergedError",
-    "Downpour",
-    "Ensemble",
-    "Future",
-    "Gossip",
     "Group",
-    "Hogwild",
-    "IncompatibleError",
-    "KMeans",
-    "LeastSquares",
     "Link",
-    "Local",
-    "Logistic",
-    "Lossless",
-    "Master",
     "Network",
-    "OneBit",
-    "OneSided",
-    "PeerLostError",
     "Pending",
-    "PerLayer",
-    "PowerSGD",
-    "ProtocolError",
-    "Quantize",
-    "RandomK",
     "Run",
-    "Shard",
     "Simulation",
-    "Solution",
-    "SpecError",
-    "Step",
-    "Steps",
     "Strategy",
     "SynclineError",
-    "Ternary",
-    "Threshold",
-    "TopK",
-    "UnsupportedError",
     "World",
-    "WorldError",
-    "aggregate",
     "allgather",
     "allreduce",
     "alltoall",
-    "asgd",
     "barrier",
     "broadcast",
     "broadcast_object",
-    "cosine_decay",
+    "checkpoint",
+    "codecs",
     "distribute",
-    "exponential_decay",
+    "errors",
     "faults",
     "gather",
-    "handler",
     "init",
     "latest",
     "load",
+    "optim",
     "recv",
     "reduce_scatter",
     "save",
-    "scale_lr",
     "send",
+    "server",
     "simulate",
-    "step_decay",
-    "store",
-    "warmup",
+    "solvers",
+    "strategies",
 ]
 
-_MODULES = (
-    "errors",
-    "codecs",
-    "optim",
-    "server",
-    "strategies",
-    "solvers",
-    "training.checkpoint",
-    "training.distribute",
-    "world",
-    "transports",
-)
-"""Where the names are defined."""
-
-_RENAMED = {"Bsp": "BSP", "Ssp": "SSP", "Easgd": "EASGD"}
-"""Old names, which still work with a warning."""
+_MODULES = {
+    "codecs": ("Codec",),
+    "errors": ("SynclineError",),
+    "strategies": ("Run", "Strategy"),
+    "checkpoint": ("latest", "load", "save"),
+    "training.distribute": ("distribute",),
+    "transports": ("Link", "Network", "faults"),
+    "world": (
+        *("Group", "Pending", "Simulation", "World", "allgather", "allreduce", "alltoall", "barrier", "broadcast"),
+        *("broadcast_object", "gather", "init", "recv", "reduce_scatter", "send", "simulate"),
+    ),
+}
+"""Where each public name is defined."""
+_MOVED = {
+    "codecs": "BySize Cast Lossless OneBit PerLayer PowerSGD Quantize RandomK Ternary Threshold TopK",
+    "errors": "DeadlockError DivergedError IncompatibleError PeerLostError ProtocolError SpecError UnsupportedError "
+    "WorldError",
+    "optim": "LAMB LARS cosine_decay exponential_decay scale_lr step_decay warmup",
+    "server": "Client Future handler store",
+    "solvers": "KMeans LeastSquares Logistic Solution aggregate asgd",
+    "strategies": "AdaComm AllReduce Average DiLoCo Downpour Ensemble Gossip Hogwild Local Master OneSided Shard Step "
+    "Steps Bsp=BSP Easgd=EASGD Ssp=SSP",
+    "world": "Team=Group",
+}
+"""Names that were here in version 0.1, by the module that has them now; OLD=NEW where the name has changed too."""
 
 
 def __getattr__(name: str) -> _Any:
     """Import a name, or a subpackage, when it is first used: the command shows its help without torch."""
-    if name in _RENAMED:
-        _warn(f"syncline.{name} is now called syncline.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
-        name = _RENAMED[name]
-    if name in __all__:
-        for module in (_import_module(f"syncline.{each}") for each in _MODULES):
-            if name in module.__all__:
-                return globals().setdefault(name, getattr(module, name))
-    elif name == "Team":  # deprecated
-        return _import_module("syncline.world").Team
-    elif not name.startswith("_"):
+    for home, names in _MODULES.items():
+        if name in names:
+            return globals().setdefault(name, getattr(_import_module(f"syncline.{home}"), name))
+    for home, moved in _MOVED.items():
+        for each in moved.split():
+            old, _, new = each.partition("=")
+            if old == name:
+                return _moved(name, home, new or old)
+    if not name.startswith("_"):
         try:
             return _import_module(f"syncline.{name}")
         except ModuleNotFoundError as error:
@@ -211,5 +129,14 @@ def __getattr__(name: str) -> _Any:
     raise AttributeError(f"module 'syncline' has no attribute {name!r}")
 
 
+def _moved(name: str, home: str, new: str) -> _Any:
+    """A name from its present module, with a warning."""
+    import warnings
+
+    place = f"sl.{new}" if new in __all__ else f"sl.{home}.{new}"
+    warnings.warn(f"sl.{name} is now {place}; the old name goes with version 0.2", DeprecationWarning, stacklevel=3)
+    return getattr(_import_module(f"syncline.{home}"), new)
+
+
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return sorted(__all__)

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from syncline.checkpoint import latest, save
 from syncline.cli import placement, train
 from syncline.cli.main import main
 from syncline.errors import IncompatibleError, SpecError, SynclineError, UnsupportedError
 from syncline.events import read_log
 from syncline.launch import start
-from syncline.training.checkpoint import latest, save
 from tests.launch.runs import Run, Runs, wait_for
 
 CONVEX = "regression(features=4, samples=256)"

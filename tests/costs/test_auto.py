@@ -154,7 +154,7 @@ def test_choices_of_an_earlier_run_are_adopted() -> None:
     first = sl.simulate(lambda world: run(world, {}), 4).results[0]
     other = dict.fromkeys(first, "naive")
     assert sl.simulate(lambda world: run(world, other), 4).results[3] == other
-    with pytest.raises(sl.SpecError):
+    with pytest.raises(sl.errors.SpecError):
         sl.simulate(lambda world: run(world, dict.fromkeys(first, "rign")), 4)
 
 

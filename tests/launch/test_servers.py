@@ -47,7 +47,7 @@ def test_servers_that_nobody_uses_end_quietly(runs: Runs) -> None:
 STORE = """
 import torch
 import syncline as sl
-with sl.init() as world, sl.store(1000) as space:
+with sl.init() as world, sl.server.store(1000) as space:
     space.push(None, torch.full((1000,), 1.0 + world.rank)).wait()
     world.barrier()
     found = space.pull().wait()

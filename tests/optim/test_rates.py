@@ -71,6 +71,6 @@ def test_workers_that_are_no_count(workers: Any) -> None:
 def test_before_init_several_workers_are_not_taken_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(sl.WorldError, match=r"call sl\.init\(\) first"):
+    with pytest.raises(sl.errors.WorldError, match=r"call sl\.init\(\) first"):
         scale_lr(0.1)
     assert scale_lr(0.1, workers=2) == 0.2

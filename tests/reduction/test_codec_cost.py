@@ -31,10 +31,10 @@ def seconds(codec: Codec) -> tuple[float, float]:
 
 
 def test_a_payload_that_is_a_hundred_times_smaller_is_faster() -> None:
-    dense, encoded = seconds(sl.TopK(0.001))
+    dense, encoded = seconds(sl.codecs.TopK(0.001))
     assert encoded < dense / 20
 
 
 def test_half_precision_takes_half_the_time() -> None:
-    dense, encoded = seconds(sl.Cast("fp16"))
+    dense, encoded = seconds(sl.codecs.Cast("fp16"))
     assert 0.45 < encoded / dense < 0.6

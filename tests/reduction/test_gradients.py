@@ -155,7 +155,7 @@ def test_without_the_option_the_refusal_names_it() -> None:
         backward(model(batch(world.rank), world.rank).sum())
 
     with pytest.raises(
-        sl.IncompatibleError, match=r"on ranks \[0\] but not on ranks \[1\].*find_unused_parameters=True"
+        sl.errors.IncompatibleError, match=r"on ranks \[0\] but not on ranks \[1\].*find_unused_parameters=True"
     ):
         sl.simulate(case, ranks=2)
 
@@ -215,7 +215,7 @@ def test_a_model_converted_after_distribute_is_refused(strategy: str, part: int)
         backward(model[2](model[0](batch(world.rank).to(first)).to(last)).square().mean())
         optimizer.step()
 
-    with pytest.raises(sl.IncompatibleError, match=r"convert the model first .*call distribute"):
+    with pytest.raises(sl.errors.IncompatibleError, match=r"convert the model first .*call distribute"):
         sl.simulate(case, ranks=2, network=ONE_HOST)
 
 
@@ -226,7 +226,7 @@ def test_a_step_inside_backward_is_refused() -> None:
         after_gradient(model[0].weight, lambda parameter: optimizer.step())
         backward(model(batch(world.rank)).sum())
 
-    with pytest.raises(sl.IncompatibleError, match="steps while backward runs"):
+    with pytest.raises(sl.errors.IncompatibleError, match="steps while backward runs"):
         sl.simulate(case, ranks=2)
 
 
@@ -243,7 +243,7 @@ def test_torchs_optimizer_in_backward_is_refused(strategy: str, before: bool) ->
         _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
         backward(model(batch(world.rank)).sum())
 
-    with pytest.raises(sl.IncompatibleError, match="in backward"):
+    with pytest.raises(sl.errors.IncompatibleError, match="in backward"):
         sl.simulate(case, ranks=2)
 
 
@@ -256,7 +256,7 @@ def test_a_replaced_parameter_is_refused(strategy: str) -> None:
         with run.agreed():
             pass
 
-    with pytest.raises(sl.IncompatibleError, match=r"0\.weight was replaced in the model"):
+    with pytest.raises(sl.errors.IncompatibleError, match=r"0\.weight was replaced in the model"):
         sl.simulate(case, ranks=2)
 
 
@@ -272,7 +272,7 @@ def test_a_swapped_tensor_is_refused(strategy: str, part: Any) -> None:
         backward(model(batch(world.rank)).sum())
         optimizer.step()
 
-    with pytest.raises(sl.IncompatibleError, match=r"exchanged for another .* no longer averaged"):
+    with pytest.raises(sl.errors.IncompatibleError, match=r"exchanged for another .* no longer averaged"):
         sl.simulate(case, ranks=2)
 
 
@@ -282,7 +282,7 @@ def test_elements_in_one_place_are_refused() -> None:
         model.register_buffer("mask", torch.ones(2, 1).expand(2, 3))
         attach(model)
 
-    with pytest.raises(sl.IncompatibleError, match=r"elements of mask lie in one place"):
+    with pytest.raises(sl.errors.IncompatibleError, match=r"elements of mask lie in one place"):
         sl.simulate(case, ranks=2)
 
 

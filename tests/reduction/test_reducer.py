@@ -136,7 +136,7 @@ def test_the_layout_is_restored_by_name() -> None:
 
 def test_a_codec_with_feedback_sends_the_rest_later() -> None:
     def case(world: sl.World) -> list[list[float]]:
-        averaged = Averaged(world, ReducerOptions(codec=sl.TopK(1)))
+        averaged = Averaged(world, ReducerOptions(codec=sl.codecs.TopK(1)))
         found = []
         for _ in range(2):
             averaged.model.zero_grad()

@@ -106,7 +106,7 @@ def test_a_deadlock_is_named_at_once() -> None:
     def circle(world: sl.World) -> None:
         sl.recv(torch.zeros(1), source=(world.rank + 1) % world.size, tag=world.rank)
 
-    with pytest.raises(sl.DeadlockError) as caught:
+    with pytest.raises(sl.errors.DeadlockError) as caught:
         sl.simulate(circle, 3, timeout=1e9)
     for rank in range(3):
         assert f"rank {rank} (main) waits since t=0 s for a message from rank {(rank + 1) % 3}" in str(caught.value)
@@ -117,7 +117,7 @@ def test_waiting_for_a_rank_that_has_returned_is_a_deadlock() -> None:
         if world.rank == 0:
             sl.recv(torch.zeros(1), source=1)
 
-    with pytest.raises(sl.DeadlockError, match="ended already: rank 1"):
+    with pytest.raises(sl.errors.DeadlockError, match="ended already: rank 1"):
         sl.simulate(early, 2)
 
 
@@ -166,7 +166,7 @@ def test_an_exception_of_a_rank_says_how_to_replay_it() -> None:
         assert any("seed=42" in note and "rank 2" in note for note in caught.value.__notes__)
     outcome = sl.simulate(fail, 4, seed=42, return_exceptions=True).results
     assert isinstance(outcome[2], KeyError)
-    assert all(isinstance(outcome[rank], sl.PeerLostError) and outcome[rank].peer == 2 for rank in (0, 1, 3))
+    assert all(isinstance(outcome[rank], sl.errors.PeerLostError) and outcome[rank].peer == 2 for rank in (0, 1, 3))
 
 
 def test_a_task_that_fails_unseen_is_not_forgotten() -> None:
@@ -283,13 +283,13 @@ def test_control_c_ends_a_simulation() -> None:
 
 
 def test_a_simulation_needs_ranks() -> None:
-    with pytest.raises(sl.WorldError, match="ranks: 0"):
+    with pytest.raises(sl.errors.WorldError, match="ranks: 0"):
         sl.simulate(lambda world: None, 0)
 
 
 def test_networks_refuse_nonsense() -> None:
     for bad in ({"latency": -1.0}, {"bandwidth": 0.0}, {"combine": -1.0}, {"ranks_per_host": 2}, {"slow": {0: 0.0}}):
-        with pytest.raises(sl.SpecError):
+        with pytest.raises(sl.errors.SpecError):
             sl.Network(**bad)
 
 
@@ -445,7 +445,7 @@ def test_the_refusal_of_a_wait_names_where_it_is() -> None:
     def work(world: sl.World) -> Any:
         return torch.func.grad(lambda x: (x * sl.allreduce(torch.ones(1), op="mean")).sum())(torch.ones(1))
 
-    with pytest.raises(sl.UnsupportedError, match=r"torch\.func transform .*FuncTorch.*threads=True"):
+    with pytest.raises(sl.errors.UnsupportedError, match=r"torch\.func transform .*FuncTorch.*threads=True"):
         sl.simulate(work, 2)
 
 
@@ -467,7 +467,7 @@ def test_a_wait_in_a_thread_of_the_user_needs_threads() -> None:
             raise errors[0]
         return got
 
-    with pytest.raises(sl.UnsupportedError, match="threads=True"):
+    with pytest.raises(sl.errors.UnsupportedError, match="threads=True"):
         sl.simulate(work, 2)
     assert sl.simulate(work, 2, threads=True).results[1] == [torch.tensor([2.0])]
 
@@ -538,11 +538,11 @@ def test_state_left_by_a_hook_that_cannot_be_saved_is_an_error(monkeypatch: pyte
     class Refusing(ThreadState):
         def save_and_reset(self, default_modes: bool = False) -> Callable[[], None] | None:
             if threading.current_thread().name == "rank1-main-backward":
-                raise sl.UnsupportedError("refused")
+                raise sl.errors.UnsupportedError("refused")
             return super().save_and_reset(default_modes)
 
     monkeypatch.setattr(kernel, "ThreadState", Refusing)
-    with pytest.raises(sl.UnsupportedError, match="refused"):
+    with pytest.raises(sl.errors.UnsupportedError, match="refused"):
         sl.simulate(lambda world: backward(world, lambda: None), 2)
 
 
@@ -569,7 +569,7 @@ def test_an_event_that_fails_after_a_task_is_an_error(monkeypatch: pytest.Monkey
             world.compute(1.0)
 
     monkeypatch.setattr(messages, "MAX_UNRECEIVED_BYTES", 10)
-    with pytest.raises(sl.ProtocolError, match="wait unreceived"):
+    with pytest.raises(sl.errors.ProtocolError, match="wait unreceived"):
         sl.simulate(work, 2, threads=threads)
 
 

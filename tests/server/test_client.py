@@ -86,7 +86,7 @@ def test_after_works_with_many_requests_and_pieces() -> None:
 def test_an_unknown_timestamp_is_refused(stamp: int) -> None:
     with sl.init(), store(2) as space:
         assert space.push(None, torch.ones(2)).timestamp == 1
-        with pytest.raises(sl.ProtocolError, match=rf"after={stamp}: .* has given timestamps 1 to 1"):
+        with pytest.raises(sl.errors.ProtocolError, match=rf"after={stamp}: .* has given timestamps 1 to 1"):
             space.push(None, torch.ones(2), after=[stamp])
         assert space.get().tolist() == [1.0, 1.0]
 
@@ -98,9 +98,9 @@ def test_infinite_rates_are_refused_before_sending() -> None:
     with sl.init() as world:
         client = open_space(world, "s", 2)
         for rate, scale in ((math.inf, 1.0), (math.nan, 1.0), (0.1, math.nan), (None, math.inf)):
-            with pytest.raises(sl.ProtocolError, match="both are finite numbers"):
+            with pytest.raises(sl.errors.ProtocolError, match="both are finite numbers"):
                 client.push(None, torch.ones(2), rate=rate, scale=scale, tick=True)
-            with pytest.raises(sl.ProtocolError, match="both are finite numbers"):
+            with pytest.raises(sl.errors.ProtocolError, match="both are finite numbers"):
                 client.push_pull(None, torch.ones(2), rate=rate, scale=scale, tick=True)
         assert client.clock == 0
         client.push(None, torch.ones(2), tick=True).wait()
@@ -117,7 +117,7 @@ def test_a_worker_continues_after_a_refused_step(synchronous: bool, servers: int
         client = open_space(world, "s", 4, synchronous=synchronous)
         futures = [client.push(range(1), torch.ones(1), handler="refuses_all", tick=True)]
         futures += [client.push(None, torch.ones(4), tick=True) for _ in range(3)]  # under way before the refusal
-        with pytest.raises(sl.ProtocolError, match="not today"):
+        with pytest.raises(sl.errors.ProtocolError, match="not today"):
             futures[0].wait()
         for future in futures[1:]:
             future.wait()
@@ -137,7 +137,7 @@ def test_a_worker_with_a_wrong_clock_gets_the_servers() -> None:
         client.clock = 7
         astray = [client.push(None, torch.ones(2), tick=True) for _ in range(3)]
         for future in astray:
-            with pytest.raises(sl.ProtocolError, match="worker 0 is at clock 0"):
+            with pytest.raises(sl.errors.ProtocolError, match="worker 0 is at clock 0"):
                 future.wait()
         assert client.clock == 0
         client.push(None, torch.ones(2), tick=True).wait()
@@ -202,12 +202,12 @@ def test_a_missing_reply_is_never_acknowledged() -> None:
         out = torch.full((LARGE,), -1.0)
         read, other = client.pull(out=out, min_clock=1), client.pull(min_clock=1)
         number = client.sender.connections[0].last_number - 1
-        with pytest.raises(sl.PeerLostError):
+        with pytest.raises(sl.errors.PeerLostError):
             read.wait()
-        with pytest.raises(sl.PeerLostError, match="nothing is sent to server"):
+        with pytest.raises(sl.errors.PeerLostError, match="nothing is sent to server"):
             other.wait()  # at once: it would be another timeout
         assert world.runtime.now() < 20.0
-        with pytest.raises(sl.PeerLostError, match="nothing is sent to server"):
+        with pytest.raises(sl.errors.PeerLostError, match="nothing is sent to server"):
             client.push(None, torch.ones(LARGE))
         world.compute(200.0)
         assert out.eq(-1.0).all(), "a late answer was written to memory that is the caller's again"
@@ -309,11 +309,11 @@ def test_callbacks_that_start_callbacks_do_not_deadlock() -> None:
 def test_values_held_back_survive_a_refused_push() -> None:
     with sl.init(), store(2, codec="lossless", filters="significant(3e38)") as space:
         space.push(None, torch.full((2,), 2e38)).wait()
-        with pytest.raises(sl.DivergedError):
+        with pytest.raises(sl.errors.DivergedError):
             space.push(None, torch.tensor([3.3e38, math.nan]))
-        with pytest.raises(sl.DivergedError):  # two of these are more than float32 has
+        with pytest.raises(sl.errors.DivergedError):  # two of these are more than float32 has
             space.push(None, torch.full((2,), 2e38))
-        with pytest.raises(sl.ProtocolError, match="has given timestamps"):
+        with pytest.raises(sl.errors.ProtocolError, match="has given timestamps"):
             space.push(None, torch.full((2,), 1.2e38), after=[99])
         space.flush()
         assert space.get().tolist() == pytest.approx([2e38] * 2)
@@ -333,7 +333,7 @@ def test_no_list_is_sent_if_a_filter_chooses_all_values() -> None:
 def test_a_filter_is_refused_for_rules_that_need_all_values(rule: str) -> None:
     with sl.init():
         for filters in ("significant(1.0)", "skip(0.5)|cache"):
-            with pytest.raises(sl.IncompatibleError, match="sends some keys now"):
+            with pytest.raises(sl.errors.IncompatibleError, match="sends some keys now"):
                 store(4, rule, filters=filters)
         store(4, rule, filters="cache").close()
 

@@ -127,7 +127,7 @@ def test_a_worker_too_far_ahead_of_the_open_step_is_refused() -> None:
         try:
             for _ in range(MAX_STEPS_AHEAD + 10 if world.rank == 0 else 0):
                 client.push(None, torch.ones(4), tick=True).wait()
-        except sl.ProtocolError as error:
+        except sl.errors.ProtocolError as error:
             said = str(error)
         world.barrier()
         client.close()

@@ -69,7 +69,7 @@ def test_a_world_of_one_serves_itself_and_closes_its_network() -> None:
         assert use(world) == [0.0]
         network = server_network(world)
         idle = world.runtime.spawn(network.transport.recv(torch.zeros(1), None, 5).wait, math.inf)
-    with pytest.raises(sl.WorldError, match="closed"):
+    with pytest.raises(sl.errors.WorldError, match="closed"):
         idle.join(60)
 
 
@@ -100,7 +100,7 @@ def test_workers_serve_each_other_over_zeromq(engine: str, name: str) -> None:
 
 
 def test_members_must_fit_the_channel() -> None:
-    with pytest.raises(sl.WorldError, match="2 workers, 1 servers and 0 evaluators are not the 1 members"):
+    with pytest.raises(sl.errors.WorldError, match="2 workers, 1 servers and 0 evaluators are not the 1 members"):
         network_of(SingleTransport(), workers=2, servers=1)
 
 
@@ -117,20 +117,23 @@ def test_members_must_fit_the_channel() -> None:
     ],
 )
 def test_variables_that_make_no_sense_are_named(variables: dict[str, str], message: str) -> None:
-    with pytest.raises(sl.WorldError, match=message):
+    with pytest.raises(sl.errors.WorldError, match=message):
         read_roles(variables)
 
 
 def test_a_server_without_a_rendezvous_is_refused() -> None:
     roles = read_roles({"SYNCLINE_ROLE": "server", "SYNCLINE_SERVERS": "1", "SYNCLINE_WORKERS": "1"})
-    with pytest.raises(sl.WorldError, match="syncline run --servers S"):
+    with pytest.raises(sl.errors.WorldError, match="syncline run --servers S"):
         join_network(roles)
 
 
 def test_a_world_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SYNCLINE_SERVERS", "1")
     monkeypatch.setenv("SYNCLINE_WORKERS", "4")
-    with sl.init() as world, pytest.raises(sl.WorldError, match="this world has 1 ranks, but 4 workers were started"):
+    with (
+        sl.init() as world,
+        pytest.raises(sl.errors.WorldError, match="this world has 1 ranks, but 4 workers were started"),
+    ):
         server_network(world)
 
 
@@ -142,7 +145,7 @@ def test_modules_that_register_handlers_are_imported(tmp_path: Path, monkeypatch
     assert "my_handlers_a" in sys.modules
     with pytest.raises(ModuleNotFoundError, match="no_such_library"):
         import_handlers({"SYNCLINE_HANDLERS": "my_handlers_a,my_handlers_b"})
-    with pytest.raises(sl.SpecError, match="there is no module 'my_handlers_c'"):
+    with pytest.raises(sl.errors.SpecError, match="there is no module 'my_handlers_c'"):
         import_handlers({"SYNCLINE_HANDLERS": "my_handlers_c"})
 
 
@@ -150,7 +153,7 @@ def test_servers_come_before_evaluators() -> None:
     def idle(transport: Transport) -> None:
         transport.recv(torch.zeros(1), None).wait(timeout=math.inf)
 
-    with pytest.raises(sl.WorldError, match="beside the ranks are evaluator, server: servers come first"):
+    with pytest.raises(sl.errors.WorldError, match="beside the ranks are evaluator, server: servers come first"):
         sl.simulate(server_network, 1, extra=[ExtraProcess(idle, "evaluator"), idle])
 
 

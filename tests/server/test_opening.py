@@ -220,7 +220,7 @@ def test_observers_before_and_after_the_space_is_there() -> None:
             transport.runtime.sleep(0.01)
         late = watch_space(network, "later", 1)
         seen["values"] = [early.get().tolist(), late.get().tolist()]
-        with pytest.raises(sl.ProtocolError, match="has no clock"):
+        with pytest.raises(sl.errors.ProtocolError, match="has no clock"):
             early.push(None, torch.ones(5), tick=True).wait()
         early.close()
         late.close()
@@ -261,7 +261,7 @@ def test_closing_in_any_order() -> None:
         first.close()
         first.close()
         second.close()
-        with pytest.raises(sl.WorldError, match="is closed here"):
+        with pytest.raises(sl.errors.WorldError, match="is closed here"):
             one.get()
         return 1.0
 

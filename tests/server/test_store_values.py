@@ -117,7 +117,7 @@ def test_values_a_codec_cannot_carry_are_refused_before_sending() -> None:
         client = open_space(world, "s", 30, codec="topk(0.5)", piece=10)
         bad = torch.ones(30)
         bad[25] = float("nan")
-        with pytest.raises(sl.DivergedError, match="not finite"):
+        with pytest.raises(sl.errors.DivergedError, match="not finite"):
             client.push(None, bad, tick=True)
         found = client.get().tolist()
         client.push(None, torch.ones(30), tick=True).wait()  # the step was not taken

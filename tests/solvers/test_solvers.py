@@ -238,24 +238,24 @@ def test_an_aggregation_waits_for_the_slowest() -> None:
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(sl.SpecError, match=message):
+    with pytest.raises(sl.errors.SpecError, match=message):
         AsgdOptions(**options)
 
 
 def test_data_that_cannot_be() -> None:
     with sl.init():
-        with pytest.raises(sl.IncompatibleError, match=r"have 3, 2 samples"):
+        with pytest.raises(sl.errors.IncompatibleError, match=r"have 3, 2 samples"):
             asgd(LeastSquares(), (np.ones((3, 1)), np.ones(2)))
-        with pytest.raises(sl.IncompatibleError, match=r"not \(3, 1\)"):
+        with pytest.raises(sl.errors.IncompatibleError, match=r"not \(3, 1\)"):
             asgd(LeastSquares(), np.ones((3, 1)))
-        with pytest.raises(sl.IncompatibleError, match="has 3 points and is to choose 4 centres"):
+        with pytest.raises(sl.errors.IncompatibleError, match="has 3 points and is to choose 4 centres"):
             asgd(KMeans(4), np.ones((3, 1)))
-        with pytest.raises(sl.SpecError, match=r"KMeans\(k=0\)"):
+        with pytest.raises(sl.errors.SpecError, match=r"KMeans\(k=0\)"):
             KMeans(0)
 
 
 def test_fewer_samples_than_workers() -> None:
-    with pytest.raises(sl.IncompatibleError, match="2 samples are too few for 3 workers"):
+    with pytest.raises(sl.errors.IncompatibleError, match="2 samples are too few for 3 workers"):
         sl.simulate(lambda world: asgd(KMeans(1), np.ones((2, 1))), 3)
 
 
@@ -263,13 +263,17 @@ def test_samples_that_differ_between_workers() -> None:
     def case(world: sl.World) -> Solution:
         return asgd(KMeans(1), np.ones((4, 1 + world.rank)), split=False)
 
-    with pytest.raises(sl.IncompatibleError, match="a sample of rank 1 is 2 numbers in 1 arrays, one of rank 0 is 1"):
+    with pytest.raises(
+        sl.errors.IncompatibleError, match="a sample of rank 1 is 2 numbers in 1 arrays, one of rank 0 is 1"
+    ):
         sl.simulate(case, 2)
 
 
 def test_a_rate_that_is_too_high_is_named() -> None:
     with (
         sl.init(),
-        pytest.raises(sl.DivergedError, match=r"rank 0 is not finite after \d+ steps?: lower the rate, which is 100"),
+        pytest.raises(
+            sl.errors.DivergedError, match=r"rank 0 is not finite after \d+ steps?: lower the rate, which is 100"
+        ),
     ):
         asgd(LeastSquares(), a_regression(), rate=100.0, batch=10, epochs=10)

@@ -123,7 +123,7 @@ def main() -> None:
                     model(batch(0, 0).to(device)).sum() * (float("nan") if world.rank == world.size - 1 else 1.0)
                 ).backward()
             raise AssertionError("NaN passed unseen")
-        except sl.DivergedError as error:
+        except sl.errors.DivergedError as error:
             print("told:", error)
         run.close()
         with_unused(world, "ring" if together else "native")

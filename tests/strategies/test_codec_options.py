@@ -45,7 +45,7 @@ def attach(strategy: str, codec: str | None, dtype: torch.dtype = torch.float32)
 @pytest.mark.parametrize("strategy", ELSEWHERE)
 @pytest.mark.parametrize("codec", GRADIENT_OPTIONS)
 def test_options_for_gradients_are_refused_outside_allreduce(strategy: str, codec: str) -> None:
-    with pytest.raises(sl.IncompatibleError, match=f"{GRADIENT_OPTIONS[codec]} is for strategy allreduce alone"):
+    with pytest.raises(sl.errors.IncompatibleError, match=f"{GRADIENT_OPTIONS[codec]} is for strategy allreduce alone"):
         attach(strategy, codec)
 
 
@@ -70,19 +70,19 @@ def test_the_list_of_strategies_is_whole() -> None:
     ],
 )
 def test_servers_refuse_what_needs_whole_parameters(strategy: str, codec: str) -> None:
-    with pytest.raises(sl.IncompatibleError, match="servers hold one row of keys"):
+    with pytest.raises(sl.errors.IncompatibleError, match="servers hold one row of keys"):
         attach(strategy, codec)
 
 
 @pytest.mark.parametrize("codec", ["powersgd(1)", "powersgd(1)|cast", "by_size(10, None, 'powersgd(1)|cast')"])
 def test_gossip_refuses_sums_over_all_workers(codec: str) -> None:
-    with pytest.raises(sl.IncompatibleError, match="sums among all workers"):
+    with pytest.raises(sl.errors.IncompatibleError, match="sums among all workers"):
         attach("gossip", codec)
 
 
 @pytest.mark.parametrize("codec", ["powersgd(1)", "by_size(10, None, 'powersgd(1)')"])
 def test_a_tree_refuses_a_shared_warm_start(codec: str) -> None:
-    with pytest.raises(sl.IncompatibleError, match="warm start"):
+    with pytest.raises(sl.errors.IncompatibleError, match="warm start"):
         attach("easgd(centres=2)", codec)
 
 
@@ -107,5 +107,8 @@ def test_rounding_of_double_precision_is_told_once(
 
 
 def test_a_store_refuses_options_for_gradients() -> None:
-    with sl.init() as world, pytest.raises(sl.IncompatibleError, match=r"momentum=0\.9 is for strategy allreduce"):
-        sl.store(3, codec="topk(0.5, momentum=0.9)", world=world)
+    with (
+        sl.init() as world,
+        pytest.raises(sl.errors.IncompatibleError, match=r"momentum=0\.9 is for strategy allreduce"),
+    ):
+        sl.server.store(3, codec="topk(0.5, momentum=0.9)", world=world)

@@ -247,7 +247,7 @@ def test_nan_on_one_rank_is_told_to_all(codec: str, check: bool) -> None:
             bad = float("nan") if world.rank == 1 and number == 1 else 1.0
             try:
                 backward((model(torch.ones(2, 6)) * bad).sum())
-            except sl.DivergedError as error:
+            except sl.errors.DivergedError as error:
                 return str(error)
             found = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
             assert bool(torch.isfinite(found).all()) == (number != 1)

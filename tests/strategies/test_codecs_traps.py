@@ -68,7 +68,7 @@ def _nan_in_a_coded_bucket(world: sl.World, codec: str) -> str:
         weight.register_hook(lambda gradient: gradient * float("nan"))  # type: ignore[operator]
     try:
         backward(model(torch.ones(2, 6)).sum())
-    except sl.DivergedError as error:
+    except sl.errors.DivergedError as error:
         return str(error)
     return "nothing was said"
 
@@ -118,7 +118,7 @@ def test_a_residual_that_overflows_is_told_to_all(codec: str, way: str, check: b
                 backward((model.weight * values * factor).sum())
                 assert model.weight.grad is not None
                 said.append("finite" if bool(torch.isfinite(model.weight.grad).all()) else "not finite")
-            except sl.DivergedError as error:
+            except sl.errors.DivergedError as error:
                 said.append(type(error).__name__)
             state = strategy_run(run).state_dict()["local"]["strategy"]
             kept = [left_of(run), *(row for memory in state["memories"].values() for row in memory.values())]
@@ -212,8 +212,8 @@ def _diagnosed(world: sl.World, beside: bool) -> Any:
 
 
 def test_momentum_without_a_residual_is_refused_in_a_chain_too() -> None:
-    with pytest.raises(sl.SpecError, match="lives in the residual"):
-        sl.TopK(0.01, momentum=0.9) | sl.Quantize(4, feedback=False)
+    with pytest.raises(sl.errors.SpecError, match="lives in the residual"):
+        sl.codecs.TopK(0.01, momentum=0.9) | sl.codecs.Quantize(4, feedback=False)
 
 
 LARGE = [
@@ -286,7 +286,7 @@ def test_check_finite_names_one_nan_among_many(codec: str, way: str) -> None:
         sl.distribute(model, optimizer, codec=codec, algorithm=way, check_finite=True)
         values = torch.randn(90, 100, generator=torch.Generator().manual_seed(world.rank))
         values[77, 77] = float("nan") if world.rank == 1 else 1.0
-        with pytest.raises(sl.DivergedError) as caught:
+        with pytest.raises(sl.errors.DivergedError) as caught:
             backward((model[0] * values).sum())
         return str(caught.value)
 
@@ -308,7 +308,7 @@ def test_a_second_backward_of_a_step_is_refused_with_momentum(codec: str, strate
             backward(model(torch.ones(2, 6)).sum())  # all but the last belong under no_sync()
         run.close()
 
-    with pytest.raises(sl.IncompatibleError, match=r"second backward pass .* run\.no_sync\(\)"):
+    with pytest.raises(sl.errors.IncompatibleError, match=r"second backward pass .* run\.no_sync\(\)"):
         sl.simulate(case, ranks=2)
 
 

@@ -124,7 +124,7 @@ def test_gradients_in_flight_are_part_of_the_state() -> None:
 
 def test_cooldown_wants_to_know_the_number_of_steps() -> None:
     spec = "allreduce(delay=1, cooldown=1)"
-    with pytest.raises(sl.IncompatibleError, match=r"cooldown needs to know the number of steps.*run\.expect"):
+    with pytest.raises(sl.errors.IncompatibleError, match=r"cooldown needs to know the number of steps.*run\.expect"):
         sl.simulate(lambda world: applied(world, spec, 3), ranks=2)
 
     def told(world: sl.World) -> None:
@@ -143,7 +143,7 @@ def test_a_closure_cannot_wait() -> None:
         sl.distribute(model, optimizer, strategy="allreduce(delay=1)")
         optimizer.step(lambda: 0.0)
 
-    with pytest.raises(sl.IncompatibleError, match="closure"):
+    with pytest.raises(sl.errors.IncompatibleError, match="closure"):
         sl.simulate(case, ranks=1)
 
 
@@ -159,7 +159,7 @@ def test_a_grad_scaler_is_refused(warmup: int, fused: bool, unscaled: bool) -> N
         backward(scaler.scale(model(torch.ones(1, 1)).sum()))
         if unscaled:
             scaler.unscale_(optimizer)
-        with pytest.raises(sl.IncompatibleError, match="cannot be used with a GradScaler"):
+        with pytest.raises(sl.errors.IncompatibleError, match="cannot be used with a GradScaler"):
             scaler.step(optimizer)
         run.close()
         backward(scaler.scale(model(torch.ones(1, 1)).sum()))
@@ -188,5 +188,5 @@ def test_a_disabled_grad_scaler_goes_with_a_delay() -> None:
     "spec", ["allreduce(delay=-1)", "allreduce(warmup=3)", "allreduce(delay=1.5)", "allreduce(delay=1, steps=0)"]
 )
 def test_bad_arguments(spec: str) -> None:
-    with pytest.raises(sl.SpecError, match="allreduce"):
+    with pytest.raises(sl.errors.SpecError, match="allreduce"):
         sl.simulate(lambda world: applied(world, spec, 1), ranks=1)

@@ -49,9 +49,9 @@ def training(strategy: str, codec: str | None = None, check_finite: bool = True)
     return case
 
 
-def diverged(case: Callable[[sl.World], None], ranks: int) -> list[sl.DivergedError]:
+def diverged(case: Callable[[sl.World], None], ranks: int) -> list[sl.errors.DivergedError]:
     run = sl.simulate(case, ranks=ranks, network=one_host(ranks), return_exceptions=True)
-    return [each for each in run.results if isinstance(each, sl.DivergedError)]
+    return [each for each in run.results if isinstance(each, sl.errors.DivergedError)]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

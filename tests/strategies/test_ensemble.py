@@ -282,6 +282,6 @@ def test_real_processes(gloo: Pool) -> None:
 
 def test_a_regression_has_no_mean_of_probabilities() -> None:
     outputs = [torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [4.0]])]
-    with pytest.raises(sl.IncompatibleError, match="mean='outputs'"):
+    with pytest.raises(sl.errors.IncompatibleError, match="mean='outputs'"):
         mean_prediction(outputs)
     assert mean_prediction(outputs, "outputs").tolist() == [[2.0], [3.0]]

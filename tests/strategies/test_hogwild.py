@@ -270,7 +270,7 @@ def test_a_post_that_is_half_written_is_not_seen() -> None:
 @pytest.mark.parametrize(("kind", "values"), [("k" * 33, 1), ("many", MAX_POST_VALUES + 1)])
 def test_a_post_that_is_too_long_is_refused(kind: str, values: int) -> None:
     (board,) = make_boards(1)
-    with pytest.raises(sl.SpecError, match=rf"at most 32 bytes and at most {MAX_POST_VALUES} values"):
+    with pytest.raises(sl.errors.SpecError, match=rf"at most 32 bytes and at most {MAX_POST_VALUES} values"):
         board.post(kind, [0.0] * values)
     assert board.read_posts(0) == []
 
@@ -297,22 +297,27 @@ def test_several_hosts_are_refused_by_name() -> None:
         begin(nn.Linear(1, 1))
 
     two = sl.Network(ranks_per_host=2, inside=sl.Link(latency=1e-6, bandwidth=1e9))
-    with pytest.raises(sl.IncompatibleError, match=r"the 4 workers are on 2 hosts \(host0, host1\): run them on one"):
+    with pytest.raises(
+        sl.errors.IncompatibleError, match=r"the 4 workers are on 2 hosts \(host0, host1\): run them on one"
+    ):
         sl.simulate(case, 4, network=two)
 
 
 def test_a_codec_is_refused() -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with sl.init(), pytest.raises(sl.IncompatibleError, match=r"quantize\(4\).*leave the codec out"):
+    with sl.init(), pytest.raises(sl.errors.IncompatibleError, match=r"quantize\(4\).*leave the codec out"):
         sl.distribute(model, optimizer, strategy="hogwild", codec="quantize(4)")
 
 
 def test_a_model_that_is_not_on_the_cpu_is_refused() -> None:
     model = nn.Linear(1, 1, device="meta")  # as if on a GPU; distribute itself refuses a model without memory
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with sl.init() as world, pytest.raises(sl.IncompatibleError, match="weight is on meta: keep the model on the CPU"):
-        sl.Hogwild().attach(model, optimizer, Communicator(world, "auto"), RunSettings())
+    with (
+        sl.init() as world,
+        pytest.raises(sl.errors.IncompatibleError, match="weight is on meta: keep the model on the CPU"),
+    ):
+        sl.strategies.Hogwild().attach(model, optimizer, Communicator(world, "auto"), RunSettings())
 
 
 def test_nonfinite_gradients_do_not_reach_the_others() -> None:
@@ -322,7 +327,7 @@ def test_nonfinite_gradients_do_not_reach_the_others() -> None:
         backward(model(torch.full((1, 1), float("inf") if world.rank == 1 else 1.0)).sum())
         try:
             optimizer.step()
-        except sl.DivergedError as error:
+        except sl.errors.DivergedError as error:
             return str(error)
         finally:
             world.barrier()

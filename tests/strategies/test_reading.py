@@ -55,29 +55,29 @@ class Trainer:
         self.run.close()
 
 
-def by_range(shard: sl.Shard) -> Iterator[Any]:
+def by_range(shard: sl.strategies.Shard) -> Iterator[Any]:
     batches = iter(shard)
     for _ in range(len(shard)):
         yield next(batches)
 
 
-def by_zip(shard: sl.Shard) -> Iterator[Any]:
+def by_zip(shard: sl.strategies.Shard) -> Iterator[Any]:
     for _, batch in zip(range(len(shard)), shard, strict=False):
         yield batch
 
 
-def by_slice(shard: sl.Shard) -> Iterator[Any]:
+def by_slice(shard: sl.strategies.Shard) -> Iterator[Any]:
     return islice(iter(shard), len(shard))
 
 
-def by_break(shard: sl.Shard) -> Iterator[Any]:
+def by_break(shard: sl.strategies.Shard) -> Iterator[Any]:
     for number, batch in enumerate(shard, 1):
         yield batch
         if number == len(shard):
             break
 
 
-def to_the_end(shard: sl.Shard) -> Iterator[Any]:
+def to_the_end(shard: sl.strategies.Shard) -> Iterator[Any]:
     yield from shard
 
 
@@ -85,7 +85,7 @@ LOOPS = [by_range, by_zip, by_slice, by_break, to_the_end]
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_every_loop_gets_whole_epochs(loop: Callable[[sl.Shard], Iterator[Any]]) -> None:
+def test_every_loop_gets_whole_epochs(loop: Callable[[sl.strategies.Shard], Iterator[Any]]) -> None:
     def train(world: sl.World) -> list[list[int]]:
         trainer = Trainer()
         shard = trainer.run.shard(DataLoader(Numbers(16), batch_size=1, shuffle=True))
@@ -192,7 +192,9 @@ def test_it_has_the_attributes_of_its_loader() -> None:
 
 @pytest.mark.parametrize("stop", range(1, 13))
 @pytest.mark.parametrize("loop", [by_zip, to_the_end])
-def test_resume_at_any_step_equals_the_uninterrupted_run(loop: Callable[[sl.Shard], Iterator[Any]], stop: int) -> None:
+def test_resume_at_any_step_equals_the_uninterrupted_run(
+    loop: Callable[[sl.strategies.Shard], Iterator[Any]], stop: int
+) -> None:
     """Three epochs of three steps, each with something at its end; a look at the data first."""
 
     def train(saved: Any, log: list[Any], states: dict[int, Any]) -> None:
@@ -333,7 +335,7 @@ def test_two_schedulers_of_a_kind_must_be_named() -> None:
             trainer.step(batch)
         assert kept
 
-    with pytest.raises(sl.IncompatibleError, match=r"2 schedulers of the kind ExponentialLR.*schedulers="):
+    with pytest.raises(sl.errors.IncompatibleError, match=r"2 schedulers of the kind ExponentialLR.*schedulers="):
         sl.simulate(train, ranks=2)
 
 

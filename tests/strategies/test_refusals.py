@@ -59,8 +59,8 @@ def different(world: sl.World, how: str) -> Any:
 )
 def test_models_that_differ(how: str, words: str) -> None:
     for error in every_error(lambda world: different(world, how)):
-        assert isinstance(error, sl.IncompatibleError)
-        with pytest.raises(sl.IncompatibleError, match=words):
+        assert isinstance(error, sl.errors.IncompatibleError)
+        with pytest.raises(sl.errors.IncompatibleError, match=words):
             raise error
 
 
@@ -77,7 +77,7 @@ SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)
         ((MODEL, torch.optim.SGD), {}, "not the class SGD: call it"),
         ((MODEL, torch.optim.lr_scheduler.StepLR(SGD, 1)), {}, "not StepLR: give schedulers by schedulers=[…]"),
         ((MODEL, SGD, None), {}, "the strategy is written as text, not as NoneType"),
-        ((MODEL, SGD, sl.SSP), {}, "the strategy is the class SSP; write SSP()"),
+        ((MODEL, SGD, sl.strategies.SSP), {}, "the strategy is the class SSP; write SSP()"),
         ((MODEL, SGD), {"schedulers": torch.optim.lr_scheduler.StepLR(SGD, 1)}, "schedulers=[…] is a list, not StepLR"),
         ((MODEL, SGD), {"bucket_bytes": "25MB"}, "bucket_bytes='25MB': a number of bytes"),
         ((MODEL, SGD), {"diagnose": None}, "diagnose=None: a number of steps"),
@@ -86,7 +86,7 @@ SGD = torch.optim.SGD(MODEL.parameters(), lr=0.1)
     ],
 )
 def test_wrong_arguments_are_named(arguments: tuple[Any, ...], options: dict[str, Any], words: str) -> None:
-    with sl.init(), pytest.raises(sl.SpecError) as caught:
+    with sl.init(), pytest.raises(sl.errors.SpecError) as caught:
         sl.distribute(*arguments, **options)
     assert words in str(caught.value)
 
@@ -100,7 +100,7 @@ def test_models_that_differ_on_gloo(gloo: Pool) -> None:
 def _told(world: sl.World) -> str:
     try:
         different(world, "shape")
-    except sl.IncompatibleError as error:
+    except sl.errors.IncompatibleError as error:
         return str(error)
     return "nothing was raised"
 
@@ -113,7 +113,7 @@ def test_a_parameter_that_only_some_ranks_use() -> None:
         backward((x if world.rank == 1 else model[1](x)).sum())
 
     for error in every_error(case):
-        assert isinstance(error, sl.IncompatibleError)
+        assert isinstance(error, sl.errors.IncompatibleError)
         assert "1.weight got a gradient on ranks [0, 2] but not on ranks [1]" in str(error)
 
 
@@ -130,7 +130,7 @@ def test_divergence_names_rank_and_parameter(value: float) -> None:
         backward(model(x).sum())
 
     for error in every_error(case):
-        assert isinstance(error, sl.DivergedError)
+        assert isinstance(error, sl.errors.DivergedError)
         assert "rank 1: 4.weight" in str(error)
         assert "rank 0" not in str(error)
 
@@ -167,15 +167,19 @@ def test_large_finite_half_gradients_are_not_taken_for_infinite() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: sl.distribute(mlp(), torch.optim.SGD(mlp().parameters(), lr=0.1)), sl.IncompatibleError, "6 of 6"),
-        (lambda: attach(mlp(), codec="topk(0.01)"), sl.IncompatibleError, "cannot be added"),
-        (lambda: attach(mlp(), strategy="alreduce"), sl.SpecError, "did you mean 'allreduce'"),
-        (lambda: attach(mlp(), strategy="allreduce(delya=1)"), sl.SpecError, "delay"),
-        (lambda: attach(mlp(), algorithm="rnig"), sl.SpecError, "ring"),
-        (lambda: attach(mlp(), bucket_bytes=0), sl.SpecError, "bucket_bytes=0"),
+        (
+            lambda: sl.distribute(mlp(), torch.optim.SGD(mlp().parameters(), lr=0.1)),
+            sl.errors.IncompatibleError,
+            "6 of 6",
+        ),
+        (lambda: attach(mlp(), codec="topk(0.01)"), sl.errors.IncompatibleError, "cannot be added"),
+        (lambda: attach(mlp(), strategy="alreduce"), sl.errors.SpecError, "did you mean 'allreduce'"),
+        (lambda: attach(mlp(), strategy="allreduce(delya=1)"), sl.errors.SpecError, "delay"),
+        (lambda: attach(mlp(), algorithm="rnig"), sl.errors.SpecError, "ring"),
+        (lambda: attach(mlp(), bucket_bytes=0), sl.errors.SpecError, "bucket_bytes=0"),
         (
             lambda: sl.distribute(nn.ReLU(), torch.optim.SGD(mlp().parameters(), lr=0.1)),
-            sl.IncompatibleError,
+            sl.errors.IncompatibleError,
             "no param",
         ),
     ],
@@ -186,7 +190,7 @@ def test_bad_arguments(make: Any, error: type[Exception], words: str) -> None:
 
 
 def test_without_a_world() -> None:
-    with pytest.raises(sl.WorldError, match=r"sl\.init"):
+    with pytest.raises(sl.errors.WorldError, match=r"sl\.init"):
         attach(mlp())
 
 
@@ -196,7 +200,7 @@ def test_a_loader_shorter_than_the_workers() -> None:
         return list(run.shard(DataLoader(TensorDataset(torch.ones(2, 1)), batch_size=1)))
 
     for error in every_error(case):
-        assert isinstance(error, sl.IncompatibleError)
+        assert isinstance(error, sl.errors.IncompatibleError)
         assert "2" in str(error)
         assert "3" in str(error)
 

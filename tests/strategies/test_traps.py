@@ -80,7 +80,7 @@ def test_not_finite_outside_the_buckets_too() -> None:
         attach(model, check_finite=True)
         backward((model(torch.tensor([world.rank])) * (float("nan") if world.rank else 1.0)).sum())
 
-    with pytest.raises(sl.DivergedError, match="rank 1: weight"):
+    with pytest.raises(sl.errors.DivergedError, match="rank 1: weight"):
         sl.simulate(case, ranks=2)
 
 
@@ -157,7 +157,7 @@ def test_uneven_data_with_unshared_schedules_is_refused() -> None:
                 optimizer.param_groups[0]["lr"] = 0.5**steps  # a schedule that nobody knows
 
     for strategy in ("allreduce", "local(period=2)", "gossip"):
-        with pytest.raises(sl.IncompatibleError, match="schedulers="):
+        with pytest.raises(sl.errors.IncompatibleError, match="schedulers="):
             sl.simulate(partial(rates, strategy=strategy), ranks=2)
 
     def two(world: sl.World) -> None:
@@ -165,7 +165,7 @@ def test_uneven_data_with_unshared_schedules_is_refused() -> None:
         attach(nn.Linear(1, 1))
         list(run.shard(batches, split=False))
 
-    with pytest.raises(sl.IncompatibleError, match="2 runs"):
+    with pytest.raises(sl.errors.IncompatibleError, match="2 runs"):
         sl.simulate(two, ranks=2)
 
     def closure(world: sl.World) -> None:
@@ -173,7 +173,7 @@ def test_uneven_data_with_unshared_schedules_is_refused() -> None:
         for _ in run.shard(batches, split=False):
             optimizer.step(lambda: 0.0)
 
-    with pytest.raises(sl.IncompatibleError, match="closure"):
+    with pytest.raises(sl.errors.IncompatibleError, match="closure"):
         sl.simulate(closure, ranks=2)
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import syncline as sl
+from syncline.checkpoint import latest
 from syncline.errors import IncompatibleError, SpecError
 from syncline.events import read_log
-from syncline.training.checkpoint import latest
 from syncline.training.loop import Outcome, train
 from syncline.training.run_folder import RunFolder
 from syncline.training.settings import Settings

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import syncline as sl
+from syncline.checkpoint import latest
 from syncline.events import read_log
-from syncline.training.checkpoint import latest
 from syncline.training.loop import Outcome, train
 from syncline.training.settings import Settings
 from syncline.transports.faults import Kill

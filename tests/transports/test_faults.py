@@ -25,7 +25,7 @@ def test_every_survivor_names_the_rank_that_was_killed() -> None:
         assert run.killed == (2,)
         assert run.results[2] is None
         for rank in (0, 1, 3, 4):
-            assert isinstance(run.results[rank], sl.PeerLostError), (seed, run.results[rank])
+            assert isinstance(run.results[rank], sl.errors.PeerLostError), (seed, run.results[rank])
             assert run.results[rank].peer == 2
             assert "rank 2" in str(run.results[rank])
 
@@ -38,7 +38,7 @@ def test_a_second_loss_is_not_blamed_on_the_first() -> None:
         for source in (1, 2) if world.rank == 0 else ():
             try:
                 sl.recv(torch.zeros(1), source)
-            except sl.PeerLostError as error:
+            except sl.errors.PeerLostError as error:
                 lost.append(error.peer)
         world.compute(10.0)
         return lost
@@ -68,7 +68,7 @@ def test_a_receive_from_anyone_ends_at_the_timeout() -> None:
             world.compute(1.0)
 
     run = sl.simulate(serve, 2, faults=[sl.faults.Kill(1, at=0.5)], timeout=30.0, return_exceptions=True)
-    assert isinstance(run.results[0], sl.PeerLostError)
+    assert isinstance(run.results[0], sl.errors.PeerLostError)
     assert run.time == pytest.approx(30.0)
 
 
@@ -93,7 +93,7 @@ def test_delays_and_a_partition_that_heals_change_the_time_alone() -> None:
 
 def test_a_permanent_partition_ends_in_lost_peers() -> None:
     run = sl.simulate(steps, 4, faults=[sl.faults.Partition((0, 1), start=2e-4)], timeout=10.0, return_exceptions=True)
-    assert all(isinstance(result, sl.PeerLostError) for result in run.results)
+    assert all(isinstance(result, sl.errors.PeerLostError) for result in run.results)
     assert len({result.peer for result in run.results}) == 1
 
 
@@ -150,7 +150,7 @@ def test_accumulates_of_all_add_up_in_any_order() -> None:
 
 
 def test_windows_must_agree() -> None:
-    with pytest.raises(sl.WorldError, match="different windows"):
+    with pytest.raises(sl.errors.WorldError, match="different windows"):
         sl.simulate(lambda world: world.transport.memory.window(2 + world.rank, torch.float32), 2)
 
 
@@ -162,7 +162,7 @@ def survivors_agree(run: sl.Simulation) -> None:
         if rank in run.killed:
             assert result is None
         elif isinstance(result, Exception):
-            assert isinstance(result, sl.PeerLostError)
+            assert isinstance(result, sl.errors.PeerLostError)
             assert result.peer == 2, (rank, result)
         else:
             assert torch.equal(result, torch.full((64,), 6.0 * 4 ** (3 - 1)))
@@ -186,5 +186,5 @@ def test_a_hunt_says_how_to_replay() -> None:
 
 
 def test_faults_outside_the_world_are_refused() -> None:
-    with pytest.raises(sl.WorldError, match="outside the world of 2"):
+    with pytest.raises(sl.errors.WorldError, match="outside the world of 2"):
         sl.simulate(lambda world: None, 2, faults=[sl.faults.Kill(2)])

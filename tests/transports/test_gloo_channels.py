@@ -55,7 +55,7 @@ def run_out(channel: Transport) -> str:
     if channel.rank == 1:
         resource.setrlimit(resource.RLIMIT_NOFILE, (held()[0] + 10, hard))
     try:
-        with pytest.raises(sl.WorldError) as caught:
+        with pytest.raises(sl.errors.WorldError) as caught:
             channel.split(range(channel.size))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -82,7 +82,7 @@ def leave_early(channel: Transport) -> str:
     if channel.rank == 1:
         own.close()
         return ""
-    with pytest.raises(sl.PeerLostError) as caught:
+    with pytest.raises(sl.errors.PeerLostError) as caught:
         own.native.allreduce(torch.ones(4), "sum").wait()
     own.close()
     return str(caught.value)
@@ -100,5 +100,7 @@ def test_a_rank_that_ends_before_it_joins_is_named_at_once() -> None:
     store.add("syncline/dead", 1)
     place = Rendezvous("127.0.0.1", store.port, hosted=True)
     environment = Environment(source="a test", rank=0, size=2, local_rank=0, local_size=2, rendezvous=place)
-    with pytest.raises(sl.WorldError, match=r"rank 1 has ended before all had joined: it was killed by signal 9"):
+    with pytest.raises(
+        sl.errors.WorldError, match=r"rank 1 has ended before all had joined: it was killed by signal 9"
+    ):
         torch_dist.connect(environment, 10 * TEST_TIMEOUT_S)

@@ -56,7 +56,7 @@ def test_a_deadlock_is_found_despite_an_idle_task(chaos: bool) -> None:
         if world.rank == 0:
             world.transport.recv(torch.zeros(1), 1, 7).wait()
 
-    with pytest.raises(sl.DeadlockError, match=r"rank 0 \(main\) waits .* from rank 1 \(tag 7"):
+    with pytest.raises(sl.errors.DeadlockError, match=r"rank 0 \(main\) waits .* from rank 1 \(tag 7"):
         sl.simulate(work, 2, chaos=chaos)
 
 
@@ -70,7 +70,7 @@ def test_a_wait_with_a_timeout_ends_next_to_an_idle_one() -> None:
         world.compute(1.0)
 
     run = sl.simulate(work, 2, faults=[sl.faults.Kill(1, at=0.5)], timeout=30.0, return_exceptions=True)
-    assert isinstance(run.results[0], sl.PeerLostError)
+    assert isinstance(run.results[0], sl.errors.PeerLostError)
     assert run.time == pytest.approx(30.0)
 
 
@@ -79,7 +79,7 @@ def test_an_idle_wait_for_one_that_dies_ends() -> None:
         if world.rank == 1:
             world.compute(5.0)
             return 0.0
-        with pytest.raises(sl.PeerLostError, match="rank 1") as lost:
+        with pytest.raises(sl.errors.PeerLostError, match="rank 1") as lost:
             world.transport.recv(torch.zeros(1), 1).wait(timeout=math.inf)
         assert lost.value.peer == 1
         return world.runtime.now()
@@ -111,7 +111,7 @@ def test_closing_a_simulated_world_ends_waits_and_init_reopens_it() -> None:
         def wait() -> None:
             try:
                 world.transport.recv(torch.zeros(1), None, 9).wait(timeout=math.inf)
-            except sl.WorldError as error:
+            except sl.errors.WorldError as error:
                 ended.append(str(error))
 
         with sl.init():
@@ -129,7 +129,7 @@ def test_closing_a_simulated_world_ends_waits_and_init_reopens_it() -> None:
 def test_a_closed_world_of_one_refuses_operations() -> None:
     transport = SingleTransport()
     transport.close()
-    with pytest.raises(sl.WorldError, match="closed the channel"):
+    with pytest.raises(sl.errors.WorldError, match="closed the channel"):
         transport.recv(torch.zeros(1)).wait(timeout=math.inf)
 
 

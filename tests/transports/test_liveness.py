@@ -339,5 +339,5 @@ def test_closing_does_not_hang_on_a_store_that_does() -> None:
 @pytest.mark.parametrize("text", ["never", "-1", "0.1", "inf"])
 def test_the_variable_of_the_silence_limit_is_checked(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SYNCLINE_LOST_AFTER", text)
-    with pytest.raises(sl.SpecError, match=f"SYNCLINE_LOST_AFTER={text}: give a number of seconds"):
+    with pytest.raises(sl.errors.SpecError, match=f"SYNCLINE_LOST_AFTER={text}: give a number of seconds"):
         lost_after()

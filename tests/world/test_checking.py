@@ -56,7 +56,7 @@ def test_a_first_call_that_differs_is_named_without_check(how: str, plain: bool)
         return call_differently(how, world_on(Plain(world.transport)) if plain else world)
 
     run = sl.simulate(work, 3, return_exceptions=True)
-    told = [error for error in run.results if isinstance(error, sl.IncompatibleError)]
+    told = [error for error in run.results if isinstance(error, sl.errors.IncompatibleError)]
     assert len(told) == 3 if plain else told, run.results  # a simulated root may be through before the others come
     for error in told:
         assert "disagree" in str(error)
@@ -85,7 +85,7 @@ def test_the_simulator_compares_every_call() -> None:
         for step in range(200):
             sl.allreduce(torch.ones(2), op="max" if step == 150 and world.rank == 1 else "sum")
 
-    with pytest.raises(sl.IncompatibleError, match=r"#151: rank 0: .*sum.*; rank 1: .*max"):
+    with pytest.raises(sl.errors.IncompatibleError, match=r"#151: rank 0: .*sum.*; rank 1: .*max"):
         sl.simulate(work, 2)
 
 
@@ -98,7 +98,7 @@ def surprise(channel: Transport) -> str:
         sl.allreduce(torch.ones(2000), op="sum")
     try:
         sl.allreduce(torch.ones(2000 if world.rank == 0 else 30), op="sum")
-    except sl.IncompatibleError as error:
+    except sl.errors.IncompatibleError as error:
         return str(error)
     finally:
         own.close()
@@ -123,7 +123,7 @@ def differ_on_an_engine(channel: Transport) -> list[str]:
         world = world_on(own)
         try:
             call_differently(how, world)
-        except sl.IncompatibleError as error:
+        except sl.errors.IncompatibleError as error:
             told.append(str(error))
     own.close()
     return told

@@ -62,7 +62,7 @@ def test_roles_of_those_beside_are_known() -> None:
 def test_an_extra_process_may_be_killed_and_slowed() -> None:
     def work(world: sl.World) -> tuple[float, dict[int, str], dict[int, str]]:
         ask(world, 2)
-        with pytest.raises(sl.PeerLostError, match="rank 2"):
+        with pytest.raises(sl.errors.PeerLostError, match="rank 2"):
             ask_for_ever(world, 2)
         return world.runtime.now(), world.lost, world.job_channel.lost()
 
@@ -105,7 +105,7 @@ def test_a_deadlock_names_those_beside_too() -> None:
         transport.recv(torch.zeros(1), None, 1).wait(timeout=math.inf)
         transport.recv(torch.zeros(1), 0, 99).wait(timeout=math.inf)
 
-    with pytest.raises(sl.DeadlockError, match=r"rank 1 \(extra\) waits .* from rank 0 \(tag 99") as caught:
+    with pytest.raises(sl.errors.DeadlockError, match=r"rank 1 \(extra\) waits .* from rank 0 \(tag 99") as caught:
         sl.simulate(lambda world: ask(world, 1), 1, extra=[silent])
     assert "rank 0 (main) waits" in str(caught.value)
 
@@ -133,12 +133,12 @@ def test_a_world_keeps_one_object_per_key_and_closes_in_reverse(caplog: pytest.L
     closed: list[str] = []
     with sl.init() as world:
         first = world.keep("first", lambda: Kept(closed, "first"))
-        world.keep("second", lambda: Kept(closed, "second", sl.WorldError("stuck")))
+        world.keep("second", lambda: Kept(closed, "second", sl.errors.WorldError("stuck")))
         assert world.keep("first", lambda: Kept(closed, "again")) is first
         assert closed == []
     assert closed == ["second", "first"]
     assert "second did not close: stuck" in caplog.text
-    with pytest.raises(sl.WorldError, match="closed"):
+    with pytest.raises(sl.errors.WorldError, match="closed"):
         world.keep("third", lambda: Kept(closed, "third"))
 
 

@@ -70,14 +70,14 @@ HOWS = ("refused", "shape", "dtype", "reduction", "algorithm", "root", "operatio
 def test_a_difference_between_ranks_is_named_on_every_rank(how: str) -> None:
     run = sl.simulate(lambda world: differ(how, world), 3, check=True, return_exceptions=True)
     for error in run.results:
-        assert isinstance(error, sl.IncompatibleError)
+        assert isinstance(error, sl.errors.IncompatibleError)
         assert "ranks 0, 2:" in str(error)
         assert "rank 1:" in str(error)
 
 
 def test_allgather_refuses_what_does_not_join_without_check() -> None:
     run = sl.simulate(lambda world: sl.allgather(torch.zeros(2, 2 + world.rank)), 2, return_exceptions=True)
-    assert all(isinstance(error, sl.IncompatibleError) for error in run.results)
+    assert all(isinstance(error, sl.errors.IncompatibleError) for error in run.results)
 
 
 def read_only() -> Any:
@@ -87,43 +87,51 @@ def read_only() -> Any:
 
 
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
-    "reduction": (lambda: sl.allreduce(torch.zeros(1), op="avg"), sl.SpecError, "did you mean 'mean'"),  # type: ignore[arg-type]
+    "reduction": (lambda: sl.allreduce(torch.zeros(1), op="avg"), sl.errors.SpecError, "did you mean 'mean'"),  # type: ignore[arg-type]
     "algorithm": (
         lambda: sl.allreduce(torch.zeros(1), "mean", "rinng"),
-        sl.SpecError,
+        sl.errors.SpecError,
         "did you mean 'ring'",
     ),
     "code": (
         lambda: sl.allreduce(torch.zeros(1), "mean", "ring(exit())"),
-        sl.SpecError,
+        sl.errors.SpecError,
         "never evaluated",
     ),
-    "mean of whole numbers": (lambda: sl.allreduce(torch.arange(3), op="mean"), sl.IncompatibleError, "op='sum'"),
+    "mean of whole numbers": (
+        lambda: sl.allreduce(torch.arange(3), op="mean"),
+        sl.errors.IncompatibleError,
+        "op='sum'",
+    ),
     "order of complex": (
         lambda: sl.allreduce(torch.zeros(1, dtype=torch.complex64), op="max"),
-        sl.IncompatibleError,
+        sl.errors.IncompatibleError,
         "no order",
     ),
-    "sparse": (lambda: sl.allreduce(torch.zeros(3).to_sparse(), op="mean"), sl.IncompatibleError, "to_dense"),
-    "a list": (lambda: sl.allreduce([1.0], op="mean"), sl.IncompatibleError, "torch.tensor"),
-    "strings": (lambda: sl.allreduce(np.array(["a"]), op="max"), sl.IncompatibleError, "NumPy dtype"),
-    "root": (lambda: sl.broadcast(torch.zeros(1), root=3), sl.IncompatibleError, "root=3"),
-    "splits": (lambda: sl.alltoall(torch.zeros(3), splits=[1]), sl.IncompatibleError, "add up to 3"),
-    "no rows": (lambda: sl.reduce_scatter(torch.tensor(1.0), op="mean"), sl.IncompatibleError, "first dimension"),
+    "sparse": (lambda: sl.allreduce(torch.zeros(3).to_sparse(), op="mean"), sl.errors.IncompatibleError, "to_dense"),
+    "a list": (lambda: sl.allreduce([1.0], op="mean"), sl.errors.IncompatibleError, "torch.tensor"),
+    "strings": (lambda: sl.allreduce(np.array(["a"]), op="max"), sl.errors.IncompatibleError, "NumPy dtype"),
+    "root": (lambda: sl.broadcast(torch.zeros(1), root=3), sl.errors.IncompatibleError, "root=3"),
+    "splits": (lambda: sl.alltoall(torch.zeros(3), splits=[1]), sl.errors.IncompatibleError, "add up to 3"),
+    "no rows": (
+        lambda: sl.reduce_scatter(torch.tensor(1.0), op="mean"),
+        sl.errors.IncompatibleError,
+        "first dimension",
+    ),
     "a group that is none": (
         lambda: sl.allreduce(torch.zeros(1), op="mean", group=[0]),  # type: ignore[arg-type]
-        sl.IncompatibleError,
+        sl.errors.IncompatibleError,
         "world.group",
     ),
     "foreign byte order": (
         lambda: sl.allreduce(np.zeros(1, dtype=">f4"), "mean"),
-        sl.IncompatibleError,
+        sl.errors.IncompatibleError,
         "byte order",
     ),
-    "a bad tag": (lambda: sl.send(torch.zeros(1), to=0, tag=-1), sl.IncompatibleError, "tag=-1"),
-    "into the unwritable": (lambda: sl.recv(read_only()), sl.IncompatibleError, "writable"),
-    "to nobody": (lambda: sl.send(torch.zeros(1), to=7), sl.WorldError, "not a rank"),
-    "into a number": (lambda: sl.recv(3.0), sl.IncompatibleError, "not float"),
+    "a bad tag": (lambda: sl.send(torch.zeros(1), to=0, tag=-1), sl.errors.IncompatibleError, "tag=-1"),
+    "into the unwritable": (lambda: sl.recv(read_only()), sl.errors.IncompatibleError, "writable"),
+    "to nobody": (lambda: sl.send(torch.zeros(1), to=7), sl.errors.WorldError, "not a rank"),
+    "into a number": (lambda: sl.recv(3.0), sl.errors.IncompatibleError, "not float"),
 }
 
 
@@ -142,7 +150,7 @@ def test_a_message_of_another_length_is_refused() -> None:
             sl.recv(torch.zeros(5), source=0)
 
     run = sl.simulate(mismatch, 2, return_exceptions=True)
-    assert isinstance(run.results[1], sl.ProtocolError)
+    assert isinstance(run.results[1], sl.errors.ProtocolError)
     assert run.results[1].peer == 0
 
 
@@ -157,7 +165,7 @@ def test_the_error_of_an_asynchronous_call_is_raised_by_wait() -> None:
     def lonely(world: sl.World) -> None:
         if world.rank == 0:
             pending = sl.allreduce(torch.zeros(1), op="mean", algorithm="ring", async_=True)
-            with pytest.raises(sl.PeerLostError, match="lost rank 1"):
+            with pytest.raises(sl.errors.PeerLostError, match="lost rank 1"):
                 pending.wait()
         world.compute(1.0)
 
@@ -168,7 +176,7 @@ def test_two_threads_on_one_team_are_refused() -> None:
     def both(world: sl.World) -> None:
         first = world.runtime.spawn(sl.allreduce, torch.ones(1), "sum", "ring")
         world.compute(1e-6)  # the task is in its call now, and waits for rank 1
-        with pytest.raises(sl.WorldError, match=r"two threads.*world.group\(\)"):
+        with pytest.raises(sl.errors.WorldError, match=r"two threads.*world.group\(\)"):
             sl.allreduce(torch.ones(1), op="mean", algorithm="ring")
         first.join()
 
@@ -210,14 +218,14 @@ class Borrowed:
 )
 def test_arrays_without_values_are_refused(call: Any) -> None:
     with sl.init():
-        with pytest.raises(sl.IncompatibleError, match=r"DynamicTracer of JAX.*io_callback"):
+        with pytest.raises(sl.errors.IncompatibleError, match=r"DynamicTracer of JAX.*io_callback"):
             call(type("DynamicTracer", (Tracer,), {})())
-        with pytest.raises(sl.IncompatibleError, match="Borrowed cannot be read through DLPack"):
+        with pytest.raises(sl.errors.IncompatibleError, match="Borrowed cannot be read through DLPack"):
             call(Borrowed())
 
 
 def test_a_meta_tensor_is_refused() -> None:
-    with sl.init(), pytest.raises(sl.IncompatibleError, match="meta device has no data"):
+    with sl.init(), pytest.raises(sl.errors.IncompatibleError, match="meta device has no data"):
         sl.allreduce(torch.zeros(2, device="meta"), op="mean")
 
 

@@ -70,7 +70,7 @@ for step in range(1000):
         print("ready", flush=True)
     try:
         sl.allreduce(big, op="mean", algorithm=sys.argv[1])
-    except sl.PeerLostError as error:
+    except sl.errors.PeerLostError as error:
         print("LOST", error.peer, error)
         break
 """
@@ -125,7 +125,7 @@ if world.rank == 1:
 else:
     try:
         sl.allreduce(torch.zeros(3), op="mean")
-    except sl.PeerLostError as error:
+    except sl.errors.PeerLostError as error:
         print("LOST", error.peer, error)
 """
 
@@ -145,7 +145,9 @@ def test_a_long_wait_says_for_whom_and_ends_at_the_timeout(tmp_path: Path) -> No
 
 def test_a_rank_that_never_comes_is_named() -> None:
     variables = torch_variables(3)[:2]
-    script = "import syncline as sl\ntry:\n    sl.init(timeout=5)\nexcept sl.WorldError as error:\n    print(error)"
+    script = (
+        "import syncline as sl\ntry:\n    sl.init(timeout=5)\nexcept sl.errors.WorldError as error:\n    print(error)"
+    )
     for one in launch(script, variables):
         assert "ranks [2] did not come" in one.out, one
 
@@ -169,7 +171,7 @@ right, left = (world.rank + 1) % 2, (world.rank - 1) % 2
 garbage = world.transport.post_send(torch.arange(32, dtype=torch.uint8), right, HEADER + 9)
 try:
     world.transport.recv(torch.zeros(8), left, 9).wait()
-except sl.ProtocolError as error:
+except sl.errors.ProtocolError as error:
     print("REFUSED", error.peer, error)
 garbage.wait()
 print(sl.allreduce(torch.ones(1), op="sum").item())
@@ -263,7 +265,7 @@ if world.rank == 0:
     for source in (None, 1):                        # one that waits when it happens, one that comes after
         try:
             sl.recv(buffer, source)
-        except sl.PeerLostError as error:
+        except sl.errors.PeerLostError as error:
             print("LOST", error.peer)
 else:
     sl.send(buffer, to=0)
@@ -290,7 +292,7 @@ import sys, torch, syncline as sl
 world = sl.init(timeout=60, check=True)
 try:
     sl.allreduce(torch.zeros(3 + world.rank), op="mean")
-except sl.IncompatibleError as error:
+except sl.errors.IncompatibleError as error:
     print(error)
 print(sl.allreduce(torch.ones(1), op="sum").item())
 """

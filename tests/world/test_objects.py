@@ -81,7 +81,7 @@ def deep() -> list[Any]:
 )
 def test_unsupported_objects_are_refused_on_every_rank(make: Callable[[], Any], words: str, ranks: int) -> None:
     def share(world: sl.World) -> None:
-        with pytest.raises(sl.IncompatibleError, match=words):
+        with pytest.raises(sl.errors.IncompatibleError, match=words):
             sl.broadcast_object(make() if world.rank == 0 else None)
         assert sl.broadcast_object(world.rank) == 0, "and the ranks are not out of step"
 

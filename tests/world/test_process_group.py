@@ -59,7 +59,7 @@ def test_a_group_of_the_scripts_own_stays() -> None:
 
 
 def test_a_simulation_has_none() -> None:
-    with pytest.raises(sl.UnsupportedError, match=r"process_group=True.*simulated"):
+    with pytest.raises(sl.errors.UnsupportedError, match=r"process_group=True.*simulated"):
         sl.simulate(lambda world: sl.init(process_group=True), ranks=2)
 
 
@@ -132,6 +132,8 @@ def test_two_processes(tmp_path: Path) -> None:
 
 def test_a_group_of_other_ranks_is_refused() -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    with pytest.raises(sl.WorldError, match=r"rank 0 of 1, and in this world it is rank 1 of 2.*init_process_group"):
+    with pytest.raises(
+        sl.errors.WorldError, match=r"rank 0 of 1, and in this world it is rank 1 of 2.*init_process_group"
+    ):
         DefaultGroup(Environment(source="a test", rank=1, size=2, local_rank=1, local_size=2), timeout=5)
     dist.destroy_process_group()

@@ -30,13 +30,13 @@ def test_a_second_init_returns_the_same_world_until_close() -> None:
     assert sl.init("single", timeout=60) is first
     for asked in ({"timeout": 61.0}, {"transport": "zeromq"}, {"check": True}, {"transport": SingleTransport()}):
         (name,) = asked
-        with pytest.raises(sl.WorldError, match=rf"has a world already, with {name}=.*close\(\)"):
+        with pytest.raises(sl.errors.WorldError, match=rf"has a world already, with {name}=.*close\(\)"):
             sl.init(**asked)
     first.close()
     first.close()
-    with pytest.raises(sl.WorldError, match="no world yet"):
+    with pytest.raises(sl.errors.WorldError, match="no world yet"):
         sl.allreduce(torch.zeros(1), op="mean")
-    with pytest.raises(sl.WorldError, match="closed"):
+    with pytest.raises(sl.errors.WorldError, match="closed"):
         first.group()
     second = sl.init()
     assert second is not first
@@ -44,9 +44,9 @@ def test_a_second_init_returns_the_same_world_until_close() -> None:
 
 
 def test_init_refuses_what_it_does_not_know() -> None:
-    with pytest.raises(sl.SpecError, match="did you mean 'torch_dist'"):
+    with pytest.raises(sl.errors.SpecError, match="did you mean 'torch_dist'"):
         sl.init(transport="torchdist")
-    with pytest.raises(sl.WorldError, match="timeout=0"):
+    with pytest.raises(sl.errors.WorldError, match="timeout=0"):
         sl.init(timeout=0)
 
 
@@ -74,17 +74,17 @@ def test_init_on_a_simulated_rank_gives_that_rank_once() -> None:
         assert sl.init(timeout=5.0) is sl.init() is world
         sl.init(timeout=6.0)
 
-    with pytest.raises(sl.WorldError, match=r"with timeout=5\.0, and now timeout=6\.0"):
+    with pytest.raises(sl.errors.WorldError, match=r"with timeout=5\.0, and now timeout=6\.0"):
         sl.simulate(twice, 1)
 
 
 def test_teams_refuse_doubles_and_strangers() -> None:
     with sl.init() as world:
-        with pytest.raises(sl.WorldError, match="more than once"):
+        with pytest.raises(sl.errors.WorldError, match="more than once"):
             world.group([0, 0])
-        with pytest.raises(sl.WorldError, match="not in the world"):
+        with pytest.raises(sl.errors.WorldError, match="not in the world"):
             world.group([0, 4])
-        with pytest.raises(sl.WorldError, match="empty"):
+        with pytest.raises(sl.errors.WorldError, match="empty"):
             world.group([])
 
 
@@ -94,7 +94,7 @@ def test_a_team_without_me() -> None:
         assert team.size == 2
         assert team.member == (world.rank != 0)
         if world.rank == 0:
-            with pytest.raises(sl.WorldError, match=r"rank 0 is not in the group of ranks \[1, 2\]"):
+            with pytest.raises(sl.errors.WorldError, match=r"rank 0 is not in the group of ranks \[1, 2\]"):
                 sl.allreduce(torch.zeros(1), op="mean", group=team)
 
     sl.simulate(others, 3)
@@ -196,7 +196,7 @@ def test_ranks_of_different_versions_refuse_each_other(monkeypatch: pytest.Monke
     """With a sentence that names both, on both: their messages may mean different things."""
     monkeypatch.setattr(world_module, "package_version", lambda: f"1.{current_world().rank}")
     for error in sl.simulate(introduce, 2, return_exceptions=True).results:
-        assert isinstance(error, sl.WorldError)
+        assert isinstance(error, sl.errors.WorldError)
         assert "rank 0 runs Syncline 1.0, rank 1 runs 1.1" in str(error)
 
 

@@ -288,8 +288,8 @@ def _settings(arguments: argparse.Namespace, workload: Workload, workers: int) -
 
 def _folder(arguments: argparse.Namespace, workload: Workload) -> tuple[RunFolder, bool | str]:
     """The run's folder, and the checkpoints from which it continues."""
-    from syncline.training.checkpoint import latest
-    from syncline.training.checkpoint.files import MANIFEST
+    from syncline.checkpoint import latest
+    from syncline.checkpoint.files import MANIFEST
     from syncline.training.run_folder import checkpoints_in
 
     resume = arguments.resume

@@ -153,7 +153,7 @@ class Codec(ABC):
     """How a tensor looks on the wire.
 
     >>> import torch, syncline as sl
-    >>> codec = sl.TopK(0.5)
+    >>> codec = sl.codecs.TopK(0.5)
     >>> payload = codec.encode(torch.tensor([3.0, 0.1, -2.0, 0.2]))
     >>> codec.decode(payload, torch.empty(4))
     tensor([ 3.,  0., -2.,  0.])

@@ -36,7 +36,7 @@ class Chain(PayloadCodec):
     """A chain of codecs, made by `|`.
 
     >>> import syncline as sl
-    >>> sl.TopK(0.01) | sl.Quantize(4)
+    >>> sl.codecs.TopK(0.01) | sl.codecs.Quantize(4)
     topk(0.01)|quantize(4)
     """
 

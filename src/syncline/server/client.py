@@ -58,7 +58,7 @@ class Future:
     A later request can name the `timestamp` in its `after`.
 
     >>> import torch, syncline as sl
-    >>> with sl.init() as world, sl.store(2) as store:
+    >>> with sl.init() as world, sl.server.store(2) as store:
     ...     first = store.push(None, torch.ones(2))
     ...     store.pull(after=[first.timestamp]).wait()
     tensor([1., 1.])
@@ -125,14 +125,14 @@ class _Payload:
 
 
 class Client:
-    """One member's access to a space of float32 keys, sharded over servers. Made by `sl.store`.
+    """One member's access to a space of float32 keys, sharded over servers. Made by `sl.server.store`.
 
     Keys are a range, (first, end), a slice, a sorted int64 tensor, or None for all. Do not change pushed values before
     their future was waited for. A server applies one client's pushes in order, and a client reads its own writes.
 
     >>> import torch, syncline as sl
     >>> def count(world):
-    ...     with sl.store(4) as store:
+    ...     with sl.server.store(4) as store:
     ...         store.push(range(2), torch.ones(2)).wait()
     ...         world.barrier()
     ...         return store.pull().wait()

@@ -42,7 +42,7 @@ def store(
     `initial`.
 
     >>> import torch, syncline as sl
-    >>> with sl.init() as world, sl.store(3, rule="sgd(0.5)") as weights:
+    >>> with sl.init() as world, sl.server.store(3, rule="sgd(0.5)") as weights:
     ...     weights.push_pull(None, torch.tensor([1.0, 2.0, 3.0])).wait()
     tensor([-0.5000, -1.0000, -1.5000])
     """

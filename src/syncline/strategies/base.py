@@ -96,7 +96,7 @@ class Strategy(ABC):
     A frozen dataclass whose fields are its arguments.
 
     >>> import syncline as sl
-    >>> sl.AllReduce(delay=1)                        # its repr is its spec
+    >>> sl.strategies.AllReduce(delay=1)                        # its repr is its spec
     allreduce(delay=1)
     """
 

@@ -34,7 +34,7 @@ PRELOADED = (
     "syncline.cli.train",
     "syncline.launch.start",
     "syncline.testing",
-    "syncline.training.checkpoint",
+    "syncline.checkpoint",
     "syncline.transports.torch_dist",
     "syncline.transports.zeromq",
 )

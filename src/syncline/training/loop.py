@@ -32,16 +32,17 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler
 from torch.utils.data import DataLoader
 
+from syncline.checkpoint import load, save
+from syncline.checkpoint.participants import Participants
 from syncline.errors import DivergedError, IncompatibleError, SpecError
+from syncline.file_lock import FileLock
 from syncline.reduction import check_same
 from syncline.strategies import Shard, Step, Steps, Strategy, StrategyRun, strategy_run
-from syncline.training.checkpoint import load, save
-from syncline.training.checkpoint.participants import Participants
 from syncline.training.distribute import distribute
 from syncline.training.phases import DATA, phases
 from syncline.training.progress import NoProgress, Progress, ProgressReport, SpeedMeter, duration
 from syncline.training.records import RunLogWriter, describe_run, summarize
-from syncline.training.run_folder import FileLock, RunFolder, checkpoints_in
+from syncline.training.run_folder import RunFolder, checkpoints_in
 from syncline.training.run_state import LoopState, Outcome, StopReason, TrainingClock
 from syncline.training.settings import Settings, steps_per_epoch
 from syncline.training.stragglers import ComputePacer, Slow, check_slow

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from syncline.checkpoint.files import list_checkpoints
 from syncline.events import ChromeTrace, Recorder, RunEvent, RunLog, TensorBoardSink
 from syncline.reduction import Stats
 from syncline.strategies import StrategyRun
-from syncline.training.checkpoint.files import list_checkpoints
 from syncline.training.progress import ProgressReport
 from syncline.training.run_folder import RunFolder
 from syncline.training.run_state import Outcome

@@ -1,4 +1,4 @@
-"""The folder of a run and its files, and file locks.
+"""The folder of a run and its files.
 
 ```text
 runs/digits-20261115-101500/
@@ -15,7 +15,6 @@ runs/digits-20261115-101500/
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -24,15 +23,14 @@ import socket
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from syncline.errors import IncompatibleError, ProtocolError, SpecError
+from syncline.file_lock import FileLock, LockedError
 from syncline.specs import parse
 
-__all__ = ["FileLock", "LockedError", "RunFolder", "checkpoints_in", "fresh_name", "make_writable"]
+__all__ = ["RunFolder", "checkpoints_in", "fresh_name", "make_writable"]
 
 logger = logging.getLogger("syncline")
 
@@ -149,77 +147,3 @@ def checkpoints_in(path: str | Path) -> Path:
     """The folder of checkpoints, given a run's folder, its `checkpoints`, or one checkpoint."""
     inside = RunFolder(path).checkpoints
     return inside if inside.is_dir() else Path(path)
-
-
-class LockedError(Exception):
-    """Another process holds the lock. Callers raise their own error."""
-
-
-class FileLock:
-    """A lock on a file, held by one process; the kernel releases it when that process ends. A context manager.
-
-    The file is made if it does not exist. With `wait` it waits for the process that holds the lock; otherwise it raises
-    a `LockedError`. With `own` the file exists only for the lock, and is removed on release. On a file system without
-    locks nothing is locked, and without `wait` a warning says so.
-
-    >>> import tempfile
-    >>> path = Path(tempfile.mkdtemp()) / "lock"
-    >>> with FileLock(path, own=True):
-    ...     FileLock(path)
-    Traceback (most recent call last):
-    ...
-    syncline.training.run_folder.LockedError: ...
-    >>> path.exists()
-    False
-    """
-
-    def __init__(self, path: Path, *, wait: bool = False, own: bool = False) -> None:
-        self.path = path
-        self._own = own
-        self._handle = self._take(wait)
-
-    def _take(self, wait: bool) -> int:
-        while True:
-            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                _lock(handle, self.path, wait)
-                # The previous holder may have removed the file; then other processes would not find this one.
-                if self.path.exists() and os.path.samestat(os.fstat(handle), self.path.stat()):
-                    return handle
-            except BaseException:
-                os.close(handle)
-                raise
-            os.close(handle)
-
-    def write(self, text: str) -> None:
-        """Write a line that other processes show if the file is locked."""
-        os.ftruncate(self._handle, 0)
-        os.pwrite(self._handle, text.encode(), 0)
-
-    def release(self) -> None:
-        """Release the lock. A second call does nothing."""
-        if self._handle >= 0:
-            if self._own:
-                with suppress(FileNotFoundError):
-                    self.path.unlink()
-            os.close(self._handle)
-            self._handle = -1
-
-    def __enter__(self) -> FileLock:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-
-def _lock(handle: int, path: Path, wait: bool) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise LockedError(str(path)) from None
-    except OSError as error:
-        if wait:  # such callers continue without the lock
-            return
-        logger.warning("%s cannot be locked (%s): nothing keeps another process from writing there", path, error)

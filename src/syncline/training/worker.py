@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
+from syncline.checkpoint import latest
 from syncline.environment.base import SAVES
 from syncline.errors import SynclineError
 from syncline.strategies import build_strategy
-from syncline.training.checkpoint import latest
 from syncline.training.evaluator import is_evaluator, observe
 from syncline.training.loop import Outcome, train
 from syncline.training.progress import Progress, duration

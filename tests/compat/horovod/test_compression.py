@@ -40,7 +40,7 @@ def test_fp16_leaves_whole_numbers_alone(dtype: torch.dtype) -> None:
 
 
 def test_codecs_by_spec_and_by_object() -> None:
-    chain = sl.TopK(0.01) | sl.Quantize(4)
+    chain = sl.codecs.TopK(0.01) | sl.codecs.Quantize(4)
     for told in (
         chain,
         "topk(0.01)|quantize(4)",

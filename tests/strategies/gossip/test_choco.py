@@ -160,7 +160,9 @@ def test_weights_that_are_not_finite_are_named() -> None:
                 model.first.fill_(float("inf"))
         take_step(model, optimizer)
 
-    with pytest.raises(sl.DivergedError, match=r"the weights of rank 1 are not finite in round 0, and quantize\(4\)"):
+    with pytest.raises(
+        sl.errors.DivergedError, match=r"the weights of rank 1 are not finite in round 0, and quantize\(4\)"
+    ):
         sl.simulate(work, 3)
 
 

@@ -88,7 +88,7 @@ def test_a_spec_holds_a_matrix() -> None:
     ],
 )
 def test_a_graph_that_cannot_be_is_refused_at_once(graph: Any, said: str) -> None:
-    with pytest.raises(sl.SpecError, match=said):
+    with pytest.raises(sl.errors.SpecError, match=said):
         Gossip(graph)
 
 
@@ -107,7 +107,7 @@ def test_a_graph_that_cannot_be_is_refused_at_once(graph: Any, said: str) -> Non
 )  # fmt: skip
 def test_a_graph_that_does_not_suit_the_world_is_refused(graph: Any, said: str) -> None:
     strategy = Gossip(graph)
-    with pytest.raises((sl.SpecError, sl.IncompatibleError), match=said):
+    with pytest.raises((sl.errors.SpecError, sl.errors.IncompatibleError), match=said):
         sl.simulate(lambda world: begin(world, strategy, 0.1), ranks=4)
 
 
@@ -115,7 +115,7 @@ def test_a_graph_that_does_not_suit_the_world_is_refused(graph: Any, said: str) 
 def test_a_file_without_a_matrix_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "weights.json"
     path.write_text(text)
-    with pytest.raises(sl.SpecError, match=r"weights\.json"):
+    with pytest.raises(sl.errors.SpecError, match=r"weights\.json"):
         build_graph(str(path), 2)
 
 
@@ -131,14 +131,16 @@ def test_a_file_without_a_matrix_is_refused(text: str, tmp_path: Path) -> None:
     ],
 )
 def test_other_arguments_that_cannot_be(arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(sl.SpecError, match=said):
+    with pytest.raises(sl.errors.SpecError, match=said):
         Gossip(**arguments)
 
 
 def test_what_does_not_go_together() -> None:
-    with pytest.raises(sl.IncompatibleError, match=r"quantize\(4\) would lose parts.*leave the codec out"):
+    with pytest.raises(sl.errors.IncompatibleError, match=r"quantize\(4\) would lose parts.*leave the codec out"):
         sl.simulate(lambda world: begin(world, Gossip(pairwise=True), 0.1, codec="quantize(4)"), ranks=2)
-    with pytest.raises(sl.IncompatibleError, match=r"gamma=0\.5\) without a codec"):
+    with pytest.raises(sl.errors.IncompatibleError, match=r"gamma=0\.5\) without a codec"):
         sl.simulate(lambda world: begin(world, Gossip(gamma=0.5), 0.1), ranks=2)
-    with pytest.raises(sl.IncompatibleError, match=r"powersgd.*sums among all workers: take a codec such as topk"):
+    with pytest.raises(
+        sl.errors.IncompatibleError, match=r"powersgd.*sums among all workers: take a codec such as topk"
+    ):
         sl.simulate(lambda world: begin(world, Gossip(), 0.1, codec="powersgd(1)"), ranks=2)

@@ -206,5 +206,5 @@ def test_what_is_not_finite_is_named() -> None:
                 model.first.fill_(float("nan"))
         take_step(model, optimizer)
 
-    with pytest.raises(sl.DivergedError, match="on rank 1 after"):
+    with pytest.raises(sl.errors.DivergedError, match="on rank 1 after"):
         sl.simulate(work, 3)

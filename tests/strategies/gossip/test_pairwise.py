@@ -310,17 +310,17 @@ def test_invalid_messages_are_refused() -> None:
     whole = PairMessage.write(AVERAGE, 3, torch.arange(4.0))
     read = PairMessage.read(whole, peer=2)
     assert (read.kind, read.number, read.row(torch.float32, 4).tolist()) == (AVERAGE, 3, [0.0, 1.0, 2.0, 3.0])
-    with pytest.raises(sl.ProtocolError, match=r"rank 2 sent a row of 16 B instead of 20 B"):
+    with pytest.raises(sl.errors.ProtocolError, match=r"rank 2 sent a row of 16 B instead of 20 B"):
         read.row(torch.float32, 5)
-    with pytest.raises(sl.ProtocolError, match=rf"rank 2 sent 7 B, and a header alone has {HEADER_BYTES}"):
+    with pytest.raises(sl.errors.ProtocolError, match=rf"rank 2 sent 7 B, and a header alone has {HEADER_BYTES}"):
         PairMessage.read(whole[:7], peer=2)
-    with pytest.raises(sl.ProtocolError, match="announces 16 B and has 12"):
+    with pytest.raises(sl.errors.ProtocolError, match="announces 16 B and has 12"):
         PairMessage.read(whole[:-4], peer=2)
     for at in range(HEADER_BYTES - 4):
         broken = whole.clone()
         broken[at] ^= 0x40
         if at not in (6, 7):  # spare bytes, which the checksum covers too
-            with pytest.raises(sl.ProtocolError):
+            with pytest.raises(sl.errors.ProtocolError):
                 PairMessage.read(broken, peer=2)
     assert PairMessage.read(PairMessage.write(OK, 1), peer=0).body.numel() == 0
 
@@ -352,5 +352,5 @@ def test_one_model_for_all_is_refused_where_it_is_not_finite() -> None:
         model.first.grad = torch.full((2, 2), float("inf") if world.rank else 1.0)
         optimizer.step()
 
-    with pytest.raises(sl.DivergedError, match="gradient of first on rank 1 after 0 steps"):
+    with pytest.raises(sl.errors.DivergedError, match="gradient of first on rank 1 after 0 steps"):
         sl.simulate(work, 2)

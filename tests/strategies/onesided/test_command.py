@@ -72,14 +72,18 @@ def test_the_points_are_the_same_each_time() -> None:
 @pytest.mark.parametrize(
     ("words", "kind", "message"),
     [
-        (["kmeans", "-n", "0"], sl.SpecError, "at least one worker"),
-        (["kmeans(k=9, points=5)"], sl.SpecError, "k is a whole number from 1 to 5"),
-        (["kmeans(points=2, k=1)", "-n", "3", "--strategy", "onesided"], sl.IncompatibleError, "too few points for 3"),
-        (["kmeans", "--codec", "quantize(4)"], sl.IncompatibleError, "--codec: kmeans is no network"),
-        (["kmeans", "--lab", "2@100mbit"], sl.IncompatibleError, "--lab: kmeans is no network"),
-        (["kmeans", "--strategy", "bsp"], sl.SpecError, r"solved by onesided\(…\) or aggregate\(…\)"),
-        (["kmeans", "--strategy", "onesided(bufers=2)"], sl.SpecError, "no 'bufers'; did you mean 'buffers'"),
-        (["kmeans", "--strategy", "aggregate", "--batch", "5"], sl.SpecError, "aggregate has no 'batch'"),
+        (["kmeans", "-n", "0"], sl.errors.SpecError, "at least one worker"),
+        (["kmeans(k=9, points=5)"], sl.errors.SpecError, "k is a whole number from 1 to 5"),
+        (
+            ["kmeans(points=2, k=1)", "-n", "3", "--strategy", "onesided"],
+            sl.errors.IncompatibleError,
+            "too few points for 3",
+        ),
+        (["kmeans", "--codec", "quantize(4)"], sl.errors.IncompatibleError, "--codec: kmeans is no network"),
+        (["kmeans", "--lab", "2@100mbit"], sl.errors.IncompatibleError, "--lab: kmeans is no network"),
+        (["kmeans", "--strategy", "bsp"], sl.errors.SpecError, r"solved by onesided\(…\) or aggregate\(…\)"),
+        (["kmeans", "--strategy", "onesided(bufers=2)"], sl.errors.SpecError, "no 'bufers'; did you mean 'buffers'"),
+        (["kmeans", "--strategy", "aggregate", "--batch", "5"], sl.errors.SpecError, "aggregate has no 'batch'"),
     ],
 )
 def test_what_cannot_be_is_refused(words: list[str], kind: type[Exception], message: str) -> None:

@@ -119,7 +119,7 @@ def test_a_full_line_drops_and_never_waits() -> None:
 def test_other_engines_have_no_windows() -> None:
     with (
         mock.patch.object(SingleTransport, "memory", Transport.memory),
-        pytest.raises(sl.UnsupportedError, match=r"not available on single; they work on MPI .* simulator"),
+        pytest.raises(sl.errors.UnsupportedError, match=r"not available on single; they work on MPI .* simulator"),
     ):
         alone()
 

@@ -301,12 +301,15 @@ def test_posts_and_a_wish_to_stop_reach_all() -> None:
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(sl.SpecError, match=message):
+    with pytest.raises(sl.errors.SpecError, match=message):
         OneSided(**options)
 
 
 def test_a_codec_is_refused() -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with sl.init(), pytest.raises(sl.IncompatibleError, match=r"nobody is there to decode quantize\(4\): leave the"):
+    with (
+        sl.init(),
+        pytest.raises(sl.errors.IncompatibleError, match=r"nobody is there to decode quantize\(4\): leave the"),
+    ):
         sl.distribute(model, optimizer, strategy=OneSided(), codec="quantize(4)")

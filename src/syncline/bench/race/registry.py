@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from syncline.errors import IncompatibleError, ProtocolError, SpecError
-from syncline.training.run_folder import FileLock, LockedError
+from syncline.file_lock import FileLock, LockedError
 
 if TYPE_CHECKING:
     import torch

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 import syncline as sl
+from syncline.checkpoint import load, save
+from syncline.checkpoint.files import list_checkpoints
 from syncline.testing.processes import fork_context
-from syncline.training.checkpoint import load, save
-from syncline.training.checkpoint.files import list_checkpoints
 from tests.launching import finish, start, torch_variables
 
 pytestmark = pytest.mark.xdist_group("killed")  # they share a fixture that takes long
@@ -134,8 +134,8 @@ def test_killed_while_writing(tmp_path: Path, spawn: Any, repetition: int) -> No
 RANK = """
 import sys, torch, syncline as sl
 from syncline.testing.processes import fork_context
-from syncline.training.checkpoint import load, save
-from tests.training.test_checkpoint_killed import Marked
+from syncline.checkpoint import load, save
+from tests.checkpoint.test_checkpoint_killed import Marked
 torch.set_num_threads(1)
 with sl.init(timeout=60) as world:
     model, step = Marked(), 0
@@ -196,7 +196,7 @@ def test_a_simulated_rank_dies(tmp_path: Path, victim: int) -> None:
         fault = sl.faults.Kill(victim, at=number * 40e-6)
         run = sl.simulate(script, ranks=3, faults=[fault], return_exceptions=True, timeout=5)
         for rank, result in enumerate(run.results):
-            assert rank == victim or result is None or isinstance(result, sl.PeerLostError)
+            assert rank == victim or result is None or isinstance(result, sl.errors.PeerLostError)
         model = Marked()
         found = load(folder, model=model)
         assert model.marks() == {0.0 if found is None else float(found["step"])}

@@ -10,9 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from syncline.errors import IncompatibleError, ProtocolError, SpecError
-from syncline.state_trees import clone
-from syncline.training.checkpoint.files import (
+from syncline.checkpoint.files import (
     ABOUT,
     MANIFEST,
     SHARED,
@@ -24,7 +22,7 @@ from syncline.training.checkpoint.files import (
     read_part,
     verify,
 )
-from syncline.training.checkpoint.objects import (
+from syncline.checkpoint.objects import (
     check_model,
     check_optimizer,
     check_rng_states,
@@ -37,7 +35,9 @@ from syncline.training.checkpoint.objects import (
     seed_new_rank,
     set_rng_states,
 )
-from syncline.training.checkpoint.participants import Participants
+from syncline.checkpoint.participants import Participants
+from syncline.errors import IncompatibleError, ProtocolError, SpecError
+from syncline.state_trees import clone
 
 __all__ = ["latest", "load"]
 
@@ -65,7 +65,7 @@ def load(
     one exists. `verify=False` compares sizes only, no checksums.
 
     >>> import tempfile, torch
-    >>> from syncline.training.checkpoint import save
+    >>> from syncline.checkpoint import save
     >>> folder, model = tempfile.mkdtemp(), torch.nn.Linear(2, 1)
     >>> _ = save(folder, step=100, model=model, epoch=3)
     >>> load(folder, model=torch.nn.Linear(2, 1))

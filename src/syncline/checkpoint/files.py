@@ -38,8 +38,8 @@ import torch
 from torch import Tensor
 
 from syncline.errors import ProtocolError
+from syncline.file_lock import FileLock
 from syncline.state_trees import decode, encode
-from syncline.training.run_folder import FileLock
 
 __all__ = [
     "ABOUT",

@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import syncline as sl
+from syncline.checkpoint import load, save
 from syncline.state_trees import encode
-from syncline.training.checkpoint import load, save
-from tests.training.checkpointing import Holder, Solo, bits, net, same, train
+from tests.checkpoint.checkpointing import Holder, Solo, bits, net, same, train
 
 # Damage.
 
@@ -57,7 +57,7 @@ def test_a_damaged_checkpoint(
         f"step-00000002/{file} (has [0-9]+ bytes where|has other bytes|is missing|is not JSON|is not the manifest)"
     )
     before = bits(model)
-    with pytest.raises(sl.ProtocolError, match=message):
+    with pytest.raises(sl.errors.ProtocolError, match=message):
         load(tmp_path, step=2, model=model, optimizer=optimizer)
     assert same(bits(model), before)
     assert load(tmp_path, model=model, optimizer=optimizer) == {"step": 1}
@@ -69,25 +69,25 @@ def test_a_damaged_checkpoint(
 def test_a_foreign_file_a_renamed_folder_and_a_later_format(tmp_path: Path) -> None:
     path = save(tmp_path, step=1, model=net())
     (path / "shared" / "more.safetensors").touch()
-    with pytest.raises(sl.ProtocolError, match=r"more\.safetensors is not in the manifest"):
+    with pytest.raises(sl.errors.ProtocolError, match=r"more\.safetensors is not in the manifest"):
         load(tmp_path)
     (path / "shared" / "more.safetensors").unlink()
     renamed = path.rename(tmp_path / "step-00000008")
-    with pytest.raises(sl.ProtocolError, match="step-00000008 has step 1"):
+    with pytest.raises(sl.errors.ProtocolError, match="step-00000008 has step 1"):
         load(tmp_path)
     told = json.loads((renamed / "manifest.json").read_text())
     (renamed / "manifest.json").write_text(json.dumps({**told, "version": 2}))
-    with pytest.raises(sl.ProtocolError, match="format version 2; this Syncline reads 1"):
+    with pytest.raises(sl.errors.ProtocolError, match="format version 2; this Syncline reads 1"):
         load(tmp_path)
 
 
 def test_sizes_are_compared_even_without_checksums(tmp_path: Path) -> None:
     path = save(tmp_path, step=1, words="abcdef")
     _flip(path / "rank-00000" / "state.json")
-    with pytest.raises(sl.ProtocolError, match="SHA-256 differs"):
+    with pytest.raises(sl.errors.ProtocolError, match="SHA-256 differs"):
         load(tmp_path)
     _cut(path / "rank-00000" / "state.json")
-    with pytest.raises(sl.ProtocolError, match="bytes where"):
+    with pytest.raises(sl.errors.ProtocolError, match="bytes where"):
         load(tmp_path, verify=False)
 
 
@@ -103,7 +103,7 @@ def test_another_model_is_refused_unchanged(tmp_path: Path) -> None:
     model, holder = other_model(), Holder({"a": 0})
     before = bits(model)
     with pytest.raises(
-        sl.IncompatibleError,
+        sl.errors.IncompatibleError,
         match=r"it lacks 4\.weight; it has, and the model has not, 3\.bias; other shapes or dtypes: "
         r"0\.weight \(float32\[4, 3\] there, float32\[5, 3\] here\), .* and 2 more",
     ):
@@ -128,7 +128,7 @@ def test_other_mismatches_are_refused(tmp_path: Path) -> None:
         ({"optimizer": torch.optim.SGD([groups[0], {"params": [named["1.bias"], named["1.weight"]]}])}, "group 1 of"),
     ]
     for objects, message in cases:
-        with pytest.raises(sl.IncompatibleError, match=message):
+        with pytest.raises(sl.errors.IncompatibleError, match=message):
             load(tmp_path, **objects)
 
 
@@ -145,7 +145,7 @@ def test_a_refusal_midway_undoes_everything(tmp_path: Path) -> None:
         before, moments = bits(model), encode(run.optimizer.state_dict(), "")[1]
         drawn = torch.get_rng_state()
         original, run.load_state_dict = run.load_state_dict, _refusing_once(run)  # type: ignore[method-assign, assignment]
-        with pytest.raises(sl.IncompatibleError, match="another strategy"):
+        with pytest.raises(sl.errors.IncompatibleError, match="another strategy"):
             load(tmp_path, holder=holder, run=run)
         assert same(bits(model), before)
         assert same(encode(run.optimizer.state_dict(), "")[1], moments)
@@ -162,7 +162,7 @@ def _refusing_once(run: Solo) -> Callable[[Any], None]:
     def refuse(state: Any) -> None:
         calls[0] += 1
         if calls[0] == 1:
-            raise sl.IncompatibleError("it was saved with another strategy")
+            raise sl.errors.IncompatibleError("it was saved with another strategy")
         original(state)
 
     return refuse

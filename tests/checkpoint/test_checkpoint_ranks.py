@@ -15,11 +15,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import syncline as sl
-from syncline.training.checkpoint import latest, load, save
+from syncline.checkpoint import latest, load, save
 from syncline.training.distribute import distribute
 from syncline.world import current_world
+from tests.checkpoint.checkpointing import Holder, bits, net, same
 from tests.launching import launch, torch_variables
-from tests.training.checkpointing import Holder, bits, net, same
 
 TOTAL = 11
 OPTIMIZERS: dict[str, Any] = {
@@ -170,7 +170,7 @@ def test_a_part_that_rank_0_does_not_see(tmp_path: Path, monkeypatch: pytest.Mon
     """As on hosts without a common file system."""
     failing(monkeypatch, "model-model", lambda folder: (folder.parent / "rank-00001" / "state.json").unlink())
     results = sl.simulate(lambda world: save(tmp_path, step=1, model=net()), 2, return_exceptions=True).results
-    assert all(isinstance(result, sl.ProtocolError) for result in results)
+    assert all(isinstance(result, sl.errors.ProtocolError) for result in results)
     assert "a file system that all ranks share" in str(results[1])
     assert list(tmp_path.iterdir()) == []
 
@@ -198,7 +198,7 @@ def test_a_foreign_object_is_named_on_every_rank(tmp_path: Path) -> None:
         save(tmp_path, step=1, holder=Holder({"f": print}))
 
     results = sl.simulate(script, ranks=2, return_exceptions=True).results
-    assert all(isinstance(result, sl.IncompatibleError) for result in results)
+    assert all(isinstance(result, sl.errors.IncompatibleError) for result in results)
     assert str(results[0]).startswith("holder.f is a builtin_function_or_method")
     assert str(results[1]).startswith("rank 0 could not write the shared part of the checkpoint: holder.f is a builtin")
 
@@ -237,7 +237,7 @@ def test_all_ranks_load_the_checkpoint_that_rank_0_chooses(tmp_path: Path) -> No
 
 GLOO = """
 import pathlib, torch, syncline as sl
-from tests.training.test_checkpoint_ranks import training
+from tests.checkpoint.test_checkpoint_ranks import training
 torch.set_num_threads(1)
 with sl.init(timeout=60) as world:
     for folder, stop in LIVES:
@@ -260,7 +260,7 @@ def test_resuming_in_other_processes(tmp_path: Path) -> None:
 
 LIMITED = """
 import resource, signal, sys, torch, syncline as sl
-from syncline.training.checkpoint import load, save
+from syncline.checkpoint import load, save
 folder = FOLDER
 save(folder, step=1, small=torch.zeros(10))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

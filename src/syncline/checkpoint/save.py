@@ -14,9 +14,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SpecError
-from syncline.state_trees import clone
-from syncline.training.checkpoint.files import (
+from syncline.checkpoint.files import (
     ABOUT,
     SHARED,
     CheckpointName,
@@ -30,7 +28,7 @@ from syncline.training.checkpoint.files import (
     write_manifest,
     write_part,
 )
-from syncline.training.checkpoint.objects import (
+from syncline.checkpoint.objects import (
     RunLike,
     get_rng_states,
     kind_of,
@@ -39,7 +37,9 @@ from syncline.training.checkpoint.objects import (
     parameter_names,
     rng_seed,
 )
-from syncline.training.checkpoint.participants import Participants
+from syncline.checkpoint.participants import Participants
+from syncline.errors import IncompatibleError, PeerLostError, ProtocolError, SpecError
+from syncline.state_trees import clone
 
 __all__ = ["save"]
 

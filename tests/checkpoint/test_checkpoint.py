@@ -17,10 +17,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import syncline as sl
+from syncline.checkpoint import latest, load, save
+from syncline.checkpoint.files import PendingCheckpoint, remove_leftovers
 from syncline.state_trees import decode, encode
-from syncline.training.checkpoint import latest, load, save
-from syncline.training.checkpoint.files import PendingCheckpoint, remove_leftovers
-from tests.training.checkpointing import Holder, Solo, bits, net, same, train
+from tests.checkpoint.checkpointing import Holder, Solo, bits, net, same, train
 
 VALUES: list[Any] = [
     None,
@@ -263,7 +263,7 @@ def _knot() -> Any:
     ],
 )
 def test_values_that_a_checkpoint_refuses(tmp_path: Path, state: Any, message: str) -> None:
-    with pytest.raises(sl.IncompatibleError, match=message):
+    with pytest.raises(sl.errors.IncompatibleError, match=message):
         save(tmp_path, step=1, scheduler=Holder(state))
     assert list(tmp_path.iterdir()) == []
 
@@ -275,7 +275,7 @@ def test_values_that_a_checkpoint_refuses(tmp_path: Path, state: Any, message: s
     ({"step": 1, "../x": 3}, "'../x' is no name"),
 ])  # fmt: skip
 def test_bad_arguments(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(sl.SpecError, match=message):
+    with pytest.raises(sl.errors.SpecError, match=message):
         save(tmp_path, **arguments)
     assert list(tmp_path.iterdir()) == []
 
@@ -285,7 +285,7 @@ def test_a_worker_without_a_world_is_refused(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    with pytest.raises(sl.WorldError, match=r"one of 4 workers and has no world.*call sl\.init\(\) first"):
+    with pytest.raises(sl.errors.WorldError, match=r"one of 4 workers and has no world.*call sl\.init\(\) first"):
         save(tmp_path, step=1)
 
 
@@ -301,9 +301,9 @@ def test_keep_removes_older_checkpoints(tmp_path: Path) -> None:
     assert load(tmp_path) == {"step": 20, "value": 20}
     assert load(tmp_path, step=15) == {"step": 15, "value": 15}
     assert load(tmp_path / "step-00000010") == {"step": 10, "value": 10}
-    with pytest.raises(sl.SpecError, match="no checkpoint of step 5; there are: 10, 15, 20"):
+    with pytest.raises(sl.errors.SpecError, match="no checkpoint of step 5; there are: 10, 15, 20"):
         load(tmp_path, step=5)
-    with pytest.raises(sl.SpecError, match="is the checkpoint of step 10, not 15"):
+    with pytest.raises(sl.errors.SpecError, match="is the checkpoint of step 10, not 15"):
         load(tmp_path / "step-00000010", step=15)
 
 
@@ -318,7 +318,7 @@ def test_a_rollback_is_not_shadowed(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert load(tmp_path, step=101) == {"step": 101, "value": -101}
     assert load(tmp_path / "abandoned-step-00000120") == {"step": 120, "value": 120}
     assert "abandoned-step-00000110, abandoned-step-00000120" in caplog.text
-    with pytest.raises(sl.SpecError, match=r"no checkpoint of step 120; .*abandoned-step-00000120"):
+    with pytest.raises(sl.errors.SpecError, match=r"no checkpoint of step 120; .*abandoned-step-00000120"):
         load(tmp_path, step=120)
     for step in (110, 120, 105):
         save(tmp_path, step=step, value=0)

@@ -6,7 +6,7 @@ One grammar for the command line, configuration and logs::
     spec  = name | name "(" [argument ("," argument)*] ")"
     argument = literal | key "=" literal
 
-A name may hold hyphens, as in local-sgd, so that an unknown one can be answered with the name that was meant.
+A name may contain hyphens, as in local-sgd, so that the error for an unknown name can suggest a known one.
 
 Literals are numbers, strings, None, True, False, and lists, tuples and dicts of them. The text is parsed with
 `ast` and never evaluated: a call, an attribute or an operator inside an argument is a `SpecError`.
@@ -30,13 +30,13 @@ __all__ = ["Registry", "Spec", "nearest", "parse", "spec_of"]
 T = TypeVar("T")
 
 MAX_SPEC_CHARS = 4096
-"""Characters: a longer text is not a spec, and is refused before `ast` sees it."""
+"""A longer text is refused before `ast` parses it."""
 FORM = "write name, name(argument, key=value), or several of these joined by '|'"
 
 
 @dataclass(frozen=True)
 class Spec:
-    """One link of a chain: a name and its literal arguments. `str()` gives the text back.
+    """One link of a chain: a name and its literal arguments. `str()` returns the text.
 
     >>> str(Spec("topk", (0.01,), {"bucket": 512}))
     'topk(0.01, bucket=512)'
@@ -64,7 +64,7 @@ def spec_of(name: str, settings: Any) -> Spec:
 
 
 def parse(text: str) -> tuple[Spec, ...]:
-    """Read a spec string into its links.
+    """Parse a spec string into its links.
 
     >>> parse("topk(0.01)|quantize(4)")
     (Spec(name='topk', args=(0.01,), kwargs={}), Spec(name='quantize', args=(4,), kwargs={}))
@@ -77,7 +77,7 @@ def parse(text: str) -> tuple[Spec, ...]:
         raise SpecError(f"a spec of {len(text)} characters is longer than any spec (at most {MAX_SPEC_CHARS})")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python's opinion of odd literals
+            warnings.simplefilter("ignore")  # about unusual literals
             tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else error
@@ -86,7 +86,7 @@ def parse(text: str) -> tuple[Spec, ...]:
 
 
 def _written(value: Any) -> str:
-    """The literal that reads back as `value`; Python itself writes infinity as a name."""
+    """The literal that is parsed as `value`. Python itself writes infinity as a name."""
     if isinstance(value, float) and math.isinf(value):
         return "1e999" if value > 0 else "-1e999"
     if isinstance(value, (list, tuple)):
@@ -98,18 +98,20 @@ def _written(value: Any) -> str:
 
 
 def _links(node: ast.expr) -> Iterator[ast.expr]:
-    waiting = [node]
-    while waiting:  # no recursion: a chain may be longer than the stack is deep
-        node = waiting.pop()
+    pending = [node]
+    while pending:  # no recursion: a long chain would exceed the recursion limit
+        node = pending.pop()
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-            waiting += [node.right, node.left]
+            pending += [node.right, node.left]
         else:
             yield node
 
 
 def _link(node: ast.expr, text: str) -> Spec:
     words, whole = [node], node
-    while isinstance(words[0], ast.BinOp) and isinstance(words[0].op, ast.Sub):  # how Python reads local-sgd(4)
+    while isinstance(words[0], ast.BinOp) and isinstance(
+        words[0].op, ast.Sub
+    ):  # Python parses local-sgd(4) as a difference
         words[:1] = [words[0].left, words[0].right]
     *before, node = words
     names = [each.id for each in before if isinstance(each, ast.Name)]
@@ -133,7 +135,7 @@ def _literal(node: ast.expr, text: str) -> Any:
             or (isinstance(part, ast.Constant) and isinstance(part.value, (bytes, type(...))))
             for part in ast.walk(node)
         ):
-            repr(value)  # a ValueError where a number has more digits than Python prints
+            repr(value)  # raises a ValueError if a number has more digits than Python prints
             return value
         raise ValueError
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
@@ -183,7 +185,7 @@ def _plain(name: str) -> str:
 
 
 def _call(name: str, signature: inspect.Signature) -> str:
-    """How a spec is written: names and defaults, without types.
+    """The form of a spec: the names and defaults of its arguments, without types.
 
     >>> _call("ssp", inspect.signature(lambda slack=1, *, rule=None: None))
     'ssp(slack=1, rule=None)'
@@ -202,7 +204,7 @@ def _call(name: str, signature: inspect.Signature) -> str:
 
 
 class Registry(Generic[T]):
-    """Names and the callables that build what they stand for.
+    """Names, each with the function that builds its object.
 
     `other_names` maps names that users may know from elsewhere to ours; see `nearest`.
 
@@ -232,7 +234,7 @@ class Registry(Generic[T]):
         return sorted(self._builders)
 
     def read(self, text: str) -> tuple[Spec, ...]:
-        """Parse a text. The error for one that cannot be read lists the available names."""
+        """Parse a text. The error for an invalid one lists the available names."""
         if not isinstance(text, str) or not text.strip():
             if isinstance(text, type):
                 raise SpecError(f"the {self.kind} is the class {text.__name__}; write {text.__name__}()")
@@ -243,7 +245,7 @@ class Registry(Generic[T]):
         except SpecError:
             name = text.partition("(")[0].strip()
             known = _plain(name) in {*self._other_names, *map(_plain, self.names())}
-            if known and name not in self._builders:  # such as 1bit, which Python does not read as a name
+            if known and name not in self._builders:  # such as 1bit, which is no name in Python
                 raise SpecError(self._unknown(name)) from None
             raise
 
@@ -276,7 +278,7 @@ class Registry(Generic[T]):
 
 
 def _unknown_argument(spec: Spec, signature: inspect.Signature) -> str:
-    """A phrase about the first argument that the signature does not have; empty where it has all."""
+    """A phrase about the first argument that the signature does not have; empty if it has all."""
     takes = signature.parameters
     if any(each.kind is each.VAR_KEYWORD for each in takes.values()):
         return ""

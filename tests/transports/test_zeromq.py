@@ -239,7 +239,7 @@ def test_one_without_the_key_gets_nothing(locked: Here, caplog: pytest.LogCaptur
         until(lambda rank=rank: rank.node.membership.refused, "the entry is seen")  # type: ignore[misc]
         assert rank.present() == (0, 1, 2)
         assert len(rank.node.verified) <= 3
-    assert "an entry of the directory was refused: it is not signed with this world's key" in caplog.text
+    assert "an entry of the membership log was refused: it is not signed with this world's key" in caplog.text
 
 
 def test_an_unsigned_entry_is_ignored(locked: Here, caplog: pytest.LogCaptureFixture) -> None:

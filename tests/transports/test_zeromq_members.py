@@ -207,12 +207,12 @@ def test_lost_ranks_differ_from_ranks_that_left(here: Here, caplog: pytest.LogCa
         spread(here, killed.rank)
         until(lambda: first.present() == (0, 1), "both are gone")
         assert first.lost() == {killed.rank: "it was killed"}
-        warning = f"rank 0 is told: rank {killed.rank} is lost: it was killed"
+        warning = f"rank 0: the membership log reports that rank {killed.rank} is lost: it was killed"
         until(lambda: warning in caplog.text, "a warning is logged")
         first.node.membership.post(MemberEntry("lost", killed.rank, reason="another has noticed too"))
         here.ranks.append(come_later(here.port))
         until(lambda: here.ranks[-1].rank in first.present(), "the log is read to there")
-    assert caplog.text.count(f"rank 0 is told: rank {killed.rank} is lost") == 1
+    assert caplog.text.count(f"rank 0: the membership log reports that rank {killed.rank} is lost") == 1
     assert "rank 2 is lost" not in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""The contract of concurrency."""
+"""The runtime contract: tasks, events, queues, locks and time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Task(Protocol):
-    """Something that runs beside its spawner."""
+    """A function that runs concurrently with its caller."""
 
     name: str
 
@@ -21,7 +21,7 @@ class Task(Protocol):
         ...
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait for its end; False when the timeout came first. Raises what the task raised."""
+        """Wait until it ends; False at the timeout. Raises the exception of the task."""
         ...
 
 
@@ -35,17 +35,16 @@ class Event(Protocol):
     def is_set(self) -> bool: ...
 
     def wait(self, timeout: float | None = None, why: object = "", hang: bool = False) -> bool:
-        """Wait until set; False when the timeout came first.
+        """Wait until set; False at the timeout.
 
-        `str(why)` names the peer and the operation, in a report of who waits for whom. `hang` marks a timeout that
-        stands for "something is broken" rather than for a plan: the simulator does not wait for it to
-        pass before it calls a deadlock by its name.
+        `str(why)` names the peer and the operation in a deadlock report. `hang` marks a timeout that means an error:
+        the simulator reports a deadlock without waiting for it.
         """
         ...
 
 
 class Queue(Protocol, Generic[T]):
-    """A bounded line of items between tasks. A timeout that passes raises `TimeoutError`."""
+    """A bounded queue of items between tasks. At the timeout it raises a `TimeoutError`."""
 
     def put(self, item: T, timeout: float | None = None) -> None: ...
 
@@ -65,7 +64,7 @@ class Lock(Protocol):
 
 
 class Runtime(Protocol):
-    """Where concurrent code runs: on threads and the wall clock, or in the simulator."""
+    """Runs concurrent code: on threads and the wall clock, or in the simulator."""
 
     def spawn(self, fn: Callable[..., Any], *args: Any, name: str = "task") -> Task:
         """Start `fn(*args)` as a task, in a copy of the caller's context."""
@@ -80,5 +79,5 @@ class Runtime(Protocol):
     def sleep(self, seconds: float) -> None: ...
 
     def now(self) -> float:
-        """Seconds of a clock that never goes back."""
+        """Seconds of a monotonic clock."""
         ...

@@ -1,7 +1,7 @@
 """The simulator's kernel: tasks that run one at a time, and a queue of events in virtual time.
 
-One task runs at a time; it hands over only inside `block`. A task that hands over looks up what happens next
-itself, so that a switch goes from one task to the next directly::
+One task runs at a time, and another one can run only while it is in `block`. The task that blocks processes the next
+events itself, so that a switch goes directly from one task to the next::
 
     task A                      kernel state                task B
     ───────                     ────────────                ───────
@@ -11,12 +11,12 @@ itself, so that a switch goes from one task to the next directly::
                                  pop: delivery → resume A   block(…)
     returns from block    ◄──
 
-Tasks are greenlets of one thread, the home thread: a switch wakes no other thread. A backward pass runs on a thread of
-its own, because torch cannot interleave two of them on one thread. With `threads=True` each task is a thread. A thread
-waits for its resume_lock, a lock; the home thread waits for its own while a thread runs.
+Tasks are greenlets of one thread, the home thread: a switch wakes no other thread. A backward pass runs on a separate
+thread, because torch cannot interleave two of them on one thread. With `threads=True` each task is a thread. A thread
+waits for its `resume_lock`. The home thread waits for such a lock too while another thread runs.
 
-Time advances only when nothing is left to do at the present instant. In chaos mode the seed draws any pending
-entry instead of the earliest; deadlines then fire only when nothing else is left.
+Time advances only when no event is left at the present time. In chaos mode the seed draws any pending event instead
+of the earliest. Deadlines then fire only when no other event is left.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def backward_on_threads(call: Callable[..., Any]) -> Iterator[None]:
 Fire = Callable[[], "SimulatedTask | None"]
 NEVER = math.inf
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
-"""The number of the backward pass that calls this function; −1: none does."""
+"""The number of the backward pass that calls this function, or −1 outside of one."""
 SLOW_BACKWARD_S = 5.0
 """Seconds of real time after which a backward pass that has not waited for others is logged as a warning."""
 PROGRESS_EVERY_S = 1.0
@@ -175,9 +175,9 @@ class SimulatedTask:
         self.hung = False
         self.interrupt = False
         self.draws = True
-        """Whether it may draw random numbers before its next wait."""
+        """Whether this task may draw random numbers before its next wait."""
         self.default_modes = False
-        """Whether torch's modes are known to be a new thread's until its next wait."""
+        """Whether torch's modes are known to be those of a new thread until the next wait of this task."""
         self._finished = False
         self._joiners: list[SimulatedTask] = []
         self.resume_entry: ScheduledEvent | None = None
@@ -197,7 +197,7 @@ class SimulatedTask:
         return following
 
     def release(self) -> None:
-        """Resume it on its thread."""
+        """Resume this task on its thread."""
         assert self.resume_lock is not None, "a task without a thread is switched to"
         if not self._started:
             self._started = True
@@ -269,9 +269,9 @@ def make_resume_lock() -> threading.Lock:
 
 
 class _NoUserCode:
-    """A section in which the running task runs no code of the user.
+    """A context in which the running task executes no user code.
 
-    It draws no random numbers and changes no mode of torch, so that a switch in it need not save and restore them.
+    The task draws no random numbers and changes no mode of torch. A switch need not save and restore them.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -291,7 +291,7 @@ class _NoUserCode:
 
 
 class _ThreadCall:
-    """A function that a task calls on a thread of its own, in the same context and with the same thread state."""
+    """A function that a task calls on a separate thread, in the same context and with the same thread state."""
 
     def __init__(
         self, kernel: Kernel, task: SimulatedTask, restore: Callable[[], None] | None, fn: Callable[[], Any]
@@ -438,11 +438,11 @@ class Kernel:
                 task = self._give_up(NEVER if entry is None else entry.time)
                 if entry is not None and task is not None:
                     self._sequence += 1
-                    heappush(self._heap, (entry.time, 0.0, self._sequence, entry))  # its time comes later
+                    heappush(self._heap, (entry.time, 0.0, self._sequence, entry))  # it fires later
                 if task is not None:
                     return task
                 if entry is None:
-                    self._call_deadlock()
+                    self._report_deadlock()
                     continue
             entry.live = False
             if entry.time > self.now:
@@ -453,9 +453,9 @@ class Kernel:
                 return task
 
     def _give_up(self, before: float) -> SimulatedTask | None:
-        """The task that times out first, if it does so before that time: it reports what is broken.
+        """The task that times out first, if it does so before that time. It then reports what is broken.
 
-        With nothing else left to happen that is a deadlock, unless a fault has struck that would explain the silence.
+        If no event is left, it is a deadlock instead, unless a fault has happened that explains the silence.
         """
         waiting = [task for task in self.tasks if not task.done() and task.hangs_at < NEVER]
         first = min(waiting, key=lambda task: task.hangs_at, default=None)
@@ -466,7 +466,7 @@ class Kernel:
         first.hung = True
         return first
 
-    def _call_deadlock(self) -> None:
+    def _report_deadlock(self) -> None:
         waiting = [
             f"  {task} waits since t={task.since:.6g} s for {task.why or 'something it did not name'}"
             for task in self.tasks
@@ -476,14 +476,14 @@ class Kernel:
         ended = sorted(self._main_ranks - {task.rank for task in self._mains})
         gone = [f"  ended already: rank{'s' * (len(ended) > 1)} {', '.join(map(str, ended))}"] if ended else []
         self.deadlock = DeadlockError(
-            "\n".join([f"deadlock at t={self.now:.6g} s: nobody can go on", *waiting, *failed, *gone])
+            "\n".join([f"deadlock at t={self.now:.6g} s: no task can continue", *waiting, *failed, *gone])
         )
         self.stop()
 
     # Tasks.
 
     def spawn(self, rank: int, name: str, fn: Callable[..., Any], *args: Any, main: bool = False) -> SimulatedTask:
-        """A new task of `rank`. The simulation lasts until every main task has ended."""
+        """Start a task of `rank`. The simulation lasts until every main task has ended."""
         task = SimulatedTask(self, rank, name, fn, args, self._threads)
         self.tasks.append(task)
         self._unfinished += 1
@@ -494,7 +494,7 @@ class Kernel:
         return task
 
     def running(self) -> SimulatedTask:
-        """The task that holds the resume_lock."""
+        """The running task."""
         assert self._current is not None, "only simulated tasks may wait on the simulator"
         return self._current
 
@@ -544,7 +544,7 @@ class Kernel:
         def expire() -> SimulatedTask | None:
             nonlocal expired
             if task.resume_entry is not None and task.resume_entry.live:
-                return None  # woken at this very instant
+                return None  # it is woken at the same time
             expired = True
             return task
 
@@ -581,7 +581,7 @@ class Kernel:
 
     def _leave_home(self, task: SimulatedTask, following: SimulatedTask | None = None) -> None:
         """Let the home thread run `following`, or wait for its lock. Returns when this task is resumed."""
-        task.greenlet = getcurrent()  # not the one that began, if the user's code has greenlets of its own
+        task.greenlet = getcurrent()  # user code may use greenlets, so this need not be the first one
         if following is not None and following.greenlet is not None:
             following.greenlet.switch()
         else:

@@ -1,4 +1,4 @@
-"""Threads and the wall clock."""
+"""The runtime on threads and the wall clock."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ logger = logging.getLogger("syncline")
 
 
 def caller() -> int:
-    """The thread that asks, by a number: to tell one's own from another's."""
+    """The identifier of the calling thread."""
     return threading.get_ident()
 
 
 class RealRuntime:
-    """Tasks are daemon threads, so that a forgotten one never keeps a process from ending.
+    """Tasks are daemon threads, so that a running one does not keep the process from ending.
 
     >>> runtime = RealRuntime()
     >>> done = runtime.event()

@@ -14,7 +14,7 @@ __all__ = ["SimulatedRuntime"]
 
 
 class SimulatedRuntime:
-    """What one simulated rank sees of the kernel."""
+    """The runtime of one simulated rank."""
 
     def __init__(self, kernel: Kernel, rank: int) -> None:
         self.kernel = kernel
@@ -24,19 +24,19 @@ class SimulatedRuntime:
         return self.kernel.spawn(self.rank, name, fn, *args)
 
     def event(self) -> Event:
-        return _BatonEvent(self.kernel)
+        return _SimulatedEvent(self.kernel)
 
     def queue(self, capacity: int) -> Queue[Any]:
-        return _BatonQueue(self.kernel, capacity)
+        return _SimulatedQueue(self.kernel, capacity)
 
     def lock(self) -> Lock:
-        return _BatonLock(self.kernel)
+        return _SimulatedLock(self.kernel)
 
     def sleep(self, seconds: float) -> None:
         self.sleep_until(self.kernel.now + max(0.0, seconds))
 
     def sleep_until(self, time: float) -> None:
-        """Sleep to that very instant."""
+        """Sleep until that virtual time."""
         self.kernel.wake(self.kernel.running(), at=time)
         self.kernel.block(f"t={time:.6g} s")
 
@@ -45,33 +45,33 @@ class SimulatedRuntime:
 
 
 class _Waiters:
-    """Tasks in line; each wait takes its place and leaves it, whatever ends it."""
+    """The waiting tasks, in order of arrival."""
 
-    __slots__ = ("kernel", "line")
+    __slots__ = ("kernel", "tasks")
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
-        self.line: list[SimulatedTask] = []
+        self.tasks: list[SimulatedTask] = []
 
     def wait(self, timeout: float | None, why: object, hang: bool = False) -> bool:
         task = self.kernel.running()
-        self.line.append(task)
+        self.tasks.append(task)
         try:
             return self.kernel.block_until(timeout, why, hang)
         finally:
-            if task in self.line:
-                self.line.remove(task)
+            if task in self.tasks:
+                self.tasks.remove(task)
 
     def wake_one(self) -> None:
-        if self.line:
-            self.kernel.wake(self.line.pop(0))
+        if self.tasks:
+            self.kernel.wake(self.tasks.pop(0))
 
     def wake_all(self) -> None:
-        while self.line:
+        while self.tasks:
             self.wake_one()
 
 
-class _BatonEvent(_Waiters):
+class _SimulatedEvent(_Waiters):
     __slots__ = ("_flag",)
 
     def __init__(self, kernel: Kernel) -> None:
@@ -80,7 +80,7 @@ class _BatonEvent(_Waiters):
 
     def set(self) -> None:
         self._flag = True
-        if self.line:
+        if self.tasks:
             self.wake_all()
 
     def clear(self) -> None:
@@ -93,7 +93,7 @@ class _BatonEvent(_Waiters):
         return self._flag or super().wait(timeout, why or "an event", hang)
 
 
-class _BatonQueue:
+class _SimulatedQueue:
     def __init__(self, kernel: Kernel, capacity: int) -> None:
         if capacity < 1:
             raise ValueError(f"a queue holds at least one item (capacity: {capacity})")
@@ -126,7 +126,7 @@ class _BatonQueue:
         return len(self._items)
 
 
-class _BatonLock(_Waiters):
+class _SimulatedLock(_Waiters):
     __slots__ = ("_held",)
 
     def __init__(self, kernel: Kernel) -> None:
@@ -142,5 +142,5 @@ class _BatonLock(_Waiters):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._held = False
-        if self.line:
+        if self.tasks:
             self.wake_one()

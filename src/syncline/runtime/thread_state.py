@@ -24,7 +24,7 @@ from syncline.errors import UnsupportedError
 
 __all__ = ["RandomStates", "ThreadState"]
 
-_torch: Any = torch._C  # its type hints leave out much of what is here
+_torch: Any = torch._C  # its type hints are incomplete
 _autograd: Any = _torch._autograd
 overrides: Any = torch.overrides
 dispatch: Any = torch.utils._python_dispatch
@@ -62,9 +62,9 @@ class ThreadState:
         self._autocast = [(device, False, torch.get_autocast_dtype(device)) for device in AUTOCAST_DEVICES]
 
     def save_and_reset(self, default_modes: bool = False) -> Callable[[], None] | None:
-        """Give this thread the state of a new one. Returns what restores it, or None if nothing was to be done.
+        """Give this thread the state of a new one. Returns a function that restores it, or None if nothing changed.
 
-        `default_modes` says that `has_default_modes` is known to be true, which saves most of the time.
+        `default_modes` says that `has_default_modes` is known to be true. That check takes most of the time.
         """
         graded = torch.is_grad_enabled()
         if not graded:
@@ -87,7 +87,7 @@ class ThreadState:
         return undo.close
 
     def has_default_modes(self) -> bool:
-        """Whether all but the grad mode is as on a new thread."""
+        """Whether all modes except the grad mode are those of a new thread."""
         deepen_autocast()
         return (
             leave_autocast() == 0
@@ -104,14 +104,14 @@ class ThreadState:
         )
 
     def _place(self) -> str:
-        """Where a task is whose state could not be reset."""
+        """A description of the code whose state could not be reset."""
         if not has_torch_function():
             return "torch._C.DisableTorchFunction()"
         included, excluded = included_keys() - self._included, excluded_keys() - self._excluded
         return f"an operator or a torch.func transform (dispatch keys included: {included}, excluded: {excluded})"
 
     def _reset(self, undo: ExitStack) -> None:
-        """Reset each part of the state; `undo` takes them back, the last one first."""
+        """Reset each part of the state; `undo` restores them in reverse order."""
         if (loop := running_loop()) is not None:
             undo.callback(_events._set_running_loop, loop)
             undo.callback(sys.set_asyncgen_hooks, *sys.get_asyncgen_hooks())
@@ -217,17 +217,17 @@ class RandomStates:
         self._states: dict[int, _State] = {}
 
     def enter(self) -> None:
-        """Keep the caller's state."""
+        """Save the caller's state."""
         self._outside = self._take()
 
     def leave(self) -> None:
-        """Give the caller's state back."""
+        """Restore the caller's state."""
         assert self._outside is not None
         self._put(self._outside)
         self._outside = self._rank = None
 
     def switch(self, rank: int) -> None:
-        """Make the generators those of `rank`. After `leave` this does nothing."""
+        """Load the generators of `rank`. After `leave` this does nothing."""
         if rank == self._rank or self._outside is None:
             return
         if self._rank is not None:

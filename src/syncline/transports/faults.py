@@ -1,7 +1,7 @@
-"""What can go wrong in a simulation, on purpose.
+"""Faults that a simulation injects.
 
-Times are virtual seconds from the start; in chaos mode they only say what comes after what. Drops and duplicates strike
-only messages sent as lossy: the engines deliver all others or break.
+Times are virtual seconds from the start. In chaos mode they only define an order. Drops and duplicates affect only
+messages sent as lossy: real engines deliver all others or break.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Delay", "Drop", "Duplicate", "Fault", "Kill", "Partition", "Slow"]
 
 @dataclass(frozen=True)
 class Kill:
-    """The process of `rank` ends at `at` without a word.
+    """The process of `rank` ends at `at` without a goodbye message.
 
     >>> Kill(2, at=0.5)
     Kill(rank=2, at=0.5)
@@ -45,7 +45,7 @@ class Slow:
 
     def __post_init__(self) -> None:
         if not 0 < self.factor < math.inf:
-            raise SpecError(f"a slowness is a factor above 0 (factor: {self.factor})")
+            raise SpecError(f"a slowdown is a finite factor above 0 (factor: {self.factor})")
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Delay:
 
 @dataclass(frozen=True)
 class Partition:
-    """From `start` to `stop` nothing passes between `group` and the others; what was sent meanwhile follows then.
+    """From `start` to `stop` no message passes between `group` and the others. They are delivered afterwards.
 
     >>> Partition((0, 1), stop=1.0).separates(0, 2, 0.5)
     True
@@ -127,7 +127,7 @@ def ranks_of(fault: Fault) -> tuple[int, ...]:
 
 def _check_time(seconds: float) -> None:
     if not 0 <= seconds < math.inf:
-        raise SpecError(f"a time is not negative and not endless (seconds: {seconds})")
+        raise SpecError(f"a time is finite and not negative (seconds: {seconds})")
 
 
 def _check_probability(probability: float) -> None:

@@ -125,7 +125,7 @@ class BoundedStore:
 
 
 class _StoreCall:
-    """One call to the store."""
+    """One call to the store: the task makes it, and the caller waits for `done`."""
 
     def __init__(self, question: Callable[[], Any], done: Event, since: float) -> None:
         self.done = done
@@ -144,6 +144,8 @@ class _StoreCall:
 
 
 class _Prefixed:
+    """The keys of a store that begin with a prefix."""
+
     def __init__(self, store: KeyValueStore, prefix: str) -> None:
         self._store = store
         self._prefix = prefix
@@ -174,21 +176,21 @@ def find_rendezvous(environment: Environment) -> Rendezvous:
         place = Rendezvous("127.0.0.1", 0)  # any free port: no other process needs it
     if place is None:
         raise WorldError(
-            f"{environment.source} started {environment.size} ranks on several hosts but names no meeting point: "
+            f"{environment.source} started {environment.size} ranks on several hosts but names no rendezvous address: "
             "set MASTER_ADDR to the first host and MASTER_PORT to a free port there"
         )
     return place
 
 
-def listening_address(meeting_point: str, one_host: bool) -> str:
+def listening_address(rendezvous: str, one_host: bool) -> str:
     """The address to listen at: the loopback interface, or the interface towards the rendezvous."""
     if one_host:
         return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((meeting_point, 9))  # sends nothing: it only asks for the route
+            probe.connect((rendezvous, 9))  # UDP: this sends nothing, it only looks up the route
         except OSError as error:
-            raise WorldError(f"no way leads from here to {meeting_point}: {error}; set MASTER_ADDR") from error
+            raise WorldError(f"this host has no route to {rendezvous}: {error}; set MASTER_ADDR") from error
         return str(probe.getsockname()[0])
 
 

@@ -1,4 +1,4 @@
-"""Finds the lost rank: every rank keeps a record in the launcher's store of what it does and which rank it waits for.
+"""Finds the lost rank: every rank writes to the launcher's store what it does and for which rank it waits.
 
     beat/2    {"beat": 17, "calls": {"0": 12}, "waits": [{"peer": 1, "pending": "a message …"}], "blames": None}
 
@@ -63,7 +63,7 @@ class _Wait:
     peer: int | None
     since: float
     break_off: Callable[[], None] | None = None
-    told: bool = False
+    warned: bool = False
 
     def describe(self) -> str:
         return self.pending if isinstance(self.pending, str) else self.pending()
@@ -114,7 +114,7 @@ class _View:
         return int(self.beats.get(rank, {}).get("calls", {}).get(channel, 0))
 
     def waits_for(self, rank: int) -> int | None:
-        """The rank that another one waits for; None where it waits for no single rank."""
+        """The rank that another one waits for; None if it waits for no single rank."""
         waits = self.beats.get(rank, {}).get("waits", ())
         return next((int(wait["peer"]) for wait in waits if wait["peer"] is not None), None)
 
@@ -196,8 +196,7 @@ class Liveness:
     ) -> Callable[[], object]:
         """This rank begins to wait for `peer`, or for any of the members. Call the returned function at its end.
 
-        `break_off` breaks the waits of the channel. It is called, in another task, where the ranks are found to be in
-        different operations.
+        `break_off` breaks the waits of the channel. Another task calls it if the ranks are in different operations.
         """
         wait = _Wait(pending, channel, members, peer, self.runtime.now(), break_off)
         key = id(wait)
@@ -205,7 +204,7 @@ class Liveness:
 
         def over() -> None:
             self._waits.pop(key, None)
-            self._blames = None  # it has gone on since
+            self._blames = None  # this rank has continued since
 
         return over
 
@@ -232,7 +231,7 @@ class Liveness:
                 self._wait_until_others_left()
 
     def _wait_until_others_left(self) -> None:
-        """Where this process serves the store, wait until the others have left: the store ends with the process."""
+        """If this process serves the store, wait until the others have left: the store ends with the process."""
         others = [f"left/{rank}" for rank in range(self.size) if rank != self.rank]
         until = self.runtime.now() + CLOSE_TIMEOUT_S
         while self._host_rank == self.rank and others and self.runtime.now() < until:
@@ -267,7 +266,7 @@ class Liveness:
                 "beat": self._number,
                 "calls": {channel: count for channel, (count, _) in list(self._progress.entered.items())},
                 "doing": self._progress.latest,
-                "owes": {channel: tell() for channel, (tell, _) in list(self.pending.items())},
+                "owes": {channel: describe() for channel, (describe, _) in list(self.pending.items())},
                 "waits": self._describe_waits(),
                 "blames": None if blames is None else [blames.rank, blames.reason],
             }
@@ -275,23 +274,23 @@ class Liveness:
             self._ask(lambda: self._store.set(f"beat/{self.rank}", text))
 
     def _describe_waits(self) -> list[dict[str, Any]]:
-        told = [self._describe(wait) for wait in list(self._waits.values())[:MAX_WAITS]]
-        for channel, (tell, awaited) in list(self.pending.items()):
+        waits = [self._describe(wait) for wait in list(self._waits.values())[:MAX_WAITS]]
+        for channel, (describe, awaited) in list(self.pending.items()):
             peer = None if awaited is None else awaited()
             if peer is not None and peer != self.rank:
-                told.append({"peer": peer, "pending": tell(), "channel": channel})
-        return told
+                waits.append({"peer": peer, "pending": describe(), "channel": channel})
+        return waits
 
     def _describe(self, wait: _Wait) -> dict[str, Any]:
         call, doing = self._progress.of(wait.channel)
-        told = {"peer": wait.peer, "pending": wait.describe(), "channel": wait.channel}
-        return {**told, "call": call, "doing": doing} if wait.break_off is not None else told
+        record = {"peer": wait.peer, "pending": wait.describe(), "channel": wait.channel}
+        return {**record, "call": call, "doing": doing} if wait.break_off is not None else record
 
     def _warn(self) -> None:
         now = self.runtime.now()
         for wait in list(self._waits.values()):
-            if not wait.told and now - wait.since > self.warn_after_s:
-                wait.told = True
+            if not wait.warned and now - wait.since > self.warn_after_s:
+                wait.warned = True
                 late = self._late(wait.channel, wait.members)
                 who = f"; not there yet: {_ranks(late)}{self._owed(wait.channel, late[0])}" if late else ""
                 logger.warning("rank %d has waited %.0f s for %s%s", self.rank, now - wait.since, wait.describe(), who)
@@ -333,7 +332,7 @@ class Liveness:
                     return
 
     def _difference(self, wait: _Wait, rank: int, beat: Mapping[str, Any]) -> str:
-        """A description, where a rank waits in another operation than this one in the same call; else empty."""
+        """A description if a rank waits in another operation than this one in the same call; else empty."""
         call, doing = self._progress.of(wait.channel)
         for other in beat["waits"]:
             if other["channel"] == wait.channel and other.get("call") == call and other["doing"] != doing:
@@ -399,7 +398,7 @@ class Liveness:
         return self._ask(lambda: self._store.check([f"left/{rank}"])) is True
 
     def heartbeat_of(self, rank: int) -> int | None:
-        """The number of a rank's latest record, 0 where it has written none; None where the store does not answer."""
+        """The number of a rank's latest record: 0 if it has written none, None if the store does not answer."""
         record = self._ask(lambda: self._read_beat(rank))
         return None if record is _UNREACHABLE else int((record or {}).get("beat", 0))
 
@@ -420,7 +419,7 @@ class Liveness:
         except (ValueError, KeyError, TypeError):
             logger.warning("rank %d cannot read how rank %d ended, and ignores it: %.80r", self.rank, rank, text)
             return
-        logger.warning("rank %d is told: rank %d is lost: %s", self.rank, rank, self.dead[rank])
+        logger.warning("rank %d: the launcher reports that rank %d is lost: %s", self.rank, rank, self.dead[rank])
 
     def _look(self, channel: str, members: Sequence[int], peer: int | None, broken: bool) -> LossReason:
         """Read the other ranks' records until it is clear which are alive, and find the cause."""
@@ -448,7 +447,7 @@ class Liveness:
             ended = view.ended(watched if self._gone is None else chain)
             over = runtime.now() - start >= STALE_AFTER_S
             if over or (not new and (ended or not (broken or view.silent))):
-                view.silent = view.silent if over else set()  # too early to tell
+                view.silent = view.silent if over else set()  # too early to call a rank silent
                 return self._judge(channel, members, peer, broken, view)
             watched += new
             runtime.sleep(HEARTBEAT_EVERY_S / 2)
@@ -463,7 +462,7 @@ class Liveness:
                 view.left.add(rank)
 
     def _judge(self, channel: str, members: Sequence[int], peer: int | None, broken: bool, view: _View) -> LossReason:
-        """Find the cause from the records: a rank that is gone rather than one that is late."""
+        """Find the cause from the records. A rank that is gone comes before one that is late."""
         mine = self._progress.of(channel)[0]
         late = [rank for rank in members if rank in view.beats and view.calls(rank, channel) < mine]
         starts = [peer] if peer is not None else [] if broken else late
@@ -501,14 +500,14 @@ class Liveness:
         return LossReason(last, f"it is alive but {did}{busy}{waiting}{self._owed(channel, last, record)}", alive=True)
 
     def _differ(self, channel: str, members: Sequence[int], view: _View) -> str:
-        """A description, where ranks in the same call of a channel are in different operations; else empty."""
+        """A description if ranks in the same call of a channel are in different operations; else empty."""
         call, doing = self._progress.of(channel)
-        told = {self.rank: doing}
+        doing_by_rank = {self.rank: doing}
         for rank in members:
             for wait in view.beats.get(rank, {}).get("waits", ()):
                 if wait["channel"] == channel and wait.get("call") == call:
-                    told[rank] = str(wait["doing"])
-        return group_ranks_by_text(told) if len(set(told.values())) > 1 else ""
+                    doing_by_rank[rank] = str(wait["doing"])
+        return group_ranks_by_text(doing_by_rank) if len(set(doing_by_rank.values())) > 1 else ""
 
     def _store_is_gone(self) -> LossReason:
         if self._posted:

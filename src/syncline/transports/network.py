@@ -83,7 +83,7 @@ class Network:
                 f"(ranks_per_host: {self.ranks_per_host}, inside: {self.inside})"
             )
         if any(factor <= 0 for factor in self.slow.values()):
-            raise SpecError(f"a slowness is a factor above 0 (slow: {dict(self.slow)})")
+            raise SpecError(f"a slowdown is a factor above 0 (slow: {dict(self.slow)})")
 
     def link(self, source: int, to: int) -> Link:
         """The link from one rank to another."""

@@ -1,12 +1,12 @@
 """Memory that several processes of one host share.
 
 Rank 0 makes a file without a name (`memfd_create`) and sends its descriptor to the others; each maps it and confirms.
-Without a name nothing is left of it however the processes end, and the size of /dev/shm, which is small in containers,
-is no limit.
+A file without a name is freed when the processes end, in whatever way. The size of /dev/shm, which is small in
+containers, does not limit it.
 
     rank 0   memfd ── offer (process, descriptor, bytes, nonce) ─►  rank r   opens /proc/<process>/fd/<descriptor>
              verdict of all ◄─ whether it has it ─────────────────           and compares the nonce
-             ── verdict (the first rank that failed) ────────────►           raises what all raise, or maps
+             ── verdict (the first rank that failed) ────────────►           raises, as all ranks do, or maps it
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def share_memory(transport: Transport, numel: int, dtype: torch.dtype) -> Tensor
     It raises on all ranks if one cannot reach the memory: that rank runs on another host or in another container.
     """
     if numel < 0:
-        raise WorldError(f"shared memory of {numel} elements cannot be")
+        raise WorldError(f"shared memory has at least 0 elements (numel: {numel})")
     nbytes = numel * dtype.itemsize
     if transport.size == 1:
         return torch.zeros(numel, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Joining the world that mpiexec made, after a check that this MPI library can work here."""
+"""Joins the world that mpiexec started, after a check that the MPI library fits it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ HYDRA_LIBRARIES = frozenset({"MPICH", "Intel MPI", "MVAPICH", "MVAPICH2"})
 
 
 def load(environment: Environment) -> ModuleType:
-    """`mpi4py.MPI`, started with full thread support.
+    """Return `mpi4py.MPI`, initialised with full thread support.
 
-    mpi4py starts MPI when it is imported, and an MPICH under Open MPI's mpiexec ends the process there. So it is
-    imported without starting, asked who it is, and started when that fits the launcher.
+    mpi4py initialises MPI when it is imported, and MPICH under Open MPI's mpiexec then ends the process. So mpi4py is
+    imported without that. MPI is initialised after a check that the library belongs to the launcher.
     """
     try:
         mpi4py = importlib.import_module("mpi4py")
@@ -51,10 +51,9 @@ def load(environment: Environment) -> ModuleType:
 
 
 def check_world(environment: Environment, mpi: ModuleType) -> None:
-    """MPI's own count of ranks must be the launcher's."""
+    """Raise a `WorldError` if MPI and the launcher disagree about this rank or the number of ranks."""
     rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
-    told = environment.source != "no launcher"
-    if told and (rank, size) != (environment.rank, environment.size):
+    if environment.source != "no launcher" and (rank, size) != (environment.rank, environment.size):
         if environment.source in OPEN_MPI_LIBRARIES | HYDRA_LIBRARIES:
             how = (
                 f"mpiexec is of {environment.source} but mpi4py loaded {_name(mpi)}, most likely two MPIs at once: "
@@ -77,7 +76,7 @@ def _import_without_start(mpi4py: Any) -> ModuleType:
         mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # of a foreign mpiexec: we say so, and stop
+            warnings.simplefilter("ignore", RuntimeWarning)  # about a foreign mpiexec, which is an error below
             return importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
@@ -106,35 +105,34 @@ def _name(mpi: ModuleType) -> str:
 
 
 def connect(environment: Environment, timeout: float) -> MpiTransport:
-    """Join the world that mpiexec started; alone under plain `python`. Every rank calls it, and it returns when all
-    are there.
+    """Join the world that mpiexec started, or a world of one under plain `python`. Returns when all ranks have joined.
 
-    Where the launcher has started servers too, the first processes are the world, and `wide` reaches all; a server is
-    given the wide channel itself.
+    If the launcher has started servers too, the first processes are the world, and its `job_channel` reaches all.
+    A server gets that channel itself.
     """
-    wide = _join(environment, timeout)
-    told = Variables("syncline run --mpi", os.environ)
-    servers = told.whole("SYNCLINE_SERVERS", 0)
+    everyone = _join(environment, timeout)
+    variables = Variables("syncline run --mpi", os.environ)
+    servers = variables.whole("SYNCLINE_SERVERS", 0)
     if not servers:
-        return wide
-    workers = told.whole("SYNCLINE_WORKERS")
-    if workers + servers != wide.size:
+        return everyone
+    workers = variables.whole("SYNCLINE_WORKERS")
+    if workers + servers != everyone.size:
         raise WorldError(
-            f"SYNCLINE_WORKERS={workers} and SYNCLINE_SERVERS={servers}, but MPI has {wide.size} processes: "
+            f"SYNCLINE_WORKERS={workers} and SYNCLINE_SERVERS={servers}, but MPI has {everyone.size} processes: "
             "start them with `syncline run --mpi -n N --servers S`"
         )
-    world = wide.split(range(workers))
+    world = everyone.split(range(workers))
     if world is None:
-        return wide
-    world.add_roles(wide, ("server",) * servers)
+        return everyone
+    world.add_roles(everyone, ("server",) * servers)
     return cast(MpiTransport, world)
 
 
 def _join(environment: Environment, timeout: float) -> MpiTransport:
     """The channel of all processes that mpiexec started.
 
-    MPI itself ends with the process, in `MpiProcess.finish_at_exit`. If not all processes join, the end of this one
-    aborts the job: MPI's own end would wait for the missing ones.
+    MPI ends with the process, in `MpiProcess.finish_at_exit`. If not all processes join, the exit of this one aborts
+    the job: MPI's own finalisation would wait for the missing ones.
     """
     mpi = load(environment)
     check_world(environment, mpi)
@@ -145,7 +143,7 @@ def _join(environment: Environment, timeout: float) -> MpiTransport:
 
 
 def _duplicate(mpi: ModuleType, comm: Any, timeout: float) -> Any:
-    """A communicator of our own with the same ranks."""
+    """A private communicator with the same ranks."""
     runtime = RealRuntime()
     start = runtime.now()
     warn = start + WARN_AFTER_S

@@ -1,4 +1,4 @@
-"""What all channels of a process share: the MPI library, waiting, and the exit.
+"""The parts of MPI that all channels of a process share: the library, the waits, and the exit.
 
 MPI moves bytes only inside its own calls, and its own waits spin without a timeout. So every wait here is a loop of
 tests: it yields the processor for a moment, then sleeps a little longer each time. It ends at the timeout, allows
@@ -42,6 +42,7 @@ PROGRESS_S = 5e-6
 MAX_DROPPED_OPERATIONS = 16
 """Operations without a handle. Beyond this number the finished ones are released."""
 BLOCK_BYTES = 1 << 20
+"""Size of a block of a message that is too long for MPI's counter."""
 JOIN_TIMEOUT_S = 5.0
 POLL_EVERY_S = 0.02
 """Seconds between two checks of a server whether all others have reached their exit."""
@@ -87,7 +88,7 @@ class MpiProcess:
         self.max_count = (1 << 31) - 1 if mpi.Get_version() < (4, 0) else 1 << 62
         """Largest number of elements of one operation. MPI counted in 32 bits before version 4."""
         self.lost = False
-        """Whether a wait has failed for good: the exit must not wait for all ranks."""
+        """Whether a wait has failed at its final timeout. The exit then does not wait for the other ranks."""
         self.code = 1
         """The exit code of an aborted job."""
         self.warn_after_s = WARN_AFTER_S
@@ -107,7 +108,7 @@ class MpiProcess:
     def wait(
         self,
         ready: Callable[[], bool],
-        patience: float,
+        timeout_s: float,
         pending: Callable[[], str],
         ended: Callable[[], bool] = lambda: False,
         again: float = math.inf,
@@ -120,7 +121,7 @@ class MpiProcess:
             return True
         now = self.runtime.now
         start = since = turned = now()
-        pause, idle, warn = MIN_SLEEP_S, 1.0, start + (self.warn_after_s if patience < math.inf else math.inf)
+        pause, idle, warn = MIN_SLEEP_S, 1.0, start + (self.warn_after_s if timeout_s < math.inf else math.inf)
         while True:
             self.progress()
             if ready():
@@ -132,12 +133,12 @@ class MpiProcess:
             if turned > warn:
                 warn = turned + again
                 warn_long_wait(self.comm.Get_rank(), turned - start, pending())
-            if turned - start > patience or ended():
+            if turned - start > timeout_s or ended():
                 return False
             if turned - since < SPIN_S:
                 os.sched_yield()
             else:
-                self.runtime.sleep(min(pause, max(0.0, start + patience - turned)))
+                self.runtime.sleep(min(pause, max(0.0, start + timeout_s - turned)))
                 pause = min(2 * pause, MAX_SLEEP_S)
             turned = now()
 
@@ -189,40 +190,40 @@ class MpiProcess:
         """
         nothing, others = [bytearray(0), 0, self.mpi.BYTE], set(range(comm.Get_size())) - {comm.Get_rank()}
         with suppress(self.mpi.Exception):
-            told = [comm.Isend(nothing, other, self.max_tag) for other in others]
-            heard = [comm.Irecv(nothing, other, self.max_tag) for other in others]
-            self._unused.append((comm, [*told, *heard]))
+            sends = [comm.Isend(nothing, other, self.max_tag) for other in others]
+            receives = [comm.Irecv(nothing, other, self.max_tag) for other in others]
+            self._unused.append((comm, [*sends, *receives]))
         self.free_unused()
 
     def free_unused(self) -> None:
         """Free the communicators that all ranks have released."""
         with self._lock:
-            retiring, self._unused = self._unused, []
-        for comm, everyone in retiring:
+            unused, self._unused = self._unused, []
+        for comm, requests in unused:
             with suppress(self.mpi.Exception):
-                if self.mpi.Request.Testall(everyone):
+                if self.mpi.Request.Testall(requests):
                     comm.Free()
                 else:
-                    self._unused.append((comm, everyone))
+                    self._unused.append((comm, requests))
 
     # The end.
 
     @property
     def unclean(self) -> bool:
-        """Whether this process ends by an error. It must not wait for the others then."""
+        """Whether this process ends with an error. It then must not wait for the others."""
         return self.lost or sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
 
     def leaving(self, error: BaseException | None) -> None:
-        """Note the exit code of an error that passes while a channel closes.
+        """Store the exit code of an error that is raised while a channel closes.
 
-        Python forgets a SystemExit before it calls the exit functions.
+        Python drops a SystemExit before it calls the exit functions.
         """
         if isinstance(error, SystemExit) and error.code not in (None, 0):
             self.lost = True
             self.code = error.code if isinstance(error.code, int) else 1
 
     def exit_with_others(self, then: Callable[[], None]) -> None:
-        """For a server: exit as soon as all others do. `then` is called at that moment."""
+        """Exit when all other processes do; for servers. `then` is called at that moment."""
         self.exit_timeout_s = math.inf
         self._everyone = self.comm.Ibarrier()
 
@@ -281,7 +282,7 @@ def abort_job(mpi: ModuleType, code: int = 1) -> None:
 
 
 def byte_spec(engine: MpiProcess, data: Tensor, nbytes: int) -> list[Any]:
-    """The first bytes of a buffer, as mpi4py takes them; in blocks where MPI could not count them."""
+    """The first bytes of a buffer as mpi4py takes them, in blocks if they exceed MPI's counter."""
     mpi = engine.mpi
     if nbytes <= engine.max_count:
         return [data.numpy(), nbytes, mpi.BYTE]
@@ -293,7 +294,7 @@ def byte_spec(engine: MpiProcess, data: Tensor, nbytes: int) -> list[Any]:
 
 
 def mpi_tag(tag: int) -> int:
-    """A tag of ours as MPI's: those of lanes are large, and small ones work on every MPI.
+    """The MPI tag for a tag of ours. The tags of lanes are large, and only small tags work on every MPI.
 
     >>> mpi_tag(3), mpi_tag(LANE_TAGS + 3)
     (6, 7)
@@ -343,10 +344,10 @@ class RequestHandle:
         if self._done:
             return
         transport, engine = self._transport, self._transport.engine
-        patience, start = transport.timeout if timeout is None else timeout, transport.runtime.now()
+        timeout_s, start = transport.timeout if timeout is None else timeout, transport.runtime.now()
         cause: Exception | None = None
         try:
-            finished = engine.wait(self._test, patience, lambda: self._pending, transport.has_ended)
+            finished = engine.wait(self._test, timeout_s, lambda: self._pending, transport.has_ended)
         except engine.mpi.Exception as error:
             finished, cause, self._done = False, error, True
         if not finished:

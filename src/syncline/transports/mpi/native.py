@@ -1,10 +1,10 @@
-"""MPI's own operations: collectives, and one-sided windows.
+"""MPI's own operations: collectives and one-sided windows.
 
 The collectives are non-blocking. A window is memory that MPI allocates, under *one* lock of all ranks for its whole
-life. Others write to it while its owner computes and never calls MPI; with user memory, or with one lock per access,
-they would wait until the owner does. On one host a put is a copy into shared memory. In MPI's *unified* model the
-owner's plain reads of `local` see what was put, without a call. A library without that model is refused. `flush` ends
-in a memory barrier.
+life. Other ranks write to it while its owner computes and never calls MPI. With user memory, or with one lock per
+access, they would wait until the owner calls MPI. On one host a put is a copy into shared memory. In MPI's *unified*
+model the owner's plain reads of `local` see what was put, without a call. A library without that model is refused.
+`flush` ends in a memory barrier.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ REDUCIBLE = {
     torch.uint32: "UINT32_T",
     torch.uint64: "UINT64_T",
 }
-"""The dtypes that MPI can reduce. Half precision is no MPI type: our schedules reduce it."""
+"""The dtypes that MPI can reduce. Half precision is no MPI type; our schedules reduce it."""
 TRANSFER_TYPES = {1: "BYTE", 2: "INT16_T", 4: "INT32_T", 8: "INT64_T", 16: "C_DOUBLE_COMPLEX"}
 """By bytes per element: a type of that width, for data that is only moved."""
 
@@ -54,7 +54,7 @@ def transfer_type(mpi: ModuleType, dtype: torch.dtype) -> Any:
 
 
 class NativeMpi(NativeCollectives):
-    """Iallreduce and its kin on one communicator. Tensors on a GPU go through the CPU's memory."""
+    """Iallreduce and the other collectives of one communicator. Tensors on a GPU are copied through the CPU."""
 
     available = True
 
@@ -136,7 +136,7 @@ class NativeMpi(NativeCollectives):
     def _reducing(self, dtype: torch.dtype, op: Op) -> Any:
         kind = reducing_type(self._mpi, dtype)
         if kind is None:
-            raise UnsupportedError(f"MPI cannot reduce {dtype} ({op}): name a schedule, whose arithmetic is ours")
+            raise UnsupportedError(f"MPI cannot reduce {dtype} ({op}): use a schedule such as algorithm='ring'")
         return kind
 
     def _check_sizes(self, whole: int, part: int, name: str) -> None:
@@ -163,9 +163,8 @@ class NativeMpi(NativeCollectives):
             request = launch(transport.comm)
         except (OverflowError, mpi.Exception) as error:
             wrong = (mpi.ERR_ARG, mpi.ERR_COUNT, mpi.ERR_TYPE, mpi.ERR_OP, mpi.ERR_BUFFER)
-            if (
-                isinstance(error, OverflowError) or error.Get_error_class() in wrong
-            ):  # the arguments are wrong; no peer is lost
+            # These mean wrong arguments: no peer is lost.
+            if isinstance(error, OverflowError) or error.Get_error_class() in wrong:
                 raise IncompatibleError(f"MPI refuses the {pending}: {error}") from error
             raise transport.failure(None, pending, 0.0, error) from error
         return RequestHandle(transport, request, buffers, None, pending, finish)
@@ -205,7 +204,7 @@ class MpiWindow:
             raise transport.failure(None, self._what, 0.0, error) from error
         if self._win.Get_attr(mpi.WIN_MODEL) != mpi.WIN_UNIFIED:
             raise UnsupportedError(
-                "this MPI keeps two copies of a window (MPI_WIN_SEPARATE): what is put would not show in `local`; "
+                "this MPI keeps two copies of a window (MPI_WIN_SEPARATE), so `local` would not show what was put; "
                 "MPICH and Open MPI on x86-64 and arm64 have one"
             )
         memory = torch.frombuffer(self._win.tomemory(), dtype=dtype) if numel else torch.empty(0, dtype=dtype)
@@ -235,8 +234,8 @@ class MpiWindow:
     def flush(self, to: int | None = None) -> None:
         """Wait until all puts and accumulates of this rank have taken effect.
 
-        MPI's flush has no timeout. On one host it is a memory barrier. Over a network it waits for the target's host:
-        it then runs in a task, and this one stops waiting for it at the timeout.
+        MPI's flush has no timeout. On one host it is a memory barrier. Over a network it waits for the target's host,
+        so it runs in a separate task, and the caller stops waiting at the timeout.
         """
         self._check_open()
         if to is not None:

@@ -1,16 +1,15 @@
 """Point-to-point messages, splits and the rest of the contract, on one communicator per channel.
 
-Receives, matched in the order they were posted, with the length of the message known first.
+Receives are matched in the order in which they were posted, and the length of a message is known before its bytes
+are received. MPI's plain receive at best truncates a long message; Open MPI 5.0 writes all of it, far past the buffer,
+and then reports an error. A *matched probe* takes a message out of MPI's queue, so that no other receive gets it, and
+returns its length::
 
-MPI's plain receive cuts a long message short at best: Open MPI 5.0 reports the error after it has written all of it,
-far past the buffer. A *matched probe* takes a message out of MPI's queue before it is received, tells its length, and
-nobody else can take it any more::
+    recv ────► expected ─┐ the first that matches
+                         ├──► receive into its buffer, or refuse
+    Improbe ─► message ──┘ called only while a receive waits for the tag
 
-    recv ───► expected ─┐ the first that fits
-                        ├──► receive into its buffer, or refuse
-    Improbe ─► found ───┘ asked for only where a receive waits that fits
-
-A receive that is given up was never MPI's, so that the message that comes later goes to the next one.
+A cancelled receive was never passed to MPI, so that a message that arrives later goes to the next receive.
 """
 
 from __future__ import annotations
@@ -56,13 +55,6 @@ class ProbedReceive:
         return self.matched and (self.request is None or bool(self.request.Test()))
 
 
-@dataclass(eq=False, slots=True)
-class _Found:
-    message: Any
-    source: int
-    nbytes: int
-
-
 class ProbeQueue:
     """One channel's receives of unknown length."""
 
@@ -75,7 +67,7 @@ class ProbeQueue:
         self._attended = False
 
     def post(self, data: Tensor, wanted: int | None, tag: int, exact: bool) -> ProbedReceive:
-        """Expect a message: the earliest that fits, now or later."""
+        """Post a receive for the earliest matching message, now or later."""
         expected = ProbedReceive(data, wanted, tag, exact)
         with self._lock:
             self._expected.setdefault(tag, []).append(expected)
@@ -86,7 +78,7 @@ class ProbeQueue:
         return expected
 
     def withdraw(self, expected: ProbedReceive) -> bool:
-        """Take a receive back that was given up; False if its message has come meanwhile."""
+        """Cancel a receive; False if its message has arrived meanwhile."""
         with self._lock:
             if expected.matched:
                 return False
@@ -94,14 +86,14 @@ class ProbeQueue:
             return True
 
     def poll(self) -> None:
-        """Match what has come."""
+        """Match the messages that have arrived."""
         if self._expected:
             with self._lock:
                 for tag in tuple(self._expected):
                     self._poll_tag(tag)
 
     def close(self) -> None:
-        """Expect nothing more."""
+        """End all receives with an error."""
         self._transport.engine.remove_pollable(self)
         with self._lock:
             for waiting in self._expected.values():
@@ -124,41 +116,41 @@ class ProbeQueue:
             del self._expected[tag]
 
     def _probe(self, tag: int, expected: list[ProbedReceive]) -> bool:
-        """Take what has come; False when there was nothing."""
-        # With an "anyone" among them only one question keeps the order: whose message is the next?
-        asked = {each.wanted for each in expected}
+        """Match the arrived messages with a tag; False if there was none."""
+        # If a receive takes messages from any rank, only a probe for any rank keeps the order of the receives.
+        sources = {each.wanted for each in expected}
         any_found = False
-        for source in (None,) if None in asked else asked:
+        for source in (None,) if None in sources else sources:
             peer = self._mpi.ANY_SOURCE if source is None else source
             message = self._transport.comm.Improbe(peer, mpi_tag(tag), self._status)
             if message is not None:
                 any_found = True
-                found = _Found(message, self._status.source, self._status.Get_elements(self._mpi.BYTE))
-                first = next(each for each in expected if each.wanted in (None, found.source))
+                sender = self._status.source
+                first = next(each for each in expected if each.wanted in (None, sender))
                 expected.remove(first)
-                self._start(first, found)
+                self._start(first, message, sender, self._status.Get_elements(self._mpi.BYTE))
         return any_found
 
-    def _start(self, expected: ProbedReceive, found: _Found) -> None:
-        length, room = found.nbytes, expected.data.numel()
-        expected.source, expected.nbytes = found.source, length
+    def _start(self, expected: ProbedReceive, message: Any, source: int, length: int) -> None:
+        """Receive the bytes of a message that the probe has taken out of MPI's queue."""
+        room = expected.data.numel()
+        expected.source, expected.nbytes = source, length
         if length > room or (expected.exact and length < room):
             expected.error = ProtocolError(
-                f"rank {found.source} sent {format_bytes(length)} ({tag_name(expected.tag)}) where "
+                f"rank {source} sent {format_bytes(length)} ({tag_name(expected.tag)}) where "
                 f"{'exactly' if expected.exact else 'at most'} {format_bytes(room)} were expected"
                 f"{mismatch_hint(expected.tag)}",
-                peer=found.source,
+                peer=source,
             )
-        # One too long is taken off the wire too, so that its sender does not hang; unless it is longer than anything
-        # that may lie here unasked for.
+        # A message that is too long is received too, so that its sender does not hang, up to MAX_UNRECEIVED_BYTES.
         if length <= max(room, MAX_UNRECEIVED_BYTES):
             buffer = expected.data[:length] if length <= room else torch.empty(length, dtype=torch.uint8)
-            expected.request = found.message.Irecv(byte_spec(self._transport.engine, buffer, length))
+            expected.request = message.Irecv(byte_spec(self._transport.engine, buffer, length))
         expected.matched = True
 
 
 class MatchedReceive:
-    """A receive that the inbox will match."""
+    """The handle of a receive that the inbox matches."""
 
     def __init__(self, transport: MpiTransport, data: Tensor, expected: ProbedReceive) -> None:
         self._transport = transport
@@ -175,10 +167,10 @@ class MatchedReceive:
     def wait(self, timeout: float | None = None) -> None:
         transport, expected, engine = self._transport, self._expected, self._transport.engine
         if not self._done:
-            patience, start = transport.timeout if timeout is None else timeout, transport.runtime.now()
+            timeout_s, start = transport.timeout if timeout is None else timeout, transport.runtime.now()
             cause: Exception | None = None
             try:
-                finished = engine.wait(expected.over, patience, self._pending, transport.has_ended)
+                finished = engine.wait(expected.over, timeout_s, self._pending, transport.has_ended)
             except engine.mpi.Exception as error:
                 finished, cause = False, error
             if not finished:
@@ -222,7 +214,7 @@ class MpiTransport(Transport):
     def _send(self, data: Tensor, to: int, tag: int, exact: bool, lossy: bool) -> Handle:
         number = self._tag(tag)
         self.engine.release_dropped_if_many()
-        # A message to oneself is copied: it may be waited for before anybody receives it.
+        # A message to this rank itself is copied: its handle may be waited for before the receive is posted.
         data = data.cpu().clone() if to == self.rank else data.cpu()
         pending = f"rank {self.members[to]} to take {format_bytes(data.numel())}"
         try:
@@ -230,7 +222,7 @@ class MpiTransport(Transport):
         except self.engine.mpi.Exception as error:
             raise self.failure(to, pending, 0.0, error) from error
         handle = RequestHandle(self, request, (data,), to, pending, outgoing=True)
-        return CompletedHandle(data.numel()) if to == self.rank else handle  # dropped, it lives on in the engine
+        return CompletedHandle(data.numel()) if to == self.rank else handle  # the engine holds the dropped one
 
     def _recv(self, data: Tensor, source: int | None, tag: int, exact: bool) -> Handle:
         self._tag(tag)
@@ -249,7 +241,7 @@ class MpiTransport(Transport):
         return number
 
     def check_count(self, count: int, what: str) -> None:
-        """Refuse what this MPI cannot count; messages alone go in blocks."""
+        """Refuse an operation with more elements than this MPI can count. Messages are sent in blocks instead."""
         if count > self.engine.max_count:
             raise UnsupportedError(
                 f"{what} of {count} elements: this MPI (version {'.'.join(map(str, self.engine.mpi.Get_version()))}) "
@@ -264,10 +256,10 @@ class MpiTransport(Transport):
         if self.rank not in members:
             return None
         chosen = tuple(self.members[rank] for rank in members)
-        # The ranks are part of the name: two halves that each split themselves off at once must not meet.
+        # The ranks are part of the name: two halves that split at the same time must not share a channel.
         name = f"{self.channel}.{number}.{hashlib.blake2b(repr(chosen).encode(), digest_size=6).hexdigest()}"
         tag = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") % (self.engine.max_tag + 1)
-        self._meet(chosen, tag)
+        self._await_members(chosen, tag)
         mpi, everyone = self.engine.mpi, self.engine.comm
         try:
             group = everyone.Get_group()
@@ -279,8 +271,8 @@ class MpiTransport(Transport):
             raise self.failure(None, f"ranks {list(chosen)} to make a channel", 0.0, error) from error
         return MpiTransport(self.engine, comm, chosen, name)
 
-    def _meet(self, chosen: tuple[int, ...], tag: int) -> None:
-        """Wait until all members are here: making a communicator waits too, but knows no time limit."""
+    def _await_members(self, chosen: tuple[int, ...], tag: int) -> None:
+        """Wait until all members call `split`. MPI's `Create_group` waits too, but without a timeout."""
         comm, me, first = self.engine.comm, self.members[self.rank], chosen[0]
         others = [peer for peer in chosen if peer != first] if me == first else [first]
         token = torch.zeros(1, dtype=torch.uint8)
@@ -298,18 +290,18 @@ class MpiTransport(Transport):
         return _MpiMemory(self, self._windows)
 
     def forget(self, window: MpiWindow) -> None:
-        """It has been closed."""
+        """Remove a window that was closed."""
         if window in self._windows:
             self._windows.remove(window)
 
-    # When something is wrong, and the end.
+    # Failures and the end.
 
     def has_ended(self) -> bool:
         """Whether waits on this channel must end."""
         return self._aborted or self._closed
 
     def give_up(self, for_good: bool) -> None:
-        """A wait has failed: for good at the transport's own timeout, not where the caller gave a time to try for."""
+        """Record that a wait has failed: for good at the transport's own timeout, but not at the caller's."""
         self.engine.lost = self.engine.lost or (for_good and not self.has_ended())
 
     def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:
@@ -319,7 +311,7 @@ class MpiTransport(Transport):
         elif self.has_ended():
             reason = "this rank has closed or aborted the channel"
         else:
-            reason = "it has not come; MPI does not tell who is alive, so look at that rank's own output"
+            reason = "it has not arrived; MPI does not report which ranks are alive: read that rank's own output"
         after = f" after {seconds:.3g} s" if seconds else ""
         return PeerLostError(
             f"rank {self.members[self.rank]} lost {who}{after} while waiting for {pending}: {reason}",
@@ -333,7 +325,7 @@ class MpiTransport(Transport):
         self._aborted = True
 
     def close(self) -> None:
-        """Free the windows that were forgotten, see off what is still being sent, and let the communicator go."""
+        """Free the windows that are still open, wait for the sends in progress, and release the communicator."""
         if self._closed:
             return
         engine = self.engine
@@ -343,7 +335,7 @@ class MpiTransport(Transport):
                 try:
                     window.close()
                 except PeerLostError as error:
-                    logger.warning("a window that nobody closed is left to the end of the process: %s", error)
+                    logger.warning("a window that was not closed stays allocated until the process ends: %s", error)
             if not engine.wait(engine.release_dropped, JOIN_TIMEOUT_S, lambda: "peers to receive all that was sent"):
                 logger.warning("rank %d closes while peers have not received all it sent", self.members[self.rank])
         self._closed = True

@@ -28,6 +28,7 @@ __all__ = ["ChannelGroups", "DefaultGroup", "ProcessGroupFactory", "has_default_
 
 MAX_DEVICES = 4
 """Largest number of gloo devices of a process. Each has a thread and a listening socket; channels share them."""
+INTERFACES_VARIABLE = "GLOO_SOCKET_IFNAME"
 SPARE_DESCRIPTORS = 32
 """File descriptors that stay free when a channel is made: gloo aborts the process if it gets none."""
 MIN_POLL_S, MAX_POLL_S = 0.001, 0.05
@@ -118,7 +119,7 @@ class ProcessGroupFactory:
         """The devices of the next channel. The first few channels make them, the others share them."""
         self._channels += 1
         if len(self._devices) < MAX_DEVICES:
-            interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
+            interfaces = os.environ.get(INTERFACES_VARIABLE)
             if interfaces:
                 self._devices.append([gloo.create_device(interface=name) for name in interfaces.split(",")])
             else:  # by default gloo listens on the address that the host's own name resolves to
@@ -162,9 +163,6 @@ def _refusal(rank: int, members: int) -> str:
         f"rank {rank} has {used} of {limit} file descriptors in use, and a channel of {members} ranks takes "
         f"{members - 1} more: close groups that are no longer needed (group.close()), or raise the limit (ulimit -n)"
     )
-
-
-INTERFACES = "GLOO_SOCKET_IFNAME"
 
 
 def has_default_group() -> bool:
@@ -225,18 +223,18 @@ def _store(environment: Environment, timeout: float) -> Store:
         return HashStore()
     store = open_store(environment, find_rendezvous(environment), timeout)
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    turn = store.add(f"syncline/default/{restart}/{environment.rank}", 1)  # a second group has keys of its own
-    return PrefixStore(f"syncline/default/{restart}/{turn}", store)
+    number = store.add(f"syncline/default/{restart}/{environment.rank}", 1)  # a second group has other keys
+    return PrefixStore(f"syncline/default/{restart}/{number}", store)
 
 
 @contextmanager
 def _on_loopback() -> Iterator[None]:
     """Let gloo listen on the loopback interface only, unless `GLOO_SOCKET_IFNAME` is set."""
-    if INTERFACES in os.environ or not os.path.exists("/sys/class/net/lo"):
+    if INTERFACES_VARIABLE in os.environ or not os.path.exists("/sys/class/net/lo"):
         yield
         return
-    os.environ[INTERFACES] = "lo"
+    os.environ[INTERFACES_VARIABLE] = "lo"
     try:
         yield
     finally:
-        del os.environ[INTERFACES]
+        del os.environ[INTERFACES_VARIABLE]

@@ -381,8 +381,8 @@ class TorchTransport(Transport):
     def read_body(self, header: Tensor, source: int, room: Tensor | None, timeout: float | None = None) -> Tensor:
         """Receive the body of a header, into `room` if it fits.
 
-        A body that is too long is still taken off the wire, so that its sender does not hang, and refused; unless
-        it is longer than anything that may lie here unasked for.
+        A body that is too long is received, so that its sender does not hang, and then refused. A body longer than
+        `MAX_UNRECEIVED_BYTES` is refused at once.
         """
         found = MessageHeader.read(header.numpy().tobytes(), peer=source)
         limit = found.length if room is None else room.numel()  # the reader has waited for the room

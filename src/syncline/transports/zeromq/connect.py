@@ -1,4 +1,4 @@
-"""Joining a world: with the launch, or later."""
+"""Joins a world when it is launched, or later."""
 
 from __future__ import annotations
 

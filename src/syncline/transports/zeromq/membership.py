@@ -254,7 +254,7 @@ class MembershipLog:
             return MemberEntry(fields["kind"], fields["rank"], *texts, version=str(fields.get("version", "")))
         except (ValueError, KeyError, TypeError) as error:
             self.refused += 1
-            self._refusals.warn(f"an entry of the directory was refused: {error}")
+            self._refusals.warn(f"an entry of the membership log was refused: {error}")
             return None
 
     def sign(self, text: str) -> str:
@@ -311,7 +311,7 @@ class CurveSecurity:
         if self._secret is not None:
             self._authenticator = ThreadAuthenticator(context)
             self._authenticator.start()
-            # A domain of its own, because "*" does not cover all.
+            # A separate domain, because "*" does not cover all of them.
             self._authenticator.configure_curve_callback(domain=CURVE_DOMAIN, credentials_provider=self)
 
     def callback(self, domain: str, key: bytes) -> bool:

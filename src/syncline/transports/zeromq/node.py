@@ -100,7 +100,7 @@ class IOLoop:
             try:
                 callbacks.popleft()()
             except Exception:
-                logger.exception("%s could not deal with a message", self.name)
+                logger.exception("%s failed to process a message", self.name)
 
     @property
     def is_driver(self) -> bool:
@@ -562,6 +562,7 @@ class Node:
             self.check_peers(now)
 
     def check_peers(self, now: float) -> None:
+        """Read the news of the membership log, send pings, and find the peers that are lost."""
         if now - self.last_check > MAX_LOOP_GAP_S:
             for peer in list(self.peers.values()):
                 peer.heard += now - self.last_check
@@ -570,7 +571,12 @@ class Node:
             if entry.kind != "joined" and entry.rank == self.rank:
                 self._fail(f"the others have declared this rank lost: {entry.reason}")
             elif entry.kind == "lost":
-                logger.warning("%s is told: %s is lost: %s", self.name(), self.name(entry.rank), entry.reason)
+                logger.warning(
+                    "%s: the membership log reports that %s is lost: %s",
+                    self.name(),
+                    self.name(entry.rank),
+                    entry.reason,
+                )
                 if entry.rank in self.peers:
                     self.lose(entry.rank, entry.reason)
         for rank in list(self.membership.hints):
@@ -642,6 +648,7 @@ class Node:
             logger.warning("%s has lost %s: %s (%s)", self.name(), self.name(rank), reason, error)
 
     def lose(self, rank: int, reason: str, error: ProtocolError | None = None) -> None:
+        """End everything that waits for a peer."""
         peer = self.peers[rank]
 
         def loss(posted: PostedReceive) -> Exception:

@@ -1,4 +1,4 @@
-"""`distribute`: three lines make a script train on many workers."""
+"""`distribute`: attaches a synchronisation strategy to a model and its optimizer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["distribute", "momentum_of"]
 logger = logging.getLogger("syncline")
 
 OVERLAPS = 1
-"""What torch says of a tensor in which several elements lie in one place."""
+"""Torch's code for a tensor whose elements share memory."""
 
 
 def distribute(
@@ -47,16 +47,16 @@ def distribute(
     Attaches hooks to the model and the optimizer, gives every worker rank 0's parameters and buffers, and refuses
     models that differ between the ranks. Every worker calls it. Gradients are final when `backward()` returns.
 
-    `codec` says how gradients look on the wire: "quantize(4)", "topk(0.01)|quantize(4)", …; None sends them as they
-    are. What it loses is kept and sent later, where it is biased; `seed` is that of its random bits. With `diagnose=n`
-    every n-th step records what it does to each layer.
-    `algorithm` is "auto" (chosen now, for this network and these sizes), "native" (the engine's own) or a schedule;
-    with a codec whose payloads do not sum on the wire "gather", "split" and others.
-    With `check_finite` NaN or Inf in a gradient raises a `DivergedError` that names rank, parameter and step; leave it
-    off with a GradScaler, which needs to see them. A worker that runs out of data before the others gets the state of
-    what is stepped after every batch: of PyTorch's own learning-rate schedulers, which are found by themselves, and of
-    those that `schedulers` names: schedules of your own and a GradScaler. Several optimizers of one model are given as
-    a list, with strategy allreduce.
+    `codec` compresses gradients: "quantize(4)", "topk(0.01)|quantize(4)", …; None sends them uncompressed. The error of
+    a biased codec is stored and sent later. `seed` seeds its random bits. With `diagnose=n` every n-th step records its
+    error in each layer.
+    `algorithm` is "auto" (chosen for this network and these sizes), "native" (the backend's own) or a schedule; with a
+    codec whose payloads cannot be summed it is "gather", "split" and others.
+    With `check_finite` NaN or Inf in a gradient raises a `DivergedError` with rank, parameter and step; do not use it
+    with a GradScaler, which needs to see them.
+    A worker that has no more data gets the state of the objects that are stepped after every batch: of PyTorch's
+    learning-rate schedulers, which are detected, and of the objects in `schedulers`, such as your own schedules and a
+    GradScaler. Several optimizers of one model are passed as a list, with strategy allreduce.
     With `find_unused_parameters` a parameter that only some workers use in a step (an expert, a task's head) gets the
     mean over all workers, in which the others count as zeros; without it, `allreduce` raises an error.
 
@@ -77,11 +77,11 @@ def distribute(
     world = current_world()
     coder = build_codec(codec)
     _check_options(bucket_bytes, schedulers, seed, diagnose)
-    way = build_strategy(strategy)
+    built = build_strategy(strategy)
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
     _check_model(model, world)
     _check_parameters(model, world.size)
-    _check_optimizers(model, optimizers, way)
+    _check_optimizers(model, optimizers, built)
     settings = RunSettings(
         bucket_bytes=BUCKET_BYTES if bucket_bytes is None else bucket_bytes,
         check_finite=check_finite,
@@ -93,22 +93,22 @@ def distribute(
     )
     if coder is not None:
         check_optimizer_momentum(coder, max(map(momentum_of, optimizers)))
-        way.check_codec(coder)
+        built.check_codec(coder)
     exchange = Communicator(world, algorithm, coder)
     check_same(exchange, "models", _describe_model(model))
     for each in optimizers:
         check_same(exchange, "optimizers", _describe_optimizer(each))
-    told = {"strategy": repr(way), "collective": exchange.collective, "codec": repr(coder), **_told(settings)}
-    check_same(exchange, "settings", told)
+    chosen = {"strategy": repr(built), "collective": exchange.collective, "codec": repr(coder)}
+    check_same(exchange, "settings", {**chosen, **_describe_settings(settings)})
     broadcast_tensors(exchange, [*model.parameters(), *model.buffers()])
     _warn_of_local_norms(model, world)
-    run = way.attach(model, optimizers[0], exchange, settings)
+    run = built.attach(model, optimizers[0], exchange, settings)
     world.runs.append(run)
     return run
 
 
 def _check_model(model: nn.Module, world: World) -> None:
-    """Refuse a model that a run or a wrapper synchronises already."""
+    """Refuse a model that another run or a wrapper already synchronises."""
     if not any(True for _ in model.parameters()):
         raise IncompatibleError(f"the model ({type(model).__name__}) has no parameters to train")
     refuse_wrapped(model)
@@ -135,7 +135,7 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], strateg
 
 
 def _check_kinds(model: object, optimizer: object) -> None:
-    """Refuse arguments in the wrong order or of another kind."""
+    """Refuse arguments in the wrong order or of the wrong type."""
     if isinstance(model, Optimizer) and isinstance(optimizer, nn.Module):
         raise SpecError(
             f"distribute({type(model).__name__}, {type(optimizer).__name__}) has its arguments in the wrong order: "
@@ -217,7 +217,7 @@ def _warn_of_local_norms(model: nn.Module, world: World) -> None:
 
 
 def momentum_of(optimizer: Optimizer) -> float:
-    """The largest momentum that an optimizer uses, Adam's first moment included."""
+    """The largest momentum of an optimizer, with Adam's first moment."""
     found = [0.0]
     for group in optimizer.param_groups:
         found.append(float(group.get("momentum", 0.0) or 0.0))
@@ -238,17 +238,17 @@ def _describe_model(model: nn.Module) -> dict[str, str]:
 
 
 def _describe_optimizer(optimizer: Optimizer) -> dict[str, str]:
-    told = {"class": type(optimizer).__name__}
+    description = {"class": type(optimizer).__name__}
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key == "params":
-                told[f"group {number}: parameters"] = str(len(value))
+                description[f"group {number}: parameters"] = str(len(value))
             elif value is None or isinstance(value, (bool, int, float, str, tuple)):
-                told[f"group {number}: {key}"] = repr(value)
-    return told
+                description[f"group {number}: {key}"] = repr(value)
+    return description
 
 
-def _told(settings: RunSettings) -> dict[str, str]:
+def _describe_settings(settings: RunSettings) -> dict[str, str]:
     return {
         "bucket_bytes": str(settings.bucket_bytes),
         "check_finite": str(settings.check_finite),

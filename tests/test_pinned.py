@@ -62,7 +62,7 @@ def options_of(parser: argparse.ArgumentParser) -> dict[str, Any]:
 
 def test_command_lines() -> None:
     """Every option of every command is still there."""
-    parsers = {name: options_of(command._parser(name))["commands"].get(name, {}) for name in command.COMMANDS}
+    parsers = {name: options_of(command.build_parser(name))["commands"].get(name, {}) for name in command.COMMANDS}
     compare("command_lines.json", parsers)
 
 

@@ -135,7 +135,7 @@ def test_what_the_page_asks_for(server: LiveServer) -> None:
 
 
 def test_it_listens_on_the_loopback_interface_alone(server: LiveServer) -> None:
-    assert server._socket.getsockname()[0] == "127.0.0.1"
+    assert server.host == "127.0.0.1"
 
 
 @pytest.mark.parametrize(

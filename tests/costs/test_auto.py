@@ -61,7 +61,7 @@ def test_measuring_corrects_a_wrong_model() -> None:
 
     def run(world: sl.World) -> tuple[str, str]:
         auto = world.everyone.auto
-        auto._network = wrong
+        auto.known_network = wrong
         reduced(world, 30_000, 240)
         (choice,) = auto.choices.values()
         return min(choice.predicted, key=lambda name: choice.predicted[name]), choice.algorithm

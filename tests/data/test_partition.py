@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncline.data.partition import (
-    Partition,
+    RankPartition,
     RankShare,
     count_shares,
     ends_unevenly,
@@ -30,7 +30,7 @@ def shares_of(samples: list[int], size: int, batch: int, drop_last: bool = False
         def take(count: int, left: Iterator[int] = left) -> list[int]:
             return list(islice(left, count))
 
-        shares.append(list(share_samples(take, Partition(rank, size, 0, rank), batch * size, drop_last)))
+        shares.append(list(share_samples(take, RankPartition(rank, size, 0, rank), batch * size, drop_last)))
     return shares
 
 

@@ -18,9 +18,9 @@ import pytest
 from syncline.errors import SpecError, WorldError
 from syncline.launch import ssh as ssh_module
 from syncline.launch.output import OutputForwarder
+from syncline.launch.process_events import ProcessEvents, serve_store
 from syncline.launch.programs import Host, Program, parse_hosts
 from syncline.launch.ssh import HostPrograms, RemoteProcesses, address_towards, agent_command
-from syncline.launch.store import ProcessEvents, serve_store
 from tests.launch.runs import Runs, wait_for
 from tests.launch.sshd import SSHD, ssh_server
 

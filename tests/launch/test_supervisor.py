@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from syncline.launch import supervisor
+from syncline.launch.process_events import ProcessEvents, serve_store
 from syncline.launch.processes import (
     ErrorReport,
     ProcessExit,
@@ -19,7 +20,6 @@ from syncline.launch.processes import (
     format_names,
     read_error_report,
 )
-from syncline.launch.store import ProcessEvents, serve_store
 from syncline.launch.supervisor import FailurePolicy, HeartbeatMonitor, Supervisor
 
 LOST = ErrorReport(

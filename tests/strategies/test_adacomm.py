@@ -168,12 +168,12 @@ def test_the_loop_tells_the_loss() -> None:
     found: list[int] = []
 
     class Watched(AdaComm):
-        def attach(self, model: Any, optimizer: Any, exchange: Any, settings: Any) -> Any:
-            run = super().attach(model, optimizer, exchange, settings)
+        def attach(self, model: Any, optimizer: Any, communicator: Any, settings: Any) -> Any:
+            run = super().attach(model, optimizer, communicator, settings)
             note = run.note_loss
 
             def watch(loss: Any) -> None:
-                seen[exchange.rank].append(float(loss))
+                seen[communicator.rank].append(float(loss))
                 found.append(run.period)  # type: ignore[attr-defined]
                 note(loss)
 
@@ -197,8 +197,8 @@ def test_micro_batches_are_one_loss() -> None:
     seen: list[float] = []
 
     class Watched(AdaComm):
-        def attach(self, model: Any, optimizer: Any, exchange: Any, settings: Any) -> Any:
-            run = super().attach(model, optimizer, exchange, settings)
+        def attach(self, model: Any, optimizer: Any, communicator: Any, settings: Any) -> Any:
+            run = super().attach(model, optimizer, communicator, settings)
             run.note_loss = lambda loss: seen.append(float(loss))  # type: ignore[method-assign]
             return run
 

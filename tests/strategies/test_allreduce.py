@@ -80,13 +80,13 @@ def test_small_buckets_leave_while_backward_goes_on() -> None:
         model = mlp()
         run, _ = run_of(model, bucket_bytes=1)
         sent: list[str] = []
-        start = strategy_run(run).exchange.launch_sum
+        start = strategy_run(run).communicator.launch_sum
 
         def noted(flat: Tensor, what: str, in_comm_task: bool = False) -> Any:
             sent.append(what)
             return start(flat, what, in_comm_task)
 
-        strategy_run(run).exchange.launch_sum = noted  # type: ignore[method-assign]
+        strategy_run(run).communicator.launch_sum = noted  # type: ignore[method-assign]
         seen_at_input: list[int] = []
         x = torch.ones(2, 6, requires_grad=True)
         x.register_hook(  # type: ignore[no-untyped-call]
@@ -350,7 +350,7 @@ def test_two_models_on_their_own_teams() -> None:
                 parameter.fill_(0.1)
         make_run, make_step = run_of(maker, bucket_bytes=1)
         judge_run, judge_step = run_of(judge)
-        assert strategy_run(make_run).exchange.team is not strategy_run(judge_run).exchange.team
+        assert strategy_run(make_run).communicator.group is not strategy_run(judge_run).communicator.group
         for step in range(4):
             x = seeded(10 * step + world.rank, 4, 6)
             judge_step.zero_grad()

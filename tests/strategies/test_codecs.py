@@ -104,7 +104,7 @@ def test_ways_on_gloo(gloo: Pool, codec: str, way: str) -> None:
 
 
 def _train_with(world: sl.World, codec: str, beside: bool, steps: int, way: str = "auto") -> Tensor:
-    world._lanes = 2 if beside else 1  # as if there were processors to spare, or none
+    world.lanes = 2 if beside else 1  # as if there were processors to spare, or none
     return train(world, "sgd", steps, codec=codec, algorithm=way)
 
 

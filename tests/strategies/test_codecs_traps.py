@@ -25,7 +25,7 @@ def test_late_encoding_uses_the_random_bits_of_its_step(gloo: Pool, codec: str) 
 
 
 def _delayed(world: sl.World, codec: str) -> Tensor:
-    world._lanes = 2
+    world.lanes = 2
     return train(world, "sgd", 40, codec=codec, algorithm="auto", strategy="allreduce(delay=1)")
 
 
@@ -59,7 +59,7 @@ def test_nan_is_told_where_the_last_bucket_has_no_codec(gloo: Pool, codec: str) 
 
 
 def _nan_in_a_coded_bucket(world: sl.World, codec: str) -> str:
-    world._lanes = 2
+    world.lanes = 2
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sl.distribute(model, optimizer, codec=f"by_size(64, None, '{codec}')", check_finite=True)
@@ -195,7 +195,7 @@ def test_diagnosis_with_nan_and_delay(gloo: Pool, beside: bool) -> None:
 
 
 def _diagnosed(world: sl.World, beside: bool) -> Any:
-    world._lanes = 2 if beside else 1
+    world.lanes = 2 if beside else 1
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = sl.distribute(model, optimizer, "allreduce(delay=1)", codec="topk(0.1)", diagnose=1)

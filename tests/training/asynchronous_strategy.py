@@ -93,10 +93,10 @@ class PlainAsynchronous(Strategy):
         return True
 
     def attach(
-        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
     ) -> StrategyRun:
         assert self.common is not None
-        return PlainAsynchronousRun(self, model, optimizer, exchange, settings)
+        return PlainAsynchronousRun(self, model, optimizer, communicator, settings)
 
 
 class PlainAsynchronousRun(AsynchronousRun):
@@ -107,15 +107,15 @@ class PlainAsynchronousRun(AsynchronousRun):
         strategy: PlainAsynchronous,
         model: nn.Module,
         optimizer: Optimizer,
-        exchange: Communicator,
+        communicator: Communicator,
         settings: RunSettings,
     ) -> None:
-        super().__init__(strategy, model, optimizer, exchange, settings)
+        super().__init__(strategy, model, optimizer, communicator, settings)
         assert strategy.common is not None
         self.common = strategy.common
-        self._channel = MemoryChannel(self.common, exchange.world, strategy.latency)
+        self._channel = MemoryChannel(self.common, communicator.world, strategy.latency)
         self._seen = 0
-        if exchange.rank == 0:
+        if communicator.rank == 0:
             self._give()
         self.hooks += [
             optimizer.register_step_pre_hook(self._before),
@@ -143,12 +143,12 @@ class PlainAsynchronousRun(AsynchronousRun):
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 self.common.weights[name].copy_(parameter)
-            if self.exchange.rank == 0:
+            if self.communicator.rank == 0:
                 for name, buffer in self.model.named_buffers():
                     self.common.weights[name].copy_(buffer)
         self.stats.steps += 1
         self.stats.sent(8, 8)
-        self.common.steps[self.exchange.rank] += 1
+        self.common.steps[self.communicator.rank] += 1
         self._seen = sum(self.common.steps)
 
     def join_idle(self) -> bool:
@@ -160,4 +160,4 @@ class PlainAsynchronousRun(AsynchronousRun):
     def load_shared_state(self, state: Any) -> None:
         for name, tensor in state["weights"].items():
             self.common.weights[name] = tensor.clone()
-        self.common.steps[self.exchange.rank] = self.stats.steps
+        self.common.steps[self.communicator.rank] = self.stats.steps

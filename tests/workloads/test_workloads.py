@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from syncline.errors import SpecError, UnsupportedError
 from syncline.testing.workloads import WorkloadContract
-from syncline.workloads import Digits, Logistic, Regression, Stdlib, build, names, stdlib
+from syncline.workloads import Digits, LogisticRegression, Regression, Stdlib, build, names, stdlib
 from syncline.workloads.base import Workload
 from syncline.workloads.convex import Convex
 from syncline.workloads.datasets import Pairs
@@ -54,7 +54,7 @@ class TestRegression(WorkloadContract):
 class TestLogistic(WorkloadContract):
     @classmethod
     def make(cls) -> Workload:
-        return Logistic(features=8, samples=512)
+        return LogisticRegression(features=8, samples=512)
 
 
 def train(workload: Workload, epochs: int) -> torch.nn.Module:

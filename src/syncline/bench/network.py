@@ -33,7 +33,7 @@ from syncline.world import World, broadcast, init
 
 __all__ = ["NetworkPlan", "describe", "measure", "measure_echoes"]
 
-SHOWN_SIZES = (4 << 10, 256 << 10, 16 << 20)
+SHOWN_SIZES_BYTES = (4 << 10, 256 << 10, 16 << 20)
 """Bytes for which the table shows the best schedules."""
 
 
@@ -83,7 +83,7 @@ def describe(document: dict[str, Any]) -> str:
         )
     if document["ranks"] > 1:
         lines += ["", "best all-reduce schedules by this model"]
-        lines += [f"  {format_size(size):>6}  {_best(size, document['ranks'], found)}" for size in SHOWN_SIZES]
+        lines += [f"  {format_size(size):>6}  {_best(size, document['ranks'], found)}" for size in SHOWN_SIZES_BYTES]
     if document["echo"]:
         lines += ["", *_echo_table(document["echo"])]
     return "\n".join(lines)

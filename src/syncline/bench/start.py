@@ -13,8 +13,8 @@ from typing import Any
 
 from syncline.bench.measuring import ratios, summarize
 from syncline.errors import WorldError
+from syncline.launch.process_events import serve_store
 from syncline.launch.start import Job, local_host, run_logged
-from syncline.launch.store import serve_store
 
 __all__ = ["START_METHODS", "measure", "table"]
 

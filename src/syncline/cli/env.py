@@ -24,7 +24,7 @@ from syncline.training.system import describe_machine, describe_versions, has_ba
 
 __all__ = ["collect", "configure", "run"]
 
-SHOWN = re.compile(
+SHOWN_NAMES = re.compile(
     r"(SYNCLINE|TORCHELASTIC|OMP|MKL|NCCL|GLOO|TP|UCX|CUDA|SLURM|PMI|OMPI|PMIX|I_MPI|MPI)_|"
     r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT)$"
 )
@@ -68,7 +68,9 @@ def visible(environ: Mapping[str, str]) -> dict[str, object]:
     >>> visible({"SYNCLINE_KEY": "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7", "OMP_NUM_THREADS": "2", "HOME": "/root"})
     {'OMP_NUM_THREADS': '2', 'SYNCLINE_KEY': 'set'}
     """
-    return {name: "set" if SECRET.search(name) else environ[name] for name in sorted(environ) if SHOWN.match(name)}
+    return {
+        name: "set" if SECRET.search(name) else environ[name] for name in sorted(environ) if SHOWN_NAMES.match(name)
+    }
 
 
 def _machine() -> dict[str, object]:

@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: Sequence[str]) -> int:
     """Import the chosen command and run it."""
-    parser = _parser(words[0])
+    parser = build_parser(words[0])
     _check_first(parser, words[0])
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
@@ -180,7 +180,7 @@ def _run(words: Sequence[str]) -> int:
         return REFUSED
 
 
-def _parser(chosen: str) -> CommandParser:
+def build_parser(chosen: str) -> CommandParser:
     """The parser of all commands. Only the module of the chosen command is imported, for its options."""
     parser = CommandParser(
         prog="syncline",

@@ -150,13 +150,14 @@ class Auto:
         self._record = record
         self._trials: dict[str, AlgorithmTrial] = {}
         self._schedules: dict[str, Schedule] = {}
-        self._network: Network | None = None
+        self.known_network: Network | None = None
+        """The network that predictions are made for; None: it is measured when it is first needed."""
 
     def network(self) -> Network:
         """The model of this network: the simulator's, cached, or measured now."""
-        if self._network is None:
-            self._network = self._channel.transport.timing.network or self.calibration().network()
-        return self._network
+        if self.known_network is None:
+            self.known_network = self._channel.transport.timing.network or self.calibration().network()
+        return self.known_network
 
     def calibration(self, fresh: bool = False) -> Calibration:
         """The calibration of this network, from the cache or, if `fresh` or unknown, measured now by all ranks."""

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 __all__ = [
-    "Partition",
+    "RankPartition",
     "RankShare",
     "Take",
     "count_shares",
@@ -37,7 +37,7 @@ Take = Callable[[int], list[Any]]
 
 
 @dataclass(frozen=True)
-class Partition:
+class RankPartition:
     """The rank, the number of ranks, and their common seed."""
 
     rank: int
@@ -87,7 +87,7 @@ def epoch_order(length: int, seed: int, epoch: int, shuffle: bool) -> Sequence[i
     return shuffled
 
 
-def share_samples(take: Take, part: Partition, batch: int, drop_last: bool, start: int = 0) -> Iterator[RankShare]:
+def share_samples(take: Take, part: RankPartition, batch: int, drop_last: bool, start: int = 0) -> Iterator[RankShare]:
     """Split global batches of `batch` samples: rank r of k takes every k-th sample, starting with r.
 
     >>> samples = iter([7, 2, 9, 4, 0, 5, 8, 1, 6])
@@ -109,7 +109,7 @@ def share_samples(take: Take, part: Partition, batch: int, drop_last: bool, star
         start += len(now)
 
 
-def share_batches(take: Take, part: Partition, drop_last: bool, start: int = 0) -> Iterator[RankShare]:
+def share_batches(take: Take, part: RankPartition, drop_last: bool, start: int = 0) -> Iterator[RankShare]:
     """Share ready batches: batch i goes to rank i mod k.
 
     >>> batches = iter([[3, 1], [4], [1, 5], [9], [2]])

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from syncline.data.cursor import Cursor, DataPosition
 from syncline.data.order import refuse_distributed
-from syncline.data.partition import Partition, mix_seeds
+from syncline.data.partition import RankPartition, mix_seeds
 from syncline.data.sources import (
     BatchSource,
     Piece,
@@ -125,12 +125,14 @@ class Sharded:
             self.cursor.leave(position)
 
 
-def partition_of(rank: int, size: int, seed: int, split: bool = True, pad: bool = True) -> Partition:
+def partition_of(rank: int, size: int, seed: int, split: bool = True, pad: bool = True) -> RankPartition:
     """The partition of a rank. Without a split each rank is alone, with its own seed."""
     if not 0 <= rank < size:
         raise SpecError(f"rank={rank} is not one of {size} ranks")
     return (
-        Partition(rank, size, seed, rank, not pad) if split else Partition(0, 1, mix_seeds(seed, rank), rank, not pad)
+        RankPartition(rank, size, seed, rank, not pad)
+        if split
+        else RankPartition(0, 1, mix_seeds(seed, rank), rank, not pad)
     )
 
 
@@ -154,7 +156,9 @@ def as_loader(data: Any, batch: int | None, shuffle: bool | None) -> DataLoader[
     return DataLoader(data, batch_size=batch, shuffle=shuffle is not False)
 
 
-def _source(data: Any, loader: DataLoader[Any] | None, part: Partition, split: bool, drop_last: bool | None) -> Source:
+def _source(
+    data: Any, loader: DataLoader[Any] | None, part: RankPartition, split: bool, drop_last: bool | None
+) -> Source:
     if loader is None:
         if not isinstance(data, Iterable):
             raise IncompatibleError(

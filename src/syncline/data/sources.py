@@ -26,7 +26,7 @@ from syncline.data.cursor import DataPosition
 from syncline.data.loader import BatchReader, BatchRequest, loader_like
 from syncline.data.order import CommonRandomState, Order, length_of, order_of, reseed
 from syncline.data.partition import (
-    Partition,
+    RankPartition,
     RankShare,
     Take,
     count_shares,
@@ -105,7 +105,7 @@ class Source(ABC):
 class SampleSource(Source):
     """Single samples: a global batch has k·b of them, and rank r takes every k-th, starting with r."""
 
-    def __init__(self, loader: DataLoader[Any], part: Partition, drop_last: bool | None) -> None:
+    def __init__(self, loader: DataLoader[Any], part: RankPartition, drop_last: bool | None) -> None:
         assert loader.batch_size is not None
         self.batch = loader.batch_size
         self._part = part
@@ -137,7 +137,7 @@ class SampleSource(Source):
 class BatchSource(Source):
     """Batches of a user's batch sampler: batch i goes to rank i mod k."""
 
-    def __init__(self, loader: DataLoader[Any], part: Partition, drop_last: bool | None) -> None:
+    def __init__(self, loader: DataLoader[Any], part: RankPartition, drop_last: bool | None) -> None:
         usual = getattr(loader.batch_sampler, "batch_size", None)
         self.batch = usual if isinstance(usual, int) and usual > 0 else 1
         self._usual = self.batch if self.batch == usual else None
@@ -175,7 +175,7 @@ class BatchSource(Source):
 
 
 def _read_shares(
-    reader: BatchReader[RankShare], shares: Iterator[RankShare], part: Partition, batch: int, position: DataPosition
+    reader: BatchReader[RankShare], shares: Iterator[RankShare], part: RankPartition, batch: int, position: DataPosition
 ) -> Iterator[Piece]:
     """The pieces of a rank's shares. The position advances before each piece is returned."""
 
@@ -227,7 +227,7 @@ class ReadyBatchSource(Source):
     A rank reads all k batches of a step before it returns its own, so that all ranks know which ranks have one.
     """
 
-    def __init__(self, data: Iterable[Any], part: Partition, drop_last: bool | None) -> None:
+    def __init__(self, data: Iterable[Any], part: RankPartition, drop_last: bool | None) -> None:
         self.batch = 1
         self._data = data
         self._part = part
@@ -294,7 +294,7 @@ class StreamSource(Source):
     batch has the number of its process, because the other streams continue when one has ended.
     """
 
-    def __init__(self, loader: DataLoader[Any], part: Partition, drop_last: bool | None) -> None:
+    def __init__(self, loader: DataLoader[Any], part: RankPartition, drop_last: bool | None) -> None:
         self.batch = 1 if loader.batch_size is None else loader.batch_size
         self._part = part
         self._drop_last = loader.drop_last if drop_last is None else drop_last
@@ -362,7 +362,7 @@ class StreamSource(Source):
 class _SharedStream(IterableDataset[Any]):
     """A rank's share of an iterable dataset."""
 
-    def __init__(self, loader: DataLoader[Any], part: Partition, batch: int, drop_last: bool) -> None:
+    def __init__(self, loader: DataLoader[Any], part: RankPartition, batch: int, drop_last: bool) -> None:
         self.inner: Any = loader.dataset
         self._part = part
         self._batch = batch

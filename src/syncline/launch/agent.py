@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from syncline.launch.local import LocalProcesses
 from syncline.launch.output import OutputForwarder
+from syncline.launch.process_events import ProcessEvents, join_store
 from syncline.launch.programs import Program, thread_variables
 from syncline.launch.ssh import CONNECT_TIMEOUT_S, NO_STORE
-from syncline.launch.store import ProcessEvents, join_store
 from syncline.launch.supervisor import CHECK_EVERY_S, EXIT_TIMEOUT_S, POLL_EVERY_S
 
 __all__ = ["main"]

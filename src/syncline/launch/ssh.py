@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 from syncline.errors import WorldError
 from syncline.launch.output import OutputForwarder
+from syncline.launch.process_events import ProcessEvents
 from syncline.launch.processes import ErrorReport, ProcessExit, ProcessState
 from syncline.launch.programs import LOCALHOST, Host, Program
-from syncline.launch.store import ProcessEvents
 
 __all__ = [
     "CONNECT_TIMEOUT_S",

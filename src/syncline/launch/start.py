@@ -21,6 +21,7 @@ from syncline.launch.machine import warn_if_oversubscribed
 from syncline.launch.mpi import mpi_command, mpiexec_programs
 from syncline.launch.output import OutputForwarder
 from syncline.launch.prefork import start_prefork
+from syncline.launch.process_events import ProcessEvents, serve_store
 from syncline.launch.processes import CombinedProcesses, Processes, ProcessExit
 from syncline.launch.programs import (
     EVALUATOR,
@@ -39,7 +40,6 @@ from syncline.launch.programs import (
     thread_variables,
 )
 from syncline.launch.ssh import HostPrograms, RemoteProcesses, address_towards
-from syncline.launch.store import ProcessEvents, serve_store
 from syncline.launch.supervisor import FailurePolicy, Supervisor, Tick
 
 if TYPE_CHECKING:

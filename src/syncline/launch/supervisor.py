@@ -11,8 +11,8 @@ from types import FrameType
 from typing import Literal
 
 from syncline.environment.heartbeats import LEFT
+from syncline.launch.process_events import ProcessEvents
 from syncline.launch.processes import Processes, ProcessExit, ProcessState, first_failure, format_names
-from syncline.launch.store import ProcessEvents
 
 __all__ = ["FailurePolicy", "HeartbeatMonitor", "Supervisor", "Tick"]
 

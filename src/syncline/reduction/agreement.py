@@ -26,15 +26,15 @@ def check_same(communicator: Communicator, what: str, mine: Mapping[str, str]) -
         return
     text = json.dumps(list(mine.items())).encode()
     digests = allgather(
-        torch.tensor([zlib.crc32(text), len(text)], dtype=torch.int64).view(1, 2), group=communicator.team
+        torch.tensor([zlib.crc32(text), len(text)], dtype=torch.int64).view(1, 2), group=communicator.group
     )
     if bool((digests == digests[0]).all()):
         return
     lengths = digests[:, 1].tolist()
-    everything = allgather(torch.frombuffer(bytearray(text), dtype=torch.uint8), group=communicator.team)
+    everything = allgather(torch.frombuffer(bytearray(text), dtype=torch.uint8), group=communicator.group)
     parts = torch.split(everything, lengths)
     tables = [dict(json.loads(bytes(part.tolist()))) for part in parts]
-    ranks = communicator.team.ranks
+    ranks = communicator.group.ranks
     for rank, table in zip(ranks, tables, strict=True):
         difference = _difference(tables[0], table, ranks[0], rank)
         if difference:
@@ -79,4 +79,4 @@ def _batches(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 def broadcast_tree(communicator: Communicator, tree: Any, root: int) -> Any:
     """The root's state tree (dicts, lists, tensors and plain values), on every rank."""
-    return tree if communicator.size == 1 else broadcast_object(tree, root, group=communicator.team)
+    return tree if communicator.size == 1 else broadcast_object(tree, root, group=communicator.group)

@@ -32,7 +32,7 @@ Buckets = Sequence[tuple[Codec, Sequence[Tensor]]]
 
 def slowdown_warning(communicator: Communicator, buckets: Buckets) -> str | None:
     """A warning with numbers if the codec costs more time than it saves. Every rank calls it."""
-    if communicator.size == 1 or communicator.team.transport.timing.virtual or not buckets:
+    if communicator.size == 1 or communicator.group.transport.timing.virtual or not buckets:
         return None  # nothing is sent, or time is simulated
     if communicator.rank == 0 and needs_compiling():
         logger.warning("compiling the codecs' kernels: once on this machine, for some ten seconds")
@@ -42,13 +42,13 @@ def slowdown_warning(communicator: Communicator, buckets: Buckets) -> str | None
 
 def dense_seconds(communicator: Communicator, sizes: Sequence[int]) -> float:
     """Predicted seconds to reduce unencoded buckets of `sizes` bytes."""
-    network = communicator.team.auto.network()
-    return sum(predict_on(communicator.team.channel, NATIVE, nbytes, network).seconds for nbytes in sizes)
+    network = communicator.group.auto.network()
+    return sum(predict_on(communicator.group.channel, NATIVE, nbytes, network).seconds for nbytes in sizes)
 
 
 def compressed_seconds(communicator: Communicator, buckets: Buckets) -> tuple[float, float]:
     """Predicted seconds of a step with the codec: sending, and the codec's work. Every rank calls it."""
-    network = communicator.team.auto.network()
+    network = communicator.group.auto.network()
     sending = working = 0.0
     measured: dict[str, tuple[int, float, list[int]]] = {}
     for codec, parameters in buckets:
@@ -60,7 +60,7 @@ def compressed_seconds(communicator: Communicator, buckets: Buckets) -> tuple[fl
         working += known[1] * share
         wire = [round(each * share) for each in known[2]]
         if codec.traits.allreducible:
-            sending += sum(predict_on(communicator.team.channel, NATIVE, each, network).seconds for each in wire)
+            sending += sum(predict_on(communicator.group.channel, NATIVE, each, network).seconds for each in wire)
         else:
             sizes = tuple(p.numel() * (2 if p.is_complex() else 1) for p in parameters)
             sending += communicator.compressed.seconds(codec, sizes, communicator.size, network)

@@ -1,4 +1,4 @@
-"""How the tensors of one run are reduced: a team of its own, and the collective that the user asked for."""
+"""How the tensors of one run are reduced: a group of its own, and the collective that the user asked for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from syncline.codecs import Codec
 from syncline.collectives import AUTO, NATIVE, Schedule, build, channel
 from syncline.collectives.compressed import CompressedCollectives, RequestExecutor
-from syncline.collectives.compressed.requests import Waitable
+from syncline.collectives.compressed.requests import WaitableReduction
 from syncline.reduction.stats import Stats
 from syncline.transports import Handle
 from syncline.world import Group, World, allreduce, broadcast
@@ -27,7 +27,7 @@ NO_SPARE_PROCESSOR = "no processor is to spare for another's Python beside backw
 
 
 class Communicator:
-    """World, team and collective of one run. Reductions start in the same order on every rank."""
+    """World, group and collective of one run. Reductions start in the same order on every rank."""
 
     def __init__(
         self,
@@ -47,15 +47,15 @@ class Communicator:
         """Which collective reduces payloads that the wire cannot sum."""
         known = self.compressed.fixed is not None or collective in (NATIVE, AUTO)
         self.collective = collective if known else build("allreduce", collective).spec
-        self.team = world.group() if group is None else group
-        self.rank, self.size = self.team.rank, self.team.size
+        self.group = world.group() if group is None else group
+        self.rank, self.size = self.group.rank, self.group.size
         self.now = world.runtime.now
         self.stats = stats or Stats(world.events, world.runtime.lock(), alone=self.size == 1)
-        self._native = self.team.transport.native
+        self._native = self.group.transport.native
         self._schedules: dict[tuple[int, torch.dtype, torch.device], Schedule | None] = {}
         """The schedule of each size and kind of tensor. None: the engine's own algorithm."""
         self.requests = RequestExecutor(
-            self.team.channel, self.gather_algorithm == NATIVE, self._start_sum, self._call_in_comm_task
+            self.group.channel, self.gather_algorithm == NATIVE, self._start_sum, self._call_in_comm_task
         )
         self.overlap_encoding = world.spare and self.size > 1 and self._native.available
         """Encoding has a processor beside backward, and an engine that sends without our help."""
@@ -64,13 +64,13 @@ class Communicator:
         """Choose now how payloads of slices of these sizes are reduced."""
         if self.size > 1:
             for codec, sizes in buckets:
-                self.compressed.choose(codec, sizes, self.size, self.team.auto.network)
+                self.compressed.choose(codec, sizes, self.size, self.group.auto.network)
 
     def prepare(self, sizes: list[tuple[int, torch.dtype, torch.device]]) -> None:
         """Choose now how tensors like these are reduced: a choice during training would change its rounding."""
         if self.collective != AUTO or self.size == 1:
             return
-        auto, native = self.team.auto, self._native
+        auto, native = self.group.auto, self._native
         for numel, dtype, device in sizes:
             scratch = torch.empty(numel, dtype=dtype, device=device)
             if auto.chosen(scratch) is not None:
@@ -85,21 +85,21 @@ class Communicator:
         """What `auto` has chosen, by class of sizes."""
         if self.collective != AUTO or self.size == 1:
             return {}
-        return self.team.choices | self.compressed.choices
+        return self.group.choices | self.compressed.choices
 
     def adopt(self, choices: dict[str, str]) -> None:
         """Use the choices of an earlier run."""
         if self.collective == AUTO and self.size > 1:
             self._schedules.clear()
-            self.team.auto.adopt(self.compressed.adopt(choices))
+            self.group.auto.adopt(self.compressed.adopt(choices))
 
-    def launch_sum(self, flat: Tensor, what: str, in_comm_task: bool = False) -> Waitable:
+    def launch_sum(self, flat: Tensor, what: str, in_comm_task: bool = False) -> WaitableReduction:
         """Start to sum `flat` over the ranks, in place. `in_comm_task`: the caller is the comm task itself."""
         nbytes = flat.numel() * flat.element_size()
         self.stats.sent(nbytes, nbytes)
         return self._start_sum(flat, what, in_comm_task)
 
-    def _start_sum(self, flat: Tensor, what: str, in_comm_task: bool) -> Waitable:
+    def _start_sum(self, flat: Tensor, what: str, in_comm_task: bool) -> WaitableReduction:
         if self.size == 1:
             return _COMPLETE
         kind = (flat.numel(), flat.dtype, flat.device)
@@ -107,7 +107,7 @@ class Communicator:
         if schedule is None:
             return _NativeSum(self, self._native.allreduce(flat, "sum"), what)
         if in_comm_task:
-            channel.allreduce(self.team.channel, flat, "sum", schedule)
+            channel.allreduce(self.group.channel, flat, "sum", schedule)
             return _COMPLETE
         return self._spawn(flat, schedule, what)
 
@@ -118,18 +118,18 @@ class Communicator:
         if not self.overlap_encoding:
             self._start_sum(flat, what, False).wait()
             return
-        self.team.call(f"the sum of {what}", lambda: self._start_sum(flat, what, True).wait(), async_=False)
+        self.group.call(f"the sum of {what}", lambda: self._start_sum(flat, what, True).wait(), async_=False)
 
     def mean(self, value: float) -> float:
         """The mean of a number over the ranks."""
-        reduced = allreduce(torch.tensor([value], dtype=torch.float64), op="mean", group=self.team)
+        reduced = allreduce(torch.tensor([value], dtype=torch.float64), op="mean", group=self.group)
         return float(reduced)
 
     def from_root(self, tensor: Tensor, root: int = 0) -> Tensor:
         """The root's tensor. It is sent through the CPU: ranks may share a GPU, which NCCL refuses."""
         if self.size == 1:
             return tensor
-        result: Tensor = broadcast(tensor.cpu(), root=root, group=self.team).to(tensor.device)
+        result: Tensor = broadcast(tensor.cpu(), root=root, group=self.group).to(tensor.device)
         return result
 
     @property
@@ -138,9 +138,9 @@ class Communicator:
         return NATIVE if self.compressed.fixed or self.collective in (NATIVE, AUTO) else "ring"
 
     def close(self) -> None:
-        """Close the team."""
+        """Close the group."""
         if not self.world.closed:
-            self.team.close()
+            self.group.close()
 
     def _schedule_of(self, flat: Tensor) -> Schedule | None:
         """The schedule for tensors like this one, remembered once it is decided. None: the engine's own."""
@@ -148,7 +148,7 @@ class Communicator:
         if self.compressed.fixed:
             algorithm = NATIVE
         elif algorithm == AUTO:
-            chosen = self.team.auto.chosen(flat)
+            chosen = self.group.auto.chosen(flat)
             algorithm, decided = (NATIVE, False) if chosen is None else (chosen.algorithm, True)
         own = algorithm == NATIVE and self._native.reduces(flat.dtype, "sum")
         schedule = None if own else build("allreduce", algorithm)
@@ -156,8 +156,8 @@ class Communicator:
             self._schedules[flat.numel(), flat.dtype, flat.device] = schedule
         return schedule
 
-    def _spawn(self, flat: Tensor, schedule: Schedule, what: str) -> Waitable:
-        team_channel, watched, start = self.team.channel, self.stats.watching, self.now()
+    def _spawn(self, flat: Tensor, schedule: Schedule, what: str) -> WaitableReduction:
+        team_channel, watched, start = self.group.channel, self.stats.watching, self.now()
 
         def work() -> None:
             channel.allreduce(team_channel, flat, "sum", schedule)
@@ -166,8 +166,8 @@ class Communicator:
 
         return self._call_in_comm_task(f"the sum of {what}", work)
 
-    def _call_in_comm_task(self, what: str, work: Callable[[], Any]) -> Waitable:
-        pending: Any = self.team.call(what, work, async_=True)
+    def _call_in_comm_task(self, what: str, work: Callable[[], Any]) -> WaitableReduction:
+        pending: Any = self.group.call(what, work, async_=True)
         return pending  # type: ignore[no-any-return]
 
 

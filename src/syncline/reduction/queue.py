@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from syncline.collectives.compressed import PendingRequest, Reduction
+from syncline.collectives.compressed import LaunchedRequest, Reduction
 from syncline.reduction.stats import CodecPhase
 
 if TYPE_CHECKING:
-    from syncline.collectives.compressed.requests import Waitable
+    from syncline.collectives.compressed.requests import WaitableReduction
     from syncline.reduction.communicator import Communicator
 
 __all__ = ["CompressedReduction", "PlainReduction", "QueuedReduction", "ReductionQueue"]
@@ -51,7 +51,7 @@ class PlainReduction:
         self._flat = flat
         self._what = what
         self._prepare = prepare
-        self._pending: Waitable | None = None
+        self._pending: WaitableReduction | None = None
 
     def launch(self, in_comm_task: bool = False) -> None:
         if self._prepare is not None:
@@ -80,7 +80,7 @@ class CompressedReduction:
         self._work = work
         self._what = what
         self._logical_bytes = logical_bytes
-        self._pending: tuple[PendingRequest, ...] = ()
+        self._pending: tuple[LaunchedRequest, ...] = ()
         self._single = True
         self._launched_at = 0.0
         self._watched = communicator.stats.watching
@@ -120,7 +120,7 @@ class ReductionQueue:
     """The reductions of one pass. Every rank launches the same ones in the same order."""
 
     def __init__(self, communicator: Communicator) -> None:
-        self._team = communicator.team
+        self._team = communicator.group
         self._in_comm_task = communicator.overlap_encoding
         self._reductions: list[QueuedReduction] = []
         self._calls: list[Any] = []

@@ -136,7 +136,7 @@ class GradientReducer:
         """Number of gradients of each parameter that were accumulated and not reduced yet."""
         self._hooks: dict[int, _GradientHook] = self._attach_hooks() if options.attach_hooks else {}
         self._handles_seen = RemovableHandle.next_id
-        communicator.team.transport.monitor.set_pending(self._missing_text)
+        communicator.group.transport.monitor.set_pending(self._missing_text)
         if self._hooks:
             self.lay_out()  # now, while there are no activations in memory
 
@@ -380,7 +380,7 @@ class GradientReducer:
             return [text]
         data = text.encode()[:MAX_GATHERED_TEXT_BYTES].ljust(MAX_GATHERED_TEXT_BYTES, b"\0")
         row = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(1, -1)
-        table = allgather(row, group=self.communicator.team)
+        table = allgather(row, group=self.communicator.group)
         return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in table]
 
     def converted(self, index: int, tensor: Tensor) -> IncompatibleError:

@@ -489,7 +489,7 @@ def sum_sparse(communicator: Communicator, gradient: Tensor | None, parameter: T
         gradient = gradient.coalesce()
         indices, values = gradient.indices(), gradient.values() * scale
     if communicator.size > 1:
-        algorithm, team = communicator.gather_algorithm, communicator.team
+        algorithm, team = communicator.gather_algorithm, communicator.group
         rows = allgather(indices.t().contiguous(), algorithm=algorithm, group=team)
         values = allgather(values.contiguous(), algorithm=algorithm, group=team)
         indices = rows.t()

@@ -27,7 +27,7 @@ from syncline.server.shard import ParameterShard
 from syncline.server.space import SpaceDescription
 from syncline.server.sub_master import AggregatingShard
 
-__all__ = ["BufferPool", "RequestHandler"]
+__all__ = ["ReplyBuffers", "RequestHandler"]
 
 logger = logging.getLogger("syncline")
 
@@ -35,7 +35,7 @@ MAX_SPACES = 64
 MAX_POOLED_BYTES = 64 << 20
 
 
-class BufferPool:
+class ReplyBuffers:
     """Reuses byte buffers, because fresh memory costs a page fault for every 4 KiB. Several tasks may use it.
 
     Sizes are rounded up to powers of two, so that requests of many different lengths share buffers.
@@ -90,14 +90,14 @@ class RequestHandler:
     def __init__(
         self,
         index_of: Callable[[SpaceDescription], int],
-        pool: BufferPool | None = None,
+        pool: ReplyBuffers | None = None,
         workers: Collection[int] = (),
     ) -> None:
         self.shards: dict[int, ParameterShard] = {}
         """By the space's id."""
         self.has_sub_masters = False
         """Whether a shard is, or was, a sub-master's."""
-        self._pool = pool or BufferPool()
+        self._pool = pool or ReplyBuffers()
         self._index_of = index_of
         self.sessions: dict[tuple[int, int], ClientSession] = {}
         """By the space's id and the client's member."""

@@ -29,7 +29,7 @@ from syncline.server.client import Client
 from syncline.server.client_session import OutgoingReply
 from syncline.server.network import ServerNetwork
 from syncline.server.protocol import REQUEST_BYTES, RequestHeader
-from syncline.server.request_handler import BufferPool, RequestHandler, refuse
+from syncline.server.request_handler import ReplyBuffers, RequestHandler, refuse
 from syncline.server.space import SpaceDescription
 from syncline.server.sub_master import AggregatingShard, Relay
 from syncline.transports import RequestListener
@@ -63,7 +63,7 @@ class Server:
         self._transport = network.transport
         self._runtime = network.transport.runtime
         self._lock = self._runtime.lock()
-        self._pool = BufferPool(self._runtime.lock())
+        self._pool = ReplyBuffers(self._runtime.lock())
         self.handler = RequestHandler(lambda space: space.servers.index(network.me), self._pool, network.workers)
         self._changed: Event = self._runtime.event()
         self._member_gone: Event = self._runtime.event()

@@ -171,7 +171,7 @@ class Relay:
                 client.hello()
             while self._await_sum(client):
                 total = self._shard.sums[0]
-                values = self._exchange(client, total)
+                values = self._communicator(client, total)
                 self._act(lambda: self._handler.finish_sum(self._shard, values, client.status.stop))  # noqa: B023
             if self._client is None and not self._stopped:
                 client.close()
@@ -199,7 +199,7 @@ class Relay:
             self._wakened.wait(None, f"a step of the workers of {shard.description.name!r}")
         return False
 
-    def _exchange(self, client: Client, total: AggregatedPush) -> list[tuple[int, Tensor]]:
+    def _communicator(self, client: Client, total: AggregatedPush) -> list[tuple[int, Tensor]]:
         """Push a sum to the parent and read the new weights, each range with its first key."""
         min_clock = client.clock + 1 if client.description.synchronous else -1
         encoded, pushes = client.description.codec is not None, total.pushes

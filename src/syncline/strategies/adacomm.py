@@ -76,9 +76,9 @@ class AdaComm(Strategy):
             raise SpecError(f"adacomm(state={self.state!r}): one of {', '.join(STATE_MODES)}")
 
     def attach(
-        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
     ) -> StrategyRun:
-        return _AdaCommRun(self, model, optimizer, exchange, settings, period=self.start)
+        return _AdaCommRun(self, model, optimizer, communicator, settings, period=self.start)
 
 
 def next_period(start: int, period: int, loss: float, slower: float = 1.0, before: float = 1.0) -> int:
@@ -107,12 +107,12 @@ class _AdaCommRun(LocalRun):
         strategy: AdaComm,
         model: nn.Module,
         optimizer: Optimizer,
-        exchange: Communicator,
+        communicator: Communicator,
         settings: RunSettings,
         *,
         period: int,
     ) -> None:
-        super().__init__(strategy, model, optimizer, exchange, settings, period=period)
+        super().__init__(strategy, model, optimizer, communicator, settings, period=period)
         self._rule = strategy
         self._interval = DEFAULT_INTERVAL_STEPS if strategy.interval is None else strategy.interval
         self._steps = 0
@@ -130,7 +130,7 @@ class _AdaCommRun(LocalRun):
 
     @property
     def wants_loss(self) -> bool:
-        return self.exchange.size > 1
+        return self.communicator.size > 1
 
     def note_loss(self, loss: float | Tensor) -> None:
         if isinstance(loss, Tensor):
@@ -162,22 +162,22 @@ class _AdaCommRun(LocalRun):
         if self._rule.seconds is None:
             return self._steps >= self._interval
         due = self.world.runtime.now() - self._began >= self._rule.seconds
-        return bool(self.exchange.from_root(torch.tensor([due], dtype=torch.uint8)).item())
+        return bool(self.communicator.from_root(torch.tensor([due], dtype=torch.uint8)).item())
 
     def _mean_loss(self) -> tuple[float | None, float]:
         """The mean loss of this interval and the mean rate over the workers. The loss is None if no worker has one."""
         rate = next((float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group), 0.0)
         own = torch.tensor([float(self._sum), float(self._count), rate], dtype=torch.float64)
-        total, count, rates = allreduce(own, op="sum", group=self.exchange.team).tolist()
+        total, count, rates = allreduce(own, op="sum", group=self.communicator.group).tolist()
         self.stats.sent(own.nbytes, own.nbytes)
-        return total / count if count else None, rates / self.exchange.size
+        return total / count if count else None, rates / self.communicator.size
 
     def _begin_interval(self) -> None:
         self._steps, self._began = 0, self.world.runtime.now()
         self._sum, self._count = torch.zeros((), dtype=torch.float64), 0
 
     def _warn(self) -> None:
-        if not self._warned and self.exchange.rank == 0:
+        if not self._warned and self.communicator.rank == 0:
             logger.warning(
                 "%r got no loss, or none that is finite, and keeps its period of %d: call run.note_loss(loss) "
                 "after backward",

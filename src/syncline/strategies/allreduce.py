@@ -86,9 +86,9 @@ class AllReduce(Strategy):
         return f"allreduce(delay={self.delay})" if self.delay else "allreduce"
 
     def attach(
-        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
     ) -> StrategyRun:
-        return _AllReduceRun(self, model, optimizer, exchange, settings)
+        return _AllReduceRun(self, model, optimizer, communicator, settings)
 
 
 class _StepGradients(Protocol):
@@ -99,9 +99,14 @@ class _StepGradients(Protocol):
 
 class _AllReduceRun(StrategyRun):
     def __init__(
-        self, strategy: AllReduce, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self,
+        strategy: AllReduce,
+        model: nn.Module,
+        optimizer: Optimizer,
+        communicator: Communicator,
+        settings: RunSettings,
     ) -> None:
-        super().__init__(strategy, model, optimizer, exchange, settings)
+        super().__init__(strategy, model, optimizer, communicator, settings)
         self._delay = strategy.delay
         self._warmup = strategy.warmup
         self._cooldown = strategy.cooldown
@@ -113,18 +118,18 @@ class _AllReduceRun(StrategyRun):
         }  # frozen parameters may be trained later
         self._gradients = GradientReducer(
             dict(model.named_parameters()),
-            exchange,
+            communicator,
             ReductionPolicy(after_backward=self._after_backward),
             ReducerOptions(
-                codec=exchange.codec,
+                codec=communicator.codec,
                 bucket_bytes=settings.bucket_bytes,
                 check_finite=settings.check_finite,
                 find_unused_parameters=settings.find_unused_parameters,
                 sparse=_sparse_names(model),
-                attach_hooks=exchange.size > 1
+                attach_hooks=communicator.size > 1
                 or self._delay > 0
                 or settings.check_finite
-                or exchange.codec is not None,
+                or communicator.codec is not None,
                 seed=settings.seed,
                 diagnose_every=settings.diagnose,
             ),
@@ -216,7 +221,7 @@ class _AllReduceRun(StrategyRun):
         if self.uneven.rates is not None:
             self.uneven.note_rates()
         self._finish(reduction)
-        if len(reduction.arrivals) not in self._arrivals and self.exchange.size > 1:
+        if len(reduction.arrivals) not in self._arrivals and self.communicator.size > 1:
             self._arrivals.add(len(reduction.arrivals))
             self._check_parameters()
 
@@ -268,7 +273,7 @@ class _AllReduceRun(StrategyRun):
                 "step(closure) needs data for every worker in every step: give the loader drop_last=True, or a length "
                 "that the workers divide"
             )
-        if self.exchange.size == 1:
+        if self.communicator.size == 1:
             return None
 
         def mean_closure() -> Any:
@@ -276,14 +281,14 @@ class _AllReduceRun(StrategyRun):
             if loss is None:
                 return None
             if not isinstance(loss, Tensor):
-                return self.exchange.mean(float(loss))
-            return torch.full_like(loss.detach(), self.exchange.mean(float(loss.detach())))
+                return self.communicator.mean(float(loss))
+            return torch.full_like(loss.detach(), self.communicator.mean(float(loss.detach())))
 
         return (args[0], mean_closure), {key: value for key, value in kwargs.items() if key != "closure"}
 
     def _check_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse a step with gradients that are not the mean over the workers."""
-        if self.exchange.size > 1:
+        if self.communicator.size > 1:
             if torch._C._current_graph_task_id() != -1:
                 raise IncompatibleError(
                     "the optimizer steps while backward runs, before the workers have averaged the gradients: the mean "

@@ -115,7 +115,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def attach(
-        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
     ) -> StrategyRun:
         """Start to synchronise the workers' models, by hooks on the model and the optimizer."""
 
@@ -157,16 +157,21 @@ class StrategyRun(Run):
     """One worker's part of a strategy in training."""
 
     def __init__(
-        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self,
+        strategy: Strategy,
+        model: nn.Module,
+        optimizer: Optimizer,
+        communicator: Communicator,
+        settings: RunSettings,
     ) -> None:
         self.strategy = strategy
         self.model = model
         self.optimizer = optimizer
         self.optimizers = (optimizer, *settings.more_optimizers)
-        self.exchange = exchange
+        self.communicator = communicator
         self.settings = settings
-        self.world = exchange.world
-        self.stats = exchange.stats
+        self.world = communicator.world
+        self.stats = communicator.stats
         self.total_steps: int | None = None
         self.reductions = 0
         """The number of reductions so far. `note_reduction` counts them."""
@@ -174,9 +179,9 @@ class StrategyRun(Run):
         """Hooks of the strategy, which `detach` removes."""
         self.synchronised = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
         """The `id` of every parameter that the strategy synchronises."""
-        self.readers = Readers(exchange.rank, exchange.size)
+        self.readers = Readers(communicator.rank, communicator.size)
         self.uneven = UnevenData(self)
-        self.watch = ModelWatch(self, self._reload if self.copies_weights and exchange.size > 1 else None)
+        self.watch = ModelWatch(self, self._reload if self.copies_weights and communicator.size > 1 else None)
         self._closed = False
         self._own: dict[str, Tensor] | None = None
         """This worker's own tensors while the model holds the agreed ones; None outside `agreed()`."""
@@ -258,7 +263,7 @@ class StrategyRun(Run):
         """
         buffers = list(self.buffers().values())
         self.average([buffer for buffer in buffers if buffer.is_floating_point()])
-        broadcast_tensors(self.exchange, [buffer for buffer in buffers if not buffer.is_floating_point()])
+        broadcast_tensors(self.communicator, [buffer for buffer in buffers if not buffer.is_floating_point()])
 
     def finish(self) -> None:
         """Leave the final model on this worker, the same on all workers. Every worker calls it."""
@@ -313,7 +318,7 @@ class StrategyRun(Run):
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its mean over the workers. Every worker calls it."""
-        for tensor, mean in zip(tensors, mean_of_all(self.exchange, tensors), strict=True):
+        for tensor, mean in zip(tensors, mean_of_all(self.communicator, tensors), strict=True):
             tensor.detach().copy_(mean)
 
     @property
@@ -327,9 +332,9 @@ class StrategyRun(Run):
     def config(self) -> dict[str, Any]:
         return {
             "strategy": repr(self.strategy),
-            "codec": None if self.exchange.codec is None else repr(self.exchange.codec),
-            "collective": self.exchange.collective,
-            "collectives_chosen": self.exchange.choices,
+            "codec": None if self.communicator.codec is None else repr(self.communicator.codec),
+            "collective": self.communicator.collective,
+            "collectives_chosen": self.communicator.choices,
             "bucket_bytes": self.settings.bucket_bytes,
             "check_finite": self.settings.check_finite,
             "find_unused_parameters": self.settings.find_unused_parameters,
@@ -370,7 +375,7 @@ class StrategyRun(Run):
     @contextmanager
     def agreed(self) -> Iterator[None]:
         self.world.finish_left()
-        if self.inside_agreed or (self.exchange.size == 1 and not self.asynchronous):
+        if self.inside_agreed or (self.communicator.size == 1 and not self.asynchronous):
             yield
             return
         self.watch.check_replaced()
@@ -391,12 +396,12 @@ class StrategyRun(Run):
             return
         self.world.finish_left()
         self._warn_if_never_synchronised(self.stats.steps, "has taken")
-        if self.exchange.size > 1 or self.asynchronous:
+        if self.communicator.size > 1 or self.asynchronous:
             self.watch.apply_load()
             with torch.no_grad():
                 self.finish()
         self.release()
-        self.exchange.close()
+        self.communicator.close()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -426,7 +431,7 @@ class StrategyRun(Run):
     def state_dict(self) -> dict[str, Any]:
         """`shared` is the same on every worker, `local` this worker's own; tensors and plain values only."""
         self.world.finish_left()
-        if self.exchange.size > 1:
+        if self.communicator.size > 1:
             self.watch.check_replaced()
         if not self.inside_agreed:
             self.watch.apply_load()
@@ -437,7 +442,7 @@ class StrategyRun(Run):
                 "strategy": repr(self.strategy),
                 "format": self.strategy.state_format,
                 "trained": list(trained(self.model)),
-                "collectives": self.exchange.choices,
+                "collectives": self.communicator.choices,
                 "cursors": self.readers.state_dict(),
                 "steps": self.stats.steps,
                 "state": self.shared_state(),
@@ -454,7 +459,7 @@ class StrategyRun(Run):
         """
         shared, local = state["shared"], state["local"]
         self.watch.forget_loads()
-        self.exchange.adopt(dict(shared["collectives"]))
+        self.communicator.adopt(dict(shared["collectives"]))
         position = self.saved_position(shared, local)
         self.readers.load_state_dict(position["cursors"])
         self.stats.steps = int(position["steps"])
@@ -465,7 +470,7 @@ class StrategyRun(Run):
             self.load_shared_state(shared["state"])
             self.load_local_states([] if local is None else [local["strategy"], *state.get("others", [])])
         else:
-            if self.exchange.rank == 0:
+            if self.communicator.rank == 0:
                 logger.warning(
                     "the checkpoint is %s: %r takes over its model and the optimizer's state, and starts its own state "
                     "fresh",
@@ -532,7 +537,7 @@ class StrategyRun(Run):
     def _warn_if_never_synchronised(self, steps: int, what: str) -> None:
         """Warn if the workers never communicate in so many steps."""
         first = self.first_exchange
-        if first is not None and 0 < steps < first and self.exchange.size > 1 and self.exchange.rank == 0:
+        if first is not None and 0 < steps < first and self.communicator.size > 1 and self.communicator.rank == 0:
             logger.warning(
                 "%r communicates for the first time after step %d, and this run %s %d: until the end every worker "
                 "trains on its own data alone; give a shorter period, or train longer",
@@ -546,9 +551,9 @@ class StrategyRun(Run):
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         return {
             "strategy": repr(self.strategy),
-            "codec": f"codec {self.exchange.codec!r}",
-            "collective": f"collective {self.exchange.collective}",
-            "rank": f"rank {self.world.rank} of {self.exchange.team.size}",
+            "codec": f"codec {self.communicator.codec!r}",
+            "collective": f"collective {self.communicator.collective}",
+            "rank": f"rank {self.world.rank} of {self.communicator.group.size}",
             "model": f"{parameters} parameters",
         }
 
@@ -581,20 +586,20 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {plain_name(name): each for name, each in model.named_parameters() if each.requires_grad}
 
 
-def mean_of_all(exchange: Communicator, tensors: Sequence[Tensor]) -> list[Tensor]:
+def mean_of_all(communicator: Communicator, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The mean of each tensor over the workers, without a codec. Every worker calls it.
 
     Half precision is summed in float32, so the mean of equal tensors is that tensor.
     """
     means = [tensor.detach().clone() for tensor in tensors]
-    if exchange.size == 1:
+    if communicator.size == 1:
         return means
     by_dtype: dict[torch.dtype, list[int]] = {}
     for number, tensor in enumerate(tensors):
         by_dtype.setdefault(wide_dtype(tensor.dtype), []).append(number)
     for dtype, numbers in by_dtype.items():
         flat = torch.cat([means[number].reshape(-1).to("cpu", dtype) for number in numbers])
-        mean = allreduce(flat, op="mean", group=exchange.team)
+        mean = allreduce(flat, op="mean", group=communicator.group)
         for number, part in zip(numbers, mean.split([tensors[number].numel() for number in numbers]), strict=True):
             means[number].copy_(part.view(tensors[number].shape))
     return means

@@ -47,7 +47,7 @@ class BSP(ParameterServerStrategy):
             raise SpecError(f"bsp(factors={self.factors!r}): True or False")
 
     def attach(
-        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
     ) -> StrategyRun:
         options = ServerOptions(synchronous=True, rule=self.rule, filters=self.filters, factors=self.factors)
-        return ParameterServerRun(self, model, optimizer, exchange, settings, options)
+        return ParameterServerRun(self, model, optimizer, communicator, settings, options)

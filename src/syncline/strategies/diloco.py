@@ -70,9 +70,9 @@ class DiLoCo(Strategy):
             )
 
     def attach(
-        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
     ) -> StrategyRun:
-        return _DiLoCoRun(self, model, optimizer, exchange, settings)
+        return DiLoCoRun(self, model, optimizer, communicator, settings)
 
 
 def nesterov(weight: Tensor, velocity: Tensor, moved: Tensor, rate: float, momentum: float) -> tuple[Tensor, Tensor]:
@@ -86,16 +86,21 @@ def nesterov(weight: Tensor, velocity: Tensor, moved: Tensor, rate: float, momen
     return weight - rate * (moved + momentum * velocity), velocity
 
 
-class _DiLoCoRun(AveragingRun):
+class DiLoCoRun(AveragingRun):
     def __init__(
-        self, strategy: DiLoCo, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self,
+        strategy: DiLoCo,
+        model: nn.Module,
+        optimizer: Optimizer,
+        communicator: Communicator,
+        settings: RunSettings,
     ) -> None:
-        super().__init__(strategy, model, optimizer, exchange, settings)
+        super().__init__(strategy, model, optimizer, communicator, settings)
         self._rule = strategy
         self._delay = (strategy.delay or strategy.period) if strategy.overlap else 0
         self._since = 0
         """Steps since the last reduction began."""
-        self.outer = [_precise(weight) for weight in self.weights] if exchange.size > 1 else []
+        self.outer = [_precise(weight) for weight in self.weights] if communicator.size > 1 else []
         """The weights of all workers after the latest outer step."""
         self._velocity = [torch.zeros_like(weight) for weight in self.outer]
         self._sent: list[Tensor] = []
@@ -182,10 +187,10 @@ class _DiLoCoRun(AveragingRun):
     def model_of_all(self) -> list[Tensor]:
         """The mean of the workers' weights, including the outer step in flight."""
         if not self._in_progress:
-            return mean_of_all(self.exchange, self.weights)
+            return mean_of_all(self.communicator, self.weights)
         stepped = [outer for outer, _ in self._stepped(self._wait())]
         own = self._with_own_steps(stepped)
-        return mean_of_all(self.exchange, own)
+        return mean_of_all(self.communicator, own)
 
     # State.
 
@@ -194,7 +199,7 @@ class _DiLoCoRun(AveragingRun):
         if self._reduction is not None:
             self._wait()
         self._since, self._sent, self._moved = 0, [], None
-        self.outer = [_precise(weight) for weight in self.weights] if self.exchange.size > 1 else []
+        self.outer = [_precise(weight) for weight in self.weights] if self.communicator.size > 1 else []
         self._velocity = [torch.zeros_like(weight) for weight in self.outer]
 
     def shared_state(self) -> dict[str, Any]:
@@ -209,7 +214,7 @@ class _DiLoCoRun(AveragingRun):
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         super().load_shared_state(state)
         self._since = int(state.get("since", 0))
-        if self.exchange.size == 1:
+        if self.communicator.size == 1:
             return
         outer, velocity = state.get("outer"), state.get("velocity")
         if not outer or not velocity:  # saved by a world of one; the model is loaded already

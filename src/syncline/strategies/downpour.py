@@ -77,10 +77,10 @@ class Downpour(ParameterServerStrategy):
         return f"downpour({self.rule})"
 
     def attach(
-        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
     ) -> StrategyRun:
         options = ServerOptions(rule=self.rule, lr=self.lr, slack=None, filters=self.filters, stride=self.push)
-        return DownpourRun(self, model, optimizer, exchange, settings, options)
+        return DownpourRun(self, model, optimizer, communicator, settings, options)
 
 
 class DownpourRun(ReplicaRun):
@@ -91,11 +91,11 @@ class DownpourRun(ReplicaRun):
         strategy: Downpour,
         model: nn.Module,
         optimizer: Optimizer,
-        exchange: Communicator,
+        communicator: Communicator,
         settings: RunSettings,
         options: ServerOptions,
     ) -> None:
-        super().__init__(strategy, model, optimizer, exchange, settings, options)
+        super().__init__(strategy, model, optimizer, communicator, settings, options)
         self._sum = torch.zeros(self.keys.trained, dtype=torch.float32)
         """The sum of the gradients since the latest push."""
         self._spare = torch.zeros(self.keys.trained, dtype=torch.float32)
@@ -105,7 +105,7 @@ class DownpourRun(ReplicaRun):
         self._absent_in_all: set[int] | None = None
         """Indices of the parameters without a gradient in any of these steps; None before the first step."""
         self._fetch: Future | None = None
-        if strategy.warmup and exchange.rank > 0:
+        if strategy.warmup and communicator.rank > 0:
             self.hooks.append(model.register_forward_pre_hook(ModuleHook(self._await_warmup)))
 
     def before_step(self) -> None:

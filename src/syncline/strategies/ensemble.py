@@ -52,10 +52,10 @@ class Average(Strategy):
     presets: ClassVar[tuple[Preset, ...]] = (Preset(spec="average"),)
 
     def attach(
-        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
     ) -> StrategyRun:
-        _refuse_codec(self, exchange)
-        return _AloneRun(self, model, optimizer, exchange, settings)
+        _refuse_codec(self, communicator)
+        return _AloneRun(self, model, optimizer, communicator, settings)
 
 
 @dataclass(frozen=True, repr=False)
@@ -83,12 +83,12 @@ class Ensemble(Strategy):
             check_count(self.name, "seed", self.seed)
 
     def attach(
-        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
     ) -> StrategyRun:
-        _refuse_codec(self, exchange)
-        if self.seed is not None and exchange.size > 1:
-            _draw_weights(self, model, exchange.rank)
-        return _EnsembleRun(self, model, optimizer, exchange, settings)
+        _refuse_codec(self, communicator)
+        if self.seed is not None and communicator.size > 1:
+            _draw_weights(self, model, communicator.rank)
+        return _EnsembleRun(self, model, optimizer, communicator, settings)
 
 
 def mean_prediction(outputs: Sequence[Tensor], mean: str = "probabilities") -> Tensor:
@@ -127,9 +127,14 @@ class _AloneRun(LocalWeightsRun):
 
 class _EnsembleRun(_AloneRun):
     def __init__(
-        self, strategy: Ensemble, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self,
+        strategy: Ensemble,
+        model: nn.Module,
+        optimizer: Optimizer,
+        communicator: Communicator,
+        settings: RunSettings,
     ) -> None:
-        super().__init__(strategy, model, optimizer, exchange, settings)
+        super().__init__(strategy, model, optimizer, communicator, settings)
         self._mean = strategy.mean
         self._evaluating = False
         """Whether the members are being evaluated: they are the model itself, with other weights."""
@@ -138,7 +143,7 @@ class _EnsembleRun(_AloneRun):
 
     @property
     def members(self) -> int:
-        return self.exchange.size
+        return self.communicator.size
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -146,7 +151,7 @@ class _EnsembleRun(_AloneRun):
 
         Every worker enters it and receives all of them: p models in memory.
         """
-        if self.inside_agreed or self.exchange.size == 1:
+        if self.inside_agreed or self.communicator.size == 1:
             yield
             return
         with super().agreed():
@@ -179,22 +184,22 @@ class _EnsembleRun(_AloneRun):
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Members continue; those without a worker are dropped."""
-        if not self.same_size and self.exchange.rank == 0:
+        if not self.same_size and self.communicator.rank == 0:
             logger.warning(
                 "the checkpoint is of another number of workers than these %d: members without a worker are left out, "
                 "and workers without a member begin with a copy of the first",
-                self.exchange.size,
+                self.communicator.size,
             )
         self.same_size = True
         super().load_local_states(states)
 
     def _gathered(self, tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
         """The tensors of every worker, with one all-gather for each dtype."""
-        members: list[dict[str, Tensor]] = [{} for _ in range(self.exchange.size)]
+        members: list[dict[str, Tensor]] = [{} for _ in range(self.communicator.size)]
         for kind in {tensor.dtype: None for tensor in tensors.values()}:
             same = {name: tensor for name, tensor in tensors.items() if tensor.dtype == kind}
             flat = torch.cat([tensor.reshape(-1) for tensor in same.values()]).cpu()
-            rows = allgather(flat.view(1, -1), group=self.exchange.team)
+            rows = allgather(flat.view(1, -1), group=self.communicator.group)
             for member, row in zip(members, rows, strict=True):
                 pieces = torch.split(row, [tensor.numel() for tensor in same.values()])
                 for (name, tensor), piece in zip(same.items(), pieces, strict=True):
@@ -226,11 +231,11 @@ class _EnsembleRun(_AloneRun):
         return mean_prediction([output, *others], self._mean)
 
 
-def _refuse_codec(strategy: Strategy, exchange: Communicator) -> None:
-    if exchange.codec is not None:
+def _refuse_codec(strategy: Strategy, communicator: Communicator) -> None:
+    if communicator.codec is not None:
         raise IncompatibleError(
-            f"{strategy!r} sends nothing while it trains that {exchange.codec!r} could make smaller: leave the codec "
-            "out, or take local(period=…)"
+            f"{strategy!r} sends nothing while it trains that {communicator.codec!r} could make smaller: leave the "
+            "codec out, or take local(period=…)"
         )
 
 

@@ -51,46 +51,51 @@ class Hogwild(Strategy):
         return True
 
     def attach(
-        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
     ) -> StrategyRun:
-        _check_hosts(exchange.world)
-        if exchange.codec is not None:
+        _check_hosts(communicator.world)
+        if communicator.codec is not None:
             raise IncompatibleError(
-                f"hogwild sends nothing that {exchange.codec!r} could make smaller: leave the codec out"
+                f"hogwild sends nothing that {communicator.codec!r} could make smaller: leave the codec out"
             )
         places = {plain_name(name): parameter.device.type for name, parameter in model.named_parameters()}
-        check_same(exchange, "devices", places)
+        check_same(communicator, "devices", places)
         elsewhere = next((name for name, device in places.items() if device != "cpu"), None)
         if elsewhere is not None:
             raise IncompatibleError(
                 f"hogwild shares the memory of the CPU, and {elsewhere} is on {places[elsewhere]}: keep the model on "
                 "the CPU, or take another strategy"
             )
-        return _HogwildRun(self, model, optimizer, exchange, settings)
+        return _HogwildRun(self, model, optimizer, communicator, settings)
 
 
 class _HogwildRun(AsynchronousRun):
     def __init__(
-        self, strategy: Hogwild, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self,
+        strategy: Hogwild,
+        model: nn.Module,
+        optimizer: Optimizer,
+        communicator: Communicator,
+        settings: RunSettings,
     ) -> None:
-        super().__init__(strategy, model, optimizer, exchange, settings)
+        super().__init__(strategy, model, optimizer, communicator, settings)
         self.synchronised = {id(parameter) for parameter in model.parameters()}  # frozen parameters are shared too
         self._buffer_places = _buffer_places(model)
         own = {
             plain_name(name): tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())
         }
-        self._shared = _share(exchange, own)
-        words = exchange.team.transport.memory.shared(SharedMemoryChannel.words(exchange.size), torch.int64)
-        if exchange.rank == 0:
+        self._shared = _share(communicator, own)
+        words = communicator.group.transport.memory.shared(SharedMemoryChannel.words(communicator.size), torch.int64)
+        if communicator.rank == 0:
             for name, tensor in own.items():
                 self._shared[name].copy_(tensor)
-        if exchange.size > 1:
-            barrier(exchange.team)  # no worker steps before the weights are there
+        if communicator.size > 1:
+            barrier(communicator.group)  # no worker steps before the weights are there
         for name, parameter in model.named_parameters():
             parameter.data = self._shared[plain_name(name)]
         self._first = next(iter(model.named_parameters()))
         self._channel = SharedMemoryChannel(
-            words, exchange.rank, exchange.size, exchange.world.runtime.lock(), self._load_weights
+            words, communicator.rank, communicator.size, communicator.world.runtime.lock(), self._load_weights
         )
         self._total: int | None = 0
         """Steps of all workers at the end of this worker's latest step."""
@@ -167,7 +172,7 @@ class _HogwildRun(AsynchronousRun):
     def _publish_buffers(self) -> None:
         """The lowest rank that is not lost copies its buffers into the shared memory."""
         lost = self.world.lost
-        if all(rank in lost for rank in range(self.exchange.rank)):
+        if all(rank in lost for rank in range(self.communicator.rank)):
             for name, (holder, key) in self._buffer_places.items():
                 buffer = holder[key]
                 if buffer is not None:
@@ -200,7 +205,7 @@ def _check_hosts(world: World) -> None:
         )
 
 
-def _share(exchange: Communicator, own: dict[str, Tensor]) -> dict[str, Tensor]:
+def _share(communicator: Communicator, own: dict[str, Tensor]) -> dict[str, Tensor]:
     """Shared memory for tensors of these shapes, by name."""
     kinds: dict[torch.dtype, list[str]] = {}
     for name, tensor in own.items():
@@ -209,7 +214,7 @@ def _share(exchange: Communicator, own: dict[str, Tensor]) -> dict[str, Tensor]:
     for dtype, names in kinds.items():
         grain = CACHE_LINE_BYTES // dtype.itemsize
         sizes = [-(-own[name].numel() // grain) * grain for name in names]
-        flat = exchange.team.transport.memory.shared(sum(sizes), dtype)
+        flat = communicator.group.transport.memory.shared(sum(sizes), dtype)
         offset = 0
         for name, size in zip(names, sizes, strict=True):
             shared[name] = flat[offset : offset + own[name].numel()].view(own[name].shape)

@@ -78,9 +78,9 @@ class Local(Strategy):
             raise SpecError(f"local(fraction={self.fraction!r}): a part of the workers, above 0 and at most 1")
 
     def attach(
-        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
     ) -> StrategyRun:
-        return LocalRun(self, model, optimizer, exchange, settings, period=self.period)
+        return LocalRun(self, model, optimizer, communicator, settings, period=self.period)
 
 
 class LocalRun(AveragingRun):
@@ -95,12 +95,12 @@ class LocalRun(AveragingRun):
         strategy: Strategy,
         model: nn.Module,
         optimizer: Optimizer,
-        exchange: Communicator,
+        communicator: Communicator,
         settings: RunSettings,
         *,
         period: int,
     ) -> None:
-        super().__init__(strategy, model, optimizer, exchange, settings)
+        super().__init__(strategy, model, optimizer, communicator, settings)
         self.period = period
         self._since = 0
         """Steps since the last round."""
@@ -111,11 +111,11 @@ class LocalRun(AveragingRun):
         self._base: list[Tensor] | None = None
         """The weights after the last round, if rounds average differences."""
         halves = any(wide_dtype(weight.dtype) != weight.dtype for weight in self.weights)
-        if (exchange.codec is not None or halves) and exchange.size > 1:
+        if (communicator.codec is not None or halves) and communicator.size > 1:
             self._base = [weight.clone() for weight in self.weights]
         self._reducer: GradientReducer | None = None
         """Reduces the gradients of the synchronous steps."""
-        if self._synchronous_for and exchange.size > 1:
+        if self._synchronous_for and communicator.size > 1:
             self._reducer = self._make_reducer()
         self.deltas.prepare()
 
@@ -123,10 +123,10 @@ class LocalRun(AveragingRun):
         settings = self.settings
         return GradientReducer(
             dict(self.model.named_parameters()),
-            self.exchange,
+            self.communicator,
             ReductionPolicy(after_backward=self._reduced),
             ReducerOptions(
-                codec=self.exchange.codec,
+                codec=self.communicator.codec,
                 bucket_bytes=settings.bucket_bytes,
                 check_finite=settings.check_finite,
                 find_unused_parameters=True,  # like the later rounds, which do not compare which parameters were used
@@ -228,9 +228,9 @@ class LocalRun(AveragingRun):
 
     def _counts(self) -> bool:
         """Whether this worker counts in the round. Every worker makes the same draw."""
-        size = self.exchange.size
+        size = self.communicator.size
         count = max(1, math.ceil(self._fraction * size - 1e-9))
-        return self.exchange.rank in random.Random(f"{self._seed}/{self.rounds}").sample(range(size), count)
+        return self.communicator.rank in random.Random(f"{self._seed}/{self.rounds}").sample(range(size), count)
 
     def sync_optimizer_state(self) -> None:
         """Average or clear the optimizer's state of each parameter."""
@@ -245,7 +245,7 @@ class LocalRun(AveragingRun):
             for key in sorted(state)
             if _has_shape_of(state[key], parameter)
         ]
-        counts = allreduce(torch.tensor([len(tensors), -len(tensors)]), op="max", group=self.exchange.team)
+        counts = allreduce(torch.tensor([len(tensors), -len(tensors)]), op="max", group=self.communicator.group)
         if int(counts.sum()) != 0 or not tensors:  # a worker that has had no data yet has no state
             return
         nbytes = sum(tensor.nbytes for tensor in tensors)
@@ -272,7 +272,7 @@ class LocalRun(AveragingRun):
         """After a load: the number of steps may be beyond the synchronous steps, or before their end again."""
         if not self.synchronous and self._reducer is not None:
             self._end_synchronous()
-        elif self.synchronous and self._reducer is None and self.exchange.size > 1:
+        elif self.synchronous and self._reducer is None and self.communicator.size > 1:
             self._reducer = self._make_reducer()
 
     def shared_state(self) -> dict[str, Any]:

@@ -60,15 +60,20 @@ class LocalWeightsRun(StrategyRun):
     """Whether workers must count the same steps, so that a GradScaler may not skip one without notice."""
 
     def __init__(
-        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self,
+        strategy: Strategy,
+        model: nn.Module,
+        optimizer: Optimizer,
+        communicator: Communicator,
+        settings: RunSettings,
     ) -> None:
-        super().__init__(strategy, model, optimizer, exchange, settings)
+        super().__init__(strategy, model, optimizer, communicator, settings)
         self._names = trained(model)
         self.rounds = 0
         """Rounds of all workers so far."""
         self.same_size = True
         """Whether the loaded checkpoint is of as many workers."""
-        self._alone = exchange.size == 1
+        self._alone = communicator.size == 1
         self.hooks += [
             optimizer.register_step_pre_hook(self._before),
             optimizer.register_step_post_hook(self._after),
@@ -92,7 +97,7 @@ class LocalWeightsRun(StrategyRun):
 
     def model_of_all(self) -> list[Tensor]:
         """*The* model's parameters, in the order of `weights`. Every worker calls it."""
-        return mean_of_all(self.exchange, self.weights)
+        return mean_of_all(self.communicator, self.weights)
 
     def own_state(self) -> dict[str, Any]:
         """More state of this worker for checkpoints: tensors and plain values."""
@@ -111,7 +116,7 @@ class LocalWeightsRun(StrategyRun):
     def note_consensus(self, agreed: Sequence[Tensor], own: Sequence[Tensor] | None = None) -> None:
         """Record the root mean square distance of the workers from `agreed`. Every worker calls it."""
         own = self.weights if own is None else own
-        self.stats.consensus = math.sqrt(self.exchange.mean(squared_distance(own, agreed)))
+        self.stats.consensus = math.sqrt(self.communicator.mean(squared_distance(own, agreed)))
 
     def set_weights(self, values: Sequence[Tensor]) -> None:
         """Replace this worker's weights."""
@@ -135,14 +140,14 @@ class LocalWeightsRun(StrategyRun):
 
     def restart(self) -> None:
         self.rounds, self.same_size = 0, True
-        broadcast_tensors(self.exchange, self.weights)
+        broadcast_tensors(self.communicator, self.weights)
 
     def shared_state(self) -> dict[str, Any]:
-        return {"rounds": self.rounds, "workers": self.exchange.size}
+        return {"rounds": self.rounds, "workers": self.communicator.size}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         self.rounds = int(state.get("rounds", 0))
-        self.same_size = int(state.get("workers", 0)) == self.exchange.size
+        self.same_size = int(state.get("workers", 0)) == self.communicator.size
 
     def local_state(self) -> dict[str, Any]:
         refuse_inside_agreed(self)
@@ -203,10 +208,15 @@ class AveragingRun(LocalWeightsRun):
     """A run whose rounds are all-reductions, with the run's collective and codec."""
 
     def __init__(
-        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self,
+        strategy: Strategy,
+        model: nn.Module,
+        optimizer: Optimizer,
+        communicator: Communicator,
+        settings: RunSettings,
     ) -> None:
-        super().__init__(strategy, model, optimizer, exchange, settings)
-        self.deltas = DeltaReducer(model, exchange, settings)
+        super().__init__(strategy, model, optimizer, communicator, settings)
+        self.deltas = DeltaReducer(model, communicator, settings)
 
     def detach(self) -> None:
         super().detach()
@@ -237,9 +247,9 @@ class DeltaReducer:
     `begin` and `finish` may be several steps apart: the reduction runs in between.
     """
 
-    def __init__(self, model: nn.Module, exchange: Communicator, settings: RunSettings, wide: bool = False) -> None:
+    def __init__(self, model: nn.Module, communicator: Communicator, settings: RunSettings, wide: bool = False) -> None:
         """`wide`: the tensors are float32 where the model is in half precision."""
-        self._exchange = exchange
+        self._communicator = communicator
         # Separate parameters for the gradients; they share the model's memory.
         shadows = {
             name: nn.Parameter(each.detach().to(wide_dtype(each.dtype)) if wide else each.detach())
@@ -247,10 +257,10 @@ class DeltaReducer:
         }
         self._gradients = GradientReducer(
             shadows,
-            exchange,
+            communicator,
             ReductionPolicy(subject="changes of the weights"),
             ReducerOptions(
-                codec=exchange.codec if exchange.size > 1 else None,
+                codec=communicator.codec if communicator.size > 1 else None,
                 bucket_bytes=settings.bucket_bytes,
                 check_finite=settings.check_finite,
                 attach_hooks=False,
@@ -261,7 +271,7 @@ class DeltaReducer:
 
     def prepare(self) -> None:
         """Choose the algorithms now. It takes seconds, which the first round then does not need."""
-        if self._exchange.size > 1:
+        if self._communicator.size > 1:
             self._gradients.lay_out()
 
     def begin(self, tensors: Sequence[Tensor], weight: float = 1.0, active: bool = True) -> ReductionPass:

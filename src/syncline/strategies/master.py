@@ -93,12 +93,12 @@ class Master(ParameterServerStrategy):
             raise SpecError(f"master(sync=False, fraction={self.fraction}): nobody waits there; leave fraction out")
 
     def attach(
-        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
     ) -> StrategyRun:
         options = ServerOptions(
             slack=0 if self.sync else None, synchronous=self.sync, quorum=self.fraction, damped=self.damp
         )
-        return MasterRun(self, model, optimizer, exchange, settings, options)
+        return MasterRun(self, model, optimizer, communicator, settings, options)
 
 
 class MasterRun(ParameterServerRun):

@@ -108,11 +108,11 @@ class ParameterServerRun(AsynchronousRun):
         strategy: Strategy,
         model: nn.Module,
         optimizer: Optimizer,
-        exchange: Communicator,
+        communicator: Communicator,
         settings: RunSettings,
         options: ServerOptions,
     ) -> None:
-        super().__init__(strategy, model, optimizer, exchange, settings)
+        super().__init__(strategy, model, optimizer, communicator, settings)
         self.options = options
         self.keys = KeyMap.of(model, optimizer)
         self.rules = self._initial_rules()
@@ -121,7 +121,7 @@ class ParameterServerRun(AsynchronousRun):
         self._base_rates = [float(group.get("lr", 1.0)) for group in optimizer.param_groups]
         filters = self._filters = None if options.filters is None else build_filter(options.filters)
         check_filters(filters, options.factors, self.rules)
-        _check_codec(exchange.codec)
+        _check_codec(communicator.codec)
         self.parameters = self.keys.trains(model)
         self.synchronised = {id(parameter) for parameter in self.parameters}
         self.absent: list[int] = []
@@ -143,7 +143,7 @@ class ParameterServerRun(AsynchronousRun):
         self.pusher = GradientPusher(self.client, self.keys, model, filters, options.factors)
         self.pulls_with_push = self.pusher.plain and _fits_in_flight(self.client, self.keys)
         """Whether a step's pushes and pulls share their messages."""
-        if exchange.rank == 0:
+        if communicator.rank == 0:
             _post_order(self.client, self.keys)
         self._channel = ServerChannel(self.client, self.keys, stride=options.stride, before_finish=self.finish_pushing)
         self._optimizer_loaded = False
@@ -175,7 +175,7 @@ class ParameterServerRun(AsynchronousRun):
 
     def space_options(self, rules: Sequence[UpdateRule], bounds: Sequence[int]) -> dict[str, Any]:
         """Arguments of `open_space`. Buffers are a group of their own, with the rule `assign`."""
-        codec, options = self.exchange.codec, self.options
+        codec, options = self.communicator.codec, self.options
         buffers = [self.keys.trained] if self.keys.buffers else []
         return {
             "rules": [*map(repr, rules), *("assign" for _ in buffers)],
@@ -326,7 +326,7 @@ class ParameterServerRun(AsynchronousRun):
     @property
     def encoded(self) -> bool:
         """Whether replies with weights are encoded."""
-        return self.exchange.codec is not None
+        return self.communicator.codec is not None
 
     @contextmanager
     def timed_wait(self, what: str) -> Iterator[None]:
@@ -506,24 +506,24 @@ class ParameterServerRun(AsynchronousRun):
         """Send the model's weights and the optimizer's state to the servers."""
         self.finish_requests()
         self.wait_for_all("start from the loaded weights")
-        if self.exchange.rank == 0:
+        if self.communicator.rank == 0:
             self.client.put(None, self.keys.read(self.model))
             self._write_server_state(read_optimizer(self.optimizer, self.keys, self.parameters, self.rules))
         for row in (self.pusher.held_back, self.client.residual):
             if row is not None:
                 row.zero_()
-        self.set_clocks([self.client.clock] * self.exchange.size)
+        self.set_clocks([self.client.clock] * self.communicator.size)
 
     def resume_steps(self) -> None:
-        self.set_clocks([self.stats.steps // self.options.stride] * self.exchange.size)
+        self.set_clocks([self.stats.steps // self.options.stride] * self.communicator.size)
 
     def set_clocks(self, clocks: list[int]) -> None:
         """Set every worker's clock. Every worker calls it, without pending requests."""
         self.wait_for_all("set the clocks")
-        if self.exchange.rank == 0:
+        if self.communicator.rank == 0:
             self.client.control({"do": "clocks", "clocks": clocks}, everywhere=True)
         self.wait_for_all("go on from these clocks")
-        self.client.clock = clocks[self.exchange.rank]
+        self.client.clock = clocks[self.communicator.rank]
 
     def _read_server_state(self) -> dict[str, Tensor]:
         """The rules' state by name. It is also written into the optimizer."""
@@ -549,10 +549,10 @@ class ParameterServerRun(AsynchronousRun):
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         clocks = [int(clock) for clock in state["clocks"]]
-        if len(clocks) != self.exchange.size:
-            clocks = [max(clocks, default=0)] * self.exchange.size
+        if len(clocks) != self.communicator.size:
+            clocks = [max(clocks, default=0)] * self.communicator.size
         self.wait_for_all("load a checkpoint")  # no worker reads from the servers from now on
-        if self.exchange.rank == 0:
+        if self.communicator.rank == 0:
             keys = self.keys
             self.client.put(None, keys.joined(dict(state["weights"]), keys.read(self.model)))
             rows = {name: keys.joined(dict(row), torch.zeros(keys.numel)) for name, row in state["planes"].items()}
@@ -597,7 +597,7 @@ class ReplicaRun(ParameterServerRun):
         with self.timed_wait("the last push"):
             self.finish_requests()
         super().finish_pushing()
-        self._channel.report_steps(self.exchange.rank, self.stats.steps)
+        self._channel.report_steps(self.communicator.rank, self.stats.steps)
 
     def shared_state(self) -> dict[str, Any]:
         """Read the servers when all pushes have arrived: a push in flight is in no worker's own state any more."""

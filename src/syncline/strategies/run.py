@@ -213,13 +213,13 @@ class _Epochs(Generic[R]):
         before, weight_before, steps_before = run.progress, uneven_data.weight, run.stats.steps
         place = reader.begin(before)
         counts, pieces, ended = reader.counts(place), 0, False
-        uneven = self._pad and reader.uneven and run.exchange.size > 1
+        uneven = self._pad and reader.uneven and run.communicator.size > 1
         if uneven:
             run.check_uneven()
         try:
             for piece in reader.read(place):
                 pieces += 1
-                self._set_weight(piece.weight, uneven or piece.total != run.exchange.size)
+                self._set_weight(piece.weight, uneven or piece.total != run.communicator.size)
                 yield piece
             ended = True
         finally:  # no communication here: an error may have ended the loop

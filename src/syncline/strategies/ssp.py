@@ -54,7 +54,7 @@ class SSP(ParameterServerStrategy):
             raise SpecError(f"ssp(factors={self.factors!r}): True or False")
 
     def attach(
-        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
     ) -> StrategyRun:
         options = ServerOptions(
             slack=self.slack,
@@ -63,4 +63,4 @@ class SSP(ParameterServerStrategy):
             filters=self.filters,
             factors=self.factors,
         )
-        return ParameterServerRun(self, model, optimizer, exchange, settings, options)
+        return ParameterServerRun(self, model, optimizer, communicator, settings, options)

@@ -77,15 +77,15 @@ class UnevenData:
         run, missed = self._run, 0
         while run.join_idle():
             missed += 1
-        table = allgather(torch.tensor([missed]), group=run.exchange.team).tolist()
+        table = allgather(torch.tensor([missed]), group=run.communicator.group).tolist()
         if not any(table):
             self._check_rates(0)
             return
         root = table.index(min(table))
         self._check_rates(max(table) - missed)
-        broadcast_tensors(run.exchange, [parameter.detach() for parameter in run.model.parameters()], root)
+        broadcast_tensors(run.communicator, [parameter.detach() for parameter in run.model.parameters()], root)
         for holder in (*run.optimizers, *self.schedulers.known):
-            state = broadcast_tree(run.exchange, holder.state_dict(), root)
+            state = broadcast_tree(run.communicator, holder.state_dict(), root)
             if missed > table[root]:
                 holder.load_state_dict(state)
         if missed > table[root]:
@@ -99,7 +99,7 @@ class UnevenData:
         run = self._run
         while run.join_idle():
             pass
-        steps = allgather(torch.tensor([run.stats.steps]), group=run.exchange.team).tolist()
+        steps = allgather(torch.tensor([run.stats.steps]), group=run.communicator.group).tolist()
         self._check_rates(run.stats.steps - min(steps))
         root = steps.index(max(steps))
         if min(steps) == max(steps):
@@ -109,7 +109,7 @@ class UnevenData:
             "rates": [[float(group["lr"])] for group in groups],
             "schedulers": [scheduler.state_dict() for scheduler in self.schedulers.known],
         }
-        state = broadcast_tree(run.exchange, state, root)
+        state = broadcast_tree(run.communicator, state, root)
         if run.stats.steps < steps[root]:
             for group, (rate,) in zip(groups, state["rates"], strict=True):
                 group["lr"] = rate
@@ -126,7 +126,7 @@ class UnevenData:
             "distribute(schedulers=[…]), with state_dict() and load_state_dict(), as a GradScaler must: a worker that "
             "runs out of data misses its steps)"
         )
-        check_same(self._run.exchange, what, {f"group {number}": repr(rate) for number, rate in enumerate(last)})
+        check_same(self._run.communicator, what, {f"group {number}": repr(rate) for number, rate in enumerate(last)})
 
 
 class Schedulers:

@@ -94,15 +94,15 @@ def distribute(
     if coder is not None:
         check_optimizer_momentum(coder, max(map(momentum_of, optimizers)))
         built.check_codec(coder)
-    exchange = Communicator(world, algorithm, coder)
-    check_same(exchange, "models", _describe_model(model))
+    communicator = Communicator(world, algorithm, coder)
+    check_same(communicator, "models", _describe_model(model))
     for each in optimizers:
-        check_same(exchange, "optimizers", _describe_optimizer(each))
-    chosen = {"strategy": repr(built), "collective": exchange.collective, "codec": repr(coder)}
-    check_same(exchange, "settings", {**chosen, **_describe_settings(settings)})
-    broadcast_tensors(exchange, [*model.parameters(), *model.buffers()])
+        check_same(communicator, "optimizers", _describe_optimizer(each))
+    chosen = {"strategy": repr(built), "collective": communicator.collective, "codec": repr(coder)}
+    check_same(communicator, "settings", {**chosen, **_describe_settings(settings)})
+    broadcast_tensors(communicator, [*model.parameters(), *model.buffers()])
     _warn_of_local_norms(model, world)
-    run = built.attach(model, optimizers[0], exchange, settings)
+    run = built.attach(model, optimizers[0], communicator, settings)
     world.runs.append(run)
     return run
 

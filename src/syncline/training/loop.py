@@ -109,7 +109,7 @@ def train(
         run, scheduler = _distributed(workload, settings, strategy, world)
         stack.enter_context(run)
         description = {key: str(value) for key, value in workload.describe().items() if key in DATA_KEYS}
-        check_same(run.exchange, "data", description)  # hosts may have other files, or another Python's library
+        check_same(run.communicator, "data", description)  # hosts may have other files, or another Python's library
         trainer = Trainer(workload, settings, run, scheduler, place, stop)
         policy = (AsynchronousPolicy if run.asynchronous else SynchronousPolicy)(trainer)
         trainer.predicted = run.predict() if predict else None

@@ -59,13 +59,13 @@ class _MessageInFlight:
     nbytes: int
     sent: float
     head: float
-    land: Callable[[], None]
+    on_arrival: Callable[[], None]
 
 
 class _DirectedLink:
     """The connection from one rank to another, with its messages in the order of sending."""
 
-    __slots__ = ("alpha", "beta", "landing", "last_head", "network", "source", "to", "transit")
+    __slots__ = ("alpha", "beta", "last_head", "network", "receiving", "source", "to", "transit")
 
     def __init__(self, network: SimulatedNetwork, source: int, to: int) -> None:
         self.network, self.source, self.to = network, source, to
@@ -73,7 +73,7 @@ class _DirectedLink:
         self.alpha, self.beta = link.latency, 1.0 / link.bandwidth
         self.last_head = 0.0
         self.transit: deque[_MessageInFlight] = deque()
-        self.landing: deque[_MessageInFlight] = deque()
+        self.receiving: deque[_MessageInFlight] = deque()
 
     def arrive(self) -> None:
         """The first byte has reached the receiver's port.
@@ -88,17 +88,17 @@ class _DirectedLink:
         if network.uneven:
             held *= network.slowness(to)
         message.head = network.in_free[to] = start + held
-        self.landing.append(message)
-        network.kernel.schedule_at(message.head, self.land)
+        self.receiving.append(message)
+        network.kernel.schedule_at(message.head, self.on_arrival)
 
-    def land(self) -> None:
+    def on_arrival(self) -> None:
         """The last byte has arrived."""
         network = self.network
-        message, now = self.landing.popleft(), network.kernel.now
+        message, now = self.receiving.popleft(), network.kernel.now
         assert now >= message.head, "a message was about to be seen before its virtual arrival"
         if self.to not in network.gone:
             network.messages.append(Message(self.source, self.to, message.tag, message.nbytes, message.sent, now))
-            message.land()
+            message.on_arrival()
 
 
 class SimulatedNetwork:
@@ -143,9 +143,9 @@ class SimulatedNetwork:
     # Messages.
 
     def launch(
-        self, source: int, to: int, tag: int, nbytes: int, land: Callable[[], None], lossy: bool = False
+        self, source: int, to: int, tag: int, nbytes: int, on_arrival: Callable[[], None], lossy: bool = False
     ) -> float:
-        """Send a message and call `land` when it arrives. Returns when the sender's port is free again."""
+        """Send a message and call `on_arrival` when it arrives. Returns when the sender's port is free again."""
         kernel = self.kernel
         link = self._links.get((source, to))
         if link is None:
@@ -169,7 +169,7 @@ class SimulatedNetwork:
                 if head == math.inf:
                     break
             link.last_head = head
-            link.transit.append(_MessageInFlight(tag, nbytes, now, head, land))
+            link.transit.append(_MessageInFlight(tag, nbytes, now, head, on_arrival))
             kernel.schedule_at(head, link.arrive)
         return left
 
@@ -239,7 +239,7 @@ class SimulatedNetwork:
             message.head
             for link in self._links.values()
             if link.source == rank
-            for message in (*link.transit, *link.landing)
+            for message in (*link.transit, *link.receiving)
         ]
         if arrivals:  # check again when the last one is due
             self.kernel.schedule_at(max([*arrivals, self.kernel.now + 1e-9]), lambda: self._break_when_quiet(rank))
@@ -356,11 +356,13 @@ class SimulatedTransport(Transport):
         if network.gone and network.broken(receiver):
             raise self.failure(to, f"a message to rank {receiver} ({tag_name(tag)}, {format_bytes(nbytes)})", 0.0, None)
         handle = _SimulatedSend(self, to, nbytes, wait_for_match=not lossy and nbytes > network.model.eager)
-        land = partial(network.mailbox(self._channel, receiver).deliver, data.clone(), self.rank, tag, handle.matched)
+        on_arrival = partial(
+            network.mailbox(self._channel, receiver).deliver, data.clone(), self.rank, tag, handle.matched
+        )
         if receiver == self.global_rank:
-            land()
+            on_arrival()
         else:
-            handle.left = network.launch(self.global_rank, receiver, tag, nbytes, land, lossy)
+            handle.left = network.launch(self.global_rank, receiver, tag, nbytes, on_arrival, lossy)
         return handle
 
     def _recv(self, data: Tensor, source: int | None, tag: int, exact: bool) -> Handle:
@@ -544,20 +546,20 @@ class _SimulatedWindow:
         copy, span = values.detach().reshape(-1).clone(), target[offset : offset + values.numel()]
         self._pending[to] += 1
 
-        def land() -> None:
+        def on_arrival() -> None:
             span.add_(copy) if add else span.copy_(copy)
             self._pending[to] -= 1
             self._quiet.set()
 
-        self._launch(to, copy.numel() * copy.element_size(), land)
+        self._launch(to, copy.numel() * copy.element_size(), on_arrival)
 
-    def _launch(self, to: int, nbytes: int, land: Callable[[], None]) -> None:
+    def _launch(self, to: int, nbytes: int, on_arrival: Callable[[], None]) -> None:
         transport = self._transport
         source, target = transport.global_rank, transport.members[to]
         if source == target:
-            land()
+            on_arrival()
         else:
-            transport.network.launch(source, target, 0, nbytes, land)
+            transport.network.launch(source, target, 0, nbytes, on_arrival)
 
     def get(self, into: Tensor, source: int, offset: int = 0) -> Handle:
         check_span(self._memory[source], into, offset)

@@ -22,13 +22,23 @@ import os
 from syncline.errors import SpecError
 from syncline.specs import Registry
 from syncline.workloads.base import Workload
-from syncline.workloads.convex import Logistic, Regression
+from syncline.workloads.convex import LogisticRegression, Regression
 from syncline.workloads.digits import Digits
 from syncline.workloads.fashion import Fashion
 from syncline.workloads.script import ScriptWorkload
 from syncline.workloads.stdlib import Stdlib
 
-__all__ = ["Digits", "Fashion", "Logistic", "Regression", "ScriptWorkload", "Stdlib", "Workload", "build", "names"]
+__all__ = [
+    "Digits",
+    "Fashion",
+    "LogisticRegression",
+    "Regression",
+    "ScriptWorkload",
+    "Stdlib",
+    "Workload",
+    "build",
+    "names",
+]
 
 OTHER_NAMES = {
     "mnist": "digits;fashion",
@@ -39,7 +49,7 @@ OTHER_NAMES = {
 }
 """Other names of workloads, and our names for them."""
 REGISTRY = Registry[Workload]("workload", OTHER_NAMES)
-for _kind in (Digits, Fashion, Logistic, Regression, Stdlib):
+for _kind in (Digits, Fashion, LogisticRegression, Regression, Stdlib):
     REGISTRY.add(_kind.name, _kind)
 
 

@@ -18,7 +18,7 @@ from syncline.errors import DivergedError
 from syncline.workloads.base import Batch, Defaults, Splits, Workload, check_number, check_whole
 from syncline.workloads.datasets import Pairs, digest, draw, on_device_of, seeded
 
-__all__ = ["Convex", "Logistic", "Regression"]
+__all__ = ["Convex", "LogisticRegression", "Regression"]
 
 STEPS_PER_UNIT = 256
 """Data is rounded to multiples of 1/256."""
@@ -151,10 +151,10 @@ class Regression(Convex):
         return 0.5 * (outputs - targets).square().mean()
 
 
-class Logistic(Convex):
+class LogisticRegression(Convex):
     """Logistic regression: f(w) = mean log(1 + exp(−y xᵀw)) + ½ λ‖w‖² for y = ±1, solved by L-BFGS in float64.
 
-    >>> Logistic(l2=0.01).spec
+    >>> LogisticRegression(l2=0.01).spec
     'logistic(l2=0.01)'
     """
 

@@ -117,7 +117,8 @@ class World:
         self._transport = transport
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         self._host_numbers = tuple(numbers[host] for host in hosts)
-        self._lanes = lanes
+        self.lanes = lanes
+        """Parts of a large reduction that overlap: 2 where every rank has a second processor."""
         self.everyone = Group(self, range(self.size), transport, self._host_numbers, lanes)
         self._groups = [self.everyone]
         self.left: list[Callable[[], None]] = []
@@ -137,7 +138,7 @@ class World:
     @property
     def spare(self) -> bool:
         """Whether every rank has a second processor, for messages."""
-        return self._lanes > 1
+        return self.lanes > 1
 
     @property
     def environ(self) -> dict[str, str]:
@@ -188,7 +189,7 @@ class World:
             raise WorldError("this world is closed; call sl.init() again")
         members = tuple(range(self.size)) if ranks is None else check_ranks(ranks, self.size)
         hosts = tuple(self._host_numbers[rank] for rank in members)
-        group = Group(self, members, self._transport.split(members), hosts, self._lanes)
+        group = Group(self, members, self._transport.split(members), hosts, self.lanes)
         self._groups.append(group)
         return group
 

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from syncline.strategies.diloco import _DiLoCoRun
+from syncline.strategies.diloco import DiLoCoRun
 from syncline.strategies.local_weights import LocalWeightsRun
 from tests.hunting import hunted, seeds
 from tests.strategies.hunts.averaging_cases import KINDS, check_averaging
@@ -24,7 +24,7 @@ def test_sums_are_conserved_and_all_are_alike_after_a_round(kind: str) -> None:
 def test_the_hunt_sees_a_worker_that_forgets_its_own_steps() -> None:
     """A planted mistake: the outer weights replace a worker's own, with what it has done since."""
     with (
-        mock.patch.object(_DiLoCoRun, "_with_own_steps", lambda run, outer: list(outer)),
+        mock.patch.object(DiLoCoRun, "_with_own_steps", lambda run, outer: list(outer)),
         pytest.raises(AssertionError, match=r"seed \d+ breaks it"),
     ):
         hunted(check_averaging, range(8), "overlapped")
@@ -36,7 +36,7 @@ def test_the_hunt_sees_a_worker_that_keeps_its_own_weights() -> None:
     set_weights = LocalWeightsRun.set_weights
 
     def plant(run: LocalWeightsRun, values: object) -> None:
-        if run.exchange.rank or run not in run.world.runs:
+        if run.communicator.rank or run not in run.world.runs:
             set_weights(run, values)  # type: ignore[arg-type]
 
     with (

@@ -52,16 +52,16 @@ def _check_real(strategy: Strategy, world: World) -> None:
         )
 
 
-def _refuse_codec(strategy: Strategy, exchange: Communicator) -> None:
+def _refuse_codec(strategy: Strategy, communicator: Communicator) -> None:
     """Refuse a codec or a collective: a baseline sends its bytes itself."""
-    if exchange.codec is not None:
+    if communicator.codec is not None:
         raise IncompatibleError(
-            f"codec {exchange.codec!r} with {strategy!r}: a baseline sends its gradients itself; leave the codec out, "
-            "or take strategy 'allreduce'"
+            f"codec {communicator.codec!r} with {strategy!r}: a baseline sends its gradients itself; leave the codec "
+            "out, or take strategy 'allreduce'"
         )
-    if exchange.collective not in ("auto", "native"):
+    if communicator.collective not in ("auto", "native"):
         raise IncompatibleError(
-            f"collective {exchange.collective!r} with {strategy!r}: a baseline takes the engine's own; leave it out"
+            f"collective {communicator.collective!r} with {strategy!r}: a baseline takes the engine's own; leave it out"
         )
 
 
@@ -77,15 +77,20 @@ class ForeignRun(StrategyRun):
     """True if the weights of the ranks differ between averages."""
 
     def __init__(
-        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self,
+        strategy: Strategy,
+        model: nn.Module,
+        optimizer: Optimizer,
+        communicator: Communicator,
+        settings: RunSettings,
     ) -> None:
-        _check_real(strategy, exchange.world)
-        _refuse_codec(strategy, exchange)
-        super().__init__(strategy, model, optimizer, exchange, settings)
+        _check_real(strategy, communicator.world)
+        _refuse_codec(strategy, communicator)
+        super().__init__(strategy, model, optimizer, communicator, settings)
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.gradient_bytes = sum(parameter.numel() * parameter.element_size() for parameter in self.trained)
         self.hooks.append(optimizer.register_step_post_hook(self._after_step))
-        self.now = exchange.world.runtime.now
+        self.now = communicator.world.runtime.now
 
     @property
     def config(self) -> dict[str, Any]:
@@ -118,11 +123,11 @@ class ForeignRun(StrategyRun):
         self.average([parameter.detach() for parameter in self.trained])
         pairs = zip(self.trained, own, strict=True)
         apart = sum(float((mean.detach() - before).double().square().sum()) for mean, before in pairs)
-        self.stats.consensus = math.sqrt(self.exchange.mean(apart))
+        self.stats.consensus = math.sqrt(self.communicator.mean(apart))
 
     def check_uneven(self) -> None:
         """Refuse an epoch in which a rank may run out of data, and suggest a batch."""
-        hints = [_better_batch(data, self.exchange.size) for data in self.readers.sources]
+        hints = [_better_batch(data, self.communicator.size) for data in self.readers.sources]
         hint = next((hint for hint in hints if hint), "take data that the workers divide, or drop_last=True")
         raise IncompatibleError(
             f"{self.strategy!r} needs data for every rank in every step, and some would have none: {hint}"
@@ -130,7 +135,7 @@ class ForeignRun(StrategyRun):
 
     def begin_together(self) -> None:
         """Return when every rank is ready, so that the first step does not include a slow import."""
-        self.exchange.mean(0.0)
+        self.communicator.mean(0.0)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.stats.steps += 1

@@ -62,9 +62,14 @@ class WrappedRun(ForeignRun):
     """Trains with a DistributedDataParallel, which `_wrap` makes inside an existing process group."""
 
     def __init__(
-        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self,
+        strategy: Strategy,
+        model: nn.Module,
+        optimizer: Optimizer,
+        communicator: Communicator,
+        settings: RunSettings,
     ) -> None:
-        super().__init__(strategy, model, optimizer, exchange, settings)
+        super().__init__(strategy, model, optimizer, communicator, settings)
         self._place = ExitStack()
         self._ready = self._over = 0.0
         """When the last gradient of this backward was ready, and when only waiting was left."""
@@ -140,9 +145,14 @@ class JoiningRun(WrappedRun):
     """
 
     def __init__(
-        self, strategy: Strategy, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self,
+        strategy: Strategy,
+        model: nn.Module,
+        optimizer: Optimizer,
+        communicator: Communicator,
+        settings: RunSettings,
     ) -> None:
-        super().__init__(strategy, model, optimizer, exchange, settings)
+        super().__init__(strategy, model, optimizer, communicator, settings)
         self._may_end_uneven = False
         self._count_of_step: Pending[Tensor] | None = None
 
@@ -178,7 +188,7 @@ class JoiningRun(WrappedRun):
         """Start to count the ranks that have data; wait for the count of the step before, for its errors."""
         if self._count_of_step is not None:
             self._count_of_step.wait()
-        self._count_of_step = allreduce(torch.tensor([has_data]), op="sum", group=self.exchange.team, async_=True)
+        self._count_of_step = allreduce(torch.tensor([has_data]), op="sum", group=self.communicator.group, async_=True)
         return self._count_of_step
 
 
@@ -227,9 +237,9 @@ class DDP(Strategy):
             raise SpecError(f"ddp(start={self.start!r}): torch's PowerSGD begins after two steps at the earliest")
 
     def attach(
-        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
     ) -> StrategyRun:
-        return _DDPRun(self, model, optimizer, exchange, settings)
+        return _DDPRun(self, model, optimizer, communicator, settings)
 
 
 class _LowRank(PowerSGDState):
@@ -242,11 +252,11 @@ class _DDPRun(JoiningRun):
     strategy: DDP
 
     def __init__(
-        self, strategy: DDP, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self, strategy: DDP, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
     ) -> None:
         self._low_rank: _LowRank | None = None
         self._counted = 0
-        super().__init__(strategy, model, optimizer, exchange, settings)
+        super().__init__(strategy, model, optimizer, communicator, settings)
         self.begin_together()
         self._buffer_bytes = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
 
@@ -261,7 +271,7 @@ class _DDPRun(JoiningRun):
         if self.strategy.hook == "powersgd":
             return None
         nbytes = sum((2 if self.strategy.hook == "fp16" else p.element_size()) * p.numel() for p in self.trained)
-        seconds = dense_seconds(self.exchange, [nbytes]) if self.exchange.size > 1 else 0.0
+        seconds = dense_seconds(self.communicator, [nbytes]) if self.communicator.size > 1 else 0.0
         return {"communication": seconds, "codec": 0.0, "buckets": 1.0}
 
     def detach(self) -> None:

@@ -50,9 +50,9 @@ class Hivemind(Strategy):
         find_hivemind()
 
     def attach(
-        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
     ) -> StrategyRun:
-        return _HivemindRun(self, model, optimizer, exchange, settings)
+        return _HivemindRun(self, model, optimizer, communicator, settings)
 
 
 class _HivemindRun(ForeignRun):
@@ -61,9 +61,14 @@ class _HivemindRun(ForeignRun):
     parts = True
 
     def __init__(
-        self, strategy: Hivemind, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self,
+        strategy: Hivemind,
+        model: nn.Module,
+        optimizer: Optimizer,
+        communicator: Communicator,
+        settings: RunSettings,
     ) -> None:
-        super().__init__(strategy, model, optimizer, exchange, settings)
+        super().__init__(strategy, model, optimizer, communicator, settings)
         self.missed = 0
         """Rounds in which hivemind found no group of all ranks."""
         self._dht: Any = None
@@ -85,22 +90,22 @@ class _HivemindRun(ForeignRun):
 
     def _join(self, hivemind: ModuleType) -> None:
         """Join the hash table, which rank 0 starts."""
-        rank, place = self.exchange.rank, find_rendezvous(detect())
+        rank, place = self.communicator.rank, find_rendezvous(detect())
         address = listening_address(place.address, len(set(self.world.hosts)) == 1)
         options = {"host_maddrs": [f"/ip4/{address}/tcp/0"], "use_relay": False, "use_auto_relay": False}
         peers: list[str] = []
         if rank == 0:
             self._dht = hivemind.DHT(start=True, **options)
             peers = [str(each) for each in self._dht.get_visible_maddrs()]
-        peers = broadcast_tree(self.exchange, {"peers": peers}, 0)["peers"]
+        peers = broadcast_tree(self.communicator, {"peers": peers}, 0)["peers"]
         if rank != 0:
             self._dht = hivemind.DHT(start=True, initial_peers=peers, **options)
         self._averager = hivemind.averaging.DecentralizedAverager(
             [parameter.detach().cpu().clone() for parameter in self.trained],
             self._dht,
             prefix="syncline",
-            target_group_size=self.exchange.size,
-            min_group_size=self.exchange.size,
+            target_group_size=self.communicator.size,
+            min_group_size=self.communicator.size,
             min_matchmaking_time=MATCHMAKING_S,
             request_timeout=MATCHMAKING_S / 2,
             initial_group_bits="",
@@ -109,7 +114,7 @@ class _HivemindRun(ForeignRun):
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super()._after_step(optimizer, args, kwargs)
-        if self.stats.steps % self.strategy.period == 0 and self.exchange.size > 1:
+        if self.stats.steps % self.strategy.period == 0 and self.communicator.size > 1:
             self._average_weights()
 
     def _average_weights(self) -> None:

@@ -54,9 +54,9 @@ class PostLocalSGD(Strategy):
             raise SpecError(f"{self.name}(period={self.period!r}): at least two steps; with one, use 'ddp'")
 
     def attach(
-        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
     ) -> StrategyRun:
-        return _PostLocalRun(self, model, optimizer, exchange, settings)
+        return _PostLocalRun(self, model, optimizer, communicator, settings)
 
 
 class _PostLocalRun(WrappedRun):
@@ -68,12 +68,12 @@ class _PostLocalRun(WrappedRun):
         strategy: PostLocalSGD,
         model: nn.Module,
         optimizer: Optimizer,
-        exchange: Communicator,
+        communicator: Communicator,
         settings: RunSettings,
     ) -> None:
         self._hook_state: PostLocalSGDState | None = None
         self._averager: _Averager | None = None
-        super().__init__(strategy, model, optimizer, exchange, settings)
+        super().__init__(strategy, model, optimizer, communicator, settings)
         self._averager = _Averager(self)
         self.optimizer = _wrapper()(optimizer, self._averager)
         self.begin_together()

@@ -53,20 +53,25 @@ class TorchFT(Strategy):
         find_torchft()
 
     def attach(
-        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
     ) -> StrategyRun:
-        return _TorchFTRun(self, model, optimizer, exchange, settings)
+        return _TorchFTRun(self, model, optimizer, communicator, settings)
 
 
 class _TorchFTRun(WrappedRun):
     backend = "torchft"
 
     def __init__(
-        self, strategy: TorchFT, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self,
+        strategy: TorchFT,
+        model: nn.Module,
+        optimizer: Optimizer,
+        communicator: Communicator,
+        settings: RunSettings,
     ) -> None:
         self._torchft = find_torchft()
         self._servers: list[Any] = []
-        super().__init__(strategy, model, optimizer, exchange, settings)
+        super().__init__(strategy, model, optimizer, communicator, settings)
         self.optimizer = self._torchft.Optimizer(self._manager, optimizer)
         self.begin_together()
 
@@ -80,7 +85,11 @@ class _TorchFTRun(WrappedRun):
         return nullcontext()  # torchft makes its own groups
 
     def _wrap(self) -> DistributedDataParallel:
-        rank, size, timeout = self.exchange.rank, self.exchange.size, timedelta(seconds=self.world.transport.timeout)
+        rank, size, timeout = (
+            self.communicator.rank,
+            self.communicator.size,
+            timedelta(seconds=self.world.transport.timeout),
+        )
         place = find_rendezvous(detect())
         address = listening_address(place.address, len(set(self.world.hosts)) == 1)
         coordination = importlib.import_module("torchft.coordination")
@@ -102,7 +111,7 @@ class _TorchFTRun(WrappedRun):
             store_port=self._store.port,
             hostname=address,
             replica_id=f"rank{rank}_",
-            lighthouse_addr=broadcast_tree(self.exchange, {"lighthouse": lighthouse_url}, 0)["lighthouse"],
+            lighthouse_addr=broadcast_tree(self.communicator, {"lighthouse": lighthouse_url}, 0)["lighthouse"],
             checkpoint_transport=_NoCheckpoints(),
             init_sync=False,  # the ranks have the same weights already
             timeout=timeout,

@@ -79,7 +79,9 @@ class LiveServer:
         self._assets = load_assets()
         self.token = secrets.token_urlsafe(24)
         self._socket = _listen(port)
-        self.port: int = self._socket.getsockname()[1]
+        self.host: str
+        self.port: int
+        self.host, self.port = self._socket.getsockname()
         self._open = 0
 
     @property

@@ -22,8 +22,8 @@ from syncline.bench.runlog import PLAN, REGISTRY, SYSTEM, read_race
 from syncline.errors import DivergedError, IncompatibleError, ProtocolError, SpecError, SynclineError
 from syncline.launch.lab import Lab
 from syncline.launch.link_rate import parse_rate
+from syncline.launch.process_events import serve_store
 from syncline.launch.start import LOOPBACK, Job, JobExit, hosts_in_lab, local_host, run_logged
-from syncline.launch.store import serve_store
 from syncline.specs import Registry
 from syncline.training.evaluator import wants_evaluator
 from syncline.training.run_folder import RunFolder

@@ -27,7 +27,7 @@ Bytes = NDArray[np.uint8]
 Words = NDArray[np.uint64]
 
 LANES = 64
-ROOM = np.float32(2.0**64)
+SAFE_SCALE = np.float32(2.0**64)
 LITTLE = np.float32(2.0**-64)
 LARGEST = np.float64(3.4028234663852886e38)
 ONES = np.uint64(0x0101010101010101)
@@ -115,8 +115,8 @@ def squares(block: Floats, lanes: Doubles) -> Number:
 def fit(scale: Number) -> Number:
     """The power of two that brings a scale to where its reciprocal, and 2^30 times it, are normal numbers."""
     if scale < LITTLE:
-        return ROOM
-    return LITTLE if scale > ROOM else np.float32(1)
+        return SAFE_SCALE
+    return LITTLE if scale > SAFE_SCALE else np.float32(1)
 
 
 @jit

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 LANES = 64
-ROOM = 2.0**64
+SAFE_SCALE = 2.0**64
 LARGEST = torch.finfo(torch.float32).max
 FINE, BAD_SCALE, BAD_CODE = 0, 1, 2
 
@@ -85,7 +85,9 @@ def unpack_planes(body: Tensor, bits: int, count: int, numel: int) -> Tensor:
 def fit(scales: Tensor) -> Tensor:
     """The powers of two that bring scales to where their reciprocals, and 2^30 times them, are normal numbers."""
     one = torch.ones_like(scales)
-    return torch.where(scales < 1 / ROOM, one * ROOM, torch.where(scales > ROOM, one / ROOM, one))
+    return torch.where(
+        scales < 1 / SAFE_SCALE, one * SAFE_SCALE, torch.where(scales > SAFE_SCALE, one / SAFE_SCALE, one)
+    )
 
 
 def reciprocal(scales: Tensor, factor: Tensor, top: int) -> Tensor:

@@ -29,6 +29,7 @@ __all__ = [
     "encode_quantize",
     "encode_ternary",
     "fused",
+    "has_numba",
     "needs_compiling",
     "reference_only",
     "sparse_kernels",
@@ -45,13 +46,13 @@ def fused(tensor: Tensor) -> bool:
     ...     fused(torch.zeros(3))
     False
     """
-    return tensor.device.type == "cpu" and not _REFERENCE.get() and _numba()
+    return tensor.device.type == "cpu" and not _REFERENCE.get() and has_numba()
 
 
 def needs_compiling() -> bool:
     """True if numba must compile first: there is no compiled code beside the source."""
     cache = Path(__file__).parent / "__pycache__"
-    return _numba() and not any(cache.glob("*.nbi")) and os.access(cache.parent, os.W_OK)
+    return has_numba() and not any(cache.glob("*.nbi")) and os.access(cache.parent, os.W_OK)
 
 
 @contextmanager
@@ -65,7 +66,7 @@ def reference_only() -> Iterator[None]:
 
 
 @lru_cache(maxsize=1)
-def _numba() -> bool:
+def has_numba() -> bool:
     try:
         importlib.import_module("numba")
     except (ImportError, OSError):  # missing, or its LLVM does not load here

@@ -35,7 +35,7 @@ __all__ = [
 STRETCH = 2048
 """Elements handled at once: they and what is noted of them stay in the nearest cache."""
 SAMPLE = 16384
-SMALL = 8192
+MAX_EXACT_COUNT_ELEMENTS = 8192
 """Up to here every magnitude is counted: a sample would save nothing."""
 MAGNITUDE = np.int32(0x7FFFFFFF)
 STILL = np.empty(0, np.float32)
@@ -229,7 +229,7 @@ def _largest(
     bits, count = total.view(np.int32), 0
     candidates = np.empty(0, np.int32)
     found = indices
-    if total.size > SMALL:
+    if total.size > MAX_EXACT_COUNT_ELEMENTS:
         found = np.empty(min(total.size, 8 * k + total.size // 512) + 8, indices.dtype)
         threshold = _sampled(added, total, both, k, velocity, momentum)
         count = _gather(added, total, both, threshold, found, velocity, momentum)

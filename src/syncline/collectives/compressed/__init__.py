@@ -9,14 +9,14 @@ from syncline.collectives.compressed.allreduce import (
     compressed_allreduce,
     is_sparse,
 )
-from syncline.collectives.compressed.requests import PendingRequest, Reduction, Request, RequestExecutor
+from syncline.collectives.compressed.requests import LaunchedRequest, Reduction, Request, RequestExecutor
 
 __all__ = [
     "COMPRESSED_COLLECTIVES",
     "CompressedCollective",
     "CompressedCollectives",
+    "LaunchedRequest",
     "NonfiniteGuard",
-    "PendingRequest",
     "Reduction",
     "Request",
     "RequestExecutor",

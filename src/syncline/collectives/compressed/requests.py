@@ -23,7 +23,7 @@ from torch import Tensor
 
 from syncline.collectives.channel import Channel, move_pieces
 
-__all__ = ["IDLE", "Gather", "PendingRequest", "Reduction", "Request", "RequestExecutor", "Scatter", "Sum", "Swap"]
+__all__ = ["IDLE", "Gather", "LaunchedRequest", "Reduction", "Request", "RequestExecutor", "Scatter", "Sum", "Swap"]
 
 R = TypeVar("R")
 
@@ -72,7 +72,7 @@ Request: TypeAlias = Sum | Gather | Scatter | Swap
 Reduction: TypeAlias = Generator[Request | tuple[Request, ...], Any, R]
 
 
-class Waitable(Protocol):
+class WaitableReduction(Protocol):
     """An operation under way."""
 
     def wait(self) -> Any:
@@ -80,7 +80,7 @@ class Waitable(Protocol):
         ...
 
 
-class PendingRequest(NamedTuple):
+class LaunchedRequest(NamedTuple):
     """A request under way. `wait()` returns the answer."""
 
     wait: Callable[[], Any]
@@ -100,8 +100,8 @@ class RequestExecutor:
         self,
         channel: Channel,
         native: bool,
-        start_sum: Callable[[Tensor, str, bool], Waitable],
-        call: Callable[[str, Callable[[], Any]], Waitable],
+        start_sum: Callable[[Tensor, str, bool], WaitableReduction],
+        call: Callable[[str, Callable[[], Any]], WaitableReduction],
     ) -> None:
         self._channel = channel
         self._rank, self._size = channel.rank, channel.size
@@ -110,40 +110,40 @@ class RequestExecutor:
         self._start_sum = start_sum
         self._call = call
 
-    def launch(self, request: Request, what: str, in_comm_task: bool) -> PendingRequest:
+    def launch(self, request: Request, what: str, in_comm_task: bool) -> LaunchedRequest:
         """Begin a request. `in_comm_task`: the caller is the comm task, so that schedules run at once."""
         if isinstance(request, Gather):
             return self._gather(request.data, what, in_comm_task)
         if isinstance(request, Sum):
             tensor = request.tensor
-            return PendingRequest(self._start_sum(tensor, what, in_comm_task).wait, tensor.nbytes)
+            return LaunchedRequest(self._start_sum(tensor, what, in_comm_task).wait, tensor.nbytes)
         if isinstance(request, Scatter):
             return self._scatter(request.data, what, in_comm_task)
         return self._swap(request, what, in_comm_task)
 
-    def _gather(self, data: Tensor, what: str, in_comm_task: bool) -> PendingRequest:
+    def _gather(self, data: Tensor, what: str, in_comm_task: bool) -> LaunchedRequest:
         channel, nbytes = self._channel, data.numel()
         out = torch.empty(self._size, nbytes, dtype=torch.uint8, device=data.device)
         if self._native is not None and nbytes:
-            return PendingRequest(_returning(self._native.allgather(out, data), out), nbytes)
+            return LaunchedRequest(_returning(self._native.allgather(out, data), out), nbytes)
         out[self._rank] = data
         pieces = {rank: out[rank] for rank in range(self._size)}
         pending = self._run(lambda: move_pieces(channel, "allgather", pieces, "sharded"), what, in_comm_task)
-        return PendingRequest(_returning(pending, out), nbytes)
+        return LaunchedRequest(_returning(pending, out), nbytes)
 
-    def _scatter(self, data: Tensor, what: str, in_comm_task: bool) -> PendingRequest:
+    def _scatter(self, data: Tensor, what: str, in_comm_task: bool) -> LaunchedRequest:
         channel = self._channel
         size, rank, each, out = self._size, self._rank, data.shape[1], torch.empty_like(data)
         if self._native is not None and each:
             handle = self._native.alltoall(out.view(-1), data.view(-1), [each] * size, [each] * size)
-            return PendingRequest(_returning(handle, out), each * (size - 1))
+            return LaunchedRequest(_returning(handle, out), each * (size - 1))
         out[rank] = data[rank]
         pieces = {rank * size + to: data[to] for to in range(size)}
         pieces |= {source * size + rank: out[source] for source in range(size) if source != rank}
         pending = self._run(lambda: move_pieces(channel, "alltoall", pieces, "sharded"), what, in_comm_task)
-        return PendingRequest(_returning(pending, out), each * (size - 1))
+        return LaunchedRequest(_returning(pending, out), each * (size - 1))
 
-    def _swap(self, request: Swap, what: str, in_comm_task: bool) -> PendingRequest:
+    def _swap(self, request: Swap, what: str, in_comm_task: bool) -> LaunchedRequest:
         transport, data, peer = self._channel.transport, request.data, request.peer
 
         def work() -> Tensor:
@@ -160,9 +160,9 @@ class RequestExecutor:
             return into[: 0 if receipt is None else receipt.nbytes]
 
         pending = self._run(work, what, in_comm_task)
-        return PendingRequest(pending.wait, 0 if data is None else data.numel())
+        return LaunchedRequest(pending.wait, 0 if data is None else data.numel())
 
-    def _run(self, work: Callable[[], Any], what: str, in_comm_task: bool) -> Waitable:
+    def _run(self, work: Callable[[], Any], what: str, in_comm_task: bool) -> WaitableReduction:
         return _Complete(work()) if in_comm_task else self._call(f"the exchange of {what}", work)
 
 
@@ -173,7 +173,7 @@ class _Complete(NamedTuple):
         return self.result
 
 
-def _returning(pending: Waitable, out: Tensor) -> Callable[[], Tensor]:
+def _returning(pending: WaitableReduction, out: Tensor) -> Callable[[], Tensor]:
     def wait() -> Tensor:
         pending.wait()
         return out

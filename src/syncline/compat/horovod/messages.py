@@ -197,14 +197,14 @@ class Departure:
     """Numbers of optimizer channels, each with the number of gradient reductions completed there."""
 
     def pack(self, into: MessageWriter) -> None:
-        into.put(_LEAVING, self.rank, self.known, self.carried)
+        into.put(_GOODBYE, self.rank, self.known, self.carried)
         into.text(self.why)
         into.put(_LONG, len(self.rounds))
         into.numbers([number for pair in self.rounds for number in pair])
 
     @classmethod
     def read(cls, source: MessageReader) -> Departure:
-        rank, known, carried = source.take(_LEAVING)
+        rank, known, carried = source.take(_GOODBYE)
         why = source.text()
         numbers = source.numbers(2 * source.take(_LONG)[0])
         return cls(rank, why, bool(known), carried, tuple(zip(numbers[::2], numbers[1::2], strict=True)))
@@ -226,7 +226,7 @@ _TWO = struct.Struct("<BB")
 _LONG = struct.Struct("<I")
 _SHORT = struct.Struct("<H")
 _NUMBERED = struct.Struct("<iI")
-_LEAVING = struct.Struct("<I?q")
+_GOODBYE = struct.Struct("<I?q")
 
 
 class MessageWriter:

@@ -226,7 +226,7 @@ class GradientSync:
         self._rounds = 0
         self._stepping = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._exchange: Communicator | None = None
+        self._communicator: Communicator | None = None
         self._gradients: GradientReducer | None = None
         self._loss_name = f"the loss of {min(named, default='')}"
         self.watched = {id(parameter) for parameter in parameters}
@@ -275,12 +275,12 @@ class GradientSync:
             loss = closure()
             self.synchronize()
             self._rounds = 0
-            if loss is None or self._exchange is None or self._exchange.size == 1:
+            if loss is None or self._communicator is None or self._communicator.size == 1:
                 return loss
             value = loss.detach() if isinstance(loss, Tensor) else loss
             total = torch.tensor([float(value)], dtype=torch.float64)
             handle = allreduce_async_(total, name=self._loss_name, op=Sum, process_set=self._set)
-            mean = float(synchronize(handle)) / self._exchange.size
+            mean = float(synchronize(handle)) / self._communicator.size
             return torch.full_like(value, mean) if isinstance(value, Tensor) else mean
 
         return evaluate
@@ -291,7 +291,7 @@ class GradientSync:
 
     def join_rounds(self) -> None:
         """Contribute zeros to the reductions of other ranks until no rank has gradients."""
-        active = 0 if self._gradients is None or self._exchange is None or self._exchange.size == 1 else 1
+        active = 0 if self._gradients is None or self._communicator is None or self._communicator.size == 1 else 1
         while active and self._gradients is not None:
             with self._in_step("the gradients could not be reduced after join()"):
                 found = self._gradients.join_idle(weight=1.0)
@@ -306,9 +306,9 @@ class GradientSync:
         if self._gradients is not None:
             self._gradients.close()
             self._gradients = None
-        if self._exchange is not None and not self._exchange.world.closed:
-            self._exchange.team.release()  # no rank waits for reductions in flight
-        self._exchange = None
+        if self._communicator is not None and not self._communicator.world.closed:
+            self._communicator.group.release()  # no rank waits for reductions in flight
+        self._communicator = None
         if self in self.context.optimizers:
             self.context.optimizers.remove(self)
 
@@ -324,21 +324,21 @@ class GradientSync:
     def _attach(self, named: Mapping[str, Parameter], codec: Codec | None) -> None:
         # Requested by name, so that a rank that does not create this optimizer is reported.
         team, self._steps = self.context.data_team(self._set)
-        exchange = self._exchange = Communicator(self.context.world, "auto", codec, team)
+        communicator = self._communicator = Communicator(self.context.world, "auto", codec, team)
         with self._in_step("the ranks could not agree on this optimizer"):
-            ordered = self._agree(exchange, named, codec)
-        alone = exchange.size == 1 and codec is None
+            ordered = self._agree(communicator, named, codec)
+        alone = communicator.size == 1 and codec is None
         if self._dense and not alone:  # registered before the reducer's hooks, which need dense gradients
             self._hooks = [
                 after_gradient(parameter, self._densify) for parameter in ordered.values() if parameter.requires_grad
             ]
         self._gradients = GradientReducer(
             ordered,
-            exchange,
+            communicator,
             ReductionPolicy(
                 after_backward=self._after_backward,
                 reduces_pass=self._reduces_pass,
-                scaling=self._scaling(exchange.size),
+                scaling=self._scaling(communicator.size),
             ),
             ReducerOptions(codec=codec, find_unused_parameters=True, attach_hooks=not alone),
         )
@@ -346,17 +346,17 @@ class GradientSync:
             self._gradients = None
 
     def _agree(
-        self, exchange: Communicator, named: Mapping[str, Parameter], codec: Codec | None
+        self, communicator: Communicator, named: Mapping[str, Parameter], codec: Codec | None
     ) -> dict[str, Parameter]:
         """Compare parameters and settings of all ranks; return the parameters in the order of the first rank."""
         names = sorted(named)
-        check_same(exchange, "parameters", describe(names, [named[name] for name in names]))
+        check_same(communicator, "parameters", describe(names, [named[name] for name in names]))
         settings = {"op": "Average" if self._mean else "Sum", "gradient_predivide_factor": repr(self._predivide)}
         settings |= {"compression": repr(codec), "sparse_as_dense": repr(self._dense)}
-        check_same(exchange, "settings of DistributedOptimizer", settings)
+        check_same(communicator, "settings of DistributedOptimizer", settings)
         places = {name: place for place, name in enumerate(names)}
         mine = torch.tensor([places[name] for name in named], dtype=torch.int64)
-        order = exchange.from_root(mine).tolist()  # the order of the script is usually the order of the model
+        order = communicator.from_root(mine).tolist()  # the order of the script is usually the order of the model
         return {names[place]: named[names[place]] for place in order}
 
     def _scaling(self, size: int) -> Scaling | None:

@@ -58,13 +58,13 @@ class Centre:
     """One centre for all workers of a communicator: x̃ ← x̃ + α Σ (x_i − x̃)."""
 
     def __init__(
-        self, weights: Mapping[str, Tensor], exchange: Communicator, deltas: DeltaReducer, alpha: float
+        self, weights: Mapping[str, Tensor], communicator: Communicator, deltas: DeltaReducer, alpha: float
     ) -> None:
         self.values = [weight.detach().to(wide_dtype(weight.dtype), copy=True) for weight in weights.values()]
         """The centre of this worker, at least in float32: its changes are too small for half precision."""
         self.alpha = alpha
         self._names = list(weights)
-        self._exchange = exchange
+        self._communicator = communicator
         self._deltas = deltas
         self._differences: list[Tensor] = []
         self._reduction: ReductionPass | None = None
@@ -98,7 +98,7 @@ class Centre:
         means, alive = self._deltas.finish(self._reduction)
         self._reduction = None
         moves = [mean.to(value.dtype) for mean, value in zip(means, self.values, strict=True)]
-        torch._foreach_add_(self.values, moves, alpha=self.alpha * self._exchange.size)
+        torch._foreach_add_(self.values, moves, alpha=self.alpha * self._communicator.size)
         pull, self._differences = self._differences, []
         torch._foreach_mul_(pull, self.alpha)  # exact, also with a codec: its residual reaches the centre later
         return pull, alive
@@ -141,7 +141,7 @@ class CentreTree(Centre):
         self,
         weights: Mapping[str, Tensor],
         model: nn.Module,
-        exchange: Communicator,
+        communicator: Communicator,
         settings: RunSettings,
         *,
         groups: Sequence[Sequence[int]],
@@ -149,12 +149,12 @@ class CentreTree(Centre):
         root_every: int,
     ) -> None:
         self.groups = [list(group) for group in groups]
-        own_group = next(number for number, group in enumerate(self.groups) if exchange.rank in group)
+        own_group = next(number for number, group in enumerate(self.groups) if communicator.rank in group)
         # Every rank constructs every group, in the same order.
-        teams = [exchange.world.group(group) for group in self.groups]
-        leaders = exchange.world.group([group[0] for group in self.groups])
+        teams = [communicator.world.group(group) for group in self.groups]
+        leaders = communicator.world.group([group[0] for group in self.groups])
         self._teams = [team for team in (*teams, leaders) if team.member]
-        self._within = _part_of(exchange, teams[own_group])
+        self._within = _part_of(communicator, teams[own_group])
         self.deltas = DeltaReducer(model, self._within, settings)
         """Reduces within the group."""
         super().__init__(weights, self._within, self.deltas, alpha)
@@ -166,7 +166,7 @@ class CentreTree(Centre):
         self._among_leaders: DeltaReducer | None = None
         """Reduces among the first workers of the groups, which reach the root."""
         if leaders.member:
-            self._among_leaders = DeltaReducer(model, _part_of(exchange, leaders), settings, wide=True)
+            self._among_leaders = DeltaReducer(model, _part_of(communicator, leaders), settings, wide=True)
             self._among_leaders.prepare()
 
     @property

@@ -47,7 +47,7 @@ class ServerElasticRun(ReplicaRun):
         strategy: Strategy,
         model: nn.Module,
         optimizer: Optimizer,
-        exchange: Communicator,
+        communicator: Communicator,
         settings: RunSettings,
         *,
         period: int,
@@ -55,14 +55,14 @@ class ServerElasticRun(ReplicaRun):
         momentum: float,
     ) -> None:
         super().__init__(
-            strategy, model, optimizer, exchange, settings, ServerOptions(rule="add", slack=None, stride=period)
+            strategy, model, optimizer, communicator, settings, ServerOptions(rule="add", slack=None, stride=period)
         )
         self.period = period
         self.alpha = alpha
         self.steps_since_average = 0
         """Steps since the last exchange."""
         named = {field.name: each for field, each in zip(self.keys.parameters, self.parameters, strict=True)}
-        self.lookahead = NesterovLookahead(named, momentum) if momentum and exchange.size > 1 else None
+        self.lookahead = NesterovLookahead(named, momentum) if momentum and communicator.size > 1 else None
         self.difference = torch.zeros(self.keys.trained, dtype=torch.float32)
         """The values of the latest push. They must not change until it has arrived."""
         self._difference_views = self.keys.views(self.difference)
@@ -84,7 +84,7 @@ class ServerElasticRun(ReplicaRun):
         return [each.detach() for each in self.parameters] if self.lookahead is None else self.lookahead.own
 
     def before_step(self) -> None:
-        if self.steps_since_average + 1 >= self.period and self.exchange.size > 1:
+        if self.steps_since_average + 1 >= self.period and self.communicator.size > 1:
             self._back = self.average_with_centre()
 
     def after_step(self) -> None:
@@ -97,11 +97,11 @@ class ServerElasticRun(ReplicaRun):
                 subtract(weights, back)
         if self.steps_since_average >= self.period:
             self.steps_since_average = 0
-            if self.exchange.size == 1:
+            if self.communicator.size == 1:
                 self._publish()
 
     def push_remaining(self) -> None:
-        if self.exchange.size == 1:
+        if self.communicator.size == 1:
             self._publish(tick=False)
         elif (
             self.steps_since_average and self.client.clock == 0
@@ -178,7 +178,7 @@ class ServerElasticTreeRun(ServerElasticRun):
         strategy: Strategy,
         model: nn.Module,
         optimizer: Optimizer,
-        exchange: Communicator,
+        communicator: Communicator,
         settings: RunSettings,
         *,
         period: int,
@@ -187,9 +187,11 @@ class ServerElasticTreeRun(ServerElasticRun):
         groups: Sequence[Sequence[int]],
         root_every: int,
     ) -> None:
-        super().__init__(strategy, model, optimizer, exchange, settings, period=period, alpha=alpha, momentum=momentum)
+        super().__init__(
+            strategy, model, optimizer, communicator, settings, period=period, alpha=alpha, momentum=momentum
+        )
         self.groups = [list(group) for group in groups]
-        number = next(number for number, group in enumerate(self.groups) if exchange.rank in group)
+        number = next(number for number, group in enumerate(self.groups) if communicator.rank in group)
         self._group = self.groups[number]
         self._beta = DEFAULT_TOTAL_PULL / len(self.groups)
         self._root_every = root_every
@@ -198,7 +200,7 @@ class ServerElasticTreeRun(ServerElasticRun):
         """The values that move from the group's centre to the root."""
         self._known_groups = True
         self._counted_near = (0, 0)
-        network, codec = server_network(self.world), exchange.codec
+        network, codec = server_network(self.world), communicator.codec
         members = [network.workers[rank] for rank in self._group]
         self._near = open_space(
             self.world,
@@ -222,7 +224,7 @@ class ServerElasticTreeRun(ServerElasticRun):
         # The root counts the steps.
         pushed.append(self.client.push((0, 1), torch.zeros(1, dtype=torch.float32), tick=True))
         self._trades += 1
-        turn = self._trades + self._group.index(self.exchange.rank) * self._root_every
+        turn = self._trades + self._group.index(self.communicator.rank) * self._root_every
         if turn % (self._root_every * len(self._group)) == 0:
             self._average_with_root()
         return pushed
@@ -287,7 +289,7 @@ class ServerElasticTreeRun(ServerElasticRun):
 
     def _put_near(self, row: Tensor) -> None:
         """Set the centre of the group."""
-        if self.exchange.rank == self._group[0]:
+        if self.communicator.rank == self._group[0]:
             self._near.put(None, row[: self.keys.trained])
         self.wait_for_all("set the centres of the groups")
 

@@ -87,7 +87,7 @@ class ElasticRun(AveragingRun):
         strategy: Strategy,
         model: nn.Module,
         optimizer: Optimizer,
-        exchange: Communicator,
+        communicator: Communicator,
         settings: RunSettings,
         *,
         period: int,
@@ -96,17 +96,19 @@ class ElasticRun(AveragingRun):
         groups: Sequence[Sequence[int]],
         root_every: int,
     ) -> None:
-        super().__init__(strategy, model, optimizer, exchange, settings)
+        super().__init__(strategy, model, optimizer, communicator, settings)
         self.period = period
         self._since = 0
         """Steps since the last round."""
-        self.lookahead = NesterovLookahead(self._names, momentum) if momentum and exchange.size > 1 else None
+        self.lookahead = NesterovLookahead(self._names, momentum) if momentum and communicator.size > 1 else None
         self.centre: Centre
         if len(groups) > 1:
-            tree = CentreTree(self._names, model, exchange, settings, groups=groups, alpha=alpha, root_every=root_every)
+            tree = CentreTree(
+                self._names, model, communicator, settings, groups=groups, alpha=alpha, root_every=root_every
+            )
             self.centre, self.deltas = tree, tree.deltas
         else:
-            self.centre = Centre(self._names, exchange, self.deltas, alpha)
+            self.centre = Centre(self._names, communicator, self.deltas, alpha)
         self._first_round = root_every if len(groups) > 1 else 1
         """The number of the round that moves the centre of all workers for the first time."""
         self.deltas.prepare()
@@ -150,12 +152,12 @@ class ElasticRun(AveragingRun):
     def model_of_all(self) -> list[Tensor]:
         """The centre, which all workers have. Before its first move it is the mean, so that training is not lost."""
         if self.rounds < self._first_round and self.stats.steps:
-            return mean_of_all(self.exchange, self.own)
+            return mean_of_all(self.communicator, self.own)
         return [value.clone() for value in self.centre.root]
 
     def _begin_round(self, active: bool = True) -> None:
         if self.rounds % CONSENSUS_EVERY_ROUNDS == 0:
-            self.stats.consensus = math.sqrt(self.exchange.mean(self.centre.squared_distance(self.own)))
+            self.stats.consensus = math.sqrt(self.communicator.mean(self.centre.squared_distance(self.own)))
         self.centre.begin(self.own, active)
 
     def _finish_round(self) -> tuple[list[Tensor], int]:

@@ -96,21 +96,21 @@ class EASGD(ParameterServerStrategy):
         return "easgd" if self.sync else "easgd(sync=False)"
 
     def attach(
-        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
     ) -> StrategyRun:
         self._check_momentum(optimizer)
-        groups = groups_of(exchange.world, self.centres)
+        groups = groups_of(communicator.world, self.centres)
         if self.sync:
-            _check_tree_codec(len(groups), exchange.codec)
+            _check_tree_codec(len(groups), communicator.codec)
         alphas = [alpha_of(self, self.alpha, len(group), self.unstable) for group in groups]
-        alpha = next(each for each, group in zip(alphas, groups, strict=True) if exchange.rank in group)
+        alpha = next(each for each, group in zip(alphas, groups, strict=True) if communicator.rank in group)
         elastic: dict[str, Any] = {"period": self.period, "alpha": alpha, "momentum": self.momentum}
         tree: dict[str, Any] = {"groups": groups, "root_every": self.root_every}
         if self.sync:
-            return ElasticRun(self, model, optimizer, exchange, settings, **elastic, **tree)
+            return ElasticRun(self, model, optimizer, communicator, settings, **elastic, **tree)
         if len(groups) > 1:
-            return ServerElasticTreeRun(self, model, optimizer, exchange, settings, **elastic, **tree)
-        return ServerElasticRun(self, model, optimizer, exchange, settings, **elastic)
+            return ServerElasticTreeRun(self, model, optimizer, communicator, settings, **elastic, **tree)
+        return ServerElasticRun(self, model, optimizer, communicator, settings, **elastic)
 
     def _check_momentum(self, optimizer: Optimizer) -> None:
         """Refuse momentum in both the strategy and the optimizer."""

@@ -56,15 +56,15 @@ class Mixing(Protocol):
 class Neighbours:
     """The run's own channel to the neighbours. Constructed by all workers together."""
 
-    def __init__(self, exchange: Communicator, graph: Graph) -> None:
-        channel = exchange.team.transport.split(range(exchange.size))
+    def __init__(self, communicator: Communicator, graph: Graph) -> None:
+        channel = communicator.group.transport.split(range(communicator.size))
         assert channel is not None, "every rank is a member"
         self.channel: Transport = channel
-        self.sources = graph.sources(exchange.rank)
+        self.sources = graph.sources(communicator.rank)
         """The workers whose weights arrive here, with the factor of each."""
-        self.targets = graph.targets(exchange.rank)
-        self._stats = exchange.stats
-        self._now = exchange.world.runtime.now
+        self.targets = graph.targets(communicator.rank)
+        self._stats = communicator.stats
+        self._now = communicator.world.runtime.now
         self._began = 0.0
         self._sending: list[Handle] = []
 
@@ -233,7 +233,7 @@ class _CodedLayout:
 
 
 def measure_step_sizes(
-    exchange: Communicator, weights: Mapping[str, Tensor], codec: Codec, gamma: float | None
+    communicator: Communicator, weights: Mapping[str, Tensor], codec: Codec, gamma: float | None
 ) -> StepSizes:
     """The step sizes for a codec, measured by rank 0 on a random row of these shapes. Every worker calls it.
 
@@ -241,7 +241,7 @@ def measure_step_sizes(
     """
     layout = _CodedLayout(weights, codec)
     measured = torch.ones(2, dtype=torch.float64)
-    if exchange.rank == 0:
+    if communicator.rank == 0:
         generator = torch.Generator().manual_seed(0)
         numel = sum(layout.numel(part) for part in layout.parts)
         row = torch.randn(numel, generator=generator, dtype=torch.float32)
@@ -254,5 +254,5 @@ def measure_step_sizes(
         product, length, whole = (float(each) for each in (row @ decoded, decoded @ decoded, row @ row))
         if product > 0:
             measured = torch.tensor([product / length, product * product / (length * whole)], dtype=torch.float64)
-    scale, survives = (float(each) for each in exchange.from_root(measured))
+    scale, survives = (float(each) for each in communicator.from_root(measured))
     return StepSizes(min(1.0, scale), min(1.0, survives * (1.0 + survives) / 2) if gamma is None else gamma)

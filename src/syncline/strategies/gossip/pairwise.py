@@ -388,14 +388,14 @@ class PairwiseRun(AsynchronousRun):
         strategy: Strategy,
         model: nn.Module,
         optimizer: Optimizer,
-        exchange: Communicator,
+        communicator: Communicator,
         settings: RunSettings,
         *,
         graph: Graph,
         period: int,
         seed: int,
     ) -> None:
-        super().__init__(strategy, model, optimizer, exchange, settings)
+        super().__init__(strategy, model, optimizer, communicator, settings)
         self.graph = graph
         self._period, self._seed = period, seed
         self._names = trained(model)
@@ -410,12 +410,12 @@ class PairwiseRun(AsynchronousRun):
         buffers = _flat(self._averaged_buffers(model)).to(self.snapshot.dtype)
         state = torch.cat([self.snapshot, buffers, _bytes_of(self._other_buffers(model)).to(buffers.dtype)])
         self.peers: PairwisePeers | None = None
-        if exchange.size > 1:
-            self.peers = PairwisePeers(_channel(exchange.world), state, self.snapshot.numel(), exchange.stats)
+        if communicator.size > 1:
+            self.peers = PairwisePeers(_channel(communicator.world), state, self.snapshot.numel(), communicator.stats)
         self._now = torch.empty_like(self.snapshot)
-        network = server_network(exchange.world)
+        network = server_network(communicator.world)
         client = open_space(
-            exchange.world, strategy.name, 1, servers=network.servers[:1], retry_s=network.transport.retry_after_s
+            communicator.world, strategy.name, 1, servers=network.servers[:1], retry_s=network.transport.retry_after_s
         )
         self._channel = PairwiseChannel(client, self._load_weights)
         self.hooks += [
@@ -471,7 +471,7 @@ class PairwiseRun(AsynchronousRun):
         distance = peers.average(peer)
         self.stats.reduced(began, now(), f"an average with rank {peer}")
         if distance is not None:  # of two random workers: 2·p/(p−1) times the squared distance from the mean
-            size = self.exchange.size
+            size = self.communicator.size
             self.stats.consensus = distance * math.sqrt((size - 1) / (2 * size))
 
     def _end_average(self) -> None:
@@ -491,7 +491,7 @@ class PairwiseRun(AsynchronousRun):
 
     def _draw(self, peers: PairwisePeers) -> int | None:
         """A random neighbour that this worker may ask; if all of them are lost, any worker."""
-        rank, alive = self.exchange.rank, peers.others()
+        rank, alive = self.communicator.rank, peers.others()
         neighbours = {peer: weight for peer, weight in self.graph.neighbours(rank).items() if comes_before(rank, peer)}
         if not neighbours:
             return None
@@ -611,7 +611,7 @@ class PairwiseRun(AsynchronousRun):
         lost, own = self.world.lost, self._channel.client.clock
         clocks = [own if rank in lost else clock for rank, clock in enumerate(self._channel.steps())]
         self.wait_for_all("go on from a checkpoint")
-        return {"clocks": clocks, "workers": self.exchange.size}
+        return {"clocks": clocks, "workers": self.communicator.size}
 
     def local_state(self) -> dict[str, Any]:
         refuse_inside_agreed(self)
@@ -630,14 +630,14 @@ class PairwiseRun(AsynchronousRun):
         self._start_from_model()
 
     def resume_steps(self) -> None:
-        self._set_clocks([self.stats.steps] * self.exchange.size)
+        self._set_clocks([self.stats.steps] * self.communicator.size)
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
         self._end_average()
-        self._same_size = int(state["workers"]) == self.exchange.size
+        self._same_size = int(state["workers"]) == self.communicator.size
         clocks = [int(clock) for clock in state["clocks"]]
-        if len(clocks) != self.exchange.size:
-            clocks = [max(clocks, default=self.stats.steps)] * self.exchange.size
+        if len(clocks) != self.communicator.size:
+            clocks = [max(clocks, default=self.stats.steps)] * self.communicator.size
         self._set_clocks(clocks)
 
     def load_local_states(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -665,10 +665,10 @@ class PairwiseRun(AsynchronousRun):
         client = self._channel.client
         self._channel.settle()
         self.wait_for_all("set the clocks")
-        if self.exchange.rank == 0:
+        if self.communicator.rank == 0:
             client.control({"do": "clocks", "clocks": clocks}, everywhere=True)
         self.wait_for_all("go on from these clocks")
-        client.clock = clocks[self.exchange.rank]
+        client.clock = clocks[self.communicator.rank]
 
 
 def mean_of(rows: Sequence[Tensor]) -> Tensor:

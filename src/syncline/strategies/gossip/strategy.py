@@ -79,10 +79,10 @@ class Gossip(Strategy):
         return "gossip(pairwise=True)" if self.pairwise else "gossip"
 
     def attach(
-        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
     ) -> StrategyRun:
-        graph = build_graph(self.graph, exchange.size)
-        codec = exchange.codec
+        graph = build_graph(self.graph, communicator.size)
+        codec = communicator.codec
         if self.pairwise:
             if codec is not None:
                 raise IncompatibleError(
@@ -90,7 +90,7 @@ class Gossip(Strategy):
                     "that nobody keeps: leave the codec out, or take gossip without pairwise, which sends differences"
                 )
             return PairwiseRun(
-                self, model, optimizer, exchange, settings, graph=graph, period=self.period, seed=self.seed
+                self, model, optimizer, communicator, settings, graph=graph, period=self.period, seed=self.seed
             )
         if self.gamma is not None and codec is None:
             raise IncompatibleError(
@@ -101,7 +101,7 @@ class Gossip(Strategy):
             self,
             model,
             optimizer,
-            exchange,
+            communicator,
             settings,
             graph=graph,
             period=self.period,

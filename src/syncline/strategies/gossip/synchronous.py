@@ -125,12 +125,12 @@ class ConsensusSketch:
         sums = torch.zeros(2 * SKETCH_SIZE, dtype=torch.float64).index_add_(0, self._places, row)
         return sums[:SKETCH_SIZE] - sums[SKETCH_SIZE:]
 
-    def measure(self, exchange: Communicator, weights: Sequence[Tensor]) -> float:
+    def measure(self, communicator: Communicator, weights: Sequence[Tensor]) -> float:
         """√(Σ‖x_i − x̄‖² / p). Every worker calls it."""
         own = self.sums(weights)
-        exchange.stats.sent(own.nbytes, own.nbytes)
-        mean: Tensor = allreduce(own.clone(), op="mean", group=exchange.team)
-        return math.sqrt(exchange.mean(float((own - mean).square().sum())))
+        communicator.stats.sent(own.nbytes, own.nbytes)
+        mean: Tensor = allreduce(own.clone(), op="mean", group=communicator.group)
+        return math.sqrt(communicator.mean(float((own - mean).square().sum())))
 
 
 class GossipRun(LocalWeightsRun):
@@ -141,7 +141,7 @@ class GossipRun(LocalWeightsRun):
         strategy: Strategy,
         model: nn.Module,
         optimizer: Optimizer,
-        exchange: Communicator,
+        communicator: Communicator,
         settings: RunSettings,
         *,
         graph: Graph,
@@ -149,7 +149,7 @@ class GossipRun(LocalWeightsRun):
         beside: bool,
         gamma: float | None,
     ) -> None:
-        super().__init__(strategy, model, optimizer, exchange, settings)
+        super().__init__(strategy, model, optimizer, communicator, settings)
         self.graph = graph
         self._period, self._beside = period, beside
         self._since = 0
@@ -163,17 +163,17 @@ class GossipRun(LocalWeightsRun):
         self.mixing: Mixing | None = None
         """None in a world of one."""
         self._neighbours: Neighbours | None = None
-        if exchange.size > 1:
-            self._neighbours = Neighbours(exchange, graph)
+        if communicator.size > 1:
+            self._neighbours = Neighbours(communicator, graph)
             self.mixing = self._make_mixing(self._neighbours, gamma)
             self._sketch = ConsensusSketch(self.weights)
 
     def _make_mixing(self, neighbours: Neighbours, gamma: float | None) -> Mixing:
-        exchange, codec = self.exchange, self.exchange.codec
+        communicator, codec = self.communicator, self.communicator.codec
         if codec is None:
             return PlainMixing(neighbours, self.weights)
-        self._step_sizes = measure_step_sizes(exchange, self._names, codec, gamma)
-        return Choco(neighbours, self._names, codec, self._step_sizes, exchange.rank, self.settings.seed)
+        self._step_sizes = measure_step_sizes(communicator, self._names, codec, gamma)
+        return Choco(neighbours, self._names, codec, self._step_sizes, communicator.rank, self.settings.seed)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -187,7 +187,7 @@ class GossipRun(LocalWeightsRun):
 
     @property
     def copies_weights(self) -> bool:
-        return self.exchange.codec is not None
+        return self.communicator.codec is not None
 
     # Steps and rounds.
 
@@ -210,7 +210,7 @@ class GossipRun(LocalWeightsRun):
     def _begin_round(self) -> None:
         assert self.mixing is not None, "a worker alone has no rounds"
         if self.rounds % CONSENSUS_EVERY_ROUNDS == 0:
-            self.stats.consensus = self._sketch.measure(self.exchange, self.weights)
+            self.stats.consensus = self._sketch.measure(self.communicator, self.weights)
         if self.settings.check_finite:
             self._check_weights()
         self.mixing.begin(self.weights, self.rounds)
@@ -218,7 +218,7 @@ class GossipRun(LocalWeightsRun):
 
     def _check_weights(self) -> None:
         """Raise if an optimizer has made NaN or Inf of finite gradients."""
-        rank, steps = self.exchange.rank, self.stats.steps
+        rank, steps = self.communicator.rank, self.stats.steps
         for name, weight in self._names.items():
             if not bool(torch.isfinite(weight.detach()).all()):
                 raise DivergedError(f"NaN or Inf in {name} on rank {rank}", rank=rank, parameter=name, step=steps)
@@ -241,9 +241,9 @@ class GossipRun(LocalWeightsRun):
     def _count_active(self, active: bool) -> int:
         """How many workers have data. Only an epoch that may end earlier on some workers needs a message for it."""
         if not self._uneven:
-            return self.exchange.size
+            return self.communicator.size
         flags = torch.tensor([int(active)], dtype=torch.int64)
-        return int(allreduce(flags, op="sum", group=self.exchange.team))
+        return int(allreduce(flags, op="sum", group=self.communicator.group))
 
     def check_uneven(self) -> None:
         super().check_uneven()

@@ -70,14 +70,14 @@ class OneSided(Strategy):
         return True
 
     def attach(
-        self, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
     ) -> StrategyRun:
-        if exchange.codec is not None:
+        if communicator.codec is not None:
             raise IncompatibleError(
-                f"onesided puts states into memory as they are, and nobody is there to decode {exchange.codec!r}: "
+                f"onesided puts states into memory as they are, and nobody is there to decode {communicator.codec!r}: "
                 "leave the codec out, and send less with part=0.25 or every=4"
             )
-        return OneSidedRun(self, model, optimizer, exchange, settings)
+        return OneSidedRun(self, model, optimizer, communicator, settings)
 
     def draw(self, rank: int, number: int, workers: int, numel: int) -> tuple[int, int, int]:
         """The target of a worker's message of that number, its first element, and the number of elements.
@@ -97,10 +97,15 @@ class OneSidedRun(AsynchronousRun):
     strategy: OneSided
 
     def __init__(
-        self, strategy: OneSided, model: nn.Module, optimizer: Optimizer, exchange: Communicator, settings: RunSettings
+        self,
+        strategy: OneSided,
+        model: nn.Module,
+        optimizer: Optimizer,
+        communicator: Communicator,
+        settings: RunSettings,
     ) -> None:
-        super().__init__(strategy, model, optimizer, exchange, settings)
-        world = exchange.world
+        super().__init__(strategy, model, optimizer, communicator, settings)
+        world = communicator.world
         self.keys = KeyMap.of(model, optimizer)
         self.synchronised = {id(parameter) for parameter in self.keys.trains(model)}
         self.slots = Mailslots(
@@ -115,7 +120,7 @@ class OneSidedRun(AsynchronousRun):
         """Steps before the latest load, after which the sequence numbers start again."""
         self._same_size = True
         self._publish()
-        if exchange.size > 1:
+        if communicator.size > 1:
             world.barrier()  # no worker reads a window that is not filled
         self.hooks += [
             optimizer.register_step_pre_hook(self._before_step),
@@ -130,7 +135,7 @@ class OneSidedRun(AsynchronousRun):
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.settings.check_finite:
             check_gradients(self)
-        if self.exchange.size > 1:
+        if self.communicator.size > 1:
             self._before = self._read()
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -140,7 +145,7 @@ class OneSidedRun(AsynchronousRun):
         self._before = None
         self._publish()
         self._channel.count()
-        if self.exchange.size > 1 and self.stats.steps % self.strategy.every == 0:
+        if self.communicator.size > 1 and self.stats.steps % self.strategy.every == 0:
             self._send()
 
     def _blend(self, before: Array) -> None:
@@ -160,8 +165,8 @@ class OneSidedRun(AsynchronousRun):
                 self.stats.read_at(max(0, taken - message.sequence * self.strategy.every))
 
     def _send(self) -> None:
-        strategy, exchange, numel = self.strategy, self.exchange, self.keys.trained
-        to, first, count = strategy.draw(exchange.rank, self.stats.steps, exchange.size, numel)
+        strategy, communicator, numel = self.strategy, self.communicator, self.keys.trained
+        to, first, count = strategy.draw(communicator.rank, self.stats.steps, communicator.size, numel)
         if self.slots.post(self._window.local.numpy()[:numel], to, first, count):
             nbytes = HEADER_BYTES + 4 * count
             self.stats.sent(nbytes, nbytes)
@@ -189,10 +194,10 @@ class OneSidedRun(AsynchronousRun):
     def _load_weights(self, model: nn.Module) -> None:
         """Fill a model with the mean of the windows of all workers that are not lost."""
         rows = []
-        for rank in sorted([self.exchange.rank, *self._channel.others()]):
+        for rank in sorted([self.communicator.rank, *self._channel.others()]):
             row = torch.empty(self.keys.numel, dtype=torch.float32)
             try:
-                self._window.get(row, rank).wait(READ_TIMEOUT_S if rank != self.exchange.rank else None)
+                self._window.get(row, rank).wait(READ_TIMEOUT_S if rank != self.communicator.rank else None)
             except PeerLostError:
                 continue
             rows.append(row.double())
@@ -245,10 +250,10 @@ class OneSidedRun(AsynchronousRun):
         self._channel.resume(self.stats.steps)
 
     def shared_state(self) -> dict[str, Any]:
-        return {"workers": self.exchange.size}
+        return {"workers": self.communicator.size}
 
     def load_shared_state(self, state: Mapping[str, Any]) -> None:
-        self._same_size = int(state.get("workers", 0)) == self.exchange.size
+        self._same_size = int(state.get("workers", 0)) == self.communicator.size
         self.resume_steps()
 
     def local_state(self) -> dict[str, Any]:

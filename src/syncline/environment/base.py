@@ -62,6 +62,11 @@ class Environment:
                 f"{self.source} says local rank {self.local_rank} of {self.local_size} in a world of {self.size}"
             )
 
+    @property
+    def on_one_host(self) -> bool:
+        """Whether all ranks are known to share a host."""
+        return self.local_known and self.local_size == self.size
+
 
 class Variables:
     """The environment variables of one launcher. A missing or wrong one raises an error that names it."""

@@ -24,6 +24,7 @@ __all__ = [
     "find_rendezvous",
     "first_line",
     "listening_address",
+    "next_world_name",
     "open_bounded_store",
     "open_store",
     "program_name",
@@ -222,6 +223,13 @@ def open_store(environment: Environment, place: Rendezvous, timeout: float) -> T
     store = _stores[key]
     store.set_timeout(timedelta(seconds=timeout))
     return store
+
+
+def next_world_name(store: TCPStore, rank: int, label: str = "") -> str:
+    """The prefix of the keys of this rank's next world. It differs between worlds, and between restarts by torchrun."""
+    suffix = f"/{label}" if label else ""
+    generation = store.add(f"syncline/generation{suffix}/{rank}", 1)
+    return f"syncline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{generation}{suffix}"
 
 
 def open_bounded_store(place: Rendezvous, store: TCPStore, runtime: Runtime, timeout: float) -> BoundedStore:

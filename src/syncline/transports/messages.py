@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from syncline.errors import ProtocolError, WorldError
+from syncline.errors import PeerLostError, ProtocolError, WorldError
 from syncline.runtime import Event, Runtime
 from syncline.transports.base import (
     COMPARISON_TAGS,
@@ -44,7 +44,9 @@ __all__ = [
     "WarningLog",
     "channel_closed",
     "describe_recv",
+    "do_nothing",
     "pack_header",
+    "peer_lost_error",
     "tag_name",
 ]
 
@@ -182,7 +184,7 @@ class Mailbox:
         """Add a message. `matched` is called when a receive takes it."""
         nbytes = data.numel() if isinstance(data, Tensor) else len(data)
         with self._lock:
-            if self._place(ArrivedMessage(nbytes, source, tag, data, matched or _nothing)):
+            if self._place(ArrivedMessage(nbytes, source, tag, data, matched or do_nothing)):
                 return
             if self.waiting_bytes + nbytes > MAX_UNRECEIVED_BYTES:
                 self.arrived.pop()
@@ -200,7 +202,7 @@ class Mailbox:
         message does not fit; the receive then has an error.
         """
         with self._lock:
-            self._place(ArrivedMessage(nbytes, source, tag, None, _nothing, accept))
+            self._place(ArrivedMessage(nbytes, source, tag, None, do_nothing, accept))
 
     def _place(self, message: ArrivedMessage) -> bool:
         """Pass a message to its listener or to the first matching receive; else keep it and return False."""
@@ -356,8 +358,8 @@ def _discard(message: ArrivedMessage) -> None:
         message.accept(None)
 
 
-def _nothing() -> None:
-    return
+def do_nothing() -> None:
+    """The callback of a message whose sender need not know of its receive."""
 
 
 class CompletedHandle:
@@ -406,6 +408,19 @@ class MailboxHandle:
 def channel_closed(posted: PostedReceive) -> WorldError:
     """The error of a receive on a channel that this rank has closed or aborted."""
     return WorldError(f"this rank has closed the channel: no message arrives for {tag_name(posted.tag)} any more")
+
+
+def peer_lost_error(
+    me: str, peer: int | None, peer_name: str, pending: str, seconds: float, reason: str
+) -> PeerLostError:
+    """The error of a rank whose wait for `peer` has failed after `seconds`; 0 if it failed at once."""
+    after = f" after {seconds:.3g} s" if seconds else ""
+    return PeerLostError(
+        f"{me} lost {peer_name}{after} while waiting for {pending}: {reason}",
+        peer=peer,
+        pending=pending,
+        seconds=seconds,
+    )
 
 
 def describe_recv(transport: Transport, source: int | None, tag: int, nbytes: int) -> str:

@@ -29,7 +29,7 @@ from syncline.transports.base import (
     group_ranks_by_text,
 )
 from syncline.transports.faults import Delay, Drop, Duplicate, Fault, Kill, Partition, ranks_of, slowness
-from syncline.transports.messages import Mailbox, MailboxHandle, channel_closed, tag_name
+from syncline.transports.messages import Mailbox, MailboxHandle, channel_closed, do_nothing, tag_name
 from syncline.transports.network import Network
 
 __all__ = ["Message", "SimulatedNetwork", "SimulatedTransport", "VirtualTiming", "job_channel", "kill_rank"]
@@ -495,10 +495,6 @@ def kill_rank(transport: Transport) -> None:
     network.kernel.schedule(0.0, network.kill_callback(transport.global_rank))
 
 
-def _nothing() -> None:
-    return
-
-
 class _SimulatedSend:
     """Done when the port is free and, above the network's eager limit, the receive is posted."""
 
@@ -511,7 +507,7 @@ class _SimulatedSend:
         self.nbytes = nbytes
         self.left = 0.0
         self._event = transport.runtime.event() if wait_for_match else None
-        self.matched = _nothing if self._event is None else self._event.set
+        self.matched = do_nothing if self._event is None else self._event.set
 
     def wait(self, timeout: float | None = None) -> None:
         transport = self._transport

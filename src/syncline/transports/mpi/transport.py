@@ -26,7 +26,7 @@ from torch import Tensor
 
 from syncline.errors import PeerLostError, ProtocolError, UnsupportedError, WorldError
 from syncline.transports.base import Handle, RemoteMemory, Transport, Window, format_bytes, mismatch_hint
-from syncline.transports.messages import MAX_UNRECEIVED_BYTES, CompletedHandle, describe_recv, tag_name
+from syncline.transports.messages import MAX_UNRECEIVED_BYTES, CompletedHandle, describe_recv, peer_lost_error, tag_name
 from syncline.transports.mpi.engine import JOIN_TIMEOUT_S, MpiProcess, RequestHandle, byte_spec, mpi_tag
 from syncline.transports.mpi.native import MpiWindow, NativeMpi
 
@@ -305,20 +305,15 @@ class MpiTransport(Transport):
         self.engine.lost = self.engine.lost or (for_good and not self.has_ended())
 
     def failure(self, peer: int | None, pending: str, seconds: float, cause: BaseException | None) -> Exception:
-        who = "a peer" if peer is None else f"rank {self.members[peer]}"
+        lost = None if peer is None else self.members[peer]
         if cause is not None:
             reason = f"MPI says {cause}"
         elif self.has_ended():
             reason = "this rank has closed or aborted the channel"
         else:
             reason = "it has not arrived; MPI does not report which ranks are alive: read that rank's own output"
-        after = f" after {seconds:.3g} s" if seconds else ""
-        return PeerLostError(
-            f"rank {self.members[self.rank]} lost {who}{after} while waiting for {pending}: {reason}",
-            peer=None if peer is None else self.members[peer],
-            pending=pending,
-            seconds=seconds,
-        )
+        name = "a peer" if lost is None else f"rank {lost}"
+        return peer_lost_error(f"rank {self.members[self.rank]}", lost, name, pending, seconds, reason)
 
     def abort(self) -> None:
         """Break every wait of this rank on this channel; the peers' waits end at their timeout."""

@@ -179,11 +179,10 @@ class DefaultGroup:
             _check(environment)
             return
         both = torch.cuda.is_available() and dist.is_nccl_available()
-        one_host = environment.local_known and environment.local_size == environment.size
         self._hook = sys.excepthook
         store = _store(environment, timeout)
         try:
-            with _on_loopback() if one_host else nullcontext():
+            with _on_loopback() if environment.on_one_host else nullcontext():
                 dist.init_process_group(
                     backend or ("cpu:gloo,cuda:nccl" if both else "gloo"),
                     store=store,

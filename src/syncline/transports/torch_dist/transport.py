@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -39,6 +38,7 @@ from syncline.transports.key_value_store import (
     find_rendezvous,
     first_line,
     listening_address,
+    next_world_name,
     open_bounded_store,
     open_store,
     program_name,
@@ -55,6 +55,7 @@ from syncline.transports.messages import (
     WarningLog,
     channel_closed,
     describe_recv,
+    peer_lost_error,
 )
 from syncline.transports.torch_dist.process_groups import ProcessGroupFactory
 
@@ -454,13 +455,7 @@ class TorchTransport(Transport):
         who = "a peer" if loss.rank is None else f"rank {loss.rank}"
         if loss.rank == self.members[self.rank]:
             loss, who = LossReason(loss.rank, "they have declared this rank lost"), "the others"
-        after = f" after {seconds:.3g} s" if seconds else ""
-        return PeerLostError(
-            f"rank {self.members[self.rank]} lost {who}{after} while waiting for {pending}: {loss.reason}",
-            peer=loss.rank,
-            pending=pending,
-            seconds=seconds,
-        )
+        return peer_lost_error(f"rank {self.members[self.rank]}", loss.rank, who, pending, seconds, loss.reason)
 
     def abort(self) -> None:
         """Break every wait on this channel, here and at the peers, as gloo does when one wait times out."""
@@ -539,9 +534,7 @@ def connect(environment: Environment, timeout: float) -> TorchTransport:
     """Join the world that the launcher describes. Every rank calls it; it returns when all have joined."""
     place = find_rendezvous(environment)
     store = open_store(environment, place, timeout)
-    generation = store.add(f"syncline/generation/{environment.rank}", 1)
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    name = f"syncline/{restart}/{generation}"
+    name = next_world_name(store, environment.rank)
     prefix = PrefixStore(name, store)
     prefix.set(f"here/{environment.rank}", "1")
     runtime = RealRuntime()
@@ -555,8 +548,8 @@ def connect(environment: Environment, timeout: float) -> TorchTransport:
         host_rank=None if place.hosted else 0,
         program=program_name(),
     )
-    one_host = environment.local_known and environment.local_size == environment.size
-    engine = ProcessGroupFactory(prefix, liveness, timeout, listening_address(place.address, one_host), watch.close)
+    address = listening_address(place.address, environment.on_one_host)
+    engine = ProcessGroupFactory(prefix, liveness, timeout, address, watch.close)
     try:
         return TorchTransport(engine, tuple(range(environment.size)), environment.rank)
     except WorldError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,6 +16,7 @@ from syncline.transports.key_value_store import (
     find_rendezvous,
     first_line,
     listening_address,
+    next_world_name,
     open_bounded_store,
     open_store,
     program_name,
@@ -49,15 +49,12 @@ def connect(
     """
     place = find_rendezvous(environment)
     store = open_store(environment, place, timeout)
-    suffix = f"/{label}" if label else ""
-    generation = store.add(f"syncline/generation{suffix}/{environment.rank}", 1)
-    world = f"syncline/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{generation}{suffix}"
-    one_host = environment.local_known and environment.local_size == environment.size
-    node = _node(store, place, world, timeout, key, one_host, name_of)
+    world = next_world_name(store, environment.rank, label)
+    node = _node(store, place, world, timeout, key, environment.on_one_host, name_of)
     with _closing_on_error(node):
         if environment.rank == 0:
             node.membership.open(environment.size)
-            store.set(f"syncline/world{suffix}", world)
+            store.set(f"syncline/world/{label}" if label else "syncline/world", world)
         node.join(environment.rank)
         _await_all(node, environment, place, timeout if join_timeout is None else join_timeout)
         node.membership.check_versions(launched=environment.size)

@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from syncline.errors import PeerLostError, ProtocolError
+from syncline.errors import ProtocolError
 from syncline.runtime import Event, Runtime
 from syncline.transports.base import format_bytes
-from syncline.transports.messages import Mailbox, MessageHeader, PostedReceive, pack_header
+from syncline.transports.messages import Mailbox, MessageHeader, PostedReceive, pack_header, peer_lost_error
 
 __all__ = ["FRAME_KINDS", "GOODBYE", "PING", "OutgoingMessage", "PeerConnection", "TooManyOffersError"]
 
@@ -174,7 +174,7 @@ class PeerConnection:
                 return True
 
     def _too_many_offers(self) -> Exception:
-        oldest = next((outgoing for outgoing in self.offers.values() if not outgoing.done), None)
+        oldest = self._oldest()
         if oldest is not None:
             return TooManyOffersError(oldest)
         return ConnectionError(f"it has not taken {len(self.offers)} messages that were given up since")
@@ -182,7 +182,10 @@ class PeerConnection:
     def oldest(self) -> OutgoingMessage | None:
         """The message that has waited longest to be taken, without abandoned ones."""
         with self._lock:
-            return next((outgoing for outgoing in self.offers.values() if not outgoing.done), None)
+            return self._oldest()
+
+    def _oldest(self) -> OutgoingMessage | None:
+        return next((outgoing for outgoing in self.offers.values() if not outgoing.done), None)
 
     def abandon(self, channel: int, error: str) -> None:
         """Abandon the messages of a channel that the peer has not taken. They stay offered: the peer may answer."""
@@ -325,11 +328,13 @@ class PeerConnection:
             incoming = self.incoming.pop(header.number, None)
             if incoming is None:
                 raise self._broken(f"it gives up message {header.number}, which was not accepted")
-            pending = f"a message (tag {incoming.posted.tag})"
-            incoming.posted.error = PeerLostError(
-                f"rank {self._me} lost rank {self.peer} while waiting for {pending}: it has given the message up",
-                peer=self.peer,
-                pending=pending,
+            incoming.posted.error = peer_lost_error(
+                f"rank {self._me}",
+                self.peer,
+                f"rank {self.peer}",
+                f"a message (tag {incoming.posted.tag})",
+                0.0,
+                "it has given the message up",
             )
             incoming.posted.finish()
             self._send_frame(DONE, header.number)

@@ -27,7 +27,7 @@ from syncline.environment.base import check_versions
 from syncline.environment.heartbeats import DEAD
 from syncline.errors import WorldError
 from syncline.runtime import Runtime
-from syncline.transports.key_value_store import KeyValueStore, StoreSilentError
+from syncline.transports.key_value_store import KeyValueStore, StoreSilentError, first_line
 from syncline.transports.messages import WarningLog
 
 __all__ = ["KEY_VARIABLE", "CurveSecurity", "MemberEntry", "MembershipLog", "choose_key"]
@@ -158,12 +158,12 @@ class MembershipLog:
                 self.answers = True
             except StoreSilentError as error:
                 if self.answers:
-                    logger.warning("the launcher's store does not answer: nobody can join meanwhile (%s)", error)
+                    logger.warning("the launcher's store does not answer: no process can join meanwhile (%s)", error)
                 self.answers = False
             except RuntimeError as error:
                 self.reachable = False
-                reason = str(error).strip().split("\n", 1)[0][:200]
-                logger.warning("the launcher's store does not answer: nobody can join any more (%s)", reason)
+                reason = first_line(error)[:200]
+                logger.warning("the launcher's store does not answer: no process can join any more (%s)", reason)
 
     def _apply(self, entries: list[MemberEntry]) -> None:
         for entry in entries:

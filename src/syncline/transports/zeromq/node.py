@@ -24,7 +24,14 @@ from syncline.errors import PeerLostError, ProtocolError, WorldError
 from syncline.runtime import Event, Runtime, caller
 from syncline.transports.base import format_bytes
 from syncline.transports.liveness import Liveness
-from syncline.transports.messages import HEADER_BYTES, Mailbox, MessageHeader, PostedReceive, WarningLog
+from syncline.transports.messages import (
+    HEADER_BYTES,
+    Mailbox,
+    MessageHeader,
+    PostedReceive,
+    WarningLog,
+    peer_lost_error,
+)
 from syncline.transports.zeromq.connection import FRAME_KINDS, GOODBYE, PART, PART_BYTES, PING, PeerConnection
 from syncline.transports.zeromq.membership import CurveSecurity, MemberEntry, MembershipLog
 
@@ -664,14 +671,8 @@ class Node:
 
     def peer_lost(self, rank: int | None, reason: str, pending: str, seconds: float) -> PeerLostError:
         """The error that names a lost rank."""
-        who = "a peer" if rank is None else self.name(rank)
-        after = f" after {seconds:.3g} s" if seconds else ""
-        return PeerLostError(
-            f"{self.name()} lost {who}{after} while waiting for {pending}: {reason}",
-            peer=rank,
-            pending=pending,
-            seconds=seconds,
-        )
+        name = "a peer" if rank is None else self.name(rank)
+        return peer_lost_error(self.name(), rank, name, pending, seconds, reason)
 
     def close(self, timeout: float) -> None:
         """Deliver the messages that peers still have to take, send goodbye messages, and close the sockets."""

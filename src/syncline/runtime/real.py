@@ -47,8 +47,7 @@ class RealRuntime:
     def sleep(self, seconds: float) -> None:
         time.sleep(max(0.0, seconds))
 
-    def now(self) -> float:
-        return time.monotonic()
+    now = staticmethod(time.monotonic)
 
 
 class _ThreadTask:

@@ -1,4 +1,4 @@
-"""What the recorder takes while it runs: spans told afterwards, sinks that come and go, many threads."""
+"""The recorder while it runs: spans recorded afterwards, sinks added and removed, many threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads and the wall clock, by the contract of a runtime."""
+"""The runtime contract on threads and the wall clock."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_join_raises_what_the_task_raised(runtime: RealRuntime) -> None:
 
 
 def test_join_raises_even_exits(runtime: RealRuntime) -> None:
-    """SystemExit in a task ends the task, and is told to who joins it."""
+    """SystemExit in a task ends the task, and `join` raises it."""
 
     def work() -> None:
         raise SystemExit(3)
@@ -170,7 +170,7 @@ def test_queues_are_bounded(runtime: RealRuntime, capacity: int) -> None:
 
 
 def holder(runtime: RealRuntime) -> tuple[Callable[[], None], Callable[[], bool]]:
-    """What enters a lock, and whether two were ever inside."""
+    """Counts the tasks inside a lock, and records whether two were inside at once."""
     lock, inside, crowded = runtime.lock(), [0], [False]
 
     def enter() -> None:
@@ -192,7 +192,7 @@ def test_lock_excludes(runtime: RealRuntime) -> None:
 
 
 def test_lock_is_held_until_left(runtime: RealRuntime) -> None:
-    """Who comes second enters when the first has left, also when it left by an error."""
+    """The second task enters when the first has left, also if that one raised an error."""
     lock = runtime.lock()
     inside = runtime.event()
     tasks: list[Task] = []

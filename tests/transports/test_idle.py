@@ -1,4 +1,4 @@
-"""Waits without end, and who is known to be gone while one waits."""
+"""Waits without a timeout, and lost ranks that end them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from syncline.transports import SingleTransport, Transport
 from syncline.transports.zeromq import node
 from tests.transports.zeromq_worlds import Here
 
-PATIENCE = 60.0
+TEST_TIMEOUT_S = 60.0
 
 
 def serve(transport: Transport) -> None:
-    """Answer everyone, for good."""
+    """Answer every request, until the channel closes."""
     while True:
         buffer = torch.zeros(1)
         handle = transport.recv(buffer, None, 1)
@@ -134,14 +134,14 @@ def test_a_closed_world_of_one_refuses_operations() -> None:
 
 
 def wait_until(true: Callable[[], object]) -> None:
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + TEST_TIMEOUT_S
     while not true():
         assert time.monotonic() < until, "it has not come about"
         time.sleep(0.01)
 
 
 def test_an_idle_wait_logs_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """On real threads: one waits without end, one with a timeout, and only of the second is it said."""
+    """On real threads: only the wait with a timeout logs a warning."""
     monkeypatch.setattr(node, "WARN_AFTER_S", 0.05)
     with Here(2) as here, caplog.at_level(logging.WARNING, logger="syncline"):
         first, second = here.ranks
@@ -150,7 +150,7 @@ def test_an_idle_wait_logs_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pyte
         timed = runtime.spawn(second.recv(torch.zeros(1), 0, 2).wait, 100.0)
         wait_until(lambda: "tag 2" in caplog.text)
         first.send(torch.ones(1), 1, 2).wait()
-        assert timed.join(PATIENCE)
+        assert timed.join(TEST_TIMEOUT_S)
         first.send(torch.ones(1), 1, 1).wait()
-        assert idle.join(PATIENCE)
+        assert idle.join(TEST_TIMEOUT_S)
     assert "tag 1" not in caplog.text

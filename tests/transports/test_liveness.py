@@ -1,4 +1,4 @@
-"""Who is blamed for a wait: by the records that ranks keep in a store, in virtual time; and a store that hangs."""
+"""Which rank an error names, from the records in the store, in virtual time; and a store that hangs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from syncline.runtime import RealRuntime
 from syncline.transports.key_value_store import BoundedStore, StoreSilentError
 from syncline.transports.liveness import HEARTBEAT_EVERY_S, Liveness, LossReason
 
-PATIENCE = 60.0
+TEST_TIMEOUT_S = 60.0
 
 
 class Table:
@@ -48,7 +48,7 @@ Watch = Callable[[sl.World], Liveness]
 
 
 def watching(gone: dict[int, str] | None = None) -> tuple[Table, Watch]:
-    """A store, and a watch over it for each rank; with `gone`, on a transport whose members may go and others stay."""
+    """A store, and the liveness of each rank; with `gone`, on a transport whose members may leave one by one."""
     table = Table()
 
     def watch(world: sl.World) -> Liveness:
@@ -59,7 +59,7 @@ def watching(gone: dict[int, str] | None = None) -> tuple[Table, Watch]:
 
 
 def ring(watch: Watch, *, frozen: int, gone: dict[int, str] | None = None) -> list[Any]:
-    """Every rank waits for the one before it; `frozen` sends no heartbeat. Whom each blames at its timeout."""
+    """Every rank waits for the one before it; `frozen` sends no heartbeat. Returns the rank that each one names."""
 
     def wait(world: sl.World) -> LossReason | None:
         liveness, before = watch(world), (world.rank - 1) % world.size
@@ -106,7 +106,7 @@ def test_a_rank_that_ended_because_of_another_is_not_blamed() -> None:
 
 
 def test_a_blame_does_not_outlive_the_next_wait() -> None:
-    """A rank that goes on after a loss and then ends by itself is to blame for that."""
+    """A rank that continues after a loss and then ends by itself is named."""
     _, watch = watching({})
 
     def wait(world: sl.World) -> LossReason:
@@ -186,7 +186,7 @@ def test_another_loss_in_a_group_of_survivors_is_named() -> None:
 
 
 def test_ranks_in_different_operations_end_their_waits() -> None:
-    """Both wait in their third call: neither would ever end. Both are told soon, with both names."""
+    """Both wait in their third call, and neither wait would end. Both get an error that names both operations."""
     _, watch = watching()
     broken: list[tuple[int, float]] = []
 
@@ -223,7 +223,7 @@ def test_who_is_late_breaks_nothing_off() -> None:
 
 
 def test_deaths_are_read_despite_errors_of_the_store(caplog: pytest.LogCaptureFixture) -> None:
-    """Neither an entry that nobody can read nor a store that fails midway ends the beat or hides another death."""
+    """Neither an unreadable entry nor an error of the store ends the heartbeats or hides another death."""
 
     class Flaky(Table):
         failed = False
@@ -268,7 +268,7 @@ def test_the_launcher_sees_heartbeats_until_the_world_closes() -> None:
 
 
 def test_heartbeats_continue_if_pending_work_cannot_be_described(caplog: pytest.LogCaptureFixture) -> None:
-    """What it is asked for is the strategy's own code: an error there must not end its heartbeats."""
+    """The description comes from the strategy's code. An error there must not end the heartbeats."""
     table = Table()
 
     def live(world: sl.World) -> list[str]:
@@ -296,12 +296,12 @@ class Stuck(Table):
         self.mended = RealRuntime().event()
 
     def set(self, key: str, value: str) -> None:
-        self.mended.wait(PATIENCE)
+        self.mended.wait(TEST_TIMEOUT_S)
         super().set(key, value)
 
 
 def test_a_store_that_hangs_ends_every_call() -> None:
-    """The first after its time, the next at once; once it answers again, so do they."""
+    """The first call fails at its timeout, the next ones at once. They work again when the store answers."""
     stuck, runtime = Stuck(), RealRuntime()
     store = BoundedStore(stuck, runtime, timeout_s=0.05)
     with pytest.raises(StoreSilentError, match="did not answer within"):
@@ -309,11 +309,11 @@ def test_a_store_that_hangs_ends_every_call() -> None:
     began = runtime.now()
     with pytest.raises(StoreSilentError, match="has not answered for"):
         store.check(["key"])
-    assert runtime.now() - began < PATIENCE / 2
+    assert runtime.now() - began < TEST_TIMEOUT_S / 2
     stuck.mended.set()
     while "key" not in stuck.rows:
         runtime.sleep(0.001)
-    until = runtime.now() + PATIENCE
+    until = runtime.now() + TEST_TIMEOUT_S
     while runtime.now() < until:
         try:
             assert store.prefixed("a").add("b", 2) == 2
@@ -331,7 +331,7 @@ def test_closing_does_not_hang_on_a_store_that_does() -> None:
     liveness = Liveness(store, store, 0, 2, runtime, program="rank 0")
     began = runtime.now()
     liveness.close()
-    assert runtime.now() - began < PATIENCE / 2
+    assert runtime.now() - began < TEST_TIMEOUT_S / 2
     stuck.mended.set()
     store.close()
 

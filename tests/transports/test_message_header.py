@@ -1,4 +1,4 @@
-"""Headers: what is packed is read, and anything else is refused with the peer's name."""
+"""Headers: a packed header is read back, and any other bytes are refused with the peer's rank."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def forged(
     number: int = 1,
     channel: int = 0,
 ) -> bytes:
-    """A header made by hand from the drawing in frames.py, its checksum right whatever it says."""
+    """A header made by hand from the diagram in messages.py, with a valid checksum for any fields."""
     fields = magic + struct.pack("<BBHIIQII", version, kind, reserved, sender, tag, length, number, channel)
     return fields + struct.pack("<I", zlib.crc32(fields))
 
@@ -81,7 +81,7 @@ def test_round_trip(header: MessageHeader) -> None:
     ],
 )
 def test_refusals(data: bytes, reason: str) -> None:
-    """Each thing that can be wrong is a ProtocolError that says what and from whom."""
+    """Each possible fault raises a ProtocolError with the reason and the sender."""
     with pytest.raises(ProtocolError) as caught:
         MessageHeader.read(data, peer=3)
     assert str(caught.value).startswith("header from rank 3 refused: ")
@@ -101,7 +101,7 @@ def test_the_longest_length_is_read() -> None:
     | st.binary(min_size=31, max_size=31).map(lambda b: b"SYNC\x01" + b)
 )
 def test_random_bytes_are_refused(data: bytes) -> None:
-    """Bytes from nowhere are refused, however long and however they begin."""
+    """Random bytes are refused, of any length and with any beginning."""
     with pytest.raises(ProtocolError, match="header from rank 5 refused") as caught:
         MessageHeader.read(data, peer=5)
     assert caught.value.peer == 5

@@ -1,4 +1,4 @@
-"""What two ZeroMQ nodes say to each other, without a socket: every interleaving is ours to choose."""
+"""The protocol between two ZeroMQ nodes, without a socket: the test chooses every interleaving."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class Play:
 
 @pytest.mark.hunt
 def test_any_interleaving() -> None:
-    """Every message comes once, whole and in order; what waits is bounded; nobody waits for good."""
+    """Every message arrives once, complete and in order; unreceived bytes are bounded; every wait ends."""
     for seed in range(20_000 if os.environ.get("SYNCLINE_HUNT") else 300):
         play = Play(seed)
         try:
@@ -203,7 +203,7 @@ def test_any_interleaving() -> None:
 
 @pytest.mark.parametrize(("what", "length"), [("NUMBER_MODULUS", 1), ("BYTES_MODULUS", 8)])
 def test_counts_wrap_around(monkeypatch: pytest.MonkeyPatch, what: str, length: int) -> None:
-    """After the last number comes the first, of messages and of bytes: counting goes on, and so does the credit."""
+    """Message numbers and byte counts wrap around, and credit is still granted."""
     monkeypatch.setattr(connection, what, 32 if what == "NUMBER_MODULUS" else 256)
     play = Play(0)
     link, box = play.links[0, 1], play.boxes[1]
@@ -231,7 +231,7 @@ def test_a_connection_outlives_a_tebibyte() -> None:
     assert link.credit[1] > messages.MAX_MESSAGE_BYTES
 
 
-# One link, and a peer that keeps the rules or breaks them.
+# One connection, and a peer that keeps the protocol or breaks it.
 
 
 @pytest.fixture
@@ -384,7 +384,7 @@ def test_a_sender_with_too_many_offers_names_the_oldest(ear: Ear) -> None:
 
 
 def test_a_message_that_is_too_long_is_refused(ear: Ear) -> None:
-    """Its sender is told that it is done with; none of its bytes comes."""
+    """Its sender gets DONE, and none of its bytes arrives."""
     posted = ear.post(8)
     ear.hears(OFFER, 0, 20)
     assert ear.said == [(DONE, 0, 0)]
@@ -424,7 +424,7 @@ def test_a_lost_link_breaks_both_ways(ear: Ear) -> None:
 
 
 def test_one_that_leaves_is_still_heard(ear: Ear) -> None:
-    """It takes nothing more, but what it sent before its farewell is delivered."""
+    """It takes no messages, but those that it sent before its goodbye message are delivered."""
     ear.connection.left = "it has left"
     with pytest.raises(ConnectionError, match="it has left"):
         ear.connection.send(0, 0, blank(1))

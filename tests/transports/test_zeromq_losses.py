@@ -1,4 +1,4 @@
-"""Who is lost on ZeroMQ, who is to blame, and what comes late: nodes in one process, some of them silent."""
+"""Lost ranks on ZeroMQ, the rank that errors name, and late messages: nodes in one process, some silent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def failure(wait: Callable[[], object]) -> PeerLostError:
 
 
 def waiting(rank: ZmqTransport, source: int, timeout: float) -> Callable[[], PeerLostError]:
-    """Begin to wait for a message in a task; what is returned gives the error it ended with."""
+    """Wait for a message in a task. Returns a function that returns the error of the wait."""
     found: list[PeerLostError] = []
     rank.timeout = timeout
     receipt = rank.recv(torch.zeros(1), source, 5)
@@ -48,7 +48,7 @@ def waiting(rank: ZmqTransport, source: int, timeout: float) -> Callable[[], Pee
 
 
 def test_a_silent_member_is_lost_after_the_stated_time(here: Here) -> None:
-    """It is connected and says nothing: `lost()` names it, and so does who waits for it."""
+    """It is connected and sends nothing: `lost()` and the error of a waiting rank name it."""
     first = here.ranks[0]
     first.node.lost_after_s = 0.5
     with Rogue(here) as silent:
@@ -61,7 +61,7 @@ def test_a_silent_member_is_lost_after_the_stated_time(here: Here) -> None:
 
 
 def test_messages_of_a_lost_member_are_dropped(here: Here) -> None:
-    """The others have gone on without it: nothing of it is delivered any more."""
+    """The others continue without it, so its late messages are not delivered."""
     first = here.ranks[0]
     first.node.lost_after_s = 0.5
     with Rogue(here) as frozen:
@@ -79,7 +79,7 @@ def test_messages_of_a_lost_member_are_dropped(here: Here) -> None:
 
 
 def test_a_process_that_was_suspended_blames_nobody(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped and woken again, it finds old words from everybody; that is its own doing."""
+    """After its own suspension the last messages of all peers are old. None of them is lost."""
     first = here.ranks[0]
     first.monitor.watch([1, 2])
     until(lambda: all(peer.heard for peer in first.node.peers.values()), "they are connected")
@@ -102,7 +102,7 @@ def test_the_launcher_decides_about_a_completely_silent_process(here: Here) -> N
     peer = first.node.peers[1]
     until(
         lambda: peer.heartbeat is not None and first.runtime.now() - peer.heard > 1.0,
-        "several looks have found it silent",
+        "several checks have found it silent",
     )
     assert first.lost() == {}
 
@@ -110,7 +110,7 @@ def test_the_launcher_decides_about_a_completely_silent_process(here: Here) -> N
         silent.liveness.write()
         return 1 in first.lost()
 
-    until(write_and_look, "records come, and no word")
+    until(write_and_look, "it writes records and sends no message")
 
 
 def test_all_name_the_frozen_rank_of_a_chain(here: Here) -> None:
@@ -125,7 +125,7 @@ def test_all_name_the_frozen_rank_of_a_chain(here: Here) -> None:
 
 
 def test_a_rank_that_left_because_of_another_is_not_blamed(here: Here) -> None:
-    """Rank 1 has lost a peer, and leaves for that; rank 0, which waited for rank 1, names the one behind it."""
+    """Rank 1 leaves because it has lost a peer. Rank 0, which waited for rank 1, names that peer."""
     with Rogue(here) as killed:
         until(lambda: killed.rank in here.ranks[1].present(), "it is there")
         result = waiting(here.ranks[0], 1, TEST_TIMEOUT_S)
@@ -139,7 +139,7 @@ def test_a_rank_that_left_because_of_another_is_not_blamed(here: Here) -> None:
 
 
 def test_a_loss_is_recorded_before_the_waits_end(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server's client asks who is lost as soon as its wait breaks."""
+    """A client of a server reads the lost ranks as soon as its wait fails."""
     first, known = here.ranks[0], list[bool]()
     lose = node.Node.lose
     with Rogue(here) as gone:
@@ -157,7 +157,7 @@ def test_a_loss_is_recorded_before_the_waits_end(here: Here, monkeypatch: pytest
 
 
 def test_a_rank_that_is_cut_off_gives_up(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the store nor any peer answers: it is this rank that is cut off, and it says so; closing ends too."""
+    """Neither the store nor any peer answers: the error says that this rank is cut off, and closing returns."""
     first = here.ranks[0]
     first.monitor.watch([1, 2])
     talk(first, here.ranks[1])
@@ -191,7 +191,7 @@ class Stuck:
 
 
 def test_a_rank_that_ends_before_it_joins_is_named_at_once() -> None:
-    """The launcher knows of its end: nobody waits for the whole timeout."""
+    """The launcher has recorded its end, so no rank waits for the whole timeout."""
     store = serve_a_store()
     store.set("syncline/dead/1", json.dumps({"rank": 1, "reason": "it was killed by signal 9 (SIGKILL)"}))
     store.add("syncline/dead", 1)
@@ -216,7 +216,7 @@ def test_members_of_different_versions_refuse_each_other(here: Here, monkeypatch
 
 
 def test_launched_ranks_of_different_versions_all_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first to find out leaves at once; the other does not take that for a loss."""
+    """The first rank that notices leaves at once. The other reports the versions, not a loss."""
     store, versions, told = serve_a_store(), ["1.2", "9.9.9"], list[str]()
     monkeypatch.setattr(node, "package_version", lambda: versions.pop())
 
@@ -231,11 +231,11 @@ def test_launched_ranks_of_different_versions_all_say_so(monkeypatch: pytest.Mon
     assert len(told) == 2
 
 
-# Strangers.
+# Unknown senders.
 
 
 def test_strangers_fill_no_log(here: Here, caplog: pytest.LogCaptureFixture) -> None:
-    """A few lines, then none for a while, however many call; those in between are counted."""
+    """A few lines are logged; the others are only counted."""
     victim = here.ranks[0]
     for number in range(50):
         with Caller(victim.node.endpoint, b"stranger %d" % number) as stranger:

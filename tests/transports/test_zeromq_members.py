@@ -1,4 +1,4 @@
-"""A directory with gaps, rumours of death, channels that are closed or given up: who is believed and who is told."""
+"""Missing entries of the membership log, unsigned records of dead ranks, and channels that are closed or aborted."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def team(world: Here, name: str = "0.1.test") -> list[ZmqTransport]:
     return [ZmqTransport(rank.node, (0, 1), rank.timeout, name) for rank in world.ranks[:2]]
 
 
-# Gaps.
+# Missing entries.
 
 
 def test_a_join_reads_past_a_gap(here: Here) -> None:
-    """A writer is lost between counting and writing: those who come after it are found all the same."""
+    """A process is lost between counting and writing its entry. Later entries are still read."""
     here.ranks[0].node.membership.store.add("version", 1)
     here.ranks.append(come_later(here.port))
     for rank in here.ranks[:3]:
@@ -84,7 +84,7 @@ class Late(Rogue):
 
 
 def test_frames_before_the_membership_entry_are_kept(locked: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that it says is lost, and the order stays."""
+    """All its messages arrive, in order."""
     victim = locked.ranks[0]
     with Late(locked, monkeypatch) as late:
         for number in range(3):
@@ -133,7 +133,7 @@ def test_frames_of_unverified_peers_are_bounded(
 
 
 def test_a_stranger_counts_up_the_log(here: Here) -> None:
-    """Neither memory nor time go with what it has counted."""
+    """Memory and time do not grow with the number of missing entries."""
     ours = here.ranks[0].node.membership
     ours.store.add("version", 10**9)
     until(lambda: ours.missing, "it is seen")
@@ -144,7 +144,7 @@ def test_a_stranger_counts_up_the_log(here: Here) -> None:
 
 
 def test_a_suspended_writer_posts_its_entry_again(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others may have given its number up."""
+    """The others may have given up waiting for its entry."""
     ours = here.ranks[0].node.membership
     before = ours.store.add("version", 0)
     monkeypatch.setattr(membership, "MISSING_ENTRY_TIMEOUT_S", 0.0)
@@ -170,17 +170,17 @@ def test_a_failed_join_closes_its_sockets(here: Here, monkeypatch: pytest.Monkey
     assert [node.closed for node in nodes] == [True]
 
 
-# Rumours of death.
+# Unsigned records of dead ranks.
 
 
 def spread(world: Here, rank: int) -> None:
-    """What the launcher writes, or anyone."""
+    """Write a record as the launcher does; any process can."""
     world.store.set(f"syncline/dead/{rank}", json.dumps({"rank": rank, "reason": "it was killed"}))
     world.store.add("syncline/dead", 1)
 
 
 def test_with_a_key_an_unsigned_record_removes_nobody(locked: Here) -> None:
-    """All of them answer: the rumour is forgotten."""
+    """All of them answer, so the record is dropped."""
     for rank in range(3):
         spread(locked, rank)
     others = [(rank, other) for rank in locked.ranks for other in range(3) if other != rank.rank]
@@ -216,7 +216,7 @@ def test_lost_ranks_differ_from_ranks_that_left(here: Here, caplog: pytest.LogCa
     assert "rank 2 is lost" not in caplog.text
 
 
-# Waiting for anyone.
+# Receives from any rank.
 
 
 def test_what_is_known_when_nobody_has_sent(here: Here) -> None:
@@ -236,11 +236,11 @@ def test_what_is_known_when_nobody_has_sent(here: Here) -> None:
     assert word().endswith("everyone it could come from is gone: rank 1 (it has left), rank 2 (it has left)")
 
 
-# Channels that are closed, or given up.
+# Channels that are closed or aborted.
 
 
 def test_closing_a_channel_finishes_the_sends_to_it(here: Here) -> None:
-    """Before and after: senders are done, their room comes back, and no mailbox stays."""
+    """Before and after closing: sends end, their credit is returned, and no mailbox is left."""
     sender, receiver = team(here)
     link = receiver.node.connection(0)
     sent = [sender.send(large(), 1, 5), sender.send(torch.ones(3), 1, 5)]
@@ -259,7 +259,7 @@ def test_closing_a_channel_finishes_the_sends_to_it(here: Here) -> None:
 
 
 def test_abort_breaks_sends_too(here: Here, caplog: pytest.LogCaptureFixture) -> None:
-    """Who waits is told; the peer too when it wants the message; and closing waits for none of it."""
+    """The waits end with an error, the peer's receive too, and closing does not wait for the messages."""
     first, second = here.ranks[:2]
     sender, receiver = team(here)
     words: list[str] = []

@@ -1,4 +1,4 @@
-"""What processes do in the tests of ZeroMQ: on the shared pool, or in a crew of their own."""
+"""Functions that the processes of the ZeroMQ tests run: on the shared pool, or in separate processes."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def press(transport: ZmqTransport, messages: int) -> int:
     return grown
 
 
-# In a crew.
+# In separate processes.
 
 
 def lose_one(pipe: Pipe, port: int, rank: int) -> str:
@@ -127,7 +127,7 @@ def lose_one(pipe: Pipe, port: int, rank: int) -> str:
 
 
 def _broken(transport: ZmqTransport, peer: int) -> PeerLostError:
-    """What a wait for this peer ends with: a send by rank 1, a receive by the others."""
+    """The error of a wait for this peer: a send by rank 1, a receive by the others."""
     start = transport.send if transport.rank == 1 else transport.recv
     with pytest.raises(PeerLostError) as caught:
         start(torch.zeros(LARGE, dtype=torch.uint8), peer, 9).wait()

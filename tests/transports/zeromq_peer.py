@@ -1,4 +1,4 @@
-"""One side of a talk between ZeroMQ nodes, without a socket, and bounds that a few messages reach."""
+"""One side of the protocol between two ZeroMQ nodes, without a socket, and limits that a few messages reach."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL = {
     "MAX_INFLIGHT_BYTES": 64,
     "MAX_OFFERS": 6,
 }
-"""Bounds that a few messages reach."""
+"""Limits that a few messages reach."""
 
 
 def blank(length: int) -> Tensor:
@@ -34,7 +34,7 @@ def loss(posted: PostedReceive) -> PeerLostError:
 
 
 class Ear:
-    """Rank 0's link to rank 1, and what it says."""
+    """The connection from rank 0 to rank 1, and the frames that it sends."""
 
     def __init__(self) -> None:
         self.box = Mailbox(RealRuntime())

@@ -1,4 +1,4 @@
-"""Those who should not be listened to: strangers, and members that break the rules."""
+"""Peers whose messages must be refused: unknown processes, and members that break the protocol."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CUT_OFF = (
 
 
 class Caller:
-    """A DEALER that says what it likes."""
+    """A DEALER socket that sends any frames."""
 
     def __init__(self, endpoint: str, identity: bytes, key: str | None = None, lock: str | None = None) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
@@ -43,7 +43,7 @@ class Caller:
         self.socket.connect(endpoint)
 
     def say(self, *frames: bytes) -> bool:
-        """Send; False when there is no room for it, or nobody to take it."""
+        """Send; False if the socket is full or not connected."""
         try:
             self.socket.send_multipart(frames)
         except zmq.Again:
@@ -68,7 +68,7 @@ class Caller:
 
 
 class Rogue(Caller):
-    """A member that holds the key and is enrolled, but does not keep the rules."""
+    """A member that has the key and an entry in the membership log, but breaks the protocol."""
 
     def __init__(self, world: Here) -> None:
         victim = world.ranks[0].node

@@ -20,7 +20,7 @@ from syncline.transports.zeromq import ZmqTransport, node
 from syncline.transports.zeromq.connection import PART_BYTES
 
 TIMEOUT = 100.0
-"""Seconds after which a transport gives up: less than the test's own patience, so that its word is heard."""
+"""Timeout of a transport in seconds. It is shorter than the timeout of the test, so that its error is seen."""
 
 
 def serve_a_store() -> TCPStore:
@@ -31,19 +31,19 @@ def serve_a_store() -> TCPStore:
 
 
 def enter(port: int, rank: int, size: int, key: str | None = None, timeout: float = TIMEOUT) -> ZmqTransport:
-    """Come in with the launch."""
+    """Join with the launch."""
     place = Rendezvous("127.0.0.1", port, hosted=True)
     environment = Environment(source="a test", rank=rank, size=size, local_rank=rank, local_size=size, rendezvous=place)
     return zeromq.connect(environment, timeout, key)
 
 
 def come_later(port: int, key: str | None = None, timeout: float = TIMEOUT) -> ZmqTransport:
-    """Come in when the world is under way."""
+    """Join a running world."""
     return zeromq.join(Rendezvous("127.0.0.1", port), timeout, key)
 
 
 class Here:
-    """A world whose ranks all live in this process, each with sockets of its own."""
+    """A world whose ranks all run in this process, each with its own sockets."""
 
     def __init__(self, size: int, key: str | None = None) -> None:
         self.store = serve_a_store()
@@ -74,7 +74,7 @@ class Member:
         self.pipe.send(word)
 
     def hear(self) -> Any:
-        """What it says next; what went wrong with it is raised here."""
+        """The next value that it sends. An error in the process is raised here."""
         assert self.pipe.poll(TEST_TIMEOUT_S), f"process {self.process.pid} said nothing for {TEST_TIMEOUT_S:.0f} s"
         kind, word = self.pipe.recv()
         assert kind == "said", word
@@ -95,7 +95,7 @@ class Crew:
         self._context = fork_context()
 
     def start(self, fn: Callable[..., Any], *args: Any) -> Member:
-        """Run `fn(pipe, *args)` in a process; what it returns is the last thing it says."""
+        """Run `fn(pipe, *args)` in a process, which sends the result last."""
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_play, args=(theirs, fn, args), daemon=True)
         process.start()
@@ -138,13 +138,13 @@ def _play(pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> No
 
 
 def peak() -> int:
-    """Bytes that this process has held at most."""
+    """Peak memory of this process in bytes."""
     with open("/proc/self/status") as status:
         return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
 
 
 def forget_the_peak() -> int:
-    """Count the peak anew from here; what is held now."""
+    """Reset the peak. Returns the bytes in use now."""
     with open("/proc/self/clear_refs", "w") as knob:
         knob.write("5")
     return peak()
@@ -172,7 +172,7 @@ def talk(one: ZmqTransport, other: ZmqTransport) -> None:
 
 
 def seize(rank: ZmqTransport, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be the one who reads a rank's sockets, and do not: until `_leave()`, all that comes lies unread."""
+    """Become the driver of a rank's sockets and read nothing until `_leave()`."""
     monkeypatch.setattr(node, "YIELD_S", 0.1)
 
     def seized() -> bool:

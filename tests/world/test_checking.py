@@ -49,7 +49,7 @@ class Plain(Transport):
 @pytest.mark.parametrize("plain", [False, True], ids=["simulator", "messages"])
 @pytest.mark.parametrize("how", HOWS)
 def test_a_first_call_that_differs_is_named_without_check(how: str, plain: bool) -> None:
-    """The same number of bytes with another operation, dtype or shape gave wrong numbers, and nobody said a word."""
+    """The same number of bytes with another operation, dtype or shape gave wrong numbers without an error."""
 
     def work(world: sl.World) -> Any:
         sl.barrier()

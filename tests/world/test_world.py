@@ -193,7 +193,7 @@ def introduce(world: sl.World, check: bool = False) -> tuple[list[str], int, boo
 
 
 def test_ranks_of_different_versions_refuse_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a sentence that names both, on both: their messages may mean different things."""
+    """The error names both versions on both ranks: their message formats may differ."""
     monkeypatch.setattr(world_module, "package_version", lambda: f"1.{current_world().rank}")
     for error in sl.simulate(introduce, 2, return_exceptions=True).results:
         assert isinstance(error, sl.errors.WorldError)

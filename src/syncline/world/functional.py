@@ -89,9 +89,9 @@ def _compare_at_root(group: Group, text: str) -> str:
 def _compare_at_rank(transport: Transport, text: str) -> str:
     """Send this rank's description, and receive the difference."""
     length = torch.zeros(1, dtype=torch.int64)
-    heard = transport.recv(length, 0, DIFFERENCE_TAG, exact=True)
+    received = transport.recv(length, 0, DIFFERENCE_TAG, exact=True)
     transport.send(_encode_text(text), 0, DESCRIPTION_TAG, exact=True).wait()
-    heard.wait()
+    received.wait()
     if not length.item():
         return ""
     words = torch.empty(int(length), dtype=torch.uint8)
@@ -487,7 +487,7 @@ def _resolve_group(group: Group | None) -> Group:
 
 @contextmanager
 def _share_errors(group: Group, name: str) -> Iterator[None]:
-    """With `check`, send an error that one rank raises before the call to the others, which would wait in vain."""
+    """With `check`, send an error that one rank raises before the call to the others, which would wait for it."""
     try:
         yield
     except SynclineError as error:

@@ -240,7 +240,7 @@ class World:
         barrier(group or self.everyone)
 
     def compute(self, seconds: float) -> None:
-        """Pretend to compute for so many seconds: virtual ones in a simulation, a sleep elsewhere."""
+        """Simulate a computation of so many seconds: virtual seconds in a simulation, a sleep otherwise."""
         self.runtime.sleep(seconds * self._transport.timing.slowdown())
 
     def init_simulated(self, options: InitOptions) -> World:
@@ -392,15 +392,16 @@ def init(
 ) -> World:
     """Join the world that the launcher made: `syncline run`, torchrun, mpiexec, srun, or a world of one under `python`.
 
-    `transport` is "single", "torch_dist", "mpi", "zeromq", a transport of your own, or None for what fits: what the
-    variable SYNCLINE_TRANSPORT names (`syncline run --mpi` sets it), else "torch_dist" or a world of one. A wait for a
-    peer ends in `PeerLostError` after `timeout` seconds. With `check`, given on any rank, every collective first
-    compares what the ranks are about to do, and names a difference on every rank; without it only the first calls do.
+    `transport` is "single", "torch_dist", "mpi", "zeromq", a `Transport` object, or None. With None the variable
+    SYNCLINE_TRANSPORT names it (`syncline run --mpi` sets it); otherwise it is "torch_dist", or "single" for one rank.
+    A wait for a peer raises a `PeerLostError` after `timeout` seconds. If any rank sets `check`, the ranks compare
+    their calls before every collective, and a difference raises an error on every rank. Otherwise they compare only the
+    first calls.
 
     With `process_group` torch.distributed gets its default group among the same ranks, for samplers, metrics and
     SyncBatchNorm; it is destroyed with the world. With `hide` the launcher's variables (RANK, WORLD_SIZE, …) are
     hidden until the world is closed: a framework that would wrap the model for torch.distributed then sees one
-    process. A second call returns the same world, unless it asks for something else.
+    process. A second call returns the same world, and raises if its options differ.
 
     >>> import torch, syncline as sl
     >>> with sl.init() as world:
@@ -487,7 +488,7 @@ def _connect(name: str, environment: Environment, timeout: float) -> Transport:
 
 
 def _environment_of(environment: Environment, engine: Transport) -> Environment:
-    """The environment according to the engine, which knows more than the variables, or has started servers too."""
+    """The environment according to the engine: it knows more than the variables, or the job has servers too."""
     rank, size = engine.rank, engine.size
     if not engine.extra_roles:
         place = environment.rendezvous
@@ -504,16 +505,15 @@ def exchange_introductions(transport: Transport, environment: Environment, check
     engine's thread moves the bytes of another: that needs two processors per rank.
     """
     table = torch.zeros(transport.size, INTRODUCTION_BYTES, dtype=torch.uint8)
-    sharing = (
-        transport.size if "SYNCLINE_LAB" in os.environ else environment.local_size
-    )  # the hosts of a lab are one machine
+    # The hosts of a lab are one machine.
+    sharing = transport.size if "SYNCLINE_LAB" in os.environ else environment.local_size
     spare = len(os.sched_getaffinity(0)) >= 2 * sharing if hasattr(os, "sched_getaffinity") else False
     words = f"{environment.host[:MAX_HOST_CHARS]}\0{package_version()}".encode()[: INTRODUCTION_BYTES - 1]
     mine = bytes([HAS_SPARE_CORES * spare + WANTS_CHECK * check]) + words.ljust(INTRODUCTION_BYTES - 1, b"\0")
     table[transport.rank] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     move_pieces(Channel(transport, (), BufferPool(transport.runtime)), "allgather", dict(enumerate(table)), NATIVE)
-    told = [bytes(row[1:].tolist()).rstrip(b"\0").decode(errors="replace").partition("\0") for row in table]
-    check_versions({f"rank {rank}": version for rank, (_, _, version) in enumerate(told)})
+    texts = [bytes(row[1:].tolist()).rstrip(b"\0").decode(errors="replace").partition("\0") for row in table]
+    check_versions({f"rank {rank}": version for rank, (_, _, version) in enumerate(texts)})
     flags = [int(flag) for flag in table[:, 0]]
     lanes = 2 if all(flag & HAS_SPARE_CORES for flag in flags) else 1
-    return [host for host, _, _ in told], lanes, any(flag & WANTS_CHECK for flag in flags)
+    return [host for host, _, _ in texts], lanes, any(flag & WANTS_CHECK for flag in flags)

@@ -221,6 +221,7 @@ def test_a_hidden_tab_asks_nothing_and_a_lost_server_is_told(run: GrowingRun, ta
     tab.page.clock.run_for(10_000)
     tab.shows("#gone", "The server does not answer")
     tab.shows("#status", "no answer")
+    tab.page.goto("about:blank")  # it asks no more
     assert all("ERR_CONNECTION_REFUSED" in complaint for complaint in tab.complaints)
     tab.complaints.clear()
 

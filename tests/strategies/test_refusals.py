@@ -232,11 +232,11 @@ def _stall(transport: Transport, folder: str) -> str:
     handler = _Lines(lines, told)
     logging.getLogger("syncline").addHandler(handler)
     liveness = transport.liveness  # type: ignore[attr-defined]
-    before, liveness.warn_after = liveness.warn_after, 1.0 if world.rank == 0 else 1e9
+    before, liveness.warn_after_s = liveness.warn_after_s, 1.0 if world.rank == 0 else 1e9
     try:
         backward(model(torch.ones(2, 6)).sum())
     finally:
-        liveness.warn_after = before
+        liveness.warn_after_s = before
         logging.getLogger("syncline").removeHandler(handler)
     run.close()
     return "\n".join(lines)

@@ -249,5 +249,5 @@ def test_old_names_of_groups_still_work() -> None:
             group = world.team()
         with pytest.warns(DeprecationWarning, match="duplicate"):
             assert world.twin(group).ranks == (0,)
-    with pytest.warns(DeprecationWarning, match="syncline.Group"):
+    with pytest.warns(DeprecationWarning, match=r"sl\.Group"):
         assert sl.Team is sl.Group

@@ -119,7 +119,7 @@ LATE = """
 import logging, os, torch, syncline as sl
 logging.basicConfig(format="%(message)s")
 world = sl.init(timeout=6)
-world.transport.liveness.warn_after = 1.0
+world.transport.liveness.warn_after_s = 1.0
 if world.rank == 1:
     open(os.environ["PIPE"]).read()                 # alive, but not there: until the test opens the other end
 else:

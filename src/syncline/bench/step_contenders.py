@@ -29,7 +29,7 @@ __all__ = [
     "SYNCLINE",
     "BenchModel",
     "StepContender",
-    "contender_collective",
+    "contender_algorithm",
     "ranks_agree",
     "usage_per_step",
 ]
@@ -68,8 +68,8 @@ class StepContender:
             hvd.init()
             self.optimizer = hvd.DistributedOptimizer(self.optimizer, named_parameters=model.named_parameters())
         elif name != COMPUTE_ONLY:
-            collective = contender_collective(options["collective"], dense=name == NO_CODEC)
-            self.run = distribute(model, self.optimizer, codec=codec, **{**options, "collective": collective})
+            algorithm = contender_algorithm(options["algorithm"], dense=name == NO_CODEC)
+            self.run = distribute(model, self.optimizer, codec=codec, **{**options, "algorithm": algorithm})
 
     def step(self, batch: tuple[Tensor, Tensor]) -> None:
         x, y = batch
@@ -108,13 +108,13 @@ class StepUsage:
     exposed_seconds: float
 
 
-def contender_collective(collective: str, dense: bool) -> str:
-    """The collective of a contender. A collective for payloads is replaced by `auto` if there is no codec.
+def contender_algorithm(algorithm: str, dense: bool) -> str:
+    """The algorithm of a contender. A collective for payloads is replaced by `auto` if there is no codec.
 
-    >>> contender_collective("split", dense=False), contender_collective("split", dense=True)
+    >>> contender_algorithm("split", dense=False), contender_algorithm("split", dense=True)
     ('split', 'auto')
     """
-    return "auto" if dense and collective.split("(")[0].strip() in COMPRESSED_COLLECTIVES else collective
+    return "auto" if dense and algorithm.split("(")[0].strip() in COMPRESSED_COLLECTIVES else algorithm
 
 
 def usage_per_step(channel: Channel, before: StepUsage, after: StepUsage, steps: int) -> dict[str, float]:

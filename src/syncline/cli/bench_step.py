@@ -121,7 +121,7 @@ def _listed(text: str, separator: str = ",") -> list[str]:
 
 def _plan(arguments: argparse.Namespace, result: Path) -> StepPlan:
     from syncline.bench.step import StepPlan
-    from syncline.bench.step_contenders import BASELINES, BENCH_MODELS, NO_CODEC, SYNCLINE, contender_collective
+    from syncline.bench.step_contenders import BASELINES, BENCH_MODELS, NO_CODEC, SYNCLINE, contender_algorithm
     from syncline.codecs import build_codec
     from syncline.reduction import check_collective
     from syncline.strategies import build_strategy
@@ -144,7 +144,7 @@ def _plan(arguments: argparse.Namespace, result: Path) -> StepPlan:
     build_strategy(arguments.strategy)
     for spec in codecs or [SYNCLINE]:
         check_collective(
-            contender_collective(arguments.collective, dense=spec == NO_CODEC),
+            contender_algorithm(arguments.collective, dense=spec == NO_CODEC),
             None if spec == SYNCLINE else build_codec(spec),
         )
     return StepPlan(

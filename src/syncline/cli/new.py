@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     text, path = arguments.path, Path(arguments.path)
     if path.suffix != ".py":
         raise SpecError(f"{text}: a workload's file is Python, so its name ends in .py: syncline new {text}.py")
-    template = files("syncline").joinpath("workloads", "template.py").read_bytes()
+    template = files("syncline").joinpath("workloads").joinpath("template.py").read_bytes()
     try:
         with path.open("wb" if arguments.force else "xb") as file:
             file.write(template)

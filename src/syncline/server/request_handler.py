@@ -40,7 +40,7 @@ class ReplyBuffers:
 
     Sizes are rounded up to powers of two, so that requests of many different lengths share buffers.
 
-    >>> pool = BufferPool()
+    >>> pool = ReplyBuffers()
     >>> buffer = pool.take(900_000)
     >>> pool.give_back(buffer)
     >>> pool.take(1_000_000).data_ptr() == buffer.data_ptr()

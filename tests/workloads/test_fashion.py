@@ -17,8 +17,7 @@ import torch
 from syncline.errors import ProtocolError, SynclineError, UnsupportedError
 from syncline.testing.workloads import WorkloadContract
 from syncline.workloads import fashion
-from syncline.workloads.base import Workload
-from syncline.workloads.datasets import Pairs
+from syncline.workloads.base import Pairs, Workload
 from syncline.workloads.fashion import DEBIAN_FOLDER, FILES, Fashion, fetch, read_idx
 
 pytestmark = pytest.mark.xdist_group("fashion")  # they share a fixture that takes long

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any, cast
@@ -15,9 +14,8 @@ from torch.utils.data import DataLoader
 from syncline.errors import SpecError, UnsupportedError
 from syncline.testing.workloads import WorkloadContract
 from syncline.workloads import Digits, LogisticRegression, Regression, Stdlib, build, names, stdlib
-from syncline.workloads.base import Workload
+from syncline.workloads.base import Pairs, Workload
 from syncline.workloads.convex import Convex
-from syncline.workloads.datasets import Pairs
 from syncline.workloads.stdlib import Corpus, read_corpus
 
 
@@ -151,8 +149,7 @@ def test_impossible_targets_are_refused(spec: str, target: Any, message: str) ->
 
 
 def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.workloads.digits.read_file", lambda: None)
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match=r"pip install 'syncline\[workloads\]'"):
         Digits().splits()
 
@@ -208,7 +205,7 @@ def test_the_optimum_is_one(spec: str) -> None:
     """Autograd, which did not find it, finds no slope there; and no step away from it goes down."""
     workload = cast(Convex, build(spec))
     with torch.no_grad():  # an evaluation asks for it in such a place
-        weights, value = workload.optimum()
+        weights, value = workload.optimum
     train = cast(Pairs, workload.splits().train)
     inputs, targets = train.inputs.double(), train.targets.double()
     leaf = weights.clone().requires_grad_()
@@ -226,7 +223,7 @@ def test_the_gap_at_the_optimum_is_zero(spec: str) -> None:
     model = workload.model(0)
     assert workload.evaluate(model, workload.splits().test)["gap"] > 0.01
     with torch.no_grad():
-        next(model.parameters()).copy_(workload.optimum()[0])
+        next(model.parameters()).copy_(workload.optimum[0])
     assert 0 <= workload.evaluate(model, workload.splits().test)["gap"] < 1e-12
 
 

@@ -33,9 +33,8 @@ from torch import Tensor, nn
 
 from syncline.environment.base import cache_folder
 from syncline.errors import ProtocolError, SpecError, UnsupportedError
-from syncline.workloads.base import Defaults, Splits, check_choice
+from syncline.workloads.base import Defaults, Pairs, Splits, check_choice, seeded
 from syncline.workloads.classification import Classification, image_cnn, mlp
-from syncline.workloads.datasets import Pairs, draw, seeded
 
 __all__ = ["Fashion"]
 
@@ -119,7 +118,7 @@ class Fashion(Classification):
         """The last 10,000 training images of one fixed shuffle are for validation."""
         folder = self.find_folder()
         images, labels, test_images, test_labels = (_checked(path_in(folder, file), file) for file in FILES)
-        order = torch.randperm(len(labels), generator=draw(60_000))
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(60_000))
         train, validation = order[:-VALIDATION_SAMPLES], order[-VALIDATION_SAMPLES:]
         return Splits(
             _pairs(images[train], labels[train]),

@@ -24,13 +24,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import Dataset, Subset, default_collate
 
 from syncline.data import move
 from syncline.errors import SpecError
-from syncline.workloads.base import Batch, Defaults, Splits, Workload, check_whole, evaluating
-from syncline.workloads.datasets import Pairs, digest
-from syncline.workloads.script_file import ScriptFile, load_script, randomness
+from syncline.workloads.base import (
+    Batch,
+    Defaults,
+    Pairs,
+    Splits,
+    Workload,
+    check_whole,
+    evaluating,
+    sample_tensors,
+    seeded,
+)
+from syncline.workloads.script_file import ScriptFile, load_script
 
 __all__ = ["ScriptWorkload"]
 
@@ -59,7 +68,6 @@ class ScriptWorkload(Workload):
         super().__init__()
         self.script = load_script(path)
         self.spec = Path(self.script.path).as_posix()
-        self._digest: str | None = None
         # Class attributes in the contract; here they differ between scripts.
         vars(self).update(name=Path(path).stem, **_judged(self.script))
         self._defaults = self._read_defaults()
@@ -71,7 +79,7 @@ class ScriptWorkload(Workload):
 
     def model(self, seed: int = 0) -> nn.Module:
         """The result of `model()`, with all generators seeded."""
-        with randomness(seed), self.script.errors_at("model()"):
+        with seeded(seed), self.script.errors_at("model()"):
             made = self.script.module.model()
         if not isinstance(made, nn.Module):
             raise SpecError(f"{self.script.shown}: model() returns {type(made).__name__}, not an nn.Module; return one")
@@ -88,7 +96,7 @@ class ScriptWorkload(Workload):
 
     def make_splits(self) -> Splits:
         """The result of `data()`, with all generators seeded, so that random data is the same on every rank."""
-        with randomness(0), self.script.errors_at("data()"):
+        with seeded(0), self.script.errors_at("data()"):
             found = self.script.module.data()
         return as_splits(self.script.shown, found)
 
@@ -127,11 +135,8 @@ class ScriptWorkload(Workload):
         return made
 
     def describe(self) -> dict[str, Any]:
-        """Adds the SHA-256 of the script, and of the samples if they are tensors."""
-        if self._digest is None:
-            self._digest = digest_of(self.splits())
-        data = {} if self._digest is None else {"sha256": self._digest}
-        return {**super().describe(), **data, "script_sha256": self.script.sha256}
+        """Adds the SHA-256 of the script."""
+        return {**super().describe(), "script_sha256": self.script.sha256}
 
     def check(self) -> None:
         """Try the script on two samples, so that errors are raised before a worker starts."""
@@ -221,18 +226,6 @@ def as_splits(shown: str, found: Any) -> Splits:
     return Splits(**splits)
 
 
-def digest_of(splits: Splits) -> str | None:
-    """The SHA-256 of all samples if the splits are tensors, else None."""
-    tensors: list[Tensor] = []
-    for split in vars(splits).values():
-        held = _tensors(split)
-        if not held:
-            return None
-        tensors += held
-    # As bytes, because NumPy does not have every dtype of torch.
-    return digest(*(tensor.detach().cpu().contiguous().flatten().view(torch.uint8) for tensor in tensors))
-
-
 def _as_dataset(shown: str, name: str, given: Any) -> Dataset[Batch]:
     split: Any = given
     if isinstance(given, (tuple, list)) and len(given) == 2 and all(isinstance(a, (Tensor, np.ndarray)) for a in given):
@@ -272,7 +265,7 @@ def _overlap(first: Any, second: Any) -> str:
     if isinstance(first, Subset) and isinstance(second, Subset) and first.dataset is second.dataset:
         common = len(set(first.indices) & set(second.indices))
         return f"have {common} samples in common" if common else ""
-    ours, theirs = _tensors(first)[:1], _tensors(second)[:1]
+    ours, theirs = sample_tensors(first)[:1], sample_tensors(second)[:1]
     for a, b in zip(ours, theirs, strict=False):
         if a.shape == b.shape and torch.equal(a, b):
             return f"have the same {len(a)} inputs"
@@ -281,12 +274,6 @@ def _overlap(first: Any, second: Any) -> str:
             if begin < end:
                 return f"have {max(1, (end - begin) * len(a) // a.nbytes)} inputs in common"
     return ""
-
-
-def _tensors(split: Any) -> list[Tensor]:
-    if isinstance(split, Pairs):
-        return [split.inputs, split.targets]
-    return list(split.tensors) if isinstance(split, TensorDataset) else []
 
 
 LOSS = "loss(model, batch)"
@@ -299,7 +286,7 @@ def _try_script(workload: Workload, script: ScriptFile) -> None:
     """Try model, data, a step and an evaluation. The generators keep their states."""
     for phrase in script.unused_names():
         logger.warning("%s: %s", script.shown, phrase)
-    with randomness(0):
+    with seeded(0):
         model = workload.model(0)
         _check_seed(script, model, workload.model(0))
         splits = workload.splits()

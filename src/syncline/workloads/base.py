@@ -17,7 +17,7 @@ import inspect
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -49,7 +49,7 @@ __all__ = [
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets, the samples along the first dimension."""
 
-OPTIMIZERS = ("sgd", "adam", "adamw")
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,15 +184,12 @@ class Workload(ABC):
         defaults = self.defaults
         rate = defaults.learning_rate if learning_rate is None else learning_rate
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if defaults.optimizer == "sgd":
-            return torch.optim.SGD(trained, lr=rate, momentum=defaults.momentum, weight_decay=defaults.weight_decay)
-        if defaults.optimizer == "adam":
-            return torch.optim.Adam(trained, lr=rate, weight_decay=defaults.weight_decay)
-        if defaults.optimizer == "adamw":
-            return torch.optim.AdamW(trained, lr=rate, weight_decay=defaults.weight_decay)
-        raise SpecError(
-            f"{self}: unknown optimizer {defaults.optimizer!r}; available: {', '.join(map(repr, OPTIMIZERS))}"
-        )
+        if defaults.optimizer not in OPTIMIZERS:
+            known = ", ".join(map(repr, OPTIMIZERS))
+            raise SpecError(f"{self}: unknown optimizer {defaults.optimizer!r}; available: {known}")
+        options = {"momentum": defaults.momentum} if defaults.optimizer == "sgd" else {}
+        make: Callable[..., torch.optim.Optimizer] = OPTIMIZERS[defaults.optimizer]
+        return make(trained, lr=rate, weight_decay=defaults.weight_decay, **options)
 
     def describe(self) -> dict[str, Any]:
         """The entries of config.json: spec, metric, sizes. "sha256" shows whether the ranks have the same data.

@@ -140,7 +140,7 @@ class ScriptWorkload(Workload):
 
     def check(self) -> None:
         """Try the script on two samples, so that errors are raised before a worker starts."""
-        _try_script(self, self.script)
+        _try_script(self)
 
     def _number(self, key: str, value: Any) -> Tensor:
         given = value if isinstance(value, Tensor) else None
@@ -282,8 +282,9 @@ METRIC = "metric(model, batch)"
 logger = logging.getLogger("syncline")
 
 
-def _try_script(workload: Workload, script: ScriptFile) -> None:
+def _try_script(workload: ScriptWorkload) -> None:
     """Try model, data, a step and an evaluation. The generators keep their states."""
+    script = workload.script
     for phrase in script.unused_names():
         logger.warning("%s: %s", script.shown, phrase)
     with seeded(0):
@@ -291,10 +292,10 @@ def _try_script(workload: Workload, script: ScriptFile) -> None:
         _check_seed(script, model, workload.model(0))
         splits = workload.splits()
         first = {name: _two_samples(script, name, split) for name, split in vars(splits).items()}
-        _try_optimizer(workload, script, model)
-        _try_loss(workload, script, model, first["train"])
+        _try_optimizer(workload, model)
+        _try_loss(workload, model, first["train"])
         for name in ("validation", "test"):
-            _try_metric(workload, script, model, first[name])
+            _try_metric(workload, model, first[name])
 
 
 def _check_seed(script: ScriptFile, model: nn.Module, again: nn.Module) -> None:
@@ -322,30 +323,26 @@ def _two_samples(script: ScriptFile, name: str, split: Dataset[Batch]) -> Batch:
     return inputs, targets
 
 
-def _try_optimizer(workload: Workload, script: ScriptFile, model: nn.Module) -> None:
+def _try_optimizer(workload: ScriptWorkload, model: nn.Module) -> None:
+    where = f"{workload.script.shown}: optimizer(model, learning_rate)"
     usual = workload.defaults.learning_rate
     rates = []
     for rate in (usual, usual / 2):
         optimizer = workload.optimizer(model, rate)
         rates.append([group.get("lr") for group in optimizer.param_groups])
     if rates[0] == rates[1]:
-        raise SpecError(
-            f"{script.shown}: optimizer(model, learning_rate) has the rates {rates[0]} whatever learning_rate is; "
-            "pass it on as lr=learning_rate"
-        )
+        raise SpecError(f"{where} has the rates {rates[0]} whatever learning_rate is; pass it on as lr=learning_rate")
     ours = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
-        raise SpecError(
-            f"{script.shown}: optimizer(model, learning_rate) trains no parameter of the model that it is given; "
-            "give it model.parameters()"
-        )
+        raise SpecError(f"{where} trains no parameter of the model that it is given; give it model.parameters()")
 
 
-def _try_loss(workload: Workload, script: ScriptFile, model: nn.Module, batch: Batch) -> None:
+def _try_loss(workload: ScriptWorkload, model: nn.Module, batch: Batch) -> None:
+    script = workload.script
+    where = f"{script.shown}: {LOSS}"
     model.train()
     with script.errors_at(LOSS):
         loss: Any = workload.loss(model, batch)
-    where = f"{script.shown}: {LOSS}"
     if not isinstance(loss, Tensor) or loss.shape != ():
         raise SpecError(f"{where} returns {_kind(loss)}, not one number; give the mean over the batch, a scalar tensor")
     if not math.isfinite(float(loss.detach())):
@@ -363,10 +360,10 @@ def _try_loss(workload: Workload, script: ScriptFile, model: nn.Module, batch: B
     wrong = [name for name, grad in grown.items() if not bool(torch.isfinite(grad.to_dense()).all())]
     if wrong:
         raise SpecError(f"{where} gives {wrong[0]} a gradient with NaN or Inf on the first samples; look at the loss")
-    _check_mean(workload, script, model, batch)
+    _check_mean(workload, model, batch)
 
 
-def _check_mean(workload: Workload, script: ScriptFile, model: nn.Module, batch: Batch) -> None:
+def _check_mean(workload: ScriptWorkload, model: nn.Module, batch: Batch) -> None:
     """Refuse the sum over a batch: its gradients grow with the batch, so that comparisons are wrong."""
     inputs, targets = batch
     if len(inputs) < 2:
@@ -379,18 +376,20 @@ def _check_mean(workload: Workload, script: ScriptFile, model: nn.Module, batch:
         return
     total = one + other
     if math.isclose(whole, total, rel_tol=1e-5) and not math.isclose(whole, total / 2, rel_tol=1e-3):
+        shown = workload.script.shown
         raise SpecError(
-            f"{script.shown}: {LOSS} is the sum over the batch ({one:.4g} + {other:.4g} = {whole:.4g}); give the mean"
+            f"{shown}: {LOSS} is the sum over the batch ({one:.4g} + {other:.4g} = {whole:.4g}); give the mean"
         )
 
 
-def _try_metric(workload: Workload, script: ScriptFile, model: nn.Module, batch: Batch) -> None:
-    with evaluating(model), torch.no_grad(), script.errors_at(METRIC if script.get("metric") else LOSS):
+def _try_metric(workload: ScriptWorkload, model: nn.Module, batch: Batch) -> None:
+    script = workload.script
+    which = METRIC if script.get("metric") else LOSS
+    with evaluating(model), torch.no_grad(), script.errors_at(which):
         found: Any = workload.measures(model, batch)
     value = float(found[workload.metric])
     low, high = workload.metric_range
     if not math.isfinite(value) or not low <= value <= high:
-        which = METRIC if script.get("metric") else LOSS
         raise SpecError(
             f"{script.shown}: {workload.metric} by {which} is {value:g} on the first samples, not from {low:g} to "
             f"{high:g}; fix it, or set METRIC_RANGE"

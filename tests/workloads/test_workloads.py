@@ -1,4 +1,4 @@
-"""The workloads: the contract of all, and of each what it alone promises."""
+"""The contract tests of all workloads, and tests of each one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TestLogistic(WorkloadContract):
 
 
 def train(workload: Workload, epochs: int) -> torch.nn.Module:
-    """One worker, nothing of Syncline's training around it."""
+    """Train on one worker without Syncline."""
     model = workload.model(0)
     optimizer = workload.optimizer(model)
     loader = DataLoader(
@@ -171,7 +171,7 @@ def test_digits_splits_are_disjoint_complete_and_stratified() -> None:
             assert abs(count - share * total[label]) <= 1
 
 
-def test_library_files_go_whole_to_one_split(tmp_path: Path) -> None:
+def test_each_library_file_is_in_one_split(tmp_path: Path) -> None:
     texts = {f"m{number}.py": f"# {number}\n".encode() * 50 for number in range(60)}
     for name, text in texts.items():
         (tmp_path / name).write_bytes(text)
@@ -201,8 +201,8 @@ def test_a_library_too_small_for_a_window_is_refused(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     "spec", ["regression", "logistic", "regression(condition=1000)", "logistic(condition=1000, l2=1e-6)"]
 )
-def test_the_optimum_is_one(spec: str) -> None:
-    """Autograd, which did not find it, finds no slope there; and no step away from it goes down."""
+def test_the_optimum_is_a_minimum(spec: str) -> None:
+    """The gradient by autograd is zero there, and the objective is larger nearby."""
     workload = cast(Convex, build(spec))
     with torch.no_grad():  # an evaluation asks for it in such a place
         weights, value = workload.optimum

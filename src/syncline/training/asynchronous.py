@@ -345,7 +345,9 @@ class AsynchronousPolicy(SyncPolicy):
     def _result(self, reason: StopReason, test: float) -> Outcome:
         trainer, steps = self.trainer, self.channel.steps()
         outcome = replace(trainer.outcome(reason, test), samples=self.counter.samples(steps))
-        trainer.log.steps_of_each(steps, self.world.lost)
+        trainer.log.point("sl_steps", steps)
+        if self.world.lost:
+            trainer.log.point("sl_lost", {str(rank): reason for rank, reason in self.world.lost.items()})
         counts: Counter[int] = Counter()
         for of_worker in self.control.staleness.values():
             counts.update(of_worker)

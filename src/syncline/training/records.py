@@ -30,7 +30,7 @@ from syncline.world import World, broadcast, recv, send
 __all__ = ["RunLogWriter", "common_clock_zero", "describe_run", "json_number", "summarize"]
 
 CODEC_KEYS = ("sl_codec_error", "sl_codec_xi", "sl_codec_density")
-"""Events of a codec that the log copies, with `diagnose`."""
+"""Events of a codec that the log copies."""
 CLOCK_QUESTIONS = 5
 """Questions of each rank to rank 0's clock. The one with the shortest round trip counts."""
 
@@ -47,7 +47,6 @@ class RunLogWriter(Recorder):
         super().__init__(world.runtime.now)
         self._world = world
         self._trace: ChromeTrace | None = None
-        self._codec_sink: _CodecSink | None = None
         if folder is None:
             return
         if world.rank == 0:
@@ -65,8 +64,7 @@ class RunLogWriter(Recorder):
     ) -> None:
         """Log the settings and the start of the run. `resumed`: the number of steps before this attempt."""
         if settings.diagnose and self.sinks:
-            self._codec_sink = _CodecSink(self)
-            self._world.events.add(self._codec_sink)
+            self._world.events.add(self)  # see `write`
         samples = workload.splits().sizes()
         points = {
             "sl_code_version": code_version(),
@@ -119,11 +117,10 @@ class RunLogWriter(Recorder):
         if histogram:
             self.point("sl_staleness_histogram", histogram, step=step, workers=workers)
 
-    def steps_of_each(self, steps: list[int], lost: dict[int, str]) -> None:
-        """Log the steps of every worker of an asynchronous run, and the lost workers."""
-        self.point("sl_steps", steps)
-        if lost:
-            self.point("sl_lost", {str(rank): reason for rank, reason in lost.items()})
+    def write(self, event: RunEvent) -> None:
+        """Copy an event of the codec from the world's recorder to the log, with `diagnose`."""
+        if event.key in CODEC_KEYS:
+            self.point(event.key, json_number(event.value), **event.metadata)
 
     def concluded(
         self, outcome: Outcome, totals: dict[str, float], phases: dict[str, float], tested: int | None = None
@@ -143,28 +140,12 @@ class RunLogWriter(Recorder):
 
     def close(self) -> None:
         """Close log, scalars and trace. A second call does nothing."""
-        if self._codec_sink is not None:
-            self._world.events.remove(self._codec_sink)
-            self._codec_sink = None
+        self._world.events.remove(self)
         super().close()
         if self._trace is not None:
             self._world.events.remove(self._trace)
             self._trace.close()
             self._trace = None
-
-
-class _CodecSink:
-    """Copies the events of the codec from the world's recorder to the log."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    def write(self, event: RunEvent) -> None:
-        if event.key in CODEC_KEYS:
-            self._recorder.point(event.key, json_number(event.value), **event.metadata)
-
-    def close(self) -> None:
-        return
 
 
 def describe_run(

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import syncline as sl
 from syncline.workloads import Fashion
-from syncline.workloads.datasets import Pairs
+from syncline.workloads.base import Pairs
 
 CODECS = [
     "topk(0.01, momentum=0.9, whole=4096)|quantize(4)",

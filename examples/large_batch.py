@@ -35,8 +35,7 @@ from torch.utils.data import Dataset
 
 from syncline.optim import LARS, cosine_decay, scale_lr, warmup
 from syncline.workloads import Fashion
-from syncline.workloads.base import Batch, Workload
-from syncline.workloads.datasets import Pairs
+from syncline.workloads.base import Batch, Pairs, Workload
 
 RULES = {
     "none": "none",

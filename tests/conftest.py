@@ -37,7 +37,7 @@ def zeromq() -> Iterator[Pool]:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[Runs]:
-    """A folder for runs of the real command, swept at the end."""
+    """Runs of the real command in a folder of their own. Processes that are left at the end are killed."""
     made = Runs(tmp_path)
     yield made
     made.close()
@@ -53,9 +53,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let `xdist_group` hold: xdist 3.8 writes the group where pytest 9.2 no longer looks for a test's name.
+    """Make `xdist_group` work: xdist 3.8 appends the group to an attribute that pytest 9.2 no longer reads.
 
-    Without it every group is spread over all workers, and each of them starts the pools that were to be shared.
+    Otherwise the tests of a group are spread over all workers, and each worker starts the pools that they share.
     """
     for item in items:
         named = vars(item).get("_nodeid")
@@ -77,7 +77,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_collection(session: pytest.Session) -> None:
-    """Leave the collector of garbage alone while half a million objects are made that all stay."""
+    """Disable garbage collection while tests are collected: it makes half a million objects that all stay."""
     gc.disable()
 
 
@@ -88,7 +88,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_configure() -> None:
-    """Let signals be signals: a shell's background job ignores Ctrl-C, nohup a hang-up, and so would what we start."""
+    """Restore default signal handlers: background jobs ignore SIGINT, nohup ignores SIGHUP, and children inherit it."""
     if threading.current_thread() is threading.main_thread():
         for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
             if signal.getsignal(number) is signal.SIG_IGN:

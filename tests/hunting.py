@@ -1,4 +1,4 @@
-"""Hunts over many seeds: a sample with every run of the tests, all of them with SYNCLINE_HUNT=1."""
+"""Hunts over many seeds: every run of the tests tries a sample; with SYNCLINE_HUNT=1 it tries all."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from syncline.testing.hunting import hunt_cases
 HUNTING = bool(os.environ.get("SYNCLINE_HUNT"))
 T = TypeVar("T")
 
-only_hunting = pytest.mark.skipif(not HUNTING, reason="a longer look at what others prove: SYNCLINE_HUNT=1 runs it")
+only_hunting = pytest.mark.skipif(not HUNTING, reason="a long search, which SYNCLINE_HUNT=1 runs")
 
 
 def seeds(sample: int, every: int = 1000) -> range:
-    """Those to try: a sample, or every one."""
+    """The seeds to try: a sample, or all."""
     return range(every if HUNTING else sample)
 
 
 def hunted(check: Callable[..., T], tried: Iterable[int], *drawn: str) -> list[T]:
-    """What `check(*drawn, seed)` gave for each seed; the first that raises says how to replay it."""
+    """The results of `check(*drawn, seed)` for each seed. The error of the first failure says how to replay it."""
     found: list[T] = []
     given = "".join(f"{each!r}, " for each in drawn)
     how = f"{check.__module__}.{check.__name__}({given}{{seed}})"

@@ -1,4 +1,4 @@
-"""Starting real processes as a launcher would, and waiting for what they say."""
+"""Starts real processes as a launcher does, and collects their output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHERS = ("SLURM_", "PMI_", "OMPI_", "KMP_")
 
 @dataclass
 class Ended:
-    """How a process ended and what it said."""
+    """The exit code and the output of a process."""
 
     code: int
     out: str
@@ -27,7 +27,7 @@ class Ended:
 
 
 def torch_variables(size: int) -> list[dict[str, str]]:
-    """What torchrun would set for each of `size` local ranks."""
+    """The variables that torchrun sets for each of `size` local ranks."""
     port = str(free_port())
     return [
         {
@@ -43,7 +43,7 @@ def torch_variables(size: int) -> list[dict[str, str]]:
 
 
 def start(command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[str]:
-    """One rank, in a clean environment; forked from a process that has imported torch already."""
+    """Start one rank without the variables of other launchers. It is forked from a process that has imported torch."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(OTHERS)}
     environ |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **variables}
     words = forked_python(command, environ)
@@ -51,7 +51,7 @@ def start(command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Po
 
 
 def finish(processes: Sequence[subprocess.Popen[str]]) -> list[Ended]:
-    """Wait for all; none is left behind, whatever happens."""
+    """Wait for all processes. If one does not end in time, all are killed."""
     try:
         ended = []
         for process in processes:
@@ -66,5 +66,5 @@ def finish(processes: Sequence[subprocess.Popen[str]]) -> list[Ended]:
 
 
 def launch(script: str, variables: Sequence[Mapping[str, str]]) -> list[Ended]:
-    """Run a script's text once for each set of variables."""
+    """Run the text of a script once for each set of variables, at the same time."""
     return finish([start(["-c", script], each) for each in variables])

@@ -1,7 +1,7 @@
-"""Starting a script under mpiexec, MPICH's or Open MPI's, and collecting what it says.
+"""Runs scripts under mpiexec of MPICH or Open MPI, and collects their output.
 
-MPICH comes with the development environment. Open MPI cannot live beside it and has a folder of its own, `.openmpi`:
-mpi4py loads whichever library MPI4PY_LIBMPI names.
+MPICH is part of the development environment. Open MPI cannot be installed there as well, so it has its own folder,
+`.openmpi`: mpi4py loads the library that MPI4PY_LIBMPI names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LIBRARY = "MPI4PY_LIBMPI"
 
 @dataclass(frozen=True)
 class Flavour:
-    """An MPI: its launcher, and the library that mpi4py is to load."""
+    """An MPI implementation: its launcher, and the library that mpi4py loads."""
 
     name: str
     mpiexec: Path
@@ -49,13 +49,13 @@ MPICH = Flavour("MPICH", BIN / "mpiexec", 5)
 OPEN_MPI = Flavour(
     "Open MPI",
     OPENMPI / "bin" / "mpiexec",
-    3,  # MPICH has the larger ones
+    3,  # larger worlds are tested with MPICH
     ("--oversubscribe", "--bind-to", "none"),
     {
         LIBRARY: str(OPENMPI / "lib" / "libmpi.so.40"),
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_osc": "^ucx",  # it finds no network here, and says so each time
+        "OMPI_MCA_osc": "^ucx",  # it finds no network here, and prints a warning each time
     },
 )
 FLAVOURS = (MPICH, OPEN_MPI)
@@ -63,7 +63,7 @@ both = pytest.mark.parametrize("flavour", FLAVOURS, ids=lambda flavour: flavour.
 one_or_both = pytest.mark.parametrize(
     "flavour", FLAVOURS if HUNTING else FLAVOURS[:1], ids=lambda flavour: flavour.name.replace(" ", "")
 )
-"""For what is built on the transport, which has its contract tested on both."""
+"""For code above the transport: the contract of the transport is tested on both."""
 
 
 def need(flavour: Flavour) -> None:
@@ -72,20 +72,20 @@ def need(flavour: Flavour) -> None:
 
 
 def own_environ() -> dict[str, str]:
-    """This process's variables, without a launcher's."""
+    """The variables of this process, without those of launchers."""
     foreign = ("SLURM_", "PMI_", "PMIX_", "OMPI_", "MPI4PY_", "PRTE_")
     return {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
 
 
 def job_environ(variables: Mapping[str, str]) -> dict[str, str]:
-    """What a job is started with: this process's variables without a launcher's, and these."""
+    """The variables of a job: those of this process without those of launchers, and `variables`."""
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     usual = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths}
     return own_environ() | usual | dict(variables)
 
 
 def collect(command: Sequence[str], environ: Mapping[str, str]) -> Ended:
-    """Run a command to its end, in a session of its own; nothing of it is left behind."""
+    """Run a command in its own session until it ends, then kill what is left of the session."""
     process = subprocess.Popen(
         list(command),
         env=dict(environ),
@@ -113,10 +113,10 @@ def mpiexec(
     variables: Mapping[str, str] | None = None,
     library: Flavour | None = None,
 ) -> Ended:
-    """Run Python with these arguments on so many ranks, and `others` more with the arguments `beside`.
+    """Run Python with the arguments `command` on `ranks` ranks, and with the arguments `beside` on `others` more.
 
-    The ranks are forked from a process that has imported torch. With `library` mpi4py loads that of another MPI,
-    which is named by its variable, or by none.
+    The ranks are forked from a process that has imported torch. With `library`, mpi4py loads the library of another
+    MPI than the one that starts the ranks.
     """
     loads = library or flavour
     need(flavour)
@@ -131,7 +131,7 @@ def mpiexec(
 
 
 def play(flavour: Flavour, module: str, *arguments: str, ranks: int = 2) -> list[dict[str, Any]]:
-    """Run a module's case on a world over MPI; the lines of JSON its ranks have told, in their order."""
+    """Run a case of a module on a world over MPI. Returns the lines of JSON that the ranks print, by rank."""
     ended = mpiexec(flavour, "-m", module, *arguments, ranks=ranks, variables={"SYNCLINE_TRANSPORT": "mpi"})
     assert ended.code == 0, ended.err[-4000:]
     lines = [json.loads(line) for line in ended.out.splitlines() if line.startswith("{")]

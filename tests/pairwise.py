@@ -15,8 +15,8 @@ Place = tuple[int, int]
 def pairwise(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Rows with one value of each factor, such that any two values of different factors share a row.
 
-    The same rows every time. Two factors give their product; with more, the number of rows is near the product of the
-    two longest. Most mistakes in handling options need one value or two of them together to show.
+    The rows are always the same. Two factors give their product; with more factors, the number of rows is near the
+    product of the two longest. Most bugs in the handling of options show with one value, or with two of them together.
 
     >>> len(pairwise("abc", "xy", "+-", [True, False]))
     6

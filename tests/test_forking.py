@@ -1,4 +1,4 @@
-"""Processes that are forked for the tests behave as those that Python starts anew."""
+"""Forked processes behave like new Python processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(*command: str) -> Ended:
     return ended
 
 
-def test_arguments_variables_and_files_are_its_own(tmp_path: Path) -> None:
+def test_forked_process_has_its_own_arguments_variables_and_files(tmp_path: Path) -> None:
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
     for command in (["-c", SCRIPT], [str(path)]):
@@ -43,7 +43,7 @@ def test_arguments_variables_and_files_are_its_own(tmp_path: Path) -> None:
         ("import os; os.abort()", -signal.SIGABRT, ""),
     ],
 )
-def test_its_end_is_told(text: str, code: int, says: str) -> None:
+def test_exit_code_and_stderr_are_forwarded(text: str, code: int, says: str) -> None:
     ended = run("-c", text)
     assert ended.code == code
     assert ended.err.endswith(says)
@@ -53,7 +53,7 @@ WAIT = "import signal; print('waits', flush=True); signal.pause()"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_it_ends_with_the_process_that_stands_for_it(number: signal.Signals) -> None:
+def test_forked_process_ends_with_its_client(number: signal.Signals) -> None:
     process = start(["-c", WAIT], {})
     assert process.stdout is not None
     assert process.stdout.readline() == "waits\n"
@@ -70,5 +70,5 @@ def test_it_ends_with_the_process_that_stands_for_it(number: signal.Signals) -> 
         (["-c", ""], {"OMP_NUM_THREADS": "1", "TORCH_LOGS": "all"}),
     ],
 )
-def test_what_is_read_at_the_start_is_started_anew(command: list[str], environ: dict[str, str]) -> None:
+def test_options_read_at_startup_need_a_new_process(command: list[str], environ: dict[str, str]) -> None:
     assert forked_python(command, environ) == [sys.executable, *command]

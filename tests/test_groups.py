@@ -1,4 +1,4 @@
-"""Tests that share processes share a worker of xdist."""
+"""Tests of one group run on one worker of xdist."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 
 @pytest.mark.xdist_group("groups")
-def test_a_group_reaches_the_one_who_deals_tests_out(request: pytest.FixtureRequest) -> None:
+def test_xdist_uses_the_group_of_a_test(request: pytest.FixtureRequest) -> None:
     if not request.config.getoption("loadgroup", False):
         pytest.skip("needs a worker of pytest -n 2 --dist loadgroup")
     assert request.node.nodeid.endswith("@groups")

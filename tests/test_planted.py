@@ -2,7 +2,7 @@
 
 `tests/planted/FAMILY.toml` lists the mistakes of a family of tests. Every run checks that each mistake can still be
 planted; `SYNCLINE_HUNT=1 pytest tests/test_planted.py -k FAMILY` plants them, one after the other, in a copy of the
-sources and runs the named tests, which must fail. A test that is removed or made smaller must leave this so.
+sources and runs the named tests, which must fail. That must still hold after a test is removed or shortened.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Mistake:
     """A change of one place of the library that some tests must notice."""
 
     name: str
-    """What goes wrong, in a few words."""
+    """The mistake in a few words."""
     file: str
     """The file to change, below `src/syncline`."""
     right: str
     """A text that occurs once in that file."""
     wrong: str
-    """What stands there instead."""
+    """The text that replaces it."""
     tests: tuple[str, ...]
     """The test files or tests of which at least one must fail."""
 

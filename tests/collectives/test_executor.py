@@ -8,9 +8,9 @@ import torch
 from syncline.collectives import BufferPool, Channel, build, names
 from syncline.collectives.channel import allreduce
 from syncline.testing import Pool
-from syncline.testing.collectives import move_by_every_schedule, reduce_by_every_schedule
 from syncline.transports import Network, SingleTransport
 from syncline.world import World, simulate
+from tests.collectives.schedule_checks import move_by_every_schedule, reduce_by_every_schedule
 from tests.hunting import HUNTING, seeds
 
 

@@ -18,7 +18,7 @@ from syncline.world import World
 
 @dataclass
 class Common:
-    """What all simulated ranks see. `reads` are the steps that each read has found behind the weights."""
+    """The state that all simulated ranks share. `reads`: the number of steps in the weights, at each read."""
 
     workers: int
     steps: list[int] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Common:
 
 
 class MemoryChannel:
-    """One rank's door to it. With a latency every call takes so long: others come in between."""
+    """The control channel of one rank. Every call takes the latency, so that calls of other ranks come in between."""
 
     def __init__(self, common: Common, world: World, latency: float = 0.0) -> None:
         self.common, self.world, self.latency = common, world, latency
@@ -77,13 +77,13 @@ class MemoryChannel:
 
 @dataclass(frozen=True, repr=False)
 class PlainAsynchronous(Strategy):
-    """Each worker takes its gradient to the common weights when it has it, and takes the weights back."""
+    """Each worker applies its gradient to the common weights as soon as it is ready, and copies the weights."""
 
     name: ClassVar[str] = "plain_asynchronous"
     common: Common | None = field(default=None, compare=False)
     latency: float = 0.0
     share: float = 1.0
-    """What a gradient counts."""
+    """The factor of a gradient."""
 
     def __repr__(self) -> str:
         return self.name
@@ -130,7 +130,7 @@ class PlainAsynchronousRun(AsynchronousRun):
             self.common.weights[name] = tensor.detach().clone()
 
     def _before(self, *_: Any) -> None:
-        """The optimizer steps on the common weights as they are now, with a gradient of older ones."""
+        """The optimizer steps on the current common weights, with a gradient of older weights."""
         total = sum(self.common.steps)
         self.stats.read_at(max(0, total - self._seen))
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Workers that go at their own pace, on the simulator: what each does, what the evaluator finds, who is waited for."""
+"""Asynchronous runs on the simulator: steps, evaluations, lost workers, checkpoints."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def events(folder: Path, key: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("seed", seeds(1, every=3))
 def test_each_worker_takes_its_own_steps(ranks: int, seed: int) -> None:
-    """50 samples in rounds of 4·k: with three ranks one has nothing in an epoch's last round, with four two."""
+    """50 samples in rounds of 4·k: in the last round of an epoch, one of three ranks or two of four have no data."""
     found, common = simulate(Settings(epochs=3), ranks, seed=seed, latency=1e-3)
     rounds = 3 * math.ceil(50 / (4 * ranks))
     for outcome in found.results:
@@ -78,7 +78,7 @@ def test_a_run_ends_after_the_steps_of_each_worker(steps: int) -> None:
 
 
 def test_sample_counts_follow_from_steps() -> None:
-    """Rounds of 8 over 50 samples: seven an epoch, the last of two samples, one for each of two workers."""
+    """Rounds of 8 of 50 samples: seven per epoch. The last one has two samples, one for each of two workers."""
     tally = RoundCounter(50, 8, 2)
     assert tally.samples([7, 7]) == 50
     assert tally.samples([7, 0]) == 25
@@ -136,7 +136,7 @@ def lines_of_allreduce(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("seed", seeds(1, every=4))
 def test_a_straggler_delays_no_other_worker(seed: int) -> None:
-    """Three times as slow, and for a while: the others are done when they would have been without it."""
+    """One worker is three times as slow for a while: the others end at the same time as without it."""
     alone, _ = simulate(Settings(epochs=4), 3, seed=seed)
     slow = [Slow(2, 3.0)]
     found, common = simulate(Settings(epochs=4), 3, seed=seed, slow=slow)
@@ -176,7 +176,7 @@ def test_a_killed_worker_is_not_waited_for(tmp_path: Path, seed: int, victim: in
 
 @pytest.mark.parametrize("seed", seeds(1, every=3))
 def test_the_others_end_without_rank_0(seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    """It had the evaluator: another worker evaluates, and the target is found."""
+    """Rank 0 had the evaluator: another worker evaluates instead, and detects the target."""
     found, common = simulate(Settings(epochs=4), 3, seed=seed, faults=[Kill(0, at=0.25)])
     assert common.steps[1:] == [20, 16]
     assert [outcome.stopped_by for outcome in found.results[1:]] == ["epochs", "epochs"]
@@ -189,14 +189,14 @@ def test_the_others_end_without_rank_0(seed: int, caplog: pytest.LogCaptureFixtu
 
 
 def test_an_evaluator_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher says that it has started one, and there is none."""
+    """The launcher's variable announces an evaluator process that does not exist."""
     monkeypatch.setattr("syncline.training.asynchronous.AsynchronousPolicy.has_evaluator_process", True)
     with pytest.raises(PeerLostError, match=r"waited 5 s for the evaluator process"):
         simulate(Settings(epochs=1), 2, timeout=5.0)
 
 
 def test_a_silent_evaluator_is_replaced(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Its process came and was frozen: after the timeout a worker tests the final weights."""
+    """Its process starts and then freezes: after the timeout a worker tests the final weights."""
     monkeypatch.setattr("syncline.training.asynchronous.AsynchronousPolicy.has_evaluator_process", True)
     monkeypatch.setattr("syncline.training.asynchronous.AsynchronousPolicy.prepare", lambda self: None)
     found, _ = simulate(Settings(epochs=1), 2, timeout=5.0)
@@ -207,7 +207,7 @@ def test_a_silent_evaluator_is_replaced(monkeypatch: pytest.MonkeyPatch, caplog:
 
 @pytest.mark.parametrize("when", [0.0, 0.2, 99.0])
 def test_an_evaluator_that_was_killed_is_replaced(monkeypatch: pytest.MonkeyPatch, when: float) -> None:
-    """Before the first step, in the middle, or after the last: nobody waits for it."""
+    """Before the first step, in the middle, or after the last step: no worker waits for it."""
 
     def told(name: str, timeout: float) -> Callable[[], str | None]:
         now = current_world().runtime.now
@@ -242,7 +242,7 @@ def test_the_target_stops_all(tmp_path: Path, seed: int) -> None:
 
 
 def test_evaluations_take_no_time_from_workers() -> None:
-    """Twenty samples to evaluate after every step take longer than the step; the workers do not notice."""
+    """Evaluating twenty samples after every step takes longer than a step, and does not delay the workers."""
     often, _ = simulate(Settings(epochs=3, evaluate_every=1), 2)
     rarely, _ = simulate(Settings(epochs=3, evaluate_every=1000), 2)
     assert often.results[0].seconds == pytest.approx(rarely.results[0].seconds)
@@ -260,7 +260,7 @@ def test_a_stop_request_stops_all_workers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", seeds(1, every=3))
 def test_a_stopped_run_resumes(tmp_path: Path, seed: int) -> None:
-    """Each worker where it was: with the straggler behind the others, nothing is read twice and nothing left out."""
+    """Each worker continues from its own position, also a straggler: each sample is read exactly once."""
     slow = [Slow(1, 3.0)]
     calls = iter(range(10**6))
     simulate(Settings(epochs=4), 2, seed=seed, folder=tmp_path, slow=slow, stop=lambda: next(calls) > 15)
@@ -280,7 +280,7 @@ def test_a_stopped_run_resumes(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_resume_on_another_number_of_workers_uses_one_position(tmp_path: Path, ranks: int) -> None:
-    """That of rank 0: the straggler's own share of the samples is another one now."""
+    """All continue from rank 0's position, because the straggler has another share of the samples now."""
     calls = iter(range(10**6))
     simulate(Settings(epochs=4), 2, folder=tmp_path, slow=[Slow(1, 3.0)], stop=lambda: next(calls) > 15)
     workload = Tiny()
@@ -292,7 +292,7 @@ def test_resume_on_another_number_of_workers_uses_one_position(tmp_path: Path, r
 
 
 def test_workers_wait_for_checkpoints_after_a_resume(tmp_path: Path) -> None:
-    """The straggler was stopped behind the others: it waits nowhere for those who have been there already."""
+    """The straggler was stopped behind the others: it does not wait for workers beyond a checkpoint."""
     slow, calls = [Slow(1, 3.0)], iter(range(10**6))
     how = Settings(epochs=4, checkpoint_every=2)
     simulate(Settings(epochs=4), 2, folder=tmp_path, slow=slow, stop=lambda: next(calls) > 15)
@@ -305,7 +305,7 @@ def test_workers_wait_for_checkpoints_after_a_resume(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", seeds(1, every=3))
 def test_workers_wait_for_checkpoints(tmp_path: Path, seed: int) -> None:
-    """After every fifth step of each: the fast wait there, and nowhere else."""
+    """After every fifth step of each worker: the fast workers wait there, and nowhere else."""
     settings = Settings(epochs=2, checkpoint_every=5)
     simulate(settings, 3, seed=seed, folder=tmp_path, slow=[Slow(2, 3.0)], latency=1e-4)
     told = events(tmp_path, "sl_checkpoint")

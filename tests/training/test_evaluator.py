@@ -1,4 +1,4 @@
-"""The evaluator by itself, beside workers that are a script."""
+"""The evaluator alone, with scripted workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Script = Callable[[World, MemoryChannel], None]
 def watched(
     script: Script, settings: Settings, seed: int = 0, timeout: float = 300.0, late: float = 0.0
 ) -> ControlState:
-    """Rank 0 plays two workers; rank 1 evaluates, with a clock of its own. What was posted."""
+    """Rank 0 imitates two workers; rank 1 evaluates, with its own clock. Returns the posts."""
     common = Common(2)
     workload = Tiny()
     resolved = settings.resolved(workload, 2)
@@ -66,7 +66,7 @@ def steady(world: World, board: MemoryChannel, steps: int = 10, seconds: float =
 @pytest.mark.parametrize("late", [0.0, 2.0])
 @pytest.mark.parametrize("seed", seeds(1, every=3))
 def test_evaluates_after_each_multiple_of_steps(seed: int, late: float) -> None:
-    """Also where its process comes seconds after the workers': they wait for it, and its clock is theirs."""
+    """Also if its process starts seconds after the workers: they wait for it, and it uses their clock."""
     notes = watched(steady, Settings(epochs=9, evaluate_every=3), seed, late=late)
     assert [one.rounds for one in notes.evaluations] == [6, 12, 18, 20]
     assert [one.samples for one in notes.evaluations][:2] == [24, 48]
@@ -77,7 +77,7 @@ def test_evaluates_after_each_multiple_of_steps(seed: int, late: float) -> None:
 
 
 def test_a_slow_evaluator_skips_multiples() -> None:
-    """Steps come faster than anybody can look: it evaluates what there is, and never one multiple twice."""
+    """Steps are faster than evaluations: it evaluates the current weights, and no multiple twice."""
     notes = watched(lambda world, board: steady(world, board, 60, 1e-5), Settings(epochs=99, evaluate_every=1))
     rounds = [one.rounds for one in notes.evaluations]
     assert rounds == sorted(set(rounds))

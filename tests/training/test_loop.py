@@ -1,4 +1,4 @@
-"""The loop on simulated ranks: what it counts, what it writes, where it stops."""
+"""The training loop on simulated ranks: counts, files, ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("collective", ["ring", "auto"])
 def test_every_rank_has_the_same_outcome(ranks: int, collective: str) -> None:
-    """50 samples in steps of 4·k: with three ranks, one has nothing in the last step of an epoch."""
+    """50 samples in steps of 4·k: with three ranks, one has no data in the last step of an epoch."""
     workload = Tiny()
     outcomes = run(workload, ranks, Settings(epochs=3, collective=collective, warmup=1, decay="cosine"))
     assert all(outcome == outcomes[0] for outcome in outcomes)
@@ -51,7 +51,7 @@ def test_every_rank_has_the_same_outcome(ranks: int, collective: str) -> None:
 
 
 def test_a_global_batch_does_not_depend_on_workers() -> None:
-    """Micro-batches of four on however many workers: the same steps, and the same loss."""
+    """Micro-batches of four on one to three workers: the same steps, and the same loss."""
     settings = Settings(epochs=1, global_batch=50, batch=4, collective="ring")
     found = [
         sl.simulate(lambda world: train(build("regression"), settings, world=world), ranks=ranks).results[0]
@@ -162,8 +162,8 @@ def test_it_stops_at_the_target(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 6, 7, 10])
-def test_it_stops_after_so_many_steps(steps: int) -> None:
-    """In mid-epoch, at its end (7 of 7), and in the next one. Epochs are as many as the steps take."""
+def test_it_stops_after_the_given_steps(steps: int) -> None:
+    """Within an epoch, at its end (7 of 7), and in the next one. There are as many epochs as the steps need."""
     (found, _) = run(Tiny(), 2, Settings(steps=steps))
     assert (found.steps, found.stopped_by) == (steps, "epochs" if steps == 7 else "steps")
     assert found.epochs == steps // 7
@@ -248,7 +248,7 @@ def test_invalid_settings_are_refused(settings: dict[str, Any], words: str) -> N
 
 
 def test_warm_up_begins_at_the_rate_of_one_worker(tmp_path: Path) -> None:
-    """Four workers, scaled linearly: the first of 4 steps is at a quarter; without scaling, at a tenth."""
+    """Four workers with linear scaling: the first of 4 steps has a quarter of the rate; without scaling, a tenth."""
     seen: dict[str, list[float]] = {}
     for scaling in ("linear", "none"):
         workload = Tiny(samples=16)
@@ -270,7 +270,7 @@ def test_warm_up_begins_at_the_rate_of_one_worker(tmp_path: Path) -> None:
 
 
 def test_evaluate_every_steps(tmp_path: Path) -> None:
-    """13 steps an epoch on one worker: the cadence crosses the ends of epochs, and the last step is evaluated too."""
+    """13 steps per epoch on one worker: the interval spans epochs, and the last step is evaluated too."""
     run(Tiny(), 1, Settings(epochs=2, evaluate_every=5), folder=tmp_path)
     lines = [line for line in read_log(tmp_path) if line["key"] == "sl_evaluation"]
     assert [line["metadata"]["step"] for line in lines] == [5, 10, 15, 20, 25, 26]
@@ -339,7 +339,7 @@ def test_the_prediction_is_in_config_json(tmp_path: Path) -> None:
 
 
 def test_a_nan_loss_ends_the_run() -> None:
-    """Also where nobody looks at the gradients: somebody else's way of agreeing."""
+    """Also if the strategy does not check the gradients."""
 
     class Broken(Tiny):
         def loss(self, model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A run that was interrupted and resumed gives the bits of one that was not."""
+"""An interrupted and resumed run gives the same bits as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def assert_same(first: Tiny, second: Tiny, ranks: int) -> None:
 
 @pytest.fixture(scope="module")
 def whole() -> dict[int, tuple[Tiny, list[Outcome]]]:
-    """Runs that nobody interrupted, by the number of ranks."""
+    """Uninterrupted runs, by the number of ranks."""
     done = {}
     for ranks in (1, 2, 3):
         workload = Tiny()
@@ -82,13 +82,13 @@ def test_a_crash(tmp_path: Path, whole: dict[int, tuple[Tiny, list[Outcome]]], r
 
 
 def latest_before(step: int) -> int:
-    """The checkpoint that a run finds which crashed in this step."""
+    """The newest checkpoint of a run that crashed in this step."""
     return 3 * ((step - 1) // 3)
 
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_one_rank_is_asked_to_stop(tmp_path: Path, whole: dict[int, tuple[Tiny, list[Outcome]]], who: int) -> None:
-    """All stop after the same step, with a checkpoint and no test; the rest of the run is as if nothing had been."""
+    """All stop after the same step with a checkpoint and no test; the resumed run equals an uninterrupted one."""
     reference, outcomes = whole[2]
 
     def asked(world: World) -> Outcome:
@@ -107,7 +107,7 @@ def test_one_rank_is_asked_to_stop(tmp_path: Path, whole: dict[int, tuple[Tiny, 
 
 
 def test_a_stop_between_epochs(tmp_path: Path, whole: dict[int, tuple[Tiny, list[Outcome]]]) -> None:
-    """Asked for after the second epoch of 7 steps; the third is the resumed run's."""
+    """The run is stopped after the second epoch of 7 steps; the resumed run trains the third."""
     workload = Tiny()
 
     def asked(world: World) -> Outcome:
@@ -144,7 +144,7 @@ def test_a_reached_target_is_not_trained_again(tmp_path: Path) -> None:
 
 
 def test_on_another_number_of_ranks(tmp_path: Path) -> None:
-    """In mid-epoch from 2 ranks to 3: every sample counts once, the steps are longer."""
+    """Within an epoch from 2 ranks to 3: every sample is used once, and steps have more samples."""
     with pytest.raises(RuntimeError, match="pulled the plug"):
         run(Tiny(watcher=crash_at(5)), 2, HOW, folder=tmp_path)
     found = run(Tiny(), 3, HOW, folder=tmp_path, resume=True)
@@ -153,7 +153,7 @@ def test_on_another_number_of_ranks(tmp_path: Path) -> None:
 
 
 def test_from_another_folder(tmp_path: Path, whole: dict[int, tuple[Tiny, list[Outcome]]]) -> None:
-    """The run's folder, its checkpoints, or one of them; what is written goes to the new folder alone."""
+    """From the run's folder, its checkpoints, or one checkpoint; only the new folder is written to."""
     with pytest.raises(RuntimeError, match="pulled the plug"):
         run(Tiny(watcher=crash_at(8)), 2, HOW, folder=tmp_path / "a")
     before = sorted((tmp_path / "a").rglob("*"))
@@ -187,7 +187,7 @@ def test_nothing_to_resume(tmp_path: Path) -> None:
         run(Tiny(), 2, HOW, resume=True)
 
 
-def test_the_world_is_found_by_itself() -> None:
+def test_train_uses_the_current_world() -> None:
     def one(world: World) -> bool:
         train(Tiny(), Settings(epochs=1))
         return current_world() is world

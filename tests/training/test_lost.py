@@ -1,4 +1,4 @@
-"""Runs that have lost workers: those that are left write checkpoints, and a run goes on from one; on the simulator."""
+"""Runs that lose workers, on the simulator: the others write checkpoints, from which the run is resumed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAST_ONLY: dict[str, Any] = {"given": {"epochs": 1, "checkpoint_every": None}}
 
 
 def simulate(strategy: str, folder: Path, ranks: int = WORKERS, faults: Any = (), **options: Any) -> Simulation:
-    """Train with a server apart, which outlives the workers; hogwild has the memory of one host."""
+    """Train with a separate server, which outlives the workers; hogwild uses the memory of one host."""
     settings = Settings(strategy=strategy, **{"epochs": 4, "checkpoint_every": 4, **options.pop("given", {})})
 
     def work(world: sl.World) -> Outcome:
@@ -50,7 +50,7 @@ def steps_saved(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize("strategy", [*SERVED, "hogwild"])
 def test_survivors_write_checkpoints(tmp_path: Path, strategy: str) -> None:
-    """Every one that is due and the last; and with all workers again the run goes on from there."""
+    """They write every checkpoint, and the run resumes from the last one with all workers."""
     victim = 0 if strategy in LOSE_RANK_0 else 2
     found = simulate(strategy, tmp_path, faults=[Kill(victim, at=0.25)])
     assert found.killed == (victim,)
@@ -78,7 +78,7 @@ def test_resume_after_workers_were_lost(tmp_path: Path) -> None:
 
 
 def test_a_worker_without_data_in_a_round_holds_up_no_checkpoint(tmp_path: Path) -> None:
-    """Rank 2 has nothing in an epoch's last round: it is a step behind, and bsp's step waits for that step."""
+    """Rank 2 has no data in the last round of an epoch, so it is a step behind, and a step of bsp waits for it."""
     found = simulate("bsp", tmp_path, given={"epochs": 2})
     assert found.time < 10.0, "nobody has waited for the timeout"
     assert steps_saved(tmp_path) == [4, 8, 10]
@@ -86,7 +86,7 @@ def test_a_worker_without_data_in_a_round_holds_up_no_checkpoint(tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def window(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, float]:
-    """When the last checkpoint of a run is begun, and how long it takes."""
+    """The time at which the last checkpoint of a run starts, and its duration."""
     folder = tmp_path_factory.mktemp("whole")
     simulate("hogwild", folder, **LAST_ONLY)
     (saved,) = (line for line in read_log(folder) if line["key"] == "sl_checkpoint")
@@ -98,7 +98,7 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, float]:
 def test_a_loss_while_the_last_one_is_saved(
     tmp_path: Path, window: tuple[float, float], victim: int, part: float
 ) -> None:
-    """At whatever moment: the others begin again, and it is there whole."""
+    """At any moment of it: the others start again, and the checkpoint is complete."""
     begun, seconds = window
     found = simulate("hogwild", tmp_path, faults=[Kill(victim, at=begun + part * seconds)], **LAST_ONLY)
     assert found.killed == (victim,)

@@ -1,4 +1,4 @@
-"""What people see of a run."""
+"""The progress that a run shows on the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One zero for clocks that were set at different times."""
+"""The common zero of clocks that were set at different times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from syncline.world import World
 
 
 def test_clocks_hours_apart_get_one_zero() -> None:
-    """Rank r's clock is r hours ahead; the answer is off by half a round trip at most, and says so."""
+    """The clock of rank r is r hours ahead; the error is at most half a round trip, and is returned."""
 
     def ask(world: World) -> tuple[float, float]:
         ahead = 3600.0 * world.rank

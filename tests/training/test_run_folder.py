@@ -1,4 +1,4 @@
-"""The folder of a run: one process at a time writes there, and one that cannot be written to is refused in words."""
+"""The folder of a run: its lock, and the error for a folder that cannot be written to."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
 
 
 def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
-    """Also where nothing of that process could let go of it."""
+    """Also if the process is killed."""
     folder = RunFolder(tmp_path)
     read, write = os.pipe()
     child = os.fork()
@@ -47,7 +47,7 @@ def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_training_is_refused_in_a_folder_in_use(tmp_path: Path, resume: bool) -> None:
-    """On every rank alike: nobody waits for one that has raised."""
+    """Every rank raises the error, so no rank waits for another."""
 
     def work(world: sl.World) -> str:
         options: dict[str, Any] = {"world": world, "folder": tmp_path, "resume": resume}

@@ -1,4 +1,4 @@
-"""A run at servers that was interrupted and resumed gives the bits of one that was not: on the simulator."""
+"""A resumed run with parameter servers gives the same bits as an uninterrupted one, on the simulator."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def assert_same(first: Tiny, second: Tiny) -> None:
 
 @pytest.mark.parametrize("strategy", ["bsp", "bsp(rule='adam(0.01)')", "ssp(slack=0)"])
 def test_with_more_steps(tmp_path: Path, strategy: str) -> None:
-    """The first run ends in mid-epoch, for all of its 5 steps are taken; an epoch has 7."""
+    """The first run ends after its 5 steps, within an epoch of 7."""
     whole, begun, resumed = Tiny(), Tiny(), Tiny()
     outcome = run(whole, Settings(strategy=strategy, epochs=3, steps=17))
     first = run(begun, Settings(strategy=strategy, epochs=3, steps=5), folder=tmp_path)

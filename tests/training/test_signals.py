@@ -1,4 +1,4 @@
-"""Signals that ask to stop: what workers, and those who serve them, make of them."""
+"""The signals that stop a run, in workers and in servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from syncline.training.signals import StopSignals
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """What this process makes of signals is as before afterwards."""
+    """Restore the signal handlers of this process."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -37,7 +37,7 @@ def test_sigterm_ends_a_worker_that_does_not_save() -> None:
 
 @pytest.mark.parametrize("saves", [True, False])
 def test_servers_of_workers_that_save_leave_signals_alone(monkeypatch: pytest.MonkeyPatch, saves: bool) -> None:
-    """They are needed until all have saved; the launcher ends them then."""
+    """They are needed until all workers have saved; then the launcher ends them."""
 
     def joined() -> None:
         ignored = [signal.getsignal(number) is signal.SIG_IGN for number in (signal.SIGINT, signal.SIGTERM)]

@@ -1,4 +1,4 @@
-"""What is read from torch's files is what torch says of itself."""
+"""The facts that are read from torch's files equal those that torch reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A workload that takes milliseconds and has all that a resumed run could forget: dropout, batch norm, momentum."""
+"""A workload of milliseconds with all kinds of state that a checkpoint must have: dropout, batch norm, momentum."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from syncline.world import current_world
 
 
 class Tiny(Workload):
-    """Two classes in eight dimensions. Keeps the models it made, by rank, and tells `watcher` of each loss."""
+    """Two classes in eight dimensions. Stores its models by rank, and calls `watcher` at each loss."""
 
     name = "tiny"
     metric = "accuracy"

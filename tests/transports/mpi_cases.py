@@ -22,10 +22,10 @@ import torch
 import syncline as sl
 from syncline.environment import Environment, detect
 from syncline.errors import PeerLostError, ProtocolError, UnsupportedError, WorldError
-from syncline.testing.collectives import check_functional
 from syncline.testing.transports import CASES, withdraw_a_receive
 from syncline.transports.mpi import MpiTransport, connect
 from syncline.transports.mpi.connect import load
+from tests.world.functional_checks import check_functional
 
 TIMEOUT = 60.0
 

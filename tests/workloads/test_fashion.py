@@ -1,4 +1,4 @@
-"""Fashion-MNIST: files that are right, wrong, missing, and fetched from a server on the loopback interface."""
+"""Fashion-MNIST: valid, invalid and missing files, and downloads from a server on the loopback interface."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import http.server
 import struct
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,7 @@ import torch
 from syncline.errors import ProtocolError, SynclineError, UnsupportedError
 from syncline.testing.workloads import WorkloadContract
 from syncline.workloads import fashion
-from syncline.workloads.base import Workload
-from syncline.workloads.datasets import Pairs
+from syncline.workloads.base import Pairs, Workload
 from syncline.workloads.fashion import DEBIAN_FOLDER, FILES, Fashion, fetch, read_idx
 
 pytestmark = pytest.mark.xdist_group("fashion")  # they share a fixture that takes long
@@ -30,7 +30,7 @@ def idx(values: torch.Tensor) -> bytes:
 
 
 def fill(folder: Path) -> None:
-    """As many images as the real ones. An image's class is seen in its brightness, its number in the first pixels."""
+    """Files with as many images as the real ones. The brightness encodes the class, the first pixels the number."""
     folder.mkdir(parents=True, exist_ok=True)
     for images, labels in (FILES[:2], FILES[2:]):
         count = images.shape[0]
@@ -53,7 +53,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """No files in any of the usual places; the cache is in the folder returned."""
+    """No files in any of the searched folders; the cache is in the returned folder."""
     monkeypatch.setattr(fashion, "DEBIAN_FOLDER", tmp_path / "debian")
     monkeypatch.delenv("SYNCLINE_DATA", raising=False)
     monkeypatch.setenv("SYNCLINE_CACHE", str(tmp_path / "cache"))
@@ -100,7 +100,7 @@ def test_splits_are_disjoint_and_complete(made: Path) -> None:
 
 
 @pytest.mark.skipif(not DEBIAN_FOLDER.is_dir(), reason="needs apt install dataset-fashion-mnist")
-def test_debians_files_are_the_ones_whose_checksums_we_hold() -> None:
+def test_files_of_debian_have_the_checksums() -> None:
     for file in FILES:
         content = gzip.decompress((DEBIAN_FOLDER / f"{file.name}.gz").read_bytes())
         assert len(content) == file.bytes
@@ -187,7 +187,7 @@ def test_idx_files_of_another_data_set(made: Path, tmp_path: Path, name: str, co
 
 
 class Server:
-    """Files by name on the loopback interface; counts what it is asked for."""
+    """Serves files by name on the loopback interface, and stores the names of the requests."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -272,14 +272,14 @@ def test_a_server_that_does_not_answer(tmp_path: Path) -> None:
 def test_download_only_when_asked_and_only_once(
     server: Server, made: Path, nowhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real checksums hold for the real files alone, so these have their own."""
+    """The files are not the real ones, so their checksums replace the real ones."""
     files = []
     for file in FILES:
         path = fashion.path_in(made, file)
         content = gzip.decompress(path.read_bytes()) if path.suffix else path.read_bytes()
         server.files[f"{file.name}.gz"] = path.read_bytes() if path.suffix else gzip.compress(content, mtime=0)
         digest = hashlib.sha256(content).hexdigest()
-        files.append(fashion._File(file.name, file.shape, file.bytes, digest))
+        files.append(replace(file, sha256=digest))
     monkeypatch.setattr(fashion, "FILES", tuple(files))
     with pytest.raises(UnsupportedError, match=r"fashion\(download=True\)"):
         Fashion(url=server.url).splits()

@@ -1,4 +1,4 @@
-"""Workloads from a user's file: what is refused, with the line; and the template, trained."""
+"""Workloads from a user's file: errors with the line, and training of the template."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LAST = GOOD.count("\n")
 
 @pytest.fixture(autouse=True)
 def kept_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a script leaves in the interpreter goes when its test does."""
+    """Remove the modules and paths that a script adds to the interpreter."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)
     yield
@@ -59,7 +59,7 @@ def kept_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def script(folder: Path, more: str = "", name: str = "mine.py") -> str:
-    """A script that works, with more at its end: what is defined twice is as it was defined last."""
+    """Write a valid script with `more` at its end, which may define names again."""
     path = folder / name
     path.write_text(GOOD + more)
     return str(path)
@@ -72,7 +72,7 @@ class TestTemplate(WorkloadContract):
 
 
 def refusal(path: str) -> str:
-    """What building and checking it says."""
+    """The error of building and checking a script."""
     with pytest.raises(SpecError) as caught:
         ScriptWorkload(path).check()
     told = str(caught.value)
@@ -240,7 +240,7 @@ def test_missing_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert build("fashion(folder='/data/mine.py')").name == "fashion"
 
 
-def test_a_small_script_gets_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_script_gets_the_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     script(tmp_path, name="my rings.py")
     workload = build("my rings.py")
@@ -258,7 +258,7 @@ def test_a_small_script_gets_the_rest(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_an_edited_script_is_another_one(tmp_path: Path) -> None:
-    """At once, and with the same length: no bytecode of the first one is taken."""
+    """Also right after the first import and with the same length: no bytecode of the first one is used."""
     path = script(tmp_path, "EPOCHS = 3\n")
     before = build(path)
     after = build(script(tmp_path, "EPOCHS = 4\n"))
@@ -268,7 +268,7 @@ def test_an_edited_script_is_another_one(tmp_path: Path) -> None:
 
 
 def test_all_that_a_script_may_have(tmp_path: Path) -> None:
-    """Modules beside it, dataclasses, datasets of its own, NumPy's arrays and numbers, several means."""
+    """Modules in its folder, dataclasses, its own datasets, NumPy arrays and numbers, several measures."""
     (tmp_path / "beside_mine.py").write_text("SIZE = 6\n")
     more = """
 from dataclasses import dataclass
@@ -328,7 +328,7 @@ def test_similar_names_give_a_warning(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 def test_the_template_reaches_its_target_and_two_ranks_agree() -> None:
-    """On the simulator, and with nothing of the script known before."""
+    """On the simulator, with a script that was not imported before."""
 
     def rank(_: object) -> tuple[float | None, float | None, str]:
         workload = build(TEMPLATE)
@@ -370,7 +370,7 @@ def test_resuming_with_another_script_warns(
 
 @pytest.mark.xdist_group("launch")
 def test_two_real_workers(runs: Runs) -> None:
-    """As a user does it: write the template, train it by a path that is relative to where they are."""
+    """Like a user: write the template, and train it by a relative path."""
     own = runs.folder / "own.py"
     assert main(["new", str(own)]) == 0
     run = runs.run("train", "own.py", "-n", "2", "--steps", "3", "--out", "a")

@@ -1,9 +1,8 @@
-"""The workloads: the contract of all, and of each what it alone promises."""
+"""The contract tests of all workloads, and tests of each one."""
 
 from __future__ import annotations
 
 import importlib
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any, cast
@@ -15,9 +14,8 @@ from torch.utils.data import DataLoader
 from syncline.errors import SpecError, UnsupportedError
 from syncline.testing.workloads import WorkloadContract
 from syncline.workloads import Digits, LogisticRegression, Regression, Stdlib, build, names, stdlib
-from syncline.workloads.base import Workload
+from syncline.workloads.base import Pairs, Workload
 from syncline.workloads.convex import Convex
-from syncline.workloads.datasets import Pairs
 from syncline.workloads.stdlib import Corpus, read_corpus
 
 
@@ -58,7 +56,7 @@ class TestLogistic(WorkloadContract):
 
 
 def train(workload: Workload, epochs: int) -> torch.nn.Module:
-    """One worker, nothing of Syncline's training around it."""
+    """Train on one worker without Syncline."""
     model = workload.model(0)
     optimizer = workload.optimizer(model)
     loader = DataLoader(
@@ -151,8 +149,7 @@ def test_impossible_targets_are_refused(spec: str, target: Any, message: str) ->
 
 
 def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.workloads.digits.read_file", lambda: None)
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match=r"pip install 'syncline\[workloads\]'"):
         Digits().splits()
 
@@ -174,7 +171,7 @@ def test_digits_splits_are_disjoint_complete_and_stratified() -> None:
             assert abs(count - share * total[label]) <= 1
 
 
-def test_library_files_go_whole_to_one_split(tmp_path: Path) -> None:
+def test_each_library_file_is_in_one_split(tmp_path: Path) -> None:
     texts = {f"m{number}.py": f"# {number}\n".encode() * 50 for number in range(60)}
     for name, text in texts.items():
         (tmp_path / name).write_bytes(text)
@@ -204,11 +201,11 @@ def test_a_library_too_small_for_a_window_is_refused(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     "spec", ["regression", "logistic", "regression(condition=1000)", "logistic(condition=1000, l2=1e-6)"]
 )
-def test_the_optimum_is_one(spec: str) -> None:
-    """Autograd, which did not find it, finds no slope there; and no step away from it goes down."""
+def test_the_optimum_is_a_minimum(spec: str) -> None:
+    """The gradient by autograd is zero there, and the objective is larger nearby."""
     workload = cast(Convex, build(spec))
     with torch.no_grad():  # an evaluation asks for it in such a place
-        weights, value = workload.optimum()
+        weights, value = workload.optimum
     train = cast(Pairs, workload.splits().train)
     inputs, targets = train.inputs.double(), train.targets.double()
     leaf = weights.clone().requires_grad_()
@@ -226,7 +223,7 @@ def test_the_gap_at_the_optimum_is_zero(spec: str) -> None:
     model = workload.model(0)
     assert workload.evaluate(model, workload.splits().test)["gap"] > 0.01
     with torch.no_grad():
-        next(model.parameters()).copy_(workload.optimum()[0])
+        next(model.parameters()).copy_(workload.optimum[0])
     assert 0 <= workload.evaluate(model, workload.splits().test)["gap"] < 1e-12
 
 

@@ -10,9 +10,9 @@ import torch
 
 import syncline as sl
 from syncline.testing import Pool
-from syncline.testing.collectives import check_functional
 from syncline.transports import SingleTransport
 from tests.hunting import HUNTING, seeds
+from tests.world.functional_checks import check_functional
 
 SIZES = range(1, 10) if HUNTING else (1, 2, 3, 5, 8)
 

@@ -137,9 +137,7 @@ def _work(pipe: Connection, engine: str, rank: int, size: int, port: int, timeou
         except EOFError:
             break
         _close_channels(before)
-        before = (
-            contextvars.copy_context()
-        )  # one context per call, so that a current world is not visible in the next call
+        before = contextvars.copy_context()  # one per call, so that a call does not see the last one's world
         try:
             if members not in channels:
                 channels[members] = everyone.split(range(members))

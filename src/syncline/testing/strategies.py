@@ -55,6 +55,15 @@ def take_step(model: nn.Module, optimizer: Optimizer, worker: int, step: int) ->
     optimizer.step()
 
 
+def plain_training(optimizer: str) -> Tensor:
+    """The parameters after `STEPS` steps without Syncline."""
+    model = net()
+    made = OPTIMIZERS[optimizer](model.parameters())
+    for step in range(STEPS):
+        take_step(model, made, 0, step)
+    return flat(model)
+
+
 class StrategyContract:
     """The contract of strategies.
 
@@ -125,11 +134,7 @@ class StrategyContract:
                 run.close()
                 return flat(model)
 
-            model = net()
-            plain = OPTIMIZERS[optimizer](model.parameters())
-            for step in range(STEPS):
-                take_step(model, plain, 0, step)
-            assert torch.equal(self.simulate(alone, ranks=1)[0], flat(model)), optimizer
+            assert torch.equal(self.simulate(alone, ranks=1)[0], plain_training(optimizer)), optimizer
 
     def test_workers_with_equal_data_equal_one_worker(self) -> None:
         if not self.as_one:
@@ -142,12 +147,8 @@ class StrategyContract:
             run.close()
             return flat(model)
 
-        model = net()
-        plain = OPTIMIZERS["sgd"](model.parameters())
-        for step in range(STEPS):
-            take_step(model, plain, 0, step)
         for found in self.simulate(work):
-            torch.testing.assert_close(found, flat(model), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(found, plain_training("sgd"), rtol=1e-5, atol=1e-6)
 
     def test_synchronisation_conserves_the_total(self) -> None:
         if not self.conserves:

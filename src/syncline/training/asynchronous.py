@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import cast
@@ -27,8 +28,7 @@ from syncline.strategies import AsynchronousRun
 from syncline.training.control_state import REASONS, ControlState, EvaluationPost, RoundCounter, post_staleness
 from syncline.training.evaluator import Evaluator
 from syncline.training.loop import SyncPolicy, Trainer
-from syncline.training.phases import AGREEING, EVALUATION
-from syncline.training.run_state import Outcome, StopReason
+from syncline.training.run_state import AGREEING, EVALUATION, Outcome, StopReason
 from syncline.transports.key_value_store import watch_program
 
 __all__ = ["AsynchronousPolicy"]
@@ -204,7 +204,7 @@ class AsynchronousPolicy(SyncPolicy):
         step = post.rounds // self.world.size
         epoch = max(1, -(-step // self.counter.epoch))
         measures = {"loss": post.loss, self.workload.metric: post.metric}
-        trainer.log.evaluation_started(epoch, step)
+        trainer.log.begin("eval_start", epoch_num=epoch, step=step)
         trainer.record_evaluation(
             measures, post.metric, epoch, step, elapsed=post.elapsed, samples=post.samples,
             staleness=stats.staleness_mean,
@@ -345,11 +345,12 @@ class AsynchronousPolicy(SyncPolicy):
     def _result(self, reason: StopReason, test: float) -> Outcome:
         trainer, steps = self.trainer, self.channel.steps()
         outcome = replace(trainer.outcome(reason, test), samples=self.counter.samples(steps))
-        trainer.log.steps_of_each(steps, self.world.lost)
-        counts: dict[int, int] = {}
+        trainer.log.point("sl_steps", steps)
+        if self.world.lost:
+            trainer.log.point("sl_lost", {str(rank): reason for rank, reason in self.world.lost.items()})
+        counts: Counter[int] = Counter()
         for of_worker in self.control.staleness.values():
-            for staleness, count in of_worker.items():
-                counts[staleness] = counts.get(staleness, 0) + count
+            counts.update(of_worker)
         histogram = {str(staleness): counts[staleness] for staleness in sorted(counts)}
         trainer.log.staleness(histogram, self.state.step, workers=len(self.control.staleness))
         evaluated = self.state.evaluated

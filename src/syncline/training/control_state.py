@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from syncline.strategies.control import ControlChannel
 from syncline.training.run_state import StopReason
@@ -86,8 +86,7 @@ class RoundCounter:
         return max(0, -(-(samples - rank) // self.workers))
 
 
-@dataclass(frozen=True)
-class EvaluationPost:
+class EvaluationPost(NamedTuple):
     """The result of an evaluation, as the evaluator posts it."""
 
     rounds: int
@@ -96,9 +95,6 @@ class EvaluationPost:
     loss: float
     metric: float
     elapsed: float
-
-    def values(self) -> tuple[float, ...]:
-        return (self.rounds, self.samples, self.loss, self.metric, self.elapsed)
 
 
 @dataclass

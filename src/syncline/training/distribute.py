@@ -26,6 +26,8 @@ logger = logging.getLogger("syncline")
 
 OVERLAPS = 1
 """Torch's code for a tensor whose elements share memory."""
+SHARED_SETTINGS = ("bucket_bytes", "check_finite", "seed", "diagnose", "find_unused_parameters")
+"""Settings that must be the same on all ranks."""
 
 
 def distribute(
@@ -99,7 +101,8 @@ def distribute(
     for each in optimizers:
         check_same(communicator, "optimizers", _describe_optimizer(each))
     chosen = {"strategy": repr(built), "collective": communicator.collective, "codec": repr(coder)}
-    check_same(communicator, "settings", {**chosen, **_describe_settings(settings)})
+    shared = {name: str(getattr(settings, name)) for name in SHARED_SETTINGS}
+    check_same(communicator, "settings", {**chosen, **shared})
     broadcast_tensors(communicator, [*model.parameters(), *model.buffers()])
     _warn_of_local_norms(model, world)
     run = built.attach(model, optimizers[0], communicator, settings)
@@ -130,8 +133,15 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], strateg
             f"{strategy!r} takes one optimizer, and there are {len(optimizers)}: give one with several parameter "
             "groups, or take strategy allreduce"
         )
+    owned = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
-        _check_ownership(model, optimizer)
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        strangers = [tuple(parameter.shape) for parameter in held if id(parameter) not in owned]
+        if strangers:
+            raise IncompatibleError(
+                f"the optimizer holds {len(strangers)} of {len(held)} parameters that are not the model's (the first "
+                f"has shape {strangers[0]}): make it from model.parameters() after the model is on its device"
+            )
 
 
 def _check_kinds(model: object, optimizer: object) -> None:
@@ -192,17 +202,6 @@ def _check_parameters(model: nn.Module, size: int) -> None:
             )
 
 
-def _check_ownership(model: nn.Module, optimizer: Optimizer) -> None:
-    owned = {id(parameter) for parameter in model.parameters()}
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    strangers = [tuple(parameter.shape) for parameter in held if id(parameter) not in owned]
-    if strangers:
-        raise IncompatibleError(
-            f"the optimizer holds {len(strangers)} of {len(held)} parameters that are not the model's (the first has "
-            f"shape {strangers[0]}): make it from model.parameters() after the model is on its device"
-        )
-
-
 def _warn_of_local_norms(model: nn.Module, world: World) -> None:
     """Warn of SyncBatchNorm without torch.distributed's default group: it then normalises each worker's own batch."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
@@ -246,13 +245,3 @@ def _describe_optimizer(optimizer: Optimizer) -> dict[str, str]:
             elif value is None or isinstance(value, (bool, int, float, str, tuple)):
                 description[f"group {number}: {key}"] = repr(value)
     return description
-
-
-def _describe_settings(settings: RunSettings) -> dict[str, str]:
-    return {
-        "bucket_bytes": str(settings.bucket_bytes),
-        "check_finite": str(settings.check_finite),
-        "seed": str(settings.seed),
-        "diagnose": str(settings.diagnose),
-        "find_unused_parameters": str(settings.find_unused_parameters),
-    }

@@ -157,7 +157,7 @@ class Evaluator:
         post = EvaluationPost(
             self._evaluated, self._counter.samples(steps), measures.get("loss", math.nan), metric, elapsed
         )
-        self._channel.post("evaluation", post.values())
+        self._channel.post("evaluation", post)
         target = self._settings.target
         self._state.record(metric, elapsed, target is not None and self._workload.reached(metric, target))
         self._stop_if_satisfied(metric)

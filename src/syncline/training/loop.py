@@ -39,11 +39,10 @@ from syncline.file_lock import FileLock
 from syncline.reduction import check_same
 from syncline.strategies import Shard, Step, Steps, Strategy, StrategyRun, strategy_run
 from syncline.training.distribute import distribute
-from syncline.training.phases import DATA, phases
 from syncline.training.progress import NoProgress, Progress, ProgressReport, SpeedMeter, duration
 from syncline.training.records import RunLogWriter, describe_run, summarize
 from syncline.training.run_folder import RunFolder, checkpoints_in
-from syncline.training.run_state import LoopState, Outcome, StopReason, TrainingClock
+from syncline.training.run_state import DATA, LoopState, Outcome, StopReason, TrainingClock, phases
 from syncline.training.settings import Settings, steps_per_epoch
 from syncline.training.stragglers import ComputePacer, Slow, check_slow
 from syncline.training.system import describe_world
@@ -221,7 +220,7 @@ class Trainer:
     def _epoch(self, policy: SyncPolicy) -> StopReason | None:
         """Train the rest of an epoch; why it was broken off, or None."""
         state = self.state
-        self.log.epoch_started(state.epoch + 1, state.step)
+        self.log.begin("epoch_start", epoch_num=state.epoch + 1, step=state.step)
         self.attached.model.train()
         self.clock.start()
         reason: StopReason | None = None
@@ -236,7 +235,7 @@ class Trainer:
             self._count_step()  # the last round had no data for this rank
         self.log_progress()
         self.clock.pause()
-        self.log.epoch_stopped(state.epoch + 1, state.step)
+        self.log.end("epoch_stop", epoch_num=state.epoch + 1, step=state.step)
         return reason
 
     def _batches(self) -> Iterator[Any]:
@@ -391,7 +390,7 @@ class Trainer:
             self.clock.begin()
             yield
         except BaseException as error:
-            log.run_stopped("aborted", error=f"{type(error).__name__}: {error}")
+            log.end("run_stop", status="aborted", error=f"{type(error).__name__}: {error}")
             with suppress(Exception):  # the error itself must be reported
                 self._write_summary(self.outcome("signal"), policy, error)
             raise
@@ -419,7 +418,7 @@ class Trainer:
             state |= {"target": self.settings.target, "step": step}
             path = save(folder.checkpoints, **self._objects(), **state)  # it counts its own seconds
             self.saved_step, self.saved_at = step, self.now()
-            self.log.saved(path.name, step, self.saved_at - began)
+            self.log.point("sl_checkpoint", path.name, step=step, seconds=self.saved_at - began)
 
     def load(self, source: Path, needed: bool) -> None:
         """Continue from the newest checkpoint. Without one the run starts anew, or raises if one is `needed`."""
@@ -501,15 +500,13 @@ def _compile_codec(workload: Workload, settings: Settings, strategy: Strategy | 
     The first use of a codec on a machine compiles for about ten seconds, in the code that a step runs. Random numbers
     are drawn: seed afterwards.
     """
-    model = workload.model(settings.seed).to(world.device)
-    optimizer = settings.optimizer(workload, model, world.size)
-    used, codec = strategy or settings.strategy, settings.codec
-    with distribute(model, optimizer, used, codec, settings.collective, seed=settings.seed) as run:
+    run, _ = _distributed(workload, settings, strategy, world)
+    with run:
         batch = next(batches(workload.splits().train, settings.batch or 1))
         for _ in range(WARM_UP_STEPS):
-            optimizer.zero_grad()
-            workload.loss(strategy_run(run).replica, batch).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+            run.optimizer.zero_grad()
+            workload.loss(run.replica, batch).backward()  # type: ignore[no-untyped-call]
+            run.optimizer.step()
 
 
 def _seed_everything(seed: int, rank: int) -> None:
@@ -522,11 +519,13 @@ def _seed_everything(seed: int, rank: int) -> None:
 
 def _checkpoint_source(folder: RunFolder | None, resume: bool | str | Path) -> Path | None:
     """The folder to load from, or None for a new run."""
-    if resume is True and folder is None:
-        raise SpecError("resume=True continues from the newest checkpoint in the run's folder: give folder=")
     if resume is False:
         return None
-    return folder.checkpoints if resume is True and folder is not None else checkpoints_in(str(resume))
+    if resume is not True:
+        return checkpoints_in(resume)
+    if folder is None:
+        raise SpecError("resume=True continues from the newest checkpoint in the run's folder: give folder=")
+    return folder.checkpoints
 
 
 @contextmanager

@@ -30,12 +30,12 @@ from syncline.world import World, broadcast, recv, send
 __all__ = ["RunLogWriter", "common_clock_zero", "describe_run", "json_number", "summarize"]
 
 CODEC_KEYS = ("sl_codec_error", "sl_codec_xi", "sl_codec_density")
-"""Events of a codec that the log copies, with `diagnose`."""
+"""Events of a codec that the log copies."""
 CLOCK_QUESTIONS = 5
 """Questions of each rank to rank 0's clock. The one with the shortest round trip counts."""
 
 
-class RunLogWriter:
+class RunLogWriter(Recorder):
     """Writes rank 0's log and scalars, and every rank's trace. It writes nothing elsewhere, or without a folder.
 
     The spans of single steps go to the trace only, because the log would become too large.
@@ -44,16 +44,15 @@ class RunLogWriter:
     def __init__(
         self, world: World, folder: RunFolder | None, *, trace: bool = False, tensorboard: bool = False, step: int = 0
     ) -> None:
+        super().__init__(world.runtime.now)
         self._world = world
         self._trace: ChromeTrace | None = None
-        self._codec_sink: _CodecSink | None = None
-        self._recorder = Recorder(world.runtime.now)
         if folder is None:
             return
         if world.rank == 0:
-            self._recorder.add(RunLog(folder.path))
+            self.add(RunLog(folder.path))
             if tensorboard:
-                self._recorder.add(TensorBoardSink(folder.tensorboard))
+                self.add(TensorBoardSink(folder.tensorboard))
         if trace:
             zero, error = common_clock_zero(world)
             folder.path.mkdir(parents=True, exist_ok=True)
@@ -64,9 +63,8 @@ class RunLogWriter:
         self, workload: Workload, settings: Settings, config: dict[str, Any], resumed: int, asynchronous: bool = False
     ) -> None:
         """Log the settings and the start of the run. `resumed`: the number of steps before this attempt."""
-        if settings.diagnose and self._recorder.sinks:
-            self._codec_sink = _CodecSink(self._recorder)
-            self._world.events.add(self._codec_sink)
+        if settings.diagnose and self.sinks:
+            self._world.events.add(self)  # see `write`
         samples = workload.splits().sizes()
         points = {
             "sl_code_version": code_version(),
@@ -94,98 +92,60 @@ class RunLogWriter:
         if resumed:
             points["sl_resumed"] = resumed
         for key, value in points.items():
-            self._recorder.point(key, value)
-        self._recorder.begin("run_start")
-
-    def epoch_started(self, epoch: int, step: int) -> None:
-        self._recorder.begin("epoch_start", epoch_num=epoch, step=step)
-
-    def epoch_stopped(self, epoch: int, step: int) -> None:
-        self._recorder.end("epoch_stop", epoch_num=epoch, step=step)
+            self.point(key, value)
+        self.begin("run_start")
 
     def progress(self, report: ProgressReport, rate: float) -> None:
         """Log the speeds, the learning rate and the loss of rank 0's latest batch."""
         at = {"epoch_num": report.epoch, "step": report.step}
-        self._recorder.point("train_loss", json_number(report.loss), **at)
-        self._recorder.point("sl_learning_rate", rate, **at)
-        self._recorder.point("sl_samples_per_second", report.speeds.samples, **at)
-        self._recorder.point("sl_bytes_per_second", report.speeds.bytes, **at)
-        self._recorder.point("sl_exposed_share", report.speeds.exposed, **at)
-
-    def evaluation_started(self, epoch: int, step: int) -> None:
-        self._recorder.begin("eval_start", epoch_num=epoch, step=step)
+        self.point("train_loss", json_number(report.loss), **at)
+        self.point("sl_learning_rate", rate, **at)
+        self.point("sl_samples_per_second", report.speeds.samples, **at)
+        self.point("sl_bytes_per_second", report.speeds.bytes, **at)
+        self.point("sl_exposed_share", report.speeds.exposed, **at)
 
     def evaluated(self, measures: dict[str, float], epoch: int, step: int, costs: dict[str, Any]) -> None:
         """Log the numbers of a validation (`eval_accuracy`, `eval_loss`, …) and what the run has cost until then."""
         for key, value in measures.items():
-            self._recorder.point(f"eval_{key}", json_number(value), epoch_num=epoch, step=step)
+            self.point(f"eval_{key}", json_number(value), epoch_num=epoch, step=step)
         evaluation = {**costs, "metric": json_number(costs["metric"])}
-        self._recorder.point("sl_evaluation", evaluation, epoch_num=epoch, step=step)
-        self._recorder.end("eval_stop", epoch_num=epoch, step=step)
+        self.point("sl_evaluation", evaluation, epoch_num=epoch, step=step)
+        self.end("eval_stop", epoch_num=epoch, step=step)
 
     def staleness(self, histogram: dict[str, int], step: int, workers: int) -> None:
         """Log how often which staleness occurred: on rank 0 alone, or at the end on `workers` workers."""
         if histogram:
-            self._recorder.point("sl_staleness_histogram", histogram, step=step, workers=workers)
+            self.point("sl_staleness_histogram", histogram, step=step, workers=workers)
 
-    def steps_of_each(self, steps: list[int], lost: dict[int, str]) -> None:
-        """Log the steps of every worker of an asynchronous run, and the lost workers."""
-        self._recorder.point("sl_steps", steps)
-        if lost:
-            self._recorder.point("sl_lost", {str(rank): reason for rank, reason in lost.items()})
-
-    def ranks(self, table: dict[str, Any]) -> None:
-        """Log the phases of each rank in the latest steps."""
-        if table:
-            self._recorder.point("sl_ranks", table, step=table["step"])
-
-    def saved(self, path: str, step: int, seconds: float) -> None:
-        self._recorder.point("sl_checkpoint", path, step=step, seconds=seconds)
+    def write(self, event: RunEvent) -> None:
+        """Copy an event of the codec from the world's recorder to the log, with `diagnose`."""
+        if event.key in CODEC_KEYS:
+            self.point(event.key, json_number(event.value), **event.metadata)
 
     def concluded(
         self, outcome: Outcome, totals: dict[str, float], phases: dict[str, float], tested: int | None = None
     ) -> None:
         """Log the result and rank 0's totals. `tested` is the step of the tested weights, if it is not the last."""
-        self._recorder.point("sl_phases", {**phases, "elapsed": outcome.elapsed})
+        self.point("sl_phases", {**phases, "elapsed": outcome.elapsed})
         for key, value in totals.items():
-            self._recorder.point(key, value)
+            self.point(key, value)
         if outcome.time_to_target is not None:
-            self._recorder.point("sl_time_to_target_seconds", outcome.time_to_target)
-        self._recorder.point("sl_training_seconds", outcome.seconds)
+            self.point("sl_time_to_target_seconds", outcome.time_to_target)
+        self.point("sl_training_seconds", outcome.seconds)
         if outcome.test is not None:
             step = outcome.steps if tested is None else tested
-            self._recorder.point(f"sl_test_{outcome.metric}", json_number(outcome.test), step=step)
+            self.point(f"sl_test_{outcome.metric}", json_number(outcome.test), step=step)
         status = "aborted" if outcome.stopped_by == "signal" else "success"
-        self.run_stopped(status, stopped_by=outcome.stopped_by, step=outcome.steps)
-
-    def run_stopped(self, status: str, **metadata: Any) -> None:
-        """Log the end of the run: "success" or "aborted"."""
-        self._recorder.end("run_stop", status=status, **metadata)
+        self.end("run_stop", status=status, stopped_by=outcome.stopped_by, step=outcome.steps)
 
     def close(self) -> None:
         """Close log, scalars and trace. A second call does nothing."""
-        if self._codec_sink is not None:
-            self._world.events.remove(self._codec_sink)
-            self._codec_sink = None
-        self._recorder.close()
+        self._world.events.remove(self)
+        super().close()
         if self._trace is not None:
             self._world.events.remove(self._trace)
             self._trace.close()
             self._trace = None
-
-
-class _CodecSink:
-    """Copies the events of the codec from the world's recorder to the log."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    def write(self, event: RunEvent) -> None:
-        if event.key in CODEC_KEYS:
-            self._recorder.point(event.key, json_number(event.value), **event.metadata)
-
-    def close(self) -> None:
-        return
 
 
 def describe_run(

@@ -1,12 +1,23 @@
-"""The state of a run: how far the loop is, the clock, and the result."""
+"""The state of a run: how far the loop is, the clock, the time by phase, and the result."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-__all__ = ["LoopState", "Outcome", "StopReason", "TrainingClock"]
+if TYPE_CHECKING:
+    from syncline.reduction import Stats
+
+__all__ = ["AGREEING", "DATA", "EVALUATION", "PHASES", "LoopState", "Outcome", "StopReason", "TrainingClock", "phases"]
+
+PHASES = ("compute", "exposed", "codec", "data", "evaluation", "checkpoint", "agreeing")
+
+FORWARD, BACKWARD, UPDATE = "sl_forward_seconds", "sl_backward_seconds", "sl_update_seconds"
+DATA = "sl_data_wait_seconds"
+EVALUATION = "sl_evaluation_seconds"
+CHECKPOINT = "sl_checkpoint_seconds"
+AGREEING = "sl_agreeing_seconds"
 
 StopReason = Literal["target", "epochs", "steps", "signal"]
 
@@ -120,3 +131,41 @@ class TrainingClock:
     def pause(self) -> None:
         """Stop counting training time."""
         self._trained, self._since = self.trained, None
+
+
+def phases(totals: Mapping[str, float], stats: Stats) -> dict[str, float]:
+    """Seconds of each phase of a rank so far, from a recorder's totals and the stats of a run.
+
+    The sum is the wall-clock time, except for the time between phases.
+
+    ```text
+    compute      forward, backward and update, without waiting and encoding inside them
+    exposed      communication that did not overlap with compute
+    codec        encoding and decoding that delayed this rank; work that overlapped with backward is not in it
+    data         waiting for the next batch
+    evaluation   with the wait for rank 0's result
+    checkpoint   saving
+    agreeing     asking the other ranks whether to stop
+    ```
+
+    >>> from syncline.events import Recorder
+    >>> from syncline.reduction import Stats
+    >>> from contextlib import nullcontext
+    >>> stats = Stats(Recorder(lambda: 0.0), nullcontext())
+    >>> stats.waited(1.0, 1.5)
+    >>> found = phases({"sl_forward_seconds": 1.0, "sl_backward_seconds": 2.0}, stats)
+    >>> found["compute"], found["exposed"], found["data"]
+    (2.5, 0.5, 0.0)
+    """
+    waited = stats.exposed_seconds
+    codec = stats.codec_before_seconds + stats.codec_within_seconds
+    inside = sum(totals.get(key, 0.0) for key in (FORWARD, BACKWARD, UPDATE))
+    return {
+        "compute": inside - waited - stats.codec_before_seconds,
+        "exposed": waited - stats.codec_within_seconds,
+        "codec": codec,
+        "data": totals.get(DATA, 0.0),
+        "evaluation": totals.get(EVALUATION, 0.0),
+        "checkpoint": totals.get(CHECKPOINT, 0.0),
+        "agreeing": totals.get(AGREEING, 0.0),
+    }

@@ -13,8 +13,7 @@ from torch.utils.data import Dataset
 from syncline.errors import DivergedError
 from syncline.reduction import Stats
 from syncline.training.loop import SyncPolicy, Trainer
-from syncline.training.phases import AGREEING, EVALUATION, phases
-from syncline.training.run_state import Outcome, StopReason
+from syncline.training.run_state import AGREEING, EVALUATION, Outcome, StopReason, phases
 from syncline.world import World, allgather, broadcast
 
 __all__ = ["RankTable", "SynchronousPolicy"]
@@ -113,7 +112,8 @@ class SynchronousPolicy(SyncPolicy):
         gap = min(MAX_STEPS_BETWEEN_ASKS, max(1, int(ASK_STOP_EVERY_S * steps_per_second)))
         with trainer.events.span(AGREEING, lane="compute", what="asks whether to stop"):
             stop, gap_of_all = self.ranks.exchange(self.state.step, [float(trainer.stop()), float(gap)])
-        trainer.log.ranks(self.ranks.latest)
+        if self.ranks.latest:
+            trainer.log.point("sl_ranks", self.ranks.latest, step=self.state.step)
         self.ask_at_step = self.state.step + int(gap_of_all)
         return bool(stop)
 
@@ -123,7 +123,7 @@ class SynchronousPolicy(SyncPolicy):
         if state.evaluated == state.step:
             return False
         epoch = state.epoch + (state.position > 0)  # after a complete epoch, that epoch
-        trainer.log.evaluation_started(epoch, state.step)
+        trainer.log.begin("eval_start", epoch_num=epoch, step=state.step)
         measures = self._evaluate(self.workload.splits().validation)
         old = self.settings.checkpoint_every is None and trainer.now() - trainer.saved_at >= CHECKPOINT_AGE_S
         loss = 0.0 if trainer.loss is None else float(trainer.loss)

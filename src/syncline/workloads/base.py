@@ -12,14 +12,17 @@ An author writes `defaults`, `model`, `make_splits` and `loss`, and may override
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import math
+import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
@@ -30,6 +33,7 @@ from syncline.specs import Spec, nearest
 __all__ = [
     "Batch",
     "Defaults",
+    "Pairs",
     "Splits",
     "Workload",
     "batches",
@@ -37,12 +41,15 @@ __all__ = [
     "check_number",
     "check_whole",
     "evaluating",
+    "on_device_of",
+    "sample_tensors",
+    "seeded",
 ]
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets, the samples along the first dimension."""
 
-OPTIMIZERS = ("sgd", "adam", "adamw")
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +85,35 @@ class Splits:
         return {name: len(cast(Sized, split)) for name, split in vars(self).items()}
 
 
+class Pairs(Dataset[Batch]):
+    """Pairs of input and target, in two tensors. With `scale`, inputs are divided by it when they are read, so that
+    images are stored as bytes, in a quarter of the memory.
+
+    >>> Pairs(torch.tensor([[0, 255]], dtype=torch.uint8), torch.tensor([3]), scale=255)[0]
+    (tensor([0., 1.]), tensor(3))
+    """
+
+    def __init__(self, inputs: Tensor, targets: Tensor, scale: float | None = None) -> None:
+        assert len(inputs) == len(targets), f"{len(inputs)} inputs, {len(targets)} targets"
+        self.tensors = self.inputs, self.targets = inputs, targets
+        self.scale = scale
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self._scaled(self.inputs[index]), self.targets[index]
+
+    def __getitems__(self, indices: list[int]) -> list[Batch]:
+        """Several samples by one gather; DataLoader calls it."""
+        chosen = torch.tensor(indices)
+        inputs, targets = self._scaled(self.inputs[chosen]), self.targets[chosen]
+        return list(zip(inputs.unbind(0), targets.unbind(0), strict=True))
+
+    def _scaled(self, inputs: Tensor) -> Tensor:
+        return inputs if self.scale is None else inputs.to(torch.float32) / self.scale
+
+
 class Workload(ABC):
     """A training problem. `repr()` is its spec, without arguments that have their default."""
 
@@ -95,6 +131,7 @@ class Workload(ABC):
         }
         self.spec = str(Spec(self.name, (), changed))
         self._splits: Splits | None = None
+        self._sha256: str | None = None
 
     def __repr__(self) -> str:
         return self.spec
@@ -147,24 +184,27 @@ class Workload(ABC):
         defaults = self.defaults
         rate = defaults.learning_rate if learning_rate is None else learning_rate
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if defaults.optimizer == "sgd":
-            return torch.optim.SGD(trained, lr=rate, momentum=defaults.momentum, weight_decay=defaults.weight_decay)
-        if defaults.optimizer == "adam":
-            return torch.optim.Adam(trained, lr=rate, weight_decay=defaults.weight_decay)
-        if defaults.optimizer == "adamw":
-            return torch.optim.AdamW(trained, lr=rate, weight_decay=defaults.weight_decay)
-        raise SpecError(
-            f"{self}: unknown optimizer {defaults.optimizer!r}; available: {', '.join(map(repr, OPTIMIZERS))}"
-        )
+        if defaults.optimizer not in OPTIMIZERS:
+            known = ", ".join(map(repr, OPTIMIZERS))
+            raise SpecError(f"{self}: unknown optimizer {defaults.optimizer!r}; available: {known}")
+        options = {"momentum": defaults.momentum} if defaults.optimizer == "sgd" else {}
+        make: Callable[..., torch.optim.Optimizer] = OPTIMIZERS[defaults.optimizer]
+        return make(trained, lr=rate, weight_decay=defaults.weight_decay, **options)
 
     def describe(self) -> dict[str, Any]:
-        """The entries of config.json: spec, metric, sizes. "sha256" shows whether the ranks have the same data."""
+        """The entries of config.json: spec, metric, sizes. "sha256" shows whether the ranks have the same data.
+
+        It is the digest of all samples, if they are in tensors.
+        """
+        self._sha256 = self._sha256 or _digest(self.splits())
+        data = {"sha256": self._sha256} if self._sha256 else {}
         return {
             "workload": self.spec,
             "metric": self.metric,
             "higher_is_better": self.higher_is_better,
             "samples": self.splits().sizes(),
             "parameters": sum(parameter.numel() for parameter in self.model(0).parameters()),
+            **data,
         }
 
     def reached(self, value: float, target: float) -> bool:
@@ -187,6 +227,52 @@ class Workload(ABC):
             hint = f"; did you mean {value / 100:g}?" if percent else ""
             raise SpecError(f"target {value!r} cannot be: {known}, so write a number above {low:g}{above}{hint}")
         return float(value)
+
+
+def sample_tensors(dataset: object) -> list[Tensor]:
+    """The tensors of a dataset that stores its samples in tensors (`Pairs`, `TensorDataset`); of others none."""
+    return [tensor for tensor in getattr(dataset, "tensors", ()) if isinstance(tensor, Tensor)]
+
+
+def _digest(splits: Splits) -> str | None:
+    """The SHA-256 of all samples; None if a split does not store them in tensors."""
+    total = hashlib.sha256()
+    for split in vars(splits).values():
+        tensors = sample_tensors(split)
+        if not tensors:
+            return None
+        for tensor in tensors:
+            # As bytes, because NumPy does not have every dtype of torch.
+            total.update(cast(Any, tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+    return total.hexdigest()
+
+
+def on_device_of(model: nn.Module, batch: Batch) -> Batch:
+    """Move a batch to the device of the model."""
+    device = next(model.parameters()).device
+    return batch[0].to(device, non_blocking=True), batch[1].to(device, non_blocking=True)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside, the generators of torch (CPU), NumPy and `random` start from `seed`. Afterwards they are as before.
+
+    >>> with seeded(3):
+    ...     first = torch.rand(1)
+    >>> with seeded(3):
+    ...     torch.equal(torch.rand(1), first)
+    True
+    """
+    numpy, python = np.random.get_state(), random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            np.random.seed(seed % 2**32)
+            random.seed(seed)
+            yield
+    finally:
+        np.random.set_state(numpy)
+        random.setstate(python)
 
 
 @contextmanager

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from syncline.workloads.base import Batch, Workload
-from syncline.workloads.datasets import Pairs, digest, on_device_of
+from syncline.workloads.base import Batch, Workload, on_device_of
 
 __all__ = ["Classification", "image_cnn", "mlp"]
 
@@ -32,14 +30,6 @@ class Classification(Workload):
         outputs = model(inputs)
         right = (outputs.argmax(-1) == targets).double().mean()
         return {"loss": F.cross_entropy(outputs, targets), "accuracy": right}
-
-    def describe(self) -> dict[str, Any]:
-        """Adds the SHA-256 of all samples."""
-        tensors: list[Tensor] = []
-        for split in vars(self.splits()).values():
-            assert isinstance(split, Pairs)
-            tensors += [split.inputs, split.targets]
-        return {**super().describe(), "sha256": digest(*tensors)}
 
 
 def mlp(*widths: int) -> nn.Sequential:

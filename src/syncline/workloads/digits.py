@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import gzip
-import importlib
 import importlib.util
-import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from syncline.errors import UnsupportedError
-from syncline.workloads.base import Defaults, Splits, check_choice
+from syncline.workloads.base import Defaults, Pairs, Splits, check_choice, seeded
 from syncline.workloads.classification import Classification, image_cnn, mlp
-from syncline.workloads.datasets import seeded, stratified
 
 __all__ = ["Digits"]
 
@@ -51,12 +48,12 @@ class Digits(Classification):
 
     def make_splits(self) -> Splits:
         """From the files of scikit-learn."""
-        images, labels = read_file() or read_package()
+        images, labels = read_images()
         pixels = torch.from_numpy(images).to(torch.float32).view(-1, 1, 8, 8) / 16
         return stratified(pixels, torch.from_numpy(labels).long(), seed=1797)
 
 
-def read_file() -> Arrays | None:
+def read_images() -> Arrays:
     """Images and labels from scikit-learn's file. Importing scikit-learn would take longer than the training."""
     spec = importlib.util.find_spec("sklearn")
     for place in (spec.submodule_search_locations or []) if spec is not None else []:
@@ -65,19 +62,30 @@ def read_file() -> Arrays | None:
             with gzip.open(path, "rt") as file:
                 table = np.loadtxt(file, delimiter=",")
             return np.ascontiguousarray(table[:, :-1]), table[:, -1].astype(np.int64)
-    return None
+    raise UnsupportedError(
+        "the workload 'digits' reads its images from scikit-learn, which is not installed: "
+        "pip install 'syncline[workloads]'"
+    )
 
 
-def read_package() -> Arrays:
-    state = random.getstate()
-    try:
-        datasets = importlib.import_module("sklearn.datasets")
-    except ImportError as error:
-        raise UnsupportedError(
-            f"the workload 'digits' reads its images from scikit-learn, which is not here ({error}): "
-            "pip install 'syncline[workloads]'"
-        ) from None
-    finally:
-        random.setstate(state)  # scikit-learn draws from it when it is imported
-    images, labels = datasets.load_digits(return_X_y=True)
-    return np.asarray(images), np.asarray(labels)
+def stratified(inputs: Tensor, targets: Tensor, seed: int) -> Splits:
+    """Split every class into three fifths, one fifth and one fifth, and shuffle each split.
+
+    >>> sizes = stratified(torch.rand(20, 3), torch.arange(20) % 2, seed=0).sizes()
+    >>> sizes["train"], sizes["validation"], sizes["test"]
+    (12, 4, 4)
+    """
+    generator = torch.Generator().manual_seed(seed)
+    parts: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+    for label in sorted(set(targets.tolist())):
+        members = (targets == label).nonzero().flatten()
+        members = members[torch.randperm(len(members), generator=generator)]
+        fifth = round(len(members) / 5)
+        for part, chosen in zip(parts, members.split([len(members) - 2 * fifth, fifth, fifth]), strict=True):
+            part.append(chosen)
+    made = []
+    for part in parts:
+        rows = torch.cat(part)
+        rows = rows[torch.randperm(len(rows), generator=generator)]
+        made.append(Pairs(inputs[rows], targets[rows]))
+    return Splits(*made)

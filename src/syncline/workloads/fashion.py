@@ -33,9 +33,8 @@ from torch import Tensor, nn
 
 from syncline.environment.base import cache_folder
 from syncline.errors import ProtocolError, SpecError, UnsupportedError
-from syncline.workloads.base import Defaults, Splits, check_choice
+from syncline.workloads.base import Defaults, Pairs, Splits, check_choice, seeded
 from syncline.workloads.classification import Classification, image_cnn, mlp
-from syncline.workloads.datasets import Pairs, draw, seeded
 
 __all__ = ["Fashion"]
 
@@ -51,35 +50,23 @@ class _File:
 
     name: str
     shape: tuple[int, ...]
-    bytes: int
     sha256: str
+
+    @property
+    def bytes(self) -> int:
+        """The size of the unpacked file: a magic number and the sizes of 4 bytes each, then the values."""
+        return 4 + 4 * len(self.shape) + math.prod(self.shape)
 
 
 FILES = (
     _File(
-        "train-images-idx3-ubyte",
-        (60_000, 28, 28),
-        47_040_016,
-        "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+        "train-images-idx3-ubyte", (60_000, 28, 28), "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888"
     ),
+    _File("train-labels-idx1-ubyte", (60_000,), "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9"),
     _File(
-        "train-labels-idx1-ubyte",
-        (60_000,),
-        60_008,
-        "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+        "t10k-images-idx3-ubyte", (10_000, 28, 28), "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b"
     ),
-    _File(
-        "t10k-images-idx3-ubyte",
-        (10_000, 28, 28),
-        7_840_016,
-        "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
-    ),
-    _File(
-        "t10k-labels-idx1-ubyte",
-        (10_000,),
-        10_008,
-        "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
-    ),
+    _File("t10k-labels-idx1-ubyte", (10_000,), "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34"),
 )
 
 
@@ -119,7 +106,7 @@ class Fashion(Classification):
         """The last 10,000 training images of one fixed shuffle are for validation."""
         folder = self.find_folder()
         images, labels, test_images, test_labels = (_checked(path_in(folder, file), file) for file in FILES)
-        order = torch.randperm(len(labels), generator=draw(60_000))
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(60_000))
         train, validation = order[:-VALIDATION_SAMPLES], order[-VALIDATION_SAMPLES:]
         return Splits(
             _pairs(images[train], labels[train]),

@@ -24,13 +24,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import Dataset, Subset, default_collate
 
 from syncline.data import move
 from syncline.errors import SpecError
-from syncline.workloads.base import Batch, Defaults, Splits, Workload, check_whole, evaluating
-from syncline.workloads.datasets import Pairs, digest
-from syncline.workloads.script_file import ScriptFile, load_script, randomness
+from syncline.workloads.base import (
+    Batch,
+    Defaults,
+    Pairs,
+    Splits,
+    Workload,
+    check_whole,
+    evaluating,
+    sample_tensors,
+    seeded,
+)
+from syncline.workloads.script_file import ScriptFile, load_script
 
 __all__ = ["ScriptWorkload"]
 
@@ -59,7 +68,6 @@ class ScriptWorkload(Workload):
         super().__init__()
         self.script = load_script(path)
         self.spec = Path(self.script.path).as_posix()
-        self._digest: str | None = None
         # Class attributes in the contract; here they differ between scripts.
         vars(self).update(name=Path(path).stem, **_judged(self.script))
         self._defaults = self._read_defaults()
@@ -71,7 +79,7 @@ class ScriptWorkload(Workload):
 
     def model(self, seed: int = 0) -> nn.Module:
         """The result of `model()`, with all generators seeded."""
-        with randomness(seed), self.script.errors_at("model()"):
+        with seeded(seed), self.script.errors_at("model()"):
             made = self.script.module.model()
         if not isinstance(made, nn.Module):
             raise SpecError(f"{self.script.shown}: model() returns {type(made).__name__}, not an nn.Module; return one")
@@ -88,7 +96,7 @@ class ScriptWorkload(Workload):
 
     def make_splits(self) -> Splits:
         """The result of `data()`, with all generators seeded, so that random data is the same on every rank."""
-        with randomness(0), self.script.errors_at("data()"):
+        with seeded(0), self.script.errors_at("data()"):
             found = self.script.module.data()
         return as_splits(self.script.shown, found)
 
@@ -127,15 +135,12 @@ class ScriptWorkload(Workload):
         return made
 
     def describe(self) -> dict[str, Any]:
-        """Adds the SHA-256 of the script, and of the samples if they are tensors."""
-        if self._digest is None:
-            self._digest = digest_of(self.splits())
-        data = {} if self._digest is None else {"sha256": self._digest}
-        return {**super().describe(), **data, "script_sha256": self.script.sha256}
+        """Adds the SHA-256 of the script."""
+        return {**super().describe(), "script_sha256": self.script.sha256}
 
     def check(self) -> None:
         """Try the script on two samples, so that errors are raised before a worker starts."""
-        _try_script(self, self.script)
+        _try_script(self)
 
     def _number(self, key: str, value: Any) -> Tensor:
         given = value if isinstance(value, Tensor) else None
@@ -221,18 +226,6 @@ def as_splits(shown: str, found: Any) -> Splits:
     return Splits(**splits)
 
 
-def digest_of(splits: Splits) -> str | None:
-    """The SHA-256 of all samples if the splits are tensors, else None."""
-    tensors: list[Tensor] = []
-    for split in vars(splits).values():
-        held = _tensors(split)
-        if not held:
-            return None
-        tensors += held
-    # As bytes, because NumPy does not have every dtype of torch.
-    return digest(*(tensor.detach().cpu().contiguous().flatten().view(torch.uint8) for tensor in tensors))
-
-
 def _as_dataset(shown: str, name: str, given: Any) -> Dataset[Batch]:
     split: Any = given
     if isinstance(given, (tuple, list)) and len(given) == 2 and all(isinstance(a, (Tensor, np.ndarray)) for a in given):
@@ -272,7 +265,7 @@ def _overlap(first: Any, second: Any) -> str:
     if isinstance(first, Subset) and isinstance(second, Subset) and first.dataset is second.dataset:
         common = len(set(first.indices) & set(second.indices))
         return f"have {common} samples in common" if common else ""
-    ours, theirs = _tensors(first)[:1], _tensors(second)[:1]
+    ours, theirs = sample_tensors(first)[:1], sample_tensors(second)[:1]
     for a, b in zip(ours, theirs, strict=False):
         if a.shape == b.shape and torch.equal(a, b):
             return f"have the same {len(a)} inputs"
@@ -283,31 +276,26 @@ def _overlap(first: Any, second: Any) -> str:
     return ""
 
 
-def _tensors(split: Any) -> list[Tensor]:
-    if isinstance(split, Pairs):
-        return [split.inputs, split.targets]
-    return list(split.tensors) if isinstance(split, TensorDataset) else []
-
-
 LOSS = "loss(model, batch)"
 METRIC = "metric(model, batch)"
 
 logger = logging.getLogger("syncline")
 
 
-def _try_script(workload: Workload, script: ScriptFile) -> None:
+def _try_script(workload: ScriptWorkload) -> None:
     """Try model, data, a step and an evaluation. The generators keep their states."""
+    script = workload.script
     for phrase in script.unused_names():
         logger.warning("%s: %s", script.shown, phrase)
-    with randomness(0):
+    with seeded(0):
         model = workload.model(0)
         _check_seed(script, model, workload.model(0))
         splits = workload.splits()
         first = {name: _two_samples(script, name, split) for name, split in vars(splits).items()}
-        _try_optimizer(workload, script, model)
-        _try_loss(workload, script, model, first["train"])
+        _try_optimizer(workload, model)
+        _try_loss(workload, model, first["train"])
         for name in ("validation", "test"):
-            _try_metric(workload, script, model, first[name])
+            _try_metric(workload, model, first[name])
 
 
 def _check_seed(script: ScriptFile, model: nn.Module, again: nn.Module) -> None:
@@ -335,30 +323,26 @@ def _two_samples(script: ScriptFile, name: str, split: Dataset[Batch]) -> Batch:
     return inputs, targets
 
 
-def _try_optimizer(workload: Workload, script: ScriptFile, model: nn.Module) -> None:
+def _try_optimizer(workload: ScriptWorkload, model: nn.Module) -> None:
+    where = f"{workload.script.shown}: optimizer(model, learning_rate)"
     usual = workload.defaults.learning_rate
     rates = []
     for rate in (usual, usual / 2):
         optimizer = workload.optimizer(model, rate)
         rates.append([group.get("lr") for group in optimizer.param_groups])
     if rates[0] == rates[1]:
-        raise SpecError(
-            f"{script.shown}: optimizer(model, learning_rate) has the rates {rates[0]} whatever learning_rate is; "
-            "pass it on as lr=learning_rate"
-        )
+        raise SpecError(f"{where} has the rates {rates[0]} whatever learning_rate is; pass it on as lr=learning_rate")
     ours = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"]):
-        raise SpecError(
-            f"{script.shown}: optimizer(model, learning_rate) trains no parameter of the model that it is given; "
-            "give it model.parameters()"
-        )
+        raise SpecError(f"{where} trains no parameter of the model that it is given; give it model.parameters()")
 
 
-def _try_loss(workload: Workload, script: ScriptFile, model: nn.Module, batch: Batch) -> None:
+def _try_loss(workload: ScriptWorkload, model: nn.Module, batch: Batch) -> None:
+    script = workload.script
+    where = f"{script.shown}: {LOSS}"
     model.train()
     with script.errors_at(LOSS):
         loss: Any = workload.loss(model, batch)
-    where = f"{script.shown}: {LOSS}"
     if not isinstance(loss, Tensor) or loss.shape != ():
         raise SpecError(f"{where} returns {_kind(loss)}, not one number; give the mean over the batch, a scalar tensor")
     if not math.isfinite(float(loss.detach())):
@@ -376,10 +360,10 @@ def _try_loss(workload: Workload, script: ScriptFile, model: nn.Module, batch: B
     wrong = [name for name, grad in grown.items() if not bool(torch.isfinite(grad.to_dense()).all())]
     if wrong:
         raise SpecError(f"{where} gives {wrong[0]} a gradient with NaN or Inf on the first samples; look at the loss")
-    _check_mean(workload, script, model, batch)
+    _check_mean(workload, model, batch)
 
 
-def _check_mean(workload: Workload, script: ScriptFile, model: nn.Module, batch: Batch) -> None:
+def _check_mean(workload: ScriptWorkload, model: nn.Module, batch: Batch) -> None:
     """Refuse the sum over a batch: its gradients grow with the batch, so that comparisons are wrong."""
     inputs, targets = batch
     if len(inputs) < 2:
@@ -392,18 +376,20 @@ def _check_mean(workload: Workload, script: ScriptFile, model: nn.Module, batch:
         return
     total = one + other
     if math.isclose(whole, total, rel_tol=1e-5) and not math.isclose(whole, total / 2, rel_tol=1e-3):
+        shown = workload.script.shown
         raise SpecError(
-            f"{script.shown}: {LOSS} is the sum over the batch ({one:.4g} + {other:.4g} = {whole:.4g}); give the mean"
+            f"{shown}: {LOSS} is the sum over the batch ({one:.4g} + {other:.4g} = {whole:.4g}); give the mean"
         )
 
 
-def _try_metric(workload: Workload, script: ScriptFile, model: nn.Module, batch: Batch) -> None:
-    with evaluating(model), torch.no_grad(), script.errors_at(METRIC if script.get("metric") else LOSS):
+def _try_metric(workload: ScriptWorkload, model: nn.Module, batch: Batch) -> None:
+    script = workload.script
+    which = METRIC if script.get("metric") else LOSS
+    with evaluating(model), torch.no_grad(), script.errors_at(which):
         found: Any = workload.measures(model, batch)
     value = float(found[workload.metric])
     low, high = workload.metric_range
     if not math.isfinite(value) or not low <= value <= high:
-        which = METRIC if script.get("metric") else LOSS
         raise SpecError(
             f"{script.shown}: {workload.metric} by {which} is {value:g} on the first samples, not from {low:g} to "
             f"{high:g}; fix it, or set METRIC_RANGE"

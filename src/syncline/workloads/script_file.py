@@ -10,7 +10,6 @@ import difflib
 import hashlib
 import inspect
 import os
-import random
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -22,13 +21,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-
 from syncline.errors import SpecError, SynclineError
 from syncline.specs import nearest
+from syncline.workloads.base import seeded
 
-__all__ = ["CONSTANTS", "FUNCTIONS", "ScriptFile", "ScriptFunction", "load_script", "randomness"]
+__all__ = ["CONSTANTS", "FUNCTIONS", "ScriptFile", "ScriptFunction", "load_script"]
 
 MAX_MESSAGE_CHARS = 300
 """Characters of another error's message in ours."""
@@ -127,7 +124,7 @@ def load_script(path: str | Path) -> ScriptFile:
     module = module_from_spec(spec)
     sys.modules[name] = module  # dataclasses need their module while they are defined
     try:
-        with randomness(0):
+        with seeded(0):
             loader.exec_module(module)
     except BaseException as error:
         sys.modules.pop(name, None)
@@ -160,28 +157,6 @@ def _refuse_training_script(shown: str, source: bytes) -> None:
             f"{shown} is a script that trains, not a workload: syncline run -n 2 {shown} runs it on 2 workers. A "
             f"workload's file defines {needed}; syncline new workload.py writes one"
         )
-
-
-@contextmanager
-def randomness(seed: int) -> Iterator[None]:
-    """Inside, the generators of torch (CPU), NumPy and `random` start from `seed`. Afterwards they are as before.
-
-    >>> with randomness(3):
-    ...     first = torch.rand(1)
-    >>> with randomness(3):
-    ...     torch.equal(torch.rand(1), first)
-    True
-    """
-    numpy, python = np.random.get_state(), random.getstate()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            np.random.seed(seed % 2**32)
-            random.seed(seed)
-            yield
-    finally:
-        np.random.set_state(numpy)
-        random.setstate(python)
 
 
 class _Loader(SourceFileLoader):

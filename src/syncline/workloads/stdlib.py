@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import builtins
 import hashlib
 import math
 import platform
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,10 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.data import Dataset
 
 from syncline.errors import SpecError, UnsupportedError
-from syncline.workloads.base import Batch, Defaults, Splits, Workload, check_choice, check_whole
-from syncline.workloads.datasets import Windows, on_device_of, seeded
+from syncline.workloads.base import (
+    Batch,
+    Defaults,
+    Splits,
+    Workload,
+    check_choice,
+    check_whole,
+    on_device_of,
+    seeded,
+)
 
 __all__ = ["Stdlib"]
 
@@ -41,7 +50,6 @@ class Stdlib(Workload):
         self.size = check_whole(self.name, "bytes", bytes, 100_000, 100_000_000)
         self.length = check_whole(self.name, "length", length, 8, 4096)
         super().__init__(model=model, bytes=bytes, length=length)
-        self._corpus: Corpus | None = None
 
     @property
     def defaults(self) -> Defaults:
@@ -55,21 +63,19 @@ class Stdlib(Workload):
         with seeded(seed):
             return Transformer(self.length) if self.architecture == "transformer" else GRULanguageModel()
 
+    @cached_property
     def corpus(self) -> Corpus:
-        """The text; read at the first call."""
-        if self._corpus is None:
-            self._corpus = read_corpus(self.size)
-        return self._corpus
+        """The text."""
+        return read_corpus(self.size)
 
     def make_splits(self) -> Splits:
         """Each file is in one split."""
-        corpus = self.corpus()
-        made = [_windows(text, self.length) for text in (corpus.train, corpus.validation, corpus.test)]
-        if not all(len(windows) for windows in made):
+        texts = (self.corpus.train, self.corpus.validation, self.corpus.test)
+        if min(map(len, texts)) <= self.length:
             raise SpecError(
                 f"{self}: a split has no window of {self.length} bytes; write a larger bytes= or a smaller length="
             )
-        return Splits(*made)
+        return Splits(*(Windows(text, self.length) for text in texts))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross-entropy of a byte, in nats."""
@@ -83,13 +89,32 @@ class Stdlib(Workload):
 
     def describe(self) -> dict[str, Any]:
         """Adds the corpus, because other Python versions have other files."""
-        corpus = self.corpus()
-        python = platform.python_version()
+        corpus, python = self.corpus, platform.python_version()
         return {**super().describe(), "sha256": corpus.sha256, "files": corpus.files, "python": python}
 
 
-def _windows(text: builtins.bytes, length: int) -> Windows:
-    return Windows(torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0), length)
+class Windows(Dataset[Batch]):
+    """A text in windows that do not overlap. The target of each byte is the next byte.
+
+    >>> inputs, targets = Windows(b"abcdefgh", length=3)[1]
+    >>> bytes(inputs.tolist()), bytes(targets.tolist())
+    (b'def', b'efg')
+    """
+
+    def __init__(self, text: bytes, length: int) -> None:
+        self.rows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, length + 1, length)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Batch:
+        row = self.rows[index].long()
+        return row[:-1], row[1:]
+
+    def __getitems__(self, indices: list[int]) -> list[Batch]:
+        """Several samples at once; DataLoader calls it."""
+        rows = self.rows[torch.tensor(indices)].long()
+        return list(zip(rows[:, :-1].unbind(0), rows[:, 1:].unbind(0), strict=True))
 
 
 PACKAGES = (

@@ -15,7 +15,7 @@ from syncline.bench.report.analysis import Analysis
 from syncline.bench.report.facts import RunFacts
 from syncline.bench.report.verdict import RaceVerdict
 from syncline.bench.runlog import RaceRecord
-from syncline.training.phases import PHASES
+from syncline.training.run_state import PHASES
 
 __all__ = ["FORMAT", "document", "registry_head", "write_tables"]
 

@@ -10,14 +10,14 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from syncline.errors import SpecError, SynclineError
 from syncline.solvers import KMeans, Solution, aggregate, asgd
-from syncline.specs import Registry, Spec, nearest, parse
+from syncline.specs import Registry, nearest, parse, spec_of
 from syncline.strategies.onesided.update import Array
 from syncline.transports.base import format_bytes
 from syncline.workloads.base import check_number, check_whole
@@ -56,9 +56,7 @@ class Blobs:
         check_whole("kmeans", "seed", self.seed, 0, (1 << 63) - 1)
 
     def __repr__(self) -> str:
-        told = {field.name: getattr(self, field.name) for field in fields(self)}
-        return str(Spec("kmeans", (), {field.name: told[field.name] for field in fields(self)
-                                       if told[field.name] != field.default}))  # fmt: skip
+        return str(spec_of("kmeans", self))
 
     def draw(self) -> tuple[Array, Array]:
         """Points and true centres, in float32: the same in every process."""

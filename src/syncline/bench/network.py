@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import zmq
 
-from syncline.bench.measuring import Summary, format_size, ratios, summarize
+from syncline.bench.measuring import Summary, describe_place, format_size, ratios, summarize
 from syncline.collectives import names
 from syncline.costs import Calibration, predict
 from syncline.environment import detect
@@ -70,7 +70,7 @@ def describe(document: dict[str, Any]) -> str:
     """The results as text."""
     found = Calibration(**document["network"])
     lines = [
-        f"{document['ranks']} ranks on {_places(document)}, {document['engine']}",
+        f"{document['ranks']} ranks on {document['lab'] or describe_place(document)}, {document['engine']}",
         f"  latency      {1e6 * found.latency:9.1f} µs   (± {100 * found.latency_spread:.0f} %)",
         f"  bandwidth    {found.bandwidth / 1e6:9.1f} MB/s (± {100 * found.bandwidth_spread:.0f} %), all ranks at once",
         f"  per message  {1e6 * found.per_message:9.1f} µs",
@@ -87,11 +87,6 @@ def describe(document: dict[str, Any]) -> str:
     if document["echo"]:
         lines += ["", *_echo_table(document["echo"])]
     return "\n".join(lines)
-
-
-def _places(document: dict[str, Any]) -> str:
-    hosts = len(set(document["hosts"]))
-    return document["lab"] or ("one host" if hosts == 1 else f"{hosts} hosts")
 
 
 def _best(size: int, ranks: int, found: Calibration) -> str:
@@ -111,15 +106,9 @@ def _echo_table(rows: list[dict[str, Any]]) -> list[str]:
         time, tcp, bare = (Summary(**row[key]) for key in ("time", "of_tcp", "of_bare_zeromq"))
         lines.append(
             f"{format_size(row['bytes']):>7} {row['contender']:18} {1e3 * time.median:10.3f} {100 * tcp.median:7.0f}% "
-            f"{_span(tcp):>16} {100 * bare.median:14.0f}% {_span(bare):>16}"
+            f"{tcp.scaled(100).interval('.0f'):>16} {100 * bare.median:14.0f}% {bare.scaled(100).interval('.0f'):>16}"
         )
     return lines
-
-
-def _span(summary: Summary) -> str:
-    if summary.low is None or summary.high is None:
-        return f"n={summary.samples}"
-    return f"[{100 * summary.low:.0f}, {100 * summary.high:.0f}]"
 
 
 ECHO_SIZES = (4096, 4 << 20, 40 << 20)

@@ -112,14 +112,10 @@ def _lasting(plan: StragglersPlan) -> list[Slow]:
     return [Slow(plan.workers - 1, plan.factor)]
 
 
-def _equal(plan: StragglersPlan) -> list[Slow]:
-    return []
-
-
 SCENARIOS: dict[str, Callable[[StragglersPlan], list[Slow]]] = {
     "wandering": _wandering,
     "lasting": _lasting,
-    "equal": _equal,
+    "equal": lambda plan: [],
 }
 
 
@@ -156,7 +152,6 @@ def _run(plan: StragglersPlan, scenario: str, spec: str, seed: int, way: str, ru
 
     folder = Path(plan.out).parent / scenario / f"{_file(spec)}-{way}-seed{seed}"
     folder.mkdir(parents=True)
-    workload = build(plan.workload)
     settings = Settings(
         strategy=spec,
         batch=plan.batch,
@@ -175,24 +170,16 @@ def _run(plan: StragglersPlan, scenario: str, spec: str, seed: int, way: str, ru
         seconds_a_sample=plan.step / plan.batch,
         slow=tuple(SCENARIOS[scenario](plan)),
     )
-    result = runner.run(worker_plan, plan.workers, _Limit(plan.limit))
-    hit = read_run(folder).hit(plan.target, workload.higher_is_better)
+    stop_s = time.monotonic() + plan.limit
+    result = runner.run(
+        worker_plan,
+        plan.workers,
+        lambda: f"it took more than {plan.limit:g} s" if time.monotonic() > stop_s else None,
+    )
     if result.status != "finished":
         raise SpecError(f"{spec} ({scenario}, seed {seed}, {way}) {result.status}: {result.reason}; see {folder}")
+    hit = read_run(folder).hit(plan.target, build(plan.workload).higher_is_better)
     return math.inf if hit is None else hit.elapsed
-
-
-class _Limit:
-    """Ends a run after `seconds`."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._started_s: float | None = None
-
-    def __call__(self) -> str | None:
-        now = time.monotonic()
-        self._started_s = now if self._started_s is None else self._started_s
-        return f"it took more than {self._seconds:g} s" if now - self._started_s > self._seconds else None
 
 
 def _file(spec: str) -> str:

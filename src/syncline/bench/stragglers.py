@@ -147,7 +147,7 @@ def measure(plan: StragglersPlan, say: Say) -> dict[str, Any]:
 
 
 def _run(plan: StragglersPlan, scenario: str, spec: str, seed: int, way: str, runner: TrainingRunner) -> float:
-    from syncline.bench.race.worker import WorkerPlan
+    from syncline.training.worker import TrainPlan
     from syncline.workloads import build
 
     folder = Path(plan.out).parent / scenario / f"{_file(spec)}-{way}-seed{seed}"
@@ -163,7 +163,7 @@ def _run(plan: StragglersPlan, scenario: str, spec: str, seed: int, way: str, ru
         seed=seed,
         checkpoint_every=0,
     )
-    worker_plan = WorkerPlan(
+    worker_plan = TrainPlan(
         workload=plan.workload,
         settings=settings,
         folder=str(folder),

@@ -91,6 +91,11 @@ class ForeignRun(StrategyRun):
         self.gradient_bytes = sum(parameter.numel() * parameter.element_size() for parameter in self.trained)
         self.hooks.append(optimizer.register_step_post_hook(self._after_step))
         self.now = communicator.world.runtime.now
+        self._connect()
+        self.communicator.mean(0.0)  # wait for all ranks, so that the first step does not include a slow import
+
+    def _connect(self) -> None:
+        """Start the other library. The constructor calls it once."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -132,10 +137,6 @@ class ForeignRun(StrategyRun):
         raise IncompatibleError(
             f"{self.strategy!r} needs data for every rank in every step, and some would have none: {hint}"
         )
-
-    def begin_together(self) -> None:
-        """Return when every rank is ready, so that the first step does not include a slow import."""
-        self.communicator.mean(0.0)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.stats.steps += 1

@@ -22,6 +22,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -61,21 +62,14 @@ BROKEN_HOOKS = {
 class WrappedRun(ForeignRun):
     """Trains with a DistributedDataParallel, which `_wrap` makes inside an existing process group."""
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings)
+    _wrapped: DistributedDataParallel | None = None
+    _queued = False
+    _ready = _over = 0.0
+    """When the last gradient of this backward was ready, and when only waiting was left."""
+
+    def _connect(self) -> None:
         self._place = ExitStack()
-        self._ready = self._over = 0.0
-        """When the last gradient of this backward was ready, and when only waiting was left."""
-        self._queued = False
         self._place.enter_context(self._group())
-        self._wrapped: DistributedDataParallel | None = None
         try:
             self._wrapped = self._wrap()
         except BaseException:
@@ -144,17 +138,8 @@ class JoiningRun(WrappedRun):
     data waits for the result.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings)
-        self._may_end_uneven = False
-        self._count_of_step: Pending[Tensor] | None = None
+    _may_end_uneven = False
+    _count_of_step: Pending[Tensor] | None = None
 
     def check_uneven(self) -> None:
         """Allowed: the rank joins with zero gradients."""
@@ -250,21 +235,18 @@ class _LowRank(PowerSGDState):
 
 class _DDPRun(JoiningRun):
     strategy: DDP
-
-    def __init__(
-        self, strategy: DDP, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
-    ) -> None:
-        self._low_rank: _LowRank | None = None
-        self._counted = 0
-        super().__init__(strategy, model, optimizer, communicator, settings)
-        self.begin_together()
-        self._buffer_bytes = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    _low_rank: _LowRank | None = None
+    _counted = 0
 
     @property
     def config(self) -> dict[str, Any]:
         """The hook, and where torch's own choice of buckets was changed for it."""
         buckets = "one, or PowerSGD aborts on gloo" if self.strategy.hook == "powersgd" else "torch's"
         return {**super().config, "hook": self.strategy.hook, "buckets": buckets}
+
+    @cached_property
+    def _buffer_bytes(self) -> int:
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.model.buffers())
 
     def predict(self) -> dict[str, float] | None:
         """What its bytes take by the engine's own all-reduce; of PowerSGD there is no model."""

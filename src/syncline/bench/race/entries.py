@@ -26,10 +26,10 @@ from typing import Any, Literal
 
 from syncline.bench.baselines import (
     DEFAULT_BASELINES,
+    RUN_ONLY_IF_NAMED,
     availability,
     baseline_names,
     build_baseline,
-    why_not_default,
 )
 from syncline.bench.race.plan import RaceEntry
 from syncline.codecs import build_codec, check_optimizer_momentum
@@ -136,7 +136,7 @@ def all_entries(workload: Workload, simulated: bool = False, one_host: bool = Tr
         skipped |= {entry.name: f"it runs on MPI, and {no_mpi}" for entry in found if entry.engine}
         found = [entry for entry in found if not entry.engine]
     for spec in DEFAULT_BASELINES:
-        reason = "it runs only on real processes" if simulated else availability(spec) or why_not_default(spec)
+        reason = "it runs only on real processes" if simulated else availability(spec) or RUN_ONLY_IF_NAMED.get(spec)
         if reason is None:
             found.append(RaceEntry(name=spec, strategy=spec, **common))
         else:

@@ -17,7 +17,7 @@ import torch
 from syncline.bench.race.entries import build_race_strategy
 from syncline.bench.race.plan import PlannedRun, RacePlan
 from syncline.bench.race.registry import RunRegistry, digest_files, lock_registry, sha256, write_splits
-from syncline.bench.race.worker import WorkerPlan, run_worker
+from syncline.bench.race.worker import run_worker
 from syncline.bench.runlog import PLAN, REGISTRY, SYSTEM, read_race
 from syncline.errors import DivergedError, IncompatibleError, ProtocolError, SpecError, SynclineError
 from syncline.launch.lab import Lab
@@ -29,6 +29,7 @@ from syncline.training.evaluator import wants_evaluator
 from syncline.training.run_folder import RunFolder
 from syncline.training.signals import INTERRUPTED_EXIT_CODE
 from syncline.training.system import describe_machine, describe_versions
+from syncline.training.worker import TrainPlan
 from syncline.transports import Network
 from syncline.workloads import build
 from syncline.workloads.base import Workload, batches
@@ -76,8 +77,11 @@ class RunResult:
 class TrainingRunner(Protocol):
     """Executes one run of a race at a time: `ProcessRunner` or `SimulatedRunner`."""
 
-    def run(self, plan: WorkerPlan, workers: int, tick: Tick) -> RunResult:
-        """Run to the end. The output of the processes goes to `output.txt` in the run's folder."""
+    def run(self, plan: TrainPlan, workers: int, tick: Tick, mpi: bool = False) -> RunResult:
+        """Run to the end. The output of the processes goes to `output.txt` in the run's folder.
+
+        With `mpi`, mpiexec starts the processes.
+        """
 
 
 class ProcessRunner:
@@ -86,15 +90,15 @@ class ProcessRunner:
     def __init__(self, lab: Lab | None = None) -> None:
         self._lab = lab
 
-    def run(self, plan: WorkerPlan, workers: int, tick: Tick) -> RunResult:
+    def run(self, plan: TrainPlan, workers: int, tick: Tick, mpi: bool = False) -> RunResult:
         target = ("-m", "syncline.bench.race.worker", plan.as_json())
         evaluators = int(wants_evaluator(build_race_strategy(plan.settings.strategy)))
-        job = Job(target=target, plain_rank=None, evaluators=evaluators, mpi=plan.engine == "mpi")
+        job = Job(target=target, plain_rank=None, evaluators=evaluators, mpi=mpi)
         if self._lab is None:
             places, address = [local_host(workers)], LOOPBACK
             store = serve_store(address, workers)
         else:
-            places, store, address = hosts_in_lab(self._lab, workers, mpi=job.mpi)
+            places, store, address = hosts_in_lab(self._lab, workers, mpi=mpi)
         with open(Path(plan.folder, "output.txt"), "wb") as log:
             return _result(run_logged(job, places, store, address, log, tick))
 
@@ -118,7 +122,7 @@ class SimulatedRunner:
     def __init__(self, network: Network) -> None:
         self._network = network
 
-    def run(self, plan: WorkerPlan, workers: int, tick: Tick) -> RunResult:
+    def run(self, plan: TrainPlan, workers: int, tick: Tick, mpi: bool = False) -> RunResult:
         workload = build(plan.workload)
 
         def progress(now: float) -> None:
@@ -233,18 +237,17 @@ class RaceRunner:
         folder = self._folder / name
         folder.mkdir(parents=True)
         self._registry.append("begun", run=name, **facts, factor=run.factor)
-        plan = WorkerPlan(
+        plan = TrainPlan(
             workload=self._plan.workload,
             settings=self._plan.settings(run),
             folder=str(folder.absolute()),
             seconds_a_sample=self._plan.seconds_a_sample,
-            engine=run.entry.engine,
         )
         self._observer.started(run, folder, number, total)
         start = time.monotonic()
         result = RunResult("interrupted", "the race was stopped")
         try:
-            result = self._runner.run(plan, run.workers, self._tick(start))
+            result = self._runner.run(plan, run.workers, self._tick(start), mpi=run.entry.engine == "mpi")
         except KeyboardInterrupt:
             pass
         except SynclineError as error:

@@ -452,7 +452,7 @@ def test_scaling_points_are_runs_like_any_other(tmp_path: Path) -> None:
         make_race(tmp_path / "race", scaling="weak", scaling_workers=(1, 2), entries=PLAN.entries[:1], seeds=(1,))
     )
     assert {(run.kind, run.workers) for run in race.runs} == {("scaling", 1), ("race", 2)}
-    alone = race.of("allreduce", "scaling", 1)[0]
+    alone = race.of("allreduce", "scaling")[0]
     assert alone.test is not None
     assert alone.evaluations[-1].bytes_wire == 0, "nobody to send to"
 

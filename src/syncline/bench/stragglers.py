@@ -178,8 +178,7 @@ def _run(plan: StragglersPlan, scenario: str, spec: str, seed: int, way: str, ru
     )
     if result.status != "finished":
         raise SpecError(f"{spec} ({scenario}, seed {seed}, {way}) {result.status}: {result.reason}; see {folder}")
-    hit = read_run(folder).hit(plan.target, build(plan.workload).higher_is_better)
-    return math.inf if hit is None else hit.elapsed
+    return read_run(folder).time_to_target(plan.target, build(plan.workload).higher_is_better)
 
 
 def _file(spec: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import json
 import math
 from collections import Counter
@@ -42,7 +41,7 @@ def _check_files(case: LintCase) -> Iterator[Note]:
         path = race.path / "splits" / f"{name}.u64"
         if not path.exists():
             yield Note(f"splits/{name}.u64 is missing, so disjoint splits cannot be proved", RESTORE)
-        elif isinstance(sums, dict) and sums.get(name) != hashlib.sha256(path.read_bytes()).hexdigest():
+        elif isinstance(sums, dict) and sums.get(name) != sha256(path):
             yield Note(f"splits/{name}.u64 was edited after the race began", RESTORE)
     system = race.path / SYSTEM
     if system.exists() and planned.get("system_sha256") not in (None, sha256(system)):
@@ -284,8 +283,8 @@ def _check_reports(case: LintCase) -> Iterator[Note]:
             if times and run.folder not in times:
                 yield Note(f"{name} leaves out {run.folder} ({run.status})", "write the report again, with all runs")
             elif run.folder in times and run.kind != "tuning":
-                hit = run.hit(case.plan.target, case.plan.higher_is_better) if run.status == "finished" else None
-                actual, reported = math.inf if hit is None else hit.elapsed, _to_seconds(times[run.folder])
+                actual = run.time_to_target(case.plan.target, case.plan.higher_is_better)
+                reported = _to_seconds(times[run.folder])
                 if not (actual == reported or math.isclose(actual, reported, rel_tol=1e-3)):
                     yield Note(
                         f"{name} has {reported:g} s to the target for {run.folder} ({run.status}); its log has "

@@ -16,7 +16,6 @@ from syncline.bench.report.analysis import Analysis, EntryFacts, Spread
 from syncline.bench.report.facts import staleness_rows
 from syncline.bench.report.phrases import bytes_phrase, interval_phrase, number_phrase, time_unit
 from syncline.bench.report.plots import PHASE_COLOURS, PHASE_LABELS, ReportPlot, colour_variables
-from syncline.bench.report.tables import registry_head
 from syncline.bench.report.verdict import RaceVerdict
 from syncline.bench.runlog import RaceRecord
 
@@ -62,7 +61,7 @@ def page(
         looked=findings is not None,
         broken=_by_rule(findings or (), "violation"),
         warnings=_by_rule(findings or (), "warning"),
-        head=registry_head(race),
+        head=race.registry_head,
         created=_when(race.plan.created_ms),
         time=lambda spread: _interval(spread, factor),
         unit=unit,

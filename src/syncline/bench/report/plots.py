@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from syncline.bench.report.analysis import Analysis, EntryFacts, StepPrediction
+from syncline.bench.report.analysis import Analysis
 from syncline.bench.report.facts import RunFacts
 from syncline.bench.report.phrases import number_phrase, time_unit
+from syncline.bench.runlog import LoggedEvaluation
 from syncline.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -206,16 +207,16 @@ def draw_plots(race: Analysis) -> list[ReportPlot]:
 
 
 def _curves(
-    race: Analysis, style: dict[str, PlotStyle], name: str, label: str, across: Callable[[Any], float]
+    race: Analysis, style: dict[str, PlotStyle], name: str, label: str, across: Callable[[LoggedEvaluation], float]
 ) -> ReportPlot | None:
     """The metric against time, epochs or bytes: a thin line for each seed, a thick line for their median."""
-    shown = [entry for entry in race.entries if any(run.evaluations for run in race.of(entry.name))]
+    shown = {entry.name: [run for run in race.of(entry.name) if run.evaluations] for entry in race.entries}
+    shown = {entry: runs for entry, runs in shown.items() if runs}
     if not shown:
         return None
     figure, (axes,) = _new_figure(3.0 + 0.17 * math.ceil((len(shown) + 1) / 2))
-    for entry in shown:
-        runs = [run for run in race.of(entry.name) if run.evaluations]
-        look = style[entry.name]
+    for entry, runs in shown.items():
+        look = style[entry]
         for run in runs:
             points = _thinned([(across(one), one.metric) for one in run.evaluations])
             axes.plot(*zip(*points, strict=True), color=look.colour, linewidth=0.7, alpha=0.4)
@@ -228,15 +229,15 @@ def _curves(
             markersize=3.2,
             markevery=max(1, len(middle) // 6),
             linewidth=1.7,
-            label=_shorten(entry.name),
+            label=_shorten(entry),
         )
     axes.axhline(
         race.target, color=INK, linewidth=1, linestyle=(0, (2, 2)), label=f"target {number_phrase(race.target)}"
     )
     axes.set(xlabel=label, ylabel=f"validation {race.metric}")
-    _zoom(axes, race, shown)
-    ends = [across(run.evaluations[-1]) for entry in shown for run in race.of(entry.name) if run.evaluations]
-    starts = [across(run.evaluations[0]) for entry in shown for run in race.of(entry.name) if run.evaluations]
+    curves = [run.evaluations for runs in shown.values() for run in runs]
+    _zoom(axes, race, curves)
+    starts, ends = [across(curve[0]) for curve in curves], [across(curve[-1]) for curve in curves]
     if min(starts) > 0 and max(ends) > LOG_SCALE_RATIO * min(ends):
         axes.set_xscale("log")
         _log_ticks(axes)
@@ -252,35 +253,25 @@ def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return [*points[:-1:every], points[-1]] if points else points
 
 
-def _zoom(axes: Axes, race: Analysis, shown: Sequence[EntryFacts]) -> None:
+def _zoom(axes: Axes, race: Analysis, curves: Sequence[Sequence[LoggedEvaluation]]) -> None:
     """Use a logarithmic axis if an entry diverged, so that the others stay visible."""
-    metrics = [
-        one.metric
-        for entry in shown
-        for run in race.of(entry.name)
-        for one in run.evaluations
-        if math.isfinite(one.metric)
-    ]
+    metrics = [one.metric for curve in curves for one in curve if math.isfinite(one.metric)]
     if race.higher_is_better or not metrics:
         return
     worst = max(metrics)
     if race.target > 0 and min(metrics) > 0 and worst > 20 * race.target:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
-        firsts = [run.evaluations[0].metric for entry in shown for run in race.of(entry.name) if run.evaluations]
-        known = [first for first in firsts if math.isfinite(first)]
+        known = [curve[0].metric for curve in curves if math.isfinite(curve[0].metric)]
         axes.set_ylim(top=min(worst * 1.5, 20 * statistics.median(known)) if known else None)
 
 
-def _median_curve(runs: Sequence[RunFacts], across: Callable[[Any], float]) -> list[tuple[float, float]]:
+def _median_curve(runs: Sequence[RunFacts], across: Callable[[LoggedEvaluation], float]) -> list[tuple[float, float]]:
     """The median over the seeds at each evaluation that all seeds have; they are at the same steps."""
-    shortest = min(len(run.evaluations) for run in runs)
-    found = []
-    for turn in range(shortest):
-        evaluations = [run.evaluations[turn] for run in runs]
-        metric = statistics.median(one.metric for one in evaluations)
-        found.append((statistics.median(map(across, evaluations)), metric))
-    return found
+    return [
+        (statistics.median(map(across, evaluations)), statistics.median(one.metric for one in evaluations))
+        for evaluations in zip(*(run.evaluations for run in runs), strict=False)
+    ]
 
 
 def _rows(axes: Axes, names: Sequence[str]) -> None:
@@ -369,11 +360,11 @@ def _predictions(race: Analysis, style: dict[str, PlotStyle]) -> ReportPlot | No
             prediction = entry.prediction
             assert prediction is not None
             colour = style[entry.name].colour
-            low, high = _predicted(prediction, what)
+            low = prediction.step_low if what == "step" else prediction.communication
+            high = prediction.step_high if what == "step" else prediction.communication
             seen = prediction.measured_step if what == "step" else prediction.measured_communication
-            axes.plot([1e3 * low, 1e3 * high], [row, row], color=colour, linewidth=1)
             axes.plot(
-                [1e3 * low, 1e3 * high], [row, row], color=colour, linestyle="", marker="D", fillstyle="none",
+                [1e3 * low, 1e3 * high], [row, row], color=colour, linewidth=1, marker="D", fillstyle="none",
                 markersize=6.5,
             )  # fmt: skip
             if seen is not None:
@@ -384,12 +375,6 @@ def _predictions(race: Analysis, style: dict[str, PlotStyle]) -> ReportPlot | No
     panels[0].set_title("◇ predicted   ● measured", loc="right")
     about = "Predicted and measured milliseconds of a step, and of its communication, for every entry."
     return _render("predictions", "Predicted and measured", about, figure)
-
-
-def _predicted(prediction: StepPrediction, what: str) -> tuple[float, float]:
-    if what == "step":
-        return prediction.step_low, prediction.step_high
-    return prediction.communication, prediction.communication
 
 
 def _scaling(race: Analysis, style: dict[str, PlotStyle]) -> ReportPlot | None:

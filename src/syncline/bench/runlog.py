@@ -226,6 +226,12 @@ class RunRecord:
         lines = self.lines(key)
         return lines[-1].get("value") if lines else None
 
+    @property
+    def stop(self) -> dict[str, Any]:
+        """The metadata of the last `run_stop`: `status`, `stopped_by` and `error`. Empty if there is none."""
+        metadata = self.lines("run_stop")[-1].get("metadata") if self.lines("run_stop") else None
+        return metadata if isinstance(metadata, dict) else {}
+
     def since_start(self, event: dict[str, Any]) -> float | None:
         """Seconds from `run_start` to an event, by the time stamps of the two lines."""
         start = finite(self.lines("run_start")[0].get("seconds")) if self.lines("run_start") else None
@@ -376,7 +382,7 @@ def _read_race(path: Path) -> RaceRecord:
     if (path / REGISTRY).exists():
         lines, problems = read_registry(path / REGISTRY)
     else:
-        problems = [f"{REGISTRY} is missing, so the runs of the race are not known"]
+        problems.append(f"{REGISTRY} is missing, so the runs of the race are not known")
     planned = next((line for line in lines if line.get("event") == "planned"), None)
     if planned is not None and planned.get("plan_sha256") != sha256(path / PLAN):
         problems.append(f"{PLAN} was changed after the race began")
@@ -405,9 +411,7 @@ def read_run(path: Path, **facts: Any) -> RunRecord:
     run.workers = int(run.config.get("workers") or 1)
     run.seed = int(run.config.get("seed") or 0)
     if run.lines("run_stop"):
-        metadata = run.lines("run_stop")[-1].get("metadata")
-        success = isinstance(metadata, dict) and metadata.get("status") == "success"
-        run.status = "finished" if success else "failed"
+        run.status = "finished" if run.stop.get("status") == "success" else "failed"
     for name, value in facts.items():
         setattr(run, name, value)
     return run

@@ -59,16 +59,7 @@ from syncline.strategies import Run, strategy_run
 from syncline.transports.base import LANE_TAGS
 from syncline.world import World, init
 
-__all__ = [
-    "OverlapMeter",
-    "StepPlan",
-    "codec_steps_table",
-    "describe_link",
-    "measure",
-    "measure_link",
-    "overlap_seconds",
-    "step_table",
-]
+__all__ = ["StepPlan", "codec_steps_table", "describe_link", "measure", "measure_link", "step_table"]
 
 WARM_UP_STEPS = 6
 """Steps that do not count: connections, bucket order, kernels and the allocator settle."""

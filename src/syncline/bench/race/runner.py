@@ -37,10 +37,8 @@ from syncline.world import simulate
 
 __all__ = [
     "ProcessRunner",
-    "RaceObserver",
     "RaceRunner",
     "RunResult",
-    "RunStatus",
     "SimulatedRunner",
     "TrainingRunner",
     "expected_seconds",
@@ -142,11 +140,10 @@ class SimulatedRunner:
             return RunResult("hung", str(error))
         except DivergedError as error:
             return RunResult("diverged", str(error))
-        except SynclineError as error:
-            return RunResult("failed", f"{type(error).__name__}: {error}")
         except Exception as error:
-            with suppress(OSError):
-                Path(plan.folder, "output.txt").write_text(traceback.format_exc())
+            if not isinstance(error, SynclineError):
+                with suppress(OSError):
+                    Path(plan.folder, "output.txt").write_text(traceback.format_exc())
             return RunResult("failed", f"{type(error).__name__}: {error}")
         return RunResult("finished")
 
@@ -214,8 +211,11 @@ class RaceRunner:
         """Mark runs without an end as interrupted: the process of the race was killed. They are repeated."""
         for run in read_race(self._folder).runs:
             if run.status == "running":
-                facts = {"status": "interrupted", "reason": "the race's own process ended", "seconds": None}
-                self._registry.append("ended", run=run.folder, **facts, files=digest_files(self._folder / run.folder))
+                self._record_end(run.folder, RunResult("interrupted", "the race's own process ended"), None)
+
+    def _record_end(self, name: str, result: RunResult, seconds: float | None) -> None:
+        facts = {"status": result.status, "reason": result.reason, "seconds": seconds}
+        self._registry.append("ended", run=name, **facts, files=digest_files(self._folder / name))
 
     def _tune(self) -> bool:
         """Try the remaining rates; then choose for each entry the rate with the best validation metric."""
@@ -233,9 +233,9 @@ class RaceRunner:
     def _run_one(self, run: PlannedRun, number: int, total: int) -> bool:
         """Execute one run, and record any result. Return False if the user interrupted it."""
         name = self._new_folder(run.folder)
-        facts = {"kind": run.kind, "entry": run.entry.name, "workers": run.workers, "seed": run.seed}
         folder = self._folder / name
         folder.mkdir(parents=True)
+        facts = {"kind": run.kind, "entry": run.entry.name, "workers": run.workers, "seed": run.seed}
         self._registry.append("begun", run=name, **facts, factor=run.factor)
         plan = TrainPlan(
             workload=self._plan.workload,
@@ -254,8 +254,7 @@ class RaceRunner:
             result = RunResult("failed", str(error))
         finally:
             seconds = time.monotonic() - start
-            facts = {"status": result.status, "reason": result.reason, "seconds": seconds}
-            self._registry.append("ended", run=name, **facts, files=digest_files(folder))
+            self._record_end(name, result, seconds)
         self._observer.ended(run, result, seconds)
         return result.status != "interrupted"
 
@@ -270,13 +269,11 @@ class RaceRunner:
 
     def _new_folder(self, name: str) -> str:
         """The name of a folder that does not exist: an interrupted attempt keeps its own."""
-        attempt, folder = 1, name
-        while (self._folder / folder).exists():
-            attempt += 1
-            folder = f"{name}.{attempt}"
-            if attempt > MAX_ATTEMPTS:
-                raise SpecError(f"{self._folder / name} was attempted {MAX_ATTEMPTS} times; look there for the cause")
-        return folder
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            folder = name if attempt == 1 else f"{name}.{attempt}"
+            if not (self._folder / folder).exists():
+                return folder
+        raise SpecError(f"{self._folder / name} was attempted {MAX_ATTEMPTS} times; look there for the cause")
 
 
 def parse_network(text: str) -> Network:

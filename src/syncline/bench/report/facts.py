@@ -17,17 +17,7 @@ from syncline.bench.runlog import LoggedEvaluation, RunRecord
 from syncline.errors import SynclineError
 from syncline.specs import Spec, parse
 
-__all__ = [
-    "RunFacts",
-    "SettingsCount",
-    "StalenessRow",
-    "add_histograms",
-    "count_settings",
-    "read_histogram",
-    "run_facts",
-    "staleness_bins",
-    "staleness_rows",
-]
+__all__ = ["RunFacts", "SettingsCount", "add_histograms", "count_settings", "run_facts", "staleness_rows"]
 
 TRAINING_SETTINGS = ("learning rate", "batch", "momentum")
 """Settings of every entry."""

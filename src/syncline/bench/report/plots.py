@@ -25,17 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "BASELINE_COLOURS",
-    "PHASE_COLOURS",
-    "PHASE_LABELS",
-    "SERIES_COLOURS",
-    "PlotStyle",
-    "ReportPlot",
-    "colour_variables",
-    "draw_plots",
-    "plot_styles",
-]
+__all__ = ["PHASE_COLOURS", "PHASE_LABELS", "ReportPlot", "colour_variables", "draw_plots", "plot_styles"]
 
 TEXT_COLOURS = {"ink": ("#1c2126", "#e8ebee"), "muted": ("#586069", "#a3acb5"), "grid": ("#dfe3e8", "#343b43")}
 """Text, secondary text and grid, each for light and for dark."""

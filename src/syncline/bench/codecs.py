@@ -100,12 +100,12 @@ def gradients(numel: int, count: int, seed: int) -> list[Tensor]:
     rng = torch.Generator().manual_seed(seed)
     rows, columns = _shape(numel)
     into, out = ((SCALE_SIGMA * torch.randn(n, generator=rng)).exp() for n in (rows, columns))
-    made = []
+    tensors = []
     for _ in range(count):
         active = torch.randn(BATCH_SAMPLES, rows, generator=rng).relu() * into
         errors = torch.randn(BATCH_SAMPLES, columns, generator=rng) * out
-        made.append((active.T @ errors).flatten() / BATCH_SAMPLES)
-    return made
+        tensors.append((active.T @ errors).flatten() / BATCH_SAMPLES)
+    return tensors
 
 
 def _shape(numel: int) -> tuple[int, int]:
@@ -262,12 +262,12 @@ def _line(row: dict[str, Any], fed: dict[str, Any] | None, width: int) -> str:
     )
 
 
-def _speed(found: dict[str, Any]) -> str:
-    return f"{found['gigabytes_a_second']['median']:.2f}"
+def _speed(result: dict[str, Any]) -> str:
+    return f"{result['gigabytes_a_second']['median']:.2f}"
 
 
-def _share(found: dict[str, Any]) -> str:
-    return Summary(**found["of_memcpy"]).text(".3f")
+def _share(result: dict[str, Any]) -> str:
+    return Summary(**result["of_memcpy"]).text(".3f")
 
 
 def codecs_plot(document: dict[str, Any], stem: Path) -> list[Path]:

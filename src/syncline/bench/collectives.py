@@ -105,12 +105,12 @@ class _Bench:
             schedule = build("allreduce", name)
             return lambda tensor: allreduce(channel, tensor, "sum", schedule)
 
-        found: dict[str, Contender] = {"gloo": lambda tensor: native.allreduce(tensor, "sum").wait()}
-        found |= {AUTO: lambda tensor: self.world.everyone.auto.allreduce(tensor, "sum")}
-        found |= {name: by(name) for name in self.plan.algorithms or names("allreduce")}
+        contenders: dict[str, Contender] = {"gloo": lambda tensor: native.allreduce(tensor, "sum").wait()}
+        contenders |= {AUTO: lambda tensor: self.world.everyone.auto.allreduce(tensor, "sum")}
+        contenders |= {name: by(name) for name in self.plan.algorithms or names("allreduce")}
         if self.plan.mpi:
-            found["mpi"] = self._mpi()
-        return found
+            contenders["mpi"] = self._mpi()
+        return contenders
 
     def _mpi(self) -> Contender:
         from syncline.environment import detect

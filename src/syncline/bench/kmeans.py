@@ -112,8 +112,8 @@ class KMeansPlan:
             )
         link, given = links[0], self.given or {}
         solve = SOLVERS[link.name]
-        usual = DEFAULT_OPTIONS if solve is asgd else {}
-        options = {**usual, **given, **link.kwargs, "seed": self.seed}
+        defaults = DEFAULT_OPTIONS if solve is asgd else {}
+        options = {**defaults, **given, **link.kwargs, "seed": self.seed}
         known = sorted(inspect.signature(solve).parameters)
         unknown = sorted(options.keys() - set(known))
         if unknown:
@@ -131,22 +131,24 @@ def solve(plan: KMeansPlan, world: World) -> tuple[Solution, float]:
     own = points[world.rank :: world.size]
     del points
     objective = KMeans(blobs.k)
-    found = solver(objective, own, split=False, **options)
-    return found, objective.value(centres.astype(np.float64).reshape(-1), (own,))
+    solution = solver(objective, own, split=False, **options)
+    return solution, objective.value(centres.astype(np.float64).reshape(-1), (own,))
 
 
-def describe(plan: KMeansPlan, found: Solution, truth: float, engine: str) -> str:
+def describe(plan: KMeansPlan, solution: Solution, truth: float, engine: str) -> str:
     """The result as text."""
-    name, efforts = plan.solver()[0], found.efforts
+    name, efforts = plan.solver()[0], solution.efforts
     steps = [effort.steps for effort in efforts]
     shown = f"{min(steps)}" if len(set(steps)) == 1 else f"{min(steps)} to {max(steps)}"
     lines = [
-        f"{plan.problem} by {name} on {len(efforts)} workers ({engine}): {found.value:.5g} a point after "
-        f"{found.seconds:.3g} s (at the true centres {truth:.5g})",
-        f"steps of each worker {shown}, {format_bytes(found.sent_bytes)} sent",
+        f"{plan.problem} by {name} on {len(efforts)} workers ({engine}): {solution.value:.5g} a point after "
+        f"{solution.seconds:.3g} s (at the true centres {truth:.5g})",
+        f"steps of each worker {shown}, {format_bytes(solution.sent_bytes)} sent",
     ]
     if name == "onesided":
-        counts = ", ".join(f"{found.total(key)} {key}" for key in ("sent", "dropped", "accepted", "rejected", "torn"))
+        counts = ", ".join(
+            f"{solution.total(key)} {key}" for key in ("sent", "dropped", "accepted", "rejected", "torn")
+        )
         lines.append(f"states: {counts}")
     return "\n".join(lines)
 
@@ -154,9 +156,9 @@ def describe(plan: KMeansPlan, found: Solution, truth: float, engine: str) -> st
 def rank_main(plan: KMeansPlan) -> int:
     """Solve on this rank; return the exit code."""
     with init() as world:
-        found, truth = solve(plan, world)
+        solution, truth = solve(plan, world)
         if world.rank == 0:
-            print(describe(plan, found, truth, world.transport.name), flush=True)
+            print(describe(plan, solution, truth, world.transport.name), flush=True)
     return 0
 
 

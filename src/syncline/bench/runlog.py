@@ -391,9 +391,9 @@ def _read_race(path: Path) -> RaceRecord:
         apply_registry_line(runs, line)
     for run in runs.values():
         run.problems += _edited_files(path, run)
-        found = run.load(path / run.folder)
+        defects = run.load(path / run.folder)
         if run.status == "finished":  # other runs may have stopped before they wrote anything
-            run.problems += [problem for problem in found if problem not in run.problems]
+            run.problems += [problem for problem in defects if problem not in run.problems]
         problems += run.problems
     logs = sorted([*path.glob(f"runs/*/*/{LOG}"), *path.glob(f"tuning/*/*/{LOG}")])
     names = [log.parent.relative_to(path).as_posix() for log in logs]

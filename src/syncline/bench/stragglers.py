@@ -129,7 +129,7 @@ def measure(plan: StragglersPlan, say: Say) -> dict[str, Any]:
     }
     if not plan.simulate:
         runners["measured"] = ProcessRunner()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for scenario in plan.scenarios:
         rows: dict[str, dict[str, list[float]]] = {spec: {way: [] for way in runners} for spec in plan.entries}
         for way, runner in runners.items():
@@ -140,8 +140,8 @@ def measure(plan: StragglersPlan, say: Say) -> dict[str, Any]:
                     seconds = _run(plan, scenario, spec, seed, way, runner)
                     rows[spec][way].append(seconds)
                     say(f"{scenario}, {spec}, seed {seed}, {way}: {seconds:.2f} s")
-        found[scenario] = rows
-    document = {"plan": asdict(plan), "seconds": found}
+        results[scenario] = rows
+    document = {"plan": asdict(plan), "seconds": results}
     Path(plan.out).write_text(json.dumps(document, indent=1))
     return document
 

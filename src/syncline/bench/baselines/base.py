@@ -127,8 +127,8 @@ class ForeignRun(StrategyRun):
         own = [parameter.detach().clone() for parameter in self.trained]
         self.average([parameter.detach() for parameter in self.trained])
         pairs = zip(self.trained, own, strict=True)
-        apart = sum(float((mean.detach() - before).double().square().sum()) for mean, before in pairs)
-        self.stats.consensus = math.sqrt(self.communicator.mean(apart))
+        distance = sum(float((mean.detach() - before).double().square().sum()) for mean, before in pairs)
+        self.stats.consensus = math.sqrt(self.communicator.mean(distance))
 
     def check_uneven(self) -> None:
         """Refuse an epoch in which a rank may run out of data, and suggest a batch."""

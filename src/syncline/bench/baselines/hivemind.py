@@ -112,8 +112,8 @@ class _HivemindRun(ForeignRun):
         with self._averager.get_tensors() as shared:
             for own, parameter in zip(shared, self.trained, strict=True):
                 own.copy_(parameter.detach())
-        found = self._averager.step(timeout=self.world.transport.timeout)
-        if found is None:
+        group = self._averager.step(timeout=self.world.transport.timeout)
+        if group is None:
             self.missed += 1
         else:
             with self._averager.get_tensors() as shared:

@@ -109,10 +109,10 @@ class _TorchFTRun(WrappedRun):
         )
         self._servers.insert(0, manager)
         self._manager = _TimedManager(manager, self)
-        made: DistributedDataParallel = self._torchft.DistributedDataParallel(
+        wrapped: DistributedDataParallel = self._torchft.DistributedDataParallel(
             self._manager, self.model, **{buffers_option(): False}
         )
-        return made
+        return wrapped
 
     def _expose(self) -> None:
         """Nothing to add: the hook waits for each bucket within backward, where `_TimedManager` counts it."""

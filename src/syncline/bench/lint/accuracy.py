@@ -82,7 +82,7 @@ def _accuracy_losses(plan: RacePlan, runs: list[RunRecord]) -> Iterator[Note]:
 
 def _describe_test(case: LintCase) -> str:
     evaluations = sum(len(run.evaluations) for run in case.finished)
-    digests = sum(len(found) for found in read_splits(case.race.path).values())
+    digests = sum(len(split) for split in read_splits(case.race.path).values())
     return f"{evaluations} evaluations, digests of {digests} samples" if evaluations or digests else ""
 
 

@@ -121,14 +121,14 @@ def _check_chosen_rates(case: LintCase) -> Iterator[Note]:
 def _check_rate_sources(case: LintCase) -> Iterator[Note]:
     """A rate that is neither the workload's nor a preset's was found by runs that are not counted."""
     presets = _preset_rates()
-    usual = case.data["learning_rate"] if case.data and case.plan.code_digest == code_digest() else None
+    default_rate = case.data["learning_rate"] if case.data and case.plan.code_digest == code_digest() else None
     for entry in case.plan.entries:
         if entry.rate_from == "tuned":
             yield Note(f"the rate of {entry.name} is tuned, and there is no tuning run")
             continue
         factor = 1.0 if entry.codec or entry.rate_from == "workload" else presets.get(entry.strategy, 1.0)
         rate = entry.learning_rate
-        expected = rate if usual is None or rate is None else usual * factor
+        expected = rate if default_rate is None or rate is None else default_rate * factor
         by_user = entry.rate_from == "given"
         if by_user or not close(rate, expected, 1e-6):
             source = "was set by the user" if by_user else f"is not the {entry.rate_from}'s, {expected:g}"

@@ -63,12 +63,12 @@ def _check_hardware(case: LintCase) -> Iterator[Note]:
             yield from _compare_systems(f"{section}, {name}", runs, section, name)
     engines = {entry.name: entry.engine for entry in case.plan.entries}
     for size in sorted({run.workers for run in runs}):
-        alike = [run for run in runs if run.workers == size]
-        yield from _compare_systems(USABLE_CORES, alike, "machine", USABLE_CORES)
+        same_size = [run for run in runs if run.workers == size]
+        yield from _compare_systems(USABLE_CORES, same_size, "machine", USABLE_CORES)
         for name in FIELDS_BY_SIZE:
-            yield from _compare_systems(f"{name} of {size} workers", alike, "world", name)
+            yield from _compare_systems(f"{name} of {size} workers", same_size, "world", name)
         for engine in sorted(set(engines.values()), key=str):
-            same_engine = [run for run in alike if engines.get(run.entry) == engine]
+            same_engine = [run for run in same_size if engines.get(run.entry) == engine]
             for name in FIELDS_BY_ENGINE:
                 yield from _compare_systems(f"{name} of {size} workers", same_engine, "world", name)
     yield from _check_race_machine(case, runs)
@@ -328,9 +328,9 @@ def _check_copies(case: LintCase) -> Iterator[Note]:
         curve = tuple(one.metric for one in run.evaluations)
         if len(set(curve)) < 3:
             continue
-        twin = seen.setdefault((run.entry, run.workers, run.kind, run.factor, curve), run)
-        if twin is not run and twin.seed != run.seed:
-            yield Note(f"{run.folder} has exactly the same curve as {twin.folder}, with another seed")
+        other = seen.setdefault((run.entry, run.workers, run.kind, run.factor, curve), run)
+        if other is not run and other.seed != run.seed:
+            yield Note(f"{run.folder} has exactly the same curve as {other.folder}, with another seed")
 
 
 # 9. Inputs
@@ -426,8 +426,9 @@ def _check_batch(case: LintCase) -> Iterator[Note]:
 def _check_run_batch(run: RunRecord) -> Iterator[Note]:
     """The batch in the log is that of the configuration."""
     expected = ExpectedSteps.of(run)
-    for event in run.lines("global_batch_size") if expected else ():
-        assert expected is not None
+    if expected is None:
+        return
+    for event in run.lines("global_batch_size"):
         if event.get("value") != expected.batch or run.config.get("samples_a_step") != expected.batch:
             yield Note(
                 f"{run.folder}: steps of {event.get('value')} samples in the log, {run.config.get('samples_a_step')} "

@@ -142,8 +142,8 @@ class LiveServer:
         host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
         if host not in ("127.0.0.1", "localhost"):
             raise _Refusal(403, f"this server is 127.0.0.1 or localhost, not {host[:100]!r}")
-        given = (request.query.get("token", ""), request.cookies.get(self._cookie, ""))
-        if not any(secrets.compare_digest(one.encode(), self.token.encode()) for one in given):
+        tokens = (request.query.get("token", ""), request.cookies.get(self._cookie, ""))
+        if not any(secrets.compare_digest(one.encode(), self.token.encode()) for one in tokens):
             raise _Refusal(403, "this page needs its token: open the whole address that syncline watch printed")
 
     @property
@@ -190,18 +190,18 @@ def serve(feed: Feed, port: int, announce: Callable[[LiveServer], None]) -> None
 
 
 def _listen(port: int) -> socket.socket:
-    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(("127.0.0.1", port))
-        found.listen()  # before the address is printed
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen()  # before the address is printed
     except (OSError, OverflowError) as error:
-        found.close()
+        listener.close()
         why = getattr(error, "strerror", None) or error
         raise UnsupportedError(
             f"cannot listen on 127.0.0.1:{port} ({why}); without --port a free one is taken"
         ) from None
-    return found
+    return listener
 
 
 def _is_number(word: str) -> bool:
@@ -234,8 +234,8 @@ class HttpRequest:
 def parse_request(data: bytes) -> HttpRequest:
     """Parse a request without a body.
 
-    >>> found = parse_request(b"GET /run.json?id=3 HTTP/1.1\\r\\nHost: localhost\\r\\nCookie: a=b; c=d\\r\\n\\r\\n")
-    >>> found.path, found.query, found.cookies
+    >>> request = parse_request(b"GET /run.json?id=3 HTTP/1.1\\r\\nHost: localhost\\r\\nCookie: a=b; c=d\\r\\n\\r\\n")
+    >>> request.path, request.query, request.cookies
     ('/run.json', {'id': '3'}, {'a': 'b', 'c': 'd'})
     """
     first, *rest = data.removesuffix(HEADERS_END).decode("latin-1").split("\r\n")

@@ -123,17 +123,17 @@ class RaceProgress:
         return Group(table, Text(self._status(), style="dim"))
 
     def _cell(self, entry: str, seed: int) -> Text:
-        found = self._done.get((entry, self._plan.workers, seed))
-        if found is None:
-            run = None if self._current is None else self._current[0]
-            running = run is not None and (run.kind, run.entry.name, run.seed) == ("race", entry, seed)
+        run = self._done.get((entry, self._plan.workers, seed))
+        if run is None:
+            current = None if self._current is None else self._current[0]
+            running = current is not None and (current.kind, current.entry.name, current.seed) == ("race", entry, seed)
             return Text("▶" if running else "·", style="yellow" if running else "dim")
-        if found.status != "finished":
-            return Text(found.status, style="red")
-        seconds = found.time_to_target(self._plan.target, self._plan.higher_is_better)
+        if run.status != "finished":
+            return Text(run.status, style="red")
+        seconds = run.time_to_target(self._plan.target, self._plan.higher_is_better)
         if math.isfinite(seconds):
             return Text(duration(seconds))
-        best = found.best(self._plan.higher_is_better)
+        best = run.best(self._plan.higher_is_better)
         return Text("no" if best is None else f"no ({best:.4g})", style="red")
 
     def _median(self, entry: str) -> float:

@@ -72,20 +72,20 @@ def write_report(folder: str | Path, findings: Sequence[Finding] | None = None, 
 
 
 def write_tables(
-    folder: Path, race: RaceRecord, found: Analysis, verdict: RaceVerdict, findings: Sequence[Finding] | None
+    folder: Path, race: RaceRecord, analysis: Analysis, verdict: RaceVerdict, findings: Sequence[Finding] | None
 ) -> None:
     """Write `report.json`, `runs.csv` and `curves.csv`."""
-    report = _document(race, found, verdict, findings)
+    report = _document(race, analysis, verdict, findings)
     (folder / "report.json").write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     _write(
-        folder / "runs.csv", [*RUN_COLUMNS, *(f"{name}_seconds" for name in PHASES), "folder"], map(_row, found.runs)
+        folder / "runs.csv", [*RUN_COLUMNS, *(f"{name}_seconds" for name in PHASES), "folder"], map(_row, analysis.runs)
     )
     header = ["entry", "kind", "workers", "seed", *CURVE_COLUMNS, *(f"{name}_seconds" for name in PHASES)]
-    _write(folder / "curves.csv", header, (row for run in found.runs for row in _points(run)))
+    _write(folder / "curves.csv", header, (row for run in analysis.runs for row in _points(run)))
 
 
 def _document(
-    race: RaceRecord, found: Analysis, verdict: RaceVerdict, findings: Sequence[Finding] | None
+    race: RaceRecord, analysis: Analysis, verdict: RaceVerdict, findings: Sequence[Finding] | None
 ) -> dict[str, Any]:
     """The content of `report.json`. An infinite time is the string "inf"; `findings` is None without a lint."""
     whole: dict[str, Any] = {
@@ -95,7 +95,7 @@ def _document(
         "registry_head": race.registry_head,
         "plan": json.loads(race.plan.as_json()),
         "system": race.system,
-        "analysis": found,
+        "analysis": analysis,
     }
     plain: dict[str, Any] = _plain(whole)
     for run in plain["analysis"]["runs"]:

@@ -80,8 +80,8 @@ class PlotStyle:
 def plot_styles(names: list[str], baseline: str | None) -> dict[str, PlotStyle]:
     """A style for every entry; the baseline is grey.
 
-    >>> found = plot_styles(["ddp", "a", "b"], "ddp")
-    >>> found["ddp"].colour == BASELINE_COLOURS[0], found["a"] != found["b"]
+    >>> styles = plot_styles(["ddp", "a", "b"], "ddp")
+    >>> styles["ddp"].colour == BASELINE_COLOURS[0], styles["a"] != styles["b"]
     (True, True)
     """
     styles: dict[str, PlotStyle] = {}
@@ -99,11 +99,11 @@ def plot_styles(names: list[str], baseline: str | None) -> dict[str, PlotStyle]:
 
 def colour_variables() -> dict[str, tuple[str, str, str]]:
     """By the colour on paper: the name of the CSS variable, and its values for light and for dark."""
-    found = {light: (f"--{role}", light, dark) for role, (light, dark) in TEXT_COLOURS.items()}
-    found |= {light: (f"--series-{number}", light, dark) for number, (light, dark) in enumerate(SERIES_COLOURS)}
-    found |= {light: (f"--phase-{name}", light, dark) for name, (light, dark) in PHASE_COLOURS.items()}
-    found[BASELINE_COLOURS[0]] = ("--baseline", *BASELINE_COLOURS)
-    return found
+    variables = {light: (f"--{role}", light, dark) for role, (light, dark) in TEXT_COLOURS.items()}
+    variables |= {light: (f"--series-{number}", light, dark) for number, (light, dark) in enumerate(SERIES_COLOURS)}
+    variables |= {light: (f"--phase-{name}", light, dark) for name, (light, dark) in PHASE_COLOURS.items()}
+    variables[BASELINE_COLOURS[0]] = ("--baseline", *BASELINE_COLOURS)
+    return variables
 
 
 @dataclass(frozen=True)
@@ -183,21 +183,21 @@ def _plot_settings(salt: str = "syncline") -> Iterator[None]:
 def draw_plots(race: Analysis) -> list[ReportPlot]:
     """All plots that have data."""
     with _plot_settings():
-        style = plot_styles([entry.name for entry in race.entries], race.baseline)
+        styles = plot_styles([entry.name for entry in race.entries], race.baseline)
         plots = [
-            _curves(race, style, "time", "seconds", lambda one: one.elapsed),
-            _curves(race, style, "epochs", "epochs", lambda one: one.epochs),
-            _curves(race, style, "bytes", "megabytes sent by a worker", lambda one: one.bytes_wire / 1e6),
-            _times(race, style),
+            _curves(race, styles, "time", "seconds", lambda one: one.elapsed),
+            _curves(race, styles, "epochs", "epochs", lambda one: one.epochs),
+            _curves(race, styles, "bytes", "megabytes sent by a worker", lambda one: one.bytes_wire / 1e6),
+            _times(race, styles),
             _steps(race),
-            _predictions(race, style),
-            _scaling(race, style),
+            _predictions(race, styles),
+            _scaling(race, styles),
         ]
     return [plot for plot in plots if plot is not None]
 
 
 def _curves(
-    race: Analysis, style: dict[str, PlotStyle], name: str, label: str, across: Callable[[LoggedEvaluation], float]
+    race: Analysis, styles: dict[str, PlotStyle], name: str, label: str, across: Callable[[LoggedEvaluation], float]
 ) -> ReportPlot | None:
     """The metric against time, epochs or bytes: a thin line for each seed, a thick line for their median."""
     shown = {entry.name: [run for run in race.of(entry.name) if run.evaluations] for entry in race.entries}
@@ -206,16 +206,16 @@ def _curves(
         return None
     figure, (axes,) = _new_figure(3.0 + 0.17 * math.ceil((len(shown) + 1) / 2))
     for entry, runs in shown.items():
-        look = style[entry]
+        style = styles[entry]
         for run in runs:
             points = _thinned([(across(one), one.metric) for one in run.evaluations])
-            axes.plot(*zip(*points, strict=True), color=look.colour, linewidth=0.7, alpha=0.4)
+            axes.plot(*zip(*points, strict=True), color=style.colour, linewidth=0.7, alpha=0.4)
         middle = _thinned(_median_curve(runs, across))
         axes.plot(
             *zip(*middle, strict=True),
-            color=look.colour,
-            linestyle=look.dash,
-            marker=look.marker,
+            color=style.colour,
+            linestyle=style.dash,
+            marker=style.marker,
             markersize=3.2,
             markevery=max(1, len(middle) // 6),
             linewidth=1.7,
@@ -270,7 +270,7 @@ def _rows(axes: Axes, names: Sequence[str]) -> None:
     axes.grid(False, axis="y")
 
 
-def _times(race: Analysis, style: dict[str, PlotStyle]) -> ReportPlot | None:
+def _times(race: Analysis, styles: dict[str, PlotStyle]) -> ReportPlot | None:
     """A dot for each seed, the median and its interval; entries that missed the target are at the edge."""
     entries = sorted((entry for entry in race.entries if entry.time), key=lambda e: e.time.median if e.time else 0)
     finite = [run.time_to_target for entry in entries for run in race.of(entry.name) if run.reached]
@@ -280,14 +280,14 @@ def _times(race: Analysis, style: dict[str, PlotStyle]) -> ReportPlot | None:
     factor, unit = time_unit(entry.time.median for entry in entries if entry.time)
     edge = factor * max(finite) * 2.2
     for row, entry in enumerate(entries):
-        look, time = style[entry.name], entry.time
+        style, time = styles[entry.name], entry.time
         assert time is not None
         seeds = [factor * run.time_to_target for run in race.of(entry.name) if run.reached]
         if time.finite:
             high = min(factor * time.high, edge / 1.9)  # the label "1 never" is at the edge
-            axes.plot([factor * time.low, high], [row, row], color=look.colour, linewidth=3, alpha=0.35)
-            axes.plot([factor * time.median], [row], color=look.colour, marker="|", markersize=13, markeredgewidth=2)
-        axes.plot(seeds, [row] * len(seeds), color=look.colour, marker=look.marker, linestyle="", markersize=4.5)
+            axes.plot([factor * time.low, high], [row, row], color=style.colour, linewidth=3, alpha=0.35)
+            axes.plot([factor * time.median], [row], color=style.colour, marker="|", markersize=13, markeredgewidth=2)
+        axes.plot(seeds, [row] * len(seeds), color=style.colour, marker=style.marker, linestyle="", markersize=4.5)
         missed = sum(not run.reached for run in race.of(entry.name))
         if missed:
             axes.text(edge, row, f"{missed} never", ha="right", va="center", color=MUTED, fontsize=8.5)
@@ -339,7 +339,7 @@ def _steps(race: Analysis) -> ReportPlot | None:
     return _render("phases", "Time of a step", about, figure)
 
 
-def _predictions(race: Analysis, style: dict[str, PlotStyle]) -> ReportPlot | None:
+def _predictions(race: Analysis, styles: dict[str, PlotStyle]) -> ReportPlot | None:
     """Predicted (hollow) and measured (filled) times."""
     entries = [entry for entry in race.entries if entry.prediction is not None]
     if not entries:
@@ -349,7 +349,7 @@ def _predictions(race: Analysis, style: dict[str, PlotStyle]) -> ReportPlot | No
         for row, entry in enumerate(entries):
             prediction = entry.prediction
             assert prediction is not None
-            colour = style[entry.name].colour
+            colour = styles[entry.name].colour
             low = prediction.step_low if what == "step" else prediction.communication
             high = prediction.step_high if what == "step" else prediction.communication
             seen = prediction.measured_step if what == "step" else prediction.measured_communication
@@ -367,7 +367,7 @@ def _predictions(race: Analysis, style: dict[str, PlotStyle]) -> ReportPlot | No
     return _render("predictions", "Predicted and measured", about, figure)
 
 
-def _scaling(race: Analysis, style: dict[str, PlotStyle]) -> ReportPlot | None:
+def _scaling(race: Analysis, styles: dict[str, PlotStyle]) -> ReportPlot | None:
     entries = [entry for entry in race.entries if len(entry.scaling) > 1]
     if not entries:
         return None
@@ -376,9 +376,9 @@ def _scaling(race: Analysis, style: dict[str, PlotStyle]) -> ReportPlot | None:
     times = [point.time.median for entry in entries for point in entry.scaling if point.time.finite]
     factor, unit = time_unit(times)
     for entry in entries:
-        look = style[entry.name]
+        style = styles[entry.name]
         shown: dict[str, Any] = {
-            "color": look.colour, "linestyle": look.dash, "marker": look.marker, "markersize": 4, "linewidth": 1.5,
+            "color": style.colour, "linestyle": style.dash, "marker": style.marker, "markersize": 4, "linewidth": 1.5,
         }  # fmt: skip
         known = [point for point in entry.scaling if point.efficiency is not None]
         speeds = [(point.efficiency or 0.0) * point.workers for point in known]

@@ -39,8 +39,8 @@ MIN_SEEDS = 3
 """Fewer seeds have no interval."""
 MIN_EPOCHS_RATIO = 1.25
 """A smaller ratio of epochs may be random."""
-LIMIT_OF_PHASE: dict[str, LimitName] = {
-    "exposed": "communication",
+PHASE_OF_LIMIT: dict[LimitName, str] = {
+    "communication": "exposed",
     "codec": "codec",
     "data": "data",
     "evaluation": "evaluation",
@@ -280,11 +280,11 @@ def binding_limit(race: Analysis, entry: EntryFacts) -> SpeedLimit | None:
     """The limit of an entry; None if no run of it has finished."""
     if not entry.shares:
         return None
-    shares: dict[LimitName, float] = {name: entry.shares.get(phase, 0.0) for phase, name in LIMIT_OF_PHASE.items()}
+    shares: dict[LimitName, float] = {name: entry.shares.get(phase, 0.0) for name, phase in PHASE_OF_LIMIT.items()}
     ratio, fewest = _epochs_ratio(race, entry)
     if ratio >= MIN_EPOCHS_RATIO:
         shares["statistics"] = 1 - 1 / ratio
-    # Among equal shares, the one that is easier to remove: the order of LIMIT_OF_PHASE, compute last.
+    # Among equal shares, the one that is easier to remove: the order of PHASE_OF_LIMIT, compute last.
     name = max(shares, key=lambda one: (shares[one], one != "compute"))
     evidence = _evidence(entry, name, shares[name], ratio, fewest)
     return SpeedLimit(entry.name, name, shares[name], evidence, _advice(race, entry, name), shares)
@@ -313,8 +313,7 @@ def _evidence(entry: EntryFacts, name: LimitName, share: float, ratio: float, fe
         return (
             f"it needs {number_phrase(entry.epochs.median, 3)} epochs, {number_phrase(ratio, 2)}× as many as {fewest}"
         )
-    phase = next(phase for phase, limit in LIMIT_OF_PHASE.items() if limit == name)
-    ms = number_phrase(1e3 * entry.phases.get(phase, 0.0), 3)
+    ms = number_phrase(1e3 * entry.phases.get(PHASE_OF_LIMIT[name], 0.0), 3)
     return f"{100 * share:.0f} % of its time is {LIMIT_PHRASES.get(name, name)} ({ms} ms per step)"
 
 
@@ -330,8 +329,7 @@ def _advice(race: Analysis, entry: EntryFacts, name: LimitName) -> str:
             f"Faster or more workers would help. Synchronisation takes {100 * waiting:.0f} % of the time, and another "
             "strategy cannot save more than that."
         )
-    phase = next(phase for phase, limit in LIMIT_OF_PHASE.items() if limit == name)
-    share = entry.shares.get(phase, 0.0)
+    share = entry.shares.get(PHASE_OF_LIMIT[name], 0.0)
     gain = f"at most {number_phrase(1 / (1 - share), 2)}× earlier" if share < 1 else "much earlier"
     advice = (
         ADVICE.get(name) or f"use a faster network, fewer exchanges or fewer bytes{_fewest_bytes(race.entries, entry)}."

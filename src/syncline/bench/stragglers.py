@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from syncline.bench.measuring import ratios, summarize
+from syncline.bench.race.plan import RaceEntry
 from syncline.bench.runlog import read_run
 from syncline.errors import SpecError
 from syncline.specs import nearest
@@ -150,7 +151,7 @@ def _run(plan: StragglersPlan, scenario: str, spec: str, seed: int, way: str, ru
     from syncline.training.worker import TrainPlan
     from syncline.workloads import build
 
-    folder = Path(plan.out).parent / scenario / f"{_file(spec)}-{way}-seed{seed}"
+    folder = Path(plan.out).parent / scenario / f"{RaceEntry(name=spec).slug}-{way}-seed{seed}"
     folder.mkdir(parents=True)
     settings = Settings(
         strategy=spec,
@@ -179,10 +180,6 @@ def _run(plan: StragglersPlan, scenario: str, spec: str, seed: int, way: str, ru
     if result.status != "finished":
         raise SpecError(f"{spec} ({scenario}, seed {seed}, {way}) {result.status}: {result.reason}; see {folder}")
     return read_run(folder).time_to_target(plan.target, build(plan.workload).higher_is_better)
-
-
-def _file(spec: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in spec).strip("-")
 
 
 def table(document: dict[str, Any]) -> str:

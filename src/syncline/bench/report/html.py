@@ -155,16 +155,16 @@ def inline_svg(plot: ReportPlot) -> str:
     text = re.sub(r"font: ([\d.]+)px[^;\"]*", r"font-size: \1px", text)
     text = re.sub(r' transform="rotate\(-0 [^)]*\)"', "", text).replace(" font-family: 'DejaVu Sans';", "")
     text = text.replace(" \nL", "L").replace(' \n"', '"')
-    for colour, (name, _, _) in colour_variables().items():
-        text = text.replace(colour, f"var({name})")
+    for name, (light, _) in colour_variables().items():
+        text = text.replace(light, f"var({name})")
     return re.sub(r"\n\s*", "\n", text)
 
 
 def _colours() -> str:
     """The CSS variables of the plots, for light and for dark."""
-    values = {name: (light, dark) for name, light, dark in colour_variables().values()}
-    light = "".join(f"{name}:{value};" for name, (value, _) in values.items())
-    dark = "".join(f"{name}:{value};" for name, (_, value) in values.items())
+    variables = colour_variables()
+    light = "".join(f"{name}:{value};" for name, (value, _) in variables.items())
+    dark = "".join(f"{name}:{value};" for name, (_, value) in variables.items())
     return (
         f":root{{{light}}}\n"
         f'@media screen and (prefers-color-scheme:dark){{:root:not([data-theme="light"]){{{dark}}}}}\n'

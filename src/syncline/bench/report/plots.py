@@ -97,13 +97,12 @@ def plot_styles(names: list[str], baseline: str | None) -> dict[str, PlotStyle]:
     return styles
 
 
-def colour_variables() -> dict[str, tuple[str, str, str]]:
-    """By the colour on paper: the name of the CSS variable, and its values for light and for dark."""
-    variables = {light: (f"--{role}", light, dark) for role, (light, dark) in TEXT_COLOURS.items()}
-    variables |= {light: (f"--series-{number}", light, dark) for number, (light, dark) in enumerate(SERIES_COLOURS)}
-    variables |= {light: (f"--phase-{name}", light, dark) for name, (light, dark) in PHASE_COLOURS.items()}
-    variables[BASELINE_COLOURS[0]] = ("--baseline", *BASELINE_COLOURS)
-    return variables
+def colour_variables() -> dict[str, tuple[str, str]]:
+    """The values of each CSS variable, for light and for dark. A plot has the value for light."""
+    variables = {f"--{role}": colours for role, colours in TEXT_COLOURS.items()}
+    variables |= {f"--series-{number}": colours for number, colours in enumerate(SERIES_COLOURS)}
+    variables |= {f"--phase-{name}": colours for name, colours in PHASE_COLOURS.items()}
+    return {**variables, "--baseline": BASELINE_COLOURS}
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -220,12 +220,16 @@ def _notes(race: Analysis) -> list[str]:
     ]
     if missed:
         notes.append(f"Did not reach the target with every seed: {', '.join(missed)}.")
-    counted = [entry for entry in race.entries if entry.bytes is not None and entry.bytes.finite and entry.bytes.median]
+    counted = _medians((entry.bytes, entry.name) for entry in race.entries)
     if len(counted) > 1:
-        least = min(counted, key=lambda entry: entry.bytes.median if entry.bytes else math.inf)
-        assert least.bytes is not None
-        notes.append(f"Fewest bytes to the target: {least.name}, {bytes_phrase(least.bytes.median)} sent by a worker.")
+        fewest, name = min(counted)
+        notes.append(f"Fewest bytes to the target: {name}, {bytes_phrase(fewest)} sent by a worker.")
     return notes
+
+
+def _medians(spreads: Iterable[tuple[Spread | None, str]]) -> list[tuple[float, str]]:
+    """The medians that are positive and finite, with the names of their entries."""
+    return [(each.median, name) for each, name in spreads if each is not None and 0 < each.median < math.inf]
 
 
 def _one_worker(race: Analysis) -> list[str]:
@@ -294,11 +298,7 @@ def _epochs_ratio(race: Analysis, entry: EntryFacts) -> tuple[float, str]:
     """Epochs to the target ÷ those of the entry that needs fewest, and the name of that entry."""
     if entry.epochs is None or not entry.epochs.finite:
         return 1.0, ""
-    others = [
-        (other.epochs.median, other.name)
-        for other in race.entries
-        if other is not entry and other.epochs is not None and other.epochs.finite and other.epochs.median > 0
-    ]
+    others = _medians((other.epochs, other.name) for other in race.entries if other is not entry)
     alone = [run.epochs_to_target for run in race.of(entry.name, "scaling") if run.workers == 1 and run.reached]
     if alone:
         others.append((statistics.median(alone), "one worker"))
@@ -339,11 +339,7 @@ def _advice(race: Analysis, entry: EntryFacts, name: LimitName) -> str:
 
 def _fewest_bytes(entries: Sequence[EntryFacts], entry: EntryFacts) -> str:
     """The entry that reached the target with the fewest bytes, if it needs less than half."""
-    known = [
-        (other.bytes.median, other.name)
-        for other in entries
-        if other.bytes is not None and other.bytes.finite and other.bytes.median > 0
-    ]
+    known = _medians((other.bytes, other.name) for other in entries)
     if not known or entry.bytes is None or not entry.bytes.finite:
         return ""
     fewest, name = min(known)

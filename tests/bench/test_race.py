@@ -24,10 +24,10 @@ from syncline.bench.race.runner import (
     parse_network,
     start_race,
 )
-from syncline.bench.race.worker import WorkerPlan
 from syncline.bench.runlog import read_race
 from syncline.errors import IncompatibleError, ProtocolError, SpecError, WorldError
 from syncline.training.run_folder import RunFolder
+from syncline.training.worker import TrainPlan
 from syncline.workloads import build
 from tests.bench.racing import NETWORK, PLAN, WORKLOAD, Silent, make_race
 
@@ -325,7 +325,7 @@ class Moody(SimulatedRunner):
         self.moods = moods
         self.ran: list[str] = []
 
-    def run(self, plan: WorkerPlan, workers: int, tick: Callable[[], str | None]) -> RunResult:
+    def run(self, plan: TrainPlan, workers: int, tick: Callable[[], str | None], mpi: bool = False) -> RunResult:
         name = "/".join(Path(plan.folder).parts[-2:])
         self.ran.append(name)
         mood = self.moods.get(name)
@@ -420,7 +420,7 @@ def test_a_rate_that_diverged_is_not_chosen(tmp_path: Path) -> None:
     start_race(tmp_path / "race", plan, build(WORKLOAD))
 
     class Late(SimulatedRunner):
-        def run(self, plan: WorkerPlan, workers: int, tick: Callable[[], str | None]) -> RunResult:
+        def run(self, plan: TrainPlan, workers: int, tick: Callable[[], str | None], mpi: bool = False) -> RunResult:
             result = super().run(plan, workers, tick)
             return RunResult("diverged", "NaN at the end") if plan.folder.endswith("rate-times-1") else result
 
@@ -452,7 +452,7 @@ def test_scaling_points_are_runs_like_any_other(tmp_path: Path) -> None:
         make_race(tmp_path / "race", scaling="weak", scaling_workers=(1, 2), entries=PLAN.entries[:1], seeds=(1,))
     )
     assert {(run.kind, run.workers) for run in race.runs} == {("scaling", 1), ("race", 2)}
-    alone = race.of("allreduce", "scaling", 1)[0]
+    alone = race.of("allreduce", "scaling")[0]
     assert alone.test is not None
     assert alone.evaluations[-1].bytes_wire == 0, "nobody to send to"
 

@@ -15,12 +15,11 @@ import pytest
 
 from syncline.bench.lint import Finding, lint
 from syncline.bench.race.plan import RaceEntry, RacePlace
-from syncline.bench.report import analyse, judge, write_report
+from syncline.bench.report import analyse, judge, write_report, write_tables
 from syncline.bench.report.analysis import spread
 from syncline.bench.report.facts import count_settings
 from syncline.bench.report.html import page
 from syncline.bench.report.plots import SERIES_COLOURS, plot_styles
-from syncline.bench.report.tables import write_tables
 from syncline.bench.runlog import read_race
 from syncline.cli.main import main
 from syncline.errors import ProtocolError, SpecError

@@ -57,13 +57,13 @@ def cache_answers(question: Callable[P, T]) -> Callable[P, T]:
 @functools.cache
 def _versions() -> list[str]:
     """The versions that the answers depend on."""
-    found = [code_digest(), sys.version, sys.prefix]
+    versions = [code_digest(), sys.version, sys.prefix]
     for package in PACKAGES:
         try:
-            found.append(metadata.version(package))
+            versions.append(metadata.version(package))
         except metadata.PackageNotFoundError:
-            found.append("")
-    return found
+            versions.append("")
+    return versions
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -19,15 +19,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from syncline.bench.measuring import Summary, format_size, ratios, save_figure, summarize
+from syncline.bench.measuring import Summary, format_size, new_figure, ratios, save_figure, summarize
 from syncline.codecs import build_codec
 from syncline.codecs.base import Codec, PayloadCodec, RngKey, TensorSlice, max_payload_bytes, pack_into, unpack
-from syncline.errors import SpecError, UnsupportedError
+from syncline.errors import SpecError
 
 __all__ = ["CodecsPlan", "codecs_plot", "codecs_table", "gradients", "measure"]
 
@@ -60,14 +60,6 @@ class CodecsPlan:
     rounds: int = 15
     threads: int = 1
     seed: int = 0
-
-
-class _Contender(Protocol):
-    name: str
-    feedback: bool
-
-    def call(self, gradient: Tensor, number: int) -> tuple[float, float]:
-        """Seconds of encoding, and of decoding."""
 
 
 def measure(plan: CodecsPlan) -> dict[str, Any]:
@@ -108,12 +100,12 @@ def gradients(numel: int, count: int, seed: int) -> list[Tensor]:
     rng = torch.Generator().manual_seed(seed)
     rows, columns = _shape(numel)
     into, out = ((SCALE_SIGMA * torch.randn(n, generator=rng)).exp() for n in (rows, columns))
-    made = []
+    tensors = []
     for _ in range(count):
         active = torch.randn(BATCH_SAMPLES, rows, generator=rng).relu() * into
         errors = torch.randn(BATCH_SAMPLES, columns, generator=rng) * out
-        made.append((active.T @ errors).flatten() / BATCH_SAMPLES)
-    return made
+        tensors.append((active.T @ errors).flatten() / BATCH_SAMPLES)
+    return tensors
 
 
 def _shape(numel: int) -> tuple[int, int]:
@@ -122,36 +114,32 @@ def _shape(numel: int) -> tuple[int, int]:
     return rows, numel // rows
 
 
-class _Memcpy:
-    name, feedback = MEMCPY, False
+class _Contender:
+    """Something that encodes a gradient and decodes it into `out`: memcpy, or a codec."""
 
-    def __init__(self, numel: int) -> None:
-        self._out = torch.empty(numel)
+    def __init__(self, name: str, numel: int, feedback: bool = False) -> None:
+        self.name = name
+        self.feedback = feedback
+        self.payload_bytes = 4 * numel
+        self.out = torch.zeros(numel)
+        residual = torch.zeros(numel) if feedback else None
+        self.part = TensorSlice(self.out, name="weight", shape=_shape(numel), residual=residual)
+        self.times: list[tuple[float, float]] = []
+        """Seconds of encoding and of decoding, one pair per turn."""
 
     def call(self, gradient: Tensor, number: int) -> tuple[float, float]:
+        """Seconds of encoding, and of decoding; here of a copy."""
         start = perf_counter()
-        self._out.copy_(gradient)
+        self.out.copy_(gradient)
         seconds = perf_counter() - start
         return seconds, seconds
 
 
-class _CodecContender:
-    """A parameter whose gradient is encoded repeatedly."""
-
-    def __init__(self, codec: Codec, numel: int, feedback: bool) -> None:
-        self.name = repr(codec)
-        self.feedback = feedback
-        self.bytes = 0
-        self.out = torch.zeros(numel)
-        residual = torch.zeros(numel) if feedback else None
-        self.part = TensorSlice(self.out, name="weight", shape=_shape(numel), residual=residual)
-
-
-class _PayloadContender(_CodecContender):
+class _PayloadContender(_Contender):
     """A codec that encodes to bytes."""
 
     def __init__(self, codec: PayloadCodec, numel: int, feedback: bool) -> None:
-        super().__init__(codec, numel, feedback)
+        super().__init__(repr(codec), numel, feedback)
         self.codec = codec
         self._payload = torch.zeros(max_payload_bytes(codec, [numel], FIRST_STEP), dtype=torch.uint8)
 
@@ -160,30 +148,30 @@ class _PayloadContender(_CodecContender):
         rng = RngKey(step=FIRST_STEP + number)
         start = perf_counter()
         self._payload.zero_()  # as in a reduction
-        self.bytes = pack_into(self.codec, [self.part], rng, self._payload)
+        self.payload_bytes = pack_into(self.codec, [self.part], rng, self._payload)
         middle = perf_counter()
-        unpack(self.codec, self._payload[: self.bytes], [self.out], False, step=rng.step)
+        unpack(self.codec, self._payload[: self.payload_bytes], [self.out], False, step=rng.step)
         return middle - start, perf_counter() - middle
 
 
-class _AllreducibleContender(_CodecContender):
+class _AllreducibleContender(_Contender):
     """A codec whose tensors are all-reduced. Encoding ends when its last tensor is ready to be sent."""
 
     def __init__(self, codec: Codec, numel: int, feedback: bool) -> None:
-        super().__init__(codec, numel, feedback)
+        super().__init__(repr(codec), numel, feedback)
         self.codec = codec
 
     def call(self, gradient: Tensor, number: int) -> tuple[float, float]:
         self.out.copy_(gradient)  # the sum replaces the gradient
-        self.bytes = 0
+        self.payload_bytes = 0
         start = middle = perf_counter()
         for leaves in self.codec.reduce_rounds([self.part], RngKey(step=FIRST_STEP + number), 1):
-            self.bytes += leaves.numel() * leaves.element_size()
+            self.payload_bytes += leaves.numel() * leaves.element_size()
             middle = perf_counter()
         return middle - start, perf_counter() - middle
 
 
-def _contenders(codec: Codec, numel: int) -> Sequence[_PayloadContender | _AllreducibleContender]:
+def _contenders(codec: Codec, numel: int) -> Sequence[_Contender]:
     """The codec without error feedback, and with it if it has a residual."""
     chosen = codec.codec_for("weight", numel)
     if chosen is None:
@@ -197,31 +185,28 @@ def _contenders(codec: Codec, numel: int) -> Sequence[_PayloadContender | _Allre
 
 def _measure_size(codecs: Sequence[Codec], numel: int, plan: CodecsPlan) -> list[dict[str, Any]]:
     inputs = gradients(numel, GRADIENTS, plan.seed)
-    coded = [each for codec in codecs for each in _contenders(codec, numel)]
-    contenders: list[_Contender] = [_Memcpy(numel), *coded]
+    memcpy = _Contender(MEMCPY, numel)
+    contenders = [memcpy, *(each for codec in codecs for each in _contenders(codec, numel))]
     errors: dict[str, float] = {}
-    calls: dict[int, int] = {}
+    """By codec, measured without error feedback."""
+    calls: dict[_Contender, int] = {}
     for each in contenders:
         if not each.feedback:
             print(f"{format_size(4 * numel)} {each.name}: compiling and warming up", file=sys.stderr, flush=True)
         losses = []
         for number, gradient in enumerate(inputs):
             seconds = min(each.call(gradient, number))
-            if isinstance(each, _CodecContender) and not each.feedback:
-                losses.append(_relative_error(gradient, each.out))
-        errors[each.name] = sum(losses) / len(losses) if losses else errors.get(each.name, 0.0)
-        calls[id(each)] = max(1, math.ceil(MIN_TURN_S / max(seconds, 1e-6)))
-    times: dict[int, list[tuple[float, float]]] = {id(each): [] for each in contenders}
+            losses.append(_relative_error(gradient, each.out))
+        errors.setdefault(each.name, sum(losses) / len(losses))
+        calls[each] = max(1, math.ceil(MIN_TURN_S / max(seconds, 1e-6)))
     for number in range(plan.rounds):
         print(f"{format_size(4 * numel)}: round {number + 1} of {plan.rounds}", file=sys.stderr, flush=True)
         order = list(contenders)
         random.Random(f"{plan.seed} {number}").shuffle(order)
         for each in order:
-            times[id(each)].append(_turn(each, inputs, GRADIENTS + number * calls[id(each)], calls[id(each)]))
-    copies = [seconds for seconds, _ in times[id(contenders[0])]]
-    rows = [_row(MEMCPY, False, numel, 4 * numel, 0.0, times[id(contenders[0])], copies)]
-    rows += [_row(c.name, c.feedback, numel, c.bytes, errors[c.name], times[id(c)], copies) for c in coded]
-    return rows
+            each.times.append(_turn(each, inputs, GRADIENTS + number * calls[each], calls[each]))
+    copies = [seconds for seconds, _ in memcpy.times]
+    return [_row(each, numel, errors[each.name], copies) for each in contenders]
 
 
 def _turn(each: _Contender, inputs: Sequence[Tensor], first: int, calls: int) -> tuple[float, float]:
@@ -235,20 +220,12 @@ def _relative_error(gradient: Tensor, decoded: Tensor) -> float:
     return float((gradient.double() - decoded.double()).norm()) / whole if whole else 0.0
 
 
-def _row(
-    name: str,
-    feedback: bool,
-    numel: int,
-    payload: int,
-    error: float,
-    times: Sequence[tuple[float, float]],
-    copies: Sequence[float],
-) -> dict[str, Any]:
-    row: dict[str, Any] = {"contender": name, "feedback": feedback, "bytes": 4 * numel, "payload_bytes": payload}
-    row |= {"bits": 8 * payload / numel, "error": error}
-    for what, own in (("encode", [one for one, _ in times]), ("decode", [two for _, two in times])):
+def _row(each: _Contender, numel: int, error: float, copies: Sequence[float]) -> dict[str, Any]:
+    row: dict[str, Any] = {"contender": each.name, "feedback": each.feedback, "bytes": 4 * numel}
+    row |= {"payload_bytes": each.payload_bytes, "bits": 8 * each.payload_bytes / numel, "error": error}
+    for what, own in zip(("encode", "decode"), zip(*each.times, strict=True), strict=True):
         row[what] = {
-            "seconds": own,
+            "seconds": list(own),
             "gigabytes_a_second": asdict(summarize([4e-9 * numel / seconds for seconds in own])),
             "of_memcpy": asdict(ratios(copies, own)),
         }
@@ -285,31 +262,22 @@ def _line(row: dict[str, Any], fed: dict[str, Any] | None, width: int) -> str:
     )
 
 
-def _speed(found: dict[str, Any]) -> str:
-    return f"{found['gigabytes_a_second']['median']:.2f}"
+def _speed(result: dict[str, Any]) -> str:
+    return f"{result['gigabytes_a_second']['median']:.2f}"
 
 
-def _share(found: dict[str, Any]) -> str:
-    share = Summary(**found["of_memcpy"])
-    if share.low is None or share.high is None:
-        return f"{share.median:.3f} (n={share.samples})"
-    return f"{share.median:.3f} [{share.low:.3f}, {share.high:.3f}]"
+def _share(result: dict[str, Any]) -> str:
+    return Summary(**result["of_memcpy"]).text(".3f")
 
 
 def codecs_plot(document: dict[str, Any], stem: Path) -> list[Path]:
     """Plot error against payload bytes at the largest size, as SVG and PNG."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise UnsupportedError("a plot needs matplotlib: pip install 'syncline[plot]'") from None
+    figure = new_figure(9, 6.4)
+    axes = figure.subplots()
     size = max(row["bytes"] for row in document["results"])
     rows = [row for row in document["results"] if row["bytes"] == size and not row["feedback"]]
     # A logarithmic axis cannot show an error of zero: these codecs are drawn below all others.
     exact = min((row["error"] for row in rows if row["error"]), default=1.0) / 10
-    figure, axes = pyplot.subplots(figsize=(9, 6.4))
     for number, row in enumerate(rows):
         place = (row["payload_bytes"], row["error"] or exact)
         axes.scatter(*place, color=f"C{number % 10}", marker="o" if row["error"] else "s")

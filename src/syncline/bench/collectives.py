@@ -20,11 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.bench.measuring import Summary, format_size, quiet_machine, ratios, save_figure, summarize
+from syncline.bench.measuring import (
+    Summary,
+    describe_place,
+    format_size,
+    new_figure,
+    over_ranks,
+    quiet_machine,
+    ratios,
+    save_figure,
+    summarize,
+)
 from syncline.collectives import NATIVE, build, names
 from syncline.collectives.channel import allreduce, barrier
 from syncline.costs import AUTO, Calibration, calibrate, predict_on
-from syncline.errors import UnsupportedError, WorldError
+from syncline.errors import WorldError
 from syncline.world import World, init
 
 __all__ = ["CollectivesPlan", "measure", "plot", "table"]
@@ -95,12 +105,12 @@ class _Bench:
             schedule = build("allreduce", name)
             return lambda tensor: allreduce(channel, tensor, "sum", schedule)
 
-        found: dict[str, Contender] = {"gloo": lambda tensor: native.allreduce(tensor, "sum").wait()}
-        found |= {AUTO: lambda tensor: self.world.everyone.auto.allreduce(tensor, "sum")}
-        found |= {name: by(name) for name in self.plan.algorithms or names("allreduce")}
+        contenders: dict[str, Contender] = {"gloo": lambda tensor: native.allreduce(tensor, "sum").wait()}
+        contenders |= {AUTO: lambda tensor: self.world.everyone.auto.allreduce(tensor, "sum")}
+        contenders |= {name: by(name) for name in self.plan.algorithms or names("allreduce")}
         if self.plan.mpi:
-            found["mpi"] = self._mpi()
-        return found
+            contenders["mpi"] = self._mpi()
+        return contenders
 
     def _mpi(self) -> Contender:
         from syncline.environment import detect
@@ -113,7 +123,6 @@ class _Bench:
     def size(self, nbytes: int) -> list[dict[str, Any]]:
         """Measure all contenders at one size."""
         tensor = torch.zeros(nbytes // 4)
-        say = self._say if self.world.rank == 0 else _silent
         predicted = {name: self._predict(name, nbytes) for name in self.contenders}
         running = {}
         for name, contender in self.contenders.items():
@@ -124,19 +133,18 @@ class _Bench:
                 running[name] = contender
         if self.baseline not in running:  # nothing to compare with
             return []
-        warm = self._warm_up(running, tensor, say)
+        warm = self._warm_up(running, tensor)
         # The same number for all contenders, because the barriers take time.
         calls = min(MAX_CALLS, max(1, int(MIN_TURN_S / min(warm.values()))))
         a_round = calls * sum(warm.values())
-        rounds = self._smallest_on_all(max(5, min(self.plan.rounds, self.plan.budget / a_round)))
-        size = format_size(nbytes)
-        times = self._rounds(running, calls, rounds, tensor, lambda done: say(f"{size}: {done}/{rounds}"))
+        rounds = int(self._minimum([max(5, min(self.plan.rounds, int(self.plan.budget / a_round)))])[0])
+        times = self._rounds(running, calls, rounds, tensor)
         return [self._row(name, nbytes, times[name], times[self.baseline], predicted[name]) for name in running]
 
-    def _warm_up(self, running: dict[str, Contender], tensor: Tensor, say: Callable[[str], None]) -> dict[str, float]:
+    def _warm_up(self, running: dict[str, Contender], tensor: Tensor) -> dict[str, float]:
         warm = {}
         for name, contender in running.items():
-            say(f"{format_size(tensor.numel() * 4)}: warming up {name}")
+            self._say(f"{format_size(tensor.numel() * 4)}: warming up {name}")
             for _ in range(2):
                 contender(tensor)
             if name == AUTO:
@@ -153,21 +161,14 @@ class _Bench:
             contender(tensor)
         raise WorldError(f"auto has not chosen within {MAX_AUTO_CALLS} calls")
 
-    def _rounds(
-        self,
-        running: dict[str, Contender],
-        calls: int,
-        rounds: int,
-        tensor: Tensor,
-        say: Callable[[int], None],
-    ) -> dict[str, list[float]]:
+    def _rounds(self, running: dict[str, Contender], calls: int, rounds: int, tensor: Tensor) -> dict[str, list[float]]:
         times: dict[str, list[float]] = {name: [] for name in running}
         for number in range(rounds):
             order = list(running)
             random.Random(number).shuffle(order)
             for name in order:
                 times[name].append(self._turn(running[name], tensor, calls))
-            say(number + 1)
+            self._say(f"{format_size(tensor.numel() * 4)}: {number + 1}/{rounds}")
         return {name: self._minimum(own) for name, own in times.items()}
 
     def _turn(self, contender: Contender, tensor: Tensor, calls: int) -> float:
@@ -180,12 +181,7 @@ class _Bench:
         return (now() - start) / calls
 
     def _minimum(self, seconds: list[float]) -> list[float]:
-        table = torch.tensor(seconds, dtype=torch.float64)
-        allreduce(self.signals.channel, table, "min", build("allreduce", "recursive_doubling"))
-        return [float(value) for value in table]
-
-    def _smallest_on_all(self, rounds: float) -> int:
-        return int(self._minimum([float(int(rounds))])[0])
+        return over_ranks(self.signals.channel, seconds, "min")
 
     def _predict(self, name: str, nbytes: int) -> tuple[float | None, str]:
         if name in (AUTO, "mpi"):
@@ -209,14 +205,11 @@ class _Bench:
         }
 
     def _say(self, text: str) -> None:
-        end = "" if sys.stderr.isatty() else "\n"
-        start = "\r\033[K" if sys.stderr.isatty() else ""
-        if sys.stderr.isatty() or "warming" not in text:
-            print(f"{start}{text}", end=end, file=sys.stderr, flush=True)
-
-
-def _silent(text: str) -> None:
-    return
+        """Show the progress, on a terminal in one line that is replaced."""
+        if self.world.rank == 0 and sys.stderr.isatty():
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+        elif self.world.rank == 0 and "warming" not in text:
+            print(text, file=sys.stderr, flush=True)
 
 
 THICK_LINES = ("gloo", "auto", "mpi")
@@ -247,10 +240,7 @@ def table(document: dict[str, Any]) -> str:
 
 
 def _place(document: dict[str, Any]) -> str:
-    if document["lab"]:
-        return f"emulated hosts, {document['lab']} (the lab adds no latency)"
-    hosts = len(set(document["hosts"]))
-    return "one host" if hosts == 1 else f"{hosts} hosts"
+    return describe_place(document) + (" (the lab adds no latency)" if document["lab"] else "")
 
 
 def _line(row: dict[str, Any], fastest: float) -> str:
@@ -260,28 +250,16 @@ def _line(row: dict[str, Any], fastest: float) -> str:
     mark = "*" if time.median == fastest else " "
     return (
         f"{format_size(row['bytes']):>7} {row['contender']:19}{mark} {1e3 * time.median:10.3f} "
-        f"{_interval(time, 1e3):>22} {ratio.median:8.2f} {_interval(ratio, 1):>16} {prediction}".rstrip()
+        f"{time.scaled(1e3).interval('.4g'):>22} {ratio.median:8.2f} {ratio.interval('.4g'):>16} {prediction}".rstrip()
     )
-
-
-def _interval(summary: Summary, scale: float) -> str:
-    if summary.low is None or summary.high is None:
-        return f"n={summary.samples}"
-    return f"[{scale * summary.low:.4g}, {scale * summary.high:.4g}]"
 
 
 def plot(document: dict[str, Any], stem: Path) -> list[Path]:
     """Plot times with predictions, and ratios with intervals, as SVG and PNG; nothing without results."""
     if not document["results"]:
         return []
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise UnsupportedError("a plot needs matplotlib: pip install 'syncline[plot]'") from None
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5.2))
+    figure = new_figure(13, 5.2)
+    left, right = figure.subplots(1, 2)
     for number, name in enumerate(dict.fromkeys(row["contender"] for row in document["results"])):
         rows = [row for row in document["results"] if row["contender"] == name]
         style = {"color": f"C{number}", "linewidth": 2.4 if name in THICK_LINES else 1.2}

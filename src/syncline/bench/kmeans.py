@@ -10,14 +10,14 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from syncline.errors import SpecError, SynclineError
 from syncline.solvers import KMeans, Solution, aggregate, asgd
-from syncline.specs import Registry, Spec, nearest, parse
+from syncline.specs import Registry, nearest, parse, spec_of
 from syncline.strategies.onesided.update import Array
 from syncline.transports.base import format_bytes
 from syncline.workloads.base import check_number, check_whole
@@ -56,9 +56,7 @@ class Blobs:
         check_whole("kmeans", "seed", self.seed, 0, (1 << 63) - 1)
 
     def __repr__(self) -> str:
-        told = {field.name: getattr(self, field.name) for field in fields(self)}
-        return str(Spec("kmeans", (), {field.name: told[field.name] for field in fields(self)
-                                       if told[field.name] != field.default}))  # fmt: skip
+        return str(spec_of("kmeans", self))
 
     def draw(self) -> tuple[Array, Array]:
         """Points and true centres, in float32: the same in every process."""
@@ -114,8 +112,8 @@ class KMeansPlan:
             )
         link, given = links[0], self.given or {}
         solve = SOLVERS[link.name]
-        usual = DEFAULT_OPTIONS if solve is asgd else {}
-        options = {**usual, **given, **link.kwargs, "seed": self.seed}
+        defaults = DEFAULT_OPTIONS if solve is asgd else {}
+        options = {**defaults, **given, **link.kwargs, "seed": self.seed}
         known = sorted(inspect.signature(solve).parameters)
         unknown = sorted(options.keys() - set(known))
         if unknown:
@@ -133,22 +131,24 @@ def solve(plan: KMeansPlan, world: World) -> tuple[Solution, float]:
     own = points[world.rank :: world.size]
     del points
     objective = KMeans(blobs.k)
-    found = solver(objective, own, split=False, **options)
-    return found, objective.value(centres.astype(np.float64).reshape(-1), (own,))
+    solution = solver(objective, own, split=False, **options)
+    return solution, objective.value(centres.astype(np.float64).reshape(-1), (own,))
 
 
-def describe(plan: KMeansPlan, found: Solution, truth: float, engine: str) -> str:
+def describe(plan: KMeansPlan, solution: Solution, truth: float, engine: str) -> str:
     """The result as text."""
-    name, efforts = plan.solver()[0], found.efforts
+    name, efforts = plan.solver()[0], solution.efforts
     steps = [effort.steps for effort in efforts]
     shown = f"{min(steps)}" if len(set(steps)) == 1 else f"{min(steps)} to {max(steps)}"
     lines = [
-        f"{plan.problem} by {name} on {len(efforts)} workers ({engine}): {found.value:.5g} a point after "
-        f"{found.seconds:.3g} s (at the true centres {truth:.5g})",
-        f"steps of each worker {shown}, {format_bytes(found.sent_bytes)} sent",
+        f"{plan.problem} by {name} on {len(efforts)} workers ({engine}): {solution.value:.5g} a point after "
+        f"{solution.seconds:.3g} s (at the true centres {truth:.5g})",
+        f"steps of each worker {shown}, {format_bytes(solution.sent_bytes)} sent",
     ]
     if name == "onesided":
-        counts = ", ".join(f"{found.total(key)} {key}" for key in ("sent", "dropped", "accepted", "rejected", "torn"))
+        counts = ", ".join(
+            f"{solution.total(key)} {key}" for key in ("sent", "dropped", "accepted", "rejected", "torn")
+        )
         lines.append(f"states: {counts}")
     return "\n".join(lines)
 
@@ -156,9 +156,9 @@ def describe(plan: KMeansPlan, found: Solution, truth: float, engine: str) -> st
 def rank_main(plan: KMeansPlan) -> int:
     """Solve on this rank; return the exit code."""
     with init() as world:
-        found, truth = solve(plan, world)
+        solution, truth = solve(plan, world)
         if world.rank == 0:
-            print(describe(plan, found, truth, world.transport.name), flush=True)
+            print(describe(plan, solution, truth, world.transport.name), flush=True)
     return 0
 
 

@@ -10,15 +10,30 @@ import gc
 import math
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from syncline.errors import SpecError
+from syncline.errors import SpecError, UnsupportedError
 
-__all__ = ["Summary", "format_size", "parse_size", "parse_sizes", "quiet_machine", "ratios", "save_figure", "summarize"]
+if TYPE_CHECKING:
+    from syncline.collectives.channel import Channel
+
+__all__ = [
+    "Summary",
+    "describe_place",
+    "format_size",
+    "new_figure",
+    "over_ranks",
+    "parse_size",
+    "parse_sizes",
+    "quiet_machine",
+    "ratios",
+    "save_figure",
+    "summarize",
+]
 
 CONFIDENCE = 0.95
 
@@ -32,20 +47,22 @@ class Summary:
     high: float | None
     samples: int
 
-    @property
-    def worse_than_equal(self) -> bool:
-        """For a ratio: True if it is significantly above 1."""
-        return self.low is not None and self.low > 1
-
     def scaled(self, factor: float) -> Summary:
         """The same in another unit."""
         low, high = (None if edge is None else factor * edge for edge in (self.low, self.high))
         return Summary(factor * self.median, low, high, self.samples)
 
+    def text(self, style: str) -> str:
+        """Median and interval, each in a format such as ".3g"; the number of samples if there is no interval."""
+        interval = self.interval(style)
+        return f"{self.median:{style}} {interval if self.low is not None else f'({interval})'}"
+
+    def interval(self, style: str) -> str:
+        """Only the interval, or the number of samples."""
+        return f"n={self.samples}" if self.low is None else f"[{self.low:{style}}, {self.high:{style}}]"
+
     def __str__(self) -> str:
-        if self.low is None or self.high is None:
-            return f"{self.median:.3g} (n={self.samples})"
-        return f"{self.median:.3g} [{self.low:.3g}, {self.high:.3g}]"
+        return self.text(".3g")
 
 
 def summarize(samples: Sequence[float]) -> Summary:
@@ -145,13 +162,39 @@ def quiet_machine() -> Iterator[None]:
         gc.enable()
 
 
-def save_figure(figure: Any, stem: Path) -> list[Path]:
-    """Write a figure as SVG and PNG, and close it."""
-    from matplotlib import pyplot
+def over_ranks(channel: Channel, values: Sequence[Any], op: Literal["min", "max"]) -> list[Any]:
+    """The minimum or maximum over the ranks of each number in a list or a table. A collective call."""
+    import torch
 
+    from syncline.collectives import build
+    from syncline.collectives.channel import allreduce
+
+    table = torch.tensor(values, dtype=torch.float64)
+    allreduce(channel, table, op, build("allreduce", "recursive_doubling"))
+    return table.tolist()  # type: ignore[no-any-return]
+
+
+def describe_place(document: Mapping[str, Any]) -> str:
+    """Where the ranks of a benchmark ran."""
+    if document["lab"]:
+        return f"emulated hosts, {document['lab']}"
+    hosts = len(set(document.get("hosts", ("",))))
+    return "one host" if hosts == 1 else f"{hosts} hosts"
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure of this size in inches."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UnsupportedError("a plot needs matplotlib: pip install 'syncline[plot]'") from None
+    return Figure(figsize=(width, height))
+
+
+def save_figure(figure: Any, stem: Path) -> list[Path]:
+    """Write a figure as SVG and PNG."""
     figure.tight_layout()
     paths = [stem.with_suffix(".svg"), stem.with_suffix(".png")]
     for path in paths:
         figure.savefig(path, dpi=130)
-    pyplot.close(figure)
     return paths

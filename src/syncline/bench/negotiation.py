@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 import syncline.compat.horovod.torch as hvd
-from syncline.bench.measuring import Summary, quiet_machine, summarize
-from syncline.collectives import build
-from syncline.collectives.channel import allreduce, barrier
+from syncline.bench.measuring import Summary, over_ranks, quiet_machine, summarize
+from syncline.collectives.channel import Channel, barrier
 from syncline.compat.horovod.context import context
 from syncline.world import World, init
 
@@ -69,17 +68,15 @@ def measure(plan: NegotiationPlan) -> None:
 
         times = _take_turns(world, signals.channel, {"named": named, "bare": bare}, plan.turns)
         times |= {name: own[WARM_UP_TURNS:] for name, own in watch.times.items()}
-        table = torch.tensor(list(times.values()), dtype=torch.float64)
-        allreduce(signals.channel, table, "max", build("allreduce", "recursive_doubling"))
-        named_times, bare_times, _, requested, ran = table.tolist()
-        difference = [a - b for a, b in zip(named_times, bare_times, strict=True)]
-        negotiation = [b - a for a, b in zip(requested, ran, strict=True)]
+        seconds = dict(zip(times, over_ranks(signals.channel, list(times.values()), "max"), strict=True))
+        difference = [a - b for a, b in zip(seconds["named"], seconds["bare"], strict=True)]
+        negotiation = [b - a for a, b in zip(seconds["asked"], seconds["ran"], strict=True)]
         result = {
             "kind": "negotiation",
             "ranks": world.size,
             "plan": asdict(plan),
-            "seconds": dict(zip(times, table.tolist(), strict=True)),
-            "time": {name: asdict(summarize(row)) for name, row in zip(times, table.tolist(), strict=True)},
+            "seconds": seconds,
+            "time": {name: asdict(summarize(row)) for name, row in seconds.items()},
             "cost": asdict(summarize(difference)),
             "negotiation": asdict(summarize(negotiation)),
         }
@@ -117,7 +114,9 @@ class _RequestTimes:
         """There is no file."""
 
 
-def _take_turns(world: World, channel: Any, ways: dict[str, Callable[[], None]], turns: int) -> dict[str, list[float]]:
+def _take_turns(
+    world: World, channel: Channel, ways: dict[str, Callable[[], None]], turns: int
+) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(WARM_UP_TURNS + turns):
         for name in sorted(ways, reverse=turn % 2 == 1):

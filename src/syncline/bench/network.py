@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import zmq
 
-from syncline.bench.measuring import Summary, format_size, ratios, summarize
+from syncline.bench.measuring import Summary, describe_place, format_size, ratios, summarize
 from syncline.collectives import names
 from syncline.costs import Calibration, predict
 from syncline.environment import detect
@@ -68,34 +68,32 @@ def measure(plan: NetworkPlan) -> None:
 
 def describe(document: dict[str, Any]) -> str:
     """The results as text."""
-    found = Calibration(**document["network"])
+    calibration = Calibration(**document["network"])
     lines = [
-        f"{document['ranks']} ranks on {_places(document)}, {document['engine']}",
-        f"  latency      {1e6 * found.latency:9.1f} µs   (± {100 * found.latency_spread:.0f} %)",
-        f"  bandwidth    {found.bandwidth / 1e6:9.1f} MB/s (± {100 * found.bandwidth_spread:.0f} %), all ranks at once",
-        f"  per message  {1e6 * found.per_message:9.1f} µs",
-        f"  combining    {1e9 * found.combine:9.2f} ns per byte",
+        f"{document['ranks']} ranks on {document['lab'] or describe_place(document)}, {document['engine']}",
+        f"  latency      {1e6 * calibration.latency:9.1f} µs   (± {100 * calibration.latency_spread:.0f} %)",
+        f"  bandwidth    {calibration.bandwidth / 1e6:9.1f} MB/s (± {100 * calibration.bandwidth_spread:.0f} %), all "
+        "ranks at once",
+        f"  per message  {1e6 * calibration.per_message:9.1f} µs",
+        f"  combining    {1e9 * calibration.combine:9.2f} ns per byte",
     ]
-    if found.ranks_per_host:
+    if calibration.ranks_per_host:
         lines.append(
-            f"  inside hosts {1e6 * found.inside_latency:9.1f} µs, {found.inside_bandwidth / 1e6:.1f} MB/s "
-            f"({found.ranks_per_host} ranks each)"
+            f"  inside hosts {1e6 * calibration.inside_latency:9.1f} µs, {calibration.inside_bandwidth / 1e6:.1f} MB/s "
+            f"({calibration.ranks_per_host} ranks each)"
         )
     if document["ranks"] > 1:
         lines += ["", "best all-reduce schedules by this model"]
-        lines += [f"  {format_size(size):>6}  {_best(size, document['ranks'], found)}" for size in SHOWN_SIZES_BYTES]
+        lines += [
+            f"  {format_size(size):>6}  {_best(size, document['ranks'], calibration)}" for size in SHOWN_SIZES_BYTES
+        ]
     if document["echo"]:
         lines += ["", *_echo_table(document["echo"])]
     return "\n".join(lines)
 
 
-def _places(document: dict[str, Any]) -> str:
-    hosts = len(set(document["hosts"]))
-    return document["lab"] or ("one host" if hosts == 1 else f"{hosts} hosts")
-
-
-def _best(size: int, ranks: int, found: Calibration) -> str:
-    network = found.network()
+def _best(size: int, ranks: int, calibration: Calibration) -> str:
+    network = calibration.network()
     seconds = {name: predict(name, ranks, size, network).seconds for name in names("allreduce")}
     ranked = sorted(seconds, key=lambda name: seconds[name])[:3]
     return ", ".join(f"{name} {1e3 * seconds[name]:.3g} ms" for name in ranked)
@@ -111,15 +109,9 @@ def _echo_table(rows: list[dict[str, Any]]) -> list[str]:
         time, tcp, bare = (Summary(**row[key]) for key in ("time", "of_tcp", "of_bare_zeromq"))
         lines.append(
             f"{format_size(row['bytes']):>7} {row['contender']:18} {1e3 * time.median:10.3f} {100 * tcp.median:7.0f}% "
-            f"{_span(tcp):>16} {100 * bare.median:14.0f}% {_span(bare):>16}"
+            f"{tcp.scaled(100).interval('.0f'):>16} {100 * bare.median:14.0f}% {bare.scaled(100).interval('.0f'):>16}"
         )
     return lines
-
-
-def _span(summary: Summary) -> str:
-    if summary.low is None or summary.high is None:
-        return f"n={summary.samples}"
-    return f"[{100 * summary.low:.0f}, {100 * summary.high:.0f}]"
 
 
 ECHO_SIZES = (4096, 4 << 20, 40 << 20)

@@ -226,6 +226,12 @@ class RunRecord:
         lines = self.lines(key)
         return lines[-1].get("value") if lines else None
 
+    @property
+    def stop(self) -> dict[str, Any]:
+        """The metadata of the last `run_stop`: `status`, `stopped_by` and `error`. Empty if there is none."""
+        metadata = self.lines("run_stop")[-1].get("metadata") if self.lines("run_stop") else None
+        return metadata if isinstance(metadata, dict) else {}
+
     def since_start(self, event: dict[str, Any]) -> float | None:
         """Seconds from `run_start` to an event, by the time stamps of the two lines."""
         start = finite(self.lines("run_start")[0].get("seconds")) if self.lines("run_start") else None
@@ -274,6 +280,11 @@ class RunRecord:
                 return one
         return None
 
+    def time_to_target(self, target: float, higher_is_better: bool) -> float:
+        """Seconds until the target was reached; infinite if it was not, or if the run did not finish."""
+        hit = self.hit(target, higher_is_better) if self.status == "finished" else None
+        return math.inf if hit is None else hit.elapsed
+
     def best(self, higher_is_better: bool) -> float | None:
         """The best metric of all evaluations."""
         metrics = [one.metric for one in self.evaluations if not math.isnan(one.metric)]
@@ -286,10 +297,8 @@ class RunRecord:
         self.events = tail.read()
         self.__dict__.pop("evaluations", None)
         self.__dict__.pop("_events_by_key", None)
-        if isinstance(tail.error, FileNotFoundError):
-            problems.append(f"{path.name}/{LOG} is missing")
-        elif tail.error is not None:
-            problems.append(f"{path.name}/{LOG} cannot be read: {tail.error.strerror or tail.error}")
+        if tail.error is not None:
+            problems.append(_why_unreadable(path / LOG, tail.error))
         if tail.bad_lines:
             problems.append(f"{path.name}/{LOG}: {tail.bad_lines} lines are not JSON objects")
         self.config = read_document(path / CONFIG, problems)
@@ -309,13 +318,9 @@ class RaceRecord:
     system: dict[str, Any]
     problems: list[str]
 
-    def of(self, entry: str, kind: str = "race", workers: int | None = None) -> list[RunRecord]:
+    def of(self, entry: str, kind: str = "race") -> list[RunRecord]:
         """The runs of an entry that count, in the order in which they started."""
-        return [
-            run
-            for run in self.of_kind(kind)
-            if run.entry == entry and run.excluded is None and (workers is None or run.workers == workers)
-        ]
+        return [run for run in self.of_kind(kind) if run.entry == entry and run.excluded is None]
 
     def of_kind(self, kind: str) -> list[RunRecord]:
         """All runs of a kind that have a result."""
@@ -330,6 +335,11 @@ class RaceRecord:
         best = better(known, key=lambda factor: known[factor]) if known else 1.0  # no result: the rate stays
         rate = (entry.learning_rate or 0.0) * best
         return {"learning_rate": rate, "factor": best, "tried": {f"{key:g}": value for key, value in known.items()}}
+
+    @property
+    def registry_head(self) -> str:
+        """The hash of the registry's last line, which depends on all lines."""
+        return str(self.lines[-1].get("hash", "")) if self.lines else ""
 
     @property
     def rates(self) -> dict[str, float]:
@@ -372,7 +382,7 @@ def _read_race(path: Path) -> RaceRecord:
     if (path / REGISTRY).exists():
         lines, problems = read_registry(path / REGISTRY)
     else:
-        problems = [f"{REGISTRY} is missing, so the runs of the race are not known"]
+        problems.append(f"{REGISTRY} is missing, so the runs of the race are not known")
     planned = next((line for line in lines if line.get("event") == "planned"), None)
     if planned is not None and planned.get("plan_sha256") != sha256(path / PLAN):
         problems.append(f"{PLAN} was changed after the race began")
@@ -381,9 +391,9 @@ def _read_race(path: Path) -> RaceRecord:
         apply_registry_line(runs, line)
     for run in runs.values():
         run.problems += _edited_files(path, run)
-        found = run.load(path / run.folder)
+        defects = run.load(path / run.folder)
         if run.status == "finished":  # other runs may have stopped before they wrote anything
-            run.problems += [problem for problem in found if problem not in run.problems]
+            run.problems += [problem for problem in defects if problem not in run.problems]
         problems += run.problems
     logs = sorted([*path.glob(f"runs/*/*/{LOG}"), *path.glob(f"tuning/*/*/{LOG}")])
     names = [log.parent.relative_to(path).as_posix() for log in logs]
@@ -401,9 +411,7 @@ def read_run(path: Path, **facts: Any) -> RunRecord:
     run.workers = int(run.config.get("workers") or 1)
     run.seed = int(run.config.get("seed") or 0)
     if run.lines("run_stop"):
-        metadata = run.lines("run_stop")[-1].get("metadata")
-        success = isinstance(metadata, dict) and metadata.get("status") == "success"
-        run.status = "finished" if success else "failed"
+        run.status = "finished" if run.stop.get("status") == "success" else "failed"
     for name, value in facts.items():
         setattr(run, name, value)
     return run
@@ -457,16 +465,18 @@ def read_document(path: Path, problems: list[str]) -> dict[str, Any]:
     """Read a JSON object; on a defect, append a sentence to `problems` and return an empty one."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        problems.append(f"{path.parent.name}/{path.name} is missing")
-        return {}
     except OSError as error:
-        problems.append(f"{path.parent.name}/{path.name} cannot be read: {error.strerror or error}")
+        problems.append(_why_unreadable(path, error))
         return {}
     except (ValueError, RecursionError) as error:
         problems.append(f"{path} is not JSON: {error}")
         return {}
     return document if isinstance(document, dict) else {}
+
+
+def _why_unreadable(path: Path, error: OSError) -> str:
+    why = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error.strerror or error}"
+    return f"{path.parent.name}/{path.name} {why}"
 
 
 def finite(value: Any) -> float | None:

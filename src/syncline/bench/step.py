@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from syncline.bench.measuring import Summary, quiet_machine, ratios, summarize
+from syncline.bench.measuring import Summary, describe_place, over_ranks, quiet_machine, ratios, summarize
 from syncline.bench.step_contenders import (
     BENCH_MODELS,
     COMPUTE_ONLY,
@@ -51,8 +51,7 @@ from syncline.bench.step_contenders import (
     ranks_agree,
     usage_per_step,
 )
-from syncline.collectives import build
-from syncline.collectives.channel import allreduce, barrier
+from syncline.collectives.channel import barrier
 from syncline.events import ChromeTrace, RunEvent
 from syncline.launch.lab import parse_lab
 from syncline.launch.link_rate import FRAME_BYTES, FRAME_PAYLOAD_BYTES, parse_rate
@@ -60,16 +59,7 @@ from syncline.strategies import Run, strategy_run
 from syncline.transports.base import LANE_TAGS
 from syncline.world import World, init
 
-__all__ = [
-    "OverlapMeter",
-    "StepPlan",
-    "codec_steps_table",
-    "describe_link",
-    "measure",
-    "measure_link",
-    "overlap_seconds",
-    "step_table",
-]
+__all__ = ["StepPlan", "codec_steps_table", "describe_link", "measure", "measure_link", "step_table"]
 
 WARM_UP_STEPS = 6
 """Steps that do not count: connections, bucket order, kernels and the allocator settle."""
@@ -131,8 +121,8 @@ def measure(plan: StepPlan) -> None:
         else:
             results = [_StepComparison(world, plan, name).run() for name in plan.models]
         if world.rank == 0:
-            about = {"kind": "step", "ranks": world.size, "lab": lab, "link": link, "plan": asdict(plan)}
-            Path(plan.out).write_text(json.dumps({**about, "results": results}, indent=1))
+            about = {"kind": "step", "ranks": world.size, "hosts": list(world.hosts), "lab": lab, "link": link}
+            Path(plan.out).write_text(json.dumps({**about, "plan": asdict(plan), "results": results}, indent=1))
 
 
 class _StepComparison:
@@ -162,7 +152,7 @@ class _StepComparison:
                 text = f"{self.name}: repeat {(number + 1) // self.plan.turns} of {self.plan.repeats}"
                 print(text, file=sys.stderr, flush=True)
         after = {kind: self.contenders[kind].usage() for kind in self.plan.ours}
-        times = {kind: self._longest(own) for kind, own in self.times.items()}
+        times = {kind: over_ranks(self.signals.channel, own, "max") for kind, own in self.times.items()}
         row = _row(self.name, self.bench_model, self.plan, times)
         steps, channel = self.plan.repeats * self.plan.turns, self.signals.channel
         row["used"] = {kind: usage_per_step(channel, before[kind], after[kind], steps) for kind in self.plan.ours}
@@ -221,11 +211,6 @@ class _StepComparison:
         others = [self.contenders[kind].inner.parameters() for kind in theirs]
         return all(torch.equal(one, two) for other in others for one, two in zip(own, other, strict=True))
 
-    def _longest(self, seconds: list[float]) -> list[float]:
-        table = torch.tensor(seconds, dtype=torch.float64)
-        allreduce(self.signals.channel, table, "max", build("allreduce", "recursive_doubling"))
-        return [float(value) for value in table]
-
 
 def _row(name: str, bench_model: BenchModel, plan: StepPlan, times: dict[str, list[float]]) -> dict[str, Any]:
     ours, theirs = times[plan.ours[0]], times[plan.against[0]]
@@ -253,10 +238,10 @@ def _memory(world: World, plan: StepPlan, name: str) -> dict[str, Any]:
     draw = torch.Generator().manual_seed(world.rank)
     for _ in range(WARM_UP_STEPS + plan.turns):
         contender.step(bench_model.batch(draw))
-    peak = torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0], dtype=torch.float64)
-    allreduce(world.everyone.channel, peak, "max", build("allreduce", "recursive_doubling"))
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    (peak,) = over_ranks(world.everyone.channel, [kilobytes], "max")
     contender.close()
-    return {"model": name, "contender": plan.only, "peak_bytes": int(peak)}
+    return {"model": name, "contender": plan.only, "peak_bytes": 1024 * int(peak)}
 
 
 Spans = Mapping[str, tuple[float, float]]
@@ -423,7 +408,7 @@ def step_table(document: dict[str, Any]) -> str:
     """A table of step times, paired ratios with intervals, overlap and memory of every model."""
     plan, (against, *others) = document["plan"], document["plan"]["against"]
     lines = [
-        f"training steps on {document['ranks']} ranks, {_place(document)}: syncline ({plan['strategy']}, "
+        f"training steps on {document['ranks']} ranks, {describe_place(document)}: syncline ({plan['strategy']}, "
         f"{plan['collective']}) compared with {against}",
         f"{plan['repeats']} repeats of {plan['turns']} turns, paired; medians with 95 % intervals",
         *_echo(document),
@@ -431,13 +416,12 @@ def step_table(document: dict[str, Any]) -> str:
     ]
     for row in document["results"]:
         ours, theirs = Summary(**row["time"]["syncline"]), Summary(**row["time"][against])
-        ratio = Summary(**row["ratio"])
         repeats = ", ".join(f"{value:.3f}" for value in row["repeats"])
         more = "".join(f"   {name} {_ms(Summary(**row['time'][name]))}" for name in others)
         lines += [
             f"{row['model']}: {row['about']}",
             f"  step   syncline {_ms(ours)}   {against} {_ms(theirs)}{more}",
-            f"  ratio  {ratio.median:.3f}{_interval(ratio)}   by repeat: {repeats}",
+            f"  ratio  {Summary(**row['ratio']).text('.3f')}   by repeat: {repeats}",
             f"  {_overlap(row['overlap'])}",
             *_memory_lines(document, row["model"]),
             f"  parameters afterwards: {_bits(row)}",
@@ -462,7 +446,7 @@ def codec_steps_table(documents: Sequence[dict[str, Any]]) -> str:
     ]
     for document in documents:
         for row in document["results"]:
-            lines += ["", f"{document['ranks']} ranks, {_place(document)}; {row['model']}: {row['about']}"]
+            lines += ["", f"{document['ranks']} ranks, {describe_place(document)}; {row['model']}: {row['about']}"]
             lines += _echo(document)
             lines.append(
                 f"  {'contender':{width}} {'step ms':>24} {against + ' ÷ it':>24} {'÷ ' + COMPUTE_ONLY:>24} "
@@ -476,7 +460,8 @@ def codec_steps_table(documents: Sequence[dict[str, Any]]) -> str:
 
 def _codec_line(row: dict[str, Any], name: str, width: int) -> str:
     step, faster, slower = (Summary(**row[what][name]) for what in ("time", "faster", "of_alone"))
-    line = f"  {name:{width}} {_short(step.scaled(1e3)):>24} {_short(faster):>24} {_short(slower):>24}"
+    cells = "".join(f" {summary.text('.4g'):>24}" for summary in (step.scaled(1e3), faster, slower))
+    line = f"  {name:{width}}{cells}"
     used = row["used"].get(name)
     if used is None:
         return line
@@ -486,16 +471,6 @@ def _codec_line(row: dict[str, Any], name: str, width: int) -> str:
         f"{line} {used['bytes_wire'] / 1e3:9.1f} {1e3 * used['codec_seconds']:9.2f} "
         f"{1e3 * used['exposed_seconds']:11.2f}  {bits}{as_ddp}"
     )
-
-
-def _short(summary: Summary) -> str:
-    if summary.low is None or summary.high is None:
-        return f"{summary.median:.4g} (n={summary.samples})"
-    return f"{summary.median:.4g} [{summary.low:.4g}, {summary.high:.4g}]"
-
-
-def _place(document: dict[str, Any]) -> str:
-    return f"emulated hosts, {document['lab']}" if document["lab"] else "one host"
 
 
 def _echo(document: dict[str, Any]) -> list[str]:
@@ -517,10 +492,6 @@ def _bits(row: dict[str, Any]) -> str:
 
 def _ms(summary: Summary) -> str:
     return f"{summary.scaled(1e3)} ms"
-
-
-def _interval(ratio: Summary) -> str:
-    return "" if ratio.low is None or ratio.high is None else f" [{ratio.low:.3f}, {ratio.high:.3f}]"
 
 
 def _overlap(overlap: dict[str, Any]) -> str:

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as f
 from torch import Tensor, nn
 
+from syncline.bench.measuring import over_ranks
 from syncline.codecs import Codec, build_codec, check_optimizer_momentum
-from syncline.collectives import build
-from syncline.collectives.channel import Channel, allreduce
+from syncline.collectives.channel import Channel
 from syncline.errors import IncompatibleError
 from syncline.reduction import COMPRESSED_COLLECTIVES
 from syncline.strategies import Run
@@ -46,6 +46,8 @@ BASELINES = ("ddp", "ddp-fp16", HOROVOD)
 COMPUTE_ONLY = "alone"
 """The same step on the same busy cores without communication: a lower bound for every codec."""
 MOMENTUM = 0.9
+USAGE = ("bytes_wire", "codec_seconds", "exposed_seconds")
+"""Counters of a run's statistics."""
 
 
 class StepContender:
@@ -77,12 +79,9 @@ class StepContender:
         nn.functional.cross_entropy(self.model(x), y).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
 
-    def usage(self) -> StepUsage:
-        """The counters of its run."""
-        if self.run is None:
-            return StepUsage(0.0, 0.0, 0.0)
-        stats = self.run.stats
-        return StepUsage(stats.bytes_wire, stats.codec_seconds, stats.exposed_seconds)
+    def usage(self) -> list[float]:
+        """The counters of its run on this rank, in the order of `USAGE`."""
+        return [0.0 if self.run is None else float(getattr(self.run.stats, name)) for name in USAGE]
 
     def close(self) -> None:
         if self.run is not None:
@@ -99,15 +98,6 @@ def _momentum(codec: Codec | None) -> float:
     return MOMENTUM
 
 
-@dataclass(frozen=True)
-class StepUsage:
-    """Bytes on the wire, and seconds of this rank."""
-
-    bytes_wire: float
-    codec_seconds: float
-    exposed_seconds: float
-
-
 def contender_algorithm(algorithm: str, dense: bool) -> str:
     """The algorithm of a contender. A collective for payloads is replaced by `auto` if there is no codec.
 
@@ -117,12 +107,10 @@ def contender_algorithm(algorithm: str, dense: bool) -> str:
     return "auto" if dense and algorithm.split("(")[0].strip() in COMPRESSED_COLLECTIVES else algorithm
 
 
-def usage_per_step(channel: Channel, before: StepUsage, after: StepUsage, steps: int) -> dict[str, float]:
+def usage_per_step(channel: Channel, before: list[float], after: list[float], steps: int) -> dict[str, float]:
     """The usage of one step, the maximum over the ranks. A collective call."""
-    names = ("bytes_wire", "codec_seconds", "exposed_seconds")
-    table = torch.tensor([(getattr(after, name) - getattr(before, name)) / steps for name in names]).double()
-    allreduce(channel, table, "max", build("allreduce", "recursive_doubling"))
-    return dict(zip(names, table.tolist(), strict=True))
+    used = [(late - early) / steps for early, late in zip(before, after, strict=True)]
+    return dict(zip(USAGE, over_ranks(channel, used, "max"), strict=True))
 
 
 def ranks_agree(channel: Channel, parameters: Sequence[Tensor]) -> bool:
@@ -130,11 +118,8 @@ def ranks_agree(channel: Channel, parameters: Sequence[Tensor]) -> bool:
     digest = hashlib.blake2b(digest_size=24)
     for parameter in parameters:
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    own = torch.tensor(list(digest.digest()), dtype=torch.int32)
-    least, most = own.clone(), own.clone()
-    allreduce(channel, least, "min", build("allreduce", "recursive_doubling"))
-    allreduce(channel, most, "max", build("allreduce", "recursive_doubling"))
-    return torch.equal(least, most)
+    own = list(digest.digest())
+    return over_ranks(channel, own, "min") == over_ranks(channel, own, "max")
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from syncline.bench.measuring import ratios, summarize
+from syncline.bench.race.plan import RaceEntry
 from syncline.bench.runlog import read_run
 from syncline.errors import SpecError
 from syncline.specs import nearest
@@ -112,14 +113,10 @@ def _lasting(plan: StragglersPlan) -> list[Slow]:
     return [Slow(plan.workers - 1, plan.factor)]
 
 
-def _equal(plan: StragglersPlan) -> list[Slow]:
-    return []
-
-
 SCENARIOS: dict[str, Callable[[StragglersPlan], list[Slow]]] = {
     "wandering": _wandering,
     "lasting": _lasting,
-    "equal": _equal,
+    "equal": lambda plan: [],
 }
 
 
@@ -133,7 +130,7 @@ def measure(plan: StragglersPlan, say: Say) -> dict[str, Any]:
     }
     if not plan.simulate:
         runners["measured"] = ProcessRunner()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for scenario in plan.scenarios:
         rows: dict[str, dict[str, list[float]]] = {spec: {way: [] for way in runners} for spec in plan.entries}
         for way, runner in runners.items():
@@ -144,19 +141,18 @@ def measure(plan: StragglersPlan, say: Say) -> dict[str, Any]:
                     seconds = _run(plan, scenario, spec, seed, way, runner)
                     rows[spec][way].append(seconds)
                     say(f"{scenario}, {spec}, seed {seed}, {way}: {seconds:.2f} s")
-        found[scenario] = rows
-    document = {"plan": asdict(plan), "seconds": found}
+        results[scenario] = rows
+    document = {"plan": asdict(plan), "seconds": results}
     Path(plan.out).write_text(json.dumps(document, indent=1))
     return document
 
 
 def _run(plan: StragglersPlan, scenario: str, spec: str, seed: int, way: str, runner: TrainingRunner) -> float:
-    from syncline.bench.race.worker import WorkerPlan
+    from syncline.training.worker import TrainPlan
     from syncline.workloads import build
 
-    folder = Path(plan.out).parent / scenario / f"{_file(spec)}-{way}-seed{seed}"
+    folder = Path(plan.out).parent / scenario / f"{RaceEntry(name=spec).slug}-{way}-seed{seed}"
     folder.mkdir(parents=True)
-    workload = build(plan.workload)
     settings = Settings(
         strategy=spec,
         batch=plan.batch,
@@ -168,35 +164,22 @@ def _run(plan: StragglersPlan, scenario: str, spec: str, seed: int, way: str, ru
         seed=seed,
         checkpoint_every=0,
     )
-    worker_plan = WorkerPlan(
+    worker_plan = TrainPlan(
         workload=plan.workload,
         settings=settings,
         folder=str(folder),
         seconds_a_sample=plan.step / plan.batch,
         slow=tuple(SCENARIOS[scenario](plan)),
     )
-    result = runner.run(worker_plan, plan.workers, _Limit(plan.limit))
-    hit = read_run(folder).hit(plan.target, workload.higher_is_better)
+    stop_s = time.monotonic() + plan.limit
+    result = runner.run(
+        worker_plan,
+        plan.workers,
+        lambda: f"it took more than {plan.limit:g} s" if time.monotonic() > stop_s else None,
+    )
     if result.status != "finished":
         raise SpecError(f"{spec} ({scenario}, seed {seed}, {way}) {result.status}: {result.reason}; see {folder}")
-    return math.inf if hit is None else hit.elapsed
-
-
-class _Limit:
-    """Ends a run after `seconds`."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._started_s: float | None = None
-
-    def __call__(self) -> str | None:
-        now = time.monotonic()
-        self._started_s = now if self._started_s is None else self._started_s
-        return f"it took more than {self._seconds:g} s" if now - self._started_s > self._seconds else None
-
-
-def _file(spec: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in spec).strip("-")
+    return read_run(folder).time_to_target(plan.target, build(plan.workload).higher_is_better)
 
 
 def table(document: dict[str, Any]) -> str:

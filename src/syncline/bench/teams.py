@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from syncline.bench.measuring import Summary, quiet_machine, ratios, summarize
-from syncline.collectives import build
-from syncline.collectives.channel import allreduce, barrier
+from syncline.bench.measuring import Summary, describe_place, over_ranks, quiet_machine, ratios, summarize
+from syncline.collectives.channel import barrier
 from syncline.training.distribute import distribute
 from syncline.world import World, init
 
@@ -80,18 +79,18 @@ def measure(plan: TeamsPlan) -> None:
                 step()
                 if turn >= 3:  # the first turns open connections
                     times[name].append(world.runtime.now() - start)
-        table = torch.tensor([times[name] for name in steps], dtype=torch.float64)
-        allreduce(signals.channel, table, "max", build("allreduce", "recursive_doubling"))
-        alone_1, alone_2, together = table.tolist()
+        seconds = dict(zip(steps, over_ranks(signals.channel, list(times.values()), "max"), strict=True))
+        pairs = list(zip(seconds["first"], seconds["second"], strict=True))
         result = {
             "kind": "teams",
             "ranks": world.size,
+            "hosts": list(world.hosts),
             "lab": os.environ.get("SYNCLINE_LAB", ""),
             "plan": asdict(plan),
-            "seconds": dict(zip(steps, table.tolist(), strict=True)),
-            "time": {name: asdict(summarize(row)) for name, row in zip(steps, table.tolist(), strict=True)},
-            "to_sum": asdict(ratios(together, [a + b for a, b in zip(alone_1, alone_2, strict=True)])),
-            "to_slower": asdict(ratios(together, [max(a, b) for a, b in zip(alone_1, alone_2, strict=True)])),
+            "seconds": seconds,
+            "time": {name: asdict(summarize(row)) for name, row in seconds.items()},
+            "to_sum": asdict(ratios(seconds["both"], [sum(pair) for pair in pairs])),
+            "to_slower": asdict(ratios(seconds["both"], [max(pair) for pair in pairs])),
         }
         if world.rank == 0:
             Path(plan.out).write_text(json.dumps(result, indent=1))
@@ -102,8 +101,7 @@ def measure(plan: TeamsPlan) -> None:
 def describe(document: dict[str, Any]) -> str:
     """The results as text."""
     plan = document["plan"]
-    place = f"emulated hosts, {document['lab']}" if document["lab"] else "one host"
-    lines = [f"two models, each with its own team, {document['ranks']} ranks, {place}"]
+    lines = [f"two models, each with its own team, {document['ranks']} ranks, {describe_place(document)}"]
     for number, name in enumerate(("first", "second")):
         lines.append(
             f"  {name:7} {_ms(document['time'][name])}   {plan['megabytes'][number]:g} MB of gradients, "

@@ -15,6 +15,7 @@ __all__ = [
     "BASELINES",
     "DDP",
     "DEFAULT_BASELINES",
+    "RUN_ONLY_IF_NAMED",
     "Hivemind",
     "PostLocalSGD",
     "TorchFT",
@@ -23,7 +24,6 @@ __all__ = [
     "build_baseline",
     "ddp",
     "process_group",
-    "why_not_default",
 ]
 
 BASELINES = Registry[Strategy]("baseline")
@@ -39,6 +39,8 @@ DEFAULT_BASELINES = (
     "hivemind",
 )
 """The baselines of a race of all entries; some may not be available."""
+RUN_ONLY_IF_NAMED = {"torchft": "it listens on every interface of this machine, so it runs only if --entries names it"}
+"""Baselines that a race runs only if the user names them, and why."""
 
 
 def build_baseline(spec: str) -> Strategy:
@@ -71,11 +73,4 @@ def availability(spec: str) -> str | None:
         build_baseline(spec)
     except UnsupportedError as error:
         return str(error)
-    return None
-
-
-def why_not_default(spec: str) -> str | None:
-    """Why a baseline runs only if the user names it, or None."""
-    if spec == "torchft":
-        return "it listens on every interface of this machine, so it runs only if --entries names it"
     return None

@@ -91,6 +91,11 @@ class ForeignRun(StrategyRun):
         self.gradient_bytes = sum(parameter.numel() * parameter.element_size() for parameter in self.trained)
         self.hooks.append(optimizer.register_step_post_hook(self._after_step))
         self.now = communicator.world.runtime.now
+        self._connect()
+        self.communicator.mean(0.0)  # wait for all ranks, so that the first step does not include a slow import
+
+    def _connect(self) -> None:
+        """Start the other library. The constructor calls it once."""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -122,8 +127,8 @@ class ForeignRun(StrategyRun):
         own = [parameter.detach().clone() for parameter in self.trained]
         self.average([parameter.detach() for parameter in self.trained])
         pairs = zip(self.trained, own, strict=True)
-        apart = sum(float((mean.detach() - before).double().square().sum()) for mean, before in pairs)
-        self.stats.consensus = math.sqrt(self.communicator.mean(apart))
+        distance = sum(float((mean.detach() - before).double().square().sum()) for mean, before in pairs)
+        self.stats.consensus = math.sqrt(self.communicator.mean(distance))
 
     def check_uneven(self) -> None:
         """Refuse an epoch in which a rank may run out of data, and suggest a batch."""
@@ -132,10 +137,6 @@ class ForeignRun(StrategyRun):
         raise IncompatibleError(
             f"{self.strategy!r} needs data for every rank in every step, and some would have none: {hint}"
         )
-
-    def begin_together(self) -> None:
-        """Return when every rank is ready, so that the first step does not include a slow import."""
-        self.communicator.mean(0.0)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.stats.steps += 1

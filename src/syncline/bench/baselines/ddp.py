@@ -22,6 +22,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -41,7 +42,7 @@ from syncline.specs import nearest
 from syncline.strategies import RunSettings, Strategy, StrategyRun
 from syncline.world import Pending, allreduce
 
-__all__ = ["DDP", "JoiningRun", "WrappedRun", "buffers_option", "ddp", "wrap"]
+__all__ = ["DDP", "WrappedRun", "buffers_option", "ddp", "wrap"]
 
 HOOKS = ("allreduce", "fp16", "powersgd")
 """Hooks that work on gloo and the CPU; "allreduce" does in Python what DDP does without a hook."""
@@ -61,21 +62,14 @@ BROKEN_HOOKS = {
 class WrappedRun(ForeignRun):
     """Trains with a DistributedDataParallel, which `_wrap` makes inside an existing process group."""
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings)
+    _wrapped: DistributedDataParallel | None = None
+    _queued = False
+    _ready = _over = 0.0
+    """When the last gradient of this backward was ready, and when only waiting was left."""
+
+    def _connect(self) -> None:
         self._place = ExitStack()
-        self._ready = self._over = 0.0
-        """When the last gradient of this backward was ready, and when only waiting was left."""
-        self._queued = False
         self._place.enter_context(self._group())
-        self._wrapped: DistributedDataParallel | None = None
         try:
             self._wrapped = self._wrap()
         except BaseException:
@@ -137,61 +131,6 @@ class WrappedRun(ForeignRun):
         self.stats.waited(self._over, self.now())
 
 
-class JoiningRun(WrappedRun):
-    """A rank without data takes part in the steps of the others with zero gradients.
-
-    In an epoch whose end may be uneven, the ranks exchange at every step whether they have data. Only a rank without
-    data waits for the result.
-    """
-
-    def __init__(
-        self,
-        strategy: Strategy,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings)
-        self._may_end_uneven = False
-        self._count_of_step: Pending[Tensor] | None = None
-
-    def check_uneven(self) -> None:
-        """Allowed: the rank joins with zero gradients."""
-        StrategyRun.check_uneven(self)
-        self._may_end_uneven = True
-
-    def settle_uneven(self) -> None:
-        self._may_end_uneven = False
-        super().settle_uneven()
-
-    def set_weight(self, weight: float, uneven: bool = False) -> None:
-        """All ranks have the same weight. If a rank may have no data, announce that this one has some."""
-        if self._may_end_uneven and uneven:
-            self._announce(1.0)
-
-    def join_idle(self) -> bool:
-        if not float(self._announce(0.0).wait()):
-            return False
-        replica = self._wrapped
-        assert replica is not None
-        self.model.zero_grad(set_to_none=True)
-        replica.module = _ZeroGradients(self.trained)
-        try:
-            replica(torch.zeros((), device=self.trained[0].device)).backward()
-        finally:
-            replica.module = self.model
-        self.model.zero_grad(set_to_none=True)
-        return True
-
-    def _announce(self, has_data: float) -> Pending[Tensor]:
-        """Start to count the ranks that have data; wait for the count of the step before, for its errors."""
-        if self._count_of_step is not None:
-            self._count_of_step.wait()
-        self._count_of_step = allreduce(torch.tensor([has_data]), op="sum", group=self.communicator.group, async_=True)
-        return self._count_of_step
-
-
 class _ZeroGradients(nn.Module):
     """Replaces the model: its output is zero, and so is the gradient of every parameter."""
 
@@ -248,23 +187,28 @@ class _LowRank(PowerSGDState):
     __slots__ = ("__weakref__",)
 
 
-class _DDPRun(JoiningRun):
-    strategy: DDP
+class _DDPRun(WrappedRun):
+    """A rank without data takes part in the steps of the others with zero gradients.
 
-    def __init__(
-        self, strategy: DDP, model: nn.Module, optimizer: Optimizer, communicator: Communicator, settings: RunSettings
-    ) -> None:
-        self._low_rank: _LowRank | None = None
-        self._counted = 0
-        super().__init__(strategy, model, optimizer, communicator, settings)
-        self.begin_together()
-        self._buffer_bytes = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    In an epoch whose end may be uneven, the ranks exchange at every step whether they have data. Only a rank without
+    data waits for the result.
+    """
+
+    strategy: DDP
+    _low_rank: _LowRank | None = None
+    _counted = 0
+    _may_end_uneven = False
+    _count_of_step: Pending[Tensor] | None = None
 
     @property
     def config(self) -> dict[str, Any]:
         """The hook, and where torch's own choice of buckets was changed for it."""
         buckets = "one, or PowerSGD aborts on gloo" if self.strategy.hook == "powersgd" else "torch's"
         return {**super().config, "hook": self.strategy.hook, "buckets": buckets}
+
+    @cached_property
+    def _buffer_bytes(self) -> int:
+        return sum(buffer.numel() * buffer.element_size() for buffer in self.model.buffers())
 
     def predict(self) -> dict[str, float] | None:
         """What its bytes take by the engine's own all-reduce; of PowerSGD there is no model."""
@@ -339,6 +283,41 @@ class _DDPRun(JoiningRun):
         if self.strategy.broadcast_buffers:
             logical, wire = logical + self._buffer_bytes, wire + self._buffer_bytes
         self.stats.sent(logical, wire)
+
+    def check_uneven(self) -> None:
+        """Allowed: the rank joins with zero gradients."""
+        StrategyRun.check_uneven(self)
+        self._may_end_uneven = True
+
+    def settle_uneven(self) -> None:
+        self._may_end_uneven = False
+        super().settle_uneven()
+
+    def set_weight(self, weight: float, uneven: bool = False) -> None:
+        """All ranks have the same weight. If a rank may have no data, announce that this one has some."""
+        if self._may_end_uneven and uneven:
+            self._announce(1.0)
+
+    def join_idle(self) -> bool:
+        if not float(self._announce(0.0).wait()):
+            return False
+        replica = self._wrapped
+        assert replica is not None
+        self.model.zero_grad(set_to_none=True)
+        replica.module = _ZeroGradients(self.trained)
+        try:
+            replica(torch.zeros((), device=self.trained[0].device)).backward()
+        finally:
+            replica.module = self.model
+        self.model.zero_grad(set_to_none=True)
+        return True
+
+    def _announce(self, has_data: float) -> Pending[Tensor]:
+        """Start to count the ranks that have data; wait for the count of the step before, for its errors."""
+        if self._count_of_step is not None:
+            self._count_of_step.wait()
+        self._count_of_step = allreduce(torch.tensor([has_data]), op="sum", group=self.communicator.group, async_=True)
+        return self._count_of_step
 
 
 def buffers_option() -> str:

@@ -59,22 +59,10 @@ class _HivemindRun(ForeignRun):
     strategy: Hivemind
     backend = "hivemind"
     parts = True
-
-    def __init__(
-        self,
-        strategy: Hivemind,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, communicator, settings)
-        self.missed = 0
-        """Rounds in which hivemind found no group of all ranks."""
-        self._dht: Any = None
-        self._averager: Any = None
-        self._join(find_hivemind())
-        self.begin_together()
+    missed = 0
+    """Rounds in which hivemind found no group of all ranks."""
+    _dht: Any = None
+    _averager: Any = None
 
     @property
     def config(self) -> dict[str, Any]:
@@ -88,8 +76,9 @@ class _HivemindRun(ForeignRun):
                 part.shutdown()
         self._averager = self._dht = None
 
-    def _join(self, hivemind: ModuleType) -> None:
+    def _connect(self) -> None:
         """Join the hash table, which rank 0 starts."""
+        hivemind = find_hivemind()
         rank, place = self.communicator.rank, find_rendezvous(detect())
         address = listening_address(place.address, len(set(self.world.hosts)) == 1)
         options = {"host_maddrs": [f"/ip4/{address}/tcp/0"], "use_relay": False, "use_auto_relay": False}
@@ -123,8 +112,8 @@ class _HivemindRun(ForeignRun):
         with self._averager.get_tensors() as shared:
             for own, parameter in zip(shared, self.trained, strict=True):
                 own.copy_(parameter.detach())
-        found = self._averager.step(timeout=self.world.transport.timeout)
-        if found is None:
+        group = self._averager.step(timeout=self.world.transport.timeout)
+        if group is None:
             self.missed += 1
         else:
             with self._averager.get_tensors() as shared:

@@ -62,21 +62,13 @@ class PostLocalSGD(Strategy):
 class _PostLocalRun(WrappedRun):
     strategy: PostLocalSGD
     parts = True
+    _hook_state: PostLocalSGDState | None = None
+    _averager: _Averager | None = None
 
-    def __init__(
-        self,
-        strategy: PostLocalSGD,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-    ) -> None:
-        self._hook_state: PostLocalSGDState | None = None
-        self._averager: _Averager | None = None
-        super().__init__(strategy, model, optimizer, communicator, settings)
+    def _connect(self) -> None:
+        super()._connect()
         self._averager = _Averager(self)
-        self.optimizer = _wrapper()(optimizer, self._averager)
-        self.begin_together()
+        self.optimizer = _wrapper()(self.optimizer, self._averager)
 
     @property
     def local(self) -> bool:

@@ -61,19 +61,11 @@ class TorchFT(Strategy):
 class _TorchFTRun(WrappedRun):
     backend = "torchft"
 
-    def __init__(
-        self,
-        strategy: TorchFT,
-        model: nn.Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        settings: RunSettings,
-    ) -> None:
+    def _connect(self) -> None:
         self._torchft = find_torchft()
         self._servers: list[Any] = []
-        super().__init__(strategy, model, optimizer, communicator, settings)
-        self.optimizer = self._torchft.Optimizer(self._manager, optimizer)
-        self.begin_together()
+        super()._connect()
+        self.optimizer = self._torchft.Optimizer(self._manager, self.optimizer)
 
     def detach(self) -> None:
         super().detach()
@@ -85,11 +77,8 @@ class _TorchFTRun(WrappedRun):
         return nullcontext()  # torchft makes its own groups
 
     def _wrap(self) -> DistributedDataParallel:
-        rank, size, timeout = (
-            self.communicator.rank,
-            self.communicator.size,
-            timedelta(seconds=self.world.transport.timeout),
-        )
+        rank, size = self.communicator.rank, self.communicator.size
+        timeout = timedelta(seconds=self.world.transport.timeout)
         place = find_rendezvous(detect())
         address = listening_address(place.address, len(set(self.world.hosts)) == 1)
         coordination = importlib.import_module("torchft.coordination")
@@ -120,10 +109,10 @@ class _TorchFTRun(WrappedRun):
         )
         self._servers.insert(0, manager)
         self._manager = _TimedManager(manager, self)
-        made: DistributedDataParallel = self._torchft.DistributedDataParallel(
+        wrapped: DistributedDataParallel = self._torchft.DistributedDataParallel(
             self._manager, self.model, **{buffers_option(): False}
         )
-        return made
+        return wrapped
 
     def _expose(self) -> None:
         """Nothing to add: the hook waits for each bucket within backward, where `_TimedManager` counts it."""

@@ -6,11 +6,12 @@ D. Bailey's twelve ways of 1991.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from syncline.bench.lint import accuracy, course, record, setup
-from syncline.bench.lint.base import Finding, LintCase, LintRule, Note, RuleResult, RuleState
+from syncline.bench.lint.base import Finding, LintCase, LintRule, Note, RuleResult, RuleState, Severity
 from syncline.bench.runlog import RaceRecord, read_run
 from syncline.errors import SpecError
 
@@ -85,13 +86,13 @@ def _guarded(notes: Iterator[Note]) -> Iterator[Note]:
 
 def _findings(rule: LintRule, notes: Iterable[Note]) -> Iterator[Finding]:
     """Notes with the rule's number and name; of many similar ones, the first and the number of the rest."""
-    similar: dict[tuple[str, str], list[Note]] = {}
+    similar: Counter[tuple[str, Severity]] = Counter()
     for note in dict.fromkeys(notes):
-        group = similar.setdefault((note.fix, note.severity), [])
-        group.append(note)
-        if len(group) <= MAX_SIMILAR_FINDINGS:
-            yield Finding(str(rule.number), rule.name, note.evidence, note.fix, note.severity)
-    for group in similar.values():
-        more = len(group) - MAX_SIMILAR_FINDINGS
-        if more > 0:
-            yield Finding(str(rule.number), rule.name, f"and {more} similar findings", group[0].fix, group[0].severity)
+        fix = note.fix or rule.fix
+        similar[fix, note.severity] += 1
+        if similar[fix, note.severity] <= MAX_SIMILAR_FINDINGS:
+            yield Finding(str(rule.number), rule.name, note.evidence, fix, note.severity)
+    for (fix, severity), count in similar.items():
+        if count > MAX_SIMILAR_FINDINGS:
+            more = f"and {count - MAX_SIMILAR_FINDINGS} similar findings"
+            yield Finding(str(rule.number), rule.name, more, fix, severity)

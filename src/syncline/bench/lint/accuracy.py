@@ -17,7 +17,6 @@ MIN_LOSS_SHARE = 0.01
 """A loss of accuracy below this share of the target, or of one worker's metric, is not reported."""
 MAX_OVERLAP_SHARE = 0.005
 """Some data sets contain duplicates. An overlap up to this share of the smaller split is only a warning."""
-RETEST = "evaluate on the validation split, test once after the last step, and run again"
 MAKE_DISJOINT = "make the splits disjoint, and race again: these numbers say nothing about unseen data"
 
 
@@ -45,8 +44,7 @@ def _check_scaling(case: LintCase) -> Iterator[Note]:
         if not run.evaluations or finite(run.test) is None:
             yield Note(
                 f"{run.folder} has a time and {'no test metric' if run.evaluations else 'no evaluation'}: it is a "
-                "point of the scaling curve without accuracy",
-                "report the test metric of every size; repeat the run if it was not measured",
+                "point of the scaling curve without accuracy"
             )
     finished = {(run.entry, run.workers) for run in runs}
     missing = [entry.name for entry in case.plan.entries if (entry.name, 1) not in finished]
@@ -84,7 +82,7 @@ def _accuracy_losses(plan: RacePlan, runs: list[RunRecord]) -> Iterator[Note]:
 
 def _describe_test(case: LintCase) -> str:
     evaluations = sum(len(run.evaluations) for run in case.finished)
-    digests = sum(len(found) for found in read_splits(case.race.path).values())
+    digests = sum(len(split) for split in read_splits(case.race.path).values())
     return f"{evaluations} evaluations, digests of {digests} samples" if evaluations or digests else ""
 
 
@@ -103,14 +101,12 @@ def _check_evaluations(run: RunRecord, test_needed: bool = True) -> Iterator[Not
         if one.split != "validation" or one.count != sizes.get("validation"):
             yield Note(
                 f"{run.folder}: step {one.step} was evaluated on {one.count} samples of {one.split!r}, and validation "
-                f"has {sizes.get('validation')}",
-                RETEST,
+                f"has {sizes.get('validation')}"
             )
             return
         if logged and finite(one.metric) is not None and (one.step, one.metric) not in logged:
             yield Note(
-                f"{run.folder}: step {one.step} has {metric} {one.metric:.6g}, which no eval_{metric} line confirms",
-                RETEST,
+                f"{run.folder}: step {one.step} has {metric} {one.metric:.6g}, which no eval_{metric} line confirms"
             )
             return
     yield from _check_fractions(run, sizes)
@@ -132,8 +128,7 @@ def _check_fractions(run: RunRecord, sizes: dict[str, int]) -> Iterator[Note]:
         )
         yield Note(
             f"{run.folder}: accuracy {strange:.8g} is not a whole number of {sizes['validation']} validation samples "
-            f"({strange * sizes['validation']:.3f}){also}",
-            RETEST,
+            f"({strange * sizes['validation']:.3f}){also}"
         )
 
 
@@ -145,7 +140,7 @@ def _check_test_once(run: RunRecord, key: str, needed: bool) -> Iterator[Note]:
     tests = [position for position, event in enumerate(run.events) if event.get("key") == key]
     if not tests:
         if needed and run.evaluations:
-            yield Note(f"{run.folder} has no test metric ({key})", RETEST)
+            yield Note(f"{run.folder} has no test metric ({key})")
         return
     last = max((place for place, event in enumerate(run.events) if event.get("key") == "sl_evaluation"), default=-1)
     step = run.evaluations[-1].step if run.evaluations else None
@@ -153,8 +148,7 @@ def _check_test_once(run: RunRecord, key: str, needed: bool) -> Iterator[Note]:
         steps = ", ".join(str(step_of(run.events[place])) for place in tests)
         yield Note(
             f"{run.folder}: the test split was used {len(tests)} times (step {steps}), and the last evaluation is at "
-            f"step {step}",
-            RETEST,
+            f"step {step}"
         )
 
 
@@ -203,6 +197,7 @@ RULES = (
         1,
         "Accuracy is missing in the scaling",
         "every number of workers has its accuracy, and there are runs on one worker to compare with",
+        "report the test metric of every size; repeat the run if it was not measured",
         _check_scaling,
         _describe_scaling,
     ),
@@ -210,6 +205,7 @@ RULES = (
         2,
         "Accuracy is not that of unseen data",
         "accuracy is measured on samples that were not used for training or choices; the test split is used once",
+        "evaluate on the validation split, test once after the last step, and run again",
         _check_test,
         _describe_test,
         _check_evaluations,

@@ -51,7 +51,8 @@ class Note:
     """A finding of a rule, without the number and name of the rule."""
 
     evidence: str
-    fix: str
+    fix: str = ""
+    """How to fix it, if not as the rule says."""
     severity: Severity = "violation"
 
 
@@ -88,7 +89,7 @@ class LintCase:
     @cached_property
     def finished(self) -> list[RunRecord]:
         """Runs that finished. A run whose log says that it was aborted is left to rule 12."""
-        return [run for run in self.race.runs if run.status == "finished" and not _aborted(run)]
+        return [run for run in self.race.runs if run.status == "finished" and run.stop.get("status") != "aborted"]
 
     @cached_property
     def configured(self) -> list[RunRecord]:
@@ -119,6 +120,8 @@ class LintRule:
     """The mistake."""
     meaning: str
     """What is true if the rule holds."""
+    fix: str
+    """How to fix what a note without a fix of its own reports."""
     check: Callable[[LintCase], Iterator[Note]]
     describe: Callable[[LintCase], str]
     """What the check reads; "" if the race has nothing of the kind."""
@@ -190,11 +193,6 @@ class ExpectedSteps:
         """The steps after which a run that ended at step `last` must evaluate."""
         every = self.every or self.epoch_steps
         return [*range(every, last, every), last]
-
-
-def _aborted(run: RunRecord) -> bool:
-    stops = [event.get("metadata") for event in run.lines("run_stop")]
-    return bool(stops) and isinstance(stops[-1], dict) and stops[-1].get("status") == "aborted"
 
 
 def step_of(event: dict[str, Any]) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import hashlib
 import json
 import math
 from collections import Counter
@@ -22,8 +21,6 @@ __all__ = ["RULES"]
 
 # 0. The files
 
-RESTORE = "restore the files that the race wrote, or race again"
-
 
 def _describe_files(case: LintCase) -> str:
     return f"{len(case.race.lines)} lines of {REGISTRY}, the files of {len(case.race.runs)} runs"
@@ -35,23 +32,21 @@ def _check_files(case: LintCase) -> Iterator[Note]:
     other_code = set(runs_with_other_code(race.plan, race.runs))  # rule 8 reports it
     for problem in dict.fromkeys(race.problems):
         if problem not in other_code:
-            yield Note(problem, RESTORE)
+            yield Note(problem)
     planned = next((line for line in race.lines if line.get("event") == "planned"), {})
     sums = planned.get("splits")
     for name in SPLITS:
         path = race.path / "splits" / f"{name}.u64"
         if not path.exists():
-            yield Note(f"splits/{name}.u64 is missing, so disjoint splits cannot be proved", RESTORE)
-        elif isinstance(sums, dict) and sums.get(name) != hashlib.sha256(path.read_bytes()).hexdigest():
-            yield Note(f"splits/{name}.u64 was edited after the race began", RESTORE)
+            yield Note(f"splits/{name}.u64 is missing, so disjoint splits cannot be proved")
+        elif isinstance(sums, dict) and sums.get(name) != sha256(path):
+            yield Note(f"splits/{name}.u64 was edited after the race began")
     system = race.path / SYSTEM
     if system.exists() and planned.get("system_sha256") not in (None, sha256(system)):
-        yield Note(f"{SYSTEM} was edited after the race began", RESTORE)
+        yield Note(f"{SYSTEM} was edited after the race began")
 
 
 # 3. Tuning
-
-COUNT_TUNING = "tune every entry with the same rates, inside the race (--tune), and keep all tuning runs"
 
 
 def _tuning_runs(case: LintCase) -> list[RunRecord]:
@@ -72,7 +67,7 @@ def _check_tuning(case: LintCase) -> Iterator[Note]:
     if tuning is None:
         unplanned = [run.folder for run in _tuning_runs(case)]
         if unplanned:
-            yield Note(f"{unplanned[0]} is a tuning run, and race.json plans no tuning", COUNT_TUNING)
+            yield Note(f"{unplanned[0]} is a tuning run, and race.json plans no tuning")
         yield from _check_rate_sources(case)
         return
     if tuning.seed in case.plan.seeds:
@@ -89,16 +84,15 @@ def _check_tuning_runs(case: LintCase, tuning: RateTuning) -> Iterator[Note]:
         if len(tried) < len(tuning.factors):
             yield Note(
                 f"{entry.name} has {len(tried)} of {len(tuning.factors)} tuning runs (rates times "
-                f"{', '.join(f'{factor:g}' for factor in tried) or 'none'})",
-                COUNT_TUNING,
+                f"{', '.join(f'{factor:g}' for factor in tried) or 'none'})"
             )
         repeated = [factor for factor in tuning.factors if ended[entry.name, factor] > 1]
         if repeated:
             times = ended[entry.name, repeated[0]]
-            yield Note(f"{entry.name}: its rate times {repeated[0]:g} was tried {times} times", COUNT_TUNING)
+            yield Note(f"{entry.name}: its rate times {repeated[0]:g} was tried {times} times")
     unplanned = [run.folder for run in runs if run.factor not in tuning.factors]
     if unplanned:
-        yield Note(f"{unplanned[0]} tried a rate that race.json does not plan", COUNT_TUNING)
+        yield Note(f"{unplanned[0]} tried a rate that race.json does not plan")
 
 
 def _check_chosen_rates(case: LintCase) -> Iterator[Note]:
@@ -111,31 +105,30 @@ def _check_chosen_rates(case: LintCase) -> Iterator[Note]:
     for entry in case.plan.entries:
         if entry.name not in chosen:
             if raced:
-                yield Note(f"{entry.name} raced before its rate was chosen", COUNT_TUNING)
+                yield Note(f"{entry.name} raced before its rate was chosen")
             continue
         place = chosen[entry.name]
         line, best = lines[place], case.race.choose_rate(entry)
         if not close(line.get("learning_rate"), best["learning_rate"]) or line.get("tried") != best["tried"]:
             yield Note(
                 f"{entry.name} races with rate {line.get('learning_rate')}; the best one by the last validation of its "
-                f"tuning runs ({best['tried']}) is {best['learning_rate']:g}",
-                COUNT_TUNING,
+                f"tuning runs ({best['tried']}) is {best['learning_rate']:g}"
             )
         elif (raced and raced[0] < place) or (tuned and tuned[-1] > place):
-            yield Note(f"the rate of {entry.name} was not chosen between the tuning and the race", COUNT_TUNING)
+            yield Note(f"the rate of {entry.name} was not chosen between the tuning and the race")
 
 
 def _check_rate_sources(case: LintCase) -> Iterator[Note]:
     """A rate that is neither the workload's nor a preset's was found by runs that are not counted."""
     presets = _preset_rates()
-    usual = case.data["learning_rate"] if case.data and case.plan.code_digest == code_digest() else None
+    default_rate = case.data["learning_rate"] if case.data and case.plan.code_digest == code_digest() else None
     for entry in case.plan.entries:
         if entry.rate_from == "tuned":
-            yield Note(f"the rate of {entry.name} is tuned, and there is no tuning run", COUNT_TUNING)
+            yield Note(f"the rate of {entry.name} is tuned, and there is no tuning run")
             continue
         factor = 1.0 if entry.codec or entry.rate_from == "workload" else presets.get(entry.strategy, 1.0)
         rate = entry.learning_rate
-        expected = rate if usual is None or rate is None else usual * factor
+        expected = rate if default_rate is None or rate is None else default_rate * factor
         by_user = entry.rate_from == "given"
         if by_user or not close(rate, expected, 1e-6):
             source = "was set by the user" if by_user else f"is not the {entry.rate_from}'s, {expected:g}"
@@ -157,7 +150,6 @@ def _preset_rates() -> dict[str, float]:
 # 12. Baselines and runs
 
 MIN_SEEDS = 3
-KEEP_RUNS = "keep every run; exclude one with a reason: syncline lint --exclude RUN --why …"
 FINISH_RACE = "finish the race (--resume), or state that it is not finished"
 
 
@@ -206,9 +198,9 @@ def _check_fairness(case: LintCase) -> Iterator[Note]:
         yield from _check_status(run)
         if run.excluded is not None:
             if run.excluded.strip():
-                yield Note(f"{run.folder} is excluded: {run.excluded}", KEEP_RUNS, "warning")
+                yield Note(f"{run.folder} is excluded: {run.excluded}", severity="warning")
             else:
-                yield Note(f"{run.folder} is excluded without a reason", KEEP_RUNS)
+                yield Note(f"{run.folder} is excluded without a reason")
     yield from _check_reports(case)
 
 
@@ -222,9 +214,9 @@ def _check_ends(case: LintCase) -> Iterator[Note]:
         yield Note(f"{len(missing)} of {len(planned)} planned runs have no end: {some(missing)}", FINISH_RACE)
     for key, times in ended.items():
         if times > 1:
-            yield Note(f"{_name(key)} has {times} complete runs, of which one was chosen", KEEP_RUNS)
+            yield Note(f"{_name(key)} has {times} complete runs, of which one was chosen")
         if key not in planned:
-            yield Note(f"{_name(key)} was run, and race.json does not plan it", KEEP_RUNS)
+            yield Note(f"{_name(key)} was run, and race.json does not plan it")
     interrupted = Counter(run.key for run in runs if not run.ended)
     if interrupted:
         names = [f"{_name(key)} ({times} times)" for key, times in interrupted.items()]
@@ -240,27 +232,27 @@ def _check_order(case: LintCase) -> Iterator[Note]:
     race = case.race
     stamps = [stamp for stamp in (finite(line.get("time_ms")) for line in race.lines) if stamp is not None]
     if any(late < early - 1000 for early, late in pairwise(stamps)):
-        yield Note("the time stamps of the registry decrease", KEEP_RUNS)
+        yield Note("the time stamps of the registry decrease")
     for planned, kinds in ((case.plan.tuning_runs(), ("tuning",)), (case.plan.runs(race.rates), ("race", "scaling"))):
         started = list(dict.fromkeys(run.key for run in race.runs if run.kind in kinds and run.ended))
         expected = [run.key for run in planned if run.key in started]
         started = [key for key in started if key in expected]
         for one, other in zip(started, expected, strict=True):
             if one != other:
-                yield Note(f"{_name(one)} ran where the order of race.json has {_name(other)}", KEEP_RUNS)
+                yield Note(f"{_name(one)} ran where the order of race.json has {_name(other)}")
                 break
 
 
 def _check_status(run: RunRecord) -> Iterator[Note]:
     """The status in the registry agrees with the end of the log."""
-    stop: dict[str, Any] = run.lines("run_stop")[-1].get("metadata", {}) if run.lines("run_stop") else {}
-    if run.status == "finished" and stop.get("status") == "aborted":
-        why = stop.get("error") or "aborted"
+    logged = run.stop.get("status")
+    if run.status == "finished" and logged == "aborted":
+        why = run.stop.get("error") or "aborted"
         yield Note(
             f"{run.folder} is listed as finished, and its log ends with {why!r}",
             "count it as failed, with an infinite time",
         )
-    elif run.status in ("failed", "diverged", "hung") and stop.get("status") == "success":
+    elif run.status in ("failed", "diverged", "hung") and logged == "success":
         yield Note(
             f"{run.folder} is listed as {run.status} ({run.reason}), and its log ends with success",
             "run it again, or exclude it with a reason",
@@ -284,8 +276,8 @@ def _check_reports(case: LintCase) -> Iterator[Note]:
             if times and run.folder not in times:
                 yield Note(f"{name} leaves out {run.folder} ({run.status})", "write the report again, with all runs")
             elif run.folder in times and run.kind != "tuning":
-                hit = run.hit(case.plan.target, case.plan.higher_is_better) if run.status == "finished" else None
-                actual, reported = math.inf if hit is None else hit.elapsed, _to_seconds(times[run.folder])
+                actual = run.time_to_target(case.plan.target, case.plan.higher_is_better)
+                reported = _to_seconds(times[run.folder])
                 if not (actual == reported or math.isclose(actual, reported, rel_tol=1e-3)):
                     yield Note(
                         f"{name} has {reported:g} s to the target for {run.folder} ({run.status}); its log has "
@@ -322,6 +314,7 @@ RULES = (
         0,
         "Files were changed",
         "the folder is as the race wrote it: no file is missing, edited or added",
+        "restore the files that the race wrote, or race again",
         _check_files,
         _describe_files,
     ),
@@ -329,6 +322,7 @@ RULES = (
         3,
         "The tuning is not counted",
         "all runs that chose a learning rate are here, and all entries had the same number of them",
+        "tune every entry with the same rates, inside the race (--tune), and keep all tuning runs",
         _check_tuning,
         _describe_tuning,
     ),
@@ -336,6 +330,7 @@ RULES = (
         12,
         "Baselines or runs were selected",
         "baselines ran here with the same budget and enough seeds, and no run is missing",
+        "keep every run; exclude one with a reason: syncline lint --exclude RUN --why …",
         _check_fairness,
         _describe_fairness,
     ),

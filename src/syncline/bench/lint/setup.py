@@ -39,7 +39,6 @@ FIELDS_BY_ENGINE = ("engine", "launcher")
 """Fields that are equal for all of these whose entries have the same engine in the plan."""
 USABLE_CORES = "cores usable"
 """A field of rank 0's machine. Rank 0 has more cores if fewer workers share the machine."""
-SAME_HARDWARE = "run all entries on the same machine, with the same software, in one race"
 
 
 def _section(system: dict[str, Any], name: str) -> dict[str, Any]:
@@ -64,12 +63,12 @@ def _check_hardware(case: LintCase) -> Iterator[Note]:
             yield from _compare_systems(f"{section}, {name}", runs, section, name)
     engines = {entry.name: entry.engine for entry in case.plan.entries}
     for size in sorted({run.workers for run in runs}):
-        alike = [run for run in runs if run.workers == size]
-        yield from _compare_systems(USABLE_CORES, alike, "machine", USABLE_CORES)
+        same_size = [run for run in runs if run.workers == size]
+        yield from _compare_systems(USABLE_CORES, same_size, "machine", USABLE_CORES)
         for name in FIELDS_BY_SIZE:
-            yield from _compare_systems(f"{name} of {size} workers", alike, "world", name)
+            yield from _compare_systems(f"{name} of {size} workers", same_size, "world", name)
         for engine in sorted(set(engines.values()), key=str):
-            same_engine = [run for run in alike if engines.get(run.entry) == engine]
+            same_engine = [run for run in same_size if engines.get(run.entry) == engine]
             for name in FIELDS_BY_ENGINE:
                 yield from _compare_systems(f"{name} of {size} workers", same_engine, "world", name)
     yield from _check_race_machine(case, runs)
@@ -80,7 +79,7 @@ def _compare_systems(what: str, runs: list[RunRecord], section: str, name: str) 
     groups = _differing((_section(run.system, section).get(name), run.folder) for run in runs)
     if groups:
         values = "; ".join(f"{value} in {some(folders, 2)}" for value, folders in groups.items())
-        yield Note(f"the runs differ in {what}: {values}", SAME_HARDWARE)
+        yield Note(f"the runs differ in {what}: {values}")
 
 
 def _check_race_machine(case: LintCase, runs: list[RunRecord]) -> Iterator[Note]:
@@ -91,7 +90,7 @@ def _check_race_machine(case: LintCase, runs: list[RunRecord]) -> Iterator[Note]
     for name, value in planned.items():
         # The launcher decides how many cores a process may use.
         if name not in ("host", USABLE_CORES) and first.get(name) != value:
-            yield Note(f"the race was planned with {name} {value!r}, and ran with {first.get(name)!r}", SAME_HARDWARE)
+            yield Note(f"the race was planned with {name} {value!r}, and ran with {first.get(name)!r}")
 
 
 def _check_place(case: LintCase, runs: list[RunRecord]) -> Iterator[Note]:
@@ -100,19 +99,16 @@ def _check_place(case: LintCase, runs: list[RunRecord]) -> Iterator[Note]:
     for run in runs:
         world = _section(run.system, "world")
         if world.get("size") != run.workers:
-            yield Note(
-                f"{run.folder} is listed with {run.workers} workers, and ran on {world.get('size')}", SAME_HARDWARE
-            )
+            yield Note(f"{run.folder} is listed with {run.workers} workers, and ran on {world.get('size')}")
             return
         planned = next((entry.engine for entry in case.plan.entries if entry.name == run.entry), None)
         if planned is not None and world.get("engine") != planned:
-            yield Note(f"{run.folder} ran on engine {world.get('engine')!r}; its entry has {planned!r}", SAME_HARDWARE)
+            yield Note(f"{run.folder} ran on engine {world.get('engine')!r}; its entry has {planned!r}")
             return
         if (world.get("engine") == "simulated") != (kind == "simulated") or (kind == "lab" and not world.get("lab")):
             yield Note(
                 f"{run.folder} ran on engine {world.get('engine')!r}, lab {world.get('lab')!r}; race.json says "
-                f"{kind} {case.plan.place.detail}",
-                SAME_HARDWARE,
+                f"{kind} {case.plan.place.detail}"
             )
             return
 
@@ -126,7 +122,6 @@ OPERATIONS_UNIT = re.compile(
 )
 """flops, TFLOP/s, gop/s, ops_per_second, MFU: in a key or in a sentence."""
 DTYPE = re.compile(r"(?:float|bfloat|fp|bf|int|uint)\d+|double|half", re.IGNORECASE)
-EXPLAIN = "leave it out, or add the type of the operands and the formula that counts them (dtype, formula)"
 
 
 def _describe_operations(case: LintCase) -> str:
@@ -145,7 +140,7 @@ def _check_operations(case: LintCase) -> Iterator[Note]:
             text = re.sub(r"<(script|style)\b.*?</\1>", " ", text, flags=re.DOTALL | re.IGNORECASE)
             for sentence in re.split(r"[\n.;]\s", html.unescape(re.sub(r"<[^>]*>", " ", text))):
                 if _is_unexplained(sentence):
-                    yield Note(f"{path.name} says {' '.join(sentence.split())[:120]!r}", EXPLAIN)
+                    yield Note(f"{path.name} says {' '.join(sentence.split())[:120]!r}")
                     break
 
 
@@ -156,7 +151,7 @@ def _check_run_operations(run: RunRecord) -> Iterator[Note]:
         explained = _has_formula(metadata if isinstance(metadata, dict) else {})
         if OPERATIONS_UNIT.search(key) and key not in seen and not explained:
             seen.add(key)
-            yield Note(f"{run.folder}/log.jsonl has {key} = {event.get('value')} without a formula", EXPLAIN)
+            yield Note(f"{run.folder}/log.jsonl has {key} = {event.get('value')} without a formula")
         elif isinstance(event.get("value"), dict):
             for note in _unexplained(event["value"], f"{run.folder}/log.jsonl, {key}"):
                 if note not in seen:
@@ -176,14 +171,14 @@ def _unexplained(value: Any, where: str) -> Iterator[Note]:
                 continue  # findings of an earlier lint
             explained = _has_formula(value) or (isinstance(inner, dict) and _has_formula(inner))
             if OPERATIONS_UNIT.search(str(key)) and not explained:
-                yield Note(f"{where} has {key} = {json.dumps(inner)[:60]} without a formula", EXPLAIN)
+                yield Note(f"{where} has {key} = {json.dumps(inner)[:60]} without a formula")
             else:
                 yield from _unexplained(inner, where)
     elif isinstance(value, list):
         for inner in value:
             yield from _unexplained(inner, where)
     elif isinstance(value, str) and _is_unexplained(value):
-        yield Note(f"{where} says {value[:120]!r}", EXPLAIN)
+        yield Note(f"{where} says {value[:120]!r}")
 
 
 def _is_unexplained(sentence: str) -> bool:
@@ -215,9 +210,6 @@ LOGGED_SETTINGS = {
 }
 """Keys of the log that repeat a field of `config.json`."""
 CLOCK_SLACK_MS = 100
-ONE_CONFIGURATION = (
-    "take speed and accuracy from the same run; race again with one configuration and one version of the code"
-)
 
 
 def _describe_configuration(case: LintCase) -> str:
@@ -230,15 +222,13 @@ def _check_configuration(case: LintCase) -> Iterator[Note]:
     for run in case.configured:
         planned = case.planned(run)
         if planned is None:
-            yield Note(f"{run.folder}: race.json has no entry {run.entry!r}", ONE_CONFIGURATION)
+            yield Note(f"{run.folder}: race.json has no entry {run.entry!r}")
             continue
         expected = {"workers": run.workers, **asdict(case.plan.settings(planned))}
         for name in sorted(expected.keys() - SETTINGS_OF_OTHER_RULES):
             wanted, value = expected[name], run.config.get(name)
             if not close(wanted, value) and not (wanted is None and name == "learning_rate"):
-                yield Note(
-                    f"{run.folder}: {name} is {value!r} in its configuration, {wanted!r} in the plan", ONE_CONFIGURATION
-                )
+                yield Note(f"{run.folder}: {name} is {value!r} in its configuration, {wanted!r} in the plan")
         yield from _check_run_configuration(run)
     yield from _check_log_times(case)
     yield from _check_copies(case)
@@ -253,12 +243,10 @@ def _check_run_configuration(run: RunRecord) -> Iterator[Note]:
     for key, value in expected.items():
         for event in run.lines(key):
             if not close(event.get("value"), value):
-                yield Note(
-                    f"{run.folder}: the log has {key} {event.get('value')!r}, config.json {value!r}", ONE_CONFIGURATION
-                )
+                yield Note(f"{run.folder}: the log has {key} {event.get('value')!r}, config.json {value!r}")
     for name, spec in _build_specs(config, built).items():
         if built[name] != spec:
-            yield Note(f"{run.folder}: its {name} is {spec!r}, and {built[name]!r} was used", ONE_CONFIGURATION)
+            yield Note(f"{run.folder}: its {name} is {spec!r}, and {built[name]!r} was used")
     yield from _check_rates(run)
 
 
@@ -271,8 +259,7 @@ def _check_versions(case: LintCase) -> Iterator[Note]:
     for version, folders in groups.items():
         yield Note(
             f"{len(folders)} runs used other code ({version}) than the plan ({plan.code_version}, "
-            f"{plan.code_digest}): {some(folders)}",
-            ONE_CONFIGURATION,
+            f"{plan.code_digest}): {some(folders)}"
         )
 
 
@@ -314,10 +301,7 @@ def _check_rates(run: RunRecord) -> Iterator[Note]:
     wrong = [one for one in used if one is not None and (not close(one, scaled) if constant else one > scaled * 1.0001)]
     if wrong or not close(config.get("scaled_learning_rate"), scaled):
         other = wrong[0] if wrong else config.get("scaled_learning_rate")
-        yield Note(
-            f"{run.folder}: its learning rate is {scaled:g} by its configuration, and {other} was used",
-            ONE_CONFIGURATION,
-        )
+        yield Note(f"{run.folder}: its learning rate is {scaled:g} by its configuration, and {other} was used")
 
 
 def _check_log_times(case: LintCase) -> Iterator[Note]:
@@ -334,7 +318,7 @@ def _check_log_times(case: LintCase) -> Iterator[Note]:
             min(stamps) < registered.get("begun", min(stamps)) - CLOCK_SLACK_MS
             or max(stamps) > registered.get("ended", max(stamps)) + CLOCK_SLACK_MS
         ):
-            yield Note(f"{run.folder}/log.jsonl was not written at the time that the registry has", ONE_CONFIGURATION)
+            yield Note(f"{run.folder}/log.jsonl was not written at the time that the registry has")
 
 
 def _check_copies(case: LintCase) -> Iterator[Note]:
@@ -344,17 +328,14 @@ def _check_copies(case: LintCase) -> Iterator[Note]:
         curve = tuple(one.metric for one in run.evaluations)
         if len(set(curve)) < 3:
             continue
-        twin = seen.setdefault((run.entry, run.workers, run.kind, run.factor, curve), run)
-        if twin is not run and twin.seed != run.seed:
-            yield Note(
-                f"{run.folder} has exactly the same curve as {twin.folder}, with another seed", ONE_CONFIGURATION
-            )
+        other = seen.setdefault((run.entry, run.workers, run.kind, run.factor, curve), run)
+        if other is not run and other.seed != run.seed:
+            yield Note(f"{run.folder} has exactly the same curve as {other.folder}, with another seed")
 
 
 # 9. Inputs
 
 INPUT_FIELDS = ("workload", "metric", "higher_is_better", "samples", "parameters", "sha256", "script_sha256", "input")
-OWN_INPUTS = "train on the unchanged samples of the workload, and race again"
 
 
 def _describe_inputs(case: LintCase) -> str:
@@ -371,7 +352,7 @@ def _check_inputs(case: LintCase) -> Iterator[Note]:
         groups = _differing((run.config.get(name), run.folder) for run in case.configured)
         if groups:
             values = "; ".join(f"{value} in {some(folders, 2)}" for value, folders in groups.items())
-            yield Note(f"the runs differ in {name}: {values}", OWN_INPUTS)
+            yield Note(f"the runs differ in {name}: {values}")
     for run in case.configured:
         yield from _check_run_inputs(run)
     if not case.configured:
@@ -384,7 +365,7 @@ def _check_inputs(case: LintCase) -> Iterator[Note]:
     name = trained.partition("(")[0]
     if is_built_in(name) and case.plan.workload.partition("(")[0].strip() != name:
         # The plan names a script, which the lint does not execute.
-        yield Note(f"race.json names the workload {case.plan.workload!r}, and the runs trained {trained!r}", OWN_INPUTS)
+        yield Note(f"race.json names the workload {case.plan.workload!r}, and the runs trained {trained!r}")
 
 
 def _check_run_inputs(run: RunRecord) -> Iterator[Note]:
@@ -393,9 +374,7 @@ def _check_run_inputs(run: RunRecord) -> Iterator[Note]:
     for key, split in (("train_samples", "train"), ("eval_samples", "validation")):
         for event in run.lines(key):
             if isinstance(sizes, dict) and event.get("value") != sizes.get(split):
-                yield Note(
-                    f"{run.folder}: {key} is {event.get('value')}, and {split} has {sizes.get(split)}", OWN_INPUTS
-                )
+                yield Note(f"{run.folder}: {key} is {event.get('value')}, and {split} has {sizes.get(split)}")
 
 
 def _compare_inputs(run: RunRecord, here: dict[str, Any]) -> Iterator[Note]:
@@ -408,16 +387,10 @@ def _compare_inputs(run: RunRecord, here: dict[str, Any]) -> Iterator[Note]:
         return
     for name in INPUT_FIELDS:
         if run.config.get(name) != here.get(name):
-            yield Note(
-                f"{name} is {run.config.get(name)} in {run.folder}, and {here.get(name)} in the workload", OWN_INPUTS
-            )
+            yield Note(f"{name} is {run.config.get(name)} in {run.folder}, and {here.get(name)} in the workload")
 
 
 # 11. Batch
-
-DECLARE_SCALING = (
-    "declare it (--scaling weak keeps the batch of each worker, strong the global batch), and run all sizes so"
-)
 
 
 def _describe_batch(case: LintCase) -> str:
@@ -433,10 +406,7 @@ def _check_batch(case: LintCase) -> Iterator[Note]:
     plan = case.plan
     sizes = sorted({run.workers for run in case.race.runs} | {plan.workers, *plan.scaling_workers})
     if len(sizes) > 1 and plan.scaling is None:
-        yield Note(
-            f"there are runs on {', '.join(map(str, sizes))} workers, and race.json declares no scaling",
-            DECLARE_SCALING,
-        )
+        yield Note(f"there are runs on {', '.join(map(str, sizes))} workers, and race.json declares no scaling")
         return
     for run in case.configured:
         planned = case.planned(run)
@@ -448,8 +418,7 @@ def _check_batch(case: LintCase) -> Iterator[Note]:
             constant = "global batch" if plan.scaling == "strong" else "batch of each worker"
             yield Note(
                 f"{run.folder} used {batch['batch']} samples per step and worker; with a constant {constant} "
-                f"({plan.scaling or 'one size'}, {plan.batch} on {plan.workers} workers) it is {settings.batch}",
-                DECLARE_SCALING,
+                f"({plan.scaling or 'one size'}, {plan.batch} on {plan.workers} workers) it is {settings.batch}"
             )
         yield from _check_run_batch(run)
 
@@ -457,13 +426,13 @@ def _check_batch(case: LintCase) -> Iterator[Note]:
 def _check_run_batch(run: RunRecord) -> Iterator[Note]:
     """The batch in the log is that of the configuration."""
     expected = ExpectedSteps.of(run)
-    for event in run.lines("global_batch_size") if expected else ():
-        assert expected is not None
+    if expected is None:
+        return
+    for event in run.lines("global_batch_size"):
         if event.get("value") != expected.batch or run.config.get("samples_a_step") != expected.batch:
             yield Note(
                 f"{run.folder}: steps of {event.get('value')} samples in the log, {run.config.get('samples_a_step')} "
-                f"in config.json, {expected.batch} by batch and workers",
-                DECLARE_SCALING,
+                f"in config.json, {expected.batch} by batch and workers"
             )
 
 
@@ -472,6 +441,7 @@ RULES = (
         4,
         "The hardware differs",
         "all entries ran on the same machine, with the same software, in the same place",
+        "run all entries on the same machine, with the same software, in one race",
         _check_hardware,
         _describe_hardware,
     ),
@@ -479,6 +449,7 @@ RULES = (
         7,
         "Operations per second are not explained",
         "operations per second come with the type of their operands and the formula that counts them",
+        "leave it out, or add the type of the operands and the formula that counts them (dtype, formula)",
         _check_operations,
         _describe_operations,
         _check_run_operations,
@@ -487,6 +458,7 @@ RULES = (
         8,
         "Speed and accuracy have different settings",
         "both come from one run, with the settings of the plan and one version of the code",
+        "take speed and accuracy from the same run; race again with one configuration and one version of the code",
         _check_configuration,
         _describe_configuration,
         _check_run_configuration,
@@ -495,6 +467,7 @@ RULES = (
         9,
         "The inputs are not the workload's",
         "samples have the shape, type and number that the workload defines",
+        "train on the unchanged samples of the workload, and race again",
         _check_inputs,
         _describe_inputs,
         _check_run_inputs,
@@ -503,6 +476,7 @@ RULES = (
         11,
         "The batch does not match the scaling",
         "strong or weak scaling is declared, and every batch follows from it",
+        "declare it (--scaling weak keeps the batch of each worker, strong the global batch), and run all sizes so",
         _check_batch,
         _describe_batch,
         _check_run_batch,

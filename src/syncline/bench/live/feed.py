@@ -272,9 +272,9 @@ class RaceFeed(Feed):
             run = latest.get(key)
             if run is None or not run.ended:
                 similar = [seconds for other, seconds in known.items() if other[:3] == key[:3]]
-                usual = statistics.fmean(similar or known.values())
+                mean = statistics.fmean(similar or known.values())
                 spent = _seconds_since(run.started_ms) if run is not None and run.status == "running" else None
-                remaining += max(0.0, usual - (spent or 0.0))
+                remaining += max(0.0, mean - (spent or 0.0))
         return rounded(remaining, 3)
 
     def _latest_activity(self) -> int | None:

@@ -185,10 +185,10 @@ class HeatMap:
             for rank in range(self.ranks)
         ]
         slowest = max(range(self.ranks), key=lambda rank: spent[rank])
-        usual = statistics.median_low(spent)
-        if usual <= 0 or spent[slowest] < STRAGGLER_RATIO * usual:
+        median = statistics.median_low(spent)
+        if median <= 0 or spent[slowest] < STRAGGLER_RATIO * median:
             return None
-        return {"rank": slowest, "times": rounded(spent[slowest] / usual, 3) or 0.0}
+        return {"rank": slowest, "times": rounded(spent[slowest] / median, 3) or 0.0}
 
 
 class RunFeed:

@@ -2,6 +2,10 @@
 
 One thread serves all connections with asyncio, because a browser opens connections that it may never use, and a slow
 one must not delay the others. A table lists what can be requested; no request becomes a path on the disk.
+
+No web framework would make this file shorter: most of it is the access check, the headers and the documents. The
+parser accepts only GET requests without a body, and `http.server` of the standard library needs a thread per
+connection.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from http import HTTPStatus
 from importlib.resources import files
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -45,24 +50,13 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Connection": "close",
 }
-REASONS = {
-    200: "OK",
-    304: "Not Modified",
-    400: "Bad Request",
-    403: "Forbidden",
-    404: "Not Found",
-    405: "Method Not Allowed",
-}
 MAX_REQUEST_BYTES = 16 << 10
 HEADERS_END = b"\r\n\r\n"
-ASSET_FILES = {
-    "/": ("page.html", "text/html; charset=utf-8"),
-    "/style.css": ("style.css", "text/css; charset=utf-8"),
-    "/app.js": ("app.js", "text/javascript; charset=utf-8"),
-    "/plots.js": ("plots.js", "text/javascript; charset=utf-8"),
-    "/table.js": ("table.js", "text/javascript; charset=utf-8"),
-    "/phrases.js": ("phrases.js", "text/javascript; charset=utf-8"),
-}
+NOT_HTTP = "this is not an HTTP request"
+JAVASCRIPT = "text/javascript; charset=utf-8"
+PAGE_FILES = {"page.html": "text/html; charset=utf-8", "style.css": "text/css; charset=utf-8"}
+PAGE_FILES |= dict.fromkeys(("app.js", "plots.js", "table.js", "phrases.js"), JAVASCRIPT)
+"""Content types of the files in `static/`."""
 
 
 class _Refusal(Exception):  # noqa: N818 (an HTTP answer, not an error)
@@ -117,13 +111,13 @@ class LiveServer:
                 await writer.wait_closed()
 
     async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        request = await asyncio.wait_for(read_request(reader), REQUEST_TIMEOUT_S)
         try:
-            if request is None:
-                raise _Refusal(400, "this is not an HTTP request")
-            answer = self._answer(request)
+            data = await asyncio.wait_for(reader.readuntil(HEADERS_END), REQUEST_TIMEOUT_S)
+            answer = self._answer(parse_request(data))
+        except asyncio.LimitOverrunError:
+            answer = _refuse(_Refusal(400, NOT_HTTP))
         except _Refusal as refusal:
-            answer = _text(refusal.status, f"{refusal}\n".encode())
+            answer = _refuse(refusal)
         writer.transport.set_write_buffer_limits(high=0)  # drain() waits until all is sent
         writer.write(answer)
         await asyncio.wait_for(writer.drain(), SEND_TIMEOUT_S)
@@ -148,8 +142,8 @@ class LiveServer:
         host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
         if host not in ("127.0.0.1", "localhost"):
             raise _Refusal(403, f"this server is 127.0.0.1 or localhost, not {host[:100]!r}")
-        given = (request.query.get("token", ""), request.cookies.get(self._cookie, ""))
-        if not any(secrets.compare_digest(one.encode(), self.token.encode()) for one in given):
+        tokens = (request.query.get("token", ""), request.cookies.get(self._cookie, ""))
+        if not any(secrets.compare_digest(one.encode(), self.token.encode()) for one in tokens):
             raise _Refusal(403, "this page needs its token: open the whole address that syncline watch printed")
 
     @property
@@ -196,31 +190,32 @@ def serve(feed: Feed, port: int, announce: Callable[[LiveServer], None]) -> None
 
 
 def _listen(port: int) -> socket.socket:
-    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(("127.0.0.1", port))
-        found.listen()  # before the address is printed
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen()  # before the address is printed
     except (OSError, OverflowError) as error:
-        found.close()
+        listener.close()
         why = getattr(error, "strerror", None) or error
         raise UnsupportedError(
             f"cannot listen on 127.0.0.1:{port} ({why}); without --port a free one is taken"
         ) from None
-    return found
+    return listener
 
 
 def _is_number(word: str) -> bool:
     return word.isascii() and word.isdigit() and len(word) < 10
 
 
-def _text(status: int, body: bytes) -> bytes:
+def _refuse(refusal: _Refusal) -> bytes:
     headers = {"Content-Type": "text/plain; charset=utf-8", "Cache-Control": "no-store"}
-    return _response(status, body, {**headers, "Allow": "GET"} if status == 405 else headers)
+    headers |= {"Allow": "GET"} if refusal.status == 405 else {}
+    return _response(refusal.status, f"{refusal}\n".encode(), headers)
 
 
 def _response(status: int, body: bytes, headers: Mapping[str, str]) -> bytes:
-    lines = [f"HTTP/1.1 {status} {REASONS[status]}"]
+    lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"]
     lines += [f"{name}: {value}" for name, value in {**HEADERS, **headers, "Content-Length": str(len(body))}.items()]
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 
@@ -236,41 +231,30 @@ class HttpRequest:
     cookies: dict[str, str]
 
 
-async def read_request(reader: asyncio.StreamReader) -> HttpRequest | None:
-    """The next request; None if it is too long or not valid."""
-    try:
-        data = await reader.readuntil(HEADERS_END)
-    except asyncio.LimitOverrunError:
-        return None
-    return parse_request(data)
+def parse_request(data: bytes) -> HttpRequest:
+    """Parse a request without a body.
 
-
-def parse_request(data: bytes) -> HttpRequest | None:
-    """Parse a request without a body; None if it is not valid.
-
-    >>> found = parse_request(b"GET /run.json?id=3 HTTP/1.1\\r\\nHost: localhost\\r\\nCookie: a=b; c=d\\r\\n\\r\\n")
-    >>> found.path, found.query, found.cookies
+    >>> request = parse_request(b"GET /run.json?id=3 HTTP/1.1\\r\\nHost: localhost\\r\\nCookie: a=b; c=d\\r\\n\\r\\n")
+    >>> request.path, request.query, request.cookies
     ('/run.json', {'id': '3'}, {'a': 'b', 'c': 'd'})
-    >>> parse_request(b"hello\\r\\n\\r\\n") is None
-    True
     """
     first, *rest = data.removesuffix(HEADERS_END).decode("latin-1").split("\r\n")
     words = first.split(" ")
     if len(words) != 3 or not words[0].isalpha() or not words[1].startswith("/") or not words[2].startswith("HTTP/1."):
-        return None
+        raise _Refusal(400, NOT_HTTP)
     headers: dict[str, str] = {}
     for line in rest:
         name, colon, value = line.partition(":")
         key = name.lower()
         # Refuse repeated and folded headers: other software may read them differently.
         if not colon or not name or name != name.strip() or (key in headers and key in ("host", "cookie")):
-            return None
+            raise _Refusal(400, NOT_HTTP)
         headers[key] = value.strip()
     try:
         parts = urlsplit("//host" + words[1])
         query = dict(parse_qsl(parts.query, max_num_fields=20))
     except ValueError:
-        return None
+        raise _Refusal(400, NOT_HTTP) from None
     pairs = (pair.strip().partition("=") for pair in headers.get("cookie", "").split(";"))
     return HttpRequest(words[0], parts.path, query, headers, {name: value for name, _, value in pairs})
 
@@ -301,15 +285,12 @@ class Asset:
 
 def load_assets() -> dict[str, Asset]:
     """The files of the page and Plotly's script, by request path."""
-    here = files("syncline.bench.live").joinpath("static")
-    found = {path: Asset(here.joinpath(name).read_bytes(), kind) for path, (name, kind) in ASSET_FILES.items()}
-    script = _plotly()
-    return {**found, "/plotly.js": Asset(script, "text/javascript; charset=utf-8", "private, max-age=86400")}
-
-
-def _plotly() -> bytes:
     try:
         offline = importlib.import_module("plotly.offline")
     except ImportError:
         raise UnsupportedError("the live page needs Plotly: pip install 'syncline[view]'") from None
-    return str(offline.get_plotlyjs()).encode()
+    here = files("syncline.bench.live").joinpath("static")
+    assets = {f"/{name}": Asset(here.joinpath(name).read_bytes(), kind) for name, kind in PAGE_FILES.items()}
+    assets["/"] = assets.pop("/page.html")
+    assets["/plotly.js"] = Asset(offline.get_plotlyjs().encode(), JAVASCRIPT, "private, max-age=86400")
+    return assets

@@ -26,10 +26,10 @@ from typing import Any, Literal
 
 from syncline.bench.baselines import (
     DEFAULT_BASELINES,
+    RUN_ONLY_IF_NAMED,
     availability,
     baseline_names,
     build_baseline,
-    why_not_default,
 )
 from syncline.bench.race.plan import RaceEntry
 from syncline.codecs import build_codec, check_optimizer_momentum
@@ -123,28 +123,30 @@ def default_entries(workload: Workload, simulated: bool = False, one_host: bool 
 def all_entries(workload: Workload, simulated: bool = False, one_host: bool = True) -> RaceEntries:
     """Every family of strategies, a few codecs with all-reduce, and the baselines that can run here."""
     rate = workload.defaults.learning_rate
-    usual = _Momentum(workload)
+    default_momentum = _Momentum(workload)
     here = one_host and not simulated
-    found = [_preset(preset, rate, usual) for preset in default_presets() if here or not preset.one_host]
+    candidates = [
+        _preset(preset, rate, default_momentum) for preset in default_presets() if here or not preset.one_host
+    ]
     common: dict[str, Any] = {"learning_rate": rate, "scaling": SCALING, "rate_from": "preset"}
-    found += [RaceEntry(name=spec, codec=spec, **common) for spec in CODECS]
-    apart = [preset.spec for preset in default_presets() if preset.one_host and not here]
-    skipped = dict.fromkeys(apart, "its workers need the shared memory of one host")
+    candidates += [RaceEntry(name=spec, codec=spec, **common) for spec in CODECS]
+    needs_one_host = [preset.spec for preset in default_presets() if preset.one_host and not here]
+    skipped = dict.fromkeys(needs_one_host, "its workers need the shared memory of one host")
     lab = not one_host and not simulated
-    no_mpi = why_no_mpi(lab) if any(entry.engine for entry in found) else None
+    no_mpi = why_no_mpi(lab) if any(entry.engine for entry in candidates) else None
     if no_mpi is not None and not simulated:
-        skipped |= {entry.name: f"it runs on MPI, and {no_mpi}" for entry in found if entry.engine}
-        found = [entry for entry in found if not entry.engine]
+        skipped |= {entry.name: f"it runs on MPI, and {no_mpi}" for entry in candidates if entry.engine}
+        candidates = [entry for entry in candidates if not entry.engine]
     for spec in DEFAULT_BASELINES:
-        reason = "it runs only on real processes" if simulated else availability(spec) or why_not_default(spec)
+        reason = "it runs only on real processes" if simulated else availability(spec) or RUN_ONLY_IF_NAMED.get(spec)
         if reason is None:
-            found.append(RaceEntry(name=spec, strategy=spec, **common))
+            candidates.append(RaceEntry(name=spec, strategy=spec, **common))
         else:
             skipped[spec] = reason
     entries = []
-    for entry in found:
+    for entry in candidates:
         try:
-            entries.append(_checked(entry, usual))
+            entries.append(_checked(entry, default_momentum))
         except IncompatibleError as error:
             skipped[entry.name] = str(error)
     if simulated:  # its ranks need no engine
@@ -161,8 +163,8 @@ class _Momentum:
         self.free = all("momentum" in group for group in optimizer.param_groups)
 
 
-def _preset(preset: Preset, rate: float, usual: _Momentum) -> RaceEntry:
-    capped = preset.momentum is not None and usual.free and usual.value > preset.momentum
+def _preset(preset: Preset, rate: float, default_momentum: _Momentum) -> RaceEntry:
+    capped = preset.momentum is not None and default_momentum.free and default_momentum.value > preset.momentum
     # The higher rate of a preset replaces the momentum that it removes. If none is removed, the rate would be too high.
     factor = preset.rate if capped or preset.momentum is None else min(1.0, preset.rate)
     return RaceEntry(
@@ -250,7 +252,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}…"
 
 
-def _checked(entry: RaceEntry, usual: _Momentum) -> RaceEntry:
+def _checked(entry: RaceEntry, default_momentum: _Momentum) -> RaceEntry:
     """Build the entry once to check it, and set the momentum that its codec needs.
 
     A strategy whose presets name an engine always runs on that engine.
@@ -270,9 +272,9 @@ def _checked(entry: RaceEntry, usual: _Momentum) -> RaceEntry:
     momentum = entry.momentum
     if codec is not None:
         try:
-            check_optimizer_momentum(codec, usual.value if momentum is None else momentum)
+            check_optimizer_momentum(codec, default_momentum.value if momentum is None else momentum)
         except IncompatibleError:
-            if momentum is not None or not usual.free:
+            if momentum is not None or not default_momentum.free:
                 raise
             momentum = 0.0
     return replace(entry, momentum=momentum, baseline=baseline, engine=entry.engine or _engine(needed))

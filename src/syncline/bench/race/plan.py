@@ -189,12 +189,12 @@ class RacePlan:
         `rates` are the tuned learning rates.
         """
         draw = random.Random(self.order_seed + 1)
-        found: list[PlannedRun] = []
+        runs: list[PlannedRun] = []
         for seed in self.seeds:
             turn = [self._run(entry, workers, seed) for entry in self.tuned(rates) for workers in self._sizes()]
             draw.shuffle(turn)
-            found += turn
-        return found
+            runs += turn
+        return runs
 
     def tuned(self, rates: Mapping[str, float] | None = None) -> tuple[RaceEntry, ...]:
         """The entries with their tuned learning rates."""
@@ -219,8 +219,8 @@ class RacePlan:
     def from_json(text: str, where: str = "race.json") -> RacePlan:
         """Read what `as_json` wrote; errors name `where`."""
         try:
-            found: dict[str, Any] = json.loads(text)
-            version = found.get("format")
+            values: dict[str, Any] = json.loads(text)
+            version = values.get("format")
         except (ValueError, AttributeError, RecursionError) as error:
             raise ProtocolError(f"{where} is not a race's plan: {error}") from None
         if version != FORMAT:
@@ -228,13 +228,13 @@ class RacePlan:
         try:
             return RacePlan(
                 **{
-                    **found,
-                    "entries": tuple(RaceEntry(**entry) for entry in found["entries"]),
-                    "seeds": tuple(found["seeds"]),
-                    "place": RacePlace(**found["place"]),
-                    "tuning": found["tuning"]
-                    and RateTuning(**{**found["tuning"], "factors": tuple(found["tuning"]["factors"])}),
-                    "scaling_workers": tuple(found["scaling_workers"]),
+                    **values,
+                    "entries": tuple(RaceEntry(**entry) for entry in values["entries"]),
+                    "seeds": tuple(values["seeds"]),
+                    "place": RacePlace(**values["place"]),
+                    "tuning": values["tuning"]
+                    and RateTuning(**{**values["tuning"], "factors": tuple(values["tuning"]["factors"])}),
+                    "scaling_workers": tuple(values["scaling_workers"]),
                 }
             )
         except (KeyError, TypeError) as error:

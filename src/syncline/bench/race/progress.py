@@ -29,7 +29,6 @@ READ_EVERY_S = 1.0
 """Interval between two readings of the current run's log."""
 LINE_EVERY_S = 30.0
 """Interval between two lines of progress if standard error is not a terminal."""
-STATUS_TEXTS = {"failed": "failed", "diverged": "diverged", "hung": "hung", "interrupted": "stopped"}
 
 
 class RaceProgress:
@@ -124,28 +123,26 @@ class RaceProgress:
         return Group(table, Text(self._status(), style="dim"))
 
     def _cell(self, entry: str, seed: int) -> Text:
-        found = self._done.get((entry, self._plan.workers, seed))
-        if found is None:
-            mine = self._current is not None and self._current[0].entry.name == entry and self._current[0].seed == seed
-            running = mine and self._current is not None and self._current[0].kind == "race"
+        run = self._done.get((entry, self._plan.workers, seed))
+        if run is None:
+            current = None if self._current is None else self._current[0]
+            running = current is not None and (current.kind, current.entry.name, current.seed) == ("race", entry, seed)
             return Text("▶" if running else "·", style="yellow" if running else "dim")
-        hit = found.hit(self._plan.target, self._plan.higher_is_better)
-        if found.status in STATUS_TEXTS:
-            return Text(STATUS_TEXTS[found.status], style="red")
-        if hit is None:
-            best = found.best(self._plan.higher_is_better)
-            return Text("no" if best is None else f"no ({best:.4g})", style="red")
-        return Text(duration(hit.elapsed))
+        if run.status != "finished":
+            return Text(run.status, style="red")
+        seconds = run.time_to_target(self._plan.target, self._plan.higher_is_better)
+        if math.isfinite(seconds):
+            return Text(duration(seconds))
+        best = run.best(self._plan.higher_is_better)
+        return Text("no" if best is None else f"no ({best:.4g})", style="red")
 
     def _median(self, entry: str) -> float:
-        times = []
-        for seed in self._plan.seeds:
-            found = self._done.get((entry, self._plan.workers, seed))
-            if found is None:
-                return math.inf
-            hit = found.hit(self._plan.target, self._plan.higher_is_better) if found.status == "finished" else None
-            times.append(math.inf if hit is None else hit.elapsed)
-        return statistics.median(times)
+        runs = [self._done.get((entry, self._plan.workers, seed)) for seed in self._plan.seeds]
+        if not all(runs):
+            return math.inf
+        return statistics.median(
+            run.time_to_target(self._plan.target, self._plan.higher_is_better) for run in runs if run is not None
+        )
 
     def _status(self) -> str:
         if self._current is None:
@@ -162,9 +159,9 @@ class RaceProgress:
     def _outcome(self, run: RunRecord) -> str:
         if run.status != "finished":
             return f"{run.status} ({(run.reason or 'no reason known').splitlines()[0]})"
-        hit = run.hit(self._plan.target, self._plan.higher_is_better)
-        if hit is not None:
-            return f"target reached after {duration(hit.elapsed)}"
+        seconds = run.time_to_target(self._plan.target, self._plan.higher_is_better)
+        if math.isfinite(seconds):
+            return f"target reached after {duration(seconds)}"
         best = run.best(self._plan.higher_is_better)
         return "target not reached" + ("" if best is None else f", best {self._plan.metric} {best:.4g}")
 

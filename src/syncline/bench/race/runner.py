@@ -17,7 +17,7 @@ import torch
 from syncline.bench.race.entries import build_race_strategy
 from syncline.bench.race.plan import PlannedRun, RacePlan
 from syncline.bench.race.registry import RunRegistry, digest_files, lock_registry, sha256, write_splits
-from syncline.bench.race.worker import WorkerPlan, run_worker
+from syncline.bench.race.worker import run_worker
 from syncline.bench.runlog import PLAN, REGISTRY, SYSTEM, read_race
 from syncline.errors import DivergedError, IncompatibleError, ProtocolError, SpecError, SynclineError
 from syncline.launch.lab import Lab
@@ -29,6 +29,7 @@ from syncline.training.evaluator import wants_evaluator
 from syncline.training.run_folder import RunFolder
 from syncline.training.signals import INTERRUPTED_EXIT_CODE
 from syncline.training.system import describe_machine, describe_versions
+from syncline.training.worker import TrainPlan
 from syncline.transports import Network
 from syncline.workloads import build
 from syncline.workloads.base import Workload, batches
@@ -36,10 +37,8 @@ from syncline.world import simulate
 
 __all__ = [
     "ProcessRunner",
-    "RaceObserver",
     "RaceRunner",
     "RunResult",
-    "RunStatus",
     "SimulatedRunner",
     "TrainingRunner",
     "expected_seconds",
@@ -76,8 +75,11 @@ class RunResult:
 class TrainingRunner(Protocol):
     """Executes one run of a race at a time: `ProcessRunner` or `SimulatedRunner`."""
 
-    def run(self, plan: WorkerPlan, workers: int, tick: Tick) -> RunResult:
-        """Run to the end. The output of the processes goes to `output.txt` in the run's folder."""
+    def run(self, plan: TrainPlan, workers: int, tick: Tick, mpi: bool = False) -> RunResult:
+        """Run to the end. The output of the processes goes to `output.txt` in the run's folder.
+
+        With `mpi`, mpiexec starts the processes.
+        """
 
 
 class ProcessRunner:
@@ -86,15 +88,15 @@ class ProcessRunner:
     def __init__(self, lab: Lab | None = None) -> None:
         self._lab = lab
 
-    def run(self, plan: WorkerPlan, workers: int, tick: Tick) -> RunResult:
+    def run(self, plan: TrainPlan, workers: int, tick: Tick, mpi: bool = False) -> RunResult:
         target = ("-m", "syncline.bench.race.worker", plan.as_json())
         evaluators = int(wants_evaluator(build_race_strategy(plan.settings.strategy)))
-        job = Job(target=target, plain_rank=None, evaluators=evaluators, mpi=plan.engine == "mpi")
+        job = Job(target=target, plain_rank=None, evaluators=evaluators, mpi=mpi)
         if self._lab is None:
             places, address = [local_host(workers)], LOOPBACK
             store = serve_store(address, workers)
         else:
-            places, store, address = hosts_in_lab(self._lab, workers, mpi=job.mpi)
+            places, store, address = hosts_in_lab(self._lab, workers, mpi=mpi)
         with open(Path(plan.folder, "output.txt"), "wb") as log:
             return _result(run_logged(job, places, store, address, log, tick))
 
@@ -118,7 +120,7 @@ class SimulatedRunner:
     def __init__(self, network: Network) -> None:
         self._network = network
 
-    def run(self, plan: WorkerPlan, workers: int, tick: Tick) -> RunResult:
+    def run(self, plan: TrainPlan, workers: int, tick: Tick, mpi: bool = False) -> RunResult:
         workload = build(plan.workload)
 
         def progress(now: float) -> None:
@@ -138,11 +140,10 @@ class SimulatedRunner:
             return RunResult("hung", str(error))
         except DivergedError as error:
             return RunResult("diverged", str(error))
-        except SynclineError as error:
-            return RunResult("failed", f"{type(error).__name__}: {error}")
         except Exception as error:
-            with suppress(OSError):
-                Path(plan.folder, "output.txt").write_text(traceback.format_exc())
+            if not isinstance(error, SynclineError):
+                with suppress(OSError):
+                    Path(plan.folder, "output.txt").write_text(traceback.format_exc())
             return RunResult("failed", f"{type(error).__name__}: {error}")
         return RunResult("finished")
 
@@ -210,8 +211,11 @@ class RaceRunner:
         """Mark runs without an end as interrupted: the process of the race was killed. They are repeated."""
         for run in read_race(self._folder).runs:
             if run.status == "running":
-                facts = {"status": "interrupted", "reason": "the race's own process ended", "seconds": None}
-                self._registry.append("ended", run=run.folder, **facts, files=digest_files(self._folder / run.folder))
+                self._record_end(run.folder, RunResult("interrupted", "the race's own process ended"), None)
+
+    def _record_end(self, name: str, result: RunResult, seconds: float | None) -> None:
+        facts = {"status": result.status, "reason": result.reason, "seconds": seconds}
+        self._registry.append("ended", run=name, **facts, files=digest_files(self._folder / name))
 
     def _tune(self) -> bool:
         """Try the remaining rates; then choose for each entry the rate with the best validation metric."""
@@ -229,30 +233,28 @@ class RaceRunner:
     def _run_one(self, run: PlannedRun, number: int, total: int) -> bool:
         """Execute one run, and record any result. Return False if the user interrupted it."""
         name = self._new_folder(run.folder)
-        facts = {"kind": run.kind, "entry": run.entry.name, "workers": run.workers, "seed": run.seed}
         folder = self._folder / name
         folder.mkdir(parents=True)
+        facts = {"kind": run.kind, "entry": run.entry.name, "workers": run.workers, "seed": run.seed}
         self._registry.append("begun", run=name, **facts, factor=run.factor)
-        plan = WorkerPlan(
+        plan = TrainPlan(
             workload=self._plan.workload,
             settings=self._plan.settings(run),
             folder=str(folder.absolute()),
             seconds_a_sample=self._plan.seconds_a_sample,
-            engine=run.entry.engine,
         )
         self._observer.started(run, folder, number, total)
         start = time.monotonic()
         result = RunResult("interrupted", "the race was stopped")
         try:
-            result = self._runner.run(plan, run.workers, self._tick(start))
+            result = self._runner.run(plan, run.workers, self._tick(start), mpi=run.entry.engine == "mpi")
         except KeyboardInterrupt:
             pass
         except SynclineError as error:
             result = RunResult("failed", str(error))
         finally:
             seconds = time.monotonic() - start
-            facts = {"status": result.status, "reason": result.reason, "seconds": seconds}
-            self._registry.append("ended", run=name, **facts, files=digest_files(folder))
+            self._record_end(name, result, seconds)
         self._observer.ended(run, result, seconds)
         return result.status != "interrupted"
 
@@ -267,13 +269,11 @@ class RaceRunner:
 
     def _new_folder(self, name: str) -> str:
         """The name of a folder that does not exist: an interrupted attempt keeps its own."""
-        attempt, folder = 1, name
-        while (self._folder / folder).exists():
-            attempt += 1
-            folder = f"{name}.{attempt}"
-            if attempt > MAX_ATTEMPTS:
-                raise SpecError(f"{self._folder / name} was attempted {MAX_ATTEMPTS} times; look there for the cause")
-        return folder
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            folder = name if attempt == 1 else f"{name}.{attempt}"
+            if not (self._folder / folder).exists():
+                return folder
+        raise SpecError(f"{self._folder / name} was attempted {MAX_ATTEMPTS} times; look there for the cause")
 
 
 def parse_network(text: str) -> Network:

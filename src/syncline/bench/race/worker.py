@@ -2,54 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from dataclasses import asdict, dataclass
-from typing import Any
 
 from syncline.bench.race.entries import build_race_strategy
 from syncline.training.evaluator import is_evaluator, observe
 from syncline.training.loop import Outcome, train
-from syncline.training.settings import Settings
 from syncline.training.signals import INTERRUPTED_EXIT_CODE, StopSignals
-from syncline.training.stragglers import Slow
+from syncline.training.worker import TrainPlan
 from syncline.workloads import build
 from syncline.workloads.base import Workload
 from syncline.world import World, init
 
-__all__ = ["WorkerPlan", "rank_main", "run_worker"]
+__all__ = ["rank_main", "run_worker"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerPlan:
-    """What every rank of a run receives on its command line."""
-
-    workload: str
-    settings: Settings
-    folder: str
-    seconds_a_sample: float | None = None
-    slow: tuple[Slow, ...] = ()
-    """Workers that are slowed down on purpose."""
-    engine: str | None = None
-    """"mpi": mpiexec starts the ranks."""
-
-    def as_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> WorkerPlan:
-        """
-        >>> plan = WorkerPlan(workload="digits", settings=Settings(epochs=2), folder="runs/a")
-        >>> WorkerPlan.from_json(plan.as_json()) == plan
-        True
-        """
-        values: dict[str, Any] = json.loads(text)
-        slow = tuple(Slow(**each) for each in values.get("slow", ()))
-        return WorkerPlan(**{**values, "settings": Settings(**values["settings"]), "slow": slow})
-
-
-def run_worker(plan: WorkerPlan, workload: Workload, world: World, stop: StopSignals | None = None) -> Outcome:
+def run_worker(plan: TrainPlan, workload: Workload, world: World, stop: StopSignals | None = None) -> Outcome:
     """Train on this rank, and log what a race needs."""
     return train(
         workload,
@@ -67,7 +35,7 @@ def run_worker(plan: WorkerPlan, workload: Workload, world: World, stop: StopSig
 
 def rank_main(text: str) -> int:
     """Train, or evaluate, in a process of a race; return the exit code."""
-    plan = WorkerPlan.from_json(text)
+    plan = TrainPlan.from_json(text)
     stop = StopSignals()
     if is_evaluator():  # it ends when the workers end
         observe(build(plan.workload), plan.settings, build_race_strategy(plan.settings.strategy))

@@ -209,8 +209,8 @@ class Analysis:
 
     def of(self, name: str, kind: str = "race") -> list[RunFacts]:
         """The runs of an entry that count, by workers and seed."""
-        found = [run for run in self.runs if run.entry == name and run.kind == kind and run.counts]
-        return sorted(found, key=lambda run: (run.workers, run.seed))
+        runs = [run for run in self.runs if run.entry == name and run.kind == kind and run.counts]
+        return sorted(runs, key=lambda run: (run.workers, run.seed))
 
 
 def analyse(race: RaceRecord) -> Analysis:

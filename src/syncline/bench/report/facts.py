@@ -17,17 +17,7 @@ from syncline.bench.runlog import LoggedEvaluation, RunRecord
 from syncline.errors import SynclineError
 from syncline.specs import Spec, parse
 
-__all__ = [
-    "RunFacts",
-    "SettingsCount",
-    "StalenessRow",
-    "add_histograms",
-    "count_settings",
-    "read_histogram",
-    "run_facts",
-    "staleness_bins",
-    "staleness_rows",
-]
+__all__ = ["RunFacts", "SettingsCount", "add_histograms", "count_settings", "run_facts", "staleness_rows"]
 
 TRAINING_SETTINGS = ("learning rate", "batch", "momentum")
 """Settings of every entry."""
@@ -259,42 +249,25 @@ def count_settings(entry: RaceEntry) -> SettingsCount:
     with suppress(SynclineError):
         links = [*parse(entry.strategy), *(parse(entry.codec) if entry.codec else ())]
     return SettingsCount(
-        strategy=_strategy_settings(entry.strategy),
-        codec=_codec_settings(entry.codec),
+        strategy=_count_arguments("strategy", entry.strategy),
+        codec=_count_arguments("codec", entry.codec) if entry.codec else 0,
         training=len(TRAINING_SETTINGS) + len(used),
         chosen=chosen + sum(len(link.args) + len(link.kwargs) for link in links),
     )
 
 
-def _strategy_settings(spec: str) -> int | None:
+def _count_arguments(kind: str, spec: str) -> int | None:
+    """Arguments of a strategy, or of all codecs of a chain; None if its package is missing here."""
     try:
-        return _strategy_arguments(spec)
-    except (SynclineError, ImportError):  # the package of a baseline may be missing here
-        return None
-
-
-def _codec_settings(spec: str | None) -> int | None:
-    try:
-        links = parse(spec) if spec else ()
-        return sum(_codec_arguments(str(link)) for link in links)
-    except SynclineError:
+        return sum(_constructor_arguments(kind, str(link)) for link in parse(spec))
+    except (SynclineError, ImportError):
         return None
 
 
 @cache_answers
-def _strategy_arguments(spec: str) -> int:
+def _constructor_arguments(kind: str, spec: str) -> int:
     from syncline.bench.race.entries import build_race_strategy
-
-    return _arguments(build_race_strategy(spec))
-
-
-@cache_answers
-def _codec_arguments(spec: str) -> int:
     from syncline.codecs import build_codec
 
-    codec = build_codec(spec)
-    return 0 if codec is None else _arguments(codec)
-
-
-def _arguments(thing: Any) -> int:
-    return len(inspect.signature(type(thing)).parameters)
+    built = build_race_strategy(spec) if kind == "strategy" else build_codec(spec)
+    return 0 if built is None else len(inspect.signature(type(built)).parameters)

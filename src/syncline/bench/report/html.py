@@ -16,7 +16,6 @@ from syncline.bench.report.analysis import Analysis, EntryFacts, Spread
 from syncline.bench.report.facts import staleness_rows
 from syncline.bench.report.phrases import bytes_phrase, interval_phrase, number_phrase, time_unit
 from syncline.bench.report.plots import PHASE_COLOURS, PHASE_LABELS, ReportPlot, colour_variables
-from syncline.bench.report.tables import registry_head
 from syncline.bench.report.verdict import RaceVerdict
 from syncline.bench.runlog import RaceRecord
 
@@ -31,7 +30,7 @@ PLACES = {
 
 def page(
     race: RaceRecord,
-    found: Analysis,
+    analysis: Analysis,
     verdict: RaceVerdict,
     findings: Sequence[Finding] | None,
     plots: Sequence[ReportPlot],
@@ -41,9 +40,9 @@ def page(
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"number": number_phrase, "bytes": bytes_phrase, "percent": _percent, "spec": _spec}
     parts = files("syncline.bench.report").joinpath("templates")
-    factor, unit = time_unit([entry.time.median for entry in found.entries if entry.time is not None])
-    staleness = {entry.name: entry.staleness_counts for entry in _ordered(found)}
-    step, step_unit = time_unit([sum(entry.phases.values()) for entry in found.entries])
+    factor, unit = time_unit([entry.time.median for entry in analysis.entries if entry.time is not None])
+    staleness = {entry.name: entry.staleness_counts for entry in _ordered(analysis)}
+    step, step_unit = time_unit([sum(entry.phases.values()) for entry in analysis.entries])
     return environment.from_string(parts.joinpath("report.html.j2").read_text("utf-8")).render(
         css=Markup(_colours() + parts.joinpath("report.css").read_text("utf-8")),  # noqa: S704
         script=Markup(parts.joinpath("report.js").read_text("utf-8")),  # noqa: S704
@@ -54,15 +53,17 @@ def page(
         plan=race.plan,
         place=_place(race.plan.place),
         system={key: section for key, section in race.system.items() if isinstance(section, dict)},
-        found=found,
-        entries=_ordered(found),
-        phases=[name for name in PHASE_COLOURS if any(entry.shares.get(name, 0.0) > 0.0005 for entry in found.entries)],
+        analysis=analysis,
+        entries=_ordered(analysis),
+        phases=[
+            name for name in PHASE_COLOURS if any(entry.shares.get(name, 0.0) > 0.0005 for entry in analysis.entries)
+        ],
         staleness=staleness_rows(staleness),
         verdict=verdict,
         looked=findings is not None,
         broken=_by_rule(findings or (), "violation"),
         warnings=_by_rule(findings or (), "warning"),
-        head=registry_head(race),
+        head=race.registry_head,
         created=_when(race.plan.created_ms),
         time=lambda spread: _interval(spread, factor),
         unit=unit,
@@ -72,7 +73,7 @@ def page(
         ratio=lambda spread: _interval(spread, 1.0),
         bare=_range,
         kinds="; ".join(
-            dict.fromkeys(entry.time.describe() for entry in found.entries if entry.time and entry.time.finite)
+            dict.fromkeys(entry.time.describe() for entry in analysis.entries if entry.time and entry.time.finite)
         ),
     )
 
@@ -86,15 +87,15 @@ def _by_rule(findings: Sequence[Finding], severity: str) -> dict[tuple[str, str]
     return by_rule
 
 
-def _ordered(found: Analysis) -> list[EntryFacts]:
+def _ordered(analysis: Analysis) -> list[EntryFacts]:
     """By time to the target; entries that missed it by their best metric."""
-    sign = -1.0 if found.higher_is_better else 1.0
+    sign = -1.0 if analysis.higher_is_better else 1.0
 
     def key(entry: EntryFacts) -> tuple[float, float]:
         time = entry.time.median if entry.time is not None else float("inf")
         return time, sign * entry.best.median if entry.best is not None else float("inf")
 
-    return sorted(found.entries, key=key)
+    return sorted(analysis.entries, key=key)
 
 
 def _interval(spread: Spread | None, factor: float) -> dict[str, str]:
@@ -154,16 +155,16 @@ def inline_svg(plot: ReportPlot) -> str:
     text = re.sub(r"font: ([\d.]+)px[^;\"]*", r"font-size: \1px", text)
     text = re.sub(r' transform="rotate\(-0 [^)]*\)"', "", text).replace(" font-family: 'DejaVu Sans';", "")
     text = text.replace(" \nL", "L").replace(' \n"', '"')
-    for colour, (name, _, _) in colour_variables().items():
-        text = text.replace(colour, f"var({name})")
+    for name, (light, _) in colour_variables().items():
+        text = text.replace(light, f"var({name})")
     return re.sub(r"\n\s*", "\n", text)
 
 
 def _colours() -> str:
     """The CSS variables of the plots, for light and for dark."""
-    values = {name: (light, dark) for name, light, dark in colour_variables().values()}
-    light = "".join(f"{name}:{value};" for name, (value, _) in values.items())
-    dark = "".join(f"{name}:{value};" for name, (_, value) in values.items())
+    variables = colour_variables()
+    light = "".join(f"{name}:{value};" for name, (value, _) in variables.items())
+    dark = "".join(f"{name}:{value};" for name, (_, value) in variables.items())
     return (
         f":root{{{light}}}\n"
         f'@media screen and (prefers-color-scheme:dark){{:root:not([data-theme="light"]){{{dark}}}}}\n'

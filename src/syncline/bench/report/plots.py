@@ -15,26 +15,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from syncline.bench.report.analysis import Analysis, EntryFacts, StepPrediction
+from syncline.bench.report.analysis import Analysis
 from syncline.bench.report.facts import RunFacts
 from syncline.bench.report.phrases import number_phrase, time_unit
+from syncline.bench.runlog import LoggedEvaluation
 from syncline.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "BASELINE_COLOURS",
-    "PHASE_COLOURS",
-    "PHASE_LABELS",
-    "SERIES_COLOURS",
-    "PlotStyle",
-    "ReportPlot",
-    "colour_variables",
-    "draw_plots",
-    "plot_styles",
-]
+__all__ = ["PHASE_COLOURS", "PHASE_LABELS", "ReportPlot", "colour_variables", "draw_plots", "plot_styles"]
 
 TEXT_COLOURS = {"ink": ("#1c2126", "#e8ebee"), "muted": ("#586069", "#a3acb5"), "grid": ("#dfe3e8", "#343b43")}
 """Text, secondary text and grid, each for light and for dark."""
@@ -89,8 +80,8 @@ class PlotStyle:
 def plot_styles(names: list[str], baseline: str | None) -> dict[str, PlotStyle]:
     """A style for every entry; the baseline is grey.
 
-    >>> found = plot_styles(["ddp", "a", "b"], "ddp")
-    >>> found["ddp"].colour == BASELINE_COLOURS[0], found["a"] != found["b"]
+    >>> styles = plot_styles(["ddp", "a", "b"], "ddp")
+    >>> styles["ddp"].colour == BASELINE_COLOURS[0], styles["a"] != styles["b"]
     (True, True)
     """
     styles: dict[str, PlotStyle] = {}
@@ -106,13 +97,12 @@ def plot_styles(names: list[str], baseline: str | None) -> dict[str, PlotStyle]:
     return styles
 
 
-def colour_variables() -> dict[str, tuple[str, str, str]]:
-    """By the colour on paper: the name of the CSS variable, and its values for light and for dark."""
-    found = {light: (f"--{role}", light, dark) for role, (light, dark) in TEXT_COLOURS.items()}
-    found |= {light: (f"--series-{number}", light, dark) for number, (light, dark) in enumerate(SERIES_COLOURS)}
-    found |= {light: (f"--phase-{name}", light, dark) for name, (light, dark) in PHASE_COLOURS.items()}
-    found[BASELINE_COLOURS[0]] = ("--baseline", *BASELINE_COLOURS)
-    return found
+def colour_variables() -> dict[str, tuple[str, str]]:
+    """The values of each CSS variable, for light and for dark. A plot has the value for light."""
+    variables = {f"--{role}": colours for role, colours in TEXT_COLOURS.items()}
+    variables |= {f"--series-{number}": colours for number, colours in enumerate(SERIES_COLOURS)}
+    variables |= {f"--phase-{name}": colours for name, colours in PHASE_COLOURS.items()}
+    return {**variables, "--baseline": BASELINE_COLOURS}
 
 
 @dataclass(frozen=True)
@@ -192,51 +182,51 @@ def _plot_settings(salt: str = "syncline") -> Iterator[None]:
 def draw_plots(race: Analysis) -> list[ReportPlot]:
     """All plots that have data."""
     with _plot_settings():
-        style = plot_styles([entry.name for entry in race.entries], race.baseline)
+        styles = plot_styles([entry.name for entry in race.entries], race.baseline)
         plots = [
-            _curves(race, style, "time", "seconds", lambda one: one.elapsed),
-            _curves(race, style, "epochs", "epochs", lambda one: one.epochs),
-            _curves(race, style, "bytes", "megabytes sent by a worker", lambda one: one.bytes_wire / 1e6),
-            _times(race, style),
+            _curves(race, styles, "time", "seconds", lambda one: one.elapsed),
+            _curves(race, styles, "epochs", "epochs", lambda one: one.epochs),
+            _curves(race, styles, "bytes", "megabytes sent by a worker", lambda one: one.bytes_wire / 1e6),
+            _times(race, styles),
             _steps(race),
-            _predictions(race, style),
-            _scaling(race, style),
+            _predictions(race, styles),
+            _scaling(race, styles),
         ]
     return [plot for plot in plots if plot is not None]
 
 
 def _curves(
-    race: Analysis, style: dict[str, PlotStyle], name: str, label: str, across: Callable[[Any], float]
+    race: Analysis, styles: dict[str, PlotStyle], name: str, label: str, across: Callable[[LoggedEvaluation], float]
 ) -> ReportPlot | None:
     """The metric against time, epochs or bytes: a thin line for each seed, a thick line for their median."""
-    shown = [entry for entry in race.entries if any(run.evaluations for run in race.of(entry.name))]
+    shown = {entry.name: [run for run in race.of(entry.name) if run.evaluations] for entry in race.entries}
+    shown = {entry: runs for entry, runs in shown.items() if runs}
     if not shown:
         return None
     figure, (axes,) = _new_figure(3.0 + 0.17 * math.ceil((len(shown) + 1) / 2))
-    for entry in shown:
-        runs = [run for run in race.of(entry.name) if run.evaluations]
-        look = style[entry.name]
+    for entry, runs in shown.items():
+        style = styles[entry]
         for run in runs:
             points = _thinned([(across(one), one.metric) for one in run.evaluations])
-            axes.plot(*zip(*points, strict=True), color=look.colour, linewidth=0.7, alpha=0.4)
+            axes.plot(*zip(*points, strict=True), color=style.colour, linewidth=0.7, alpha=0.4)
         middle = _thinned(_median_curve(runs, across))
         axes.plot(
             *zip(*middle, strict=True),
-            color=look.colour,
-            linestyle=look.dash,
-            marker=look.marker,
+            color=style.colour,
+            linestyle=style.dash,
+            marker=style.marker,
             markersize=3.2,
             markevery=max(1, len(middle) // 6),
             linewidth=1.7,
-            label=_shorten(entry.name),
+            label=_shorten(entry),
         )
     axes.axhline(
         race.target, color=INK, linewidth=1, linestyle=(0, (2, 2)), label=f"target {number_phrase(race.target)}"
     )
     axes.set(xlabel=label, ylabel=f"validation {race.metric}")
-    _zoom(axes, race, shown)
-    ends = [across(run.evaluations[-1]) for entry in shown for run in race.of(entry.name) if run.evaluations]
-    starts = [across(run.evaluations[0]) for entry in shown for run in race.of(entry.name) if run.evaluations]
+    curves = [run.evaluations for runs in shown.values() for run in runs]
+    _zoom(axes, race, curves)
+    starts, ends = [across(curve[0]) for curve in curves], [across(curve[-1]) for curve in curves]
     if min(starts) > 0 and max(ends) > LOG_SCALE_RATIO * min(ends):
         axes.set_xscale("log")
         _log_ticks(axes)
@@ -252,35 +242,25 @@ def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return [*points[:-1:every], points[-1]] if points else points
 
 
-def _zoom(axes: Axes, race: Analysis, shown: Sequence[EntryFacts]) -> None:
+def _zoom(axes: Axes, race: Analysis, curves: Sequence[Sequence[LoggedEvaluation]]) -> None:
     """Use a logarithmic axis if an entry diverged, so that the others stay visible."""
-    metrics = [
-        one.metric
-        for entry in shown
-        for run in race.of(entry.name)
-        for one in run.evaluations
-        if math.isfinite(one.metric)
-    ]
+    metrics = [one.metric for curve in curves for one in curve if math.isfinite(one.metric)]
     if race.higher_is_better or not metrics:
         return
     worst = max(metrics)
     if race.target > 0 and min(metrics) > 0 and worst > 20 * race.target:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
-        firsts = [run.evaluations[0].metric for entry in shown for run in race.of(entry.name) if run.evaluations]
-        known = [first for first in firsts if math.isfinite(first)]
+        known = [curve[0].metric for curve in curves if math.isfinite(curve[0].metric)]
         axes.set_ylim(top=min(worst * 1.5, 20 * statistics.median(known)) if known else None)
 
 
-def _median_curve(runs: Sequence[RunFacts], across: Callable[[Any], float]) -> list[tuple[float, float]]:
+def _median_curve(runs: Sequence[RunFacts], across: Callable[[LoggedEvaluation], float]) -> list[tuple[float, float]]:
     """The median over the seeds at each evaluation that all seeds have; they are at the same steps."""
-    shortest = min(len(run.evaluations) for run in runs)
-    found = []
-    for turn in range(shortest):
-        evaluations = [run.evaluations[turn] for run in runs]
-        metric = statistics.median(one.metric for one in evaluations)
-        found.append((statistics.median(map(across, evaluations)), metric))
-    return found
+    return [
+        (statistics.median(map(across, evaluations)), statistics.median(one.metric for one in evaluations))
+        for evaluations in zip(*(run.evaluations for run in runs), strict=False)
+    ]
 
 
 def _rows(axes: Axes, names: Sequence[str]) -> None:
@@ -289,7 +269,7 @@ def _rows(axes: Axes, names: Sequence[str]) -> None:
     axes.grid(False, axis="y")
 
 
-def _times(race: Analysis, style: dict[str, PlotStyle]) -> ReportPlot | None:
+def _times(race: Analysis, styles: dict[str, PlotStyle]) -> ReportPlot | None:
     """A dot for each seed, the median and its interval; entries that missed the target are at the edge."""
     entries = sorted((entry for entry in race.entries if entry.time), key=lambda e: e.time.median if e.time else 0)
     finite = [run.time_to_target for entry in entries for run in race.of(entry.name) if run.reached]
@@ -299,14 +279,14 @@ def _times(race: Analysis, style: dict[str, PlotStyle]) -> ReportPlot | None:
     factor, unit = time_unit(entry.time.median for entry in entries if entry.time)
     edge = factor * max(finite) * 2.2
     for row, entry in enumerate(entries):
-        look, time = style[entry.name], entry.time
+        style, time = styles[entry.name], entry.time
         assert time is not None
         seeds = [factor * run.time_to_target for run in race.of(entry.name) if run.reached]
         if time.finite:
             high = min(factor * time.high, edge / 1.9)  # the label "1 never" is at the edge
-            axes.plot([factor * time.low, high], [row, row], color=look.colour, linewidth=3, alpha=0.35)
-            axes.plot([factor * time.median], [row], color=look.colour, marker="|", markersize=13, markeredgewidth=2)
-        axes.plot(seeds, [row] * len(seeds), color=look.colour, marker=look.marker, linestyle="", markersize=4.5)
+            axes.plot([factor * time.low, high], [row, row], color=style.colour, linewidth=3, alpha=0.35)
+            axes.plot([factor * time.median], [row], color=style.colour, marker="|", markersize=13, markeredgewidth=2)
+        axes.plot(seeds, [row] * len(seeds), color=style.colour, marker=style.marker, linestyle="", markersize=4.5)
         missed = sum(not run.reached for run in race.of(entry.name))
         if missed:
             axes.text(edge, row, f"{missed} never", ha="right", va="center", color=MUTED, fontsize=8.5)
@@ -358,7 +338,7 @@ def _steps(race: Analysis) -> ReportPlot | None:
     return _render("phases", "Time of a step", about, figure)
 
 
-def _predictions(race: Analysis, style: dict[str, PlotStyle]) -> ReportPlot | None:
+def _predictions(race: Analysis, styles: dict[str, PlotStyle]) -> ReportPlot | None:
     """Predicted (hollow) and measured (filled) times."""
     entries = [entry for entry in race.entries if entry.prediction is not None]
     if not entries:
@@ -368,12 +348,12 @@ def _predictions(race: Analysis, style: dict[str, PlotStyle]) -> ReportPlot | No
         for row, entry in enumerate(entries):
             prediction = entry.prediction
             assert prediction is not None
-            colour = style[entry.name].colour
-            low, high = _predicted(prediction, what)
+            colour = styles[entry.name].colour
+            low = prediction.step_low if what == "step" else prediction.communication
+            high = prediction.step_high if what == "step" else prediction.communication
             seen = prediction.measured_step if what == "step" else prediction.measured_communication
-            axes.plot([1e3 * low, 1e3 * high], [row, row], color=colour, linewidth=1)
             axes.plot(
-                [1e3 * low, 1e3 * high], [row, row], color=colour, linestyle="", marker="D", fillstyle="none",
+                [1e3 * low, 1e3 * high], [row, row], color=colour, linewidth=1, marker="D", fillstyle="none",
                 markersize=6.5,
             )  # fmt: skip
             if seen is not None:
@@ -386,13 +366,7 @@ def _predictions(race: Analysis, style: dict[str, PlotStyle]) -> ReportPlot | No
     return _render("predictions", "Predicted and measured", about, figure)
 
 
-def _predicted(prediction: StepPrediction, what: str) -> tuple[float, float]:
-    if what == "step":
-        return prediction.step_low, prediction.step_high
-    return prediction.communication, prediction.communication
-
-
-def _scaling(race: Analysis, style: dict[str, PlotStyle]) -> ReportPlot | None:
+def _scaling(race: Analysis, styles: dict[str, PlotStyle]) -> ReportPlot | None:
     entries = [entry for entry in race.entries if len(entry.scaling) > 1]
     if not entries:
         return None
@@ -401,9 +375,9 @@ def _scaling(race: Analysis, style: dict[str, PlotStyle]) -> ReportPlot | None:
     times = [point.time.median for entry in entries for point in entry.scaling if point.time.finite]
     factor, unit = time_unit(times)
     for entry in entries:
-        look = style[entry.name]
+        style = styles[entry.name]
         shown: dict[str, Any] = {
-            "color": look.colour, "linestyle": look.dash, "marker": look.marker, "markersize": 4, "linewidth": 1.5,
+            "color": style.colour, "linestyle": style.dash, "marker": style.marker, "markersize": 4, "linewidth": 1.5,
         }  # fmt: skip
         known = [point for point in entry.scaling if point.efficiency is not None]
         speeds = [(point.efficiency or 0.0) * point.workers for point in known]

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -39,8 +39,8 @@ MIN_SEEDS = 3
 """Fewer seeds have no interval."""
 MIN_EPOCHS_RATIO = 1.25
 """A smaller ratio of epochs may be random."""
-LIMIT_OF_PHASE: dict[str, LimitName] = {
-    "exposed": "communication",
+PHASE_OF_LIMIT: dict[LimitName, str] = {
+    "communication": "exposed",
     "codec": "codec",
     "data": "data",
     "evaluation": "evaluation",
@@ -220,12 +220,16 @@ def _notes(race: Analysis) -> list[str]:
     ]
     if missed:
         notes.append(f"Did not reach the target with every seed: {', '.join(missed)}.")
-    counted = [entry for entry in race.entries if entry.bytes is not None and entry.bytes.finite and entry.bytes.median]
+    counted = _medians((entry.bytes, entry.name) for entry in race.entries)
     if len(counted) > 1:
-        least = min(counted, key=lambda entry: entry.bytes.median if entry.bytes else math.inf)
-        assert least.bytes is not None
-        notes.append(f"Fewest bytes to the target: {least.name}, {bytes_phrase(least.bytes.median)} sent by a worker.")
+        fewest, name = min(counted)
+        notes.append(f"Fewest bytes to the target: {name}, {bytes_phrase(fewest)} sent by a worker.")
     return notes
+
+
+def _medians(spreads: Iterable[tuple[Spread | None, str]]) -> list[tuple[float, str]]:
+    """The medians that are positive and finite, with the names of their entries."""
+    return [(each.median, name) for each, name in spreads if each is not None and 0 < each.median < math.inf]
 
 
 def _one_worker(race: Analysis) -> list[str]:
@@ -280,11 +284,11 @@ def binding_limit(race: Analysis, entry: EntryFacts) -> SpeedLimit | None:
     """The limit of an entry; None if no run of it has finished."""
     if not entry.shares:
         return None
-    shares: dict[LimitName, float] = {name: entry.shares.get(phase, 0.0) for phase, name in LIMIT_OF_PHASE.items()}
+    shares: dict[LimitName, float] = {name: entry.shares.get(phase, 0.0) for name, phase in PHASE_OF_LIMIT.items()}
     ratio, fewest = _epochs_ratio(race, entry)
     if ratio >= MIN_EPOCHS_RATIO:
         shares["statistics"] = 1 - 1 / ratio
-    # Among equal shares, the one that is easier to remove: the order of LIMIT_OF_PHASE, compute last.
+    # Among equal shares, the one that is easier to remove: the order of PHASE_OF_LIMIT, compute last.
     name = max(shares, key=lambda one: (shares[one], one != "compute"))
     evidence = _evidence(entry, name, shares[name], ratio, fewest)
     return SpeedLimit(entry.name, name, shares[name], evidence, _advice(race, entry, name), shares)
@@ -294,11 +298,7 @@ def _epochs_ratio(race: Analysis, entry: EntryFacts) -> tuple[float, str]:
     """Epochs to the target ÷ those of the entry that needs fewest, and the name of that entry."""
     if entry.epochs is None or not entry.epochs.finite:
         return 1.0, ""
-    others = [
-        (other.epochs.median, other.name)
-        for other in race.entries
-        if other is not entry and other.epochs is not None and other.epochs.finite and other.epochs.median > 0
-    ]
+    others = _medians((other.epochs, other.name) for other in race.entries if other is not entry)
     alone = [run.epochs_to_target for run in race.of(entry.name, "scaling") if run.workers == 1 and run.reached]
     if alone:
         others.append((statistics.median(alone), "one worker"))
@@ -313,8 +313,7 @@ def _evidence(entry: EntryFacts, name: LimitName, share: float, ratio: float, fe
         return (
             f"it needs {number_phrase(entry.epochs.median, 3)} epochs, {number_phrase(ratio, 2)}× as many as {fewest}"
         )
-    phase = next(phase for phase, limit in LIMIT_OF_PHASE.items() if limit == name)
-    ms = number_phrase(1e3 * entry.phases.get(phase, 0.0), 3)
+    ms = number_phrase(1e3 * entry.phases.get(PHASE_OF_LIMIT[name], 0.0), 3)
     return f"{100 * share:.0f} % of its time is {LIMIT_PHRASES.get(name, name)} ({ms} ms per step)"
 
 
@@ -330,8 +329,7 @@ def _advice(race: Analysis, entry: EntryFacts, name: LimitName) -> str:
             f"Faster or more workers would help. Synchronisation takes {100 * waiting:.0f} % of the time, and another "
             "strategy cannot save more than that."
         )
-    phase = next(phase for phase, limit in LIMIT_OF_PHASE.items() if limit == name)
-    share = entry.shares.get(phase, 0.0)
+    share = entry.shares.get(PHASE_OF_LIMIT[name], 0.0)
     gain = f"at most {number_phrase(1 / (1 - share), 2)}× earlier" if share < 1 else "much earlier"
     advice = (
         ADVICE.get(name) or f"use a faster network, fewer exchanges or fewer bytes{_fewest_bytes(race.entries, entry)}."
@@ -341,11 +339,7 @@ def _advice(race: Analysis, entry: EntryFacts, name: LimitName) -> str:
 
 def _fewest_bytes(entries: Sequence[EntryFacts], entry: EntryFacts) -> str:
     """The entry that reached the target with the fewest bytes, if it needs less than half."""
-    known = [
-        (other.bytes.median, other.name)
-        for other in entries
-        if other.bytes is not None and other.bytes.finite and other.bytes.median > 0
-    ]
+    known = _medians((other.bytes, other.name) for other in entries)
     if not known or entry.bytes is None or not entry.bytes.finite:
         return ""
     fewest, name = min(known)

@@ -69,44 +69,31 @@ class NativeMpi(NativeCollectives):
         mpi, here = self._mpi, tensor.cpu()
         spec = _spec(here, self._reducing(tensor.dtype, op))
         return self._start(
-            "allreduce",
-            tensor,
-            lambda comm: comm.Iallreduce(mpi.IN_PLACE, spec, getattr(mpi, OPS[op])),
-            (here,),
-            lambda: _copy_back(tensor, here),
+            "allreduce", tensor, lambda comm: comm.Iallreduce(mpi.IN_PLACE, spec, getattr(mpi, OPS[op])), tensor, here
         )
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Op) -> Handle:
         mpi, kind = self._mpi, self._reducing(tensor.dtype, op)
         here, out = tensor.cpu(), output.cpu()
         self._check_sizes(here.numel(), out.numel(), "reduce_scatter")
-        return self._start(
-            "reduce_scatter",
-            tensor,
-            # mpi4py counts the elements of each rank's block, not of all.
-            lambda comm: comm.Ireduce_scatter_block(
-                [_bytes(here), out.numel(), kind], _spec(out, kind), getattr(mpi, OPS[op])
-            ),
-            (out, here),
-            lambda: _copy_back(output, out),
-        )
+        blocks = [_bytes(here), out.numel(), kind]  # mpi4py counts the elements of each rank's block, not of all
+
+        def launch(comm: Any) -> Any:
+            return comm.Ireduce_scatter_block(blocks, _spec(out, kind), getattr(mpi, OPS[op]))
+
+        return self._start("reduce_scatter", tensor, launch, output, out, here)
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
         here = tensor.cpu()
         spec = _spec(here, transfer_type(self._mpi, tensor.dtype))
-        return self._start(
-            "broadcast", tensor, lambda comm: comm.Ibcast(spec, root), (here,), lambda: _copy_back(tensor, here)
-        )
+        return self._start("broadcast", tensor, lambda comm: comm.Ibcast(spec, root), tensor, here)
 
     def allgather(self, output: Tensor, tensor: Tensor) -> Handle:
         kind, here, out = transfer_type(self._mpi, tensor.dtype), tensor.cpu(), output.cpu()
         self._check_sizes(out.numel(), here.numel(), "allgather")
+        blocks = [_bytes(out), here.numel(), kind]
         return self._start(
-            "allgather",
-            tensor,
-            lambda comm: comm.Iallgather(_spec(here, kind), [_bytes(out), here.numel(), kind]),
-            (out, here),
-            lambda: _copy_back(output, out),
+            "allgather", tensor, lambda comm: comm.Iallgather(_spec(here, kind), blocks), output, out, here
         )
 
     def alltoall(
@@ -121,17 +108,11 @@ class NativeMpi(NativeCollectives):
             )
         sending = [_bytes(here), ([row * count for count in input_splits], None), kind]
         receiving = [_bytes(out), ([row * count for count in output_splits], None), kind]
-        return self._start(
-            "alltoall",
-            tensor,
-            lambda comm: comm.Ialltoallv(sending, receiving),
-            (out, here),
-            lambda: _copy_back(output, out),
-        )
+        return self._start("alltoall", tensor, lambda comm: comm.Ialltoallv(sending, receiving), output, out, here)
 
     def barrier(self) -> Handle:
         token = torch.zeros(1, dtype=torch.uint8)
-        return self._start("barrier", token, lambda comm: comm.Ibarrier(), (token,), None)
+        return self._start("barrier", token, lambda comm: comm.Ibarrier(), token, token)
 
     def _reducing(self, dtype: torch.dtype, op: Op) -> Any:
         kind = reducing_type(self._mpi, dtype)
@@ -150,9 +131,10 @@ class NativeMpi(NativeCollectives):
         name: str,
         tensor: Tensor,
         launch: Callable[[Any], Any],
-        buffers: tuple[Tensor, ...],
-        finish: Callable[[], object] | None,
+        output: Tensor,
+        *buffers: Tensor,
     ) -> Handle:
+        """Start a collective. The first buffer has its result, which is copied to `output` if that is on a GPU."""
         transport, mpi = self._transport, self._mpi
         pending = (
             f"{name} of {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} among {transport.size} ranks"
@@ -167,6 +149,7 @@ class NativeMpi(NativeCollectives):
             if isinstance(error, OverflowError) or error.Get_error_class() in wrong:
                 raise IncompatibleError(f"MPI refuses the {pending}: {error}") from error
             raise transport.failure(None, pending, 0.0, error) from error
+        finish = None if buffers[0] is output else lambda: output.copy_(buffers[0])
         return RequestHandle(transport, request, buffers, None, pending, finish)
 
 
@@ -177,11 +160,6 @@ def _bytes(tensor: Tensor) -> Any:
 
 def _spec(tensor: Tensor, kind: Any) -> list[Any]:
     return [_bytes(tensor), tensor.numel(), kind]
-
-
-def _copy_back(tensor: Tensor, here: Tensor) -> None:
-    if here is not tensor:
-        tensor.copy_(here)
 
 
 class MpiWindow:

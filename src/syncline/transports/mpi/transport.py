@@ -74,7 +74,7 @@ class ProbeQueue:
             self._poll_tag(tag)
             first, self._attended = not self._attended, True
         if first:
-            self._transport.engine.add_pollable(self)
+            self._transport.engine.add_poll(self.poll)
         return expected
 
     def withdraw(self, expected: ProbedReceive) -> bool:
@@ -94,12 +94,10 @@ class ProbeQueue:
 
     def close(self) -> None:
         """End all receives with an error."""
-        self._transport.engine.remove_pollable(self)
+        self._transport.engine.remove_poll(self.poll)
         with self._lock:
-            for waiting in self._expected.values():
-                for each in waiting:
-                    pending = describe_recv(self._transport, each.wanted, each.tag, each.data.numel())
-                    each.error, each.matched = self._transport.failure(each.wanted, pending, 0.0, None), True
+            for expected in self._expected.values():
+                self._fail(expected, None)
             self._expected.clear()
 
     def _poll_tag(self, tag: int) -> None:
@@ -108,12 +106,15 @@ class ProbeQueue:
             while expected and self._probe(tag, expected):
                 pass
         except self._mpi.Exception as error:
-            for each in expected:
-                pending = describe_recv(self._transport, each.wanted, tag, each.data.numel())
-                each.error, each.matched = self._transport.failure(each.wanted, pending, 0.0, error), True
+            self._fail(expected, error)
             expected.clear()
         if not expected:
             del self._expected[tag]
+
+    def _fail(self, expected: list[ProbedReceive], cause: BaseException | None) -> None:
+        for each in expected:
+            pending = describe_recv(self._transport, each.wanted, each.tag, each.data.numel())
+            each.error, each.matched = self._transport.failure(each.wanted, pending, 0.0, cause), True
 
     def _probe(self, tag: int, expected: list[ProbedReceive]) -> bool:
         """Match the arrived messages with a tag; False if there was none."""

@@ -76,24 +76,23 @@ class BoundedStore:
     """
 
     def __init__(self, store: Any, runtime: Runtime, timeout_s: float = STORE_TIMEOUT_S) -> None:
-        self.store = store
-        self._task = _StoreTask(runtime, timeout_s)
+        self.connection = _StoreConnection(store, runtime, timeout_s)
         self._prefix = ""
 
     def set(self, key: str, value: str) -> None:
-        self._task.call(lambda: self.store.set(self._prefix + key, value))
+        self.connection.call(lambda store: store.set(self._prefix + key, value))
 
     def get(self, key: str) -> bytes:
-        return self._task.call(lambda: bytes(self.store.get(self._prefix + key)))
+        return self.connection.call(lambda store: bytes(store.get(self._prefix + key)))
 
     def add(self, key: str, amount: int) -> int:
-        return self._task.call(lambda: int(self.store.add(self._prefix + key, amount)))
+        return self.connection.call(lambda store: int(store.add(self._prefix + key, amount)))
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self._task.call(lambda: bool(self.store.check([self._prefix + key for key in keys])))
+        return self.connection.call(lambda store: bool(store.check([self._prefix + key for key in keys])))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return self._task.call(lambda: bytes(self.store.compare_set(self._prefix + key, expected, desired)))
+        return self.connection.call(lambda store: bytes(store.compare_set(self._prefix + key, expected, desired)))
 
     def prefixed(self, prefix: str) -> KeyValueStore:
         """The part of the store whose keys begin with `prefix` and a slash."""
@@ -103,21 +102,22 @@ class BoundedStore:
 
     def close(self) -> None:
         """End the task after the calls before this one. Later calls fail, also those of the prefixed parts."""
-        self._task.close()
+        self.connection.close()
 
 
-class _StoreTask:
-    """The task that makes the calls to a store, one at a time."""
+class _StoreConnection:
+    """A store and the task that makes the calls to it, one at a time."""
 
-    def __init__(self, runtime: Runtime, timeout_s: float) -> None:
+    def __init__(self, store: Any, runtime: Runtime, timeout_s: float) -> None:
+        self.store = store
+        self.timeout_s = timeout_s
         self._runtime = runtime
-        self._timeout_s = timeout_s
         self._calls: Queue[_StoreCall | None] = runtime.queue(1 << 16)
         self._hangs: _StoreCall | None = None
         self._closed = False
         runtime.spawn(self._serve, name="store")
 
-    def call(self, question: Callable[[], T]) -> T:
+    def call(self, question: Callable[[Any], T]) -> T:
         hangs = self._hangs
         if self._closed:
             raise RuntimeError("this connection to the store is closed")
@@ -125,9 +125,9 @@ class _StoreTask:
             raise StoreSilentError(f"the store has not answered for {self._runtime.now() - hangs.since:.0f} s")
         call = _StoreCall(question, self._runtime.event(), self._runtime.now())
         self._calls.put(call)
-        if not call.done.wait(self._timeout_s):
+        if not call.done.wait(self.timeout_s):
             self._hangs = call
-            raise StoreSilentError(f"the store did not answer within {self._timeout_s:.3g} s")
+            raise StoreSilentError(f"the store did not answer within {self.timeout_s:.3g} s")
         if call.error is not None:
             raise call.error
         return call.result  # type: ignore[no-any-return]
@@ -139,7 +139,7 @@ class _StoreTask:
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:
             try:
-                call.result = call.question()
+                call.result = call.question(self.store)
             except Exception as error:
                 call.error = error
             finally:
@@ -150,7 +150,7 @@ class _StoreTask:
 class _StoreCall:
     """One call to the store. The caller waits for `done`."""
 
-    question: Callable[[], Any]
+    question: Callable[[Any], Any]
     done: Event
     since: float
     result: Any = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Literal, Protocol
 
 __all__ = ["Recorder"]
@@ -141,9 +140,7 @@ class _Span:
             with recorder._lock:
                 recorder._write(RunEvent(self._key, None, self._start, "INTERVAL_START", self._metadata))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         recorder = self._recorder
         stop = recorder.clock()
         spent = stop - self._start

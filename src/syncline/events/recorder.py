@@ -75,15 +75,15 @@ class Recorder:
 
     def point(self, key: str, value: Any = None, **metadata: Any) -> None:
         """Write one event to every sink."""
-        self._tell(key, value, "POINT_IN_TIME", metadata)
+        self._record(key, value, "POINT_IN_TIME", metadata)
 
     def begin(self, key: str, value: Any = None, **metadata: Any) -> None:
         """Write the start of an interval whose end has another key, such as `run_start` and `run_stop`."""
-        self._tell(key, value, "INTERVAL_START", metadata)
+        self._record(key, value, "INTERVAL_START", metadata)
 
     def end(self, key: str, value: Any = None, **metadata: Any) -> None:
         """Write the end of an interval that `begin` has started."""
-        self._tell(key, value, "INTERVAL_END", metadata)
+        self._record(key, value, "INTERVAL_END", metadata)
 
     def interval(self, key: str, start: float, stop: float, **metadata: Any) -> None:
         """Record an interval after its end; both times are readings of this recorder's clock.
@@ -110,7 +110,7 @@ class Recorder:
         for sink in sinks:
             sink.close()
 
-    def _tell(self, key: str, value: Any, kind: Kind, metadata: dict[str, Any]) -> None:
+    def _record(self, key: str, value: Any, kind: Kind, metadata: dict[str, Any]) -> None:
         event = RunEvent(key, value, self.clock(), kind, metadata)
         with self._lock:
             self._write(event)

@@ -354,7 +354,7 @@ class Liveness:
         if text:
             return LossReason(None, text, alive=True, mismatch=True)
         over = self.waiting("it", channel, members, peer)  # ranks that wait for this one may read its record meanwhile
-        loss = self._first_posted(members) or self._look(channel, members, peer, broken)
+        loss = self._first_posted(members) or self._search(channel, members, peer, broken)
         over()
         if (idle and loss.alive) or loss.mismatch:
             return loss
@@ -404,7 +404,7 @@ class Liveness:
                 logger.warning("rank %d: the launcher reports that rank %d is lost: %s", self.rank, rank, reason)
             self._deaths = deaths  # last: if the store fails midway, the next heartbeat reads again
 
-    def _look(self, channel: str, members: Sequence[int], peer: int | None, broken: bool) -> LossReason:
+    def _search(self, channel: str, members: Sequence[int], peer: int | None, broken: bool) -> LossReason:
         """Read the other ranks' records until it is clear which are alive, and find the cause."""
         runtime, view, first = self.runtime, _View(), dict[int, Any]()
         start = runtime.now()
@@ -421,7 +421,7 @@ class Liveness:
                     view.silent.add(rank)
                 elif first[rank] != number:
                     view.silent.discard(rank)
-            self._look_for_ends(view)
+            self._find_ended(view)
             posted = self._first_posted(members)
             if posted is not None:
                 return posted
@@ -431,11 +431,11 @@ class Liveness:
             over = runtime.now() - start >= STALE_AFTER_S
             if over or (not new and (ended or not (broken or view.silent))):
                 view.silent = view.silent if over else set()  # too early to call a rank silent
-                return self._judge(channel, members, peer, broken, view)
+                return self._find_cause(channel, members, peer, broken, view)
             watched += new
             runtime.sleep(HEARTBEAT_EVERY_S / 2)
 
-    def _look_for_ends(self, view: _View) -> None:
+    def _find_ended(self, view: _View) -> None:
         """Add the ranks that are gone according to the launcher, the transport or themselves."""
         if self._gone is None:
             self._ask(self._read_deaths)
@@ -444,7 +444,9 @@ class Liveness:
             if rank not in view.left and self.has_left(rank):
                 view.left.add(rank)
 
-    def _judge(self, channel: str, members: Sequence[int], peer: int | None, broken: bool, view: _View) -> LossReason:
+    def _find_cause(
+        self, channel: str, members: Sequence[int], peer: int | None, broken: bool, view: _View
+    ) -> LossReason:
         """Find the cause from the records. A rank that is gone comes before one that is late."""
         mine = self._call(channel)[0]
         late = [rank for rank in members if rank in view.beats and view.calls(rank, channel) < mine]

@@ -88,7 +88,7 @@ class MpiProcess:
         """Seconds that this process waits at exit for the others to end too."""
         self._lock = self.runtime.lock()
         self._polls: tuple[Callable[[], None], ...] = ()
-        self._dropped: deque[MpiOperation] = deque()
+        self.dropped: deque[MpiOperation] = deque()
         self._unused: list[tuple[Any, Any]] = []
         self._everyone: Any = None
         self._watch: Task | None = None
@@ -156,23 +156,18 @@ class MpiProcess:
 
         Called when the handle is collected, at any moment and on any thread, so it takes no lock.
         """
-        self._dropped.append(operation)
+        self.dropped.append(operation)
 
     def release_dropped(self) -> bool:
         """Release the finished operations; True if no peer waits for one of the others."""
         outgoing = 0
-        for _ in range(len(self._dropped)):
+        for _ in range(len(self.dropped)):
             with suppress(IndexError):  # another thread does the same
-                operation = self._dropped.popleft()
+                operation = self.dropped.popleft()
                 if not operation.over():
-                    self._dropped.append(operation)
+                    self.dropped.append(operation)
                     outgoing += operation.outgoing
         return not outgoing
-
-    def release_dropped_if_many(self) -> None:
-        """Release the finished operations if there are many."""
-        if len(self._dropped) > MAX_DROPPED_OPERATIONS:
-            self.release_dropped()
 
     def free_when_unused(self, comm: Any) -> None:
         """Free a communicator after all its ranks have released it. A rank that closes early does not wait.

@@ -168,10 +168,10 @@ class MpiWindow:
     def __init__(self, transport: MpiTransport, numel: int, dtype: torch.dtype) -> None:
         self._transport = transport
         self._mpi = mpi = transport.engine.mpi
-        self._moving = transfer_type(mpi, dtype)
-        self._adding = reducing_type(mpi, dtype)
+        self._transfer_type = transfer_type(mpi, dtype)
+        self._reducing_type = reducing_type(mpi, dtype)
         self._closed = False
-        self._near = all(member in transport.engine.neighbours for member in transport.members)
+        self._on_one_host = all(member in transport.engine.neighbours for member in transport.members)
         self._what = f"a window of {numel} × {str(dtype).removeprefix('torch.')}"
         self._barrier(transport.timeout)
         try:
@@ -193,21 +193,21 @@ class MpiWindow:
     def put(self, values: Tensor, to: int, offset: int = 0) -> None:
         """Write into the window of `to`; `values` may be changed as soon as this returns."""
         self._check(values, to, offset)
-        self._do("put", self._win.Rput, values.cpu(), to, offset, self._moving).wait()
+        self._start("put", self._win.Rput, values.cpu(), to, offset, self._transfer_type).wait()
 
     def get(self, into: Tensor, source: int, offset: int = 0) -> Handle:
         self._check(into, source, offset)
-        landing = torch.empty_like(into, device="cpu") if into.is_cuda else into
-        return self._do("get", self._win.Rget, landing, source, offset, self._moving, into)
+        buffer = torch.empty_like(into, device="cpu") if into.is_cuda else into
+        return self._start("get", self._win.Rget, buffer, source, offset, self._transfer_type, into)
 
     def accumulate(self, values: Tensor, to: int, offset: int = 0) -> None:
         """Add to the window of `to`, atomically for each element; `values` may be changed as soon as this returns."""
         self._check(values, to, offset)
-        if self._adding is None:
+        if self._reducing_type is None:
             raise UnsupportedError(
                 f"MPI cannot add {values.dtype} in a window: accumulate float32, or put and get {values.dtype}"
             )
-        self._do("accumulate", self._win.Raccumulate, values.cpu(), to, offset, self._adding).wait()
+        self._start("accumulate", self._win.Raccumulate, values.cpu(), to, offset, self._reducing_type).wait()
 
     def flush(self, to: int | None = None) -> None:
         """Wait until all puts and accumulates of this rank have taken effect.
@@ -220,7 +220,7 @@ class MpiWindow:
             self._transport._check(to, "to", 0)
         transport = self._transport
         try:
-            if self._near:
+            if self._on_one_host:
                 self._flush(to)
                 return
             pending = f"what was put into {self._what} of {'all ranks' if to is None else f'rank {to}'}"
@@ -252,7 +252,7 @@ class MpiWindow:
         except self._mpi.Exception as error:
             raise transport.failure(None, f"all ranks to free {self._what}", 0.0, error) from error
 
-    def _do(
+    def _start(
         self, name: str, operation: Any, here: Tensor, peer: int, offset: int, kind: Any, into: Tensor | None = None
     ) -> Handle:
         transport = self._transport

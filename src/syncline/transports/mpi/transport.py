@@ -27,7 +27,14 @@ from torch import Tensor
 from syncline.errors import PeerLostError, ProtocolError, UnsupportedError, WorldError
 from syncline.transports.base import Handle, RemoteMemory, Transport, Window, format_bytes, mismatch_hint
 from syncline.transports.messages import MAX_UNRECEIVED_BYTES, CompletedHandle, describe_recv, peer_lost_error, tag_name
-from syncline.transports.mpi.engine import JOIN_TIMEOUT_S, MpiProcess, RequestHandle, byte_spec, mpi_tag
+from syncline.transports.mpi.engine import (
+    JOIN_TIMEOUT_S,
+    MAX_DROPPED_OPERATIONS,
+    MpiProcess,
+    RequestHandle,
+    byte_spec,
+    mpi_tag,
+)
 from syncline.transports.mpi.native import MpiWindow, NativeMpi
 
 __all__ = ["MatchedReceive", "MpiTransport", "ProbeQueue", "ProbedReceive"]
@@ -214,7 +221,8 @@ class MpiTransport(Transport):
 
     def _send(self, data: Tensor, to: int, tag: int, exact: bool, lossy: bool) -> Handle:
         number = self._tag(tag)
-        self.engine.release_dropped_if_many()
+        if len(self.engine.dropped) > MAX_DROPPED_OPERATIONS:
+            self.engine.release_dropped()
         # A message to this rank itself is copied: its handle may be waited for before the receive is posted.
         data = data.cpu().clone() if to == self.rank else data.cpu()
         pending = f"rank {self.members[to]} to take {format_bytes(data.numel())}"
@@ -227,8 +235,8 @@ class MpiTransport(Transport):
 
     def _recv(self, data: Tensor, source: int | None, tag: int, exact: bool) -> Handle:
         self._tag(tag)
-        landing = torch.empty_like(data, device="cpu") if data.is_cuda else data
-        return MatchedReceive(self, data, self.inbox.post(landing, source, tag, exact))
+        buffer = torch.empty_like(data, device="cpu") if data.is_cuda else data
+        return MatchedReceive(self, data, self.inbox.post(buffer, source, tag, exact))
 
     def _tag(self, tag: int) -> int:
         if self._closed:

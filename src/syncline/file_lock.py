@@ -7,7 +7,6 @@ import logging
 import os
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 __all__ = ["FileLock", "LockedError"]
 
@@ -71,9 +70,7 @@ class FileLock:
     def __enter__(self) -> FileLock:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.release()
 
 

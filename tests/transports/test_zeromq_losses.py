@@ -162,9 +162,10 @@ def test_a_rank_that_is_cut_off_gives_up(here: Here, monkeypatch: pytest.MonkeyP
     first.monitor.watch([1, 2])
     talk(first, here.ranks[1])
     stuck = first.runtime.event()
-    directory: Any = first.node.membership
-    real, directory.launcher.store = directory.launcher.store, Stuck(stuck)
-    monkeypatch.setattr(directory.launcher, "timeout_s", 0.05)
+    membership: Any = first.node.membership
+    connection = membership.launcher.connection
+    real, connection.store = connection.store, Stuck(stuck)
+    monkeypatch.setattr(connection, "timeout_s", 0.05)
     first.node.lost_after_s = 0.2
     for rank in here.ranks[1:]:
         rank.node.next_ping = float("inf")
@@ -174,7 +175,7 @@ def test_a_rank_that_is_cut_off_gives_up(here: Here, monkeypatch: pytest.MonkeyP
     assert "cut off" in str(error)
     first.close()
     stuck.set()
-    directory.launcher.store = real
+    connection.store = real
 
 
 class Stuck:

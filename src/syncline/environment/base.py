@@ -124,34 +124,26 @@ def check_versions(versions: Mapping[str, str]) -> None:
     for name, version in versions.items():
         found.setdefault(version, []).append(name)
     if len(found) > 1:
-        told = [f"{names[0]} runs {version or 'an older one'}" for version, names in found.items()]
-        told[0] = told[0].replace(" runs ", " runs Syncline ", 1)
-        raise WorldError(f"{', '.join(told)}: install the same version of Syncline everywhere")
+        parts = [f"{names[0]} runs {version or 'an older one'}" for version, names in found.items()]
+        parts[0] = parts[0].replace(" runs ", " runs Syncline ", 1)
+        raise WorldError(f"{', '.join(parts)}: install the same version of Syncline everywhere")
 
 
 def cache_folder() -> Path:
     """`SYNCLINE_CACHE`, or syncline/ in the user's cache folder."""
-    folder = os.environ.get("SYNCLINE_CACHE")
-    if folder is None:
-        folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "syncline")
-    return Path(folder)
+    if "SYNCLINE_CACHE" in os.environ:
+        return Path(os.environ["SYNCLINE_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "syncline"
 
 
-TORCH_VARIABLES = (
+RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
+    *("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", "PMIX_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"),
 )
-MPI_VARIABLES = (
-    "PMI_RANK",
-    "PMI_SIZE",
-    "PMI_LOCAL_RANK",
-    "PMI_LOCAL_SIZE",
-    "PMIX_RANK",
-    "MPI_LOCALRANKID",
-    "MPI_LOCALNRANKS",
-)
-SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")
+"""The variables of torchrun, MPI and Slurm that tell a process its rank and the number of ranks."""
 MPI_PREFIXES = ("OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 
 
@@ -166,11 +158,7 @@ def hide(environ: MutableMapping[str, str]) -> dict[str, str]:
     >>> environ["WORLD_SIZE"]
     '2'
     """
-    found = [
-        name
-        for name in environ
-        if name in (*TORCH_VARIABLES, *MPI_VARIABLES, *SLURM_VARIABLES) or name.startswith(MPI_PREFIXES)
-    ]
+    found = [name for name in environ if name in RANK_VARIABLES or name.startswith(MPI_PREFIXES)]
     return {name: environ.pop(name) for name in found}
 
 

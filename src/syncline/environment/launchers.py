@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from syncline.environment.base import Environment, Variables
 from syncline.errors import WorldError
@@ -41,18 +40,9 @@ def read_torchrun(environ: Mapping[str, str]) -> Environment | None:
     )
 
 
-@dataclass(frozen=True)
-class _MpiVariables:
-    rank: str
-    size: str
-    local_rank: str
-    local_size: str
-
-
-OPENMPI = _MpiVariables(
-    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
-)
-HYDRA = _MpiVariables("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+OPENMPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+"""The variables with rank, size, local rank and local size."""
+HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 """MPICH and Intel MPI share the process manager Hydra and so its names."""
 
 
@@ -74,22 +64,21 @@ def read_mpich(environ: Mapping[str, str]) -> Environment | None:
     return _read_mpi("MPICH", HYDRA, environ, None)
 
 
-def _read_mpi(source: str, names: _MpiVariables, environ: Mapping[str, str], job: str | None) -> Environment | None:
+def _read_mpi(source: str, names: tuple[str, ...], environ: Mapping[str, str], job: str | None) -> Environment | None:
     # All four: srun with PMI-2 sets PMI_RANK and PMI_SIZE too, and knows more by its own variables.
-    if any(name not in environ for name in (names.rank, names.size, names.local_rank, names.local_size)):
+    if any(name not in environ for name in names):
         return None
     variables = Variables(source, environ)
-    size = variables.whole(names.size)
-    local_size = variables.whole(names.local_size)
+    rank, size, local_rank, local_size = map(variables.whole, names)
     # On one host the ranks share a parent, the process manager's proxy: its number names the job.
     # Over several hosts no variable names the first one, so MASTER_ADDR and MASTER_PORT must.
     one_host = local_size == size
     job = job or f"{source} {os.getppid()}"
     return Environment(
         source=source,
-        rank=variables.whole(names.rank),
+        rank=rank,
         size=size,
-        local_rank=variables.whole(names.local_rank),
+        local_rank=local_rank,
         local_size=local_size,
         rendezvous=variables.rendezvous(job, "127.0.0.1" if one_host else None),
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Literal, Protocol
 
 __all__ = ["Recorder"]
@@ -76,15 +75,15 @@ class Recorder:
 
     def point(self, key: str, value: Any = None, **metadata: Any) -> None:
         """Write one event to every sink."""
-        self._tell(key, value, "POINT_IN_TIME", metadata)
+        self._record(key, value, "POINT_IN_TIME", metadata)
 
     def begin(self, key: str, value: Any = None, **metadata: Any) -> None:
         """Write the start of an interval whose end has another key, such as `run_start` and `run_stop`."""
-        self._tell(key, value, "INTERVAL_START", metadata)
+        self._record(key, value, "INTERVAL_START", metadata)
 
     def end(self, key: str, value: Any = None, **metadata: Any) -> None:
         """Write the end of an interval that `begin` has started."""
-        self._tell(key, value, "INTERVAL_END", metadata)
+        self._record(key, value, "INTERVAL_END", metadata)
 
     def interval(self, key: str, start: float, stop: float, **metadata: Any) -> None:
         """Record an interval after its end; both times are readings of this recorder's clock.
@@ -111,7 +110,7 @@ class Recorder:
         for sink in sinks:
             sink.close()
 
-    def _tell(self, key: str, value: Any, kind: Kind, metadata: dict[str, Any]) -> None:
+    def _record(self, key: str, value: Any, kind: Kind, metadata: dict[str, Any]) -> None:
         event = RunEvent(key, value, self.clock(), kind, metadata)
         with self._lock:
             self._write(event)
@@ -141,9 +140,7 @@ class _Span:
             with recorder._lock:
                 recorder._write(RunEvent(self._key, None, self._start, "INTERVAL_START", self._metadata))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         recorder = self._recorder
         stop = recorder.clock()
         spent = stop - self._start

@@ -33,7 +33,7 @@ class RunLog:
     def __init__(self, folder: str | Path) -> None:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        _cut_back(path / "log.jsonl")
+        _remove_partial_line(path / "log.jsonl")
         self._file = open(path / "log.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (held open)
 
     def write(self, event: RunEvent) -> None:
@@ -51,8 +51,8 @@ class RunLog:
         self._file.close()
 
 
-def _cut_back(path: Path) -> None:
-    """Take away a last line that a crash cut off, before the next line grows together with it."""
+def _remove_partial_line(path: Path) -> None:
+    """Remove a last line that a crash cut off, so that the next line does not continue it."""
     if path.exists():
         data = path.read_bytes()
         if not data.endswith(b"\n"):
@@ -87,14 +87,11 @@ TAGS = {
     "sl_bytes_per_second": "speed/bytes per second",
     "sl_exposed_share": "speed/exposed share",
 }
-"""What a number of the run log is called there; others keep their key."""
+"""The tag in TensorBoard for a key of the run log. Other keys are their own tags."""
 
 
 class TensorBoardSink:
-    """A sink that writes numbers whose metadata tell a `step` as scalars. Needs the package tensorboard.
-
-    Everything else (texts, spans, points without a step) is left to the run log.
-    """
+    """A sink that writes numbers whose metadata has a `step` as scalars. Needs the package tensorboard."""
 
     def __init__(self, folder: str | Path) -> None:
         try:

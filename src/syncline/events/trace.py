@@ -24,26 +24,25 @@ __all__ = ["ChromeTrace"]
 LANES = ("compute", "communication", "data")
 """In the order in which they are shown; others come after them."""
 THREADS_PER_LANE = 1000
-"""Thread numbers of one lane: spans that overlap lie on places of their own."""
+"""Thread numbers of one lane: overlapping spans get different threads, which a viewer shows as rows."""
 MAX_COMPARED_SPANS = 32
-"""Spans of a place that a new one is compared with: what ended long ago does not overlap it."""
+"""Latest spans of a row that a new one is compared with. Older ones do not overlap it."""
 FLUSH_EVERY_EVENTS = 64
-"""Events between flushes."""
 MAX_TRACE_EVENTS = 400_000
-"""Events that a trace holds, about 60 MB: the viewers do not open much more."""
+"""About 60 MB: the viewers do not open much more."""
 
 
 class ChromeTrace:
-    """A sink that writes spans and points to `path`. Spans tell their lane and name as metadata `lane` and `what`.
+    """A sink that writes spans and points to `path`. The metadata `lane` and `what` are a span's lane and name.
 
-    `zero` is the reading of this rank's clock that is 0 in the trace, and `error` how many seconds it may be off
-    from the other ranks'. After `limit` events the rest is only counted, and the count stands at the end.
+    `zero` is the time of this rank's clock that is 0 in the trace; `error` is its uncertainty in seconds against the
+    other ranks. After `limit` events the rest is only counted, and the trace ends with the count.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "trace.json"
     >>> trace = ChromeTrace(path, rank=0, zero=100.0)
-    >>> told = {"lane": "communication", "what": "bucket 0"}
-    >>> trace.write(RunEvent("sl_comm_seconds", 0.25, 101.0, "INTERVAL_END", told))
+    >>> metadata = {"lane": "communication", "what": "bucket 0"}
+    >>> trace.write(RunEvent("sl_comm_seconds", 0.25, 101.0, "INTERVAL_END", metadata))
     >>> trace.close()
     >>> span = json.loads(path.read_text())[-1]
     >>> span["name"], span["ph"], span["ts"], span["dur"]
@@ -58,9 +57,9 @@ class ChromeTrace:
         self._zero = zero
         self._left = limit
         self._dropped = 0
-        self._waiting: list[str] = []
+        self._unwritten: list[str] = []
         self._first = True
-        self._places: dict[str, list[deque[tuple[float, float]]]] = {}
+        self._rows: dict[str, list[deque[tuple[float, float]]]] = {}
         self._file = open(self.path, "w", encoding="utf-8")  # noqa: SIM115 (held open)
         self._file.write("[")
         self._describe("process_name", name=f"rank {rank}")
@@ -68,11 +67,11 @@ class ChromeTrace:
         if error:
             self._describe("process_labels", labels=f"clock ± {1e6 * error:.0f} µs")
         for lane in LANES:
-            self._places_of(lane)
+            self._rows_of(lane)
         self._flush()
 
     def write(self, event: RunEvent) -> None:
-        # The end of a span tells its length too: nothing has to be kept from its beginning.
+        # The end of a span has its length too, so its beginning is not needed.
         if event.kind == "INTERVAL_START" or self._file.closed:
             return
         if self._left <= 0:
@@ -90,10 +89,10 @@ class ChromeTrace:
             "ts": round(1e6 * (stop - seconds), 3),
         }
         if event.kind == "INTERVAL_END":
-            line |= {"ph": "X", "dur": round(1e6 * seconds, 3), "tid": self._place(lane, stop - seconds, stop)}
+            line |= {"ph": "X", "dur": round(1e6 * seconds, 3), "tid": self._row_of(lane, stop - seconds, stop)}
         else:
-            self._places_of(lane)
-            line |= {"ph": "i", "s": "t", "tid": self._number(lane, 0)}
+            self._rows_of(lane)
+            line |= {"ph": "i", "s": "t", "tid": self._thread_number(lane, 0)}
             metadata["value"] = event.value
         if metadata:
             line["args"] = metadata
@@ -109,58 +108,58 @@ class ChromeTrace:
         self._file.write("\n]\n")
         self._file.close()
 
-    def _place(self, lane: str, start: float, stop: float) -> int:
-        """The thread number for a span: the first place of its lane where it cuts no other one in two."""
-        places = self._places_of(lane)
-        fitting = (number for number, spans in enumerate(places) if not any(_cut(start, stop, *one) for one in spans))
-        number = next(fitting, len(places))
-        if number == len(places):
-            self._add_place(lane)
-        places[number].append((start, stop))
-        return self._number(lane, number)
+    def _row_of(self, lane: str, start: float, stop: float) -> int:
+        """The thread number of a span: the first row of its lane where it partly overlaps no other span."""
+        rows = self._rows_of(lane)
+        fitting = (number for number, spans in enumerate(rows) if not any(_cut(start, stop, *one) for one in spans))
+        number = next(fitting, len(rows))
+        if number == len(rows):
+            self._add_row(lane)
+        rows[number].append((start, stop))
+        return self._thread_number(lane, number)
 
-    def _places_of(self, lane: str) -> list[deque[tuple[float, float]]]:
-        if lane not in self._places:
-            self._places[lane] = []
-            self._add_place(lane)
-        return self._places[lane]
+    def _rows_of(self, lane: str) -> list[deque[tuple[float, float]]]:
+        if lane not in self._rows:
+            self._rows[lane] = []
+            self._add_row(lane)
+        return self._rows[lane]
 
-    def _add_place(self, lane: str) -> None:
-        places = self._places[lane]
-        places.append(deque(maxlen=MAX_COMPARED_SPANS))
-        tid = self._number(lane, len(places) - 1)
-        self._describe("thread_name", tid, name=lane if len(places) == 1 else f"{lane} {len(places)}")
+    def _add_row(self, lane: str) -> None:
+        rows = self._rows[lane]
+        rows.append(deque(maxlen=MAX_COMPARED_SPANS))
+        tid = self._thread_number(lane, len(rows) - 1)
+        self._describe("thread_name", tid, name=lane if len(rows) == 1 else f"{lane} {len(rows)}")
         self._describe("thread_sort_index", tid, sort_index=tid)
 
-    def _number(self, lane: str, place: int) -> int:
-        return THREADS_PER_LANE * (1 + list(self._places).index(lane)) + place
+    def _thread_number(self, lane: str, row: int) -> int:
+        return THREADS_PER_LANE * (1 + list(self._rows).index(lane)) + row
 
-    def _describe(self, what: str, tid: int = 0, **told: Any) -> None:
-        self._add({"name": what, "ph": "M", "pid": self._rank, "tid": tid, "args": told})
+    def _describe(self, what: str, tid: int = 0, **arguments: Any) -> None:
+        self._add({"name": what, "ph": "M", "pid": self._rank, "tid": tid, "args": arguments})
 
     def _add(self, line: dict[str, Any]) -> None:
-        # A bare NaN would spoil the whole file, and an object of somebody's own is worth its name at most.
-        self._waiting.append(json.dumps(_finite(line), default=str, allow_nan=False))
-        if len(self._waiting) >= FLUSH_EVERY_EVENTS:
+        # JSON has no NaN: a single one would make the whole file invalid.
+        self._unwritten.append(json.dumps(_finite(line), default=str, allow_nan=False))
+        if len(self._unwritten) >= FLUSH_EVERY_EVENTS:
             self._flush()
 
     def _flush(self) -> None:
-        # A comma before each line but the first, not after: whatever is cut off, the lines before it are whole.
-        for line in self._waiting:
+        # The comma comes before each line, not after it: a file that is cut off stays valid up to the last line.
+        for line in self._unwritten:
             self._file.write("\n" if self._first else ",\n")
             self._file.write(line)
             self._first = False
-        self._waiting.clear()
+        self._unwritten.clear()
         self._file.flush()
 
 
 def _cut(start: float, stop: float, other_start: float, other_stop: float) -> bool:
-    """Whether two spans overlap and neither holds the other: viewers cannot draw that on one line."""
+    """Whether two spans overlap and neither contains the other: viewers cannot draw that in one row."""
     return start < other_start < stop < other_stop or other_start < start < other_stop < stop
 
 
 def _lane_of(key: str) -> str:
-    """Where an event goes that names no lane."""
+    """The lane of an event whose metadata names none."""
     if key.startswith("sl_comm"):
         return "communication"
     return "data" if key.startswith("sl_data") else "other"

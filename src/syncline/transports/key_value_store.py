@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -21,6 +23,7 @@ __all__ = [
     "BoundedStore",
     "KeyValueStore",
     "StoreSilentError",
+    "death_reason",
     "find_rendezvous",
     "first_line",
     "listening_address",
@@ -73,39 +76,48 @@ class BoundedStore:
     """
 
     def __init__(self, store: Any, runtime: Runtime, timeout_s: float = STORE_TIMEOUT_S) -> None:
-        self.store = store
-        self._runtime = runtime
-        self.timeout_s = timeout_s
-        self._calls: Queue[_StoreCall | None] = runtime.queue(1 << 16)
-        self._hangs: _StoreCall | None = None
-        self._closed = False
-        self._task = runtime.spawn(self._serve, name="store")
+        self.connection = _StoreConnection(store, runtime, timeout_s)
+        self._prefix = ""
 
     def set(self, key: str, value: str) -> None:
-        self._ask(lambda: self.store.set(key, value))
+        self.connection.call(lambda store: store.set(self._prefix + key, value))
 
     def get(self, key: str) -> bytes:
-        return self._ask(lambda: bytes(self.store.get(key)))
+        return self.connection.call(lambda store: bytes(store.get(self._prefix + key)))
 
     def add(self, key: str, amount: int) -> int:
-        return self._ask(lambda: int(self.store.add(key, amount)))
+        return self.connection.call(lambda store: int(store.add(self._prefix + key, amount)))
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self._ask(lambda: bool(self.store.check(list(keys))))
+        return self.connection.call(lambda store: bool(store.check([self._prefix + key for key in keys])))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return self._ask(lambda: bytes(self.store.compare_set(key, expected, desired)))
+        return self.connection.call(lambda store: bytes(store.compare_set(self._prefix + key, expected, desired)))
 
     def prefixed(self, prefix: str) -> KeyValueStore:
         """The part of the store whose keys begin with `prefix` and a slash."""
-        return _Prefixed(self, prefix)
+        part = copy.copy(self)
+        part._prefix = f"{prefix}/"
+        return part
 
     def close(self) -> None:
-        """End the task after the calls before this one. Later calls fail."""
-        self._closed = True
-        self._calls.put(None)
+        """End the task after the calls before this one. Later calls fail, also those of the prefixed parts."""
+        self.connection.close()
 
-    def _ask(self, question: Callable[[], T]) -> T:
+
+class _StoreConnection:
+    """A store and the task that makes the calls to it, one at a time."""
+
+    def __init__(self, store: Any, runtime: Runtime, timeout_s: float) -> None:
+        self.store = store
+        self.timeout_s = timeout_s
+        self._runtime = runtime
+        self._calls: Queue[_StoreCall | None] = runtime.queue(1 << 16)
+        self._hangs: _StoreCall | None = None
+        self._closed = False
+        runtime.spawn(self._serve, name="store")
+
+    def call(self, question: Callable[[Any], T]) -> T:
         hangs = self._hangs
         if self._closed:
             raise RuntimeError("this connection to the store is closed")
@@ -120,54 +132,29 @@ class BoundedStore:
             raise call.error
         return call.result  # type: ignore[no-any-return]
 
+    def close(self) -> None:
+        self._closed = True
+        self._calls.put(None)
+
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:
-            call.make()
+            try:
+                call.result = call.question(self.store)
+            except Exception as error:
+                call.error = error
+            finally:
+                call.done.set()
 
 
+@dataclass(eq=False)
 class _StoreCall:
-    """One call to the store: the task makes it, and the caller waits for `done`."""
+    """One call to the store. The caller waits for `done`."""
 
-    def __init__(self, question: Callable[[], Any], done: Event, since: float) -> None:
-        self.done = done
-        self.since = since
-        self.result: Any = None
-        self.error: Exception | None = None
-        self._question = question
-
-    def make(self) -> None:
-        try:
-            self.result = self._question()
-        except Exception as error:
-            self.error = error
-        finally:
-            self.done.set()
-
-
-class _Prefixed:
-    """The keys of a store that begin with a prefix."""
-
-    def __init__(self, store: KeyValueStore, prefix: str) -> None:
-        self._store = store
-        self._prefix = prefix
-
-    def set(self, key: str, value: str) -> None:
-        self._store.set(f"{self._prefix}/{key}", value)
-
-    def get(self, key: str) -> bytes:
-        return self._store.get(f"{self._prefix}/{key}")
-
-    def add(self, key: str, amount: int) -> int:
-        return self._store.add(f"{self._prefix}/{key}", amount)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return self._store.check([f"{self._prefix}/{key}" for key in keys])
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return self._store.compare_set(f"{self._prefix}/{key}", expected, desired)
-
-    def close(self) -> None:
-        self._store.close()
+    question: Callable[[Any], Any]
+    done: Event
+    since: float
+    result: Any = None
+    error: Exception | None = None
 
 
 def find_rendezvous(environment: Environment) -> Rendezvous:
@@ -253,11 +240,19 @@ def watch_program(name: str, timeout: float) -> Callable[[], str | None]:
 
     def ended() -> str | None:
         try:
-            return str(json.loads(store.get(f"{DEAD}/{name}"))["reason"]) if store.check([f"{DEAD}/{name}"]) else None
-        except (RuntimeError, ValueError, KeyError, TypeError):  # the store is gone, or another process writes there
+            return death_reason(store.get(f"{DEAD}/{name}")) if store.check([f"{DEAD}/{name}"]) else None
+        except RuntimeError:  # the store is gone
             return None
 
     return ended
+
+
+def death_reason(record: bytes) -> str | None:
+    """How a process has ended according to the launcher's record; None if another program has written the record."""
+    try:
+        return str(json.loads(record)["reason"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _listen(environment: Environment, place: Rendezvous) -> socket.socket:

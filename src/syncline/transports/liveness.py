@@ -20,7 +20,7 @@ from typing import Any
 from syncline.environment.heartbeats import ALIVE, DEAD, LEFT
 from syncline.runtime import Runtime
 from syncline.transports.base import CHECK_HINT, Monitor, group_ranks_by_text
-from syncline.transports.key_value_store import KeyValueStore
+from syncline.transports.key_value_store import KeyValueStore, death_reason
 from syncline.transports.messages import WarningLog
 
 __all__ = ["LEFT_WORLD", "Liveness", "LivenessMonitor", "LossReason"]
@@ -70,17 +70,6 @@ class _Wait:
 
 
 @dataclass
-class _Progress:
-    """How many collectives this rank has entered on each channel, with the latest of each."""
-
-    entered: dict[str, tuple[int, str]] = field(default_factory=dict)
-    latest: str = ""
-
-    def of(self, channel: str) -> tuple[int, str]:
-        return self.entered.get(channel, (0, ""))
-
-
-@dataclass
 class _View:
     """The state of the other ranks, as read from the store."""
 
@@ -97,10 +86,6 @@ class _View:
         if rank in self.left:
             return LEFT_WORLD
         return f"it has sent no heartbeat for {STALE_AFTER_S:.0f} s" if rank in self.silent else ""
-
-    def ended(self, ranks: Iterable[int]) -> bool:
-        """Whether one of them is known to be gone. Missing heartbeats count only after `STALE_AFTER_S`."""
-        return any(rank in self.gone or rank in self.left for rank in ranks)
 
     def blamed(self, rank: int) -> LossReason:
         """The rank that another one named as the cause of its own end; else that other rank itself."""
@@ -162,7 +147,9 @@ class Liveness:
         self._gone = gone
         self._deaths = 0
         self._host_rank = host_rank
-        self._progress = _Progress()
+        self._entered: dict[str, tuple[int, str]] = {}
+        """By channel: how many collectives this rank has entered, and the latest of them."""
+        self._latest = ""
         self._waits: dict[int, _Wait] = {}
         self._blames: LossReason | None = None
         self._mismatches: dict[str, str] = {}
@@ -182,9 +169,12 @@ class Liveness:
 
     def enter(self, channel: str, what: str) -> None:
         """This rank enters its next collective on a channel."""
-        progress = self._progress
-        progress.entered[channel] = (progress.of(channel)[0] + 1, what)  # at once: another task reads it
-        progress.latest = what
+        self._entered[channel] = (self._call(channel)[0] + 1, what)  # at once: another task reads it
+        self._latest = what
+
+    def _call(self, channel: str) -> tuple[int, str]:
+        """The number and the description of this rank's latest collective on a channel."""
+        return self._entered.get(channel, (0, ""))
 
     def waiting(
         self,
@@ -212,7 +202,7 @@ class Liveness:
         """Write that this rank leaves by itself. A second call does nothing."""
         if not self._left:
             self._left = True
-            self._ask(lambda: self._store.set(f"left/{self.rank}", "1"))
+            self._ask(self._store.set, f"left/{self.rank}", "1")
 
     def stop(self) -> bool:
         """Stop the heartbeats without a goodbye. Returns whether the task ended within `CLOSE_TIMEOUT_S`."""
@@ -226,7 +216,7 @@ class Liveness:
             stopped = self.stop()
             self.leave()
             if stopped and self._program:
-                self._ask(lambda: self._launcher.set(f"{ALIVE}/{self._program}", LEFT))
+                self._ask(self._launcher.set, f"{ALIVE}/{self._program}", LEFT)
             if not self._posted:
                 self._wait_until_others_left()
 
@@ -235,7 +225,7 @@ class Liveness:
         others = [f"left/{rank}" for rank in range(self.size) if rank != self.rank]
         until = self.runtime.now() + CLOSE_TIMEOUT_S
         while self._host_rank == self.rank and others and self.runtime.now() < until:
-            if self._ask(lambda: self._store.check(others)) is not False:
+            if self._ask(self._store.check, others) is not False:
                 return
             self.runtime.sleep(0.01)
 
@@ -245,7 +235,7 @@ class Liveness:
         while not self.closed.is_set():
             self._signs += 1
             if self._program:  # first, even if the rest fails: without it this process is killed
-                self._ask(lambda: self._launcher.set(f"{ALIVE}/{self._program}", str(self._signs)))
+                self._ask(self._launcher.set, f"{ALIVE}/{self._program}", str(self._signs))
             try:
                 self.write()  # if the store does not answer, the next attempt may succeed
                 if self._gone is None:
@@ -264,14 +254,13 @@ class Liveness:
             blames = self._blames
             record = {
                 "beat": self._number,
-                "calls": {channel: count for channel, (count, _) in list(self._progress.entered.items())},
-                "doing": self._progress.latest,
+                "calls": {channel: count for channel, (count, _) in list(self._entered.items())},
+                "doing": self._latest,
                 "owes": {channel: describe() for channel, (describe, _) in list(self.pending.items())},
                 "waits": self._describe_waits(),
                 "blames": None if blames is None else [blames.rank, blames.reason],
             }
-            text = json.dumps(record)
-            self._ask(lambda: self._store.set(f"beat/{self.rank}", text))
+            self._ask(self._store.set, f"beat/{self.rank}", json.dumps(record))
 
     def _describe_waits(self) -> list[dict[str, Any]]:
         waits = [self._describe(wait) for wait in list(self._waits.values())[:MAX_WAITS]]
@@ -282,7 +271,7 @@ class Liveness:
         return waits
 
     def _describe(self, wait: _Wait) -> dict[str, Any]:
-        call, doing = self._progress.of(wait.channel)
+        call, doing = self._call(wait.channel)
         record = {"peer": wait.peer, "pending": wait.describe(), "channel": wait.channel}
         return {**record, "call": call, "doing": doing} if wait.break_off is not None else record
 
@@ -296,19 +285,14 @@ class Liveness:
                 logger.warning("rank %d has waited %.0f s for %s%s", self.rank, now - wait.since, wait.describe(), who)
 
     def _owed(self, channel: str, rank: int, beat: Mapping[str, Any] | None = None) -> str:
-        found = self._ask(lambda: self._read_beat(rank)) if beat is None else beat
-        owed = found.get("owes", {}).get(channel) if isinstance(found, Mapping) else ""
+        found = self._read_beat(rank) if beat is None else beat
+        owed = (found or {}).get("owes", {}).get(channel)
         return f"; rank {rank} has not delivered {owed}" if owed else ""
 
     def _late(self, channel: str, members: Iterable[int]) -> list[int]:
-        mine = self._progress.of(channel)[0]
-        late = []
-        for rank in members:
-            if rank != self.rank:
-                beat = self._ask(lambda rank=rank: self._read_beat(rank))  # type: ignore[misc]
-                if isinstance(beat, dict) and int(beat["calls"].get(channel, 0)) < mine:
-                    late.append(rank)
-        return late
+        mine = self._call(channel)[0]
+        beats = {rank: self._read_beat(rank) for rank in members if rank != self.rank}
+        return [rank for rank, beat in beats.items() if beat and int(beat["calls"].get(channel, 0)) < mine]
 
     # Ranks in different operations.
 
@@ -322,29 +306,29 @@ class Liveness:
             place = wait.members.index(self.rank)
             neighbours = {wait.members[(place + 1) % len(wait.members)], others[0]} if others else set()
             for rank in sorted(neighbours - {self.rank}):
-                beat = self._ask(lambda rank=rank: self._read_beat(rank))  # type: ignore[misc]
-                text = self._difference(wait, rank, beat) if isinstance(beat, dict) else ""
+                text = self._differ(wait.channel, {rank: self._read_beat(rank) or {}})
                 if text and self._waits.get(id(wait)) is wait:
                     break_off, wait.break_off = wait.break_off, None
-                    self._ask(lambda key=f"mismatch/{wait.channel}", text=text: self._store.set(key, text))  # type: ignore[misc]
+                    self._ask(self._store.set, f"mismatch/{wait.channel}", text)
                     self._mismatches[wait.channel] = text
                     break_off()
                     return
 
-    def _difference(self, wait: _Wait, rank: int, beat: Mapping[str, Any]) -> str:
-        """A description if a rank waits in another operation than this one in the same call; else empty."""
-        call, doing = self._progress.of(wait.channel)
-        for other in beat["waits"]:
-            if other["channel"] == wait.channel and other.get("call") == call and other["doing"] != doing:
-                return group_ranks_by_text({self.rank: doing, rank: str(other["doing"])})
-        return ""
+    def _differ(self, channel: str, beats: Mapping[int, Mapping[str, Any]]) -> str:
+        """A description if ranks in this rank's call of a channel are in different operations; else empty."""
+        call, doing = self._call(channel)
+        doing_by_rank = {self.rank: doing}
+        for rank, beat in beats.items():
+            for wait in beat.get("waits", ()):
+                if wait["channel"] == channel and wait.get("call") == call:
+                    doing_by_rank[rank] = str(wait["doing"])
+        return group_ranks_by_text(doing_by_rank) if len(set(doing_by_rank.values())) > 1 else ""
 
     def mismatch(self, channel: str) -> str:
         """What the ranks of a channel do, if they were found to be in different operations; else empty."""
-        if channel not in self._mismatches and self._ask(lambda: self._store.check([f"mismatch/{channel}"])) is True:
-            text = self._ask(lambda: self._store.get(f"mismatch/{channel}"))
-            if text is not _UNREACHABLE:
-                self._mismatches[channel] = bytes(text).decode(errors="replace")
+        text = None if channel in self._mismatches else self._ask(self._read_key, self._store, f"mismatch/{channel}")
+        if text:
+            self._mismatches[channel] = text.decode(errors="replace")
         return self.mismatch_found(channel)
 
     def mismatch_found(self, channel: str) -> str:
@@ -370,7 +354,7 @@ class Liveness:
         if text:
             return LossReason(None, text, alive=True, mismatch=True)
         over = self.waiting("it", channel, members, peer)  # ranks that wait for this one may read its record meanwhile
-        loss = self._first_posted(members) or self._look(channel, members, peer, broken)
+        loss = self._first_posted(members) or self._search(channel, members, peer, broken)
         over()
         if (idle and loss.alive) or loss.mismatch:
             return loss
@@ -384,8 +368,7 @@ class Liveness:
 
     def cause_of(self, rank: int, reason: str) -> LossReason:
         """The rank that a lost rank has named as the cause of its own end; else the lost rank itself."""
-        beat = self._ask(lambda: self._read_beat(rank))
-        blames = beat.get("blames") if isinstance(beat, dict) else None
+        blames = (self._read_beat(rank) or {}).get("blames")
         loss = LossReason(rank, reason)
         if blames is not None and blames[0] not in (None, self.rank):
             loss = LossReason(int(blames[0]), str(blames[1]))
@@ -395,12 +378,12 @@ class Liveness:
 
     def has_left(self, rank: int) -> bool:
         """Whether a rank has said that it leaves."""
-        return self._ask(lambda: self._store.check([f"left/{rank}"])) is True
+        return self._ask(self._store.check, [f"left/{rank}"]) is True
 
     def heartbeat_of(self, rank: int) -> int | None:
         """The number of a rank's latest record: 0 if it has written none, None if the store does not answer."""
-        record = self._ask(lambda: self._read_beat(rank))
-        return None if record is _UNREACHABLE else int((record or {}).get("beat", 0))
+        beat = self._read_beat(rank)
+        return None if beat is None else int(beat.get("beat", 0))
 
     def _read_deaths(self) -> None:
         """Read from the store which ranks `syncline run` has seen fail."""
@@ -409,50 +392,50 @@ class Liveness:
             if deaths == self._deaths:
                 return
             for rank in range(self.size):
-                if rank not in self.dead and self._launcher.check([f"{DEAD}/{rank}"]):
-                    self._note_death(rank, self._launcher.get(f"{DEAD}/{rank}"))
+                if rank in self.dead or not (record := self._read_key(self._launcher, f"{DEAD}/{rank}")):
+                    continue
+                reason = death_reason(record)
+                if reason is None:
+                    logger.warning(
+                        "rank %d cannot read how rank %d ended, and ignores it: %.80r", self.rank, rank, record
+                    )
+                    continue
+                self.dead[rank] = reason
+                logger.warning("rank %d: the launcher reports that rank %d is lost: %s", self.rank, rank, reason)
             self._deaths = deaths  # last: if the store fails midway, the next heartbeat reads again
 
-    def _note_death(self, rank: int, text: bytes) -> None:
-        try:
-            self.dead[rank] = str(json.loads(text)["reason"])
-        except (ValueError, KeyError, TypeError):
-            logger.warning("rank %d cannot read how rank %d ended, and ignores it: %.80r", self.rank, rank, text)
-            return
-        logger.warning("rank %d: the launcher reports that rank %d is lost: %s", self.rank, rank, self.dead[rank])
-
-    def _look(self, channel: str, members: Sequence[int], peer: int | None, broken: bool) -> LossReason:
+    def _search(self, channel: str, members: Sequence[int], peer: int | None, broken: bool) -> LossReason:
         """Read the other ranks' records until it is clear which are alive, and find the cause."""
         runtime, view, first = self.runtime, _View(), dict[int, Any]()
         start = runtime.now()
         watched = list(members) if self._gone is None or peer is None else [peer]
         while True:
             for rank in (each for each in watched if each != self.rank):
-                record = self._ask(lambda rank=rank: self._read_beat(rank))  # type: ignore[misc]
-                if record is _UNREACHABLE:
+                record = self._read_beat(rank)
+                if record is None:
                     return self._store_is_gone()
-                view.beats[rank] = record or {}
-                number = view.beats[rank].get("beat")
+                view.beats[rank] = record
+                number = record.get("beat")
                 if rank not in first:
                     first[rank] = number
                     view.silent.add(rank)
                 elif first[rank] != number:
                     view.silent.discard(rank)
-            self._look_for_ends(view)
+            self._find_ended(view)
             posted = self._first_posted(members)
             if posted is not None:
                 return posted
             chain = [] if peer is None else view.chain(peer, self.rank)
             new = [rank for rank in chain if rank not in watched]
-            ended = view.ended(watched if self._gone is None else chain)
+            ended = any(rank in view.gone or rank in view.left for rank in (watched if self._gone is None else chain))
             over = runtime.now() - start >= STALE_AFTER_S
             if over or (not new and (ended or not (broken or view.silent))):
                 view.silent = view.silent if over else set()  # too early to call a rank silent
-                return self._judge(channel, members, peer, broken, view)
+                return self._find_cause(channel, members, peer, broken, view)
             watched += new
             runtime.sleep(HEARTBEAT_EVERY_S / 2)
 
-    def _look_for_ends(self, view: _View) -> None:
+    def _find_ended(self, view: _View) -> None:
         """Add the ranks that are gone according to the launcher, the transport or themselves."""
         if self._gone is None:
             self._ask(self._read_deaths)
@@ -461,9 +444,11 @@ class Liveness:
             if rank not in view.left and self.has_left(rank):
                 view.left.add(rank)
 
-    def _judge(self, channel: str, members: Sequence[int], peer: int | None, broken: bool, view: _View) -> LossReason:
+    def _find_cause(
+        self, channel: str, members: Sequence[int], peer: int | None, broken: bool, view: _View
+    ) -> LossReason:
         """Find the cause from the records. A rank that is gone comes before one that is late."""
-        mine = self._progress.of(channel)[0]
+        mine = self._call(channel)[0]
         late = [rank for rank in members if rank in view.beats and view.calls(rank, channel) < mine]
         starts = [peer] if peer is not None else [] if broken else late
         found = [self._follow(channel, start, view) for start in starts]
@@ -473,7 +458,8 @@ class Liveness:
         for loss in found:
             if not loss.alive:
                 return loss
-        differ = self._differ(channel, members, view) if peer is None else ""
+        beats = {rank: view.beats[rank] for rank in members if rank in view.beats}
+        differ = self._differ(channel, beats) if peer is None else ""
         if differ:
             return LossReason(None, f"the ranks are in different operations: {differ}; {CHECK_HINT}", True, True)
         if found:
@@ -492,22 +478,12 @@ class Liveness:
         if waits is not None and (waits == self.rank or waits in chain):
             circle = sorted({self.rank, *chain} if waits == self.rank else set(chain[chain.index(waits) :]))
             return LossReason(circle[0], f"{_ranks(circle)} wait for each other in a circle", alive=True)
-        late = view.calls(last, channel) < self._progress.of(channel)[0]
+        late = view.calls(last, channel) < self._call(channel)[0]
         did = "has not entered this operation" if late else "did not answer"
         busy = f" (its last one: {record['doing']})" if late and record.get("doing") else ""
         pending = [wait["pending"] for wait in record.get("waits", ())]
         waiting = f"; it waits for {pending[0]}" if pending else ""
         return LossReason(last, f"it is alive but {did}{busy}{waiting}{self._owed(channel, last, record)}", alive=True)
-
-    def _differ(self, channel: str, members: Sequence[int], view: _View) -> str:
-        """A description if ranks in the same call of a channel are in different operations; else empty."""
-        call, doing = self._progress.of(channel)
-        doing_by_rank = {self.rank: doing}
-        for rank in members:
-            for wait in view.beats.get(rank, {}).get("waits", ()):
-                if wait["channel"] == channel and wait.get("call") == call:
-                    doing_by_rank[rank] = str(wait["doing"])
-        return group_ranks_by_text(doing_by_rank) if len(set(doing_by_rank.values())) > 1 else ""
 
     def _store_is_gone(self) -> LossReason:
         if self._posted:
@@ -526,8 +502,7 @@ class Liveness:
             found = self._first_posted(members)
             if found is not None:
                 return found
-            key = f"lost/{self._read}"
-            if self._ask(lambda key=key: self._store.compare_set(key, "", text)) is _UNREACHABLE:  # type: ignore[misc]
+            if self._ask(self._store.compare_set, f"lost/{self._read}", "", text) is None:
                 return loss
 
     def _first_posted(self, members: Sequence[int]) -> LossReason | None:
@@ -538,26 +513,26 @@ class Liveness:
 
     def _read_posted(self) -> None:
         with self._reading:
-            while self._store.check([f"lost/{self._read}"]):
-                found = json.loads(self._store.get(f"lost/{self._read}"))
+            while record := self._read_key(self._store, f"lost/{self._read}"):
+                found = json.loads(record)
                 self._posted.setdefault(int(found["rank"]), str(found["reason"]))
                 self._read += 1
 
     def _read_beat(self, rank: int) -> dict[str, Any] | None:
-        if not self._store.check([f"beat/{rank}"]):
-            return None
-        beat = json.loads(self._store.get(f"beat/{rank}"))
-        assert isinstance(beat, dict)
-        return beat
+        """The latest record of a rank: empty if it has written none, None if the store does not answer."""
+        text = self._ask(self._read_key, self._store, f"beat/{rank}")
+        return None if text is None else json.loads(text or b"{}")
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
+    @staticmethod
+    def _read_key(store: KeyValueStore, key: str) -> bytes:
+        return store.get(key) if store.check([key]) else b""
+
+    def _ask(self, question: Callable[..., Any], *args: Any) -> Any:
+        """Make a call to the store. Returns None if the store does not answer."""
         try:
-            return question()
+            return question(*args)
         except RuntimeError:  # such as DistNetworkError
-            return _UNREACHABLE
-
-
-_UNREACHABLE = object()
+            return None
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -45,17 +45,17 @@ def share_memory(transport: Transport, numel: int, dtype: torch.dtype) -> Tensor
     nbytes = numel * dtype.itemsize
     if transport.size == 1:
         return torch.zeros(numel, dtype=dtype)
-    descriptor = _make(transport, nbytes) if transport.rank == 0 else _join(transport, nbytes)
+    descriptor = _create(transport, nbytes) if transport.rank == 0 else _join(transport, nbytes)
     try:
-        with_nonce = mmap.mmap(descriptor, nbytes + NONCE_BYTES)
+        mapping = mmap.mmap(descriptor, nbytes + NONCE_BYTES)
     finally:
         os.close(descriptor)  # the mapping keeps the memory alive
-    return torch.frombuffer(with_nonce, dtype=dtype, count=numel) if numel else torch.zeros(0, dtype=dtype)
+    return torch.frombuffer(mapping, dtype=dtype, count=numel) if numel else torch.zeros(0, dtype=dtype)
 
 
-def _make(transport: Transport, nbytes: int) -> int:
+def _create(transport: Transport, nbytes: int) -> int:
     nonce = secrets.token_bytes(NONCE_BYTES)
-    descriptor = _nameless(nbytes, nonce)
+    descriptor = _create_file(nbytes, nonce)
     offer = OFFER.pack(MAGIC, os.getpid(), descriptor, nbytes + NONCE_BYTES, nonce)
     others = range(1, transport.size)
     _send(transport, others, offer if descriptor >= 0 else bytes(OFFER.size))
@@ -69,7 +69,7 @@ def _make(transport: Transport, nbytes: int) -> int:
     return descriptor
 
 
-def _nameless(nbytes: int, nonce: bytes) -> int:
+def _create_file(nbytes: int, nonce: bytes) -> int:
     """A descriptor of a file without a name; -1 if the system has none, or not enough memory."""
     if not hasattr(os, "memfd_create"):
         return -1
@@ -97,10 +97,10 @@ def _join(transport: Transport, nbytes: int) -> int:
 
 def _open(offer: bytes, nbytes: int) -> int:
     """The descriptor of the offered memory; -1 if this process does not see it, or sees another file there."""
-    magic, process, held, length, nonce = OFFER.unpack(offer)
-    if magic != MAGIC or process < 1 or held < 0 or length != nbytes + NONCE_BYTES:
+    magic, process, number, length, nonce = OFFER.unpack(offer)
+    if magic != MAGIC or process < 1 or number < 0 or length != nbytes + NONCE_BYTES:
         return -1
-    path = f"/proc/{process}/fd/{held}"
+    path = f"/proc/{process}/fd/{number}"
     try:
         # In another container the same numbers may name a pipe, and opening a pipe would wait.
         if not os.readlink(path).startswith(f"/memfd:{MEMFD_NAME}"):

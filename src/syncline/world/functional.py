@@ -77,9 +77,11 @@ def _compare_at_root(group: Group, text: str) -> str:
         handle.wait()
     calls = {rank: _decode_text(row) for rank, row in zip(group.ranks, table, strict=True)}
     differ = group_ranks_by_text(calls) if len(set(calls.values())) > 1 else ""
-    words = torch.frombuffer(bytearray(differ.encode()), dtype=torch.uint8) if differ else None
-    length = torch.tensor([0 if words is None else words.numel()])
-    for buffer in (length,) if words is None else (length, words):
+    data = bytearray(differ.encode())
+    buffers = [torch.tensor([len(data)])]
+    if data:
+        buffers.append(torch.frombuffer(data, dtype=torch.uint8))
+    for buffer in buffers:
         sent = [transport.send(buffer, rank, DIFFERENCE_TAG, exact=True) for rank in range(1, transport.size)]
         for handle in sent:
             handle.wait()
@@ -133,13 +135,7 @@ def allreduce(
         wide, narrow = widen(tensor, wire_op)
     describe = f"allreduce({_describe_tensor(tensor)}, {op}, {algorithm})"
 
-    def finish() -> Any:
-        if op == "mean":
-            wide.div_(comm.size)
-        return back(narrow(wide).reshape(tensor.shape))
-
     def work() -> Any:
-        compare_calls(comm, describe)
         native = comm.transport.native
         if algorithm == AUTO:
             comm.auto.allreduce(wide, wire_op)
@@ -147,7 +143,9 @@ def allreduce(
             native.allreduce(wide, wire_op).wait()
         else:
             channel.allreduce(comm.channel, wide, wire_op, schedule or build("allreduce", NATIVE))
-        return finish()
+        if op == "mean":
+            wide.div_(comm.size)
+        return back(narrow(wide).reshape(tensor.shape))
 
     return _run_counted(comm, "allreduce", tensor, describe, work, async_)
 
@@ -169,7 +167,6 @@ def broadcast(x: Any, root: int = 0, algorithm: str = NATIVE, group: Group | Non
     describe = f"broadcast({_describe_tensor(tensor)}, root {root}, {algorithm})"
 
     def work() -> Any:
-        compare_calls(comm, describe)
         native = comm.transport.native
         if schedule is None and native.available:
             if flat.numel():
@@ -224,7 +221,6 @@ def reduce_scatter(
     describe = f"reduce_scatter({_describe_tensor(tensor)}, {op}, {algorithm})"
 
     def work() -> Any:
-        compare_calls(comm, describe)
         native = comm.transport.native
         even = tensor.shape[0] % comm.size == 0 and wide.numel() > 0
         if schedule is None and even and native.reduces(wide.dtype, wire_op):
@@ -266,7 +262,6 @@ def alltoall(
     describe = f"alltoall({_describe_rows(tensor)}, {algorithm})"
 
     def work() -> Any:
-        compare_calls(comm, describe)
         native = comm.transport.native
         incoming = _exchange_counts(comm, counts, schedule_name)
         output = copy.new_empty(sum(incoming), *copy.shape[1:])
@@ -362,7 +357,6 @@ def _gather(x: Any, root: int | None, algorithm: str, group: Group | None, async
     describe = f"{operation}({_describe_rows(rows)}, {algorithm}{'' if root is None else f', root {root}'})"
 
     def work() -> Any:
-        compare_calls(comm, describe)
         lengths = _exchange_lengths(comm, rows, operation)
         native = comm.transport.native
         everywhere = root is None or root == comm.rank
@@ -383,12 +377,13 @@ def _gather(x: Any, root: int | None, algorithm: str, group: Group | None, async
 
 
 def _run_counted(group: Group, name: str, tensor: Tensor, describe: str, work: Callable[[], Any], async_: bool) -> Any:
-    """Run one collective and record its bytes and seconds."""
+    """Compare the ranks' calls, run one collective, and record its bytes and seconds."""
     events = group.world.events
     events.count("sl_comm_bytes_logical", tensor.numel() * tensor.element_size())
 
     def timed() -> Any:
         with events.span("sl_comm_seconds", call=name):
+            compare_calls(group, describe)
             return work()
 
     return group.call(describe, timed, async_)
@@ -396,25 +391,22 @@ def _run_counted(group: Group, name: str, tensor: Tensor, describe: str, work: C
 
 def _exchange_lengths(group: Group, rows: Tensor, operation: str) -> list[int]:
     """The first dimension of every rank. Any other difference raises an error on every rank."""
-    table = _gather_numbers(group, [len(rows), zlib.crc32(_describe_rows(rows).encode())])
-    if len({tuple(row[1:]) for row in table}) > 1:
-        different = [rank for rank, row in enumerate(table) if row[1:] != table[0][1:]]
+    mine = torch.tensor([len(rows), zlib.crc32(_describe_rows(rows).encode())])
+    table = torch.zeros(group.size, 2, dtype=torch.int64)
+    table[group.rank] = mine
+    native = group.transport.native
+    if native.available:
+        native.allgather(table, mine).wait()
+    else:
+        channel.move_pieces(group.channel, "allgather", dict(enumerate(table)), "ring")
+    lengths, checksums = table.t().tolist()
+    different = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]
+    if different:
         raise IncompatibleError(
             f"{operation} joins arrays that differ in the first dimension only: rank {group.rank} has "
             f"{_describe_tensor(rows)}, and ranks {different} differ from rank 0 in dtype or the other dimensions"
         )
-    return [row[0] for row in table]
-
-
-def _gather_numbers(group: Group, numbers: Sequence[int]) -> list[list[int]]:
-    table = torch.zeros(group.size, len(numbers), dtype=torch.int64)
-    table[group.rank] = torch.tensor(list(numbers))
-    native = group.transport.native
-    if native.available:
-        native.allgather(table, table[group.rank].clone()).wait()
-    else:
-        channel.move_pieces(group.channel, "allgather", dict(enumerate(table)), "ring")
-    return cast("list[list[int]]", table.tolist())
+    return [int(length) for length in lengths]
 
 
 def _exchange_counts(group: Group, counts: Sequence[int], algorithm: str) -> list[int]:
@@ -534,13 +526,17 @@ def broadcast_object(value: Any = None, root: int = 0, group: Group | None = Non
     >>> sl.simulate(settings, ranks=2).results[1]
     {'rate': 0.1, 'order': tensor([2, 0, 1])}
     """
-    comm = current_world().everyone if group is None else group
+    comm = _resolve_group(group)
     tensors: dict[str, Tensor] = {}
     text = b""
     if comm.rank == root:
         try:
             tree, tensors = encode(value, "value", MESSAGE)
-            text = json.dumps({"tree": tree, "tensors": _headers(tensors)}).encode()
+            headers = [
+                [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.device.type]
+                for name, tensor in tensors.items()
+            ]
+            text = json.dumps({"tree": tree, "tensors": headers}).encode()
         except (IncompatibleError, ValueError) as error:  # sent to all ranks, because they wait for the tree
             digits = "" if isinstance(error, IncompatibleError) else "a number has too many digits to be sent: "
             text = json.dumps({"refused": f"{digits}{error}"}).encode()
@@ -555,11 +551,3 @@ def broadcast_object(value: Any = None, root: int = 0, group: Group | None = Non
         tensor: Tensor = broadcast(own, root, group=comm)  # on the CPU: it is rare, and ranks may share a GPU
         received[name] = tensor.to(comm.world.device) if device == "cuda" else tensor
     return decode(document["tree"], received, f"the object of rank {comm.ranks[root]}")
-
-
-def _headers(tensors: dict[str, Tensor]) -> list[list[Any]]:
-    """Name, dtype, shape and device type of each tensor."""
-    return [
-        [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.device.type]
-        for name, tensor in tensors.items()
-    ]

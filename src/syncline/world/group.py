@@ -117,8 +117,7 @@ class Group:
     @property
     def channel(self) -> Channel:
         """The channel on which the collectives run."""
-        if self.world.closed:
-            raise WorldError("this world is closed; call sl.init() again")
+        self.world.check_open()
         if self._closed:
             raise WorldError(f"{self!r} is closed; make another with world.group()")
         if self._channel is None:

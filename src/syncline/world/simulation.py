@@ -130,14 +130,14 @@ def simulate(
 class _ProgressPrinter:
     """Prints the progress of a long simulation."""
 
-    def __init__(self, ranks: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._ranks, self._clock = ranks, clock
-        self._began = self._shown = clock()
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._began = self._shown = time.monotonic()
 
     def show(self, now: float) -> None:
         """Print the virtual time, at most every `SHOW_EVERY_S` seconds."""
-        if self._clock() - self._shown >= SHOW_EVERY_S:
-            self._shown = self._clock()
+        if time.monotonic() - self._shown >= SHOW_EVERY_S:
+            self._shown = time.monotonic()
             passed = self._shown - self._began
             print(f"syncline: {self._ranks} simulated ranks: {now:.4g} virtual s in {passed:.0f} s", file=sys.stderr)
 
@@ -172,18 +172,6 @@ def _start(
     timeout: float,
     check: bool,
 ) -> Any:
-    world = _world_of(rank, simulated, hosts, roles, timeout, check)
-    make_current(world)
-    return fn(world)
-
-
-def _start_extra(process: ExtraProcess, member: int, simulated: SimulatedNetwork, timeout: float) -> Any:
-    return process.run(job_channel(simulated, member, timeout))
-
-
-def _world_of(
-    rank: int, simulated: SimulatedNetwork, hosts: tuple[str, ...], roles: tuple[str, ...], timeout: float, check: bool
-) -> World:
     environment = Environment(
         source="sl.simulate",
         rank=rank,
@@ -195,7 +183,13 @@ def _world_of(
     transport = SimulatedTransport(simulated, tuple(range(len(hosts))), rank, timeout=timeout)
     if roles:
         transport.add_roles(job_channel(simulated, rank, timeout), roles)
-    return World(environment, transport, hosts, check)
+    world = World(environment, transport, hosts, check)
+    make_current(world)
+    return fn(world)
+
+
+def _start_extra(process: ExtraProcess, member: int, simulated: SimulatedNetwork, timeout: float) -> Any:
+    return process.run(job_channel(simulated, member, timeout))
 
 
 def _raise_first(

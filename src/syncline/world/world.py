@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Protocol, TypeVar, cast
 
 import torch
@@ -185,8 +184,7 @@ class World:
 
     def group(self, ranks: Sequence[int] | None = None) -> Group:
         """Make a group of `ranks` (all: None) with its own channel. Every rank calls it in the same order."""
-        if self.closed:
-            raise WorldError("this world is closed; call sl.init() again")
+        self.check_open()
         members = tuple(range(self.size)) if ranks is None else check_ranks(ranks, self.size)
         hosts = tuple(self._host_numbers[rank] for rank in members)
         group = Group(self, members, self._transport.split(members), hosts, self.lanes)
@@ -218,8 +216,7 @@ class World:
         >>> resource.closed
         True
         """
-        if self.closed:
-            raise WorldError("this world is closed; call sl.init() again")
+        self.check_open()
         with self._resources_lock:
             resource = self._resources.get(key)
         if resource is None:  # outside the lock, because `make` may wait for the other ranks
@@ -227,6 +224,11 @@ class World:
             with self._resources_lock:
                 self._resources[key] = resource
         return cast(K, resource)
+
+    def check_open(self) -> None:
+        """Raise a `WorldError` if this world is closed."""
+        if self.closed:
+            raise WorldError("this world is closed; call sl.init() again")
 
     def finish_left(self) -> None:
         """End the epochs that were left early. Called before every collective."""
@@ -260,16 +262,16 @@ class World:
 
     def init_again(self, options: InitOptions) -> World:
         """The result of a second `init`: this world. Raises if the options differ."""
-        wrong = {
-            "transport": options.transport is not None and options.transport not in (self._transport, self.engine),
-            "timeout": options.timeout not in (DEFAULT_TIMEOUT_S, self._transport.timeout),
-            "check": options.check and not self.check,
+        allowed: dict[str, tuple[object, ...]] = {  # the present value first
+            "transport": (self.engine, None, self._transport),
+            "timeout": (self._transport.timeout, DEFAULT_TIMEOUT_S),
+            "check": (self.check, False),
         }
-        for name, differs in wrong.items():
-            if differs:
-                now = {"transport": self.engine, "timeout": self._transport.timeout, "check": self.check}[name]
+        for name, values in allowed.items():
+            wanted = getattr(options, name)
+            if wanted not in values:
                 raise WorldError(
-                    f"this process has a world already, with {name}={now!r}, and now {name}={getattr(options, name)!r} "
+                    f"this process has a world already, with {name}={values[0]!r}, and now {name}={wanted!r} "
                     f"is asked for: call close() of {self!r} first"
                 )
         return self.set_up(options)
@@ -356,9 +358,7 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
         else:  # report the error soon; do not wait for messages that are not delivered
@@ -437,7 +437,8 @@ def _join(options: InitOptions) -> World:
             source="its own transport", rank=engine.rank, size=engine.size, local_size=1, rendezvous=place
         )
     else:
-        name = _engine_name(options.transport, environment)
+        default = "single" if environment.size == 1 else "torch_dist"
+        name = options.transport or os.environ.get(TRANSPORT_VARIABLE) or default
         engine = _connect(name, environment, options.timeout)
         if engine.size == 1 and environment.size > 1:
             environment = Environment(source=environment.source)
@@ -462,18 +463,13 @@ def current_world() -> World:
         world = _process_worlds[0]
     if world is None:
         raise WorldError("there is no world yet: call sl.init() first")
-    if world.closed:
-        raise WorldError("this world is closed; call sl.init() again")
+    world.check_open()
     return world
 
 
 def make_current(world: World) -> None:
     """Make `world` the current one of this task and of the tasks it spawns."""
     _current.set(world)
-
-
-def _engine_name(name: str | None, environment: Environment) -> str:
-    return name or os.environ.get(TRANSPORT_VARIABLE) or ("single" if environment.size == 1 else "torch_dist")
 
 
 def _connect(name: str, environment: Environment, timeout: float) -> Transport:

@@ -65,14 +65,6 @@ class MpiOperation(Protocol):
     def over(self) -> bool: ...
 
 
-class Pollable(Protocol):
-    """An object that every wait polls."""
-
-    def poll(self) -> None:
-        """Match the messages that have arrived."""
-        ...
-
-
 class MpiProcess:
     """One process in MPI."""
 
@@ -95,8 +87,8 @@ class MpiProcess:
         self.exit_timeout_s = max(timeout, DEFAULT_TIMEOUT_S)
         """Seconds that this process waits at exit for the others to end too."""
         self._lock = self.runtime.lock()
-        self._pollables: tuple[Pollable, ...] = ()
-        self._dropped: deque[MpiOperation] = deque()
+        self._polls: tuple[Callable[[], None], ...] = ()
+        self.dropped: deque[MpiOperation] = deque()
         self._unused: list[tuple[Any, Any]] = []
         self._everyone: Any = None
         self._watch: Task | None = None
@@ -144,18 +136,18 @@ class MpiProcess:
 
     def progress(self) -> None:
         """Match the messages that have arrived on any channel."""
-        for pollable in self._pollables:
-            pollable.poll()
+        for poll in self._polls:
+            poll()
 
-    def add_pollable(self, pollable: Pollable) -> None:
-        """Poll an object in every wait."""
+    def add_poll(self, poll: Callable[[], None]) -> None:
+        """Call a function in every wait: it matches the messages that have arrived."""
         with self._lock:
-            self._pollables += (pollable,)
+            self._polls += (poll,)
 
-    def remove_pollable(self, pollable: Pollable) -> None:
-        """Stop polling it."""
+    def remove_poll(self, poll: Callable[[], None]) -> None:
+        """Stop calling it."""
         with self._lock:
-            self._pollables = tuple(each for each in self._pollables if each is not pollable)
+            self._polls = tuple(each for each in self._polls if each != poll)
 
     # Operations without a handle.
 
@@ -164,23 +156,18 @@ class MpiProcess:
 
         Called when the handle is collected, at any moment and on any thread, so it takes no lock.
         """
-        self._dropped.append(operation)
+        self.dropped.append(operation)
 
     def release_dropped(self) -> bool:
         """Release the finished operations; True if no peer waits for one of the others."""
         outgoing = 0
-        for _ in range(len(self._dropped)):
+        for _ in range(len(self.dropped)):
             with suppress(IndexError):  # another thread does the same
-                operation = self._dropped.popleft()
+                operation = self.dropped.popleft()
                 if not operation.over():
-                    self._dropped.append(operation)
+                    self.dropped.append(operation)
                     outgoing += operation.outgoing
         return not outgoing
-
-    def release_dropped_if_many(self) -> None:
-        """Release the finished operations if there are many."""
-        if len(self._dropped) > MAX_DROPPED_OPERATIONS:
-            self.release_dropped()
 
     def free_when_unused(self, comm: Any) -> None:
         """Free a communicator after all its ranks have released it. A rank that closes early does not wait.
@@ -214,10 +201,7 @@ class MpiProcess:
         return self.lost or sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
 
     def leaving(self, error: BaseException | None) -> None:
-        """Store the exit code of an error that is raised while a channel closes.
-
-        Python drops a SystemExit before it calls the exit functions.
-        """
+        """Store the exit code of an error: Python drops a SystemExit before it calls the exit functions."""
         if isinstance(error, SystemExit) and error.code not in (None, 0):
             self.lost = True
             self.code = error.code if isinstance(error.code, int) else 1
@@ -335,7 +319,7 @@ class RequestHandle:
     def over(self) -> bool:
         """Whether MPI no longer uses the buffers."""
         try:
-            self._done = self._done or bool(self._request.Test())
+            self._done = self._done or self._request.Test()
         except self._transport.engine.mpi.Exception:
             self._done = True  # no caller waits for the error
         return self._done
@@ -347,7 +331,7 @@ class RequestHandle:
         timeout_s, start = transport.timeout if timeout is None else timeout, transport.runtime.now()
         cause: Exception | None = None
         try:
-            finished = engine.wait(self._test, timeout_s, lambda: self._pending, transport.has_ended)
+            finished = engine.wait(self._request.Test, timeout_s, lambda: self._pending, transport.has_ended)
         except engine.mpi.Exception as error:
             finished, cause, self._done = False, error, True
         if not finished:
@@ -356,6 +340,3 @@ class RequestHandle:
         self._done = True
         if self._finish is not None:
             self._finish()
-
-    def _test(self) -> bool:
-        return bool(self._request.Test())

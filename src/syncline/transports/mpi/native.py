@@ -69,44 +69,31 @@ class NativeMpi(NativeCollectives):
         mpi, here = self._mpi, tensor.cpu()
         spec = _spec(here, self._reducing(tensor.dtype, op))
         return self._start(
-            "allreduce",
-            tensor,
-            lambda comm: comm.Iallreduce(mpi.IN_PLACE, spec, getattr(mpi, OPS[op])),
-            (here,),
-            lambda: _copy_back(tensor, here),
+            "allreduce", tensor, lambda comm: comm.Iallreduce(mpi.IN_PLACE, spec, getattr(mpi, OPS[op])), tensor, here
         )
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, op: Op) -> Handle:
         mpi, kind = self._mpi, self._reducing(tensor.dtype, op)
         here, out = tensor.cpu(), output.cpu()
         self._check_sizes(here.numel(), out.numel(), "reduce_scatter")
-        return self._start(
-            "reduce_scatter",
-            tensor,
-            # mpi4py counts the elements of each rank's block, not of all.
-            lambda comm: comm.Ireduce_scatter_block(
-                [_bytes(here), out.numel(), kind], _spec(out, kind), getattr(mpi, OPS[op])
-            ),
-            (out, here),
-            lambda: _copy_back(output, out),
-        )
+        blocks = [_bytes(here), out.numel(), kind]  # mpi4py counts the elements of each rank's block, not of all
+
+        def launch(comm: Any) -> Any:
+            return comm.Ireduce_scatter_block(blocks, _spec(out, kind), getattr(mpi, OPS[op]))
+
+        return self._start("reduce_scatter", tensor, launch, output, out, here)
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
         here = tensor.cpu()
         spec = _spec(here, transfer_type(self._mpi, tensor.dtype))
-        return self._start(
-            "broadcast", tensor, lambda comm: comm.Ibcast(spec, root), (here,), lambda: _copy_back(tensor, here)
-        )
+        return self._start("broadcast", tensor, lambda comm: comm.Ibcast(spec, root), tensor, here)
 
     def allgather(self, output: Tensor, tensor: Tensor) -> Handle:
         kind, here, out = transfer_type(self._mpi, tensor.dtype), tensor.cpu(), output.cpu()
         self._check_sizes(out.numel(), here.numel(), "allgather")
+        blocks = [_bytes(out), here.numel(), kind]
         return self._start(
-            "allgather",
-            tensor,
-            lambda comm: comm.Iallgather(_spec(here, kind), [_bytes(out), here.numel(), kind]),
-            (out, here),
-            lambda: _copy_back(output, out),
+            "allgather", tensor, lambda comm: comm.Iallgather(_spec(here, kind), blocks), output, out, here
         )
 
     def alltoall(
@@ -121,17 +108,11 @@ class NativeMpi(NativeCollectives):
             )
         sending = [_bytes(here), ([row * count for count in input_splits], None), kind]
         receiving = [_bytes(out), ([row * count for count in output_splits], None), kind]
-        return self._start(
-            "alltoall",
-            tensor,
-            lambda comm: comm.Ialltoallv(sending, receiving),
-            (out, here),
-            lambda: _copy_back(output, out),
-        )
+        return self._start("alltoall", tensor, lambda comm: comm.Ialltoallv(sending, receiving), output, out, here)
 
     def barrier(self) -> Handle:
         token = torch.zeros(1, dtype=torch.uint8)
-        return self._start("barrier", token, lambda comm: comm.Ibarrier(), (token,), None)
+        return self._start("barrier", token, lambda comm: comm.Ibarrier(), token, token)
 
     def _reducing(self, dtype: torch.dtype, op: Op) -> Any:
         kind = reducing_type(self._mpi, dtype)
@@ -150,9 +131,10 @@ class NativeMpi(NativeCollectives):
         name: str,
         tensor: Tensor,
         launch: Callable[[Any], Any],
-        buffers: tuple[Tensor, ...],
-        finish: Callable[[], object] | None,
+        output: Tensor,
+        *buffers: Tensor,
     ) -> Handle:
+        """Start a collective. The first buffer has its result, which is copied to `output` if that is on a GPU."""
         transport, mpi = self._transport, self._mpi
         pending = (
             f"{name} of {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} among {transport.size} ranks"
@@ -167,6 +149,7 @@ class NativeMpi(NativeCollectives):
             if isinstance(error, OverflowError) or error.Get_error_class() in wrong:
                 raise IncompatibleError(f"MPI refuses the {pending}: {error}") from error
             raise transport.failure(None, pending, 0.0, error) from error
+        finish = None if buffers[0] is output else lambda: output.copy_(buffers[0])
         return RequestHandle(transport, request, buffers, None, pending, finish)
 
 
@@ -179,21 +162,16 @@ def _spec(tensor: Tensor, kind: Any) -> list[Any]:
     return [_bytes(tensor), tensor.numel(), kind]
 
 
-def _copy_back(tensor: Tensor, here: Tensor) -> None:
-    if here is not tensor:
-        tensor.copy_(here)
-
-
 class MpiWindow:
     """The window of one rank, and access to those of the others."""
 
     def __init__(self, transport: MpiTransport, numel: int, dtype: torch.dtype) -> None:
         self._transport = transport
         self._mpi = mpi = transport.engine.mpi
-        self._moving = transfer_type(mpi, dtype)
-        self._adding = reducing_type(mpi, dtype)
+        self._transfer_type = transfer_type(mpi, dtype)
+        self._reducing_type = reducing_type(mpi, dtype)
         self._closed = False
-        self._near = all(member in transport.engine.neighbours for member in transport.members)
+        self._on_one_host = all(member in transport.engine.neighbours for member in transport.members)
         self._what = f"a window of {numel} × {str(dtype).removeprefix('torch.')}"
         self._barrier(transport.timeout)
         try:
@@ -215,21 +193,21 @@ class MpiWindow:
     def put(self, values: Tensor, to: int, offset: int = 0) -> None:
         """Write into the window of `to`; `values` may be changed as soon as this returns."""
         self._check(values, to, offset)
-        self._do("put", self._win.Rput, values.cpu(), to, offset, self._moving).wait()
+        self._start("put", self._win.Rput, values.cpu(), to, offset, self._transfer_type).wait()
 
     def get(self, into: Tensor, source: int, offset: int = 0) -> Handle:
         self._check(into, source, offset)
-        landing = torch.empty_like(into, device="cpu") if into.is_cuda else into
-        return self._do("get", self._win.Rget, landing, source, offset, self._moving, into)
+        buffer = torch.empty_like(into, device="cpu") if into.is_cuda else into
+        return self._start("get", self._win.Rget, buffer, source, offset, self._transfer_type, into)
 
     def accumulate(self, values: Tensor, to: int, offset: int = 0) -> None:
         """Add to the window of `to`, atomically for each element; `values` may be changed as soon as this returns."""
         self._check(values, to, offset)
-        if self._adding is None:
+        if self._reducing_type is None:
             raise UnsupportedError(
                 f"MPI cannot add {values.dtype} in a window: accumulate float32, or put and get {values.dtype}"
             )
-        self._do("accumulate", self._win.Raccumulate, values.cpu(), to, offset, self._adding).wait()
+        self._start("accumulate", self._win.Raccumulate, values.cpu(), to, offset, self._reducing_type).wait()
 
     def flush(self, to: int | None = None) -> None:
         """Wait until all puts and accumulates of this rank have taken effect.
@@ -242,7 +220,7 @@ class MpiWindow:
             self._transport._check(to, "to", 0)
         transport = self._transport
         try:
-            if self._near:
+            if self._on_one_host:
                 self._flush(to)
                 return
             pending = f"what was put into {self._what} of {'all ranks' if to is None else f'rank {to}'}"
@@ -274,7 +252,7 @@ class MpiWindow:
         except self._mpi.Exception as error:
             raise transport.failure(None, f"all ranks to free {self._what}", 0.0, error) from error
 
-    def _do(
+    def _start(
         self, name: str, operation: Any, here: Tensor, peer: int, offset: int, kind: Any, into: Tensor | None = None
     ) -> Handle:
         transport = self._transport

@@ -27,7 +27,14 @@ from torch import Tensor
 from syncline.errors import PeerLostError, ProtocolError, UnsupportedError, WorldError
 from syncline.transports.base import Handle, RemoteMemory, Transport, Window, format_bytes, mismatch_hint
 from syncline.transports.messages import MAX_UNRECEIVED_BYTES, CompletedHandle, describe_recv, peer_lost_error, tag_name
-from syncline.transports.mpi.engine import JOIN_TIMEOUT_S, MpiProcess, RequestHandle, byte_spec, mpi_tag
+from syncline.transports.mpi.engine import (
+    JOIN_TIMEOUT_S,
+    MAX_DROPPED_OPERATIONS,
+    MpiProcess,
+    RequestHandle,
+    byte_spec,
+    mpi_tag,
+)
 from syncline.transports.mpi.native import MpiWindow, NativeMpi
 
 __all__ = ["MatchedReceive", "MpiTransport", "ProbeQueue", "ProbedReceive"]
@@ -74,7 +81,7 @@ class ProbeQueue:
             self._poll_tag(tag)
             first, self._attended = not self._attended, True
         if first:
-            self._transport.engine.add_pollable(self)
+            self._transport.engine.add_poll(self.poll)
         return expected
 
     def withdraw(self, expected: ProbedReceive) -> bool:
@@ -94,12 +101,10 @@ class ProbeQueue:
 
     def close(self) -> None:
         """End all receives with an error."""
-        self._transport.engine.remove_pollable(self)
+        self._transport.engine.remove_poll(self.poll)
         with self._lock:
-            for waiting in self._expected.values():
-                for each in waiting:
-                    pending = describe_recv(self._transport, each.wanted, each.tag, each.data.numel())
-                    each.error, each.matched = self._transport.failure(each.wanted, pending, 0.0, None), True
+            for expected in self._expected.values():
+                self._fail(expected, None)
             self._expected.clear()
 
     def _poll_tag(self, tag: int) -> None:
@@ -108,12 +113,15 @@ class ProbeQueue:
             while expected and self._probe(tag, expected):
                 pass
         except self._mpi.Exception as error:
-            for each in expected:
-                pending = describe_recv(self._transport, each.wanted, tag, each.data.numel())
-                each.error, each.matched = self._transport.failure(each.wanted, pending, 0.0, error), True
+            self._fail(expected, error)
             expected.clear()
         if not expected:
             del self._expected[tag]
+
+    def _fail(self, expected: list[ProbedReceive], cause: BaseException | None) -> None:
+        for each in expected:
+            pending = describe_recv(self._transport, each.wanted, each.tag, each.data.numel())
+            each.error, each.matched = self._transport.failure(each.wanted, pending, 0.0, cause), True
 
     def _probe(self, tag: int, expected: list[ProbedReceive]) -> bool:
         """Match the arrived messages with a tag; False if there was none."""
@@ -213,7 +221,8 @@ class MpiTransport(Transport):
 
     def _send(self, data: Tensor, to: int, tag: int, exact: bool, lossy: bool) -> Handle:
         number = self._tag(tag)
-        self.engine.release_dropped_if_many()
+        if len(self.engine.dropped) > MAX_DROPPED_OPERATIONS:
+            self.engine.release_dropped()
         # A message to this rank itself is copied: its handle may be waited for before the receive is posted.
         data = data.cpu().clone() if to == self.rank else data.cpu()
         pending = f"rank {self.members[to]} to take {format_bytes(data.numel())}"
@@ -226,8 +235,8 @@ class MpiTransport(Transport):
 
     def _recv(self, data: Tensor, source: int | None, tag: int, exact: bool) -> Handle:
         self._tag(tag)
-        landing = torch.empty_like(data, device="cpu") if data.is_cuda else data
-        return MatchedReceive(self, data, self.inbox.post(landing, source, tag, exact))
+        buffer = torch.empty_like(data, device="cpu") if data.is_cuda else data
+        return MatchedReceive(self, data, self.inbox.post(buffer, source, tag, exact))
 
     def _tag(self, tag: int) -> int:
         if self._closed:

@@ -176,7 +176,7 @@ class DefaultGroup:
     def __init__(self, environment: Environment, timeout: float, backend: str | None = None) -> None:
         self._group: Any = None
         if dist.is_initialized():
-            _check(environment)
+            _check_same_ranks(environment)
             return
         both = torch.cuda.is_available() and dist.is_nccl_available()
         self._hook = sys.excepthook
@@ -207,7 +207,7 @@ class DefaultGroup:
             dist.destroy_process_group()
 
 
-def _check(environment: Environment) -> None:
+def _check_same_ranks(environment: Environment) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     if (rank, size) != (environment.rank, environment.size):
         raise WorldError(

@@ -108,23 +108,21 @@ class WorkHandle:
         transport = self._transport
         timeout = transport.timeout if timeout is None else timeout
         start = transport.runtime.now()
-        over = transport.waiting(self._pending, self._peer, idle=timeout == math.inf)
-        problem = None
+        idle = timeout == math.inf
+        over = transport.waiting(self._pending, self._peer, idle)
         try:
-            self.work.wait(FOREVER if timeout == math.inf else timedelta(seconds=timeout))
+            try:
+                self.work.wait(FOREVER if idle else timedelta(seconds=timeout))
+            finally:
+                over()
         except RuntimeError as error:
-            problem = error
-        finally:
-            over()
-        if problem is not None and self._lossy:
-            self._done = True
-            return
-        if problem is not None and transport.has_ended:
-            raise WorldError(f"this rank has closed the channel while it waited for {self._pending}") from problem
-        if problem is not None:
+            if self._lossy:
+                self._done = True
+                return
+            if transport.has_ended:
+                raise WorldError(f"this rank has closed the channel while it waited for {self._pending}") from error
             seconds = transport.runtime.now() - start
-            idle = timeout == math.inf
-            raise transport.failure(self._peer, self._pending, seconds, problem, idle) from problem
+            raise transport.failure(self._peer, self._pending, seconds, error, idle) from error
         if self._copy_to is not None:
             self._copy_to.copy_(self._buffer)
         self._done = True

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from syncline.errors import ProtocolError
 from syncline.runtime import Event, Runtime
-from syncline.transports.base import format_bytes
 from syncline.transports.messages import Mailbox, MessageHeader, PostedReceive, pack_header, peer_lost_error
 
 __all__ = ["FRAME_KINDS", "GOODBYE", "PING", "OutgoingMessage", "PeerConnection", "TooManyOffersError"]
@@ -207,7 +206,7 @@ class PeerConnection:
     # Receiving.
 
     def receive(self, header: MessageHeader, body: Any) -> None:
-        """Process one frame. Raises a `ProtocolError` if the peer breaks the protocol."""
+        """Process a frame with content. Raises a `ProtocolError` if the peer breaks the protocol."""
         if header.kind == EAGER:
             self._receive_eager(header, body)
         else:
@@ -339,9 +338,6 @@ class PeerConnection:
             incoming.posted.finish()
             self._send_frame(DONE, header.number)
 
-    def _ignore(self, header: MessageHeader, body: Any) -> None:
-        return
-
     def _out_of_order(self, header: MessageHeader) -> ProtocolError:
         return self._broken(f"message {header.number} where {self._expected} was expected: one is lost or duplicated")
 
@@ -361,11 +357,6 @@ class PeerConnection:
                 incoming.posted.finish()
             self.incoming.clear()
 
-    def __repr__(self) -> str:
-        unreceived = format_bytes(self.arrived[1] - self.taken[1])
-        state = self.gone or f"{len(self.offers)} offered, {unreceived} unreceived"
-        return f"PeerConnection(to rank {self.peer}: {state})"
-
 
 _RECEIVERS: dict[int, Callable[[PeerConnection, MessageHeader, Any], None]] = {
     OFFER: PeerConnection._receive_offer,
@@ -373,7 +364,5 @@ _RECEIVERS: dict[int, Callable[[PeerConnection, MessageHeader, Any], None]] = {
     PART: PeerConnection._receive_part,
     DONE: PeerConnection._receive_done,
     CREDIT: PeerConnection._receive_credit,
-    PING: PeerConnection._ignore,
-    GOODBYE: PeerConnection._ignore,
     ABANDONED: PeerConnection._receive_abandoned,
 }

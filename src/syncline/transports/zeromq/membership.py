@@ -27,7 +27,7 @@ from syncline.environment.base import check_versions
 from syncline.environment.heartbeats import DEAD
 from syncline.errors import WorldError
 from syncline.runtime import Runtime
-from syncline.transports.key_value_store import KeyValueStore, StoreSilentError, first_line
+from syncline.transports.key_value_store import KeyValueStore, StoreSilentError, death_reason, first_line
 from syncline.transports.messages import WarningLog
 
 __all__ = ["KEY_VARIABLE", "CurveSecurity", "MemberEntry", "MembershipLog", "choose_key"]
@@ -223,7 +223,7 @@ class MembershipLog:
         for rank in ranks if self.launcher.add(DEAD, 0) else ():
             key = f"{DEAD}/{self.name_of(rank).removeprefix('rank ')}"
             if self.launcher.check([key]):
-                deaths[rank] = _death_reason(self.launcher.get(key))
+                deaths[rank] = death_reason(self.launcher.get(key)) or "the launcher has seen it end"
         return deaths
 
     def lose(self, rank: int, reason: str) -> None:
@@ -271,13 +271,6 @@ class MembershipLog:
     def present(self) -> tuple[int, ...]:
         """The ranks that are present, as far as this node knows."""
         return tuple(sorted(rank for rank in self.members if rank not in self.gone))
-
-
-def _death_reason(line: bytes) -> str:
-    try:
-        return str(json.loads(line)["reason"])
-    except (ValueError, KeyError, TypeError):
-        return "the launcher has seen it end"
 
 
 def choose_key(address: str, key: str | None) -> str | None:

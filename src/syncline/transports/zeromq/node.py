@@ -15,6 +15,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import zmq
@@ -224,20 +225,16 @@ class UnverifiedFrames:
     """Buffers frames from peers that cannot be verified yet, because the membership log is incomplete.
 
     >>> frames = UnverifiedFrames()
-    >>> frames.add(b"peer", Frame(b"hello", None, 0)), frames.peers()
+    >>> frames.add(b"peer", Frame(b"hello", None, 0)), list(frames.frames)
     (True, [b'peer'])
-    >>> frames.remove(b"peer"), frames.peers()
-    ([Frame(content=b'hello', body=None, extra=0)], [])
+    >>> frames.remove(b"peer"), frames.nbytes
+    ([Frame(content=b'hello', body=None, extra=0)], 0)
     """
 
     def __init__(self) -> None:
         self.frames: dict[bytes, list[Frame]] = {}
         """By the peer's routing id, in order of arrival."""
         self.nbytes = 0
-
-    def peers(self) -> list[bytes]:
-        """The routing ids of the unverified peers, in order of their first frame."""
-        return list(self.frames)
 
     def add(self, identity: bytes, frame: Frame) -> bool:
         """Buffer a frame; False if there is no room."""
@@ -259,20 +256,18 @@ def _size(frame: Frame) -> int:
     return FRAME_OVERHEAD_BYTES + len(frame.content) + (0 if frame.body is None else len(frame.body))
 
 
+@dataclass(eq=False)
 class _Peer:
     """The connection to a peer and its sockets."""
 
-    def __init__(
-        self, connection: PeerConnection, socket: zmq.Socket[Any], monitor: zmq.Socket[Any], now: float
-    ) -> None:
-        self.connection = connection
-        self.socket = socket
-        self.monitor = monitor
-        self.heard = now
-        """When the last frame of the peer arrived."""
-        self.broken_at: float | None = None
-        self.heartbeat: tuple[float, int] | None = None
-        """When the peer was last heard, and the number of its heartbeat in the store at the first check after that."""
+    connection: PeerConnection
+    socket: zmq.Socket[Any]
+    monitor: zmq.Socket[Any]
+    heard: float
+    """When the last frame of the peer arrived."""
+    broken_at: float | None = None
+    heartbeat: tuple[float, int] | None = None
+    """When the peer was last heard, and the number of its heartbeat in the store at the first check after that."""
 
 
 class Node:
@@ -492,7 +487,7 @@ class Node:
             return
         self._next_verification = now + VERIFY_EVERY_S
         self.membership.refresh()
-        for identity in self.unverified.peers():
+        for identity in list(self.unverified.frames):
             if self.membership.may_appear(IDENTITY.unpack(identity)[1]):
                 continue
             for frame in self.unverified.remove(identity):
@@ -554,7 +549,7 @@ class Node:
                 raise ProtocolError(f"rank {connection.peer} sent {extra} frames too many", peer=connection.peer)
             if header.kind == GOODBYE:
                 self.lose(connection.peer, "it has left")
-            else:
+            elif header.kind != PING:
                 connection.receive(header, content[HEADER_BYTES:] if body is None else body)
         except ProtocolError as error:
             logger.warning("rank %d drops all messages of rank %d from now on: %s", self.rank, connection.peer, error)
@@ -578,12 +573,8 @@ class Node:
             if entry.kind != "joined" and entry.rank == self.rank:
                 self._fail(f"the others have declared this rank lost: {entry.reason}")
             elif entry.kind == "lost":
-                logger.warning(
-                    "%s: the membership log reports that %s is lost: %s",
-                    self.name(),
-                    self.name(entry.rank),
-                    entry.reason,
-                )
+                lost = f"{self.name(entry.rank)} is lost: {entry.reason}"
+                logger.warning("%s: the membership log reports that %s", self.name(), lost)
                 if entry.rank in self.peers:
                     self.lose(entry.rank, entry.reason)
         for rank in list(self.membership.hints):

@@ -150,12 +150,6 @@ class ZmqTransport(Transport):
         membership = self.node.membership
         return {rank: reason for rank, reason in list(membership.gone.items()) if rank not in membership.left}
 
-    def connect_to(self, ranks: Sequence[int]) -> None:
-        """Open the connections to these ranks, so that their end is noticed."""
-        for rank in ranks:
-            if rank != self.rank:
-                self.node.connection(self.rank_of(rank))
-
     def gone_reason(self, rank: int) -> str:
         return self.node.gone(self.rank_of(rank))
 
@@ -250,7 +244,9 @@ class _ConnectionMonitor(LivenessMonitor):
         self._transport = transport
 
     def watch(self, ranks: Sequence[int]) -> None:
-        self._transport.connect_to(ranks)
+        for rank in ranks:  # an open connection shows the end of its peer
+            if rank != self._transport.rank:
+                self._transport.node.connection(self._transport.rank_of(rank))
 
 
 class _SendHandle:
@@ -296,16 +292,21 @@ class _ReceiveHandle:
         return self._posted.done
 
     def wait(self, timeout: float | None = None) -> None:
-        transport, posted = self._transport, self._posted
-        if not posted.done:
-            self._wait(transport.timeout if timeout is None else timeout)
-        if posted.error is not None:
-            raise transport.explain(posted.error, self._wanted, self._pending())
+        posted = self._posted
+        self._wait(timeout)
         if self._data is not posted.data:
             self._data.copy_(posted.data)
-        self.source, self.nbytes = transport.place(posted.source), posted.nbytes
+        self.source, self.nbytes = self._transport.place(posted.source), posted.nbytes
 
-    def _wait(self, timeout: float) -> None:
+    def _wait(self, timeout: float | None) -> None:
+        """Wait until the receive is done. Raises its error."""
+        transport, posted = self._transport, self._posted
+        if not posted.done:
+            self._wait_until_done(transport.timeout if timeout is None else timeout)
+        if posted.error is not None:
+            raise transport.explain(posted.error, self._wanted, self._pending())
+
+    def _wait_until_done(self, timeout: float) -> None:
         transport, posted, node = self._transport, self._posted, self._transport.node
         gone = node.connection(posted.wanted).gone if posted.wanted not in (None, node.rank) else ""
         if gone and self._mailbox.withdraw(posted):
@@ -327,13 +328,9 @@ class _BytesReceiveHandle(_ReceiveHandle):
     data = EMPTY_DATA
 
     def wait(self, timeout: float | None = None) -> None:
-        posted = self._posted
-        if not posted.done:
-            self._wait(self._transport.timeout if timeout is None else timeout)
-        if posted.error is not None:
-            raise self._transport.explain(posted.error, self._wanted, self._pending())
-        assert posted.content is not None, "the message has arrived"
-        self.data = posted.content
+        self._wait(timeout)
+        assert self._posted.content is not None, "the message has arrived"
+        self.data = self._posted.content
 
 
 class ZmqRequestListener:

@@ -21,7 +21,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import Codec, CodecTraits, PayloadCodec, RngKey, TensorSlice, max_payload_bytes
+from syncline.codecs.base import (
+    Codec,
+    CodecTraits,
+    PayloadCodec,
+    RngKey,
+    TensorSlice,
+    all_finite,
+    is_whole_number,
+    max_payload_bytes,
+    write_bytes,
+)
 from syncline.codecs.cast import round_to_half
 from syncline.codecs.kernels.dispatch import fused
 from syncline.errors import DivergedError, ProtocolError, SpecError
@@ -62,7 +72,7 @@ class PowerSGD(Codec):
     positional: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+        if not is_whole_number(self.rank, 1):
             raise SpecError(f"powersgd: the rank is a whole number, at least 1 (usually 1 to 4), not {self.rank!r}")
         self.check_feedback()
 
@@ -152,7 +162,7 @@ class _Factors(PayloadCodec):
             numbers = torch.cat([_up(p).flatten(), q.flatten()])
             decoded = _product(_up(p), q).flatten()
         used = ROWS.size + 4 * numbers.numel()
-        body[: ROWS.size].copy_(torch.frombuffer(bytearray(ROWS.pack(target.rows)), dtype=torch.uint8))
+        write_bytes(body, 0, ROWS.pack(target.rows))
         body[ROWS.size : used].copy_(numbers.view(torch.uint8))
         target.set_residual(decoded)  # last: without a matrix the numbers are the residual itself
         return used
@@ -169,15 +179,12 @@ class _Factors(PayloadCodec):
             raise ProtocolError(f"a body of {self!r} has {body.numel()} B, and {ROWS.size + 4 * due} B are due")
         values = torch.empty(due, device=body.device, dtype=torch.float32)
         values.view(torch.uint8).copy_(body[ROWS.size :])
-        if not bool(torch.isfinite(values).all()):
+        if not all_finite(values):
             raise ProtocolError(f"a body of {self!r} holds NaN or Inf")
         if rows:
             p, q = values[: rank * rows].view(rows, rank), values[rank * rows :].view(-1, rank)
             values = _product(p, q).flatten()
-        if accumulate:
-            out += values
-        else:
-            out.copy_(values)
+        self.store(values, out, accumulate)
 
     def __repr__(self) -> str:
         return repr(self.codec)
@@ -248,7 +255,7 @@ class _Message:
 
     def pieces(self) -> list[Tensor]:
         """The reduced tensors."""
-        if not bool(torch.isfinite(self.flat).all()):  # the same bits on every rank, so all raise
+        if not all_finite(self.flat):  # the same bits on every rank, so all raise
             raise DivergedError("powersgd: the sum over the ranks holds NaN or Inf")
         return self._cut(self.flat)
 

@@ -7,13 +7,12 @@ Both ends derive the layout from the number of elements and the count, so a fixe
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 
 import torch
 from torch import Tensor
 
-from syncline.codecs.base import PayloadCodec, RngKey, TensorSlice
+from syncline.codecs.base import PayloadCodec, RngKey, TensorSlice, all_finite, write_bytes
 from syncline.codecs.kernels.dispatch import fused, sparse_kernels
 from syncline.codecs.kernels.indices import layout
 from syncline.codecs.quantize import Quantize
@@ -68,7 +67,7 @@ class SparseCodec(PayloadCodec):
 
     def write(self, part: TensorSlice, body: Tensor, rng: RngKey, values: PayloadCodec = RAW) -> int:
         indices, selected = self.select(part, rng)
-        if not math.isfinite(float(selected.sum())) and not bool(torch.isfinite(selected).all()):
+        if not all_finite(selected):
             self._restore_residual(part, indices, selected)
             raise DivergedError(f"{self!r}: {part.name or 'a tensor'} and what was left unsent of it add up to Inf")
         head = self.head_bytes(part.numel, indices.numel())
@@ -151,7 +150,7 @@ def read_indices(packed: Tensor, numel: int, count: int) -> Tensor:
 
 def put_u32(out: Tensor, number: int) -> None:
     """Write a number into the first four bytes."""
-    out[:4].copy_(torch.frombuffer(bytearray(number.to_bytes(4, "little")), dtype=torch.uint8))
+    write_bytes(out, 0, number.to_bytes(4, "little"))
 
 
 def get_u32(body: Tensor) -> int:

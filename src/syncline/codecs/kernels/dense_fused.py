@@ -216,8 +216,8 @@ def encode_quantize(
     flat: Floats,
     residual: Floats,
     body: Bytes,
-    bits: int,
     bucket: int,
+    bits: int,
     euclid: bool,
     stochastic: bool,
     start: int,
@@ -270,7 +270,7 @@ def spare_code(body: Bytes, numel: int, bits: int, bucket: int) -> bool:
 
 
 @jit
-def decode_quantize(body: Bytes, out: Floats, bits: int, bucket: int, accumulate: bool) -> int:
+def decode_quantize(body: Bytes, out: Floats, bucket: int, bits: int, accumulate: bool) -> int:
     """Write or add what the codes say; nothing is written where the body is not `FINE`."""
     scales = get_floats(body, (len(out) + bucket - 1) // bucket)
     at = 4 * len(scales)

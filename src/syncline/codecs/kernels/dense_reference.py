@@ -125,8 +125,8 @@ def encode_quantize(
     flat: Tensor,
     residual: Tensor,
     body: Tensor,
-    bits: int,
     bucket: int,
+    bits: int,
     euclid: bool,
     stochastic: bool,
     start: int,
@@ -166,7 +166,7 @@ def levels_of(codes: Tensor, most: int, scales: Tensor) -> Tensor:
     return ((codes - most).float() * share) * scales[:, None]
 
 
-def decode_quantize(body: Tensor, out: Tensor, bits: int, bucket: int, accumulate: bool) -> int:
+def decode_quantize(body: Tensor, out: Tensor, bucket: int, bits: int, accumulate: bool) -> int:
     """x = ((code − L) · 1/L) · s. A code with all bits set is no level.
 
     Nothing is written where the body is not `FINE`.

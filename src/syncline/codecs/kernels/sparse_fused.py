@@ -501,7 +501,7 @@ def _write(
         _pack(indices, low, first, packed)
     unsaid = np.zeros(k if both else 0, np.float32)
     encode_quantize(
-        values, unsaid, body[COUNT_BYTES + nbytes :], bits, max(1, min(bucket, k)), euclid, stochastic, start, key
+        values, unsaid, body[COUNT_BYTES + nbytes :], max(1, min(bucket, k)), bits, euclid, stochastic, start, key
     )
     for j in range(unsaid.size):
         total[indices[j]] = unsaid[j]
@@ -533,7 +533,7 @@ def _read(
         read = _get_bits(packed, out.size, indices) if low == BITMAP else _unpack(packed, out.size, low, first, indices)
         if read != count:
             return row + 1
-        if decode_quantize(body[COUNT_BYTES + nbytes :], values, bits, max(1, min(bucket, count)), False) != 0:
+        if decode_quantize(body[COUNT_BYTES + nbytes :], values, max(1, min(bucket, count)), bits, False) != 0:
             return row + 1
         if row == 0:
             for j in range(count):

@@ -41,7 +41,7 @@ class InlineGroup:
 
 
 def queue(overlap: bool) -> ReductionQueue:
-    return ReductionQueue(cast("Communicator", SimpleNamespace(team=InlineGroup(), overlap_encoding=overlap)))
+    return ReductionQueue(cast("Communicator", SimpleNamespace(group=InlineGroup(), overlap_encoding=overlap)))
 
 
 def test_reductions_take_turns_until_all_are_done() -> None:

@@ -26,7 +26,7 @@ import math
 import struct
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "HEADER",
     "MAX_BUCKET_ELEMENTS",
+    "SHARED_MEMORY_KEY",
     "Codec",
     "CodecTraits",
     "DenseCodec",
@@ -58,6 +59,7 @@ __all__ = [
     "max_payload_bytes",
     "pack",
     "pack_into",
+    "split_bodies",
     "unpack",
     "unpack_all",
     "write_bytes",
@@ -68,6 +70,8 @@ MAX_BUCKET_ELEMENTS = 2**30
 """The kernels count the elements of a bucket in 32 bits."""
 HEADER = struct.Struct("<HBBIQ")
 LENGTH_BYTES = 4
+SHARED_MEMORY_KEY = "q"
+"""The key in `TensorSlice.memory` of what is equal on every rank: a warm start."""
 MAGIC = 0x51C7
 VERSION = 1
 
@@ -127,6 +131,11 @@ class TensorSlice:
         for state in (self.residual, *self.memory.values()):
             if state is not None:
                 state.nan_to_num_(0.0, 0.0, 0.0)
+
+    def drop_own_state(self) -> None:
+        """Forget this rank's state for this step. The state that is equal on every rank stays."""
+        self.residual = None
+        self.memory = {key: value for key, value in self.memory.items() if key == SHARED_MEMORY_KEY}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +286,7 @@ class PayloadCodec(Codec):
 
     def check_length(self, body: Tensor, out: Tensor) -> None:
         """Refuse a body of fixed length that is not as long as that of `out`."""
-        due = _lengths(self, (out.numel(),), 0)[0]
+        due = _body_lengths(self, (out.numel(),), 0)[0]
         if body.numel() != due:
             raise ProtocolError(f"{body.numel()} B are not the {due} B of {out.numel()} values of {self!r}")
 
@@ -340,13 +349,13 @@ def max_payload_bytes(codec: PayloadCodec, sizes: Sequence[int], step: int = 0) 
 
 
 @lru_cache(maxsize=256)
-def _bodies(codec: PayloadCodec, sizes: tuple[int, ...], step: int) -> tuple[int, ...]:
+def _body_lengths(codec: PayloadCodec, sizes: tuple[int, ...], step: int) -> tuple[int, ...]:
     """The lengths of bodies, cached: they change only in the first steps of some codecs."""
     return tuple(codec.body_bytes(numel, step) for numel in sizes)
 
 
 def _lengths(codec: PayloadCodec, sizes: Sequence[int], step: int) -> tuple[int, ...]:
-    return _bodies(codec, tuple(sizes), min(step, codec.traits.steady_from_step))
+    return _body_lengths(codec, tuple(sizes), min(step, codec.traits.steady_from_step))
 
 
 def pack(
@@ -412,20 +421,26 @@ def unpack(
     step: int = 0,
 ) -> None:
     """Decode into float32 rows, one for each slice, or add to them."""
-    sizes = [out.numel() for out in outs]
+    found = split_bodies(codec, payload, [out.numel() for out in outs], step, sender)
+    for out, body in zip(outs, found, strict=True):
+        codec.read(body, out, accumulate)
+
+
+def split_bodies(
+    codec: PayloadCodec, payload: Tensor, sizes: Sequence[int], step: int, sender: str = ""
+) -> Iterator[Tensor]:
+    """Yield the body of each slice in a payload. A payload that does not fit is a `ProtocolError`."""
     _check_header(codec, payload, sum(sizes), sender)
     at, fixed = HEADER.size, codec.traits.fixed_length
-    for out, most in zip(outs, _lengths(codec, sizes, step), strict=True):
-        if fixed:
-            length = most
-        else:
+    for length in _lengths(codec, sizes, step):
+        if not fixed:
             length = int.from_bytes(_read_bytes(payload, at, LENGTH_BYTES, sender), "little")
             at += LENGTH_BYTES
         if at + length > payload.numel():
             raise ProtocolError(
                 f"a payload{sender} of {payload.numel()} B ends within a body of {length} B at {at}: it is truncated"
             )
-        codec.read(payload[at : at + length], out, accumulate)
+        yield payload[at : at + length]
         at += length
     if at != payload.numel():
         raise ProtocolError(f"a payload{sender} of {payload.numel()} B has {payload.numel() - at} B too many")

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from syncline.codecs.base import (
+    SHARED_MEMORY_KEY,
     Codec,
     CodecTraits,
     PayloadCodec,
@@ -131,7 +132,7 @@ class PowerSGD(Codec):
         for each, p, whole, mine in zip(matrices, ps, sent.pieces(), sent.own, strict=True):
             each.subtract_product(_up(p), mine)
             _product(_up(p), whole, out=each.part.flat)
-            each.part.memory["q"] = whole.clone()  # not a view, which would keep the bucket alive
+            each.part.memory[SHARED_MEMORY_KEY] = whole.clone()  # not a view, which would keep the bucket alive
 
 
 @dataclass(frozen=True, repr=False)
@@ -206,7 +207,7 @@ class _Target:
     def start(self, rank: int, rng: RngKey) -> None:
         """Start from the subspace of the last step, or from a random one that is equal on every rank."""
         own = rng.for_slice(self.part.name)
-        kept = self.part.memory.get("q")
+        kept = self.part.memory.get(SHARED_MEMORY_KEY)
         shape = (self.matrix.shape[1], rank)
         self.q = _unit(kept if kept is not None and kept.shape == shape else self.values.new_zeros(shape), own)
 
@@ -294,7 +295,7 @@ def _orthonormal(p: Tensor) -> Tensor:
     """Modified Gram-Schmidt in float64, column by column. A linearly dependent column becomes zero."""
     columns = p.double().T.contiguous()
     if fused(columns):
-        from syncline.codecs.kernels.lowrank_fused import orthonormal
+        from syncline.codecs.kernels.dense_fused import orthonormal
 
         orthonormal(columns, DEPENDENT)
         return columns.T
@@ -331,7 +332,7 @@ def _product(p: Tensor, q: Tensor, out: Tensor | None = None) -> Tensor:
         return whole.copy_(exact.clamp_(-MAX_FLOAT32, MAX_FLOAT32))
     left, right = p.T.contiguous(), q.T.contiguous()
     if fused(whole):
-        from syncline.codecs.kernels.lowrank_fused import product
+        from syncline.codecs.kernels.dense_fused import product
 
         product(left, right, whole)
         return whole

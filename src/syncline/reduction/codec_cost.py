@@ -16,11 +16,10 @@ from syncline.codecs import Codec, PayloadCodec, RngKey, TensorSlice
 from syncline.codecs.base import max_payload_bytes, pack_into, unpack
 from syncline.codecs.kernels.dispatch import needs_compiling
 from syncline.collectives import NATIVE
-from syncline.collectives.compressed.cost import codec_advice
 from syncline.costs import predict_on
 from syncline.reduction.communicator import Communicator
 
-__all__ = ["compressed_seconds", "dense_seconds", "slowdown_warning"]
+__all__ = ["codec_advice", "compressed_seconds", "dense_seconds", "slowdown_warning"]
 
 logger = logging.getLogger("syncline")
 
@@ -38,6 +37,20 @@ def slowdown_warning(communicator: Communicator, buckets: Buckets) -> str | None
         logger.warning("compiling the codecs' kernels: once on this machine, for some ten seconds")
     dense = dense_seconds(communicator, [sum(parameter.nbytes for parameter in held) for _, held in buckets])
     return codec_advice(dense, sum(compressed_seconds(communicator, buckets)), repr(communicator.codec))
+
+
+def codec_advice(dense_seconds: float, codec_seconds: float, spec: str) -> str | None:
+    """A warning if the codec makes steps slower: the communication time of a step without it and with it.
+
+    >>> codec_advice(0.031, 0.044, "topk(0.01)")
+    'agreeing takes 31 ms a step dense and 44 ms with topk(0.01): this network is fast enough; use codec=None'
+    >>> codec_advice(0.5, 0.02, "topk(0.01)") is None
+    True
+    """
+    if codec_seconds < dense_seconds:
+        return None
+    dense, encoded = (f"{1e3 * seconds:.3g} ms" for seconds in (dense_seconds, codec_seconds))
+    return f"agreeing takes {dense} a step dense and {encoded} with {spec}: this network is fast enough; use codec=None"
 
 
 def dense_seconds(communicator: Communicator, sizes: Sequence[int]) -> float:

@@ -1,17 +1,22 @@
-"""The loops of quantize, onebit, ternary and stochastic cast for the CPU: a block stays in the first-level cache.
+"""The loops of quantize, onebit, ternary, stochastic cast and powersgd for the CPU, compiled by numba.
 
-They give the same bits as `dense_reference.py`, where the formulas and layouts are written down. Whole numbers are cast
-after each step, because numba widens them to 64 bits, and a loop over wide numbers is four times slower.
+They give the same bits as `dense_reference.py`, where the formulas and layouts are written down, and as `powersgd.py`.
+A block stays in the first-level cache. Whole numbers are cast after each step, because numba widens them to 64 bits,
+and a loop over wide numbers is four times slower. Imported only if numba is installed: see `dispatch.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numba
 import numpy as np
 from numpy.typing import NDArray
-
-from syncline.codecs.kernels.compiled import Number, bits_of, jit
+from torch import Tensor
 
 __all__ = [
+    "Number",
     "cast_stochastic",
     "decode_onebit",
     "decode_quantize",
@@ -19,12 +24,17 @@ __all__ = [
     "encode_onebit",
     "encode_quantize",
     "encode_ternary",
+    "jit",
+    "orthonormal",
+    "product",
 ]
 
+F = TypeVar("F", bound=Callable[..., Any])
+Number = Any
+"""A numpy scalar. Its dtype is inferred by numba; numpy's annotations lose it at the first operation."""
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
 Bytes = NDArray[np.uint8]
-Words = NDArray[np.uint64]
 
 LANES = 64
 SAFE_SCALE = np.float32(2.0**64)
@@ -32,6 +42,30 @@ LITTLE = np.float32(2.0**-64)
 LARGEST = np.float64(3.4028234663852886e38)
 ONES = np.uint64(0x0101010101010101)
 FINE, BAD_SCALE, BAD_CODE = 0, 1, 2
+
+
+def jit(function: F) -> F:
+    """Compile at the first call, without the GIL. The code is cached on disk if a folder is writable."""
+    try:
+        return cast("F", numba.njit(nogil=True, cache=True)(function))
+    except RuntimeError:  # neither beside the source nor in the home directory: compile in each process
+        return cast("F", numba.njit(nogil=True)(function))
+
+
+@jit
+def mix32(x: Number) -> Number:
+    """As in `random_bits.py`. Each step is cast back, because numba widens integers."""
+    x = np.uint32(x ^ np.uint32(x >> np.uint32(16)))
+    x = np.uint32(x * np.uint32(0x7FEB352D))
+    x = np.uint32(x ^ np.uint32(x >> np.uint32(15)))
+    x = np.uint32(x * np.uint32(0x846CA68B))
+    return np.uint32(x ^ np.uint32(x >> np.uint32(16)))
+
+
+@jit
+def bits_of(place: Number, key: Number) -> Number:
+    """The 32 random bits of an element."""
+    return mix32(np.uint32(np.uint32(place * np.uint32(0x9E3779B1)) ^ key))
 
 
 @jit
@@ -500,3 +534,67 @@ def cast_stochastic(
                 rest = np.int32(np.float32(steps - np.float32(low)) * np.float32(1 << 24))
                 half = np.uint32(low + np.int32(np.int32(random >> np.uint32(8)) < rest))
         halves[j] = np.int16(np.uint16(min(half, top) | sign))
+
+
+def orthonormal(columns: Tensor, dependent: float) -> None:
+    """Modified Gram-Schmidt of the rows of a float64 tensor, in place."""
+    _orthonormal(columns.numpy(), dependent)
+
+
+def product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Σ_k left[k]ᵀ right[k] into `out`, the terms of an element in the order of k."""
+    _product(left.numpy(), right.numpy(), out.numpy())
+
+
+@jit
+def _total(row: Number) -> Number:
+    """Pairwise summation; overwrites `row`."""
+    count = row.shape[0]
+    if count == 0:
+        return 0.0
+    while count > 1:
+        half = (count + 1) // 2
+        for index in range(count - half):
+            row[index] += row[half + index]
+        count = half
+    return row[0]
+
+
+@jit
+def _orthonormal(columns: Number, dependent: Number) -> None:
+    count, length = columns.shape
+    scratch = np.empty(length, np.float64)
+    for index in range(count):
+        column = columns[index]
+        for place in range(length):
+            scratch[place] = column[place] * column[place]
+        before = _total(scratch)
+        for earlier in range(index):
+            other = columns[earlier]
+            for place in range(length):
+                scratch[place] = other[place] * column[place]
+            shared = _total(scratch)
+            for place in range(length):
+                column[place] -= shared * other[place]
+        for place in range(length):
+            scratch[place] = column[place] * column[place]
+        after = _total(scratch)
+        if after <= dependent * dependent * before:
+            column[:] = 0.0
+        else:
+            norm = np.sqrt(after)
+            for place in range(length):
+                column[place] /= norm
+
+
+@jit
+def _product(left: Number, right: Number, out: Number) -> None:
+    for row in range(out.shape[0]):
+        into = out[row]
+        first, factor = right[0], left[0, row]
+        for place in range(into.shape[0]):
+            into[place] = factor * first[place]
+        for index in range(1, left.shape[0]):
+            other, factor = right[index], left[index, row]
+            for place in range(into.shape[0]):
+                into[place] += factor * other[place]

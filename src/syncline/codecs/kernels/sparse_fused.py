@@ -14,8 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from syncline.codecs.kernels.compiled import Number, jit
-from syncline.codecs.kernels.dense_fused import decode_quantize, encode_quantize
+from syncline.codecs.kernels.dense_fused import Number, decode_quantize, encode_quantize, jit
 from syncline.codecs.kernels.indices import BITMAP, IndexLayout, broken
 from syncline.errors import IncompatibleError
 
@@ -41,7 +40,6 @@ MAGNITUDE = np.int32(0x7FFFFFFF)
 STILL = np.empty(0, np.float32)
 """No velocity."""
 COUNT_BYTES = 4
-"""Size of the count before the indices."""
 NOT_FINITE = -1
 
 

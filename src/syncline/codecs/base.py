@@ -535,5 +535,5 @@ def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
 
-def _links(codec: Any) -> tuple[Codec, ...]:
+def _links(codec: Any) -> tuple[Any, ...]:
     return codec.links if hasattr(codec, "links") else (codec,)

@@ -23,14 +23,12 @@ from torch import Tensor
 
 from syncline.codecs.base import (
     SHARED_MEMORY_KEY,
-    Codec,
     CodecTraits,
     PayloadCodec,
     RngKey,
     TensorSlice,
     all_finite,
     is_whole_number,
-    max_payload_bytes,
     write_bytes,
 )
 from syncline.codecs.cast import round_to_half
@@ -51,11 +49,12 @@ DEPENDENT = 1e-12
 
 
 @dataclass(frozen=True, repr=False)
-class PowerSGD(Codec):
+class PowerSGD(PayloadCodec):
     """Sends matrices as products of two factors; vectors, and matrices that would not get smaller, unencoded.
 
     A parameter of more than two dimensions is a matrix with a row for each index of the first. The codec is biased, so
-    it keeps a residual. Each step continues the subspace iteration of the last one.
+    it keeps a residual. Each step continues the subspace iteration of the last one. The payload of a single tensor has
+    P and Q after two power iterations.
 
     >>> import torch
     >>> codec = PowerSGD(1)
@@ -79,16 +78,7 @@ class PowerSGD(Codec):
 
     @cached_property
     def traits(self) -> CodecTraits:
-        return CodecTraits(allreducible=True, residual_needs_sum=True)
-
-    def max_bytes(self, numel: int) -> int:
-        return max_payload_bytes(_Factors(self), [numel])
-
-    def encode(self, tensor: Tensor, rng: RngKey | None = None, residual: Tensor | None = None) -> Tensor:
-        return _Factors(self).encode(tensor, rng, residual)
-
-    def decode(self, payload: Tensor, out: Tensor, accumulate: bool = False, step: int = 0) -> Tensor:
-        return _Factors(self).decode(payload, out, accumulate, step)
+        return CodecTraits(fixed_length=False, allreducible=True, residual_needs_sum=True)
 
     def reduce_rounds(
         self,
@@ -134,28 +124,14 @@ class PowerSGD(Codec):
             _product(_up(p), whole, out=each.part.flat)
             each.part.memory[SHARED_MEMORY_KEY] = whole.clone()  # not a view, which would keep the bucket alive
 
-
-@dataclass(frozen=True, repr=False)
-class _Factors(PayloadCodec):
-    """The payload of a single tensor: its number of rows, then P and Q after two power iterations."""
-
-    codec: PowerSGD
-
-    codec_id: ClassVar[int] = PowerSGD.codec_id
-
-    @cached_property
-    def traits(self) -> CodecTraits:
-        return CodecTraits(fixed_length=False)
-
     def body_bytes(self, numel: int, step: int = 0) -> int:
         return ROWS.size + 4 * numel
 
     def write(self, part: TensorSlice, body: Tensor, rng: RngKey) -> int:
-        rank = self.codec.rank
-        target = _Target(part, rank)
+        target = _Target(part, self.rank)
         numbers = decoded = target.values
         if target.rows:
-            target.start(rank, rng)
+            target.start(self.rank, rng)
             for _ in range(2):  # the second starts from the result of the first
                 p = _orthonormal(target.matrix @ target.q)
                 q = target.matrix.T @ _down(p)
@@ -169,7 +145,7 @@ class _Factors(PayloadCodec):
         return used
 
     def read(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
-        rank, numel = self.codec.rank, out.numel()
+        rank, numel = self.rank, out.numel()
         if body.numel() < ROWS.size:
             raise ProtocolError(f"a body of {self!r} has {body.numel()} B, too few for its count of rows: truncated")
         rows = int(ROWS.unpack(bytes(body[: ROWS.size].cpu().numpy()))[0])
@@ -186,9 +162,6 @@ class _Factors(PayloadCodec):
             p, q = values[: rank * rows].view(rows, rank), values[rank * rows :].view(-1, rank)
             values = _product(p, q).flatten()
         self.store(values, out, accumulate)
-
-    def __repr__(self) -> str:
-        return repr(self.codec)
 
 
 class _Target:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from syncline.codecs import Chain, Codec, PayloadCodec, PowerSGD, Quantize, RngKey, TensorSlice
+from syncline.codecs import Chain, Codec, PayloadCodec, Quantize, RngKey, TensorSlice
 from syncline.codecs.base import all_finite
 from syncline.collectives.compressed.cost import predict_collectives
 from syncline.collectives.compressed.gather_split import OwnerResiduals, gather, reclaim_residuals, split
@@ -251,7 +251,7 @@ def _check_schedule(collective: str, codec: Codec | None) -> None:
 
 def _check_compressed(collective: CompressedCollective, codec: Codec) -> None:
     for each in codec.alternatives():
-        if not isinstance(each, PayloadCodec) or isinstance(getattr(each, "first", None), PowerSGD):
+        if not isinstance(each, PayloadCodec) or each.traits.residual_needs_sum:
             raise IncompatibleError(
                 f"algorithm={collective!r} is for payloads, and {each!r} sums on the wire: use 'auto'"
             )

@@ -68,8 +68,7 @@ def gather(
 
     A slice that cannot be encoded is passed to `report`, which may still change `extra`.
     """
-    sizes = [part.numel for part in parts]
-    longest = max_payload_bytes(codec, sizes, rng.step)
+    longest = max_payload_bytes(codec, [part.flat.numel() for part in parts], rng.step)
     whole = _aligned(longest + extra.numel())
     message = _bytes(whole, extra.device)
     used = pack_into(codec, parts, rng, message[:longest], report)
